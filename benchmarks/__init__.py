@@ -1,0 +1,1 @@
+"""Programs that measure: every number in the docs comes from a command here."""

@@ -1,0 +1,193 @@
+"""Adam, AdamW and LAMB: steps scaled by running averages of squared gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfunc import primitives, tree
+from zfunc.optim import fused, moments
+from zfunc.optim.base import GradientTransformation
+from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
+from zfunc.optim.moments import wide
+from zfunc.optim.schedules import Rate, at, plain, started, symbolic
+from zfunc.optim.updates import Moved
+
+__all__ = ["AdamState", "adam", "adamw", "lamb"]
+
+Tree = Any
+Number = float | Tensor
+
+
+class AdamState(NamedTuple):
+    """``count`` updates so far (0-d int64), mean ``mu`` of gradients, ``nu`` of squares."""
+
+    count: Tensor  # type: ignore[assignment]  # optax's name; `tuple.count` is not missed
+    mu: Tree
+    nu: Tree
+
+
+def adam(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """Adam with bias correction: ``-lr * m̂ / (sqrt(v̂) + eps)``.
+
+    Args:
+        lr: a number, a 0-d tensor, or a schedule of the count.
+        b1, b2: decay of the running means of gradients and squares.
+        eps: keeps the quotient finite.
+
+    Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, 2015.
+
+    >>> tx = adam(0.1)
+    >>> params = torch.zeros(2)
+    >>> updates, state = tx.update(torch.tensor([1.0, -2.0]), tx.init(params))
+    >>> updates
+    tensor([-0.1000,  0.1000])
+    """
+    return _adam(lr, b1, b2, eps, 0.0, None)
+
+
+def adamw(
+    lr: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    mask: Tree | Callable[[str], bool] | None = None,
+) -> GradientTransformation:
+    """Adam with decoupled weight decay: ``-lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * p)``.
+
+    Given the parameters it runs as one fused kernel and returns a ``Moved``.
+
+    Args:
+        lr, b1, b2, eps: see :func:`adam`.
+        weight_decay: multiplied by ``lr``, as in ``torch.optim.AdamW``.
+        mask: which leaves decay: a tree of bools (or a prefix), or a predicate on
+            leaf paths. All of them if left out.
+
+    Raises:
+        ValueError: (from ``update``) there is weight decay and no ``params``.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
+
+    >>> from zfunc.optim.updates import apply_updates
+    >>> tx = adamw(0.1, weight_decay=0.5, mask=lambda path: path != "b")
+    >>> params = {"b": torch.ones(1), "w": torch.ones(1)}
+    >>> grads = {"b": torch.ones(1), "w": torch.ones(1)}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> apply_updates(params, updates)
+    {'b': tensor([0.9000]), 'w': tensor([0.8500])}
+    """
+    return _adam(lr, b1, b2, eps, weight_decay, mask)
+
+
+def _init(params: Tree) -> AdamState:
+    return AdamState(started(), moments.zeros(params), moments.zeros(params))
+
+
+def _adam(
+    lr: Rate, b1: float, b2: float, eps: float, weight_decay: float, mask: Any
+) -> GradientTransformation:
+    rates = decay_rates(weight_decay, mask)
+
+    def additive(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        needs_params("adamw", weight_decay, params)
+        count = state.count + 1
+        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2)
+        f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
+        step = add_decay(rates, tree.map(f, mu, nu), params)
+        rate = at(lr, state.count)
+        updates = tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu)
+        return updates, AdamState(count, mu, nu)
+
+    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        rate, count = at(lr, state.count), state.count + 1
+        done = None
+        if params is not None and _can_fuse(rate, weight_decay):
+            how = {"count": count, "lr": rate, "b1": b1, "b2": b2, "eps": eps}
+            done = fused.step(grads, params, state.mu, state.nu, decay=rates, **how)
+        if done is None:
+            return additive(grads, state, params)
+        new, mu, nu = done
+        f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count)
+        moved = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
+        return moved, AdamState(count, mu, nu)
+
+    return GradientTransformation(_init, update, additive=additive, checked=True)
+
+
+def _can_fuse(rate: Number, weight_decay: float) -> bool:
+    """Whether one kernel may do it, and its updates could still be told afterwards."""
+    if primitives.compressing():
+        return False
+    if isinstance(rate, Tensor):
+        return rate.device.type == "cuda" and not symbolic(rate)
+    return rate * weight_decay < 1
+
+
+def _direction(m: Tensor, v: Tensor, *, b1: float, b2: float, eps: float, count: Tensor) -> Tensor:
+    """``m̂ / (sqrt(v̂) + eps)``, in float32 at least."""
+    number = plain(count)
+    m_hat = wide(m) / (1 - b1**number)
+    v_hat = wide(v) / (1 - b2**number)
+    return m_hat / (v_hat.sqrt() + eps)
+
+
+def _retrace(
+    decay: float, new: Tensor, m: Tensor, v: Tensor, *, rate: Number, **how: Any
+) -> Tensor:
+    """The update that led to ``new``: what it started from may have been overwritten."""
+    step = _direction(m, v, **how) * rate
+    old = (wide(new) + step) / (1 - rate * decay)
+    return (-step - old * (rate * decay)).to(new.dtype)
+
+
+def lamb(
+    lr: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    mask: Tree | Callable[[str], bool] | None = None,
+) -> GradientTransformation:
+    """LAMB: ``-lr * r * u`` with ``u = m̂ / (sqrt(v̂) + eps) + weight_decay * p``.
+
+    The trust ratio ``r = |p| / |u|`` is taken over each full leaf (on placed trees
+    two small collectives), and is 1 where either norm is 0. The means are bias
+    corrected, as in ``optax.lamb``; the ratio is not bounded.
+
+    Args:
+        lr, b1, b2, eps, weight_decay, mask: see :func:`adamw`.
+
+    Raises:
+        ValueError: (from ``update``) no ``params``.
+
+    Source: You et al., Large Batch Optimization for Deep Learning: Training BERT
+    in 76 minutes, 2020.
+
+    >>> tx = lamb(0.1)
+    >>> params = torch.tensor([3.0, 4.0])
+    >>> updates, state = tx.update(torch.tensor([1.0, 1.0]), tx.init(params), params)
+    >>> updates
+    tensor([-0.3536, -0.3536])
+    """
+    rates = decay_rates(weight_decay, mask)
+
+    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        needs_params("lamb", True, params)
+        rate, count = at(lr, state.count), state.count + 1
+        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2)
+        f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
+        step = add_decay(rates, tree.map(f, mu, nu), params)
+        ratios = tree.map(_trust, tree.leaf_norms(step), tree.leaf_norms(params))
+        updates = tree.map(lambda u, r, m: (u * (r * -rate)).to(m.dtype), step, ratios, mu)
+        return updates, AdamState(count, mu, nu)
+
+    return GradientTransformation(_init, update, checked=True)
+
+
+def _trust(step: Tensor, param: Tensor) -> Tensor:
+    return torch.where((step > 0) & (param > 0), param / step, torch.ones_like(step))

@@ -1,0 +1,149 @@
+"""The contract: ``GradientTransformation(init, update)``, as in optax.
+
+``init(params) -> state`` and ``update(grads, state, params=None) -> (updates, state)``
+are pure functions of trees, and updates are *added* by ``apply_updates``. A tree
+may be placed; whatever goes through ``zfunc.tree`` is right on it.
+
+Source: optax (DeepMind, 2020), https://optax.readthedocs.io.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+
+from zfunc.errors import PlacementError
+from zfunc.optim.elementwise import check_elementwise
+from zfunc.tree import NAMESPACE, Placed, paths
+
+__all__ = [
+    "EmptyState",
+    "GradientTransformation",
+    "by_path",
+    "check_elementwise",
+    "identity",
+]
+
+Tree = Any
+T = TypeVar("T")
+InitFn = Callable[[Tree], Any]
+UpdateFn = Callable[..., tuple[Tree, Any]]
+
+
+class EmptyState(NamedTuple):
+    """The state of a transformation that remembers nothing."""
+
+
+class GradientTransformation:
+    """A pair of pure functions that turn gradients into updates.
+
+    Iterates as ``(init, update)``. A transformation of the user's own is tried
+    once, on the first placed tree that it meets, for being elementwise
+    (see :func:`check_elementwise`).
+
+    Args:
+        init: ``init(params) -> state``; leaves of ``params`` may be ``None``.
+        update: ``update(grads, state, params) -> (updates, state)``.
+        additive: the same as ``update``, but its updates are tensors, never a
+            ``Moved`` that has spent the old parameters. ``update`` if left out.
+        checked: whether it is known to be right on placed trees.
+
+    >>> import torch
+    >>> halve = GradientTransformation(
+    ...     lambda params: EmptyState(), lambda grads, state, params: (grads * 0.5, state)
+    ... )
+    >>> halve.update(torch.ones(2), halve.init(torch.ones(2)))
+    (tensor([0.5000, 0.5000]), EmptyState())
+    """
+
+    def __init__(
+        self,
+        init: InitFn,
+        update: UpdateFn,
+        *,
+        additive: UpdateFn | None = None,
+        checked: bool = False,
+    ) -> None:
+        self.init = init
+        self.checked = checked
+        self._update = update
+        self._additive = additive or update
+
+    def update(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+        """``(updates, new_state)``; the arguments are left as they are.
+
+        Raises:
+            CompositionError: a transformation that is not elementwise met a placed tree.
+        """
+        self._check(grads)
+        return self._update(grads, state, params)
+
+    def additive(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+        """As ``update``, for callers that go on to compute with the updates."""
+        self._check(grads)
+        return self._additive(grads, state, params)
+
+    def _check(self, grads: Tree) -> None:
+        if not self.checked and _holds_placed(grads):
+            check_elementwise(self)
+            self.checked = True
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter((self.init, self.update))
+
+
+def _holds_placed(tree: Tree) -> bool:
+    nodes = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
+    return any(isinstance(node, Placed) for node in nodes)
+
+
+def identity() -> GradientTransformation:
+    """Updates are the gradients.
+
+    >>> identity().update({"w": 1}, EmptyState())
+    ({'w': 1}, EmptyState())
+    """
+    return GradientTransformation(
+        lambda params: EmptyState(), lambda grads, state, params: (grads, state), checked=True
+    )
+
+
+def by_path(choice: Tree | Callable[[str], T]) -> Callable[[str], T]:
+    """What masks and labels mean: one value for each leaf path.
+
+    Args:
+        choice: a function of the dotted leaf path, or a tree of values: of the
+            parameters' structure, or a prefix of it (a value then holds for its
+            whole subtree). Paths, because a placed leaf's local part has lost
+            its shape; for ``ndim`` and the like build the tree from the full
+            parameters: ``tree.map(lambda p: p.ndim > 1, params)``.
+
+    Raises:
+        PlacementError: (from the function returned) the tree says nothing about a path.
+
+    >>> by_path({"a": True, "b": {"c": False}})("a.weight")
+    True
+    """
+    if callable(choice):
+        return choice
+    values = dict(zip(paths(choice), _values(choice), strict=True))
+
+    def look_up(path: str) -> T:
+        prefix = path
+        while prefix not in values:
+            if not prefix:
+                raise PlacementError(
+                    f"the mask or label tree says nothing about the leaf {path!r}; it knows "
+                    f"{', '.join(list(values)[:3])}. Give it the structure of the parameters, "
+                    "or pass a function of the leaf path."
+                )
+            prefix = prefix.rpartition(".")[0]
+        return values[prefix]
+
+    return look_up
+
+
+def _values(choice: Tree) -> list[Any]:
+    return optree.tree_leaves(choice, none_is_leaf=True, namespace=NAMESPACE)

@@ -1,0 +1,46 @@
+"""Gradient clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zfunc import tree
+from zfunc.optim.base import EmptyState, GradientTransformation
+from zfunc.optim.schedules import plain
+
+__all__ = ["clip_by_global_norm"]
+
+Tree = Any
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """Scale the gradients down to the norm ``max_norm`` if theirs is larger.
+
+    The norm is that of all leaves on all ranks: a collective on placed trees. A
+    NaN in it reaches every gradient, as in optax. Gradients within the norm are
+    passed on as they are.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+
+    Source: Pascanu et al., On the Difficulty of Training Recurrent Neural
+    Networks, 2013.
+
+    >>> tx = clip_by_global_norm(1.0)
+    >>> tx.update({"w": torch.tensor([3.0, 4.0])}, EmptyState())[0]
+    {'w': tensor([0.6000, 0.8000])}
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; a norm to clip to is positive.")
+
+    def update(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        norm = tree.global_norm(grads)
+        # NaN is not within the norm, and spreads through the factor.
+        factor = plain(torch.where(norm <= max_norm, 1.0, max_norm / norm))
+        if isinstance(factor, float) and factor == 1.0:
+            return grads, state
+        return tree.map(lambda g: (g * factor).to(g.dtype), grads), state
+
+    return GradientTransformation(lambda params: EmptyState(), update, checked=True)

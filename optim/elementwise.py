@@ -1,0 +1,104 @@
+"""Is a transformation right on placed trees? Try it, once.
+
+A placed tree keeps many leaves in one flat buffer. What looks at shapes, or at
+more than one element at a time (Muon, per-leaf norms), would be silently wrong on
+it unless it goes through ``tree.leaf_norms``, ``map_leaves`` or ``whole``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+import torch
+
+from zfunc import tree
+from zfunc.errors import CompositionError
+from zfunc.layout import make_layout
+from zfunc.sharded import cut
+from zfunc.world import World, entered
+
+__all__ = ["check_elementwise"]
+
+Tree = Any
+SHAPES = {"a": (4, 3), "b": (5,)}
+
+
+def check_elementwise(tx: Any) -> None:
+    """Compare two updates of a tiny plain tree with those of its placed twin.
+
+    The trial runs in a world of one rank, outside any step: no collectives.
+
+    Args:
+        tx: a ``GradientTransformation``.
+
+    Raises:
+        CompositionError: the updates differ beyond rounding, or it cannot be tried
+            because it wants a tree of its own.
+
+    >>> from zfunc.optim.base import EmptyState, GradientTransformation
+    >>> check_elementwise(GradientTransformation(
+    ...     lambda params: EmptyState(),
+    ...     lambda grads, state, params: (tree.map(lambda g: g / g.norm(), grads), state)))
+    Traceback (most recent call last):
+    ...
+    zfunc.errors.CompositionError: this GradientTransformation ... not elementwise: ...
+    """
+    # An empty context: neither the running step nor a simulated world is seen from inside.
+    contextvars.Context().run(_try, tx)
+
+
+def _try(tx: Any) -> None:
+    with entered(World()):
+        plain = _sample(0)
+        layout = make_layout(plain, world=1)
+        try:
+            expected = [tree.full(u) for u in _updates(tx, plain, lambda grads: grads)]
+        except Exception as error:
+            raise CompositionError(
+                f"cannot try whether this GradientTransformation is elementwise: on a tree "
+                f"{SHAPES} it raises {error!r}. If it is right on flat buffers that hold many "
+                "leaves, say so with GradientTransformation(init, update, checked=True)."
+            ) from error
+        try:
+            found = [tree.full(u) for u in _updates(tx, plain, lambda grads: cut(layout, grads, 0))]
+            same = all(_close(a, b) for a, b in zip(expected, found, strict=True))
+        except Exception as error:
+            raise CompositionError(_not_elementwise(f"it raises {error!r}")) from error
+        if not same:
+            raise CompositionError(_not_elementwise("its updates are others"))
+
+
+def _sample(seed: int) -> Tree:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+
+
+def _updates(tx: Any, plain: Tree, place: Any) -> list[Tree]:
+    params = place(plain)
+    state, out = tx.init(params), []
+    for seed in (1, 2):
+        updates, state = tx._update(place(_sample(seed)), state, params)
+        out.append(updates)
+    return out
+
+
+def _close(a: Tree, b: Tree) -> bool:
+    flat_a, flat_b = tree.flatten_names(a), tree.flatten_names(b)
+    return flat_a.keys() == flat_b.keys() and all(
+        x.shape == flat_b[name].shape
+        and torch.allclose(x.double(), flat_b[name].double(), rtol=1e-5, atol=1e-7, equal_nan=True)
+        for name, x in flat_a.items()
+    )
+
+
+def _not_elementwise(what: str) -> str:
+    return (
+        "this GradientTransformation is not elementwise: on a tiny tree that is placed as `shard` "
+        f"places it, {what}. A placed tree holds many leaves in one flat buffer: use "
+        "tree.leaf_norms for norms, tree.map_leaves for what depends on the path, and tree.whole "
+        "for what needs a full leaf."
+    )

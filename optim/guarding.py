@@ -1,0 +1,92 @@
+"""Steps whose gradients are not finite are left out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.errors import NonFiniteError
+from zfunc.optim.base import GradientTransformation
+from zfunc.optim.schedules import started
+from zfunc.tree import NAMESPACE
+
+__all__ = ["SkipState", "skip_nonfinite"]
+
+Tree = Any
+
+
+class SkipState(NamedTuple):
+    """The inner state; how many updates were skipped, in all and just now in a row."""
+
+    inner_state: Any
+    total_skipped: Tensor
+    consecutive: Tensor
+
+
+def skip_nonfinite(
+    tx: GradientTransformation, max_consecutive: int | None = None
+) -> GradientTransformation:
+    """``tx``, but no change at all where a gradient has a NaN or an infinity on any rank.
+
+    Args:
+        tx: any transformation; its state stays what it was in a skipped step.
+        max_consecutive: so many skipped steps in a row are borne. No limit if left out.
+
+    Raises:
+        NonFiniteError: (from ``update``) one more; the first leaf concerned is named.
+
+    >>> from zfunc import optim
+    >>> tx = skip_nonfinite(optim.sgd(1.0))
+    >>> updates, state = tx.update(torch.tensor([1.0, float("nan")]), tx.init(torch.zeros(2)))
+    >>> updates.abs(), state.total_skipped
+    (tensor([0., 0.]), tensor(1))
+    """
+
+    def init(params: Tree) -> SkipState:
+        return SkipState(tx.init(params), started(), started())
+
+    def run(grads: Tree, state: SkipState, params: Tree, additive: bool) -> tuple[Tree, SkipState]:
+        inner, total, row = state
+        if _finite(grads):
+            updates, inner = (tx.additive if additive else tx.update)(grads, inner, params)
+            return updates, SkipState(inner, total.clone(), torch.zeros_like(row))
+        if max_consecutive is not None and int(row) >= max_consecutive:
+            raise NonFiniteError(
+                f"the gradient of {_first_bad(grads)!r} is not finite, after {int(row)} skipped "
+                f"steps in a row (max_consecutive={max_consecutive}). Lower the learning rate or "
+                "the loss scale, or look at the loss of the last batches."
+            )
+        return tree.map(_nothing, grads), SkipState(inner, total + 1, row + 1)
+
+    return GradientTransformation(
+        init, partial(run, additive=False), additive=partial(run, additive=True), checked=True
+    )
+
+
+def _nothing(grad: Tensor) -> Tensor:
+    # Minus zero: adding it leaves every number as it is, adding zero turns -0.0 into 0.0.
+    return torch.full_like(grad, -0.0)
+
+
+def _finite(grads: Tree) -> bool:
+    """The same answer on all ranks: both norms are collectives on placed trees."""
+    if bool(tree.global_norm(grads).isfinite()):
+        return True
+    return bool(tree.global_norm(_marks(grads)).isfinite())  # the squares alone may overflow
+
+
+def _marks(grads: Tree) -> Tree:
+    """0 where a gradient is finite, NaN elsewhere."""
+    return tree.map(lambda g: g * 0, grads)
+
+
+def _first_bad(grads: Tree) -> str:
+    norms = tree.leaf_norms(_marks(grads))
+    keys, values, _ = optree.tree_flatten_with_path(norms, namespace=NAMESPACE)
+    bad = (key for key, norm in zip(keys, values, strict=True) if not bool(norm.isfinite()))
+    return ".".join(map(str, next(bad)))

@@ -1,0 +1,30 @@
+"""One thread per process, reproducible examples, the world as it was: for every test."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, and inherited by every rank that a test starts: the suite runs one
+# process per core, and BLAS threads on top of that only fight each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# A deadline measures the neighbours' load, not the code. CI draws the same examples every time,
+# so that a red build can be repeated; at a desk hypothesis may look for new ones.
+hypothesis.settings.register_profile("desk", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Start every test from one generator state, so that their order cannot matter."""
+    torch.manual_seed(0)

@@ -1,0 +1,277 @@
+"""``zfunc train`` from the words on the command line to the files it leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import zfunc as zf
+from zfunc import cli, corpus, report, training
+from zfunc.training import Run
+
+TINY_WORDS = "--width 16 --depth 2 --heads 2 --context 16 --batch 4 --steps 6 --sample 20"
+TINY = TINY_WORDS.split()
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return cli.parser().parse_args(["train", *words])
+
+
+@pytest.fixture(autouse=True)
+def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} of a small text, {i * i}.\n" for i in range(300)))
+    return path
+
+
+# --- words -------------------------------------------------------------------------------------
+
+
+def test_no_words_are_the_default_run() -> None:
+    ranks = torch.cuda.device_count() or 2
+    assert cli.run_of(parsed()) == Run(ranks=ranks, batch=-(-16 // ranks) * ranks)
+
+
+def test_every_flag_reaches_the_run() -> None:
+    words = (
+        "--ranks 4 --steps 7 --batch 8 --context 32 --seed 3 --data f.txt --out o --save-every 2 "
+        "--resume --sample 5 --width 32 --depth 3 --heads 4 --tied --lr 0.1 --stage 1 "
+        "--offload disk --compress onebit --drop 0.5 --precision bf16 --remat --accumulate 2"
+    )
+    assert cli.run_of(parsed(*words.split())) == Run(
+        model=cli.GPTConfig(width=32, depth=3, heads=4, tied=True),
+        data="f.txt",
+        out=Path("o"),
+        ranks=4,
+        steps=7,
+        batch=8,
+        context=32,
+        lr=0.1,
+        seed=3,
+        save_every=2,
+        resume=True,
+        stage=1,
+        offload="disk",
+        compress="onebit",
+        drop=0.5,
+        precision="bf16",
+        remat=True,
+        accumulate=2,
+        sample=5,
+    )
+
+
+def test_the_default_batch_splits_over_any_number_of_ranks() -> None:
+    batches = [cli.run_of(parsed("--ranks", str(n))).batch for n in (1, 2, 3, 5, 16, 20)]
+    assert batches == [16, 16, 18, 20, 16, 20]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch 5 --ranks 2", "--batch 5 does not split over 2 ranks"),
+        ("--drop 1.5", "--drop 1.5: expected a probability"),
+        ("--width 30 --heads 4", "width 30 with 4 heads"),
+        ("--data /no/such/file", "No such file"),
+        ("--stage 4", "invalid choice: 4"),
+        ("--steps 0", "0: expected at least 1"),
+        ("--save-every -1", "-1: expected 0 or more"),
+        ("--offlaod cpu", "unrecognized arguments"),
+    ],
+)
+def test_wrong_words_end_at_once(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["train", *words.split()])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_come_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.run_of(parsed()).ranks == 4
+    with pytest.raises(ValueError, match="--ranks 2 under torchrun with 4"):
+        cli.run_of(parsed("--ranks", "2"))
+
+
+def test_what_this_version_lacks_is_said_and_not_faked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = argparse.Namespace(__version__="0.0", shard=zf.shard, donate=zf.donate)
+    monkeypatch.setattr(training, "zf", lacking)
+    monkeypatch.setattr(cli, "zf", lacking)
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["train", "--offload", "cpu", "--save-every", "5"])
+    assert exit.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "zfunc 0.0 has no offload and no save yet; its transforms are: shard, donate" in said
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["train", "--help"])
+    assert exit.value.code == 0
+    said = capsys.readouterr().out
+    flags = (
+        "ranks steps batch seed data out save-every resume stage offload compress drop precision"
+    )
+    assert all(f"--{flag}" in said for flag in flags.split())
+    assert "None" not in said
+
+
+# --- rows and curves ---------------------------------------------------------------------------
+
+
+def test_rows_are_on_disk_at_every_step(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    with report.Metrics(path) as record:
+        for step in (1, 2):
+            record.write(step, 1.0 / step, extra=None)
+            assert [row["step"] for row in report.read_rows(path)] == [*range(1, step + 1)]
+    assert report.read_rows(path)[1] == {"step": 2, "loss": 0.5, "extra": None}
+
+
+def test_a_resumed_record_drops_what_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)]
+    path.write_text("".join(rows) + '{"step": 4, "lo')
+    assert [row["step"] for row in report.read_rows(path)] == [1, 2, 3]
+    with report.Metrics(path, keep=2) as record:
+        record.write(3, 0.5)
+    assert [row["loss"] for row in report.read_rows(path)] == [1.0, 1.0, 0.5]
+
+
+def test_a_curve_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"step": i, "loss": 3 / i, "val_loss": 3 / i if i % 4 == 0 else None} for i in range(1, 9)
+    ]
+    assert report.draw_curve(rows, tmp_path / "loss.png", {"bigram entropy": 2.0}) is None
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_curve_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not one step" in str(report.draw_curve([], tmp_path / "loss.png"))
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    problem = report.draw_curve([{"step": 1, "loss": 1.0}], tmp_path / "loss.png")
+    assert "matplotlib is not installed" in str(problem)
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with report.Live(Console(), start=0, steps=2, tokens=100, state="3MB/rank") as live:
+        live.step(1, 2.5, val=1.5)
+        assert live.step(2, 1.25, val=None) > 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1  # only the last: the first came too soon
+    assert said[0].startswith("step 2/2 · loss 1.250 · state 3MB/rank · val 1.500 · ")
+    assert said[0].endswith("tokens/s · 0 s left")
+
+
+# --- the run -----------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_rows_a_curve_and_a_verdict(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--ranks", "1", "--data", str(text), "--out", str(out), *TINY]
+    assert cli.main(["train", *words]) == 0
+    rows = report.read_rows(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0]["loss"] == pytest.approx(math.log(256), abs=0.2)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    said = capsys.readouterr().out
+    own = corpus.entropies(corpus.read_corpus(text).heldout)
+    assert f"bigram entropy        {own.bigram:13.3f}" in said
+    assert f"this model            {rows[-1]['val_loss']:13.3f}" in said
+    assert "a sample" in said and "the step" in said
+
+
+def tiny_run(text: Path, out: Path, **more: object) -> Run:
+    words = ["--data", str(text), "--out", str(out), *TINY]
+    for name, value in more.items():
+        words += [f"--{name}", str(value)]
+    return cli.run_of(parsed(*words))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_and_stages_do_not_change_the_losses(text: Path, tmp_path: Path, stage: int) -> None:
+    def losses(ranks: int) -> list[float]:
+        run = tiny_run(text, tmp_path / str(ranks), ranks=ranks, stage=stage)
+        zf.simulate(ranks)(training.train_rank)(run)
+        rows = report.read_rows(run.out / "metrics.jsonl")
+        return [row["loss"] for row in rows] + [rows[-1]["val_loss"]]
+
+    assert losses(2) == pytest.approx(losses(1), rel=2e-5)
+
+
+def test_the_held_out_loss_is_the_mean_over_every_byte(text: Path, tmp_path: Path) -> None:
+    run = tiny_run(text, tmp_path, ranks=3, batch=6)
+    heldout = corpus.read_corpus(text).heldout
+    model = training.gpt.init(run.model, zf.random.key(1))
+    moved = zf.tree.map(lambda x: x + 0.05 * torch.arange(x.shape[-1]).cos(), model)
+    ids, targets = corpus.windows(heldout, run.context)
+    logits = training.gpt.apply(moved, ids, run.model).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, targets.flatten())
+
+    def judged() -> float:
+        return training.validate(moved, heldout, run, torch.device("cpu"), rows=5)
+
+    assert zf.simulate(3)(judged)() == pytest.approx([float(expected)] * 3, rel=1e-6)
+
+
+def test_a_loss_that_is_no_number_names_the_step(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--ranks", "1", "--data", str(text), "--out", str(tmp_path), "--lr", "1e30", *TINY]
+    assert cli.main(["train", *words]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "NonFiniteError: step " in said and "give a smaller --lr (now 1e+30)" in said
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_ctrl_c_keeps_what_was_done(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(step: int, *args: object) -> torch.Tensor:
+        if step == 3:
+            raise KeyboardInterrupt
+        return corpus.batch_at(step, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(training, "batch_at", interrupted)
+    words = ["--ranks", "1", "--data", str(text), "--out", str(tmp_path), *TINY]
+    assert cli.main(["train", *words]) == 130
+    assert [row["step"] for row in report.read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert (tmp_path / "loss.png").exists()
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_two_real_ranks(text: Path, tmp_path: Path) -> None:
+    words = ["--ranks", "2", "--data", str(text), "--out", str(tmp_path), *TINY]
+    ran = subprocess.run(
+        [sys.executable, "-m", "zfunc", "train", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("below the bigram entropy by") == 1  # only the first rank speaks
+    assert len(report.read_rows(tmp_path / "metrics.jsonl")) == 6

@@ -1,0 +1,6 @@
+"""Transforms: functions from step to step, one file each, each opening with the law it keeps."""
+
+from zfunc.transforms.donation import donate
+from zfunc.transforms.sharding import shard
+
+__all__ = ["donate", "shard"]

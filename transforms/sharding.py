@@ -1,0 +1,252 @@
+"""``shard``: ZeRO stages 0 to 3.
+
+Law: ``unplace(shard(f)(place(s), local batch)) == f(s, batch)`` up to the rounding of
+sums over ranks, bitwise on one rank, for every stage, world, layout and step.
+
+A stage is only which of three trees is cut (Rajbhandari et al. 2020, "ZeRO"):
+
+=====  ======  =========  =========  ==========================================
+stage  params  gradients  opt_state  elements sent per rank and step, N ranks
+=====  ======  =========  =========  ==========================================
+0      whole   whole      whole      2 (N-1)/N: all-reduce
+1, 2   whole   cut        cut        2 (N-1)/N: reduce-scatter, all-gather
+3      cut     cut        cut        3 (N-1)/N: two all-gathers, reduce-scatter
+=====  ======  =========  =========  ==========================================
+
+Stages 1 and 2 differ only under ``accumulate``: stage 1 sums whole gradients and
+reduces once, stage 2 keeps cut sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import optree
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.comm import Group
+from zfunc.context import Context
+from zfunc.errors import PlacementError
+from zfunc.layout import Layout, make_layout
+from zfunc.mesh import MESH, Mesh, group
+from zfunc.passes import Pending, UnitInfo
+from zfunc.placement import Entries, Twins, borrowed, packed, placed_nodes, reassembled
+from zfunc.sharded import Sharded, cut, home_of, is_frozen
+from zfunc.step import Transform, transform_of
+from zfunc.tree import NAMESPACE, Tree
+
+__all__ = ["Shard", "shard"]
+
+ROLES = {"params": "params", "opt_state": "opt_state"}
+
+
+@dataclass(frozen=True)
+class Shard(Transform):
+    """See :func:`shard`."""
+
+    stage: int = 3
+    mesh: Mesh | None = None
+    axis: str | tuple[str, ...] = "data"
+    unit_bytes: int = 1 << 26
+    persist_below: int = 0
+    prefetch: int = 1
+    roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
+
+    position: ClassVar[int] = 200
+    enters: ClassVar[bool] = False
+    leaves: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = True
+    name: ClassVar[str] = "shard"
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise ValueError(
+                f"stage={self.stage!r}: ZeRO has stages 0 (nothing cut), 1 (optimizer state), "
+                "2 (and gradients) and 3 (and parameters)."
+            )
+        if self.prefetch < 0 or self.unit_bytes <= 0 or self.persist_below < 0:
+            raise ValueError(
+                f"prefetch={self.prefetch}, unit_bytes={self.unit_bytes}, persist_below="
+                f"{self.persist_below}: expected prefetch >= 0, unit_bytes > 0, persist_below >= 0."
+            )
+        for entry, role in self.roles:
+            if role not in ("params", "opt_state"):
+                raise ValueError(
+                    f"roles={{{entry!r}: {role!r}}}: a role is 'params' or 'opt_state'."
+                )
+
+    def __repr__(self) -> str:
+        return f"shard(stage={self.stage})"
+
+    @property
+    def group(self) -> Group:
+        return group(self.mesh, self.axis)
+
+    # How the state is represented
+
+    def layout(self, params: Tree) -> Layout:
+        """How a plain params tree is cut here."""
+        return make_layout(
+            params,
+            world=self.group.size,
+            mesh=self.mesh,
+            axis=self.axis,
+            unit_bytes=self.unit_bytes,
+            persist_below=self.persist_below if self.stage == 3 else 0,
+            frozen=is_frozen,
+        )
+
+    def place(self, state: Any) -> Any:
+        entries = Entries(state)
+        names = [name for name in self._named("params") if name in entries]
+        if not names:
+            raise PlacementError(
+                f"the state ({entries}) has no entry with the role 'params'. Call it params, or tell "
+                'shard which entries are: roles={"generator": "params", "g_opt": "opt_state"}.'
+            )
+        layouts = {name: self.layout(entries[name]) for name in names}
+        rank, twins = self.group.rank, Twins(layouts.values())
+        for name in entries.names:
+            if name in layouts:
+                entries[name] = self._whole_or_cut(self.stage == 3, layouts[name], entries[name], rank)
+            else:
+                entries[name] = twins.replace(
+                    entries[name],
+                    lambda layout, node: self._whole_or_cut(self.stage >= 1, layout, node, rank),
+                )
+        return entries.rebuild()
+
+    def _whole_or_cut(self, cutting: bool, layout: Layout, node: Tree, rank: int) -> Tree:
+        return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
+
+    def _named(self, role: str) -> list[str]:
+        return [name for name, its in self.roles if its == role]
+
+    def unplace(self, state: Any) -> Any:
+        return tree.full(state)
+
+    def check(self, state: Any) -> None:
+        entries = Entries(state)
+        for name in self._named("params"):
+            if name in entries:
+                self._check_entry(name, entries[name], cut=self.stage == 3)
+        for name in self._named("opt_state"):
+            big = name in entries and any(
+                isinstance(x, Tensor) and x.ndim for x in tree.leaves(entries[name])
+            )
+            if big:
+                self._check_entry(name, entries[name], cut=self.stage >= 1)
+
+    def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
+        nodes = [node for node in placed_nodes(entry) if isinstance(node, Sharded)]
+        if bool(nodes) != cut:
+            is_, should = ("cut over the ranks", "whole") if nodes else ("whole", "cut over them")
+            raise PlacementError(
+                f"state entry {name!r} is {is_}, but {self!r} keeps it {should}. Give the step a "
+                "state that it placed itself: state = step.place(full_state); a state of another "
+                "step becomes full by that step's `unplace`."
+            )
+        for node in nodes:
+            _ = node.group  # raises if the state is from a world of another size
+
+    # One call
+
+    def configure(self, running: Context, state: Any) -> None:
+        running.group = self.group
+        running.by_unit = True
+        running.prefetch = self.prefetch
+        memo = running.memo.setdefault("layouts", {})
+        running.layout_for = lambda params: self._layout_for(params, memo)
+        if self.mesh is not None:
+            MESH.set(self.mesh)
+
+    def _layout_for(self, params: Tree, memo: dict[Any, Layout]) -> tuple[Layout, bool]:
+        """The layout of a plain params tree that is differentiated, and whether its gradients are cut."""
+        leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
+        homes = [home_of(leaf) for leaf in leaves if leaf is not None]
+        if homes and all(homes):
+            first = homes[0][0]  # type: ignore[index]
+            return (first if first.spec == spec else borrowed(leaves, spec)), self.stage >= 1
+        key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
+        if key not in memo:
+            memo[key] = self.layout(params)
+        return memo[key], self.stage >= 1
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
+        """Start the reduction of a unit's gradients: to all ranks, or to their owners."""
+        parts: list[Any] = []
+        for i, full in zip(unit.trainable, value.wait(), strict=True):
+            spec, label = unit.layout.flats[i], f"reduce {unit.name}"
+            if unit.group.size == 1:
+                parts.append(full)
+            elif unit.cut and not spec.whole:
+                parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, label=label))
+            else:
+                parts.append(unit.group.all_reduce(full, label=label))
+        return Reducing(parts)
+
+    def finish(self, old: Any, out: Any) -> Any:
+        if isinstance(out, tuple) and out and type(out[0]) is type(old):
+            return (self._sealed(old, out[0]), *out[1:])
+        return self._sealed(old, out) if type(out) is type(old) else out
+
+    def _sealed(self, old: Any, new: Any) -> Any:
+        """A state whose params were put together from parts, in one piece again."""
+        before, after = Entries(old), Entries(new)
+        for name in self._named("params"):
+            if name in before and name in after and isinstance(before[name], Sharded):
+                after[name] = reassembled(before[name], after[name])
+        return after.rebuild()
+
+
+class Reducing:
+    """Reductions of one unit's flats under way."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def wait(self) -> list[Tensor]:
+        return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
+
+
+@transform_of
+def shard(
+    stage: int = 3,
+    mesh: Mesh | None = None,
+    axis: str | tuple[str, ...] = "data",
+    unit_bytes: int = 1 << 26,
+    persist_below: int = 0,
+    prefetch: int = 1,
+    roles: Mapping[str, str] | None = None,
+) -> Shard:
+    """Run a step on all ranks of a mesh axis, with its state cut over them (ZeRO).
+
+    Call it as ``shard(step, stage=3)`` or as the decorator ``@shard(stage=3)``.
+
+    Args:
+        stage: 0 cuts nothing (plain data parallelism), 1 the optimizer state, 2 also
+            the gradients, 3 also the parameters.
+        mesh: the ranks by named axes (``zf.mesh``); the whole world on ``"data"`` if None.
+        axis: the mesh axis, or axes, to cut over and to average over.
+        unit_bytes: larger units (layers) are split between leaves; consecutive layers
+            are merged up to an eighth of it.
+        persist_below: stage 3 keeps leaves of fewer elements whole on every rank. Units
+            travel as one buffer, so this saves no messages; it costs memory and spares
+            bytes: an eighth of nothing for most models, hence 0.
+        prefetch: how many units ahead parameters are gathered.
+        roles: which entries of the state are ``"params"`` and ``"opt_state"``, beside
+            those of that name. Other entries that hold trees shaped like the params
+            (averages, teachers) are cut like optimizer state.
+
+    Returns:
+        A :class:`~zfunc.Step`. Every rank passes its own part of the batch.
+
+    Raises:
+        ValueError: a stage outside 0 to 3, or another argument out of range.
+        CompositionError: the step is sharded already.
+    """
+    named = {**ROLES, **(roles or {})}
+    return Shard(stage, mesh, axis, unit_bytes, persist_below, prefetch, tuple(named.items()))

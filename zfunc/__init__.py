@@ -1,0 +1,100 @@
+"""zfunc: large-model training in PyTorch as a matter of composing pure functions.
+
+    step = shard(donate(train_step), stage=3)
+    state = step.place(zf.TrainState.create(model.params, tx))
+    for batch in data:
+        state, metrics = step(state, batch)
+
+See ``docs/all-of-zfunc.md`` for the whole library on one page.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from zfunc import comm, errors, random, tree
+from zfunc.batches import local_batch
+from zfunc.collectives import axis_index, pmean, psum
+from zfunc.differentiation import evaluate, value_and_grad
+from zfunc.errors import (
+    CheckpointError,
+    CompositionError,
+    DesyncError,
+    DonatedStateError,
+    NonFiniteError,
+    PlacementError,
+    ZfuncError,
+)
+from zfunc.functional import Functional, functionalize
+from zfunc.launching import init, launch
+from zfunc.mesh import Mesh, mesh
+from zfunc.primitives import Mean, layer, reduced, scan, settled
+from zfunc.recipe import train_step
+from zfunc.sharded import Sharded
+from zfunc.simulation import simulate
+from zfunc.state import TrainState
+from zfunc.step import Step, Transform
+from zfunc.tree import Layers, full
+from zfunc.world import rank, world_size
+
+__version__ = "0.1.0"
+
+_TRANSFORMS = ("donate", "shard")
+_ROOMS = ("kernels", "optim", "quant", "transforms")
+
+__all__ = [
+    "CheckpointError",
+    "CompositionError",
+    "DesyncError",
+    "DonatedStateError",
+    "Functional",
+    "Layers",
+    "Mean",
+    "Mesh",
+    "NonFiniteError",
+    "PlacementError",
+    "Sharded",
+    "Step",
+    "TrainState",
+    "Transform",
+    "ZfuncError",
+    "axis_index",
+    "comm",
+    "donate",
+    "errors",
+    "evaluate",
+    "full",
+    "functionalize",
+    "init",
+    "kernels",
+    "launch",
+    "layer",
+    "local_batch",
+    "mesh",
+    "optim",
+    "pmean",
+    "psum",
+    "quant",
+    "random",
+    "rank",
+    "reduced",
+    "scan",
+    "settled",
+    "shard",
+    "simulate",
+    "train_step",
+    "transforms",
+    "tree",
+    "value_and_grad",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Transforms and rooms on first use: the core itself imports no transform."""
+    if name in _TRANSFORMS:
+        return getattr(importlib.import_module("zfunc.transforms"), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"zfunc.{name}")
+    raise AttributeError(f"module 'zfunc' has no attribute {name!r}")

@@ -1,0 +1,9 @@
+"""``python -m zfunc`` is ``zfunc``."""
+
+from __future__ import annotations
+
+import sys
+
+from zfunc.cli import main
+
+sys.exit(main())

@@ -1,0 +1,339 @@
+"""Collectives between the ranks along one mesh axis: asynchronous, counted, and never a hang.
+
+:class:`Group` is what the rest of zfunc sees: it checks arguments, counts bytes, announces each
+collective and bounds what is under way. A transport moves the data, one per backend:
+``zfunc.gloo`` (point to point), ``zfunc.nccl`` (native), ``zfunc.simulation`` (threads that meet).
+
+Ranks that disagree on what comes next would wait for each other for ever, or add up unrelated
+numbers. So every collective sends each peer a header; one that differs, or that does not come
+within the timeout, is a :class:`~zfunc.errors.DesyncError`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from threading import RLock
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .accounting import Ledger, ledger
+from .errors import DesyncError
+from .transport import HEADER_BYTES, Call, Steps, Transport, announced
+from .world import World
+
+__all__ = ["Group", "Handle", "Ledger", "even_cuts", "ledger"]
+
+T = TypeVar("T")
+
+# Up to here an all-reduce exchanges whole tensors, beyond it segments in two rounds. Between two
+# ranks both send the same bytes, so one round is better until its buffers grow too large.
+WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 16 * 2**10, 32 * 2**20
+INFLIGHT_BYTES = 64 * 2**20  # that unfinished reductions may hold
+
+
+def even_cuts(numel: int, size: int) -> tuple[int, ...]:
+    """Cut ``numel`` elements into ``size`` segments as even as can be, the longer ones first.
+
+    >>> even_cuts(7, 3)
+    (0, 3, 5, 7)
+    """
+    small, rest = divmod(numel, size)
+    return tuple(small * r + min(r, rest) for r in range(size + 1))
+
+
+class Handle(Generic[T]):
+    """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
+
+    def __init__(self, steps: Steps[T], on_error: Callable[[DesyncError], None]) -> None:
+        self._lock = RLock()
+        self._steps: Steps[T] | None = steps
+        self._on_error = on_error
+        self._error: BaseException | None = None
+        self._result: T
+        self._run(lambda: next(steps))
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return self._steps is None
+
+    def wait(self) -> T:
+        """Block until the collective is complete on this rank. Calling again is free.
+
+        Returns:
+            What the collective promises: see the methods of :class:`Group`.
+
+        Raises:
+            DesyncError: a peer is in another collective, silent or gone.
+        """
+        with self._lock:
+            if self._steps is not None:
+                self._run(lambda: next(self._steps))  # type: ignore[arg-type]
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, advance: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():
+                advance()
+            return
+        except StopIteration as end:
+            self._result = end.value
+        except BaseException as error:
+            self._error = error
+            if isinstance(error, DesyncError):
+                self._on_error(error)
+        self._steps = None  # drops the generator, and with it the buffers
+
+
+class Group:
+    """The ranks along one axis of a mesh (or along several, flattened), as this rank sees them.
+
+    All ranks of the group issue the same collectives in the same order; they may wait for them
+    in any order. Every method that returns a :class:`Handle` is asynchronous.
+
+    Attributes:
+        axis: the axis' name; a flattened group joins the names with ``+``.
+        rank: this rank's index along the axis.
+        size: the number of ranks along the axis.
+    """
+
+    def __init__(self, axis: str, world: World, transport: Transport) -> None:
+        self.axis = axis
+        self.rank = transport.rank
+        self.size = transport.size
+        self._world = world
+        self._transport = transport
+        self._issued = 0
+        self._failure: DesyncError | None = None
+        self._inflight: list[tuple[weakref.ref[Handle[Any]], int]] = []
+
+    def __repr__(self) -> str:
+        return f"Group({self.axis!r}, rank={self.rank}, size={self.size})"
+
+    def all_gather(
+        self,
+        full: Tensor,
+        shard: Tensor,
+        *,
+        cuts: Sequence[int] | None = None,
+        label: str = "",
+    ) -> Handle[Tensor]:
+        """Fill ``full`` with every rank's segment; ``wait()`` returns ``full``.
+
+        Args:
+            full: 1-D, contiguous; written in place.
+            shard: 1-D, this rank's segment; not copied if it already is that memory of ``full``.
+            cuts: ``size + 1`` offsets into ``full``; even ones if ``None``.
+            label: names the collective in errors and ledgers.
+
+        Raises:
+            ValueError: a wrong shape, dtype or device, or cuts that do not cover ``full``.
+        """
+        offsets = self._cuts("all_gather", label, full, cuts)
+        own = full[offsets[self.rank] : offsets[self.rank + 1]]
+        if own.shape != shard.shape or own.dtype != shard.dtype:
+            raise ValueError(
+                f"all_gather({label!r}): shard is {shard.dtype} {list(shard.shape)}, expected "
+                f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
+            )
+        if own.data_ptr() != shard.data_ptr():
+            with torch.no_grad():
+                own.copy_(shard)
+        sent = own.nbytes * (self.size - 1)
+        call = self._call("all_gather", label, (full.dtype, offsets), sent)
+        return self._issue(self._transport.all_gather(call, full, offsets))
+
+    def reduce_scatter(
+        self,
+        full: Tensor,
+        *,
+        cuts: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        label: str = "",
+    ) -> Handle[Tensor]:
+        """Sum over ranks; ``wait()`` returns this rank's 1-D segment of the sum.
+
+        Segments are added in rank order, so a value does not depend on which rank owns it.
+        Where too much is under way, earlier reductions are finished first.
+
+        Args:
+            full: 1-D, contiguous; read until ``wait()`` returns, and not kept after that.
+            cuts: ``size + 1`` offsets into ``full``; even ones if ``None``.
+            out: receives the result, instead of a new tensor; not memory of ``full``.
+            label: names the collective in errors and ledgers.
+
+        Raises:
+            ValueError: ``full`` is not 1-D and contiguous, cuts that do not cover it, or an
+                ``out`` that is not like this rank's segment.
+        """
+        offsets = self._cuts("reduce_scatter", label, full, cuts)
+        full = full.detach()
+        own = full[offsets[self.rank] : offsets[self.rank + 1]]
+        if out is not None and (out.shape != own.shape or out.dtype != own.dtype):
+            raise ValueError(
+                f"reduce_scatter({label!r}): out is {out.dtype} {list(out.shape)}, expected "
+                f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
+            )
+        held = full.nbytes + own.nbytes * max(0, self.size - 2)
+        call = self._call("reduce_scatter", label, (full.dtype, offsets), full.nbytes - own.nbytes)
+        return self._reduce(held, lambda: self._transport.reduce_scatter(call, full, offsets, out))
+
+    def all_reduce(self, x: Tensor, *, label: str = "") -> Handle[Tensor]:
+        """Sum over ranks, in place; ``wait()`` returns ``x``, the same bits on every rank.
+
+        Args:
+            x: contiguous, of any shape.
+            label: names the collective in errors and ledgers.
+
+        Raises:
+            ValueError: ``x`` is not contiguous.
+        """
+        flat = self._flat("all_reduce", label, x)
+        if flat.nbytes <= (WHOLE_BYTES_OF_TWO if self.size == 2 else WHOLE_BYTES):
+            offsets, sent = None, flat.nbytes * (self.size - 1)
+            held = sent
+        else:
+            offsets = even_cuts(flat.numel(), self.size)
+            own = (offsets[self.rank + 1] - offsets[self.rank]) * flat.element_size()
+            held = own * (self.size - 1)
+            sent = flat.nbytes - own + held
+        call = self._call("all_reduce", label, (flat.dtype, flat.numel()), sent)
+        return self._reduce(
+            held, lambda: _returning(x, self._transport.all_reduce(call, flat, offsets))
+        )
+
+    def all_to_all(
+        self, chunks: Sequence[Tensor], *, sizes: Sequence[int] | None = None, label: str = ""
+    ) -> Handle[list[Tensor]]:
+        """Send ``chunks[i]`` to rank i; ``wait()`` returns new tensors, one from each rank.
+
+        Args:
+            chunks: one contiguous tensor per rank, all of one dtype.
+            sizes: how many elements arrive from each rank, as 1-D tensors. If ``None``, every
+                rank sends what this rank's own chunk looks like, and that shape is kept.
+            label: names the collective in errors and ledgers.
+
+        Raises:
+            ValueError: not one chunk and size per rank, or of different dtypes.
+        """
+        where = f"all_to_all({label!r})"
+        if len(chunks) != self.size or (sizes is not None and len(sizes) != self.size):
+            raise ValueError(f"{where}: expected {self.size} chunks (and sizes), one per rank")
+        if len({chunk.dtype for chunk in chunks}) > 1:
+            raise ValueError(f"{where}: chunks differ in dtype: {[c.dtype for c in chunks]}")
+        flats = [self._flat("all_to_all", label, chunk) for chunk in chunks]
+        own = chunks[self.rank]
+        expected = [own.numel()] * self.size if sizes is None else list(sizes)
+        sent = sum(flat.nbytes for flat in flats) - flats[self.rank].nbytes
+        call = self._call("all_to_all", label, (own.dtype,), sent)
+        steps = self._transport.all_to_all(call, flats, expected)
+        return self._issue(steps if sizes is not None else _reshaped(steps, own.shape))
+
+    def broadcast(self, x: Tensor, src: int, *, label: str = "") -> Handle[Tensor]:
+        """Overwrite ``x`` with that of rank ``src``; ``wait()`` returns ``x``.
+
+        Args:
+            x: contiguous, of any shape.
+            src: a rank of this group.
+            label: names the collective in errors and ledgers.
+
+        Raises:
+            ValueError: ``x`` is not contiguous, or ``src`` is not a rank of this group.
+        """
+        if not 0 <= src < self.size:
+            raise ValueError(f"broadcast({label!r}): src={src}, expected 0 to {self.size - 1}")
+        flat = self._flat("broadcast", label, x)
+        sent = flat.nbytes * (self.size - 1) if self.rank == src else 0
+        call = self._call("broadcast", label, (flat.dtype, flat.numel(), src), sent)
+        return self._issue(_returning(x, self._transport.broadcast(call, flat, src)))
+
+    def exchange(self, obj: Any, *, label: str = "") -> list[Any]:
+        """Every rank's small picklable object, in rank order; blocks.
+
+        Only for objects of this job's own ranks: they are pickled.
+        """
+        data = pickle.dumps(obj)
+        call = self._call("exchange", label, (), len(data) * (self.size - 1))
+        parts = self._issue(self._transport.exchange(call, data)).wait()
+        return [pickle.loads(part) for part in parts]
+
+    def barrier(self, *, label: str = "") -> None:
+        """Return once every rank of the group has come here."""
+        call = self._call("barrier", label, (), 0)
+        self._issue(self._transport.exchange(call, b"")).wait()
+
+    def _cuts(
+        self, kind: str, label: str, full: Tensor, cuts: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        if full.dim() != 1 or not full.is_contiguous():
+            raise ValueError(
+                f"{kind}({label!r}): full has shape {list(full.shape)} and stride "
+                f"{full.stride()}, expected a contiguous 1-D tensor: pass x.reshape(-1)"
+            )
+        if cuts is None:
+            return even_cuts(full.numel(), self.size)
+        offsets = tuple(cuts)
+        rising = all(a <= b for a, b in pairwise(offsets))
+        if len(offsets) != self.size + 1 or (offsets[0], offsets[-1]) != (0, full.numel()):
+            rising = False
+        if not rising:
+            raise ValueError(
+                f"{kind}({label!r}): cuts {list(offsets)}, expected {self.size + 1} rising "
+                f"offsets from 0 to {full.numel()}"
+            )
+        return offsets
+
+    def _flat(self, kind: str, label: str, x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{kind}({label!r}): a {list(x.shape)} tensor of stride {x.stride()} is not "
+                "contiguous: pass x.contiguous()"
+            )
+        return x.detach().view(-1)
+
+    def _call(self, kind: str, label: str, what: tuple[Any, ...], sent: int) -> Call:
+        if self._failure is not None:
+            raise DesyncError(
+                f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
+            ) from self._failure
+        self._issued += 1
+        if self.size > 1:
+            for book in tuple(self._world.ledgers):
+                book.record(kind, label, sent, HEADER_BYTES * (self.size - 1))
+        return Call(kind, label, announced(kind, label, what), self._issued)
+
+    def _issue(self, steps: Steps[T]) -> Handle[T]:
+        return Handle(steps, self._fail)
+
+    def _fail(self, error: DesyncError) -> None:
+        self._failure = error
+
+    def _reduce(self, held: int, start: Callable[[], Steps[T]]) -> Handle[T]:
+        """Issue a reduction, after finishing as many of the oldest as its ``held`` bytes need."""
+        unfinished = [(ref, size) for ref, size in self._inflight if (h := ref()) and not h.done]
+        total = held + sum(size for _, size in unfinished)
+        while unfinished and total > INFLIGHT_BYTES:
+            ref, size = unfinished.pop(0)
+            total -= size
+            if oldest := ref():
+                oldest.wait()
+        handle = self._issue(start())
+        self._inflight = [*unfinished, (weakref.ref(handle), held)]
+        return handle
+
+
+def _returning(x: T, steps: Steps[Any]) -> Steps[T]:
+    yield from steps
+    return x
+
+
+def _reshaped(steps: Steps[list[Tensor]], shape: torch.Size) -> Steps[list[Tensor]]:
+    received = yield from steps
+    return [part.view(shape) for part in received]

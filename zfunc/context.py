@@ -1,0 +1,145 @@
+"""What a running step knows: one contextvar, pushed by ``Step`` and by nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import world
+from zfunc.comm import Group
+from zfunc.errors import DonatedStateError
+from zfunc.layout import make_layout
+from zfunc.transport import Alone
+
+__all__ = ["Context", "Donation", "LayerInfo", "check_alive", "current", "pop", "push", "reuse"]
+
+
+@dataclass
+class Donation:
+    """The memory of the input state, free to be written by its successor.
+
+    ``owners`` maps a storage to the tensors of the old state that live in it. The
+    first :func:`reuse` of a storage empties those tensors, so that the old values
+    can no longer be read, neither later in the step nor after it.
+    """
+
+    owners: dict[int, list[Tensor]] = field(default_factory=dict)
+    consumed: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Donation:
+        donation = cls()
+        for x in tensors:
+            if x.numel():
+                donation.owners.setdefault(x.untyped_storage().data_ptr(), []).append(x)
+        return donation
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """An alias of ``x``'s memory if it is donated; the old tensors go blank."""
+        key = x.untyped_storage().data_ptr()
+        if key in self.consumed:
+            return x.detach()
+        if key not in self.owners:
+            return None
+        alias = x.detach()
+        self.consumed.add(key)
+        for owner in self.owners[key]:
+            blank(owner)
+        return alias
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """What the ``layer`` seam is told: which call of a layer this is, and its name."""
+
+    index: int
+    name: str
+
+
+@dataclass
+class Context:
+    """One call of a step on one rank.
+
+    Attributes:
+        transforms: in data-flow order.
+        memo: this rank's memory of earlier calls of the same step.
+        key: the key of this call's randomness, or None.
+        donation: the input state's memory, where it may be reused.
+        group: the ranks over which losses and gradients are averaged.
+        by_unit: whether parameters enter and leave unit by unit.
+        prefetch: how many units ahead entry starts.
+        layout_for: plain params tree -> its layout, and whether gradients are cut.
+        passes: the passes that are running, innermost last.
+        differentiated: how often ``value_and_grad`` was called.
+        layer_key, layer_calls: randomness of the layers of the running loss.
+    """
+
+    transforms: tuple[Any, ...] = ()
+    memo: dict[Any, Any] = field(default_factory=dict)
+    key: Tensor | None = None
+    donation: Donation | None = None
+    group: Group = field(default_factory=lambda: Group("none", world.current(), Alone()))
+    by_unit: bool = False
+    prefetch: int = 1
+    layout_for: Callable[[Any], tuple[Any, bool]] = lambda tree: (make_layout(tree), False)
+    passes: list[Any] = field(default_factory=list)
+    differentiated: int = 0
+    layer_key: Tensor | None = None
+    layer_calls: int = 0
+
+
+_CURRENT: ContextVar[Context | None] = ContextVar("zfunc_context", default=None)
+
+
+def current() -> Context | None:
+    """The context of the step that is running on this rank, if any."""
+    return _CURRENT.get()
+
+
+def push(context: Context) -> Token[Context | None]:
+    """Make ``context`` the running one; ``pop`` with the token undoes it."""
+    return _CURRENT.set(context)
+
+
+def pop(token: Token[Context | None]) -> None:
+    """Undo a ``push``."""
+    _CURRENT.reset(token)
+
+
+def blank(x: Tensor) -> None:
+    """Leave a donated tensor without its memory, and marked."""
+    x.data = x.new_empty(0)
+    x.__dict__["_zfunc_donated"] = True
+
+
+def check_alive(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise ``DonatedStateError`` if a leaf's memory belongs to a later state."""
+    for name, x in named:
+        if isinstance(x, Tensor) and x.__dict__.get("_zfunc_donated", False):
+            raise DonatedStateError(
+                f"{name or 'the state'} was donated: its memory holds a later state. Use the state "
+                "that the step returned, or leave out `donate` to keep old states."
+            )
+
+
+def reuse(x: Tensor) -> Tensor:
+    """Memory with the value of ``x`` that may be overwritten.
+
+    The memory of ``x`` itself where the running step donates it (``x`` must not be
+    read again), a copy everywhere else. ``tree.map(reuse, moments)`` is therefore
+    the one copy of a pure update, and no copy under ``donate``.
+
+    >>> reuse(torch.ones(2)).add_(1)
+    tensor([2., 2.])
+    """
+    context = current()
+    if context is not None and context.donation is not None:
+        taken = context.donation.take(x)
+        if taken is not None:
+            return taken
+    return x.clone()

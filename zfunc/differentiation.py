@@ -1,0 +1,318 @@
+"""``value_and_grad`` and ``evaluate``: where parameters enter and gradients leave.
+
+Both run on ``torch.autograd.grad`` over plain tensors, not on ``torch.func.grad``:
+that keeps the graph for a second derivative nobody asked for (twice the peak
+memory) and forbids the saved-tensor hooks that ZeRO-3 lives on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import context, random
+from zfunc.comm import Group
+from zfunc.context import Context
+from zfunc.errors import PlacementError
+from zfunc.passes import Pass, Source
+from zfunc.primitives import Mean, enter
+from zfunc.sharded import is_frozen
+from zfunc.tree import NAMESPACE, Placed, Tree
+
+__all__ = ["evaluate", "value_and_grad"]
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """A function that returns the loss and its gradients.
+
+    Args:
+        loss_fn: ``loss_fn(params, *args)`` -> a 0-d floating-point tensor or a
+            :class:`Mean`; with ``has_aux`` a pair of that and anything else.
+        has_aux: whether ``loss_fn`` returns such a pair.
+
+    Returns:
+        ``run(params, *args, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``.
+        ``grads`` has the structure of ``params``: zeros for unused leaves, ``None``
+        for frozen ones. Under data parallelism both are means over the ranks; ``aux``
+        stays this rank's own. Placed trees among the further arguments enter
+        without gradients.
+
+    Raises:
+        ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter.
+        PlacementError: a leaf cannot be differentiated (named by its path).
+
+    >>> value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, 3.0)
+    (tensor(6.), {'w': tensor([3., 3.])})
+    """
+
+    @functools.wraps(loss_fn)
+    def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        running = context.current()
+        if running is None or running.passes:
+            (loss, aux), grads = _local(loss_fn, has_aux, params, args, kwargs, _alone)
+        else:
+            (loss, aux), grads = _in_step(running, loss_fn, has_aux, params, args, kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return run
+
+
+Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
+
+
+def _alone(loss: Any) -> tuple[Tensor, Tensor | None, Callable[[], Tensor]]:
+    value = loss.value() if isinstance(loss, Mean) else loss
+    return _checked(value), None, lambda: value.detach()
+
+
+def _across(group: Group) -> Finish:
+    """How a loss is averaged over ranks: what to differentiate, its seed, and the mean."""
+
+    def finish(loss: Any) -> tuple[Tensor, Tensor | None, Callable[[], Tensor]]:
+        if group.size == 1:
+            return _alone(loss)
+        if isinstance(loss, Mean):
+            total = _checked(loss.total)
+            count = torch.as_tensor(loss.count, dtype=torch.float64).detach()
+            sums = torch.stack([total.detach().double(), count.to(total.device)])
+            sums = group.all_reduce(sums, label="loss").wait()
+            value = (sums[0] / sums[1]).to(total.dtype)
+            return total, (1.0 / sums[1]).to(total.dtype), lambda: value
+        value = _checked(loss)
+        handle = group.all_reduce(value.detach().clone(), label="loss")
+        seed = torch.full_like(value, 1.0 / group.size)
+        return value, seed, lambda: handle.wait() / group.size
+
+    return finish
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+        found = (
+            f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise ValueError(
+            f"the loss function returned {found}; expected a 0-d floating-point tensor or "
+            "zf.Mean(total, count). Take the mean, or pass has_aux=True if it returns a pair."
+        )
+    return loss
+
+
+def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return out, None
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(
+            f"with has_aux=True the loss function must return (loss, aux), not a {type(out).__name__}"
+        )
+    return out
+
+
+def _local(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    params: Tree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finish: Finish,
+) -> tuple[tuple[Tensor, Any], Tree]:
+    """Differentiate plain parameters on this rank; nested calls keep the graph."""
+    keys, leaves, spec = optree.tree_flatten_with_path(params, none_is_leaf=True, namespace=NAMESPACE)
+    for key, leaf in zip(keys, leaves, strict=True):
+        _check_differentiable(".".join(map(str, key)), leaf)
+    nested = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    live = [x is not None and not is_frozen(x) for x in leaves]
+    with torch.enable_grad():
+        inputs = [
+            (x.view_as(x) if nested and x.requires_grad else x.detach().requires_grad_()) if on else x
+            for x, on in zip(leaves, live, strict=True)
+        ]
+        out = loss_fn(optree.tree_unflatten(spec, inputs), *args, **kwargs)
+        loss, aux = _split(out, has_aux)
+        loss, seed, value = finish(loss)
+    _check_depends(loss)
+    wrt = [x for x, on in zip(inputs, live, strict=True) if on]
+    grads = iter(torch.autograd.grad(loss, wrt, seed, create_graph=nested, allow_unused=True) if wrt else ())
+    filled = [
+        (torch.zeros_like(x) if (g := next(grads)) is None else g) if on else None
+        for x, on in zip(leaves, live, strict=True)
+    ]
+    mean = loss if nested and seed is None else value()
+    return (mean, _detached(aux) if not nested else aux), optree.tree_unflatten(spec, filled)
+
+
+def _check_differentiable(path: str, leaf: Any) -> None:
+    if leaf is None or (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+        return
+    what = f"a {leaf.dtype} tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+    raise PlacementError(
+        f"parameter {path or 'params'} is {what}: only floating-point tensors can be "
+        "differentiated. Pass it as a further argument of the loss, or keep it in `buffers`."
+    )
+
+
+def _check_depends(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on none of the parameters given to value_and_grad. Does the loss "
+            "function use its first argument, and not a params tree from outside?"
+        )
+
+
+def _detached(aux: Any) -> Any:
+    return optree.tree_map(
+        lambda x: x.detach() if isinstance(x, Tensor) else x, aux, namespace=NAMESPACE
+    )
+
+
+def _in_step(
+    running: Context,
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    params: Tree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Tensor, Any], Tree]:
+    call, running.differentiated = running.differentiated, running.differentiated + 1
+    owner = _new_pass(running)
+    with _randomness(running, call):
+        if running.by_unit:
+            return _by_unit(running, owner, call, loss_fn, has_aux, params, args, kwargs)
+        running.passes.append(owner)
+        try:
+            return _local(loss_fn, has_aux, params, args, kwargs, _across(running.group))
+        finally:
+            running.passes.pop()
+
+
+def _new_pass(running: Context) -> Pass:
+    entering = [t for t in running.transforms if t.enters]
+    return Pass(
+        before=[t for t in entering if t.before_gather],
+        after=[t for t in entering if not t.before_gather],
+        leave=[t for t in reversed(running.transforms) if t.leaves],
+        prefetch=running.prefetch,
+    )
+
+
+def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
+    """The scope of one loss: torch's random functions are decided by the step's key."""
+    if running.key is None:
+        return nullcontext()
+    running.layer_calls = 0
+    running.layer_key = random.fold_in(running.key, 2 * call + 1)
+    return random.scope(random.fold_in(running.key, 2 * call))
+
+
+def _by_unit(
+    running: Context,
+    owner: Pass,
+    call: int,
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    params: Tree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Tensor, Any], Tree]:
+    """Differentiate parameters that enter and leave unit by unit."""
+    rebuild, sources = _sources(running, owner, params)
+    plan = ("plan", "grad", call)
+    owner.plan = running.memo.get(plan) or _there_and_back(sources)
+    running.passes.append(owner)
+    try:
+        with torch.enable_grad():
+            tree = rebuild([source.view() for source in sources])
+            args, kwargs = _entered_arguments((args, kwargs))
+            loss, aux = _split(loss_fn(tree, *args, **kwargs), has_aux)
+            del tree
+            owner.close_others(())
+            loss, seed, value = _across(running.group)(loss)
+        _check_depends(loss)
+        torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
+        owner.finish()
+    finally:
+        running.passes.pop()
+    running.memo[plan] = tuple(owner.events)
+    return (value(), _detached(aux)), rebuild([source.gradients() for source in sources])
+
+
+def _there_and_back(sources: Sequence[Source]) -> list[tuple[int, int]]:
+    """Before anything is recorded: all units in order, and back."""
+    order = [run.key for source in sources for run in source.runs]
+    return [*order, *reversed(order)]
+
+
+def _sources(
+    running: Context, owner: Pass, params: Tree
+) -> tuple[Callable[[list[Any]], Tree], list[Source]]:
+    """The placed nodes of a params tree, or a plain tree as a whole, each one source."""
+    nodes, spec = optree.tree_flatten(
+        params, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
+    )
+    placed = [node for node in nodes if isinstance(node, Placed)]
+    if not placed:
+        layout, cut = running.layout_for(params)
+        source = owner.add(layout, params, running.group, cut=cut, differentiated=True)
+        return lambda new: new[0], [source]
+    if len(placed) < sum(node is not None for node in nodes):
+        raise PlacementError(
+            "the params given to value_and_grad mix placed and plain tensors. Place all of them "
+            "(name their entries in `roles`), or pass the plain ones as further arguments."
+        )
+    sources = [
+        owner.add(node.layout, node, running.group, cut=True, differentiated=True)
+        for node in placed
+    ]
+
+    def rebuild(new: list[Any]) -> Tree:
+        rest = iter(new)
+        return optree.tree_unflatten(spec, [None if x is None else next(rest) for x in nodes])
+
+    return rebuild, sources
+
+
+def _entered_arguments(tree: Any) -> Any:
+    return optree.tree_map(
+        enter, tree, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
+    )
+
+
+def evaluate(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn(params, *args)`` without gradients, on plain or on placed trees.
+
+    Works inside a step and outside one. What ``fn`` returns is this rank's own
+    (``zf.pmean`` averages it). A collective where a tree is placed.
+
+    >>> evaluate(lambda p, x: p["w"] * x)({"w": torch.ones(2)}, 3.0)
+    tensor([3., 3.])
+    """
+
+    @functools.wraps(fn)
+    def run(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        running = context.current() or Context()
+        owner = _new_pass(running)
+        running.passes.append(owner)
+        token = context.push(running)
+        try:
+            with torch.no_grad():
+                tree, args, kwargs = _entered_arguments((params, args, kwargs))
+                owner.plan = [run.key for source in owner.sources for run in source.runs]
+                out = fn(tree, *args, **kwargs)
+                owner.close_others(())
+                owner.finish()
+                return out
+        finally:
+            running.passes.pop()
+            context.pop(token)
+
+    return run

@@ -1,0 +1,46 @@
+"""What can go wrong, by name.
+
+Every error derives from :class:`ZfuncError` and from the built-in that it
+specialises, so ``except ValueError`` keeps working. A message says where (the
+leaf path or the unit), what was found, what was expected, and the fix.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CompositionError",
+    "DesyncError",
+    "DonatedStateError",
+    "NonFiniteError",
+    "PlacementError",
+    "ZfuncError",
+]
+
+
+class ZfuncError(Exception):
+    """Base of every error that zfunc raises on purpose."""
+
+
+class PlacementError(ZfuncError, ValueError):
+    """A state is not in the representation that a step expects."""
+
+
+class CompositionError(ZfuncError, ValueError):
+    """These transforms, or this transform and this step, mean nothing together."""
+
+
+class DonatedStateError(ZfuncError, RuntimeError):
+    """A state was used again after its memory had been given to its successor."""
+
+
+class DesyncError(ZfuncError, RuntimeError):
+    """Ranks disagree on which collective comes next, or one of them is gone."""
+
+
+class CheckpointError(ZfuncError, RuntimeError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class NonFiniteError(ZfuncError, ArithmeticError):
+    """A NaN or an infinity where a finite number was promised."""

@@ -1,0 +1,188 @@
+"""A small GPT as plain functions on a pytree: the model that ``zfunc train`` trains.
+
+Pre-LN blocks (Xiong et al., 2020, https://arxiv.org/abs/2002.04745), rotary positions
+(Su et al., 2021, https://arxiv.org/abs/2104.09864), no biases. Parameters are a nested
+dict, the stack of blocks a :class:`zfunc.Layers`, so every transform finds its units;
+nothing else in this file knows that transforms exist.
+
+Shapes are written with ``b`` sequences, ``t`` positions, ``h`` heads, ``d`` features of
+a head, ``w = h * d`` the model's width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+import zfunc as zf
+
+__all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "sample"]
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Raises:
+        ValueError: the width does not split into heads of an even number of features.
+    """
+
+    vocab: int = 256
+    width: int = 192
+    depth: int = 4
+    heads: int = 4
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} with {self.heads} heads: expected a width divisible by "
+                f"{2 * self.heads} (rotary positions turn pairs of features in each head)"
+            )
+
+
+def init(config: GPTConfig, key: Tensor) -> Params:
+    """Draw the parameters.
+
+    Matrices that write to the residual stream begin at zero, so each block begins as
+    the identity and no depth-dependent scale is needed; the others keep the variance.
+
+    Args:
+        config: the shape.
+        key: a :func:`zfunc.random.key`.
+
+    Returns:
+        ``{"embed": [vocab, w], "blocks": Layers([...]), "norm": [w], "head": [vocab, w]}``,
+        fp32; no ``"head"`` if it is tied to the embedding.
+    """
+    embed_key, head_key, *block_keys = zf.random.split(key, 2 + config.depth)
+    params = {
+        "embed": zf.random.normal(embed_key, (config.vocab, config.width)) * 0.02,
+        "blocks": zf.Layers([_init_block(config.width, k) for k in block_keys]),
+        "norm": torch.ones(config.width),
+    }
+    if not config.tied:
+        params["head"] = zf.random.normal(head_key, (config.vocab, config.width)) * 0.02
+    return params
+
+
+def _init_block(width: int, key: Tensor) -> Params:
+    qkv_key, up_key = zf.random.split(key, 2)
+    return {
+        "norm1": torch.ones(width),
+        "qkv": zf.random.normal(qkv_key, (3 * width, width)) * width**-0.5,
+        "out": torch.zeros(width, width),
+        "norm2": torch.ones(width),
+        "up": zf.random.normal(up_key, (4 * width, width)) * width**-0.5,
+        "down": torch.zeros(width, 4 * width),
+    }
+
+
+def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
+    """Predict each next token.
+
+    Args:
+        params: as :func:`init` makes them, plain or inside a step.
+        ids: ``[b, t]`` int64.
+        config: the shape.
+
+    Returns:
+        Logits ``[b, t, vocab]``.
+    """
+    x = F.embedding(ids, params["embed"])
+    turn = rotations(ids.shape[1], config.width // config.heads, x)
+    x = zf.scan(partial(block, turn=turn, heads=config.heads), params["blocks"], x)
+    x = F.layer_norm(x, (config.width,), params["norm"])
+    return F.linear(x, params["embed"] if config.tied else params["head"])
+
+
+def block(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
+    """Attention, then the MLP, each on a normalised copy and added to ``x`` ``[b, t, w]``."""
+    x = x + _attention(params, F.layer_norm(x, x.shape[-1:], params["norm1"]), turn, heads)
+    hidden = F.linear(F.layer_norm(x, x.shape[-1:], params["norm2"]), params["up"])
+    return x + F.linear(F.gelu(hidden, approximate="tanh"), params["down"])
+
+
+def _attention(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
+    qkv = F.linear(x, params["qkv"])
+    q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
+    y = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
+    return F.linear(rearrange(y, "b h t d -> b t (h d)"), params["out"])
+
+
+def rotations(length: int, features: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, each ``[t, d / 2]`` in the dtype of ``like``.
+
+    The angles are fp32 whatever the model computes in: at position 1000 a 16-bit angle
+    is wrong by whole turns.
+    """
+    pairs = torch.arange(0, features, 2, device=like.device, dtype=torch.float32)
+    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    angles = positions[:, None] * 10000.0 ** (-pairs / features)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn feature i and feature i + d/2 of ``[b, h, t, d]`` by their position's angle."""
+    cos, sin = turn
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def loss(params: Params, batch: Tensor, config: GPTConfig) -> Tensor:
+    """Mean cross-entropy of the next token, in nats; ``batch`` is ``[b, t + 1]`` int64."""
+    logits = apply(params, batch[:, :-1], config)
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def count(config: GPTConfig) -> int:
+    """Number of parameters.
+
+    >>> count(GPTConfig(vocab=256, width=192, depth=4, heads=4))
+    1869504
+    """
+    w = config.width
+    tables = (1 if config.tied else 2) * config.vocab * w
+    return tables + w + config.depth * (2 * w + 12 * w * w)
+
+
+@torch.no_grad()
+def sample(
+    params: Params,
+    prompt: Tensor,
+    length: int,
+    config: GPTConfig,
+    context: int,
+    key: Tensor,
+    temperature: float = 0.8,
+) -> Tensor:
+    """Go on with a text, one token at a time, seeing the last ``context`` tokens each time.
+
+    Args:
+        params: plain parameters.
+        prompt: ``[n]`` int64, at least one token.
+        length: tokens to add.
+        config: the shape.
+        context: the longest sequence that the model was trained on.
+        key: decides the tokens drawn.
+        temperature: 0 takes the likeliest token each time; 1 draws from the model.
+
+    Returns:
+        The added tokens, ``[length]`` int64.
+    """
+    ids = prompt
+    for step_key in zf.random.split(key, length):
+        logits = apply(params, ids[None, -context:], config)[0, -1].float()
+        if temperature > 0:  # the largest of logits plus Gumbel noise is a draw from the softmax
+            noise = zf.random.uniform(step_key, logits.shape, device=logits.device)
+            logits = logits / temperature - torch.log(-torch.log(noise.clamp_min(1e-20)))
+        ids = torch.cat([ids, logits.argmax(keepdim=True)])
+    return ids[len(prompt) :]

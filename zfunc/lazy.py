@@ -1,0 +1,128 @@
+"""Parameters that are fetched when somebody looks at them.
+
+While a functionalized module runs on placed parameters, a layer's tensors exist
+only inside that layer's own call. Outside it, each is bound to a :class:`LazyTensor`:
+it knows its shape, dtype and device, and the first operation on it lets the layer's
+parameters enter the computation, differentiable like any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+from zfunc.primitives import Ref
+
+__all__ = ["Cell", "LazyTensor", "lazy_tensor"]
+
+# What can be answered without the values.
+_METADATA = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
+    Tensor.is_nested.__get__,  # type: ignore[attr-defined]
+    Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.ndimension,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    Tensor.__hash__,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+}
+
+
+class Cell:
+    """Where the lazy tensors of one unit find its parameters during a call."""
+
+    __slots__ = ("ref", "unit")
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.ref: Ref | None = None
+
+    def fetch(self, name: str, path: Sequence[str | int]) -> Any:
+        if self.ref is None:
+            raise PlacementError(
+                f"parameter {name} was read after its apply() had returned. Read it inside the "
+                "model's forward, or take it from the params tree: zf.tree.get(params, path)."
+            )
+        node = self.ref.resolve()
+        for key in path:
+            node = node[key]
+        return node
+
+
+class LazyTensor(Tensor):
+    """A tensor whose metadata are known and whose values come from a :class:`Cell`."""
+
+    _fetch: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = torch_pytree.tree_map_only(LazyTensor, _resolve, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise PlacementError(
+            f"{func} met a layer's parameter before it had entered the computation. Call the layer "
+            "itself, or choose other units: functionalize(module, units=...)."
+        )
+
+
+def _resolve(x: LazyTensor) -> Tensor:
+    return x._fetch()
+
+
+def _lost(name: str) -> Callable[[Tensor], None]:
+    def refuse(gradient: Tensor) -> None:
+        raise PlacementError(
+            f"a gradient reached parameter {name} past its layer: an autograd.Function took it "
+            "as an argument outside the layer's own call. Pass it `weight + 0`, or choose other "
+            "units: functionalize(module, units=...)."
+        )
+
+    return refuse
+
+
+def lazy_tensor(
+    cell: Cell,
+    name: str,
+    path: Sequence[str | int],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LazyTensor:
+    """The parameter ``name``, found under ``path`` in what ``cell`` resolves to."""
+    lazy: LazyTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        LazyTensor, shape, dtype=dtype, device=device, requires_grad=True
+    )
+    with torch._C.DisableTorchFunctionSubclass():
+        # autograd.Function.apply looks at no __torch_function__: a lost gradient must be loud.
+        lazy.register_hook(_lost(name))
+        lazy._fetch = lambda: cell.fetch(name, path)
+    return lazy

@@ -1,0 +1,532 @@
+"""One pass of parameters through a computation, unit by unit, forward and backward.
+
+Forward, a unit *enters*: what the state stores goes through the ``enter`` seams in
+data-flow order (gather, cast, ...) and comes out as the leaves that the layer sees.
+After the layer nothing keeps the gathered memory alive: a saved-tensor hook puts a
+ticket in the place of every tensor that autograd saves out of it. Backward redeems
+a ticket by letting the unit enter once more, and as soon as the gradients of all
+its leaves are there they *leave* through the ``leave`` seams, asynchronously.
+
+The order in which units enter is recorded; the next pass starts the next unit's
+entry while this one computes. The record is a hint and never a law: a pass that
+takes another path gathers what it needs when it needs it. Ranks that take
+different paths from each other are told so by the collectives' headers.
+
+Nothing here calls a global hook: autograd Functions carry their unit with them, so
+that backward may run on a thread of its own (as it does on a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from zfunc import context
+from zfunc.comm import Group
+from zfunc.errors import PlacementError
+from zfunc.layout import Layout
+from zfunc.primitives import Ref, on_enter
+from zfunc.sharded import Sharded, leaves_of
+from zfunc.tree import NAMESPACE, Placed, Tree, register
+
+__all__ = ["Pass", "Pending", "Seams", "Source", "UnitInfo"]
+
+IN_FLIGHT = 2  # reductions under way at once: each holds a unit's full gradient
+
+
+class Pending(Protocol):
+    """Something under way: ``wait`` gives the tensors, again and again."""
+
+    def wait(self) -> list[Tensor]: ...
+
+
+@dataclass
+class Ready:
+    """A ``Pending`` that is there already."""
+
+    values: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.values
+
+
+@dataclass
+class Gathering:
+    """All-gathers of one unit's flats under way."""
+
+    parts: list[Any]
+
+    def wait(self) -> list[Tensor]:
+        return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """What a seam is told of the unit: its place in the layout and the ranks that share it."""
+
+    layout: Layout
+    index: int
+    group: Group
+    cut: bool
+
+    @property
+    def name(self) -> str:
+        return self.layout.units[self.index].name
+
+    @property
+    def flats(self) -> tuple[int, ...]:
+        return self.layout.units[self.index].flats
+
+    @property
+    def trainable(self) -> list[int]:
+        return [i for i in self.flats if self.layout.flats[i].trainable]
+
+
+class Seams(Protocol):
+    """The part of a transform that a pass calls."""
+
+    def enter(self, value: Pending, unit: UnitInfo) -> Pending: ...
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending: ...
+
+
+def gather(value: Pending, unit: UnitInfo) -> Pending:
+    """Start the all-gathers of a unit's cut flats; flats kept whole pass through."""
+    parts: list[Any] = []
+    for i, local in zip(unit.flats, value.wait(), strict=True):
+        spec = unit.layout.flats[i]
+        if unit.group.size == 1 or spec.whole:
+            parts.append(local)
+            continue
+        full = torch.empty(spec.length, dtype=local.dtype, device=local.device)
+        label = f"gather {unit.name}"
+        parts.append(unit.group.all_gather(full, local, cuts=spec.cuts, label=label))
+    return Gathering(parts)
+
+
+class UnitRun:
+    """One unit during one pass."""
+
+    def __init__(self, owner: Pass, source: Source, index: int, stored: list[Tensor]) -> None:
+        self.owner = owner
+        self.source = source
+        self.info = UnitInfo(source.layout, index, source.group, source.cut)
+        self.stored = stored
+        self.values: list[Tensor] | None = None
+        self.pending: Pending | None = None
+        self.entered: dict[int, Tensor] | None = None
+        self.foreign: dict[int, int] = {}
+        self.open = 0
+        self.touched = False
+        self.partial: list[Tensor | None] | None = None
+        layout = source.layout
+        self.slots = [slot for i in self.info.flats for slot in layout.by_flat[i]]
+        self.live = [
+            source.differentiated and layout.flats[slot.flat].trainable for slot in self.slots
+        ]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.source.index, self.info.index
+
+    def start(self) -> None:
+        """Begin to enter, unless it is under way or done."""
+        if self.values is None and self.pending is None:
+            value: Pending = Ready(self.stored)
+            for seam in self.owner.entering(self.source):
+                value = seam(value, self.info)
+            self.pending = value
+
+    def acquire(self) -> list[Tensor]:
+        """The unit's values as the last ``enter`` seam made them."""
+        self.owner.record(self)
+        if self.values is None:
+            self.start()
+            assert self.pending is not None
+            self.values, self.pending = self.pending.wait(), None
+            own = {x.untyped_storage().data_ptr() for x in self.stored}
+            where = [x.untyped_storage().data_ptr() for x in self.values]
+            self.foreign = {at: i for i, at in enumerate(where) if at not in own}
+        self.owner.look_ahead()
+        return self.values
+
+    def acquire_again(self) -> list[Tensor]:
+        """Values for backward: they stay until the unit's gradients have left."""
+        if not self.touched:
+            self.touched = True
+            self.owner.drop_transient(self)
+            return self.acquire()
+        assert self.values is not None
+        return self.values
+
+    def leaves(self) -> dict[int, Tensor]:
+        """The entered leaves by leaf index, differentiable where they are trainable."""
+        if self.entered is None:
+            views = self._views(self.acquire())
+            if any(self.live) and torch.is_grad_enabled():
+                self.open += 1
+                outs = iter(_Enter.apply(self.owner.tick, self, [v for v, on in zip(views, self.live, strict=True) if on]))
+                views = [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
+            self.entered = {slot.index: v for slot, v in zip(self.slots, views, strict=True)}
+        return self.entered
+
+    def _views(self, values: list[Tensor]) -> list[Tensor]:
+        layout, out = self.source.layout, []
+        if not self.source.flat:
+            return [x.detach() for x in values]
+        for i, full in zip(self.info.flats, values, strict=True):
+            out.extend(layout.views(i, full.detach()))
+        return out
+
+    def release(self) -> None:
+        """Let the values go, unless they are used again at once."""
+        self.entered = None
+        self.touched = False
+        if not (self.foreign and self.owner.next_is(self) and torch.is_grad_enabled()):
+            self.values = None
+
+    def pack(self, x: Tensor) -> Any:
+        """A ticket for a saved tensor that lies in the entered memory; others as they are."""
+        i = self.foreign.get(x.untyped_storage().data_ptr())
+        if i is None:
+            return x
+        return Ticket(self, i, x.dtype, x.shape, x.stride(), x.storage_offset())
+
+    def leave(self, grads: Sequence[Tensor | None]) -> None:
+        """Gradients of one entry's trainable leaves; the last entry's send them off."""
+        if self.partial is None:
+            self.partial = list(grads)
+        else:
+            self.partial = [_add(a, b) for a, b in zip(self.partial, grads, strict=True)]
+        self.open -= 1
+        self.touched = False
+        if not self.owner.next_is(self):
+            self.values = None
+        if self.open == 0:
+            self.send()
+
+    def send(self) -> None:
+        """Hand the unit's full gradient to the ``leave`` seams."""
+        if self.partial is None:
+            return
+        layout, grads = self.source.layout, dict(zip((s.index for s, on in zip(self.slots, self.live, strict=True) if on), self.partial, strict=True))
+        self.partial = None
+        flats = []
+        for i in self.info.trainable:
+            row = [grads.pop(slot.index) for slot in layout.by_flat[i]]
+            flats.append(self._flatten(i, row))
+            del row
+        value: Pending = Ready(flats)
+        del flats
+        for seam in self.owner.leaving():
+            value = seam(value, self.info)
+        self.owner.sent(self, value)
+
+    def _flatten(self, flat: int, row: list[Tensor | None]) -> Tensor:
+        dtype = next((g.dtype for g in row if g is not None), None)
+        return self.source.layout.pack(flat, row, dtype)
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Stands for a saved tensor inside a unit's entered memory."""
+
+    run: UnitRun
+    value: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def redeem(self) -> Tensor:
+        full = self.run.acquire_again()[self.value]
+        if full.dtype != self.dtype:
+            full = full.view(self.dtype)
+        return full.as_strided(self.shape, self.stride, self.offset)
+
+
+def _unpack(x: Any) -> Tensor:
+    return x.redeem() if isinstance(x, Ticket) else x
+
+
+class _Enter(torch.autograd.Function):
+    """The identity on a unit's leaves; backward hands their gradients to the unit.
+
+    ``tick`` carries no value: it is the one tensor that backward runs towards, so
+    that gradients leave unit by unit instead of through autograd's outputs.
+    """
+
+    @staticmethod
+    def forward(tick: Tensor, run: UnitRun, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.run = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.run.leave(grads)
+        return None, None, None
+
+
+class LayerRef(Ref):
+    """One layer's parameters within a pass."""
+
+    def __init__(self, source: Source, layer: int) -> None:
+        self.source = source
+        self.layer = layer
+        self.span = source.layout.layers[layer]
+        self.runs = [source.runs[i] for i in source.layer_units[layer]]
+
+    def _subtree(self) -> Tree:
+        found: dict[int, Tensor] = {}
+        for run in self.runs:
+            found.update(run.leaves())
+        items = [found.get(i) for i in range(self.span.start, self.span.stop)]
+        return optree.tree_unflatten(self.span.spec, items)
+
+    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        owner = self.source.owner
+        owner.close_others(self.runs)
+        params = self._subtree()
+        try:
+            if not any(run.foreign for run in self.runs):
+                return fn(params, *xs, **kw)
+            with saved_tensors_hooks(self._pack, _unpack):
+                return fn(params, *xs, **kw)
+        finally:
+            del params
+            for run in self.runs:
+                if self.source.last_layer[run.info.index] == self.layer:
+                    run.release()
+                else:
+                    owner.lingering.append(run)
+
+    def _pack(self, x: Tensor) -> Any:
+        for run in self.runs:
+            ticket = run.pack(x)
+            if ticket is not x:
+                return ticket
+        return x
+
+    def resolve(self) -> Tree:
+        return self._subtree()
+
+    def __repr__(self) -> str:
+        return f"Ref({self.span.name})"
+
+
+register(
+    LayerRef,
+    lambda ref: ((ref.resolve(),), None, ("params",)),
+    lambda _, children: children[0],
+)
+
+
+class Source:
+    """One tree of parameters in a pass: a placed node, or a plain tree cut into units."""
+
+    def __init__(
+        self,
+        owner: Pass,
+        index: int,
+        layout: Layout,
+        stored: Tree,
+        group: Group,
+        cut: bool,
+        differentiated: bool,
+    ) -> None:
+        self.owner, self.index, self.layout, self.group = owner, index, layout, group
+        self.cut, self.differentiated = cut, differentiated
+        self.flat = isinstance(stored, Sharded)
+        if self.flat:
+            columns: list[Any] = list(stored.flats)
+        else:
+            self.plain = leaves_of(layout, stored)
+        self.runs: list[UnitRun] = []
+        for i, unit in enumerate(layout.units):
+            if self.flat:
+                mine = [columns[f] for f in unit.flats]
+            else:
+                mine = [self.plain[s.index] for f in unit.flats for s in layout.by_flat[f]]
+            self.runs.append(UnitRun(owner, self, i, mine))
+        self.layer_units, self.last_layer = _units_of_layers(layout)
+
+    def view(self) -> Tree:
+        """The tree for the loss: root leaves entered, a reference for each layer."""
+        layout = self.layout
+        found: dict[int, Tensor] = {}
+        for i in sorted({layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}):
+            found.update(self.runs[i].leaves())
+        if not layout.layers and layout.spec.is_leaf():
+            return found.get(0)
+        items: list[Any] = []
+        at, k = 0, 0
+        while at < len(layout.slots) or k < len(layout.layers):
+            if k < len(layout.layers) and layout.layers[k].start == at:
+                items.append(LayerRef(self, k))
+                at, k = layout.layers[k].stop, k + 1
+            else:
+                items.append(found.get(at))
+                at += 1
+        return optree.tree_unflatten(layout.outer, items)
+
+
+    def gradients(self) -> Tree:
+        """What arrived, as a placed tree where gradients are cut and as a plain one elsewhere."""
+        layout = self.layout
+        flats: list[Tensor | None] = [None] * len(layout.flats)
+        for run in self.runs:
+            arrived = self.owner.results.get(run.key)
+            for k, i in enumerate(run.info.trainable):
+                flats[i] = self._zeros(run, i) if arrived is None else arrived[k]
+        if self.cut:
+            return Sharded(layout, flats)
+        leaves: list[Any] = [None] * len(layout.slots)
+        for i, full in enumerate(flats):
+            if full is not None:
+                for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
+                    leaves[slot.index] = view
+        return optree.tree_unflatten(layout.spec, leaves)
+
+    def _zeros(self, run: UnitRun, flat: int) -> Tensor:
+        """The gradient of a unit that no rank has used."""
+        spec = self.layout.flats[flat]
+        low, high = spec.bounds(self.group.rank) if self.cut else (0, spec.length)
+        return torch.zeros(high - low, dtype=spec.dtype, device=run.stored[0].device)
+
+
+def _units_of_layers(layout: Layout) -> tuple[list[list[int]], dict[int, int]]:
+    """For each layer its units; for each unit the last layer that it serves."""
+    if "layers" not in layout._memo:
+        units, last = [], {}
+        for k, layer in enumerate(layout.layers):
+            slots = [s for s in layout.slots[layer.start : layer.stop] if s]
+            mine = sorted({layout.unit_of_flat[s.flat] for s in slots})
+            units.append(mine)
+            last.update(dict.fromkeys(mine, k))
+        layout._memo["layers"] = (units, last)
+    return layout._memo["layers"]  # type: ignore[no-any-return]
+
+
+@dataclass
+class Pass:
+    """The state of one pass on one rank.
+
+    Attributes:
+        before, after: ``enter`` seams on the way to, and behind, the gather.
+        leave: ``leave`` seams, first to last.
+        plan: the order in which units entered last time: ``(source, unit)`` pairs.
+        prefetch: how many units ahead entry starts.
+    """
+
+    before: Sequence[Any] = ()
+    after: Sequence[Any] = ()
+    leave: Sequence[Any] = ()
+    plan: Sequence[tuple[int, int]] = ()
+    prefetch: int = 1
+    sources: list[Source] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    lingering: list[UnitRun] = field(default_factory=list)
+    arrivals: list[tuple[UnitRun, Pending]] = field(default_factory=list)
+    results: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    transient: list[UnitRun] = field(default_factory=list)
+    cursor: int = 0
+
+    def __post_init__(self) -> None:
+        self.tick = torch.zeros((), requires_grad=True)
+
+    def add(
+        self, layout: Layout, stored: Tree, group: Group, *, cut: bool, differentiated: bool
+    ) -> Source:
+        """Let one more tree take part."""
+        source = Source(self, len(self.sources), layout, stored, group, cut, differentiated)
+        self.sources.append(source)
+        return source
+
+    def entering(self, source: Source) -> list[Any]:
+        middle = [gather] if source.flat else []
+        return [*(t.enter for t in self.before), *middle, *(t.enter for t in self.after)]
+
+    def leaving(self) -> list[Any]:
+        return [t.leave for t in self.leave]
+
+    def record(self, run: UnitRun) -> None:
+        """Note that a unit enters, and where in the plan that is."""
+        self.events.append(run.key)
+        for i in range(self.cursor, len(self.plan)):
+            if self.plan[i] == run.key:
+                self.cursor = i + 1
+                return
+
+    def look_ahead(self) -> None:
+        """Start the entry of the units that the plan has next."""
+        for source, unit in self.plan[self.cursor : self.cursor + self.prefetch]:
+            if source < len(self.sources) and unit < len(self.sources[source].runs):
+                self.sources[source].runs[unit].start()
+
+    def next_is(self, run: UnitRun) -> bool:
+        """Whether the plan has this unit next."""
+        return self.cursor < len(self.plan) and self.plan[self.cursor] == run.key
+
+    def close_others(self, runs: Sequence[UnitRun]) -> None:
+        """Release units of earlier layers that were kept for a neighbour's sake."""
+        for run in self.lingering:
+            if run not in runs:
+                run.release()
+        self.lingering = [run for run in self.lingering if run in runs]
+
+    def drop_transient(self, run: UnitRun) -> None:
+        """Let go of what backward regathered for a unit that has no gradient to wait for."""
+        for other in self.transient:
+            if other is not run and not self.next_is(other):
+                other.values, other.touched = None, False
+        self.transient = [] if run.open else [run]
+
+    def sent(self, run: UnitRun, value: Pending) -> None:
+        """Remember a gradient on its way; hold few at once."""
+        self.arrivals.append((run, value))
+        if len(self.arrivals) > IN_FLIGHT:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        run, value = self.arrivals.pop(0)
+        self.results[run.key] = value.wait()
+
+    def finish(self) -> None:
+        """Wait for everything under way, also for what was started in vain."""
+        for source in self.sources:
+            for run in source.runs:
+                run.send()
+        while self.arrivals:
+            self._arrive()
+        for source in self.sources:
+            for run in source.runs:
+                if run.pending is not None:
+                    run.pending.wait()
+                run.pending = run.values = run.entered = None
+
+
+def entered(params: Placed) -> Any:
+    """How placed parameters enter without gradients, inside a step and outside one."""
+    if not isinstance(params, Sharded):
+        raise PlacementError(f"a {type(params).__name__} cannot enter a computation")
+    running = context.current()
+    owner = running.passes[-1] if running is not None and running.passes else Pass()
+    source = owner.add(params.layout, params, params.group, cut=True, differentiated=False)
+    return source.view()
+
+
+on_enter(entered)

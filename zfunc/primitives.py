@@ -1,0 +1,185 @@
+"""The primitives a step is written with; transforms see a step only through these.
+
+On plain parameters, outside a step, each does the obvious thing. A running step
+(see :mod:`zfunc.step`) gives them their meaning under its transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zfunc import context, random
+from zfunc.tree import Placed, Tree, register
+
+__all__ = [
+    "Mean",
+    "Ref",
+    "compressing",
+    "enter",
+    "layer",
+    "reduced",
+    "scan",
+    "settled",
+]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that stays exact when it is taken over uneven parts.
+
+    A loss may return ``Mean(total, count)``: the mean over ranks and microbatches
+    is then sum(total) / sum(count), however many tokens each of them has.
+
+    Attributes:
+        total: the sum over this rank's elements, 0-d and differentiable.
+        count: how many elements; a number or a 0-d tensor without gradient.
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+    def value(self) -> Tensor:
+        """total / count of this rank alone."""
+        return self.total / self.count
+
+
+register(
+    Mean,
+    lambda mean: ((mean.total, mean.count), None, ("total", "count")),
+    lambda _, children: Mean(*children),
+)
+
+
+class Ref:
+    """A layer's parameters that have not entered the computation yet.
+
+    :func:`layer` lets them enter, uses them and lets them go again. Reading one
+    directly (``ref["w"]``, iterating, flattening) is right too, but then the
+    gathered memory lives until backward has passed.
+    """
+
+    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        """``fn(params, *xs, **kw)`` with the parameters entered for this call only."""
+        raise NotImplementedError
+
+    def resolve(self) -> Tree:
+        """The plain subtree of entered tensors, differentiable."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.resolve()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.resolve(), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.resolve())
+
+    def __len__(self) -> int:
+        return len(self.resolve())
+
+
+def enter(params: Tree) -> Tree:
+    """Let placed parameters enter without gradients; plain trees pass through.
+
+    Returns:
+        A tree of the same shape: real tensors outside ``Layers``, a :class:`Ref`
+        for each layer. For teachers, discriminators, averages.
+    """
+    return _ENTER[-1](params) if isinstance(params, Placed) else params
+
+
+_ENTER: list[Callable[[Placed], Any]] = []
+
+
+def on_enter(how: Callable[[Placed], Any]) -> None:
+    """Say how placed parameters enter; called once, by :mod:`zfunc.passes`."""
+    _ENTER.append(how)
+
+
+def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
+    """``fn(params, *xs, **kw)``: one layer, the place where transforms act on it.
+
+    Args:
+        fn: a function of the layer's parameters and inputs.
+        params: the layer's parameters, plain or as the step hands them over.
+
+    >>> layer(lambda p, x: p["w"] * x, {"w": 2}, 3)
+    6
+    """
+    running = context.current()
+    if running is None:
+        return _compute(fn, params, xs, kw)
+    index, running.layer_calls = running.layer_calls, running.layer_calls + 1
+    inner = fn
+    if running.layer_key is not None:
+        inner = _scoped(fn, random.fold_in(running.layer_key, index))
+
+    def call(*xs: Any, **kw: Any) -> Any:
+        return _compute(inner, params, xs, kw)
+
+    info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
+    for transform in reversed(running.transforms):
+        call = transform.layer(call, info)
+    return call(*xs, **kw)
+
+
+def _compute(fn: Callable[..., Any], params: Tree, xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+    params = enter(params)
+    if isinstance(params, Ref):
+        return params.call(fn, xs, kw)
+    return fn(params, *xs, **kw)
+
+
+def _scoped(fn: Callable[..., Any], key: Tensor) -> Callable[..., Any]:
+    """``fn`` with torch's random functions deciding by ``key`` alone."""
+
+    def call(*xs: Any, **kw: Any) -> Any:
+        with random.scope(key):
+            return fn(*xs, **kw)
+
+    return call
+
+
+def scan(fn: Callable[[Any, Any], Any], layers: Tree, x: Any) -> Any:
+    """``x = fn(layers[i], x)`` for every layer in order.
+
+    >>> from zfunc.tree import Layers
+    >>> scan(lambda p, x: p["w"] * x, Layers([{"w": 2}, {"w": 5}]), 3)
+    30
+    """
+    for params in enter(layers):
+        x = layer(fn, params, x)
+    return x
+
+
+def reduced(tree: Tree) -> Tree:
+    """From here on this is the mean over the data axis.
+
+    The identity on what is reduced already; where a transform left gradients
+    local, this is where they are averaged, plainly or compressed.
+    """
+    running = context.current()
+    for transform in running.transforms if running else ():
+        tree = transform.reduce(tree)
+    return tree
+
+
+def settled(old: Tree, new: Tree) -> Tree:
+    """``new``, or ``old`` once a transform has frozen second moments."""
+    running = context.current()
+    for transform in running.transforms if running else ():
+        new = transform.settle(old, new)
+    return new
+
+
+def compressing() -> bool:
+    """Whether ``reduced`` or ``settled`` may be more than the identity."""
+    running = context.current()
+    return running is not None and any(transform.compresses for transform in running.transforms)

@@ -1,0 +1,86 @@
+"""The ready-made training step; a hand-written one uses the same primitives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from zfunc import random, tree
+from zfunc.collectives import axis_index, pmean
+from zfunc.differentiation import value_and_grad
+from zfunc.optim import apply_updates
+from zfunc.step import Step
+
+__all__ = ["train_step"]
+
+
+def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> Step:
+    """The ready-made pure step ``(state, batch) -> (state, metrics)``.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``, ``key``
+            being a random key of this step and rank. If it has a parameter named
+            ``buffers`` it gets the state's and returns ``(loss, new_buffers)``, with
+            ``has_aux`` ``(loss, (new_buffers, aux))``.
+        tx: the optimizer, a ``GradientTransformation``.
+        has_aux: whether the loss comes with a dict of further metrics.
+
+    Returns:
+        A :class:`Step` on :class:`TrainState`. ``metrics`` holds 0-d tensors: ``loss``
+        and those of aux (means over the ranks), and ``grad_norm``.
+
+    >>> import torch, zfunc as zf
+    >>> tx = zf.optim.sgd(0.5)
+    >>> step = train_step(lambda params, batch: (params["w"] - batch).square().sum(), tx)
+    >>> state = zf.TrainState.create({"w": torch.zeros(1)}, tx)
+    >>> state, metrics = step(state, torch.ones(1))
+    >>> state.params["w"], metrics["loss"]
+    (tensor([1.]), tensor(1.))
+    """
+    names = list(inspect.signature(loss_fn).parameters)
+    takes_buffers = "buffers" in names
+    takes_key = "key" in names or len([n for n in names if n != "buffers"]) > 2
+    differentiate = value_and_grad(loss_fn, has_aux=has_aux or takes_buffers)
+
+    def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        args = (_key_of_rank(state),) if takes_key else ()
+        extra = {"buffers": state.buffers} if takes_buffers else {}
+        out, grads = differentiate(state.params, batch, *args, **extra)
+        loss, buffers, aux = _unpack(out, state.buffers, takes_buffers, has_aux)
+        metrics = {"loss": loss, "grad_norm": tree.global_norm(grads), **_averaged(aux)}
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        state = state.replace(
+            params=apply_updates(state.params, updates),
+            opt_state=opt_state,
+            step=state.step + 1,
+            buffers=buffers,
+        )
+        return state, metrics
+
+    return Step(step, tx=tx)
+
+
+def _key_of_rank(state: Any) -> Tensor:
+    return random.fold_in(random.fold_in(state.key, state.step), axis_index("data"))
+
+
+def _unpack(out: Any, buffers: Any, takes_buffers: bool, has_aux: bool) -> tuple[Any, Any, Any]:
+    """Loss, new buffers (means over the ranks) and aux."""
+    if not takes_buffers:
+        return (out[0], buffers, out[1]) if has_aux else (out, buffers, {})
+    loss, rest = out
+    new, aux = rest if has_aux else (rest, {})
+    return loss, _averaged(new), aux
+
+
+def _averaged(values: Any) -> Any:
+    """Floating-point tensors as means over the ranks, anything else as it is."""
+
+    def average(x: Any) -> Any:
+        return pmean(x, "data") if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return optree.tree_map(average, values, namespace=tree.NAMESPACE)

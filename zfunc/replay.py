@@ -1,0 +1,278 @@
+"""A tape of tensor operations, run again in pieces small enough to keep.
+
+A tape knows memory, not tensors: every operation names the :class:`Cell` (one
+storage, or one state of a random generator) that it reads, writes or erases, and
+the :class:`View` through which it does so. Views therefore need no operation of
+their own, aliases and in-place writes need no special case, and randomness is
+ordinary data flow: a draw reads one generator state and writes the next.
+
+One backward pass, :func:`live`, then decides everything: which operations still
+matter (dead values cost nothing, dead draws stay while a later state needs them),
+when a cell may be freed and when a leaf is final. :func:`schedule` moves what is not
+a draw beside the draw that it depends on, so that casting a model after building it
+does not keep all of it; data flow, and with it every bit, is unchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils import _pytree as pytree
+
+from zfunc.errors import PlacementError
+
+__all__ = ["Cell", "Draw", "Leaf", "Op", "Turn", "View", "geometry", "live", "run", "schedule", "view"]
+
+LOCK = threading.RLock()  # one thread at a time may put its own state into a generator
+
+
+@dataclass(eq=False)
+class Cell:
+    """One storage, or one state of a generator; compared by identity.
+
+    ``shadow`` is the storage's stand-in on meta (its size in bytes), ``constant`` what the
+    cell holds before any operation, ``ours`` whether a copy must be written instead of it,
+    and ``start`` the generator whose state at the start of the run it is.
+    """
+
+    device: torch.device = torch.device("cpu")
+    shadow: Any = None
+    constant: UntypedStorage | Tensor | None = None
+    ours: bool = False
+    start: torch.Generator | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it holds memory of somebody else's, which nothing may write to."""
+        return self.constant is not None and not self.ours
+
+    def load(self) -> Any:
+        """What the cell holds when nothing was written to it."""
+        if self.constant is not None:
+            return self.constant.clone() if self.ours else self.constant
+        if self.shadow is not None:
+            return UntypedStorage(self.shadow.nbytes(), device=self.device)
+        assert self.start is not None
+        with LOCK:
+            return self.start.get_state()
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided window onto a cell."""
+
+    cell: Cell
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A turn of a generator from one state to the next."""
+
+    generator: torch.Generator
+    before: Cell
+    after: Cell
+
+
+@dataclass(frozen=True)
+class Op:
+    """One recorded operation; in ``args`` and ``kwargs`` views stand for tensors.
+
+    ``outputs`` has a view for each tensor of the result that lives in a new cell, else None.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[View | None, ...]
+    reads: frozenset[Cell]
+    writes: frozenset[Cell]
+    erases: frozenset[Cell]
+    draw: Draw | None
+    default_dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A tensor of the result, at every index where that same tensor appears."""
+
+    indices: tuple[int, ...]
+    view: View
+    parameter: bool
+    requires_grad: bool
+    given: Tensor | None = None
+
+    def hand_over(self, storage: UntypedStorage, take: Callable[[int, Tensor], None]) -> None:
+        """Call ``take`` with this leaf, which lives in ``storage``, for each of its indices."""
+        tensor = self.tensor(storage) if self.given is None else self.given
+        for index in self.indices:
+            take(index, tensor)
+
+    def tensor(self, storage: UntypedStorage) -> Tensor:
+        """The leaf in ``storage``: a Parameter, or a tensor that requires grad, where it was."""
+        plain = view(storage, self.view)
+        if self.parameter:
+            return torch.nn.Parameter(plain, requires_grad=self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An operation in its place: the leaves final after it, the cells free after it."""
+
+    op: Op
+    done: tuple[Leaf, ...]
+    free: frozenset[Cell]
+
+
+def view(storage: UntypedStorage, v: View) -> Tensor:
+    """The tensor that ``v`` describes, on ``storage``, sharing its memory."""
+    tensor = torch.empty(0, dtype=v.dtype, device=storage.device)
+    tensor.set_(storage, v.offset, v.size, v.stride)
+    if v.conj:
+        torch._C._set_conj(tensor, True)
+    if v.neg:
+        torch._C._set_neg(tensor, True)
+    return tensor
+
+
+def geometry(tensor: Tensor, cell: Cell) -> View:
+    """The window through which ``tensor`` sees its cell."""
+    size, stride = tuple(tensor.size()), tuple(tensor.stride())
+    bits = tensor.is_conj(), tensor.is_neg()
+    return View(cell, tensor.dtype, size, stride, tensor.storage_offset(), *bits)
+
+
+def live(
+    ops: Sequence[Op],
+    leaves: Sequence[Leaf] = (),
+    roots: Collection[Cell] = (),
+    known: Collection[Cell] = (),
+) -> list[Turn]:
+    """The operations that ``leaves`` and ``roots`` need, in order, with the life of each cell.
+
+    Args:
+        ops: a tape.
+        leaves: final after the last operation that writes their cell.
+        roots: cells that must hold their last value at the end.
+        known: generator states (each written once) that need no computing.
+    """
+    pending: dict[Cell, list[Leaf]] = {}
+    for leaf in leaves:
+        pending.setdefault(leaf.view.cell, []).append(leaf)
+    needed, turns = set(roots) - set(known), []
+    for op in reversed(ops):
+        final = [cell for cell in op.writes if cell in pending]
+        if not final and needed.isdisjoint(op.writes):
+            continue
+        free = (op.reads | op.writes) - needed
+        done = [leaf for cell in final for leaf in pending.pop(cell)]
+        needed = (needed.union(final) - op.erases) | op.reads.difference(known)
+        turns.append(Turn(op, tuple(sorted(done, key=lambda leaf: leaf.indices)), free))
+    return turns[::-1]
+
+
+def schedule(ops: Sequence[Op]) -> list[Op]:
+    """Reorder ``ops``: draws stay in order, the rest goes where memory is shortest-lived.
+
+    What depends on a draw runs right after the last such draw; what depends on none runs
+    right before its first use. Every read-write dependence between two operations is kept.
+    """
+    written: dict[Cell, int] = {}
+    readers: dict[Cell, set[int]] = {}
+    users: list[list[int]] = [[] for _ in ops]
+    place: list[int] = []
+    for i, op in enumerate(ops):
+        before = {written[cell] for cell in op.reads | op.writes if cell in written}
+        before.update(*(readers.pop(cell, ()) for cell in op.writes))
+        for j in before:
+            users[j].append(i)
+        place.append(i if op.draw else max((place[j] for j in before), default=-1))
+        written.update(dict.fromkeys(op.writes, i))
+        for cell in op.reads - op.writes:
+            readers.setdefault(cell, set()).add(i)
+    for i in reversed(range(len(ops))):
+        if place[i] < 0:
+            place[i] = min((place[j] for j in users[i]), default=i)
+    return [ops[i] for i in sorted(range(len(ops)), key=lambda i: (place[i], i))]
+
+
+def run(turns: Sequence[Turn], memory: dict[Cell, Any]) -> Iterator[Leaf]:
+    """Run a plan on real memory; ``memory`` holds known cells before and the roots after.
+
+    Yields each leaf when it is final: it can be read from ``memory`` until the next.
+    """
+    for turn in turns:
+        _run_op(turn.op, memory)
+        yield from turn.done
+        for cell in turn.free:
+            memory.pop(cell, None)
+
+
+def _run_op(op: Op, memory: dict[Cell, Any]) -> None:
+    def real(value: Any) -> Any:
+        if not isinstance(value, View):
+            return value
+        if value.cell not in memory:
+            memory[value.cell] = value.cell.load()
+        return view(memory[value.cell], value)
+
+    args, kwargs = pytree.tree_map(real, (op.args, op.kwargs))
+    with torch.no_grad(), _default_dtype(op.default_dtype), _drawing(op.draw, memory):
+        result = op.func(*args, **kwargs)
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    for tensor, expected in zip(tensors, op.outputs, strict=True):
+        if expected is not None:
+            if geometry(tensor, expected.cell) != expected:
+                raise PlacementError(_OTHER_GEOMETRY.format(op.func, expected.size, tensor.shape))
+            memory[expected.cell] = tensor.untyped_storage()
+
+
+_OTHER_GEOMETRY = (
+    "{} gave a result of another shape, stride or dtype than its meta kernel had predicted "
+    "(shapes {} and {}), so what follows cannot be replayed. "
+    "Build the state and call step.place(state) instead."
+)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    outside = torch.get_default_dtype()
+    if dtype == outside:
+        yield
+        return
+    with LOCK:  # the default is global, not per thread
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(outside)
+
+
+@contextmanager
+def _drawing(draw: Draw | None, memory: dict[Cell, Any]) -> Iterator[None]:
+    """Lend the generator to the operation: in the state that it reads, and then put back."""
+    if draw is None:
+        yield
+        return
+    if draw.before not in memory:
+        memory[draw.before] = draw.before.load()
+    with LOCK:
+        outside = draw.generator.get_state()
+        draw.generator.set_state(memory[draw.before])
+        try:
+            yield
+            memory[draw.after] = draw.generator.get_state()
+        finally:
+            draw.generator.set_state(outside)

@@ -1,0 +1,438 @@
+"""``Sharded``: a tree of which every rank holds its part.
+
+A pytree node whose leaves are this rank's flats (see :mod:`zfunc.layout`), so that
+elementwise code works on it unchanged. It can also be read like the tree it stands
+for: ``sharded["head"]`` and ``{**sharded}`` give ``Sharded`` parts, and a part that
+is a single leaf gathers itself, without gradient, when a torch function meets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.comm import Group
+from zfunc.errors import PlacementError
+from zfunc.layout import Layout, Slot
+from zfunc.mesh import group as group_of
+from zfunc.tree import NAMESPACE, Placed, Tree, register
+
+__all__ = ["Sharded"]
+
+
+class Sharded(Placed):
+    """This rank's part of a tree.
+
+    Attributes:
+        layout: how the tree is cut.
+        flats: one local 1-D tensor for each of the layout's flats; ``None`` where
+            the tree has no values (gradients of frozen parameters).
+    """
+
+    def __init__(self, layout: Layout, flats: Sequence[Tensor | None]) -> None:
+        self.layout = layout
+        self.flats = tuple(flats)
+
+    def __repr__(self) -> str:
+        held = sum(x.numel() for x in self.flats if isinstance(x, Tensor))
+        total = sum(slot.numel for slot in self.layout.present)
+        return f"Sharded({held} of {total} elements in {len(self.layout.units)} units)"
+
+    @property
+    def group(self) -> Group:
+        """The ranks among which the flats are cut.
+
+        Raises:
+            PlacementError: the current world has another size.
+        """
+        group = group_of(self.layout.mesh, self.layout.axis)
+        if group.size != self.layout.world:
+            raise PlacementError(
+                f"this tree was placed on {self.layout.world} ranks of axis "
+                f"{self.layout.axis!r}, the current world has {group.size}. `zf.save` it in its "
+                "own world and `zf.restore` it in this one."
+            )
+        return group
+
+    def names(self) -> list[str]:
+        return [slot.path for slot in self.layout.present if self.flats[slot.flat] is not None]
+
+    def segments(self) -> list[list[tuple[str, int, int]]]:
+        """For each flat the local pieces of its leaves: ``(path, start, stop)``."""
+        rank = self.group.rank
+        return [
+            [(slot.path, a, b) for slot, a, b, _ in self.layout.segments(i, rank)]
+            for i in range(len(self.flats))
+        ]
+
+    # Elementwise: every argument is cut like the first one.
+
+    def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Sharded:
+        guide = others[0] if isinstance(others[0], Sharded) else self
+        rows = zip(*(guide.like(node) for node in others), strict=True)
+        return Sharded(guide.layout, [None if row[0] is None else f(*row) for row in rows])
+
+    def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Sharded:
+        guide = others[0] if isinstance(others[0], Sharded) else self
+        rows = zip(*(guide.like(node) for node in others), strict=True)
+        out = [
+            None if row[0] is None else guide._map_pieces(f, i, row, prefix)
+            for i, row in enumerate(rows)
+        ]
+        return Sharded(guide.layout, out)
+
+    def _map_pieces(self, f: Callable[..., Any], flat: int, row: Sequence[Any], prefix: str) -> Tensor:
+        out: Tensor | None = None
+        for slot, a, b, _ in self.layout.segments(flat, self.group.rank):
+            piece = f(f"{prefix}.{slot.path}" if prefix else slot.path, *(x[a:b] for x in row))
+            if out is None:
+                out = torch.zeros(row[0].shape, dtype=piece.dtype, device=piece.device)
+            out[a:b] = piece
+        return torch.zeros_like(row[0]) if out is None else out
+
+    def like(self, node: Any) -> Sequence[Any]:
+        """The local flats of ``node``, a placed or a plain tree, cut as this one is."""
+        if isinstance(node, Sharded):
+            return node.recut(self.layout).flats
+        return self.cut(node).flats
+
+    def cut(self, tree: Tree) -> Sharded:
+        """This rank's part of a plain tree of the same structure; 0-d leaves are spread."""
+        return cut(self.layout, tree, self.group.rank)
+
+    def recut(self, layout: Layout) -> Sharded:
+        """The same tree restricted to the leaves of ``layout``.
+
+        Raises:
+            PlacementError: ``layout`` is no restriction of this tree's.
+        """
+        if layout is self.layout or layout == self.layout:
+            return self
+        pieces = self.pieces()
+        mine = {slot.index: slot for slot in self.layout.present}
+        rank, flats = self.group.rank, []
+        for i, slots in enumerate(layout.by_flat):
+            if any(slot.index not in mine for slot in slots):
+                raise PlacementError(
+                    f"{next(s.path for s in slots if s.index not in mine)} has a value in one tree "
+                    "and none in another of the same map. Let the tree with fewer leaves come first."
+                )
+            homes = {mine[slot.index].flat for slot in slots}
+            if slots and any(self.flats[home] is None for home in homes):
+                flats.append(None)
+            elif homes == {i} and self.layout.flats[i] == layout.flats[i]:
+                flats.append(self.flats[i])
+            else:
+                flats.append(assemble(layout, i, pieces, rank))
+        return Sharded(layout, flats)
+
+    def pieces(self) -> dict[int, Tensor]:
+        """This rank's piece of each leaf, by leaf index."""
+        rank = self.group.rank
+        return {
+            slot.index: local[a:b]
+            for i, local in enumerate(self.flats)
+            if local is not None
+            for slot, a, b, _ in self.layout.segments(i, rank)
+        }
+
+    def select(self, keep: Callable[[str], bool]) -> Sharded:
+        slots = self.layout.slots
+        return self.recut(self.layout.select(lambda i: (s := slots[i]) is not None and keep(s.path)))
+
+    def merge(self, other: Any) -> Any:
+        if other is None:
+            return self
+        theirs = other if isinstance(other, Sharded) else self.cut(other)
+        big, small = sorted((theirs, self), key=lambda node: len(node.names()), reverse=True)
+        if len(small.names()) == len(big.names()):
+            return self
+        pieces = {**theirs.pieces(), **self.pieces()}
+        layout, rank = big.layout, self.group.rank
+        return Sharded(
+            layout,
+            [
+                None if x is None else assemble(layout, i, pieces, rank)
+                for i, x in enumerate(big.flats)
+            ],
+        )
+
+    # Collectives
+
+    def sums(self, f: Callable[[Tensor], Tensor]) -> Tree:
+        layout, group = self.layout, self.group
+        held = [x for x in self.flats if x is not None]
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in held) else torch.float32
+        device = held[0].device if held else None
+        totals = torch.zeros(len(layout.slots), dtype=dtype, device=device)
+        for i, x in enumerate(self.flats):
+            if x is not None and not (layout.flats[i].whole and group.rank):
+                for slot, a, b, _ in layout.segments(i, group.rank):
+                    totals[slot.index] = f(x[a:b])
+        group.all_reduce(totals, label="sums of leaves").wait()
+        rows = zip(layout.slots, totals.unbind(), strict=True)
+        alive = [x if slot and self.flats[slot.flat] is not None else None for slot, x in rows]
+        return optree.tree_unflatten(layout.spec, alive)
+
+    def full(self) -> Tree:
+        leaves: list[Any] = [None] * len(self.layout.slots)
+        for i, slots in enumerate(self.layout.by_flat):
+            if (whole := self._gather(i)) is not None:
+                for slot, view in zip(slots, self.layout.views(i, whole), strict=True):
+                    leaves[slot.index] = view
+                    if not self.layout.flats[i].trainable:
+                        freeze(view)
+        return optree.tree_unflatten(self.layout.spec, leaves)
+
+    def _gather(self, flat: int) -> Tensor | None:
+        local, spec = self.flats[flat], self.layout.flats[flat]
+        if local is None:
+            return None
+        group = self.group
+        if spec.whole or group.size == 1:
+            return local.clone()
+        full = torch.empty(spec.length, dtype=local.dtype, device=local.device)
+        name = self.layout.units[self.layout.unit_of_flat[flat]].name
+        return group.all_gather(full, local, cuts=spec.cuts, label=f"full {name}").wait()
+
+    def join(self, params: Tree) -> Tree:
+        layout, group = self.layout, self.group
+        leaves = leaves_of(layout, params)
+        bases, handles = {}, []
+        for i, local in enumerate(self.flats):
+            if local is None or not layout.by_flat[i]:
+                continue
+            spec = layout.flats[i]
+            bases[i] = base = _full_around(local, spec.length, spec.bounds(group.rank)[0])
+            if group.size > 1 and not spec.whole:
+                label = f"join {layout.units[layout.unit_of_flat[i]].name}"
+                handles.append(group.all_gather(base, local, cuts=spec.cuts, label=label))
+        for handle in handles:
+            handle.wait()
+        for i, base in bases.items():
+            for slot, view in zip(layout.by_flat[i], layout.views(i, base), strict=True):
+                leaves[slot.index] = inherit(view, leaves[slot.index])
+        return optree.tree_unflatten(layout.spec, leaves)
+
+    def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Sharded:
+        guide = others[0] if isinstance(others[0], Sharded) else self
+        nodes = [Sharded(guide.layout, guide.like(node)) for node in others]
+        pieces = {}
+        for slot in guide.layout.present:
+            if guide.flats[slot.flat] is None:
+                continue
+            pieces[slot.index] = f(*(node.get(slot.path) for node in nodes))
+        filled = [pieces.get(slot.index) if slot else None for slot in guide.layout.slots]
+        return guide.cut(optree.tree_unflatten(guide.layout.spec, filled))
+
+    def get(self, path: str) -> Any:
+        node, rest = self, path
+        while rest:
+            node, rest = node._descend(rest, path)
+        return node.full()
+
+    def _descend(self, rest: str, path: str) -> tuple[Sharded, str]:
+        """The child that the longest fitting beginning of ``rest`` names."""
+        for entry in self.layout.spec.entries():
+            name = str(entry)
+            if rest == name or rest.startswith(name + "."):
+                return self[entry], rest[len(name) + 1 :]
+        raise PlacementError(
+            f"no leaf at {path!r}: here are {', '.join(map(str, self.layout.spec.entries()))}."
+        )
+
+    def set(self, path: str, value: Any) -> Sharded:
+        slot = next((slot for slot in self.layout.present if slot.path == path), None)
+        old = self.flats[slot.flat] if slot else None
+        if slot is None or old is None:
+            raise PlacementError(f"no leaf at {path!r}. `tree.paths` lists them.")
+        value = torch.as_tensor(value)
+        if tuple(value.shape) != slot.shape:
+            raise PlacementError(
+                f"{path} has shape {slot.shape}, the new value {tuple(value.shape)}. "
+                "Give the full value, in the leaf's shape."
+            )
+        new = old.clone()
+        for other, a, b, offset in self.layout.segments(slot.flat, self.group.rank):
+            if other.index == slot.index:
+                new[a:b] = value.reshape(-1)[offset : offset + b - a]
+        flats = list(self.flats)
+        flats[slot.flat] = new
+        return Sharded(self.layout, flats)
+
+    # Reading it like the tree that it stands for
+
+    def __getitem__(self, entry: Any) -> Sharded:
+        child, selected, used = self.layout.subtree(entry)
+        part = self.recut(selected)
+        return Sharded(child, [part.flats[i] for i in used])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("layout", "flats"):
+            raise AttributeError(name)
+        if not self.layout.spec.entries():
+            return getattr(self.full(), name)
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"this Sharded tree has no child {name!r}") from None
+
+    def keys(self) -> list[Any]:
+        return list(self.layout.spec.entries())
+
+    def values(self) -> list[Sharded]:
+        return [self[key] for key in self.keys()]
+
+    def items(self) -> list[tuple[Any, Sharded]]:
+        return [(key, self[key]) for key in self.keys()]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.layout.spec.entries()
+
+    def __len__(self) -> int:
+        return len(self.layout.spec.entries())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys() if issubclass(self.layout.spec.type or list, dict) else self.values())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = optree.tree_map(
+            lambda x: x.full() if isinstance(x, Sharded) else x,
+            (args, kwargs or {}),
+            is_leaf=lambda x: isinstance(x, Sharded),
+            namespace=NAMESPACE,
+        )
+        return func(*args, **kwargs)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: Sharded, *args: Any) -> Any:
+        return getattr(self.full(), name)(*args)
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "radd", "rsub", "rmul", "rmatmul", "neg"):
+    setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
+
+register(
+    Sharded,
+    lambda node: (node.flats, node.layout, tuple(range(len(node.flats)))),
+    lambda layout, flats: Sharded(layout, flats),
+)
+
+
+def cut(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> Sharded:
+    """``rank``'s part of a plain tree; see :meth:`Sharded.cut`."""
+    leaves = leaves_of(layout, tree)
+    flats: list[Tensor | None] = []
+    for i, slots in enumerate(layout.by_flat):
+        some = [leaves[slot.index] for slot in slots]
+        if not some:
+            flats.append(torch.zeros(0, dtype=layout.flats[i].dtype))
+        elif all(x is None for x in some):
+            flats.append(None)
+        elif any(x is None for x in some):
+            lacking = next(s.path for s, x in zip(slots, some, strict=True) if x is None)
+            raise PlacementError(
+                f"{lacking} is None in one tree of a map and has a value in the first. Let the "
+                "tree with fewer leaves come first (`tree.select` restricts a tree)."
+            )
+        else:
+            flats.append(_cut_flat(layout, i, slots, some, rank, copy))
+    return Sharded(layout, flats)
+
+
+def _cut_flat(
+    layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
+) -> Tensor:
+    leaves = [torch.as_tensor(x) for x in leaves]
+    for slot, x in zip(slots, leaves, strict=True):
+        if x.ndim and tuple(x.shape) != slot.shape:
+            raise PlacementError(
+                f"{slot.path} has shape {slot.shape} in one tree and {tuple(x.shape)} in another. "
+                "Leaves of one map must agree in shape, or be 0-d."
+            )
+    if all(tuple(x.shape) == slot.shape for slot, x in zip(slots, leaves, strict=True)):
+        return layout.cut(flat, leaves, rank, copy)
+    low, high = layout.flats[flat].bounds(rank)
+    out = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
+    by_index = {slot.index: x for slot, x in zip(slots, leaves, strict=True)}
+    for slot, a, b, offset in layout.segments(flat, rank):
+        x = by_index[slot.index]
+        out[a:b] = x.reshape(-1)[offset : offset + b - a] if x.ndim else x
+    return out
+
+
+def assemble(layout: Layout, flat: int, pieces: dict[int, Tensor], rank: int) -> Tensor:
+    """A local flat from this rank's pieces of its leaves."""
+    low, high = layout.flats[flat].bounds(rank)
+    rows = layout.segments(flat, rank)
+    sample = next(iter(pieces.values()), torch.zeros(0, dtype=layout.flats[flat].dtype))
+    if rows:
+        sample = pieces[rows[0][0].index]
+    out = torch.zeros(high - low, dtype=sample.dtype, device=sample.device)
+    for slot, a, b, _ in rows:
+        piece = pieces[slot.index]
+        if piece.numel() != b - a:
+            raise PlacementError(
+                f"{slot.path} is cut differently in two trees of one map ({piece.numel()} and "
+                f"{b - a} elements on rank {rank}). Initialise the optimizer on the same (part of "
+                "the) params tree that is differentiated."
+            )
+        out[a:b] = piece
+    return out
+
+
+def leaves_of(layout: Layout, tree: Tree) -> list[Any]:
+    """Leaves of a plain tree in the layout's order; subtrees may be missing as ``None``."""
+    try:
+        return list(layout.spec.flatten_up_to(tree))
+    except (ValueError, TypeError) as error:
+        raise PlacementError(f"a plain tree does not fit the placed one: {error}") from None
+
+
+def _full_around(local: Tensor, length: int, low: int) -> Tensor:
+    """The full flat whose part is ``local``: the buffer it lies in, or a new one."""
+    storage = local.untyped_storage()
+    if storage.nbytes() == length * local.element_size() and local.storage_offset() == low:
+        return local.as_strided((length,), (1,), 0)
+    return torch.empty(length, dtype=local.dtype, device=local.device)
+
+
+def freeze(leaf: Tensor) -> Tensor:
+    """Mark a plain leaf as frozen: it gets no gradient."""
+    leaf.__dict__["_zfunc_frozen"] = True
+    return leaf
+
+
+def is_frozen(leaf: Any) -> bool:
+    """Whether a plain leaf was marked by :func:`freeze`."""
+    return isinstance(leaf, Tensor) and leaf.__dict__.get("_zfunc_frozen", False)
+
+
+def settle_home(leaf: Tensor, layout: Layout, index: int) -> Tensor:
+    """Remember in which layout a plain leaf of a placed state lies (ZeRO 0 to 2)."""
+    leaf.__dict__["_zfunc_home"] = (layout, index)
+    return leaf
+
+
+def home_of(leaf: Any) -> tuple[Layout, int] | None:
+    """The layout and the leaf index that :func:`settle_home` stored."""
+    return leaf.__dict__.get("_zfunc_home") if isinstance(leaf, Tensor) else None
+
+
+def inherit(new: Tensor, old: Any) -> Tensor:
+    """Carry the marks of a plain leaf over to its successor."""
+    if isinstance(old, Tensor):
+        for mark in ("_zfunc_frozen", "_zfunc_home"):
+            if mark in old.__dict__:
+                new.__dict__[mark] = old.__dict__[mark]
+    return new

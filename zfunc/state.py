@@ -1,0 +1,137 @@
+"""``TrainState``: everything that a step reads and writes, as one frozen pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import random, tree
+from zfunc.errors import PlacementError
+from zfunc.sharded import freeze, is_frozen
+
+__all__ = ["TrainState"]
+
+_LEAVES = ("params", "opt_state", "step", "key", "buffers", "aux")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The state of a training run.
+
+    Attributes:
+        params: pytree of floating-point tensors.
+        opt_state: what the optimizer keeps.
+        step: 0-d int64 tensor, the number of steps taken.
+        key: random key (:mod:`zfunc.random`); with ``step`` it decides all randomness.
+        buffers: what the model keeps besides parameters (BatchNorm statistics), or None.
+        aux: what transforms and users carry along.
+        frozen: static; dotted paths of the parameters that have no gradient.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Tensor
+    key: Tensor
+    buffers: Any = None
+    aux: Any = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.frozen:
+            object.__setattr__(self, "params", _marked(self.params, frozenset(self.frozen)))
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        tx: Any,
+        key: int | Tensor = 0,
+        buffers: Any = None,
+        trainable: Callable[[str], bool] | None = None,
+        aux: Any = None,
+    ) -> TrainState:
+        """The state before the first step.
+
+        Args:
+            params: pytree of floating-point tensors; not copied.
+            tx: the optimizer; ``tx.init`` sees ``None`` at frozen leaves.
+            key: a seed or a random key.
+            trainable: predicate on dotted leaf paths; the other leaves stay frozen.
+
+        Raises:
+            PlacementError: a parameter is no floating-point tensor, or all are frozen.
+
+        >>> from zfunc import optim
+        >>> TrainState.create({"w": torch.zeros(2)}, optim.sgd(0.1)).step
+        tensor(0)
+        """
+        paths = tree.paths(params)
+        for path, leaf in zip(paths, optree.tree_leaves(params, none_is_leaf=True, namespace=tree.NAMESPACE), strict=False):
+            _check(path, leaf)
+        frozen = () if trainable is None else tuple(p for p in paths if not trainable(p))
+        if trainable is not None and len(frozen) == len(paths):
+            raise PlacementError(
+                f"`trainable` accepts none of the {len(paths)} parameters; it is called with dotted "
+                f"paths such as {paths[0] if paths else '(none)'!r}."
+            )
+        held = tree.select(params, lambda path: path not in frozen) if frozen else params
+        return cls(
+            params=params,
+            opt_state=tx.init(held),
+            step=torch.zeros((), dtype=torch.int64),
+            key=random.as_key(key),
+            buffers=buffers,
+            aux={} if aux is None else aux,
+            frozen=frozen,
+        )
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some attributes changed.
+
+        >>> from zfunc import optim
+        >>> state = TrainState.create({"w": torch.zeros(2)}, optim.sgd(0.1))
+        >>> state.replace(step=state.step + 1).step
+        tensor(1)
+        """
+        return dataclasses.replace(self, **changes)
+
+
+def _check(path: str, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
+        raise PlacementError(
+            f"parameter {path} has {what}; parameters are floating-point tensors. Integer "
+            "tensors belong into `buffers` or `aux`, other things outside the state."
+        )
+
+
+def _marked(params: Any, frozen: frozenset[str]) -> Any:
+    """Plain frozen leaves carry a mark, which copies made by ``tree.map`` lose: renew it."""
+    if isinstance(params, tree.Placed):
+        return params
+    keys, leaves, spec = optree.tree_flatten_with_path(
+        params,
+        is_leaf=lambda x: isinstance(x, tree.Placed),
+        none_is_leaf=True,
+        namespace=tree.NAMESPACE,
+    )
+    out = [
+        freeze(leaf.detach())
+        if ".".join(map(str, key)) in frozen and isinstance(leaf, Tensor) and not is_frozen(leaf)
+        else leaf
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return optree.tree_unflatten(spec, out)
+
+
+tree.register(
+    TrainState,
+    lambda s: (tuple(getattr(s, name) for name in _LEAVES), s.frozen, _LEAVES),
+    lambda frozen, children: TrainState(**dict(zip(_LEAVES, children, strict=True)), frozen=frozen),
+)

@@ -1,0 +1,306 @@
+"""``Step``, a pure training step, and ``Transform``, what a step can be wrapped in.
+
+A transform is a representation of the state and its rules. It answers up to five
+questions, the *seams*, and overrides only those that it needs:
+
+====================  =========================================================
+``place``/``unplace``  how is the state represented? (an isomorphism)
+``enter``              how does one unit of parameters get into the computation?
+``layer``              what surrounds one layer's compute?
+``leave``              how does one unit's gradient get out?
+``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
+====================  =========================================================
+
+At a seam transforms act in the order in which data flows (``position``), never in
+that in which the user wrapped them: transforms commute.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import context, random, tree, world
+from zfunc.comm import ledger
+from zfunc.context import Context, LayerInfo
+from zfunc.errors import CompositionError, PlacementError
+from zfunc.mesh import MESH
+from zfunc.passes import Pending, UnitInfo
+
+__all__ = ["Description", "Step", "Transform", "as_step", "transform_of"]
+
+
+class Transform:
+    """Base of all transforms. Subclass it as a frozen dataclass to write your own.
+
+    Attributes:
+        position: where on the way of the data it acts; smaller is nearer to storage.
+        enters, leaves: whether ``enter`` / ``leave`` do anything.
+        before_gather: whether ``enter`` acts on what is stored, before it is gathered.
+        needs_gradients: whether a step that never differentiates is an error.
+        compresses: whether ``reduce`` or ``settle`` do anything.
+    """
+
+    position: ClassVar[int] = 500
+    enters: ClassVar[bool] = False
+    leaves: ClassVar[bool] = False
+    before_gather: ClassVar[bool] = False
+    needs_gradients: ClassVar[bool] = False
+    compresses: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def place(self, state: Any) -> Any:
+        """The state in this transform's representation; never aliases its input."""
+        return state
+
+    def unplace(self, state: Any) -> Any:
+        """The inverse of ``place``."""
+        return state
+
+    def check(self, state: Any) -> None:
+        """Raise ``PlacementError`` if the state is not in this representation."""
+
+    def configure(self, running: Context, state: Any) -> None:
+        """Prepare the context of one call of the step on ``state``."""
+
+    def enter(self, value: Pending, unit: UnitInfo) -> Pending:
+        """Let one unit's parameters in."""
+        return value
+
+    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
+        """Surround one layer: ``call(*inputs)`` runs it."""
+        return call
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
+        """Let one unit's gradients out."""
+        return value
+
+    def reduce(self, grads: Any) -> Any:
+        """See :func:`zfunc.reduced`."""
+        return grads
+
+    def settle(self, old: Any, new: Any) -> Any:
+        """See :func:`zfunc.settled`."""
+        return new
+
+    def finish(self, old: Any, out: Any) -> Any:
+        """Put the result of a call in order; ``old`` is the state that went in."""
+        return out
+
+    def describe(self) -> list[str]:
+        """Lines for ``step.describe()``."""
+        return []
+
+    def close(self) -> None:
+        """Release what the transform holds."""
+
+
+class Description(str):
+    """The text of ``step.describe()``, with its figures as attributes.
+
+    Attributes:
+        state_bytes: bytes of the placed state on this rank.
+        sent_bytes: bytes that this rank sends in one step, headers included.
+    """
+
+    state_bytes: int | None = None
+    sent_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pure training step: ``step(state, batch) -> (state, metrics)``.
+
+    A value: it can be printed, compared, pickled and wrapped further. What it
+    remembers from call to call (the order in which units enter) belongs to the world.
+
+    Attributes:
+        fn: the user's function.
+        transforms: in data-flow order.
+        tx: the optimizer, where it is known.
+    """
+
+    fn: Callable[..., Any]
+    transforms: tuple[Transform, ...] = ()
+    tx: Any = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("__name__", "__doc__", "__module__", "__qualname__"):
+            if hasattr(self.fn, name):
+                object.__setattr__(self, name, getattr(self.fn, name))
+        object.__setattr__(self, "__wrapped__", self.fn)
+
+    def __repr__(self) -> str:
+        text = getattr(self.fn, "__name__", repr(self.fn))
+        for transform in self.transforms:
+            text = f"{transform!r}({text})"
+        return text
+
+    def wrap(self, transform: Transform) -> Step:
+        """This step under one more transform.
+
+        Raises:
+            CompositionError: it has a transform of that kind already.
+        """
+        for mine in self.transforms:
+            if type(mine) is type(transform):
+                raise CompositionError(
+                    f"this step is wrapped in {mine.name} already ({mine!r}). A transform acts once: "
+                    f"give {mine.name} its final arguments in one place."
+                )
+        ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
+        return replace(self, transforms=tuple(ordered))
+
+    # One call
+
+    def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check(state)
+        memo = self._memo()
+        running = Context(transforms=self.transforms, memo=memo, key=_key_of(state))
+        token, outer = context.push(running), MESH.set(MESH.get())
+        try:
+            for transform in self.transforms:
+                transform.configure(running, state)
+            with ledger() as sent:
+                out = self.fn(state, *args, **kwargs)
+        finally:
+            MESH.reset(outer)
+            context.pop(token)
+        if not running.differentiated and any(t.needs_gradients for t in self.transforms):
+            raise CompositionError(
+                f"{getattr(self.fn, '__name__', 'the step')} never called zf.value_and_grad, so its "
+                "gradients were never averaged over the ranks. Differentiate with "
+                "zf.value_and_grad(loss_fn)(params, batch), or evaluate with zf.evaluate(fn)."
+            )
+        memo["sent"] = sent
+        for transform in self.transforms:
+            out = transform.finish(state, out)
+        return out
+
+    def _check(self, state: Any) -> None:
+        context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
+        if not any(t.needs_gradients for t in self.transforms) and _first_placed(state):
+            raise PlacementError(
+                "this state was placed by another step: a bare step takes plain trees. Call the step "
+                "that placed it, or take the state back with its `unplace`."
+            )
+        for transform in self.transforms:
+            transform.check(state)
+
+    def _memo(self) -> dict[Any, Any]:
+        return world.current().memo.setdefault(("step", self), {})  # type: ignore[no-any-return]
+
+    # Representations
+
+    def place(self, state: Any) -> Any:
+        """This rank's representation of a full state; shares no memory with it.
+
+        Raises:
+            PlacementError: the state is placed already, or has no params.
+        """
+        context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
+        if found := _first_placed(state):
+            raise PlacementError(
+                f"{found} is placed already. `place` takes a full state: pass the one it was made "
+                "from, or `step.unplace(state)`."
+            )
+        placed = state
+        for transform in reversed(self.transforms):
+            placed = transform.place(placed)
+        if not self.transforms:
+            placed = _copied(state)
+        self._memo()["state_bytes"] = tree.size_bytes(placed)
+        return placed
+
+    def unplace(self, state: Any) -> Any:
+        """The full state, bitwise what ``place`` was given; a collective."""
+        context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
+        for transform in self.transforms:
+            state = transform.unplace(state)
+        return tree.full(state)
+
+    def init(self, make_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``place(make_state(*args))`` without ever holding the full state.
+
+        Raises:
+            PlacementError: the initialiser does something that cannot be replayed leaf
+                by leaf (it reads values, say); the message names the operation.
+        """
+        from zfunc.initialisation import init
+
+        return init(self, make_state, args, kwargs)
+
+    def describe(self) -> Description:
+        """What this step does and costs, as text (and as attributes of the text)."""
+        memo = self._memo()
+        lines = [repr(self)]
+        for transform in self.transforms:
+            lines.extend(f"  {line}" for line in transform.describe())
+        text = "\n".join(lines)
+        return Description(text)
+
+    def close(self) -> None:
+        """Release files, locks, rings and streams; the step can be used again."""
+        for transform in self.transforms:
+            transform.close()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def as_step(fn: Callable[..., Any]) -> Step:
+    """A function as a step; steps pass through."""
+    return fn if isinstance(fn, Step) else Step(fn)
+
+
+def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
+    """Turn a transform's constructor into ``transform(step, ...)`` and ``@transform(...)``."""
+
+    @functools.wraps(make)
+    def wrap(step: Callable[..., Any] | None = None, /, **kwargs: Any) -> Any:
+        made = make(**kwargs)
+        if step is None:
+            return lambda fn: as_step(fn).wrap(made)
+        return as_step(step).wrap(made)
+
+    return wrap
+
+
+def _first_placed(state: Any) -> str | None:
+    keys, nodes, _ = optree.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, tree.Placed), namespace=tree.NAMESPACE
+    )
+    for key, node in zip(keys, nodes, strict=True):
+        if isinstance(node, tree.Placed):
+            return ".".join(map(str, key)) or "the state"
+    return None
+
+
+def _copied(state: Any) -> Any:
+    return optree.tree_map(
+        lambda x: x.clone() if isinstance(x, Tensor) else x, state, namespace=tree.NAMESPACE
+    )
+
+
+def _entry(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+
+
+def _key_of(state: Any) -> Tensor | None:
+    """The key of this step's randomness: that of the state and its step count."""
+    key, step = _entry(state, "key"), _entry(state, "step")
+    if not isinstance(key, Tensor) or key.ndim or key.dtype != torch.int64:
+        return None
+    return random.fold_in(key, step) if isinstance(step, Tensor | int) else key

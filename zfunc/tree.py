@@ -1,0 +1,466 @@
+"""Pytrees: one vocabulary for plain trees and for placed ones.
+
+A *plain* tree has tensors at its leaves. A *placed* tree holds one or more
+:class:`Placed` nodes, each the representation of a whole subtree that some
+transform chose (``shard``: this rank's part of it). Every function below is
+right on both, and on a mixture, because a ``Placed`` node says itself what
+``map``, ``sums`` and ``full`` mean for it; this module knows no transform.
+
+``None`` is a leaf here: it stands where a tree has no value (the gradient of a
+frozen parameter, the moments of a masked one). Where the first tree of a
+``map`` has ``None``, so has the result.
+
+Nodes are registered in optree's namespace ``"zfunc"`` and in torch's own pytree
+registry, so that ``torch.func`` and ``torch.compile`` see them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+
+__all__ = [
+    "NAMESPACE",
+    "Layers",
+    "Lazy",
+    "Placed",
+    "flatten_names",
+    "full",
+    "get",
+    "global_norm",
+    "leaf_norms",
+    "leaves",
+    "map",
+    "map_leaves",
+    "map_with_path",
+    "merge",
+    "paths",
+    "register",
+    "select",
+    "set",
+    "size_bytes",
+    "whole",
+]
+
+NAMESPACE = "zfunc"
+Tree = Any
+_map = map
+_set = set
+T = TypeVar("T", bound=type)
+
+
+def register(
+    cls: T,
+    flatten: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
+    unflatten: Callable[[Any, Sequence[Any]], Any],
+) -> T:
+    """Make ``cls`` a pytree node, for optree (namespace ``"zfunc"``) and for torch.
+
+    Args:
+        cls: the class.
+        flatten: node -> ``(children, static, entries)``; ``static`` must be
+            hashable and comparable, ``entries`` name the children in paths.
+        unflatten: ``(static, children)`` -> node.
+
+    Returns:
+        ``cls``, so that it can be used behind a class definition.
+    """
+    def torch_flatten(node: Any) -> tuple[list[Any], Any]:
+        children, static, _ = flatten(node)
+        return list(children), static
+
+    def torch_flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, static, entries = flatten(node)
+        keys = (torch_pytree.MappingKey(entry) for entry in entries)
+        return list(zip(keys, children, strict=True)), static
+
+    optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
+    torch_pytree.register_pytree_node(
+        cls,
+        torch_flatten,
+        lambda children, static: unflatten(static, list(children)),
+        serialized_type_name=f"zfunc.{cls.__qualname__}",
+        flatten_with_keys_fn=torch_flatten_with_keys,
+    )
+    return cls
+
+
+class Layers(list[Any]):
+    """A stack of layers' parameters: a list that marks each child as one unit.
+
+    >>> Layers([{"w": 1}, {"w": 2}])[1]
+    {'w': 2}
+    """
+
+    def __repr__(self) -> str:
+        return f"Layers({super().__repr__()})"
+
+
+register(
+    Layers,
+    lambda layers: (tuple(layers), None, tuple(range(len(layers)))),
+    lambda _, children: Layers(children),
+)
+
+
+class Placed:
+    """A node that stands for a whole subtree in another representation.
+
+    Subclasses are values. They say what the functions of this module mean for
+    them; ``others`` are the further arguments of a ``map``, each either a
+    ``Placed`` node of the same tree or a plain tree of the same structure.
+    """
+
+    def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
+        """Apply an elementwise ``f`` to this node's data."""
+        raise NotImplementedError
+
+    def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Any:
+        """Apply ``f(path, part, ...)`` to the local part of each leaf."""
+        raise NotImplementedError
+
+    def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
+        """A plain tree with ``f(leaf)`` (a 0-d sum over elements) at each leaf."""
+        raise NotImplementedError
+
+    def full(self) -> Any:
+        """The plain tree; a collective."""
+        raise NotImplementedError
+
+    def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Any:
+        """Apply ``f`` to one full leaf at a time; a collective."""
+        raise NotImplementedError
+
+    def get(self, path: str) -> Any:
+        """The full value of the leaf or subtree at ``path``; a collective."""
+        raise NotImplementedError
+
+    def set(self, path: str, value: Any) -> Any:
+        """A copy with the leaf at ``path`` replaced by the full ``value``."""
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """Dotted paths of the leaves, in leaf order."""
+        raise NotImplementedError
+
+    def join(self, params: Any) -> Any:
+        """The plain tree ``params`` with this node's values, from all ranks, in place of its own.
+
+        Leaves that this node lacks are passed on as they are. A collective.
+        """
+        raise NotImplementedError
+
+    def select(self, keep: Callable[[str], bool]) -> Any:
+        """This node restricted to the leaves whose path ``keep`` accepts."""
+        raise NotImplementedError
+
+    def merge(self, other: Any) -> Any:
+        """This node with the leaves that it lacks taken from ``other``."""
+        raise NotImplementedError
+
+
+class Lazy:
+    """A tree that is computed only if somebody looks (see ``optim.Moved``)."""
+
+    def force(self) -> Tree:
+        """The tree itself."""
+        raise NotImplementedError
+
+
+def _is_placed(node: Any) -> bool:
+    return isinstance(node, Placed)
+
+
+def _is_opaque(node: Any) -> bool:
+    return isinstance(node, Placed | Lazy)
+
+
+def _join(*parts: Any) -> str:
+    return ".".join(str(part) for part in parts if str(part) != "")
+
+
+def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+    """Paths, leaves and structure; a ``Placed`` node counts as one leaf."""
+    keys, items, spec = optree.tree_flatten_with_path(
+        tree, is_leaf=_is_opaque, none_is_leaf=True, namespace=NAMESPACE
+    )
+    if any(isinstance(item, Lazy) for item in items):
+        forced = [item.force() if isinstance(item, Lazy) else item for item in items]
+        return _flatten(optree.tree_unflatten(spec, forced))
+    return [_join(*key) for key in keys], items, spec
+
+
+def _align(trees: Sequence[Tree]) -> tuple[list[str], list[list[Any]], optree.PyTreeSpec]:
+    """Flatten all trees along the one in which the most is placed."""
+    flat = [_flatten(tree) for tree in trees]
+    spine = min(range(len(trees)), key=lambda i: flat[i][2].num_leaves)
+    names, _, spec = flat[spine]
+    columns = []
+    for i, tree in enumerate(trees):
+        if flat[i][2] == spec:
+            columns.append(flat[i][1])
+            continue
+        try:
+            columns.append(spec.flatten_up_to(tree))
+        except (ValueError, TypeError) as error:
+            raise PlacementError(_mismatch(trees[spine], tree, spine, i, error)) from None
+    return names, [list(row) for row in zip(*columns, strict=True)], spec
+
+
+def _mismatch(a: Tree, b: Tree, i: int, j: int, error: Exception) -> str:
+    have, want = _set(paths(b)), _set(paths(a))
+    extra, missing = sorted(have - want), sorted(want - have)
+    where = "; ".join(
+        f"{what} {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}"
+        for what, found in (("only in the latter:", extra), ("only in the former:", missing))
+        if found
+    )
+    return (
+        f"trees {i} and {j} of one map differ in structure: {where or error}. "
+        "Every tree must have the structure of the first (None where it has no value)."
+    )
+
+
+def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """``f`` of corresponding leaves; elementwise on placed trees.
+
+    On a placed tree ``f`` sees flat 1-D buffers that hold many leaves at once, so
+    it must be elementwise: result[i] may depend on the arguments' element i alone.
+    Plain and placed trees may be mixed; a 0-d leaf is broadcast over its
+    counterpart. For anything else see :func:`map_leaves` and :func:`whole`.
+
+    Raises:
+        PlacementError: the trees differ in structure.
+
+    >>> map(lambda a, b: a + b, {"w": 1, "b": None}, {"w": 2, "b": 3})
+    {'b': None, 'w': 3}
+    """
+    _, rows, spec = _align((tree, *rest))
+    return optree.tree_unflatten(spec, [_map_row(f, row) for row in rows])
+
+
+def _map_row(f: Callable[..., Any], row: list[Any]) -> Any:
+    if row[0] is None:
+        return None
+    for node in row:
+        if isinstance(node, Placed):
+            return node.map(f, row)
+    return f(*row)
+
+
+def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """``f(path, leaf, ...)`` of each leaf's local part.
+
+    On plain trees the part is the leaf itself; on placed trees it is a 1-D piece
+    of it (perhaps empty), and ``f`` must return a piece of the same length.
+    """
+    names, rows, spec = _align((tree, *rest))
+    out = []
+    for name, row in zip(names, rows, strict=True):
+        placed = next((node for node in row if isinstance(node, Placed)), None)
+        if row[0] is None:
+            out.append(None)
+        elif placed is not None:
+            out.append(placed.map_leaves(f, row, name))
+        else:
+            out.append(f(name, *row))
+    return optree.tree_unflatten(spec, out)
+
+
+map_with_path = map_leaves
+
+
+def whole(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """``f`` of corresponding *full* leaves, one leaf at a time.
+
+    On placed trees a collective: each leaf is gathered, ``f`` runs on every rank,
+    and this rank's part of the result is kept. For updates that are not
+    elementwise (Muon, Adafactor).
+    """
+    _, rows, spec = _align((tree, *rest))
+    out = []
+    for row in rows:
+        placed = next((node for node in row if isinstance(node, Placed)), None)
+        if row[0] is None:
+            out.append(None)
+        else:
+            out.append(placed.whole(f, row) if placed is not None else f(*row))
+    return optree.tree_unflatten(spec, out)
+
+
+def select(tree: Tree, keep: Callable[[str], bool]) -> Tree:
+    """The tree with ``None`` at each leaf whose dotted path ``keep`` rejects.
+
+    >>> select({"w": 1, "b": 2}, lambda path: path == "w")
+    {'b': None, 'w': 1}
+    """
+    names, items, spec = _flatten(tree)
+    out = [
+        item.select(lambda inner, name=name: keep(_join(name, inner)))
+        if isinstance(item, Placed)
+        else (item if keep(name) else None)
+        for name, item in zip(names, items, strict=True)
+    ]
+    return optree.tree_unflatten(spec, out)
+
+
+def merge(a: Tree, b: Tree) -> Tree:
+    """``a`` with ``b``'s leaf wherever ``a`` has ``None``.
+
+    >>> merge({"w": 1, "b": None}, {"w": None, "b": 2})
+    {'b': 2, 'w': 1}
+    """
+    _, rows, spec = _align((a, b))
+    return optree.tree_unflatten(spec, [x.merge(y) if isinstance(x, Placed) else (y if x is None else x) for x, y in rows])
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The tensors a tree holds: leaves of plain parts, local buffers of placed ones."""
+    forced = tree.force() if isinstance(tree, Lazy) else tree
+    return optree.tree_leaves(forced, namespace=NAMESPACE)
+
+
+def paths(tree: Tree) -> list[str]:
+    """Dotted path of every leaf, in leaf order; those of placed subtrees included."""
+    names, items, _ = _flatten(tree)
+    out: list[str] = []
+    for name, item in zip(names, items, strict=True):
+        if isinstance(item, Placed):
+            out.extend(_join(name, inner) for inner in item.names())
+        else:
+            out.append(name)
+    return out
+
+
+def flatten_names(tree: Tree) -> dict[str, Any]:
+    """``{dotted name: leaf}``: for a functionalized module, its ``state_dict`` names.
+
+    >>> flatten_names({"blocks": Layers([{"w": 1}]), "head": 2})
+    {'blocks.0.w': 1, 'head': 2}
+    """
+    names, items, _ = _flatten(tree)
+    out: dict[str, Any] = {}
+    for name, item in zip(names, items, strict=True):
+        if isinstance(item, Placed):
+            inner = flatten_names(item.full())
+            out.update({_join(name, key): value for key, value in inner.items()})
+        elif item is not None:
+            out[name] = item
+    return out
+
+
+def full(tree: Tree) -> Tree:
+    """A plain, full copy of a placed tree; a collective (every rank calls it)."""
+    return optree.tree_map(
+        lambda node: node.full()
+        if isinstance(node, Placed)
+        else node.clone()
+        if isinstance(node, Tensor)
+        else node,
+        tree,
+        is_leaf=_is_placed,
+        namespace=NAMESPACE,
+    )
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    return torch.linalg.vector_norm(x.detach(), dtype=dtype).square()
+
+
+def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
+    return optree.tree_map(
+        lambda node: node.sums(f) if isinstance(node, Placed) else f(node),
+        tree,
+        is_leaf=_is_placed,
+        namespace=NAMESPACE,
+    )
+
+
+def leaf_norms(tree: Tree) -> Tree:
+    """The 2-norm of every leaf, a 0-d tensor each; a collective on placed trees."""
+    return optree.tree_map(torch.sqrt, _sums(tree, _square_sum), namespace=NAMESPACE)
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """The 2-norm of all leaves together, 0-d; a collective on placed trees.
+
+    The squares are summed leaf by leaf, then over the leaves in leaf order, so
+    that every rank gets the same bits.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
+    tensor(5.)
+    """
+    parts = leaves(_sums(tree, _square_sum))
+    if not parts:
+        return torch.zeros(())
+    return torch.stack(parts).sum().sqrt()
+
+
+def size_bytes(tree: Tree) -> int:
+    """Bytes of the tensors that this rank holds; memory shared by leaves counts once."""
+    seen: dict[int, int] = {}
+    total = 0
+    for leaf in leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            key = leaf.data_ptr()
+            if seen.get(key, -1) < leaf.nbytes:
+                total += leaf.nbytes - max(seen.get(key, 0), 0)
+                seen[key] = leaf.nbytes
+    return total
+
+
+def _find(tree: Tree, path: str) -> Iterable[tuple[str, Any]]:
+    names, items, _ = _flatten(tree)
+    return zip(names, items, strict=True)
+
+
+def get(tree: Tree, path: str) -> Any:
+    """The full value of the leaf at ``path``; a collective where it is placed.
+
+    Raises:
+        PlacementError: no such leaf; the closest paths are named.
+    """
+    for name, item in _find(tree, path):
+        if name == path:
+            return item.full() if isinstance(item, Placed) else item
+        if isinstance(item, Placed) and (name == "" or path.startswith(name + ".")):
+            return item.get(path[len(name) + 1 :] if name else path)
+    raise PlacementError(_no_such_leaf(tree, path))
+
+
+def set(tree: Tree, path: str, value: Any) -> Tree:
+    """A copy of the tree with the leaf at ``path`` replaced by the full ``value``.
+
+    Raises:
+        PlacementError: no such leaf, or a value of another shape.
+    """
+    names, items, spec = _flatten(tree)
+    for i, (name, item) in enumerate(zip(names, items, strict=True)):
+        if isinstance(item, Placed) and (name == "" or path.startswith(name + ".")):
+            items[i] = item.set(path[len(name) + 1 :] if name else path, value)
+        elif name == path:
+            if isinstance(item, Tensor) and item.shape != torch.as_tensor(value).shape:
+                raise PlacementError(
+                    f"{path} has shape {tuple(item.shape)}, the new value "
+                    f"{tuple(torch.as_tensor(value).shape)}. Give a value of the leaf's shape."
+                )
+            items[i] = value
+        else:
+            continue
+        return optree.tree_unflatten(spec, items)
+    raise PlacementError(_no_such_leaf(tree, path))
+
+
+def _no_such_leaf(tree: Tree, path: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(path, paths(tree), n=3, cutoff=0.3)
+    return f"no leaf at {path!r}. The closest paths are {', '.join(close) or '(none)'}."
