@@ -24,6 +24,7 @@ __all__ = [
     "by_path",
     "check_elementwise",
     "identity",
+    "nodes",
 ]
 
 Tree = Any
@@ -46,8 +47,9 @@ class GradientTransformation:
     Args:
         init: ``init(params) -> state``; leaves of ``params`` may be ``None``.
         update: ``update(grads, state, params) -> (updates, state)``.
-        additive: the same as ``update``, but its updates are tensors, never a
-            ``Moved`` that has spent the old parameters. ``update`` if left out.
+        additive: the same as ``update`` for a caller that goes on to compute with
+            the updates: they may be lazy, but no ``Moved``, which has spent the old
+            parameters. ``update`` if left out.
         checked: whether it is known to be right on placed trees.
 
     >>> import torch
@@ -81,7 +83,7 @@ class GradientTransformation:
         return self._update(grads, state, params)
 
     def additive(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
-        """As ``update``, for callers that go on to compute with the updates."""
+        """As ``update``, with updates that have not spent the parameters yet."""
         self._check(grads)
         return self._additive(grads, state, params)
 
@@ -94,9 +96,20 @@ class GradientTransformation:
         return iter((self.init, self.update))
 
 
+def nodes(tree: Tree) -> list[tuple[str, Any]]:
+    """``(dotted path, leaf)`` of the leaves that have a value; a placed node counts as one.
+
+    >>> nodes({"a": None, "b": [1, 2]})
+    [('b.0', 1), ('b.1', 2)]
+    """
+    keys, found, _ = optree.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, Placed), namespace=NAMESPACE
+    )
+    return [(".".join(map(str, key)), node) for key, node in zip(keys, found, strict=True)]
+
+
 def _holds_placed(tree: Tree) -> bool:
-    nodes = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
-    return any(isinstance(node, Placed) for node in nodes)
+    return any(isinstance(node, Placed) for _, node in nodes(tree))
 
 
 def identity() -> GradientTransformation:

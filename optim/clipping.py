@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zfunc import tree
 from zfunc.optim.base import EmptyState, GradientTransformation
 from zfunc.optim.schedules import plain
+from zfunc.optim.updates import Scaled, scale
 
 __all__ = ["clip_by_global_norm"]
 
@@ -35,12 +37,18 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; a norm to clip to is positive.")
 
-    def update(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+    def lazily(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         norm = tree.global_norm(grads)
         # NaN is not within the norm, and spreads through the factor.
         factor = plain(torch.where(norm <= max_norm, 1.0, max_norm / norm))
-        if isinstance(factor, float) and factor == 1.0:
-            return grads, state
-        return tree.map(lambda g: (g * factor).to(g.dtype), grads), state
+        if isinstance(factor, Tensor):
+            return scale(grads, factor), state
+        return (grads if factor == 1.0 else Scaled(grads, factor)), state
 
-    return GradientTransformation(lambda params: EmptyState(), update, checked=True)
+    def update(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        updates, state = lazily(grads, state, params)
+        return (updates.force() if isinstance(updates, Scaled) else updates), state
+
+    return GradientTransformation(
+        lambda params: EmptyState(), update, additive=lazily, checked=True
+    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from zfunc import tree
 from zfunc.errors import CompositionError
-from zfunc.optim.base import GradientTransformation, by_path, identity
+from zfunc.optim.base import GradientTransformation, by_path, identity, nodes
 from zfunc.optim.updates import Moved, moved
+from zfunc.tree import Placed
 
 __all__ = ["MaskedState", "MultiTransformState", "chain", "masked", "multi_transform"]
 
@@ -105,7 +106,6 @@ def multi_transform(
     Args:
         transforms: ``{label: transformation}``.
         labels: a tree of labels (or a prefix of it), or a function of the leaf path.
-            A leaf with the label ``None`` is left as it is.
 
     Raises:
         CompositionError: (from ``init``) a leaf's label has no transformation.
@@ -122,8 +122,8 @@ def multi_transform(
     keeps = {name: partial(_has_label, label, name) for name in transforms}
 
     def init(params: Tree) -> MultiTransformState:
-        for path in tree.paths(params):
-            if label(path) is not None and label(path) not in transforms:
+        for path in _present(params):
+            if label(path) not in transforms:
                 raise CompositionError(
                     f"leaf {path!r} has the label {label(path)!r}, but there are transformations "
                     f"for {sorted(transforms)} only. Add one, or change the label."
@@ -142,11 +142,19 @@ def multi_transform(
             parts[name], states[name] = (tx.additive if additive else tx.update)(
                 tree.select(grads, keeps[name]), state.inner_states[name], mine[name]
             )
-        return _united(parts, mine, params), MultiTransformState(states)
+        return _united(parts, mine, grads, params), MultiTransformState(states)
 
     return GradientTransformation(
         init, partial(run, additive=False), additive=partial(run, additive=True), checked=True
     )
+
+
+def _present(params: Tree) -> Iterable[str]:
+    for path, node in nodes(params):
+        if isinstance(node, Placed):
+            yield from (f"{path}.{name}" if path else name for name in node.names())
+        else:
+            yield path
 
 
 def _has_label(label: Callable[[str], str], name: str, path: str) -> bool:
@@ -157,16 +165,14 @@ def _select(params: Tree | None, keep: Callable[[str], bool]) -> Tree | None:
     return None if params is None else tree.select(params, keep)
 
 
-def _united(parts: dict[str, Tree], mine: dict[str, Tree], params: Tree) -> Tree:
+def _united(parts: dict[str, Tree], mine: dict[str, Tree], grads: Tree, params: Tree) -> Tree:
     """The updates of all labels as one tree, or as one ``Moved`` if one of them is."""
+
+    def merged(trees: Iterable[Tree]) -> Tree:
+        # Onto the gradients, of which every leaf is replaced: they have the whole structure.
+        return reduce(lambda whole, part: tree.merge(part, whole), trees, grads)
+
     if any(isinstance(part, Moved) for part in parts.values()):
-        new = _merge([moved(mine[name], part) for name, part in parts.items()])
-        return Moved(new, params, lambda: _merge(list(parts.values())))
-    return _merge(list(parts.values()))
-
-
-def _merge(parts: list[Tree]) -> Tree:
-    merged = parts[0]
-    for part in parts[1:]:
-        merged = tree.merge(merged, part)
-    return merged
+        new = merged(moved(mine[name], part) for name, part in parts.items())
+        return Moved(new, params, lambda: merged(parts.values()))
+    return merged(parts.values())

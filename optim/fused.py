@@ -21,11 +21,14 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.context import reuse
+from zfunc.optim.base import nodes
+from zfunc.optim.updates import Scaled
 from zfunc.tree import NAMESPACE, Placed
 
 __all__ = ["BLOCK", "adamw_", "step"]
 
 BLOCK = 64
+SCRATCH = 1 << 17
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -52,6 +55,9 @@ def step(
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
+    factor = None
+    if isinstance(grads, Scaled):
+        grads, factor = grads.grads, grads.factor
     rows: list[Row] = []
 
     def collect(g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
@@ -66,7 +72,7 @@ def step(
         p, g, m, v = zip(*rows, strict=True) if rows else ((), (), (), ())
         new = [_own(column) for column in (p, m, v)]
         fresh = zip(new[0], (x.contiguous() for x in g), new[1], new[2], strict=True)
-        adamw_(list(fresh), stretches, **how)
+        adamw_(list(fresh), stretches, factor=factor, **how)
     spec = optree.tree_structure(part, namespace=NAMESPACE)
     done = [optree.tree_unflatten(spec, column) for column in new]
     return done[0], done[1], done[2]
@@ -92,41 +98,39 @@ def _fits(row: Row) -> bool:
 
 def _own(tensors: Sequence[Tensor]) -> list[Tensor]:
     """``reuse`` of each; two that share their elements get memory each."""
-    starts = [x.data_ptr() for x in tensors]
+    return [reuse(x) for x in tensors]
     if len(set(starts)) == len(starts) and not any(x.storage_offset() for x in tensors):
         return [reuse(x) for x in tensors]
     # The first `reuse` of a storage blanks all the tensors in it, but none of these aliases.
     mine = [reuse(x) for x in [x.detach() for x in tensors]]
-    seen = [x.data_ptr() for x in mine]
-    return [
-        x.clone() if start in seen[:i] else x
-        for i, (x, start) in enumerate(zip(mine, seen, strict=True))
-    ]
+    seen: set[int] = set()
+    for i, x in enumerate(mine):
+        if x.data_ptr() in seen:
+            mine[i] = x.clone()
+        seen.add(x.data_ptr())
+    return mine
 
 
 def _stretches(decay: Rates, part: Tree) -> list[list[Stretch]]:
     """For each buffer of a tree, what stretches of it decay by how much."""
     if not callable(decay):
         return [[(0, x.numel(), decay)] for x in tree.leaves(part)]
-    keys, nodes, _ = optree.tree_flatten_with_path(
-        part, is_leaf=lambda node: isinstance(node, Placed), namespace=NAMESPACE
-    )
     out: list[list[Stretch]] = []
-    for key, node in zip(keys, nodes, strict=True):
+    for path, node in nodes(part):
         if isinstance(node, Placed):
-            out.extend(_placed_stretches(decay, key, node))
+            out.extend(_placed_stretches(decay, f"{path}." if path else "", node))
         else:
-            out.append([(0, node.numel(), decay(".".join(map(str, key))))])
+            out.append([(0, node.numel(), decay(path))])
     return out
 
 
 def _placed_stretches(
-    decay: Callable[[str], float], key: tuple[Any, ...], node: Any
+    decay: Callable[[str], float], prefix: str, node: Any
 ) -> Iterator[list[Stretch]]:
     flats = optree.tree_leaves(node, none_is_leaf=True, namespace=NAMESPACE)
     for flat, segments in zip(flats, node.segments(), strict=True):
         if flat is not None:
-            rates = [(a, decay(".".join(map(str, (*key, path))))) for path, a, _ in segments]
+            rates = [(a, decay(prefix + path)) for path, a, _ in segments]
             yield list(_runs(rates, flat.numel()))
 
 
@@ -146,6 +150,7 @@ def adamw_(
     rows: Sequence[Row],
     stretches: Sequence[Sequence[Stretch]],
     *,
+    factor: float | None = None,
     count: Tensor,
     lr: float | Tensor,
     b1: float,
@@ -158,6 +163,7 @@ def adamw_(
         rows: ``(params, grads, mu, nu)`` buffers; those of a row agree in shape,
             dtype and device.
         stretches: for each row ``(start, stop, weight decay)``.
+        factor: multiplies the gradients first.
         count: number of this step, from 1; 0-d.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
@@ -173,23 +179,43 @@ def adamw_(
         number = count.to(device=device, dtype=torch.float32)
         scale = lr.to(device) if isinstance(lr, Tensor) else lr
         blocks = group.stage()
-        p, g, m, v = (list(column) for column in zip(*blocks, strict=True))
-        torch._fused_adamw_(
-            p,
-            g,
-            m,
-            v,
-            [],
-            [number] * len(p),
-            lr=scale,
-            beta1=b1,
-            beta2=b2,
-            weight_decay=rate,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-        )
+        for batch in [blocks] if factor is None else _scaled(blocks, factor):
+            p, g, m, v = (list(column) for column in zip(*batch, strict=True))
+            torch._fused_adamw_(
+                p,
+                g,
+                m,
+                v,
+                [],
+                [number] * len(p),
+                lr=scale,
+                beta1=b1,
+                beta2=b2,
+                weight_decay=rate,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+            )
         group.unstage()
+
+
+def _scaled(blocks: Sequence[Row], factor: float) -> Iterator[list[Row]]:
+    """The blocks a batch at a time, their gradients multiplied in memory that stays in cache."""
+    scratch = torch.empty(SCRATCH, dtype=blocks[0][1].dtype, device=blocks[0][1].device)
+    batch: list[Row] = []
+    used = 0
+    for row in blocks:
+        flat = [x.view(-1) for x in row]
+        for start in range(0, flat[0].numel(), SCRATCH):
+            p, g, m, v = (x[start : start + SCRATCH] for x in flat)
+            if used + g.numel() > SCRATCH:
+                yield batch
+                batch, used = [], 0
+            scaled = scratch[used : used + g.numel()]
+            batch.append((p, torch.mul(g, factor, out=scaled), m, v))
+            used += g.numel()
+    if batch:
+        yield batch
 
 
 @dataclass

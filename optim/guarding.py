@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from zfunc import tree
 from zfunc.errors import NonFiniteError
-from zfunc.optim.base import GradientTransformation
+from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
-from zfunc.tree import NAMESPACE
 
 __all__ = ["SkipState", "skip_nonfinite"]
 
@@ -86,7 +84,5 @@ def _marks(grads: Tree) -> Tree:
 
 
 def _first_bad(grads: Tree) -> str:
-    norms = tree.leaf_norms(_marks(grads))
-    keys, values, _ = optree.tree_flatten_with_path(norms, namespace=NAMESPACE)
-    bad = (key for key, norm in zip(keys, values, strict=True) if not bool(norm.isfinite()))
-    return ".".join(map(str, next(bad)))
+    norms = nodes(tree.leaf_norms(_marks(grads)))
+    return next(path for path, norm in norms if not bool(norm.isfinite()))

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
+import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc import context, tree
+from zfunc.errors import PlacementError
 from zfunc.tree import NAMESPACE, Lazy, Placed, register
 
-__all__ = ["Moved", "apply_updates", "moved"]
+__all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
 
 Tree = Any
 
 
-class Moved(Lazy):
+class _Deferred(Lazy):
+    """A tree that is computed when somebody looks into it, and only once."""
+
+    def __init__(self, compute: Callable[[], Tree]) -> None:
+        self._compute = compute
+        self._forced: Tree = None
+
+    def force(self) -> Tree:
+        """The tree, of ordinary tensors."""
+        if self._forced is None:
+            self._forced = self._compute()
+        return self._forced
+
+    # It can be read like the tree that it stands for, be that a dict or a single tensor.
+
+    def __getitem__(self, entry: Any) -> Any:
+        return self.force()[entry]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.force(), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.force())
+
+    def __len__(self) -> int:
+        return len(self.force())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = torch_pytree.tree_map(lambda x: x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Moved(_Deferred):
     """Updates of which the sum with the parameters is known already.
 
     A fused kernel reads gradients, moments and parameters once and writes the new
@@ -28,16 +67,9 @@ class Moved(Lazy):
     """
 
     def __init__(self, new: Tree, params: Tree, additive: Callable[[], Tree]) -> None:
+        super().__init__(additive)
         self.new = new
         self._params = params
-        self._additive = additive
-        self._forced: Tree = None
-
-    def force(self) -> Tree:
-        """The updates as ordinary tensors, computed once."""
-        if self._forced is None:
-            self._forced = self._additive()
-        return self._forced
 
     def starts_from(self, params: Tree) -> bool:
         """Whether ``new`` is the sum for just these parameters."""
@@ -47,8 +79,23 @@ class Moved(Lazy):
         return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
 
 
-# Whoever flattens a `Moved` looks at the updates, and what he builds again is the plain tree.
-register(Moved, lambda moved: ((moved.force(),), None, ("",)), lambda _, children: children[0])
+class Scaled(_Deferred):
+    """``factor * grads``, for a fused kernel that multiplies on its way through memory."""
+
+    def __init__(self, grads: Tree, factor: float) -> None:
+        super().__init__(lambda: scale(grads, factor))
+        self.grads = grads
+        self.factor = factor
+
+
+def scale(grads: Tree, factor: float | Tensor) -> Tree:
+    """``factor * grads`` in the dtypes of ``grads``."""
+    return tree.map(lambda g: (g * factor).to(g.dtype), grads)
+
+
+# Whoever flattens one looks at its tensors, and what he builds again is the plain tree.
+for _kind in (Moved, Scaled):
+    register(_kind, lambda lazy: ((lazy.force(),), None, ("",)), lambda _, children: children[0])
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -84,6 +131,11 @@ def moved(params: Tree, updates: Tree) -> Tree:
 
 
 def _add(update: Tensor, param: Tensor) -> Tensor:
+    if update.shape != param.shape:
+        raise PlacementError(
+            f"an update of shape {tuple(update.shape)} meets a parameter of shape "
+            f"{tuple(param.shape)}. Updates have the shapes of the parameters."
+        )
     return (param + update).to(param.dtype)
 
 

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zfunc.context import current
 from zfunc.lazy import Cell, lazy_tensor
 from zfunc.primitives import Ref, layer
-from zfunc.slots import BufferSlot, Node, Slot, write
+from zfunc.slots import BufferSlot, Slot, compile_tree, write
 from zfunc.tree import Tree
-from zfunc.units import Anatomy, Leaf
+from zfunc.units import Anatomy, Leaf, Path
 
 __all__ = ["LayerCall", "Pool", "Template", "skeleton"]
 
@@ -61,22 +62,28 @@ class LayerCall:
     layer then; so it carries what the layer takes from outside itself.
     """
 
-    __slots__ = ("buffers", "mode", "serial", "shared", "template", "unit", "zfunc_name")
+    __slots__ = ("buffers", "mode", "serial", "shared", "template", "unit")
 
     def __init__(self, template: Template, unit: int) -> None:
-        spec = template.anatomy.units[unit]
-        self.template, self.unit, self.zfunc_name = template, unit, spec.name
+        self.template, self.unit = template, unit
         self.serial, self.mode = template.serial, template.mode
-        self.shared = template.shared(unit) if spec.shared else ()
-        self.buffers = template.sources if spec.buffers else {}
+        if template.reaching[unit]:
+            self.shared, self.buffers = template.around(unit)
 
     def __call__(self, params: Tree, *args: Any, **kwargs: Any) -> Any:
-        template = self.template
-        if template.serial == self.serial and template.thread == threading.get_ident():
-            return template.run(self.unit, params, args, kwargs)
-        with template.pool.lend() as other:
-            other.bind_around(self)
-            return other.run(self.unit, params, args, kwargs)
+        template, unit = self.template, self.unit
+        if template.serial != self.serial or template.thread != get_ident():
+            with template.pool.lend() as other:
+                other.bind_around(self)
+                return other.run(unit, params, args, kwargs)
+        if template.bound[unit] is params:
+            return template.forwards[unit](*args, **kwargs)
+        return template.run(unit, params, args, kwargs)
+
+    @property
+    def zfunc_name(self) -> str:
+        """The layer's name in the module."""
+        return self.template.anatomy.units[self.unit].name
 
     def __repr__(self) -> str:
         return f"LayerCall({self.zfunc_name})"
@@ -97,10 +104,11 @@ class Template:
         units = self.anatomy.units
         self.values: list[Any] = [None] * len(units)
         self.bound: list[Any] = [None] * len(units)
-        self.cells = [Cell(unit.name) for unit in units]
+        self.cells = [Cell() for _ in units]
+        self.reaching = [bool(unit.shared or unit.buffers) for unit in units]
         self._find_slots()
         self._compile()
-        self.forwards = [self._route(i, self.modules[unit.name]) for i, unit in enumerate(units)]
+        self.forwards = [self._route(i, self.modules[unit.module]) for i, unit in enumerate(units)]
 
     # --- construction ---
 
@@ -131,21 +139,17 @@ class Template:
             rnn.__dict__["flatten_parameters"] = _leave_alone
 
     def _compile(self) -> None:
-        top = Node()
-        for stack, length in self.anatomy.stacks.items():
-            top.at(stack).length = length
-        for i, unit in enumerate(self.anatomy.units):
-            top.at(unit.stack).units.append((unit.index, i))
-        self.node = self._add_leaves(top, self.anatomy.root)
-        if not top.leaves and set(top.children) == {""}:  # the module itself is a list of layers
-            self.node = top.children[""]
-        self.unit_nodes = [self._add_leaves(Node(), unit.leaves) for unit in self.anatomy.units]
+        self.unit_nodes = [compile_tree(self._placed(u.leaves)) for u in self.anatomy.units]
+        self.node = compile_tree(
+            self._placed(self.anatomy.root),
+            self.anatomy.stacks,
+            [(unit.stack, unit.index) for unit in self.anatomy.units],
+        )
+        if self.anatomy.is_stack:
+            ((_, self.node),) = self.node[3]
 
-    def _add_leaves(self, node: Node, leaves: Iterable[Leaf]) -> Node:
-        for leaf in leaves:
-            place = (leaf.path[-1], leaf.shape, self._slots(leaf))
-            node.at(leaf.path[:-1]).leaves.append(place)
-        return node
+    def _placed(self, leaves: Iterable[Leaf]) -> list[tuple[Path, torch.Size, tuple[Slot, ...]]]:
+        return [(leaf.path, leaf.shape, self._slots(leaf)) for leaf in leaves]
 
     def _route(self, i: int, part: nn.Module) -> Callable[..., Any]:
         """Send calls of a unit through ``layer``; returns what it did before."""
@@ -153,7 +157,10 @@ class Template:
 
         @functools.wraps(forward)
         def routed(*args: Any, **kwargs: Any) -> Any:
-            return layer(LayerCall(self, i), self.values[i], *args, **kwargs)
+            params = self.values[i]
+            if type(params) is dict and current() is None:
+                return forward(*args, **kwargs)  # what layer() comes to, without its price
+            return layer(LayerCall(self, i), params, *args, **kwargs)
 
         part.__dict__["forward"] = routed
         return forward
@@ -177,6 +184,8 @@ class Template:
         """Fill what one layer takes from outside itself."""
         self._open(call.mode)
         unit = self.anatomy.units[call.unit]
+        if not self.reaching[call.unit]:
+            return
         for leaf, x in zip(unit.shared, call.shared, strict=True):
             for holder, attribute in self._slots(leaf):
                 holder[attribute] = x
@@ -186,8 +195,6 @@ class Template:
     def run(self, i: int, params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's own forward on plain params; what was bound before comes back after."""
         before = self.bound[i]
-        if params is before:
-            return self.forwards[i](*args, **kwargs)
         try:
             self._bind_unit(i, params)
             return self.forwards[i](*args, **kwargs)
@@ -198,10 +205,12 @@ class Template:
         """The buffers as the call left them."""
         return {name: buffer.result() for name, buffer in self.buffers.items()}
 
-    def shared(self, i: int) -> tuple[Any, ...]:
-        """The root's tensors that layer ``i`` uses, as they are bound now."""
-        homes = (leaf.homes[0] for leaf in self.anatomy.units[i].shared)
-        return tuple(self.modules[m]._parameters[attribute] for m, attribute in homes)
+    def around(self, i: int) -> tuple[list[Any], dict[str, Tensor]]:
+        """What layer ``i`` takes from outside itself: the root's tensors, and its buffers."""
+        unit = self.anatomy.units[i]
+        homes = [leaf.homes[0] for leaf in unit.shared]
+        shared = [self.modules[m]._parameters[attribute] for m, attribute in homes]
+        return shared, {name: self.sources[name] for name in unit.buffers}
 
     def release(self) -> None:
         """Take every tensor out again."""
@@ -209,7 +218,7 @@ class Template:
         _fill(self.rest)
         for i in range(len(self.values)):
             self._bind_unit(i, None)
-            self.values[i] = self.cells[i].ref = None
+            self.values[i] = None
         for buffer in self.buffers.values():
             buffer.release()
         for holder, names in self.holders:
@@ -222,7 +231,7 @@ class Template:
 
     def _open(self, mode: bool | None) -> None:
         self.serial += 1
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         if mode is not self.mode:
             self.mode = mode
             for part, training in self.flags:
@@ -234,7 +243,7 @@ class Template:
         """Bind a unit's plain params; a ``Ref`` or nothing leaves its resting tensors."""
         if value is None or isinstance(value, Ref):
             _fill(self.unit_rest[i])
-            self.cells[i].ref = value
+            self.cells[i].hold(value)
         else:
             unit = self.anatomy.units[i]
             write(value, self.unit_nodes[i], [], unit.leaves, f"layer {unit.name}")

@@ -212,7 +212,8 @@ def _watch(start: Callable[[], object], console: Console) -> int:
         console.print("\ninterrupted; what was done so far is kept")
         return 130
     except zf.ZfuncError as error:
-        console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}")
+        text = f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}"
+        console.print(text, soft_wrap=True)
         return 1
     return 0
 

@@ -6,7 +6,7 @@ its own transpose. Outside a world, each is the identity.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .comm import Group
 from .mesh import MESH, group
+from .world import current
 
 __all__ = ["axis_index", "pmean", "psum"]
 
@@ -59,21 +60,30 @@ def axis_index(axis: str | tuple[str, ...] = "data") -> int:
     >>> axis_index("data")
     0
     """
-    return group(MESH.get(), axis).rank
+    ranks = _ranks(axis)
+    return 0 if ranks is None else ranks.rank
+
+
+def _ranks(axis: str | tuple[str, ...]) -> Group | None:
+    """The group along ``axis`` of the current mesh; ``None`` outside a world."""
+    mesh = MESH.get()
+    if mesh is None and current().size == 1:
+        return None
+    return group(mesh, axis)
 
 
 def _over(x: Tree, axis: str | tuple[str, ...], label: str, mean: bool) -> Tree:
-    ranks = group(MESH.get(), axis)
-    leaves, treedef = optree.tree_flatten(x, namespace=NAMESPACE)
+    ranks = _ranks(axis)
+    leaves, treedef = optree.tree_flatten(cast(Any, x), namespace=NAMESPACE)
     tensors = [torch.as_tensor(leaf) for leaf in leaves]
     if mean:
         exact = [t.dtype for t in tensors if not (t.is_floating_point() or t.is_complex())]
         if exact:
             raise TypeError(f"pmean of {exact[0]}: expected floats; use psum, or x.float()")
-    if ranks.size == 1 or not tensors:
+    if ranks is None or ranks.size == 1 or not tensors:
         return x
     reduced = _Reduce.apply(ranks, label, mean, *tensors)
-    return optree.tree_unflatten(treedef, reduced)  # type: ignore[return-value]
+    return cast(Tree, optree.tree_unflatten(treedef, reduced))
 
 
 class _Reduce(torch.autograd.Function):
@@ -91,7 +101,7 @@ class _Reduce(torch.autograd.Function):
         ctx.ranks, ctx.label, ctx.mean = inputs[:3]  # type: ignore[attr-defined]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         back = _Reduce.forward(ctx.ranks, f"{ctx.label} backward", ctx.mean, *grads)
         return None, None, None, *back

@@ -47,12 +47,16 @@ def even_cuts(numel: int, size: int) -> tuple[int, ...]:
 
 
 class Handle(Generic[T]):
-    """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
+    """A collective under way. Its tensors belong to it until :meth:`wait` returns.
 
-    def __init__(self, steps: Steps[T], on_error: Callable[[DesyncError], None]) -> None:
+    One that nobody waits for is completed by its group when the next collective is issued: the
+    peers take part in it all the same.
+    """
+
+    def __init__(self, steps: Steps[T], group: Group) -> None:
         self._lock = RLock()
         self._steps: Steps[T] | None = steps
-        self._on_error = on_error
+        self._group = group
         self._error: BaseException | None = None
         self._result: T
         self._run(lambda: next(steps))
@@ -88,8 +92,12 @@ class Handle(Generic[T]):
         except BaseException as error:
             self._error = error
             if isinstance(error, DesyncError):
-                self._on_error(error)
+                self._group._failure = error
         self._steps = None  # drops the generator, and with it the buffers
+
+    def __del__(self) -> None:
+        if self._steps is not None:
+            self._group._dropped.append(self)
 
 
 class Group:
@@ -112,6 +120,7 @@ class Group:
         self._transport = transport
         self._issued = 0
         self._failure: DesyncError | None = None
+        self._dropped: list[Handle[Any]] = []
         self._inflight: list[tuple[weakref.ref[Handle[Any]], int]] = []
 
     def __repr__(self) -> str:
@@ -306,14 +315,13 @@ class Group:
         self._issued += 1
         if self.size > 1:
             for book in tuple(self._world.ledgers):
-                book.record(kind, label, sent, HEADER_BYTES * (self.size - 1))
+                book.record(kind, label, sent, HEADER_BYTES * self._transport.neighbours)
         return Call(kind, label, announced(kind, label, what), self._issued)
 
     def _issue(self, steps: Steps[T]) -> Handle[T]:
-        return Handle(steps, self._fail)
-
-    def _fail(self, error: DesyncError) -> None:
-        self._failure = error
+        while self._dropped:
+            self._dropped.pop(0).wait()
+        return Handle(steps, self)
 
     def _reduce(self, held: int, start: Callable[[], Steps[T]]) -> Handle[T]:
         """Issue a reduction, after finishing as many of the oldest as its ``held`` bytes need."""

@@ -87,7 +87,7 @@ def _read(source: str | Path) -> tuple[str, bytes]:
 
 
 def _topics() -> list[str]:
-    from pydoc_data.topics import topics  # type: ignore[import-untyped]
+    from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
 

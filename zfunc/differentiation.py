@@ -193,6 +193,7 @@ def _in_step(
             return _local(loss_fn, has_aux, params, args, kwargs, _across(running.group))
         finally:
             running.passes.pop()
+            owner.close()
 
 
 def _new_pass(running: Context) -> Pass:
@@ -234,16 +235,17 @@ def _by_unit(
             tree = rebuild([source.view() for source in sources])
             args, kwargs = _entered_arguments((args, kwargs))
             loss, aux = _split(loss_fn(tree, *args, **kwargs), has_aux)
-            del tree
-            owner.close_others(())
+            del tree, args, kwargs
+            owner.computed()
             loss, seed, value = _across(running.group)(loss)
         _check_depends(loss)
         torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()
+        running.memo[plan] = tuple(owner.events)
+        return (value(), _detached(aux)), rebuild([source.gradients() for source in sources])
     finally:
         running.passes.pop()
-    running.memo[plan] = tuple(owner.events)
-    return (value(), _detached(aux)), rebuild([source.gradients() for source in sources])
+        owner.close()
 
 
 def _there_and_back(sources: Sequence[Source]) -> list[tuple[int, int]]:
@@ -308,11 +310,12 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., Any]:
                 tree, args, kwargs = _entered_arguments((params, args, kwargs))
                 owner.plan = [run.key for source in owner.sources for run in source.runs]
                 out = fn(tree, *args, **kwargs)
-                owner.close_others(())
+                owner.computed()
                 owner.finish()
                 return out
         finally:
             running.passes.pop()
+            owner.close()
             context.pop(token)
 
     return run

@@ -69,4 +69,4 @@ def _find() -> DistributedWorld | None:
     return DistributedWorld() if dist.is_available() and dist.is_initialized() else None
 
 
-world._find_distributed = _find
+world.finders.append(_find)

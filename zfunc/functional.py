@@ -99,9 +99,8 @@ class Functional:
         sources, anatomy = self._checked(buffers), self._pool.anatomy
         full = tree.full(params)
         values = tree.flatten_names(full)
-        if {name: x.shape for name, x in values.items()} != {
-            x.name: x.shape for x in anatomy.leaves
-        }:
+        shapes = {name: getattr(x, "shape", None) for name, x in values.items()}
+        if shapes != {leaf.name: leaf.shape for leaf in anatomy.leaves}:
             raise misfit(full, anatomy.leaves, self._name)
         memo: dict[int, Any] = {}
         modules = dict(self._pool.skeleton.named_modules())
@@ -192,7 +191,7 @@ def _switch_off_checkpointing(module: nn.Module) -> None:
         part for part in module.modules() if getattr(part, "gradient_checkpointing", None) is True
     ]
     for part in found:
-        part.gradient_checkpointing = False
+        part.__dict__["gradient_checkpointing"] = False
     if found:
         warnings.warn(
             f"{type(module).__name__} checkpoints itself (gradient_checkpointing), which is now "

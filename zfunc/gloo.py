@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import DesyncError
-from .transport import Call, Steps, mismatch, missized, silence
+from .transport import Call, Steps, mismatch, missized, silence, told
 
 __all__ = ["PointToPoint"]
 
-HEADER_TAG = 2**31 - 1
+HEADER_TAG, TEXT_TAG = 2**31 - 1, 2**31 - 2
+TEXT_BYTES = 512
+PATIENCE = timedelta(seconds=3)  # for a peer to say what it is in
 SCRATCH_BYTES = 64 * 2**20
 ANY = -1  # a message length that the header alone tells
 
@@ -72,6 +74,7 @@ class PointToPoint:
         # Each rank starts with its right neighbour, so that nobody is everybody's first.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._all = range(self.size)
+        self.neighbours = len(self._peers)
         self._first = 1 if self.rank == 0 else 0  # the first peer in rank order
         self._scratch = Scratch()
 
@@ -162,7 +165,7 @@ class PointToPoint:
 
     def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
         headers = self.announce(call, [len(data)] * self.size)
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _bytes(0)
+        own = _data(data)
         sent = [self._send(call, peer, own) for peer in self._peers]
         yield
         lengths = self.agree(call, headers, [ANY] * self.size)
@@ -194,10 +197,12 @@ class PointToPoint:
             return peer, None
         return peer, self._gloo.recv([into], peer, _tag(call, phase))
 
-    def announce(self, call: Call, lengths: Sequence[int]) -> list[Header]:
+    def announce(
+        self, call: Call, lengths: Sequence[int], peers: Sequence[int] | None = None
+    ) -> list[Header]:
         """Send each peer a header with the length meant for it; ask each for its own."""
         headers = []
-        for peer in self._peers:
+        for peer in self._peers if peers is None else peers:
             theirs = torch.empty(2, dtype=torch.int64)
             received = self._gloo.recv([theirs], peer, HEADER_TAG)
             ours = torch.tensor((call.digest, lengths[peer]), dtype=torch.int64)
@@ -213,12 +218,25 @@ class PointToPoint:
             self._finish(call, [received])
             digest, length = theirs.tolist()
             if digest != call.digest:
-                raise mismatch(call, self._world_ranks[peer], digest)
+                raise mismatch(call, self._world_ranks[peer], self._ask(call, peer, digest))
             if expected[peer] not in (length, ANY):
                 raise missized(call, self._world_ranks[peer], length, expected[peer])
             lengths[peer] = length
             self._finish(call, [sent])
         return lengths
+
+    def _ask(self, call: Call, peer: int, digest: int) -> str:
+        """What a peer that disagrees is in: it asks us, too. Its digest, if it does not tell."""
+        ours = told(call.digest).encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
+        theirs = _bytes(TEXT_BYTES)
+        asked = self._gloo.recv([theirs], peer, TEXT_TAG)
+        told_all = [self._gloo.send([_data(ours)], each, TEXT_TAG) for each in self._peers]
+        try:
+            asked.wait(min(self._timeout, PATIENCE))
+        except RuntimeError:
+            return told(digest)
+        self._last_words = told_all  # keeps what is still on its way alive
+        return bytes(theirs.tolist()).decode(errors="replace").strip()
 
     def _finish(self, call: Call, messages: Sequence[Message]) -> None:
         for peer, work in messages:
@@ -240,6 +258,10 @@ def _bytes(length: int) -> Tensor:
     return torch.empty(length, dtype=torch.uint8)
 
 
+def _data(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _bytes(0)
+
+
 def _tag(call: Call, phase: int) -> int:
-    """31 bits: 14 of the number, 16 of the digest, 1 of the phase; never ``HEADER_TAG``."""
+    """31 bits: 14 of the number, 16 of the digest, 1 of the phase; below ``TEXT_TAG``."""
     return (call.number & 0x3FFF) << 17 | (1 + call.digest % 65534) << 1 | phase

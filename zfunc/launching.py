@@ -19,11 +19,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
@@ -34,6 +35,7 @@ from .errors import DesyncError
 __all__ = ["init", "launch"]
 
 T = TypeVar("T")
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 GRACE = 3.0  # seconds that the other ranks get to report once one has failed
 
 
@@ -49,7 +51,7 @@ def init(timeout: float | None = None) -> world.World:
     Returns:
         The world, which is from now on ``zfunc.world.current()``.
     """
-    return_freed_memory()
+    _tune_memory()
     joined = world.current()
     if timeout is not None:
         joined.timeout = float(timeout)
@@ -81,13 +83,17 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def return_freed_memory() -> None:
-    """Make glibc give blocks of 1 MiB and more back to the system as soon as they are freed.
+def _tune_memory() -> None:
+    """Give freed memory back to the system, and take it in large pages.
 
-    By default it raises that threshold as blocks are freed, up to 32 MiB, and keeps freed shards:
-    sharding would not show in a process's memory. Does nothing without glibc.
+    By default glibc raises its threshold for returning blocks as they are freed, up to 32 MiB, and
+    keeps what is below: sharding would not show in a process's memory. From here on every block of
+    1 MiB goes back, unless the environment sets ``MALLOC_MMAP_THRESHOLD_``. Fresh pages are then
+    asked for more often, which costs a fault each; torch asks for 2 MiB pages under a variable
+    that it reads when it makes its first tensor.
     """
-    if platform.libc_ver()[0] != "glibc":
+    os.environ.setdefault(LARGE_PAGES, "1")
+    if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
     libc = ctypes.CDLL(None)
@@ -122,7 +128,9 @@ def launch(
         raise ValueError(f"launch(nprocs={nprocs}): expected at least one rank")
     seconds = world.default_timeout() if timeout is None else float(timeout)
     payload = cloudpickle.dumps((fn, args, seconds))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     with tempfile.TemporaryDirectory(prefix="zfunc-") as folder:
         ranks = [_Rank(rank, nprocs, store.port, Path(folder)) for rank in range(nprocs)]
         try:
@@ -130,6 +138,8 @@ def launch(
                 rank.send(payload)
             outcomes = _gather(ranks)
         finally:
+            for rank in ranks:
+                rank.dismiss()
             for rank in ranks:
                 rank.end()
     return [outcomes[rank] for rank in range(nprocs)]
@@ -148,6 +158,7 @@ class _Rank:
             "LOCAL_WORLD_SIZE": str(nprocs),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            LARGE_PAGES: os.environ.get(LARGE_PAGES, "1"),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store, not rank 0
         }
         start = f"import sys; sys.path[:] = {sys.path!r}; "
@@ -158,23 +169,27 @@ class _Rank:
 
     def send(self, payload: bytes) -> None:
         assert self.process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it has died already, which its exit status will tell
             self.process.stdin.write(len(payload).to_bytes(8, "little") + payload)
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died already, which its exit status will tell
+
+    def done(self) -> bool:
+        """Whether it has left a result, or died without one."""
+        return self.result.exists() or self.process.poll() is not None
+
+    def dismiss(self) -> None:
+        """Let the process go: it ends by itself if it has left its result, or at once."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def end(self) -> None:
-        """Ask the process to end, then end it."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        """Return when the process is gone, whatever that takes."""
+        try:
+            self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def _gather(ranks: list[_Rank]) -> dict[int, Any]:
@@ -184,7 +199,7 @@ def _gather(ranks: list[_Rank]) -> dict[int, Any]:
     deadline = float("inf")
     while len(results) + len(errors) < len(ranks) and time.monotonic() < deadline:
         for rank in ranks:
-            if rank.rank in results or rank.rank in errors or rank.process.poll() is None:
+            if rank.rank in results or rank.rank in errors or not rank.done():
                 continue
             succeeded, value = _outcome(rank)
             (results if succeeded else errors)[rank.rank] = value
@@ -229,9 +244,10 @@ def _serve(result: str) -> None:
     """The life of a launched rank."""
     parent = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    length = int.from_bytes(_read(parent, 8), "little")
-    payload = _read(parent, length)
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    payload = _read(parent, int.from_bytes(_read(parent, 8), "little"))
+    finished = threading.Event()
+    watch = threading.Thread(target=_watch, args=(parent, finished), daemon=True)
+    watch.start()
     try:
         fn, args, seconds = cloudpickle.loads(payload)
         _share_cores()
@@ -239,12 +255,14 @@ def _serve(result: str) -> None:
         outcome: tuple[bool, Any, str] = (True, fn(*args), "")
     except BaseException as error:
         outcome = (False, error, traceback.format_exc())
+    finished.set()
     _write(Path(result), outcome)
     if not outcome[0]:
-        # Peers still in a collective keep connections open; an orderly shutdown could wait.
+        # At once: peers that wait for this rank see its connections close.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    watch.join()  # peers may still be reading what this rank sent: all leave together
 
 
 def _read(source: int, length: int) -> bytes:
@@ -257,10 +275,11 @@ def _read(source: int, length: int) -> bytes:
     return bytes(data)
 
 
-def _end_with_parent(parent: int) -> None:
+def _watch(parent: int, finished: threading.Event) -> None:
     # Not through sys.stdin: a buffered reader held by a daemon thread cannot be finalised.
     os.read(parent, 1)
-    os._exit(1)
+    if not finished.is_set():
+        os._exit(1)
 
 
 def _share_cores() -> None:

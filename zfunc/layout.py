@@ -158,11 +158,24 @@ class Layout:
             full.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.by_flat[flat]
         ]
 
-    def pack(self, flat: int, leaves: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
-        """A full flat with copies of the leaves (in the order of ``by_flat``); None is zero."""
+    def pack(
+        self,
+        flat: int,
+        leaves: Sequence[Tensor | None],
+        empty: Callable[[int, torch.dtype, torch.device | None], Tensor] | None = None,
+    ) -> Tensor:
+        """A full flat with the leaves (in the order of ``by_flat``); ``None`` is zero.
+
+        A copy in memory that ``empty`` provides, except that a leaf which is a whole flat
+        by itself stays where it is if ``empty`` is given.
+        """
         spec = self.flats[flat]
-        device = next((x.device for x in leaves if x is not None), None)
-        full = torch.empty(spec.length, dtype=dtype or spec.dtype, device=device)
+        some = next((x for x in leaves if x is not None), None)
+        dtype, device = (some.dtype, some.device) if some is not None else (spec.dtype, None)
+        if empty and len(leaves) == 1 and some is not None and some.is_contiguous():
+            if some.numel() == spec.length:
+                return some.detach().view(-1)
+        full = (empty or _empty)(spec.length, dtype, device)
         end = 0
         for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
             if slot.start > end:
@@ -286,6 +299,10 @@ class Layout:
         )
 
 
+def _empty(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def _aligned(numel: int) -> int:
     return -(-numel // ALIGN) * ALIGN
 
@@ -366,7 +383,8 @@ def _groups(layers: Sequence[Layer], root: Sequence[int], sizes: Sequence[int], 
         run.append(layer)
     flush()
     for name, leaves in spans:
-        groups.extend(_split(name, leaves, sizes, unit_bytes))
+        # The root's leaves (embedding, head) have little to do with each other in time.
+        groups.extend(_split(name, leaves, sizes, unit_bytes if name else small))
     return groups
 
 
@@ -397,8 +415,8 @@ def make_layout(
 
     Args:
         tree: plain tree of floating-point tensors (real or on ``meta``).
-        unit_bytes: a unit that is larger is split between leaves; consecutive layers
-            of one stack are merged up to an eighth of it.
+        unit_bytes: a layer that is larger is split between leaves, the root at an eighth
+            of it; consecutive layers of one stack are merged up to an eighth of it.
         persist_below: leaves of fewer elements are kept whole on every rank.
         frozen: which leaves have no gradient.
 

@@ -24,7 +24,7 @@ __all__ = ["Cell", "LazyTensor", "lazy_tensor"]
 _METADATA = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.layout.__get__,  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
@@ -54,13 +54,23 @@ _METADATA = {
 class Cell:
     """Where the lazy tensors of one unit find its parameters during a call."""
 
-    __slots__ = ("ref", "unit")
+    __slots__ = ("differentiable", "ref")
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
+    def __init__(self) -> None:
         self.ref: Ref | None = None
+        self.differentiable = False
+
+    def hold(self, ref: Ref | None) -> None:
+        """From now on parameters come from ``ref``; None: the call is over."""
+        self.ref, self.differentiable = ref, torch.is_grad_enabled()
 
     def fetch(self, name: str, path: Sequence[str | int]) -> Any:
+        if self.differentiable and _inside_function():
+            raise PlacementError(
+                f"parameter {name} was given to a torch.autograd.Function outside its layer's own "
+                "call, so its gradient would be lost. Pass it `weight + 0`, or choose other units: "
+                "functionalize(module, units=...)."
+            )
         if self.ref is None:
             raise PlacementError(
                 f"parameter {name} was read after its apply() had returned. Read it inside the "
@@ -87,7 +97,9 @@ class LazyTensor(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise PlacementError(
             f"{func} met a layer's parameter before it had entered the computation. Call the layer "
             "itself, or choose other units: functionalize(module, units=...)."
@@ -98,15 +110,12 @@ def _resolve(x: LazyTensor) -> Tensor:
     return x._fetch()
 
 
-def _lost(name: str) -> Callable[[Tensor], None]:
-    def refuse(gradient: Tensor) -> None:
-        raise PlacementError(
-            f"a gradient reached parameter {name} past its layer: an autograd.Function took it "
-            "as an argument outside the layer's own call. Pass it `weight + 0`, or choose other "
-            "units: functionalize(module, units=...)."
-        )
+def _inside_function() -> bool:
+    """Within ``autograd.Function.forward``, the one place that turns off forward-mode AD alone.
 
-    return refuse
+    ``Function.apply`` asks no ``__torch_function__``, so this is where it can be noticed.
+    """
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def lazy_tensor(
@@ -118,11 +127,6 @@ def lazy_tensor(
     device: torch.device,
 ) -> LazyTensor:
     """The parameter ``name``, found under ``path`` in what ``cell`` resolves to."""
-    lazy: LazyTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        LazyTensor, shape, dtype=dtype, device=device, requires_grad=True
-    )
-    with torch._C.DisableTorchFunctionSubclass():
-        # autograd.Function.apply looks at no __torch_function__: a lost gradient must be loud.
-        lazy.register_hook(_lost(name))
-        lazy._fetch = lambda: cell.fetch(name, path)
+    lazy: LazyTensor = Tensor._make_wrapper_subclass(LazyTensor, shape, dtype=dtype, device=device)
+    lazy._fetch = lambda: cell.fetch(name, path)
     return lazy

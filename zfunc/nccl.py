@@ -22,6 +22,11 @@ from .transport import Call, Steps
 __all__ = ["Native"]
 
 
+# Renamed in torch 2.13; the older names warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Native:
     """The transport over a process group with NCCL for GPUs and gloo for the host."""
 
@@ -29,18 +34,24 @@ class Native:
         self.rank, self.size = cpu.rank, cpu.size
         self._pg = process_group
         self._cpu = cpu
+        # Ranks in a ring that all agree with their neighbours agree.
+        self._ring = sorted({(self.rank - 1) % self.size, (self.rank + 1) % self.size})
+        self.neighbours = len(self._ring)
+
+    def _hosts(self, data: Tensor) -> bool:
+        return not data.is_cuda
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
-        if not full.is_cuda:
+        if self._hosts(full):
             return self._cpu.all_gather(call, full, cuts)
         return self._all_gather(call, full, cuts)
 
     def _all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = _segments(full, cuts)
-        headers = self._cpu.announce(call, [0] * self.size)
+        headers = self._announce(call)
         if _even(cuts):
             own = segments[self.rank]
-            works = [dist.all_gather_into_tensor(full, own, group=self._pg, async_op=True)]
+            works = [_all_gather(full, own, group=self._pg, async_op=True)]
         else:  # NCCL has no gather of uneven segments
             works = [self._start_broadcast(part, src) for src, part in enumerate(segments)]
         yield
@@ -50,14 +61,14 @@ class Native:
     def reduce_scatter(
         self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
-        if not full.is_cuda:
+        if self._hosts(full):
             return self._cpu.reduce_scatter(call, full, cuts, out)
         return self._reduce_scatter(call, full, cuts, out)
 
     def _reduce_scatter(
         self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
-        headers = self._cpu.announce(call, [0] * self.size)
+        headers = self._announce(call)
         segments = _segments(full, cuts)
         longest = max(segment.numel() for segment in segments)
         if not _even(cuts):
@@ -67,7 +78,7 @@ class Native:
             full = padded.view(-1)
         numel = segments[self.rank].numel()
         into = full.new_empty(longest) if out is None or numel < longest else out
-        work = dist.reduce_scatter_tensor(into, full, group=self._pg, async_op=True)
+        work = _reduce_scatter(into, full, group=self._pg, async_op=True)
         yield
         self._finish(call, headers, [work])
         if numel == longest:
@@ -75,12 +86,12 @@ class Native:
         return into[:numel].clone() if out is None else out.copy_(into[:numel])
 
     def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
-        if not flat.is_cuda:
+        if self._hosts(flat):
             return self._cpu.all_reduce(call, flat, cuts)
         return self._all_reduce(call, flat)
 
     def _all_reduce(self, call: Call, flat: Tensor) -> Steps[Tensor]:
-        headers = self._cpu.announce(call, [0] * self.size)
+        headers = self._announce(call)
         works = [dist.all_reduce(flat, group=self._pg, async_op=True)] if flat.numel() else []
         yield
         self._finish(call, headers, works)
@@ -89,7 +100,7 @@ class Native:
     def all_to_all(
         self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
     ) -> Steps[list[Tensor]]:
-        if not chunks[self.rank].is_cuda:
+        if self._hosts(chunks[self.rank]):
             return self._cpu.all_to_all(call, chunks, sizes)
         return self._all_to_all(call, chunks, sizes)
 
@@ -110,12 +121,12 @@ class Native:
         return [part.clone() for part in received.split(list(sizes))]
 
     def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
-        if not flat.is_cuda:
+        if self._hosts(flat):
             return self._cpu.broadcast(call, flat, src)
         return self._broadcast(call, flat, src)
 
     def _broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
-        headers = self._cpu.announce(call, [0] * self.size)
+        headers = self._announce(call)
         work = self._start_broadcast(flat, src)
         yield
         self._finish(call, headers, [work])
@@ -128,6 +139,9 @@ class Native:
         if flat.numel() == 0:
             return None
         return dist.broadcast(flat, group_src=src, group=self._pg, async_op=True)
+
+    def _announce(self, call: Call) -> list[Header]:
+        return self._cpu.announce(call, [0] * self.size, self._ring)
 
     def _finish(self, call: Call, headers: list[Header], works: list[Any]) -> None:
         """Compare headers on the host, then make the current stream wait for the data."""

@@ -31,13 +31,14 @@ from zfunc import context
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
+from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.sharded import Sharded, leaves_of
 from zfunc.tree import NAMESPACE, Placed, Tree, register
 
 __all__ = ["Pass", "Pending", "Seams", "Source", "UnitInfo"]
 
-IN_FLIGHT = 2  # reductions under way at once: each holds a unit's full gradient
+IN_FLIGHT = 1  # reductions under way while the next unit computes; each holds a full gradient
 
 
 class Pending(Protocol):
@@ -103,7 +104,7 @@ def gather(value: Pending, unit: UnitInfo) -> Pending:
         if unit.group.size == 1 or spec.whole:
             parts.append(local)
             continue
-        full = torch.empty(spec.length, dtype=local.dtype, device=local.device)
+        full = pool().take(spec.length, local.dtype, local.device)
         label = f"gather {unit.name}"
         parts.append(unit.group.all_gather(full, local, cuts=spec.cuts, label=label))
     return Gathering(parts)
@@ -187,7 +188,9 @@ class UnitRun:
         """Let the values go, unless they are used again at once."""
         self.entered = None
         self.touched = False
-        if not (self.foreign and self.owner.next_is(self) and torch.is_grad_enabled()):
+        if self.foreign and self.owner.next_is(self) and torch.is_grad_enabled():
+            pool().trim()  # the turning point: activations are at their largest
+        else:
             self.values = None
 
     def pack(self, x: Tensor) -> Any:
@@ -219,17 +222,13 @@ class UnitRun:
         flats = []
         for i in self.info.trainable:
             row = [grads.pop(slot.index) for slot in layout.by_flat[i]]
-            flats.append(self._flatten(i, row))
+            flats.append(layout.pack(i, row, pool().take))
             del row
         value: Pending = Ready(flats)
         del flats
         for seam in self.owner.leaving():
             value = seam(value, self.info)
         self.owner.sent(self, value)
-
-    def _flatten(self, flat: int, row: list[Tensor | None]) -> Tensor:
-        dtype = next((g.dtype for g in row if g is not None), None)
-        return self.source.layout.pack(flat, row, dtype)
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -505,6 +504,15 @@ class Pass:
         run, value = self.arrivals.pop(0)
         self.results[run.key] = value.wait()
 
+    def computed(self) -> None:
+        """Forward is done: what backward still needs is held by autograd, or gathered again."""
+        self.close_others(())
+        for source in self.sources:
+            for run in source.runs:
+                if run.entered is not None:
+                    run.release()
+        pool().trim()  # memory is fullest here
+
     def finish(self) -> None:
         """Wait for everything under way, also for what was started in vain."""
         for source in self.sources:
@@ -517,6 +525,16 @@ class Pass:
                 if run.pending is not None:
                     run.pending.wait()
                 run.pending = run.values = run.entered = None
+
+
+    def close(self) -> None:
+        """Forget everything, so that no cycle of references keeps gradients alive."""
+        for source in self.sources:
+            source.runs.clear()
+        self.sources.clear()
+        self.lingering.clear()
+        self.transient.clear()
+        self.results.clear()
 
 
 def entered(params: Placed) -> Any:

@@ -137,8 +137,7 @@ def packed(layout: Layout, node: Tree) -> Tree:
         some = [leaves[slot.index] for slot in row]
         if all(x is None for x in some):
             continue
-        dtype = next(x.dtype for x in some if x is not None)
-        for slot, view in zip(row, layout.views(i, layout.pack(i, some, dtype)), strict=True):
+        for slot, view in zip(row, layout.views(i, layout.pack(i, some)), strict=True):
             if leaves[slot.index] is not None:
                 out[slot.index] = settle_home(view, layout, slot.index)
                 if not layout.flats[i].trainable:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +27,22 @@ from torch.utils import _pytree as pytree
 
 from zfunc.errors import PlacementError
 
-__all__ = ["Cell", "Draw", "Leaf", "Op", "Turn", "View", "geometry", "live", "run", "schedule", "view"]
+__all__ = [
+    "Cell",
+    "Draw",
+    "Leaf",
+    "Op",
+    "Recording",
+    "Turn",
+    "View",
+    "geometry",
+    "live",
+    "run",
+    "schedule",
+    "view",
+]
 
+_CPU = torch.device("cpu")
 LOCK = threading.RLock()  # one thread at a time may put its own state into a generator
 
 
@@ -41,8 +55,8 @@ class Cell:
     and ``start`` the generator whose state at the start of the run it is.
     """
 
-    device: torch.device = torch.device("cpu")
-    shadow: Any = None
+    device: torch.device = _CPU
+    shadow: Any = None  # an UntypedStorage, or None for the state of a generator
     constant: UntypedStorage | Tensor | None = None
     ours: bool = False
     start: torch.Generator | None = None
@@ -136,6 +150,65 @@ class Turn:
     free: frozenset[Cell]
 
 
+@dataclass(frozen=True)
+class Recording:
+    """A state's initialisation, not yet carried out.
+
+    ``tree`` is what ``make_state`` returned, each tensor replaced by one on the meta device
+    (same shape, stride, dtype, ties; Parameters stay Parameters).
+    """
+
+    tree: Any
+    _ops: list[Op] = field(repr=False)
+    _leaves: list[Leaf] = field(repr=False)
+    _starts: list[Cell] = field(repr=False)
+    _ends: list[tuple[torch.Generator, Cell]] = field(repr=False)
+    _pinned: dict[torch.Generator, Tensor] = field(repr=False)
+
+    def replay(self, take: Callable[[int, Tensor], None]) -> None:
+        """Run the initialiser on real memory, handing over each leaf as soon as it is final.
+
+        Draws keep their order. Every intermediate is freed after its last use. The generators
+        end in the states in which a plain call would leave them; one that was seeded before
+        ``record`` starts from its state at that time, the global ones from their state now.
+
+        Args:
+            take: called once per tensor leaf as ``take(i, tensor)``, in the order in which
+                leaves become final. ``i`` is the position in ``optree.tree_leaves(tree,
+                namespace="zfunc")``, counting every leaf (there is no call for those that are
+                no tensors). Copy what you keep, and do not write to the tensor: it may share
+                memory with other leaves and with values still needed. A tensor that existed
+                before ``record`` is handed over itself.
+
+        Raises:
+            PlacementError: the initialiser looks at values that it draws, and the global
+                generator is not in the state that it was recorded in.
+        """
+        with LOCK:
+            if not all(torch.equal(g.get_state(), state) for g, state in self._pinned.items()):
+                raise PlacementError(_MOVED)
+            memory: dict[Cell, Any] = {cell: cell.load() for cell in self._starts}
+        ends = {cell for _, cell in self._ends}
+        needed = [turn.op for turn in live(self._ops, self._leaves, ends)]
+        turns = live(schedule(needed), self._leaves, ends)
+        for leaf in run(turns, memory):
+            leaf.hand_over(memory[leaf.view.cell], take)
+        written = {leaf for turn in turns for leaf in turn.done}
+        for leaf in self._leaves:
+            if leaf not in written:
+                leaf.hand_over(leaf.view.cell.load(), take)
+        with LOCK:
+            for generator, cell in self._ends:
+                generator.set_state(memory[cell] if cell in memory else cell.load())
+
+
+_MOVED = (
+    "step.init: the initialiser looks at values that it draws (as nn.init.trunc_normal_ does), so "
+    "it can only be replayed from the state of torch's generator in which it was recorded, and "
+    "that state has changed since. Restore it with torch.set_rng_state, or record again."
+)
+
+
 def view(storage: UntypedStorage, v: View) -> Tensor:
     """The tensor that ``v`` describes, on ``storage``, sharing its memory."""
     tensor = torch.empty(0, dtype=v.dtype, device=storage.device)
@@ -151,7 +224,7 @@ def geometry(tensor: Tensor, cell: Cell) -> View:
     """The window through which ``tensor`` sees its cell."""
     size, stride = tuple(tensor.size()), tuple(tensor.stride())
     bits = tensor.is_conj(), tensor.is_neg()
-    return View(cell, tensor.dtype, size, stride, tensor.storage_offset(), *bits)
+    return View(cell, tensor.dtype, size, stride, int(tensor.storage_offset()), *bits)
 
 
 def live(
@@ -171,8 +244,10 @@ def live(
     pending: dict[Cell, list[Leaf]] = {}
     for leaf in leaves:
         pending.setdefault(leaf.view.cell, []).append(leaf)
-    needed, turns = set(roots) - set(known), []
+    needed, turns = set(roots).difference(known), []
     for op in reversed(ops):
+        if not needed and not pending:
+            break
         final = [cell for cell in op.writes if cell in pending]
         if not final and needed.isdisjoint(op.writes):
             continue

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .errors import DesyncError
 from .mesh import Mesh
-from .transport import Call, Steps, Transport, mismatch, missized, silence
+from .transport import Call, Steps, Transport, mismatch, missized, silence, told
 from .world import World, entered, waiting
 
 __all__ = ["simulate"]
@@ -39,7 +39,7 @@ class Meeting:
 
     members: tuple[int, ...]
     parts: dict[int, tuple[Call, Any]] = field(default_factory=dict)
-    results: list[Any] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, DesyncError] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -73,17 +73,26 @@ class Fabric:
             self._check(meeting, rank, call)
             complete = not meeting.errors and not meeting.missing()
         if complete:
-            try:
-                meeting.results = serve([meeting.parts[member][1] for member in members])
-            finally:
-                self._close(key, meeting)
+            self._hold(meeting, serve)
+            with self.lock:
+                del self.meetings[key]
+            meeting.over.set()
         return meeting
+
+    def _hold(self, meeting: Meeting, serve: Callable[[list[Any]], list[Any]]) -> None:
+        parts = [meeting.parts[member][1] for member in meeting.members]
+        try:
+            meeting.results = dict(zip(meeting.members, serve(parts), strict=True))
+        except Exception as error:  # no rank has a result, so no rank may go on
+            for member, (call, _) in meeting.parts.items():
+                meeting.errors[member] = DesyncError(f"{call} failed: {error!r}")
+        meeting.parts.clear()
 
     def _check(self, meeting: Meeting, rank: int, call: Call) -> None:
         for peer, (other, _) in meeting.parts.items():
             if other.digest != call.digest:
-                meeting.errors[rank] = mismatch(call, peer, other.digest)
-                meeting.errors.setdefault(peer, mismatch(other, rank, call.digest))
+                meeting.errors[rank] = mismatch(call, peer, told(other.digest))
+                meeting.errors.setdefault(peer, mismatch(other, rank, told(call.digest)))
         for peer in meeting.missing():
             if peer in self.gone:
                 self._desert(meeting, peer)
@@ -103,21 +112,20 @@ class Fabric:
             meeting.parts.clear()
         meeting.over.set()
 
-    def wait(self, meeting: Meeting, rank: int, call: Call) -> Any:
+    def wait(self, meeting: Meeting, rank: int) -> Any:
         """This rank's result, once all have come."""
         if not meeting.over.is_set():
             with waiting():
-                arrived = meeting.over.wait(self.timeout)
-            if not arrived:
-                self._time_out(meeting)
+                while not meeting.over.wait(self.timeout):
+                    self._time_out(meeting)
         if rank in meeting.errors:
             raise meeting.errors[rank]
-        return meeting.results[meeting.members.index(rank)]
+        return meeting.results.pop(rank)
 
     def _time_out(self, meeting: Meeting) -> None:
         with self.lock:
-            if meeting.over.is_set():
-                return
+            if meeting.over.is_set() or not meeting.missing():
+                return  # over, or being held
             for rank, (call, _) in meeting.parts.items():
                 meeting.errors[rank] = silence(call, meeting.missing(), self.timeout)
             self._spread(meeting)
@@ -144,14 +152,13 @@ class Meetings:
     def __init__(self, fabric: Fabric, members: tuple[int, ...], world_rank: int) -> None:
         self.rank = members.index(world_rank)
         self.size = len(members)
+        self.neighbours = self.size - 1
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
 
-    def _meet(
-        self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]
-    ) -> Steps[Any]:
+    def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:
         meeting = self._fabric.join(self._members, self._world_rank, call, part, serve)
         yield
-        return self._fabric.wait(meeting, self._world_rank, call)
+        return self._fabric.wait(meeting, self._world_rank)
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         def serve(fulls: list[Tensor]) -> list[Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -13,37 +13,59 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.primitives import Ref
 from zfunc.tree import NAMESPACE, Tree
-from zfunc.units import Leaf
+from zfunc.units import Leaf, Path
 
-__all__ = ["BufferSlot", "Node", "Slot", "misfit", "write"]
+__all__ = ["BufferSlot", "Node", "Slot", "compile_tree", "misfit", "write"]
 
 Slot = tuple[dict[str, Any], str]
 """``holder, attribute``: ``holder`` is a module's ``_parameters`` or ``_buffers``."""
 
 
-@dataclass
-class Node:
-    """One dict or stack of a params tree, and where its leaves go; compiled once."""
-
-    leaves: list[tuple[Any, torch.Size, tuple[Slot, ...]]] = field(default_factory=list)
-    children: dict[Any, Node] = field(default_factory=dict)
-    units: list[tuple[int, int]] = field(default_factory=list)
-    length: int | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.leaves) + len(self.children) if self.length is None else self.length
-
-    def at(self, path: Sequence[Any]) -> Node:
-        """The node under a path, made if need be."""
-        node = self
-        for key in path:
-            node = node.children.setdefault(key, Node())
-        return node
+Node = tuple[int, list[Any], list[Any], list[Any]]
+"""One dict or stack of a params tree, compiled: its length, its leaves as (key, shape, holder,
+attribute), its units as (index, number) and its other children as (key, node)."""
 
 
-class _Mismatch(Exception):
-    """The tree has another structure; the caller says where."""
+def compile_tree(
+    leaves: Iterable[tuple[Path, torch.Size, Iterable[Slot]]],
+    stacks: Mapping[Path, int] = MappingProxyType({}),
+    units: Iterable[tuple[Path, int]] = (),
+) -> Node:
+    """The program that :func:`write` runs: where the leaf under each path goes.
+
+    Args:
+        leaves: path, shape and slots of each leaf.
+        stacks: path -> length of each ``Layers``.
+        units: path of its ``Layers`` and index in it of each unit, in the order of ``values``.
+    """
+    top: dict[Any, Any] = {}
+    for path, shape, slots in leaves:
+        _dict_at(top, path[:-1])[path[-1]] = (shape, tuple(slots))
+    for path, length in stacks.items():
+        _dict_at(top, path[:-1])[path[-1]] = (length, [])
+    for number, (path, index) in enumerate(units):
+        _dict_at(top, path[:-1])[path[-1]][1].append((index, number))
+    return _compile(top)
+
+
+def _dict_at(node: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    for key in path:
+        node = node.setdefault(key, {})
+    return node
+
+
+def _compile(tree: dict[Any, Any]) -> Node:
+    leaves: list[Any] = []
+    children: list[Any] = []
+    for key, entry in tree.items():
+        if isinstance(entry, dict):
+            children.append((key, _compile(entry)))
+        elif isinstance(entry[1], list):
+            children.append((key, (entry[0], [], entry[1], [])))
+        else:
+            shape, slots = entry
+            leaves.extend((key, shape, holder, attribute) for holder, attribute in slots)
+    return len(tree), leaves, [], children
 
 
 def write(tree: Tree, node: Node, values: list[Any], want: Iterable[Leaf], where: str) -> None:
@@ -54,27 +76,23 @@ def write(tree: Tree, node: Node, values: list[Any], want: Iterable[Leaf], where
     """
     try:
         _write(tree, node, values)
-    except _Mismatch:
+    except (LookupError, TypeError, AttributeError):
         raise misfit(tree, want, where) from None
 
 
 def _write(tree: Any, node: Node, values: list[Any]) -> None:
-    try:
-        if len(tree) != node.size:
-            raise _Mismatch
-        for key, shape, slots in node.leaves:
-            x = tree[key]
-            if x.shape != shape:
-                raise _Mismatch
-            for holder, attribute in slots:
-                holder[attribute] = x
-        for index, unit in node.units:
-            values[unit] = tree[index]
-        children = [(tree[key], child) for key, child in node.children.items()]
-    except (KeyError, IndexError, TypeError, AttributeError):
-        raise _Mismatch from None
-    for subtree, child in children:
-        _write(subtree, child, values)
+    size, leaves, units, children = node
+    if len(tree) != size:
+        raise LookupError
+    for key, shape, holder, attribute in leaves:
+        x = tree[key]
+        if x.shape != shape:
+            raise LookupError
+        holder[attribute] = x
+    for index, unit in units:
+        values[unit] = tree[index]
+    for key, child in children:
+        _write(tree[key], child, values)
 
 
 def _shapes(tree: Tree, prefix: str) -> dict[str, Any]:
@@ -115,49 +133,62 @@ def misfit(tree: Tree, leaves: Iterable[Leaf], where: str) -> PlacementError:
     )
 
 
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+_SMALL = 1 << 16
 
 
 def _blind() -> bool:
     """In inference mode and inside torch.func, versions and identities say nothing."""
-    level = torch._C._functorch.peek_interpreter_stack()
-    return level is not None or torch.is_inference_mode_enabled()
+    if torch.is_inference_mode_enabled():
+        return True
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 class BufferSlot:
-    """One buffer: bound as a working copy of the caller's, reused while both stay as they are."""
+    """One buffer, bound as a working copy: a call may do with it what it likes.
+
+    Small buffers are copied for every call: the kernels behind ``F.batch_norm`` write
+    running statistics without counting a version. The copy of a large one (a causal
+    mask) is kept for the next call while neither it nor the caller's has changed.
+    """
 
     def __init__(self, slots: tuple[Slot, ...]) -> None:
         self.slots = slots
         self.rest: Tensor = slots[0][0][slots[0][1]]
-        self.source: Tensor | None = None
-        self.work = self.rest
-        self.versions = (-1, -1)
+        self.small = self.rest.numel() <= _SMALL
+        self.source, self.work = self.rest, self.rest
+        self.versions: tuple[int, int] | None = None  # of both, where the copy may be kept
 
     def bind(self, source: Tensor) -> None:
-        same = source is self.source and (_version(source), _version(self.work)) == self.versions
-        if not same or _blind():
+        blind = _blind()
+        if (
+            blind
+            or source is not self.source
+            or self.versions is None
+            or self.versions[0] != source._version
+        ):
             self.source, self.work = source, source.detach().clone()
-            self.versions = (_version(source), _version(self.work))
+            keep = not (self.small or blind or source.is_inference())
+            self.versions = (source._version, self.work._version) if keep else None
         for holder, attribute in self.slots:
             holder[attribute] = self.work
 
     def result(self) -> Tensor:
-        """The value after a call: the source itself, or a tensor of its own if it changed."""
-        assert self.source is not None
-        source, work = self.source, self.work
+        """The value after a call; the source itself if it is large and was not written."""
         for holder, attribute in self.slots:
             now = holder.get(attribute)
-            if now is not work:  # assigned anew
-                return source if now is None else now.detach()
-        if not _blind() and _version(work) == self.versions[1]:
-            return source
-        self.source = None  # the copy is the caller's now
-        return work
+            if now is not self.work:  # assigned anew
+                return self.source if now is None else now.detach()
+        if self.untouched():
+            return self.source
+        self.versions = None  # the copy is the caller's now
+        return self.work
+
+    def untouched(self) -> bool:
+        """Whether the copy is known to be as it was made."""
+        return self.versions is not None and self.versions[1] == self.work._version
 
     def release(self) -> None:
         for holder, attribute in self.slots:
             holder[attribute] = self.rest
-        if _blind():
-            self.source, self.work = None, self.rest
+        if _blind() or not self.untouched():
+            self.versions, self.source, self.work = None, self.rest, self.rest

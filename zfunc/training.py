@@ -39,7 +39,7 @@ class Run:
     data: str = "topics"
     out: Path = Path("runs/train")
     ranks: int = 2
-    steps: int = 600
+    steps: int = 500
     batch: int = 16
     context: int = 128
     lr: float = 3e-3
@@ -108,9 +108,8 @@ def absent(run: Run) -> list[str]:
 def optimizer(run: Run) -> Any:
     """AdamW under a short warm-up and a cosine, gradients clipped by their global norm."""
     warmup = run.steps // 20
-    schedule = optim.warmup_cosine(
-        run.lr / (warmup + 1), run.lr, warmup, run.steps, end_value=0.05 * run.lr
-    )
+    start, end = run.lr / (warmup + 1), run.lr / 20
+    schedule = optim.warmup_cosine(run.lr, warmup, run.steps, end=end, start=start)
     adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1)
     return optim.chain(optim.clip_by_global_norm(1.0), adamw)
 
@@ -207,7 +206,7 @@ def validate(params: Any, text: Tensor, run: Run, device: torch.device, rows: in
 def _announce(console: Console, run: Run, corpus: Corpus, state: Any) -> None:
     console.print(
         f"[bold]zfunc train[/bold]: {si(gpt.count(run.model))} parameters, "
-        f"{zf.world_size()} rank(s), ZeRO stage {run.stage}, "
+        f"ranks: {zf.world_size()}, ZeRO stage {run.stage}, "
         f"{si(zf.tree.size_bytes(state))}B of state per rank\n"
         f"{escape(corpus.name)}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.heldout):,} held out"
@@ -246,11 +245,11 @@ def verdict(val_loss: float, corpus: Corpus) -> str:
     """The held-out loss beside what byte statistics alone would reach, in nats per byte."""
     own = entropies(corpus.heldout)
     whole = entropies(torch.cat([corpus.train, corpus.heldout]))
+    side = "below" if val_loss < own.bigram else "above"
     return (
         "\nnats per byte         held-out text   whole corpus\n"
         f"unigram entropy       {own.unigram:13.3f}   {whole.unigram:12.3f}\n"
         f"bigram entropy        {own.bigram:13.3f}   {whole.bigram:12.3f}\n"
         f"this model            {val_loss:13.3f}\n"
-        f"[bold]below the bigram entropy by {own.bigram - val_loss:.3f}[/bold] nats per byte "
-        "(of the held-out text itself: no table of bigrams does better on it)"
+        f"[bold]{abs(own.bigram - val_loss):.3f} {side} the bigram entropy[/bold] of the same text"
     )

@@ -50,10 +50,17 @@ class Call:
 
 
 class Transport(Protocol):
-    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D."""
+    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        neighbours: how many peers each collective announces itself to.
+    """
 
     rank: int
     size: int
+    neighbours: int
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         """Fill ``full``, whose own segment is in place."""
@@ -81,7 +88,7 @@ class Transport(Protocol):
 class Alone:
     """The transport of a group of one: every collective is the identity."""
 
-    rank, size = 0, 1
+    rank, size, neighbours = 0, 1, 0
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         yield
@@ -124,14 +131,15 @@ def announced(kind: str, label: str, what: tuple[Any, ...]) -> int:
     return digest
 
 
-def _told(digest: int) -> str:
-    return _SEEN.get(digest, f"a collective never issued on this rank (digest {digest:#x})")
+def told(digest: int) -> str:
+    """The collective behind a digest, if this process has ever issued it."""
+    return _SEEN.get(digest, f"a collective unknown to this rank (digest {digest:#x})")
 
 
-def mismatch(call: Call, peer: int, digest: int) -> DesyncError:
-    """The error for a peer that is in another collective than this rank."""
+def mismatch(call: Call, peer: int, theirs: str) -> DesyncError:
+    """The error for a peer that is in another collective, ``theirs``, than this rank."""
     return DesyncError(
-        f"{call}: this rank is in {_told(call.digest)}, but rank {peer} is in {_told(digest)}. "
+        f"{call}: this rank is in {told(call.digest)}, but rank {peer} is in {theirs}. "
         "All ranks must run the same units in the same order with the same sizes: look for a "
         "branch that depends on the rank or on its data"
     )

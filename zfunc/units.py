@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from zfunc.errors import PlacementError
 from zfunc.tree import Layers, register
@@ -62,10 +63,12 @@ class Leaf:
 class Unit:
     """One layer: its own leaves, the root leaves it also uses, and its buffers' names.
 
-    ``stack`` leads to the ``Layers`` in the tree and ``index`` to the unit in it.
+    ``module`` is its first name in ``named_modules()``; ``stack`` leads to the ``Layers``
+    in the tree and ``index`` to the unit in it.
     """
 
     name: str
+    module: str
     stack: Path
     index: int
     leaves: tuple[Leaf, ...]
@@ -94,7 +97,12 @@ class Anatomy:
         for unit in self.units:
             for leaf in unit.leaves:
                 _insert(_at(top, (*unit.stack, unit.index)), leaf.path, tensors[leaf.name])
-        return top[""] if set(top) == {""} else top
+        return top[""] if self.is_stack else top
+
+    @property
+    def is_stack(self) -> bool:
+        """The module itself is a list of layers, and the tree a ``Layers``."""
+        return not self.root and set(self.stacks) == {("",)}
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -234,7 +242,7 @@ class _Census:
 
 
 def _check(name: str, x: Tensor) -> None:
-    if isinstance(x, nn.parameter.UninitializedTensorMixin):
+    if isinstance(x, UninitializedParameter):
         raise PlacementError(
             f"parameter {name} has no shape yet. Run the module once before functionalize()."
         )
@@ -279,7 +287,7 @@ def dissect(module: nn.Module, units: Choice = None) -> Anatomy:
     names = _unit_names(module, units)
     places = _place_units(module, names)
     census = _Census(module, names)
-    home = {}
+    home: dict[int, str] = {}
     for name in names:  # the first name, where one module is used as several layers
         home.setdefault(id(module.get_submodule(name)), name)
     stacks: dict[Path, int] = {}
@@ -309,7 +317,7 @@ def dissect(module: nn.Module, units: Choice = None) -> Anatomy:
     return Anatomy(
         root=tuple(root),
         units=tuple(
-            Unit(name, *places[name], tuple(leaves[o]), tuple(shared[o]), used[o])
+            Unit(name, census.first[o], *places[name], tuple(leaves[o]), tuple(shared[o]), used[o])
             for o, name in home.items()
         ),
         buffers=buffers,

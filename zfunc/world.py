@@ -81,7 +81,9 @@ class World:
 
 _ENTERED: ContextVar[World | None] = ContextVar("zfunc_world", default=None)
 _process: World | None = None
-_find_distributed: Callable[[], World | None] = lambda: None
+
+finders: list[Callable[[], World | None]] = []
+"""Each looks for a world that this process has joined by other means than ``zf.init``."""
 
 
 def current() -> World:
@@ -96,13 +98,11 @@ def current() -> World:
 
 def _of_process() -> World:
     global _process
-    if _process is None or _process.size == 1:
-        # torch.distributed may have been initialised, by us or by the user, since we last looked.
-        found = _find_distributed()
-        if found is not None:
-            _process = found
     if _process is None:
         _process = World()
+    if type(_process) is World:
+        for find in finders:
+            _process = find() or _process
     return _process
 
 

@@ -273,5 +273,5 @@ def test_two_real_ranks(text: Path, tmp_path: Path) -> None:
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("below the bigram entropy by") == 1  # only the first rank speaks
+    assert ran.stdout.count("above the bigram entropy") == 1  # only the first rank speaks
     assert len(report.read_rows(tmp_path / "metrics.jsonl")) == 6

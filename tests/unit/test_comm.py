@@ -1,0 +1,408 @@
+"""Collectives, ledgers and meshes in simulated worlds and alone."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from zfunc import world
+from zfunc.collectives import axis_index, pmean, psum
+from zfunc.comm import Group, even_cuts, ledger
+from zfunc.errors import DesyncError
+from zfunc.mesh import MESH, Mesh, group, mesh
+from zfunc.simulation import simulate
+
+WORLDS = [1, 2, 3, 4]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+]
+
+
+def everyone() -> Group:
+    return group(None, "data")
+
+
+def values(rank: int, numel: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Numbers that differ by rank and survive every dtype."""
+    return ((torch.arange(numel) * 3 + rank * 5) % 7).to(dtype)
+
+
+cuts_of = st.integers(1, 4).flatmap(
+    lambda n: st.lists(st.integers(0, 9), min_size=n, max_size=n).map(
+        lambda lengths: [sum(lengths[:k]) for k in range(n + 1)]
+    )
+)
+
+
+@given(cuts_of, st.sampled_from(DTYPES))
+@settings(max_examples=40)
+def test_all_gather_puts_every_segment_in_place(cuts: list[int], dtype: torch.dtype) -> None:
+    def body() -> Tensor:
+        ranks = everyone()
+        start, end = cuts[ranks.rank], cuts[ranks.rank + 1]
+        full = torch.zeros(cuts[-1], dtype=dtype)
+        handle = ranks.all_gather(full, values(0, cuts[-1], dtype)[start:end], cuts=cuts)
+        assert handle.wait() is full
+        return full
+
+    for full in simulate(len(cuts) - 1)(body)():
+        assert torch.equal(full, values(0, cuts[-1], dtype))
+
+
+@given(cuts_of, st.booleans())
+@settings(max_examples=40)
+def test_reduce_scatter_sums_the_own_segment(cuts: list[int], into: bool) -> None:
+    n = len(cuts) - 1
+    total = torch.stack([values(rank, cuts[-1]) for rank in range(n)]).sum(0)
+
+    def body() -> None:
+        ranks = everyone()
+        full, before = values(ranks.rank, cuts[-1]), values(ranks.rank, cuts[-1])
+        start, end = cuts[ranks.rank], cuts[ranks.rank + 1]
+        out = torch.empty(end - start, dtype=full.dtype) if into else None
+        own = ranks.reduce_scatter(full, cuts=cuts, out=out).wait()
+        assert torch.equal(own, total[start:end])
+        assert own is out if into else own.untyped_storage().nbytes() == own.nbytes
+        assert torch.equal(full, before)
+
+    simulate(n)(body)()
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_reductions_give_every_rank_the_same_bits(n: int) -> None:
+    parts = [torch.randn(1001) * 10.0**rank for rank in range(n)]
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part  # in rank order: floating-point addition is not associative
+
+    def body() -> tuple[Tensor, Tensor]:
+        ranks = everyone()
+        whole = parts[ranks.rank].clone()
+        own = ranks.reduce_scatter(parts[ranks.rank]).wait()
+        return ranks.all_reduce(whole).wait(), own
+
+    results = simulate(n)(body)()
+    assert all(torch.equal(whole, expected) for whole, _ in results)
+    assert torch.equal(torch.cat([own for _, own in results]), expected)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_all_to_all_transposes(n: int) -> None:
+    def body() -> None:
+        ranks = everyone()
+        chunks = [torch.tensor([[ranks.rank, peer]]) for peer in range(n)]
+        received = ranks.all_to_all(chunks).wait()
+        for peer in range(n):
+            assert received[peer].tolist() == [[peer, ranks.rank]]
+
+    simulate(n)(body)()
+
+
+def test_all_to_all_of_uneven_chunks() -> None:
+    def body() -> list[list[int]]:
+        rank = everyone().rank
+        chunks = [torch.full((rank + 2 * peer,), rank) for peer in range(3)]
+        received = everyone().all_to_all(chunks, sizes=[peer + 2 * rank for peer in range(3)])
+        return [part.tolist() for part in received.wait()]
+
+    for rank, received in enumerate(simulate(3)(body)()):
+        assert received == [[peer] * (peer + 2 * rank) for peer in range(3)]
+
+
+def test_all_to_all_of_unexpected_sizes_is_an_error() -> None:
+    def body() -> None:
+        rank = everyone().rank
+        chunks = [torch.zeros(rank + peer) for peer in range(2)]
+        with pytest.raises(DesyncError, match="sends 1 elements, this rank expects"):
+            everyone().all_to_all(chunks, label="experts").wait()
+
+    simulate(2)(body)()
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_broadcast_and_exchange(n: int) -> None:
+    def body() -> None:
+        ranks = everyone()
+        x = torch.full((2, 3), float(ranks.rank))
+        assert ranks.broadcast(x, n - 1).wait() is x
+        assert (x == n - 1).all()
+        shared = ranks.exchange({"rank": [ranks.rank]})
+        assert shared == [{"rank": [rank]} for rank in range(n)]
+        ranks.barrier()
+
+    simulate(n)(body)()
+
+
+def test_handles_may_be_waited_in_any_order_again_or_never() -> None:
+    def body() -> list[float]:
+        ranks = everyone()
+        xs = [torch.full((4,), float(ranks.rank + k)) for k in range(4)]
+        handles = [ranks.all_reduce(x, label=f"x{k}") for k, x in enumerate(xs)]
+        handles.pop(2)
+        order = reversed(handles) if ranks.rank else handles
+        for handle in order:
+            assert handle.wait() is handle.wait()
+        del handles, handle, order
+        ranks.barrier()  # completes what was dropped
+        return [x[0].item() for x in xs]
+
+    assert simulate(2)(body)() == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+def test_many_reductions_under_way_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfunc.comm.INFLIGHT_BYTES", 3000)
+
+    def body() -> tuple[list[bool], list[float]]:
+        ranks = everyone()
+        handles = [ranks.reduce_scatter(torch.full((250,), float(k))) for k in range(6)]
+        done = [handle.done for handle in handles]
+        return done, [handle.wait()[0].item() for handle in handles]
+
+    for done, sums in simulate(2)(body)():
+        assert done == [True, True, True, False, False, False]
+        assert sums == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: g.all_gather(torch.zeros(2, 2), torch.zeros(2)), "1-D"),
+        (lambda g: g.all_gather(torch.zeros(4), torch.zeros(1), label="u"), r"'u'.*shard"),
+        (lambda g: g.all_gather(torch.zeros(4), torch.zeros(2).int()), "int32"),
+        (lambda g: g.reduce_scatter(torch.zeros(4), cuts=[0, 3]), "expected 3 rising"),
+        (lambda g: g.reduce_scatter(torch.zeros(4), cuts=[0, 3, 2]), "expected 3 rising"),
+        (lambda g: g.reduce_scatter(torch.zeros(4), cuts=[0, 5, 4]), "expected 3 rising"),
+        (lambda g: g.reduce_scatter(torch.zeros(4), out=torch.zeros(4)), "out is"),
+        (lambda g: g.all_reduce(torch.zeros(3, 2).T, label="u"), r"'u'.*not contiguous"),
+        (lambda g: g.all_to_all([torch.zeros(2)]), "expected 2 chunks"),
+        (lambda g: g.all_to_all([torch.zeros(2), torch.zeros(2).int()]), "differ in dtype"),
+        (lambda g: g.broadcast(torch.zeros(2), 2), "src=2"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(call: Callable[[Group], Any], message: str) -> None:
+    def body() -> None:
+        with pytest.raises(ValueError, match=message):
+            call(everyone())
+        everyone().barrier()  # nothing was issued, so the ranks still agree
+
+    simulate(2)(body)()
+
+
+def test_the_ledger_counts_what_each_rank_sends() -> None:
+    def body() -> tuple[dict[str, int], int, int, int]:
+        ranks = everyone()
+        ranks.barrier()
+        with ledger() as outer:
+            ranks.all_gather(torch.zeros(7), torch.zeros([3, 2, 2][ranks.rank])).wait()
+            with ledger() as inner:
+                ranks.reduce_scatter(torch.zeros(7), label="unit").wait()
+            ranks.all_reduce(torch.zeros(10)).wait()  # small: everything to everyone
+            ranks.all_reduce(torch.zeros(30_000)).wait()  # large: two rounds of segments
+            ranks.broadcast(torch.zeros(5), 1).wait()
+        ranks.barrier()
+        assert inner.by_label["unit"] == inner.payload_bytes == outer.by_kind["reduce_scatter"]
+        return dict(outer.by_kind), outer.total_bytes, outer.calls, inner.total_bytes
+
+    for rank, (kinds, total, calls, inner) in enumerate(simulate(3)(body)()):
+        own = [3, 2, 2][rank] * 4
+        assert kinds == {
+            "all_gather": 2 * own,
+            "reduce_scatter": 28 - own,
+            "all_reduce": 2 * 40 + 4 * 10_000 * 4,
+            "broadcast": 2 * 20 if rank == 1 else 0,
+            "header": 5 * 2 * 16,
+        }
+        assert total == sum(kinds.values())
+        assert calls == 5
+        assert inner == 28 - own + 32
+
+
+def test_the_ledger_counts_collectives_issued_from_another_thread() -> None:
+    def body() -> int:
+        ranks = everyone()
+        with ledger() as led:
+            thread = threading.Thread(target=lambda: ranks.all_reduce(torch.zeros(2)).wait())
+            thread.start()
+            thread.join()
+        return led.by_kind["all_reduce"]
+
+    assert simulate(2)(body)() == [8, 8]
+
+
+def test_alone_nothing_is_sent() -> None:
+    with ledger() as led:
+        ranks = everyone()
+        x = torch.ones(3)
+        assert ranks.all_reduce(x).wait() is x
+        assert torch.equal(ranks.all_gather(torch.zeros(3), x).wait(), x)
+        own = ranks.reduce_scatter(x).wait()
+        assert torch.equal(own, x) and own.data_ptr() != x.data_ptr()
+        assert ranks.exchange("me") == ["me"]
+        ranks.barrier()
+    assert led.total_bytes == 0
+    assert (world.rank(), world.world_size(), axis_index()) == (0, 1, 0)
+
+
+def test_meshes_are_values() -> None:
+    grid = Mesh((("data", 2), ("tensor", 3), ("pipe", 2)))
+    assert grid == pickle.loads(pickle.dumps(grid)) and len({grid, Mesh(grid.axes)}) == 1
+    assert grid.size(("data", "pipe")) == 4 and grid.world_size == 12
+    for rank in range(12):
+        assert grid.rank(grid.coordinates(rank)) == rank
+    assert grid.members("pipe", 5) == (4, 5)
+    assert grid.members(("tensor", "data"), 5) == (1, 3, 5, 7, 9, 11)
+    with pytest.raises(ValueError, match="axis 'model'"):
+        grid.size("model")
+
+
+def test_mesh_fills_the_world_or_says_why_not() -> None:
+    def body() -> None:
+        assert mesh().axes == (("data", 6), ("tensor", 1), ("pipe", 1))
+        assert mesh(tensor=3).size("data") == 2
+        assert mesh(data=2, tensor=-1).size("tensor") == 3
+        for wrong in ({"tensor": 4}, {"data": 2, "tensor": 2}, {"data": 0}, {"tensor": -1}):
+            with pytest.raises(ValueError, match=r"mesh\("):
+                mesh(**wrong)
+        with pytest.raises(ValueError, match="covers 4 ranks, this world has 6"):
+            group(Mesh((("data", 4),)), "data")
+
+    simulate(6)(body)()
+
+
+def test_groups_follow_the_axes() -> None:
+    def body() -> tuple[float, float, float]:
+        grid = mesh(data=2, tensor=2, pipe=2)
+        rank = float(world.rank())
+        sums = []
+        for axis in ("data", "tensor", ("data", "pipe")):
+            sums.append(group(grid, axis).all_reduce(torch.tensor(rank)).wait().item())
+        assert group(grid, "data") is group(grid, "data")
+        assert group(grid, ("data", "pipe")) is group(grid, ("pipe", "data"))
+        assert group(grid, ("data", "tensor", "pipe")) is group(None, "data")
+        return sums[0], sums[1], sums[2]
+
+    for rank, sums in enumerate(simulate(8)(body)()):
+        tensor, pipe = rank // 2 % 2, rank % 2
+        data_only = sum(4 * d + 2 * tensor + pipe for d in range(2))
+        tensor_only = sum(4 * (rank // 4) + 2 * t + pipe for t in range(2))
+        flattened = sum(4 * d + 2 * tensor + p for d in range(2) for p in range(2))
+        assert sums == (data_only, tensor_only, flattened)
+
+
+def test_psum_and_pmean_on_trees_follow_the_current_mesh() -> None:
+    def body() -> None:
+        rank = world.rank()
+        token = MESH.set(mesh(data=2, tensor=2))
+        tree = {"a": torch.tensor([float(rank)]), "n": torch.tensor(rank)}
+        summed = psum(tree, "tensor")
+        assert summed["n"].item() == summed["a"].item() == 4 * (rank // 2) + 1
+        assert tree["n"].item() == rank
+        assert pmean(torch.tensor(float(rank)), ("data", "tensor")).item() == 1.5
+        assert (axis_index("data"), axis_index("tensor")) == divmod(rank, 2)
+        with pytest.raises(TypeError, match="int64"):
+            pmean(tree["n"])
+        MESH.reset(token)
+
+    simulate(4)(body)()
+    assert psum(torch.ones(2), "tensor").tolist() == [1.0, 1.0]
+
+
+def test_collectives_are_their_own_transposes() -> None:
+    def body() -> tuple[Tensor, ...]:
+        weight = float(world.rank() + 1)
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        (summed,) = torch.autograd.grad((psum(x) * weight).sum(), x)
+        (mean,) = torch.autograd.grad((pmean({"x": x})["x"] * weight).sum(), x)
+        twice = torch.autograd.grad(psum(x).square().sum(), x, create_graph=True)[0]
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            twice.sum().backward()
+        return summed, mean
+
+    for summed, mean in simulate(3)(body)():
+        assert summed.tolist() == [6.0] * 3  # 1 + 2 + 3
+        assert mean.tolist() == [2.0] * 3
+
+
+def test_simulated_ranks_see_their_callers_context_and_grad_mode() -> None:
+    with torch.no_grad():
+        assert simulate(2)(torch.is_grad_enabled)() == [False, False]
+    assert simulate(2)(lambda x, *, k: x + k + world.rank())(1, k=2) == [3, 4]
+    assert simulate(2)(lambda: [len(simulate(3)(world.rank)()), world.world_size()])() == [
+        [3, 2],
+        [3, 2],
+    ]
+    with pytest.raises(ValueError, match="at least one rank"):
+        simulate(0)
+
+
+def test_a_waiting_rank_gives_up_what_on_wait_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    @contextmanager
+    def released() -> Iterator[None]:
+        lock.release()
+        try:
+            yield
+        finally:
+            lock.acquire()
+
+    monkeypatch.setattr(world, "on_wait", [released])
+
+    def body() -> float:
+        with lock:  # only one rank at a time gets past here, unless waiting releases it
+            return everyone().all_reduce(torch.ones(1)).wait().item()
+
+    assert simulate(4, timeout=20)(body)() == [4.0] * 4
+
+
+class Mine(Exception):
+    pass
+
+
+def test_an_exception_in_one_rank_is_raised_as_it_is_and_ends_the_others() -> None:
+    ended = []
+
+    def body() -> None:
+        ranks = everyone()
+        try:
+            if ranks.rank == 1:
+                raise Mine("rank 1")
+            ranks.all_reduce(torch.ones(1), label="u").wait()
+        finally:
+            ended.append(ranks.rank)
+
+    start = time.monotonic()
+    with pytest.raises(Mine, match="rank 1"):
+        simulate(4)(body)()
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert time.monotonic() - start < 2
+
+
+def test_timeouts_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZFUNC_TIMEOUT", "12.5")
+    assert world.default_timeout() == 12.5
+    monkeypatch.setenv("ZFUNC_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="ZFUNC_TIMEOUT='soon'"):
+        world.default_timeout()
+
+
+def test_even_cuts_cover_everything() -> None:
+    assert even_cuts(2, 4) == (0, 1, 2, 2, 2)
+    assert even_cuts(0, 2) == (0, 0, 0)

@@ -1,0 +1,568 @@
+"""A recorded initialiser gives the plain call's bits, and never holds what it need not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zfunc.errors import PlacementError
+from zfunc.recording import record
+from zfunc.replay import Recording
+
+
+def leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, namespace="zfunc")
+
+
+def replayed(recording: Recording) -> dict[int, Tensor]:
+    taken: dict[int, Tensor] = {}
+
+    def take(i: int, tensor: Tensor) -> None:
+        assert i not in taken
+        taken[i] = tensor
+
+    recording.replay(take)
+    return taken
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def check(make_state: Callable[..., Any], *args: Any) -> Recording:
+    """The law, twice in a row, and from the same generator state as the plain call."""
+    torch.manual_seed(1234)
+    torch.rand(3)
+    start = torch.get_rng_state()
+    expected = make_state(*args)
+    end = torch.get_rng_state()
+    torch.set_rng_state(start)
+    recording = record(make_state, *args)
+    assert torch.equal(torch.get_rng_state(), start), "recording drew"
+    for _ in range(2):
+        torch.set_rng_state(start)
+        taken = replayed(recording)
+        assert torch.equal(torch.get_rng_state(), end), "the generator ends elsewhere"
+        compare(leaves(expected), leaves(recording.tree), taken)
+    return recording
+
+
+def compare(expected: list[Any], shadows: list[Any], taken: dict[int, Tensor]) -> None:
+    assert len(expected) == len(shadows)
+    assert sorted(taken) == [i for i, leaf in enumerate(expected) if isinstance(leaf, Tensor)]
+    for i, (leaf, shadow) in enumerate(zip(expected, shadows, strict=True)):
+        if not isinstance(leaf, Tensor):
+            assert leaf == shadow
+            continue
+        for other in (shadow, taken[i]):
+            assert (other.dtype, other.shape, other.stride()) == (
+                *(leaf.dtype, leaf.shape, leaf.stride()),
+            )
+            assert type(other) is type(leaf) and other.requires_grad == leaf.requires_grad
+        assert shadow.is_meta
+        assert same_bits(taken[i], leaf), f"leaf {i}"
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+
+class GPT(nn.Module):
+    """Constructors draw, and then everything is drawn again, as Hugging Face does."""
+
+    def __init__(self, d: int = 64, depth: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, d, padding_idx=0)
+        self.blocks = nn.ModuleList(Block(d) for _ in range(depth))
+        self.head = nn.Linear(d, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self.again)
+
+    def again(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(0, 0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding):
+            module.weight.data[module.padding_idx].zero_()
+
+
+# -- bits --------------------------------------------------------------------------------------
+
+
+def every_initialiser() -> dict[str, Tensor]:
+    shape, init = (24, 16), nn.init
+    drawn = {
+        name: getattr(init, name)(torch.empty(*shape))
+        for name in ("normal_", "uniform_", "xavier_normal_", "kaiming_uniform_", "orthogonal_")
+    }
+    drawn["truncated"] = init.trunc_normal_(torch.empty(*shape), std=0.7)
+    drawn["tail"] = init.trunc_normal_(torch.empty(*shape), a=1.5, b=3.0)
+    drawn["sparse"] = init.sparse_(torch.empty(*shape), 0.3)
+    drawn["eye"] = init.eye_(torch.empty(*shape))
+    drawn["dirac"] = init.dirac_(torch.empty(8, 8, 3))
+    return drawn
+
+
+def every_layer() -> dict[str, Tensor]:
+    layers = nn.ModuleList(
+        [
+            *(nn.Linear(5, 7), nn.Conv2d(3, 8, 3), nn.LSTM(5, 6, 2), nn.GRU(4, 4)),
+            *(nn.Embedding(9, 4, padding_idx=2), nn.MultiheadAttention(8, 2), nn.BatchNorm2d(4)),
+            nn.TransformerEncoderLayer(8, 2, 16),
+            nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        ]
+    )
+    return {**layers.state_dict(), **dict(layers.named_parameters())}
+
+
+def seeds() -> list[Any]:
+    torch.manual_seed(3)
+    first = torch.rand(5)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        inside = torch.randn(20)
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    again = torch.rand(2)
+    state = torch.get_rng_state()
+    ahead = torch.randn(7)
+    torch.set_rng_state(state)
+    return [first, inside, after, again, ahead, torch.rand(30), torch.initial_seed()]
+
+
+def generators() -> list[Any]:
+    g = torch.Generator().manual_seed(1)
+    h = torch.Generator()
+    drawn = [torch.rand(3, generator=g), torch.rand(2), torch.randn(40, generator=g)]
+    h.set_state(g.get_state())
+    drawn += [torch.rand(4, generator=h), torch.rand(4, generator=g)]
+    g.manual_seed(1)
+    key = torch.tensor(17) * 3 + 1
+    k = torch.Generator().manual_seed(int(key.item()))
+    return [*drawn, torch.randperm(9, generator=g), torch.bernoulli(drawn[0], generator=k)]
+
+
+def views_and_aliases() -> dict[str, Tensor]:
+    flat = torch.zeros(60)
+    a, b = flat[:24].view(4, 6), flat[24:48].view(6, 4)
+    nn.init.normal_(a)
+    b.copy_(a.t()).mul_(2)
+    flat[50:].uniform_()
+    a[1].fill_(7)
+    a.t()[2] += b[2]
+    square = torch.ones(3, 3)
+    square.t_()[0, 1] = 5
+    z = torch.randn(4, dtype=torch.complex64)
+    return {"flat": flat, "a": a, "b": b, "square": square, "conj": z.conj(), "imag": z.imag}
+
+
+def data_swaps() -> list[Tensor]:
+    p = nn.Parameter(torch.randn(3, 4))
+    kept = p.data
+    p.data = torch.rand(2)
+    p.data.add_(1)
+    q = nn.Parameter(torch.empty(0))
+    q.data = torch.from_numpy(np.arange(3.0, dtype=np.float32))
+    grown = torch.empty(0).resize_(4).fill_(2)
+    return [p, kept, q, grown, torch.rand(3, out=torch.empty(3)), copy.deepcopy(p)]
+
+
+def dtypes() -> list[Any]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        a = torch.rand(3) + torch.arange(3)
+        return [
+            a,
+            torch.arange(4) / 3,
+            torch.ones(2, dtype=torch.int64) * 0.5,
+            a.to(torch.bfloat16),
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def values() -> list[Any]:
+    rates = [x.item() for x in torch.linspace(0, 0.3, 4)]
+    x = torch.arange(12.0).reshape(3, 4)
+    picked = x[x > 4]
+    table = np.asarray(x).sum(0).tolist()
+    if (x > 3).any() and not torch.equal(x, x + 1):
+        x += picked.numel()
+    where = torch.nonzero(x > 5)
+    return [rates, x, picked, table, where, x.tolist(), torch.rand(4) * rates[2], "name", None, 3]
+
+
+def values_drawn() -> list[Any]:
+    n = int(torch.randint(3, 9, ()).item())
+    x = torch.randn(n)
+    while x.min() < -0.5:
+        x = torch.where(x < -0.5, torch.randn(n), x)
+    return [x, torch.randn(2), n]
+
+
+def casts() -> list[Any]:
+    a, b = nn.Linear(4, 3), nn.Linear(4, 3)
+    b.weight = a.weight
+    both = nn.ModuleList([a, b]).to(torch.bfloat16)
+    assert a.weight is b.weight
+    return [
+        dict(both.named_parameters()),
+        parameters(nn.Linear(2, 2).half()),
+        nn.Linear(2, 2).weight,
+    ]
+
+
+def lists_of_tensors() -> list[Any]:
+    xs = [torch.randn(3), torch.randn(2)]
+    ms = torch._foreach_mul(xs, 2.0)
+    torch._foreach_add_(xs, 1.0)
+    return [*xs, *ms, *torch.randn(6).split(2), torch.stack(xs[:1])]
+
+
+def never_written() -> list[Any]:
+    return [
+        torch.zeros(3),
+        torch.empty(2, 0),
+        torch.full((2,), 3),
+        torch.tensor([1.0, 2.0]).add_(1),
+    ]
+
+
+MAKERS = [
+    *(every_initialiser, every_layer, seeds, generators, views_and_aliases, data_swaps, dtypes),
+    *(values, values_drawn, casts, lists_of_tensors, never_written),
+]
+
+
+@pytest.mark.parametrize("make_state", MAKERS, ids=lambda f: f.__name__)
+def test_bits(make_state: Callable[[], Any]) -> None:
+    check(make_state)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5"])
+def test_hugging_face(name: str) -> None:
+    hf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
+    d = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config, model = {
+        "Llama": (hf.LlamaConfig(**sizes, **d, num_attention_heads=4), hf.LlamaForCausalLM),
+        "GPT2": (hf.GPT2Config(**sizes, n_embd=32, n_layer=2, n_head=4), hf.GPT2LMHeadModel),
+        "Bert": (hf.BertConfig(**sizes, **d, num_attention_heads=4), hf.BertForMaskedLM),
+        "T5": (
+            hf.T5Config(**sizes, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8),
+            hf.T5ForConditionalGeneration,
+        ),
+    }[name]
+
+    def make_state() -> dict[str, Any]:
+        module = model(config)
+        return {"params": parameters(module), "buffers": dict(module.named_buffers())}
+
+    check(make_state)
+
+
+def test_a_module_may_be_copied_to_meta_on_the_way() -> None:
+    kept = []
+
+    def make_state() -> dict[str, Tensor]:
+        module = GPT(8, 1)
+        kept.append(copy.deepcopy(module).to("meta"))
+        return dict(module.named_parameters(remove_duplicate=False))
+
+    recording = check(make_state)
+    copy.deepcopy(kept[-1])  # such a template outlives the recording
+    assert recording.tree["head.weight"] is recording.tree["embed.weight"]
+    assert isinstance(recording.tree["head.weight"], nn.Parameter)
+
+
+def test_another_seed_gives_that_seeds_leaves() -> None:
+    recording = record(lambda: parameters(GPT(8, 2)))
+    torch.manual_seed(99)
+    expected = leaves(parameters(GPT(8, 2)))
+    torch.manual_seed(99)
+    taken = replayed(recording)
+    assert all(torch.equal(taken[i], leaf) for i, leaf in enumerate(expected))
+
+
+def test_values_drawn_hold_for_one_state_of_the_generator() -> None:
+    recording = record(values_drawn)
+    torch.rand(1)
+    with pytest.raises(PlacementError, match="set_rng_state"):
+        replayed(recording)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    step = st.tuples(st.integers(0, 15), *(st.integers(0, 9) for _ in range(3)))
+    return draw(st.lists(step, min_size=1, max_size=40))
+
+
+def run_program(program: list[tuple[int, ...]]) -> list[Tensor]:
+    """Random operations on random views of a growing pool; few of its tensors are returned."""
+    pool = [torch.zeros(2, 3), torch.randn(2, 3)]
+    g = torch.Generator().manual_seed(5)
+    for kind, i, j, n in program:
+        x, y = pool[i % len(pool)], pool[j % len(pool)]
+        match kind:
+            case 0:
+                x.normal_()
+            case 1:
+                x.zero_()
+            case 2:
+                x.copy_(y.clone())
+            case 3:
+                x[n % 2].uniform_(generator=g if n > 4 else None)
+            case 4:
+                x.t()[n % 3].fill_(n)
+            case 5:
+                pool.append(x + y)
+            case 6:
+                pool.append(x.flip(0) if n > 6 else x.t()[:, [1, 0]].t() if n > 4 else x[:, :])
+            case 7:
+                pool.append(torch.rand_like(y))
+            case 8:
+                pool.append(y.clone().mul_(n))
+            case 9:
+                x.add_(y)
+            case 10:
+                torch.manual_seed(n)
+            case 11:
+                g.manual_seed(n)
+            case 12:
+                pool.append(torch.zeros_like(x))
+            case 13:
+                x.mul_(float(y[0, 0] > 0))
+            case 14:
+                g.set_state(torch.get_rng_state())
+            case 15:
+                pool.append(torch.empty(9)[3:].view(2, 3).fill_(n))
+    return pool[::3] + pool[-1:]
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs())
+def test_any_program(program: list[tuple[int, ...]]) -> None:
+    check(run_program, program)
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes alive at once in storages that operations have touched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+        self.bytes = max(self.bytes, sum(n for _, n in self.storages.values()))
+        return result
+
+
+def peak_and_sizes(make_state: Callable[[], Any]) -> tuple[int, int, int]:
+    """Peak of a replay, the largest leaf, and the sum of leaves, in bytes."""
+    recording, sizes = record(make_state), []
+    with Peak() as peak:
+        recording.replay(lambda i, leaf: sizes.append(leaf.numel() * leaf.element_size()))
+    return peak.bytes, max(sizes), sum(sizes)
+
+
+def adam(params: dict[str, Tensor]) -> dict[str, Any]:
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    return {
+        "m": zeros,
+        "v": {n: torch.zeros_like(p) for n, p in params.items()},
+        "t": torch.tensor(0),
+    }
+
+
+def with_optimizer() -> Any:
+    params = parameters(GPT())
+    return {"params": params, "opt": adam(params)}
+
+
+def with_master_copies() -> Any:
+    params = parameters(GPT().to(torch.bfloat16))
+    masters = {name: p.float().clone() for name, p in params.items()}
+    return {"params": params, "masters": masters, "opt": adam(masters)}
+
+
+def with_truncated_normals() -> Any:
+    module = GPT()
+    for p in module.parameters():
+        nn.init.trunc_normal_(p, std=0.02)
+    return parameters(module)
+
+
+@pytest.mark.parametrize(
+    ("make_state", "times"),
+    [
+        (lambda: parameters(GPT()), 1.0),
+        (with_optimizer, 1.0),
+        (with_master_copies, 3.0),  # a weight, its 16-bit cast, and the master in the making
+        (with_truncated_normals, 4.0),  # the draw, its comparisons, the next draw
+    ],
+    ids=["params", "optimizer", "masters", "truncated"],
+)
+def test_peak_is_near_the_largest_leaf(make_state: Callable[[], Any], times: float) -> None:
+    plain, (peak, largest, total) = Peak(), peak_and_sizes(make_state)
+    with plain:
+        kept = make_state()
+    assert plain.bytes >= total > 10 * largest, "the measure sees a plain call hold everything"
+    assert largest <= peak <= times * largest + 4096
+    del kept
+    check(make_state)
+
+
+def test_values_of_the_constructor_are_not_kept() -> None:
+    """The first draws must run, for the generator's sake, but only as scratch."""
+
+    def make_state() -> list[Tensor]:
+        weights = [torch.randn(1000) for _ in range(10)]
+        return [w.normal_() for w in weights]
+
+    assert peak_and_sizes(make_state)[0] == 4000
+
+
+def test_dead_work_is_left_out() -> None:
+    def make_state() -> Tensor:
+        torch.randn(500, 500, generator=torch.Generator().manual_seed(0)) @ torch.ones(500, 500)
+        return torch.randn(10)
+
+    recording = check(make_state)
+    with Peak() as peak:
+        recording.replay(lambda i, leaf: None)
+    assert peak.bytes <= 500 * 500 * 4 + 40
+
+
+# -- what existed before, and what cannot be replayed ------------------------------------------
+
+
+def test_tensors_that_existed_before() -> None:
+    table, weight = torch.arange(6.0), nn.Parameter(torch.ones(2))
+
+    def make_state(x: Tensor) -> list[Tensor]:
+        return [table, x * 2 + table, weight, x.view(2, 3).clone().zero_(), table.view(2, 3)]
+
+    taken = replayed(check(make_state, torch.rand(6)))
+    assert taken[0] is table and taken[2] is weight
+
+
+def changes_an_argument(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+def converts_a_module() -> Tensor:
+    module = EXISTING.half()
+    return module.weight
+
+
+def on_meta() -> dict[str, Tensor]:
+    with torch.device("meta"):
+        return {"w": nn.Linear(2, 2).weight}
+
+
+def from_meta() -> Tensor:
+    return torch.ones(3).copy_(torch.ones(3, device="meta"))
+
+
+EXISTING = nn.Linear(2, 2)
+REFUSED: list[tuple[Callable[..., Any], str]] = [
+    (lambda: changes_an_argument(EXISTING.weight.data), "add_.*existed before.*clone.*step.place"),
+    (converts_a_module, "data.*existed before"),
+    (on_meta, "leaf w is on the meta device.*Leave out"),
+    (from_meta, "copy_.*meta device"),
+    (lambda: {"net": nn.Linear(2, 2)}, "leaf net is a Linear.*functionalize"),
+    (lambda: torch.ones(3).data_ptr(), "data_ptr.*memory.*step.place"),
+    (lambda: torch.get_rng_state() if torch.rand(2) is not None else None, "get_rng_state"),
+    (lambda: torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "0"), "all_reduce.*ranks"),
+    (lambda: torch.eye(3).to_sparse().coalesce(), "dense"),
+]
+
+
+@pytest.mark.parametrize(("make_state", "message"), REFUSED)
+def test_refusals(make_state: Callable[[], Any], message: str) -> None:
+    start = torch.get_rng_state()
+    with pytest.raises(PlacementError, match="(?s)" + message):
+        record(make_state)
+    assert torch.equal(torch.get_rng_state(), start)
+    assert EXISTING.weight.dtype == torch.float32
+
+
+def test_threads_do_not_see_each_other() -> None:
+    """Ranks of a simulated world initialise at once; what they seed themselves is theirs."""
+
+    def make_state(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return [torch.randn(100), parameters(GPT(8, 2)), nn.init.trunc_normal_(torch.empty(99))]
+
+    def rank(seed: int) -> list[Tensor]:
+        return list(replayed(record(make_state, seed)).values())
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(rank, range(9)))
+    for seed, result in enumerate(results):
+        expected = replayed(record(make_state, seed)).values()
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+        assert torch.equal(result[0], make_state(seed)[0])
+
+
+def test_an_error_of_the_users_stays_theirs() -> None:
+    def make_state() -> Tensor:
+        torch.rand(3)
+        return torch.ones(2) @ torch.ones(3)
+
+    start = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="size") as caught:
+        record(make_state)
+    assert "step.place" in "".join(caught.value.__notes__)
+    assert torch.equal(torch.get_rng_state(), start)
+
+
+def test_arrays_read_on_the_way_are_read_only() -> None:
+    def make_state() -> Tensor:
+        x = torch.ones(3)
+        x.numpy()[0] = 5
+        return x
+
+    with pytest.raises(ValueError, match="read-only"):
+        record(make_state)
+
+
+def test_a_tensor_that_was_not_returned_says_so() -> None:
+    kept = []
+    record(lambda: kept.append(torch.ones(2)))
+    with pytest.raises(PlacementError, match="did not return"):
+        kept[0] + 1
