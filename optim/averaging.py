@@ -53,7 +53,7 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
     def update(values: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
         count = state.count + 1
-        mean = tree.map(lambda x, a: moments.average(x, a, decay), values, state.ema)
+        mean = moments.blend(values, state.ema, decay, 1 - decay)
         seen = 1 - decay ** plain(count) if debias else 1.0
         out = tree.map(lambda a, x: (wide(a) / seen).to(x.dtype), mean, values)
         return out, EmaState(count, mean)

@@ -82,8 +82,9 @@ def masked(
     keep = by_path(mask)
 
     def update(grads: Tree, state: MaskedState, params: Tree) -> tuple[Tree, MaskedState]:
+        here = _among(grads, keep)
         updates, inner = tx.additive(
-            tree.select(grads, keep), state.inner_state, _select(params, keep)
+            tree.select(grads, here), state.inner_state, _select(params, here)
         )
         return tree.merge(updates, grads), MaskedState(inner)
 
@@ -136,11 +137,12 @@ def multi_transform(
     ) -> tuple[Tree, MultiTransformState]:
         # Aliases: a fused member may spend memory in which another member's leaves lie.
         alive = None if params is None else tree.map(lambda p: p.view_as(p), params)
-        mine = {name: _select(alive, keep) for name, keep in keeps.items()}
+        here = {name: _among(grads, keep) for name, keep in keeps.items()}
+        mine = {name: _select(alive, keep) for name, keep in here.items()}
         parts, states = {}, {}
         for name, tx in transforms.items():
             parts[name], states[name] = (tx.additive if additive else tx.update)(
-                tree.select(grads, keeps[name]), state.inner_states[name], mine[name]
+                tree.select(grads, here[name]), state.inner_states[name], mine[name]
             )
         return _united(parts, mine, grads, params), MultiTransformState(states)
 
@@ -155,6 +157,12 @@ def _present(params: Tree) -> Iterable[str]:
             yield from (f"{path}.{name}" if path else name for name in node.names())
         else:
             yield path
+
+
+def _among(grads: Tree, keep: Callable[[str], bool]) -> Callable[[str], bool]:
+    """``keep``, of the leaves that have a gradient."""
+    trained = frozenset(_present(grads))
+    return lambda path: path in trained and keep(path)
 
 
 def _has_label(label: Callable[[str], str], name: str, path: str) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zfunc import primitives, tree
-from zfunc.context import reuse
 from zfunc.optim import moments
 from zfunc.optim.base import GradientTransformation
 from zfunc.optim.decay import add_decay, decay_rates, needs_params
@@ -60,18 +59,13 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False) -> GradientTran
             grads = primitives.reduced(grads)
         step = grads
         if momentum:
-            trace = tree.map(lambda g, t: _push(g, t, momentum), grads, trace)
-            step = trace = primitives.reduced(trace)
+            step = trace = primitives.reduced(moments.blend(grads, trace, momentum, 1))
         if nesterov:
             step = tree.map(lambda g, t: wide(g) + wide(t) * momentum, grads, trace)
         updates = tree.map(lambda u, g: (wide(u) * -rate).to(g.dtype), step, grads)
         return updates, SgdState(state.count + 1, trace)
 
     return GradientTransformation(init, update, checked=True)
-
-
-def _push(grad: Tensor, trace: Tensor, momentum: float) -> Tensor:
-    return wide(reuse(trace)).mul_(momentum).add_(wide(grad)).to(trace.dtype)
 
 
 class LionState(NamedTuple):
@@ -115,7 +109,7 @@ def lion(
         rate, grads = at(lr, state.count), primitives.reduced(grads)
         step = tree.map(lambda g, m: torch.sign(_mean(g, m, b1)), grads, state.mu)
         step = add_decay(rates, step, params)
-        mu = tree.map(lambda g, m: moments.average(g, m, b2), grads, state.mu)
+        mu = moments.blend(grads, state.mu, b2, 1 - b2)
         updates = tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu)
         return updates, LionState(state.count + 1, mu)
 

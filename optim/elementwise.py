@@ -66,7 +66,7 @@ def _try(tx: Any) -> None:
         except Exception as error:
             raise CompositionError(_not_elementwise(f"it raises {error!r}")) from error
         if not same:
-            raise CompositionError(_not_elementwise("its updates are others"))
+            raise CompositionError(_not_elementwise("its updates come out differently"))
 
 
 def _sample(seed: int) -> Tree:

@@ -28,7 +28,7 @@ from zfunc.tree import NAMESPACE, Placed
 __all__ = ["BLOCK", "adamw_", "step"]
 
 BLOCK = 64
-SCRATCH = 1 << 17
+SCRATCH = 1 << 18
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -98,7 +98,7 @@ def _fits(row: Row) -> bool:
 
 def _own(tensors: Sequence[Tensor]) -> list[Tensor]:
     """``reuse`` of each; two that share their elements get memory each."""
-    return [reuse(x) for x in tensors]
+    starts = [x.data_ptr() for x in tensors]
     if len(set(starts)) == len(starts) and not any(x.storage_offset() for x in tensors):
         return [reuse(x) for x in tensors]
     # The first `reuse` of a storage blanks all the tensors in it, but none of these aliases.

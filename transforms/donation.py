@@ -10,6 +10,7 @@ change. torch has no donated buffers as XLA has, so the places that write new va
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ class Donate(Transform):
     def configure(self, running: Context, state: Any) -> None:
         running.donation = Donation.of(x for x in tree.leaves(state) if isinstance(x, Tensor))
 
-    def describe(self) -> list[str]:
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         return ["donate: new state in the memory of the old one, which is spent"]
 
 

@@ -32,14 +32,16 @@ from zfunc.context import Context
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, make_layout
 from zfunc.mesh import MESH, Mesh, group
-from zfunc.passes import Pending, UnitInfo
+from zfunc.passes import Pending, UnitInfo, there_and_back
 from zfunc.placement import Entries, Twins, borrowed, packed, placed_nodes, reassembled
 from zfunc.sharded import Sharded, cut, home_of, is_frozen
 from zfunc.step import Transform, transform_of
+from zfunc.traffic import Traffic, gathered, joined, reduced
 from zfunc.tree import NAMESPACE, Tree
 
 __all__ = ["Shard", "shard"]
 
+CUT = ("nothing", "optimizer state", "gradients and optimizer state", "the whole state")
 ROLES = {"params": "params", "opt_state": "opt_state"}
 
 
@@ -58,6 +60,7 @@ class Shard(Transform):
     position: ClassVar[int] = 200
     enters: ClassVar[bool] = False
     leaves: ClassVar[bool] = True
+    represents: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
     name: ClassVar[str] = "shard"
 
@@ -200,6 +203,58 @@ class Shard(Transform):
             if name in before and name in after and isinstance(before[name], Sharded):
                 after[name] = reassembled(before[name], after[name])
         return after.rebuild()
+
+
+    # What it says of itself
+
+    def expect(self, state: Any, memo: dict[Any, Any]) -> None:
+        """Until a step has run: every params tree is differentiated once, all layers in order."""
+        entries = Entries(state)
+        placed = [entries[name] for name in self._named("params") if name in entries]
+        for call, params in enumerate(placed):
+            layout = params.layout if isinstance(params, Sharded) else self._home(params)
+            memo["sources", call] = [(layout, self.stage >= 1)]
+            memo["plan", "grad", call] = there_and_back([layout])
+
+    def _home(self, params: Tree) -> Layout:
+        home = next((home for leaf in tree.leaves(params) if (home := home_of(leaf))), None)
+        return home[0] if home else self.layout(params)
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        size, what = self.group.size, CUT[self.stage]
+        lines = [f"shard: {what} cut over {size} rank{'s' * (size > 1)} of axis {self.axis!r}"]
+        for layout, _ in _sources(memo):
+            sizes = {
+                unit.name: sum(layout.flats[i].length * layout.flats[i].dtype.itemsize for i in unit.flats)
+                for unit in layout.units
+            }
+            largest = max(sizes, key=lambda name: sizes[name], default="none")
+            lines.append(
+                f"units: {len(sizes)}, the largest {largest} of {sizes.get(largest, 0)} bytes; "
+                f"{self.prefetch} gathered ahead"
+            )
+        return lines
+
+    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
+        """What this rank sends for parameters and gradients in one step."""
+        traffic, rank, call = Traffic(), self.group.rank, 0
+        while self.group.size > 1 and ("sources", call) in memo:
+            for i, (layout, cut) in enumerate(memo["sources", call]):
+                units = [unit for source, unit in memo["plan", "grad", call] if source == i]
+                if self.stage == 3:
+                    gathered(traffic, layout, units, rank)
+                reduced(traffic, layout, cut, units, rank)
+                if cut and self.stage < 3:
+                    joined(traffic, layout, rank)
+            call += 1
+        return traffic
+
+
+def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:
+    rows = []
+    while ("sources", len(rows)) in memo:
+        rows.append(memo["sources", len(rows)])
+    return [source for row in rows for source in row]
 
 
 class Reducing:

@@ -243,7 +243,8 @@ class Template:
         """Bind a unit's plain params; a ``Ref`` or nothing leaves its resting tensors."""
         if value is None or isinstance(value, Ref):
             _fill(self.unit_rest[i])
-            self.cells[i].hold(value)
+            if self.cells[i].ref is not value:
+                self.cells[i].hold(value)
         else:
             unit = self.anatomy.units[i]
             write(value, self.unit_nodes[i], [], unit.leaves, f"layer {unit.name}")

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 # Up to here an all-reduce exchanges whole tensors, beyond it segments in two rounds. Between two
 # ranks both send the same bytes, so one round is better until its buffers grow too large.
-WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 16 * 2**10, 32 * 2**20
+WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 2**10, 32 * 2**20
 INFLIGHT_BYTES = 64 * 2**20  # that unfinished reductions may hold
 
 
@@ -44,6 +44,21 @@ def even_cuts(numel: int, size: int) -> tuple[int, ...]:
     """
     small, rest = divmod(numel, size)
     return tuple(small * r + min(r, rest) for r in range(size + 1))
+
+
+def _goes_whole(nbytes: int, size: int) -> bool:
+    """Whether an all-reduce exchanges whole tensors instead of segments."""
+    return nbytes <= (WHOLE_BYTES_OF_TWO if size == 2 else WHOLE_BYTES)
+
+
+def all_reduce_bytes(numel: int, itemsize: int, rank: int, size: int) -> int:
+    """Payload bytes that ``rank`` of ``size`` sends in an all-reduce of ``numel`` elements."""
+    nbytes = numel * itemsize
+    if _goes_whole(nbytes, size):
+        return nbytes * (size - 1)
+    offsets = even_cuts(numel, size)
+    own = (offsets[rank + 1] - offsets[rank]) * itemsize
+    return nbytes - own + own * (size - 1)
 
 
 class Handle(Generic[T]):
@@ -77,6 +92,7 @@ class Handle(Generic[T]):
         """
         with self._lock:
             if self._steps is not None:
+                self._group._finish_before(self)
                 self._run(lambda: next(self._steps))  # type: ignore[arg-type]
         if self._error is not None:
             raise self._error
@@ -104,7 +120,8 @@ class Group:
     """The ranks along one axis of a mesh (or along several, flattened), as this rank sees them.
 
     All ranks of the group issue the same collectives in the same order; they may wait for them
-    in any order. Every method that returns a :class:`Handle` is asynchronous.
+    in any order (between groups that share ranks, in the same one). Every method that returns a
+    :class:`Handle` is asynchronous.
 
     Attributes:
         axis: the axis' name; a flattened group joins the names with ``+``.
@@ -205,14 +222,13 @@ class Group:
             ValueError: ``x`` is not contiguous.
         """
         flat = self._flat("all_reduce", label, x)
-        if flat.nbytes <= (WHOLE_BYTES_OF_TWO if self.size == 2 else WHOLE_BYTES):
-            offsets, sent = None, flat.nbytes * (self.size - 1)
-            held = sent
+        sent = all_reduce_bytes(flat.numel(), flat.element_size(), self.rank, self.size)
+        if _goes_whole(flat.nbytes, self.size):
+            offsets, held = None, sent
         else:
             offsets = even_cuts(flat.numel(), self.size)
             own = (offsets[self.rank + 1] - offsets[self.rank]) * flat.element_size()
             held = own * (self.size - 1)
-            sent = flat.nbytes - own + held
         call = self._call("all_reduce", label, (flat.dtype, flat.numel()), sent)
         return self._reduce(
             held, lambda: _returning(x, self._transport.all_reduce(call, flat, offsets))
@@ -319,8 +335,7 @@ class Group:
         return Call(kind, label, announced(kind, label, what), self._issued)
 
     def _issue(self, steps: Steps[T]) -> Handle[T]:
-        while self._dropped:
-            self._dropped.pop(0).wait()
+        self._finish_dropped()
         return Handle(steps, self)
 
     def _reduce(self, held: int, start: Callable[[], Steps[T]]) -> Handle[T]:
@@ -335,6 +350,23 @@ class Group:
         handle = self._issue(start())
         self._inflight = [*unfinished, (weakref.ref(handle), held)]
         return handle
+
+    def _finish_before(self, handle: Handle[Any]) -> None:
+        """Finish the reductions issued before this one, if it is one.
+
+        Some take two rounds, the second of which begins in ``wait``: ranks that waited for them
+        in different orders would wait for each other.
+        """
+        inflight = [ref() for ref, _ in self._inflight]
+        if handle in inflight:
+            self._finish_dropped()
+            for earlier in inflight[: inflight.index(handle)]:
+                if earlier is not None:
+                    earlier.wait()
+
+    def _finish_dropped(self) -> None:
+        while self._dropped:
+            self._dropped.pop(0).wait()
 
 
 def _returning(x: T, steps: Steps[Any]) -> Steps[T]:

@@ -20,10 +20,10 @@ from zfunc import context, random
 from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.errors import PlacementError
-from zfunc.passes import Pass, Source
+from zfunc.passes import Pass, Source, there_and_back
 from zfunc.primitives import Mean, enter
 from zfunc.sharded import is_frozen
-from zfunc.tree import NAMESPACE, Placed, Tree
+from zfunc.tree import NAMESPACE, Placed, Tree, dotted
 
 __all__ = ["evaluate", "value_and_grad"]
 
@@ -129,7 +129,7 @@ def _local(
     """Differentiate plain parameters on this rank; nested calls keep the graph."""
     keys, leaves, spec = optree.tree_flatten_with_path(params, none_is_leaf=True, namespace=NAMESPACE)
     for key, leaf in zip(keys, leaves, strict=True):
-        _check_differentiable(".".join(map(str, key)), leaf)
+        _check_differentiable(dotted(*key), leaf)
     nested = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     live = [x is not None and not is_frozen(x) for x in leaves]
     with torch.enable_grad():
@@ -210,9 +210,10 @@ def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     """The scope of one loss: torch's random functions are decided by the step's key."""
     if running.key is None:
         return nullcontext()
+    key = random.fold_in(running.key, running.group.rank)
     running.layer_calls = 0
-    running.layer_key = random.fold_in(running.key, 2 * call + 1)
-    return random.scope(random.fold_in(running.key, 2 * call))
+    running.layer_key = random.fold_in(key, 2 * call + 1)
+    return random.scope(random.fold_in(key, 2 * call))
 
 
 def _by_unit(
@@ -228,7 +229,7 @@ def _by_unit(
     """Differentiate parameters that enter and leave unit by unit."""
     rebuild, sources = _sources(running, owner, params)
     plan = ("plan", "grad", call)
-    owner.plan = running.memo.get(plan) or _there_and_back(sources)
+    owner.plan = running.memo.get(plan) or there_and_back([source.layout for source in sources])
     running.passes.append(owner)
     try:
         with torch.enable_grad():
@@ -242,16 +243,11 @@ def _by_unit(
         torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()
         running.memo[plan] = tuple(owner.events)
+        running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
         return (value(), _detached(aux)), rebuild([source.gradients() for source in sources])
     finally:
         running.passes.pop()
         owner.close()
-
-
-def _there_and_back(sources: Sequence[Source]) -> list[tuple[int, int]]:
-    """Before anything is recorded: all units in order, and back."""
-    order = [run.key for source in sources for run in source.runs]
-    return [*order, *reversed(order)]
 
 
 def _sources(

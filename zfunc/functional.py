@@ -161,6 +161,7 @@ def functionalize(module: nn.Module, units: Choice = None, train: bool | None = 
             sharded already; a module wrapped for data parallelism; ``units`` that
             match nothing.
 
+    >>> import torch
     >>> model = functionalize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     >>> sorted(tree.flatten_names(model.params))
     ['0.bias', '0.weight', '2.bias', '2.weight']

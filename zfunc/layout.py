@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zfunc.errors import PlacementError
 from zfunc.mesh import Mesh
-from zfunc.tree import NAMESPACE, Layers, Tree
+from zfunc.tree import NAMESPACE, Layers, Tree, dotted
 
 __all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "make_layout"]
 
@@ -260,7 +260,7 @@ class Layout:
         kept = self.select(lambda i: start <= i < stop)
         used = tuple(sorted({slot.flat for slot in kept.slots[start:stop] if slot}))
         renumber = {old: new for new, old in enumerate(used)}
-        cut = len(str(entry)) + 1
+        cut = len(str(entry)) + 1 if str(entry) else 0
         slots = tuple(
             slot
             and replace(
@@ -338,7 +338,7 @@ def find_layers(tree: Tree) -> tuple[optree.PyTreeSpec, tuple[Layer, ...]]:
     keys, items, spec = optree.tree_flatten_with_path(
         tree, is_leaf=lambda x: isinstance(x, Layers), none_is_leaf=True, namespace=NAMESPACE
     )
-    nodes = [visit(".".join(map(str, key)), item) for key, item in zip(keys, items, strict=True)]
+    nodes = [visit(dotted(*key), item) for key, item in zip(keys, items, strict=True)]
     holed = optree.tree_unflatten(spec, nodes)
     return optree.tree_structure(holed, none_is_leaf=True, namespace=NAMESPACE), tuple(layers)
 
@@ -424,7 +424,7 @@ def make_layout(
         PlacementError: a leaf that is no floating-point tensor, named by its path.
     """
     keys, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
-    names = [".".join(map(str, key)) for key in keys]
+    names = [dotted(*key) for key in keys]
     for name, leaf in zip(names, leaves, strict=True):
         if leaf is not None:
             _check_leaf(name, leaf)

@@ -537,6 +537,16 @@ class Pass:
         self.results.clear()
 
 
+def there_and_back(layouts: Sequence[Layout]) -> list[tuple[int, int]]:
+    """A plan before anything is recorded: the root, all layers in order, and back."""
+    root, layers = [], []
+    for k, layout in enumerate(layouts):
+        _, last = _units_of_layers(layout)
+        for i in range(len(layout.units)):
+            (layers if i in last else root).append((k, i))
+    return [*root, *layers, *reversed(layers)]
+
+
 def entered(params: Placed) -> Any:
     """How placed parameters enter without gradients, inside a step and outside one."""
     if not isinstance(params, Sharded):

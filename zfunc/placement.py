@@ -12,7 +12,7 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot, Unit, find_layers
 from zfunc.sharded import Sharded, assemble, freeze, leaves_of, settle_home
-from zfunc.tree import NAMESPACE, Placed, Tree
+from zfunc.tree import NAMESPACE, Placed, Tree, dotted
 
 __all__ = ["Entries", "Twins", "borrowed", "packed", "placed_nodes", "reassembled"]
 
@@ -170,7 +170,7 @@ def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:
             if slot.flat not in numbers:
                 numbers[slot.flat] = len(flats)
                 flats.append(kept.flats[slot.flat])
-            path = ".".join(map(str, keys[new]))
+            path = dotted(*keys[new])
             slots[new] = replace(slot, path=path, flat=numbers[slot.flat], index=new)
         units.extend(
             Unit(

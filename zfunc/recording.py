@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         values, spec = optree.tree_flatten(tree, namespace="zfunc")
         leaves: dict[int, Leaf] = {}
         for i, (path, value) in enumerate(zip(spec.paths(), values, strict=True)):
-            name = ".".join(map(str, path)) or "(the result itself)"
+            name = dotted(*path) or "(the result itself)"
             if isinstance(value, torch.nn.Module):
                 raise PlacementError(_MODULE.format(name, type(value).__name__))
             if isinstance(value, Tensor):

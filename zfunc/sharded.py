@@ -140,6 +140,20 @@ class Sharded(Placed):
             for slot, a, b, _ in self.layout.segments(i, rank)
         }
 
+    def writer(self, index: int) -> Callable[[Tensor], None]:
+        """A function that writes this rank's piece of leaf ``index``, given its full value, in place."""
+        slot = self.layout.slots[index]
+        assert slot is not None
+        local, rank = self.flats[slot.flat], self.group.rank
+        assert local is not None
+        rows = [row for row in self.layout.segments(slot.flat, rank) if row[0].index == index]
+
+        def write(value: Tensor) -> None:
+            for _, a, b, offset in rows:
+                local[a:b] = value.reshape(-1)[offset : offset + b - a]
+
+        return write
+
     def select(self, keep: Callable[[str], bool]) -> Sharded:
         slots = self.layout.slots
         return self.recut(self.layout.select(lambda i: (s := slots[i]) is not None and keep(s.path)))
@@ -237,10 +251,13 @@ class Sharded(Placed):
 
     def _descend(self, rest: str, path: str) -> tuple[Sharded, str]:
         """The child that the longest fitting beginning of ``rest`` names."""
-        for entry in self.layout.spec.entries():
+        entries = self.layout.spec.entries()
+        for entry in sorted(entries, key=lambda e: len(str(e)), reverse=True):
             name = str(entry)
             if rest == name or rest.startswith(name + "."):
                 return self[entry], rest[len(name) + 1 :]
+            if not name:
+                return self[entry], rest
         raise PlacementError(
             f"no leaf at {path!r}: here are {', '.join(map(str, self.layout.spec.entries()))}."
         )

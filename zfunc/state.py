@@ -123,7 +123,7 @@ def _marked(params: Any, frozen: frozenset[str]) -> Any:
     )
     out = [
         freeze(leaf.detach())
-        if ".".join(map(str, key)) in frozen and isinstance(leaf, Tensor) and not is_frozen(leaf)
+        if tree.dotted(*key) in frozen and isinstance(leaf, Tensor) and not is_frozen(leaf)
         else leaf
         for key, leaf in zip(keys, leaves, strict=True)
     ]

@@ -18,7 +18,7 @@ that in which the user wrapped them: transforms commute.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -29,11 +29,14 @@ from torch import Tensor
 from zfunc import context, random, tree, world
 from zfunc.comm import ledger
 from zfunc.context import Context, LayerInfo
+from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
+from zfunc.initialisation import init
 from zfunc.mesh import MESH
 from zfunc.passes import Pending, UnitInfo
+from zfunc.traffic import Traffic
 
-__all__ = ["Description", "Step", "Transform", "as_step", "transform_of"]
+__all__ = ["Step", "Transform", "as_step", "transform_of"]
 
 
 class Transform:
@@ -43,6 +46,7 @@ class Transform:
         position: where on the way of the data it acts; smaller is nearer to storage.
         enters, leaves: whether ``enter`` / ``leave`` do anything.
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
+        represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
         compresses: whether ``reduce`` or ``settle`` do anything.
     """
@@ -51,6 +55,7 @@ class Transform:
     enters: ClassVar[bool] = False
     leaves: ClassVar[bool] = False
     before_gather: ClassVar[bool] = False
+    represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
 
@@ -96,24 +101,19 @@ class Transform:
         """Put the result of a call in order; ``old`` is the state that went in."""
         return out
 
-    def describe(self) -> list[str]:
+    def expect(self, state: Any, memo: dict[Any, Any]) -> None:
+        """Note in the step's memo what ``describe`` needs of a state just placed."""
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         """Lines for ``step.describe()``."""
         return []
 
+    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
+        """What one rank sends for this transform in one step."""
+        return Traffic()
+
     def close(self) -> None:
         """Release what the transform holds."""
-
-
-class Description(str):
-    """The text of ``step.describe()``, with its figures as attributes.
-
-    Attributes:
-        state_bytes: bytes of the placed state on this rank.
-        sent_bytes: bytes that this rank sends in one step, headers included.
-    """
-
-    state_bytes: int | None = None
-    sent_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Step:
 
     def _check(self, state: Any) -> None:
         context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
-        if not any(t.needs_gradients for t in self.transforms) and _first_placed(state):
+        if not any(t.represents for t in self.transforms) and _first_placed(state):
             raise PlacementError(
                 "this state was placed by another step: a bare step takes plain trees. Call the step "
                 "that placed it, or take the state back with its `unplace`."
@@ -213,13 +213,19 @@ class Step:
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "
                 "from, or `step.unplace(state)`."
             )
-        placed = state
-        for transform in reversed(self.transforms):
-            placed = transform.place(placed)
-        if not self.transforms:
-            placed = _copied(state)
-        self._memo()["state_bytes"] = tree.size_bytes(placed)
+        return self._noted(self._placed(state))
+
+    def _noted(self, placed: Any) -> Any:
+        memo = self._memo()
+        memo["held"] = held_bytes(placed)
+        for transform in self.transforms:
+            transform.expect(placed, memo)
         return placed
+
+    def _placed(self, state: Any) -> Any:
+        for transform in reversed(self.transforms):
+            state = transform.place(state)
+        return state if any(t.represents for t in self.transforms) else _copied(state)
 
     def unplace(self, state: Any) -> Any:
         """The full state, bitwise what ``place`` was given; a collective."""
@@ -235,18 +241,16 @@ class Step:
             PlacementError: the initialiser does something that cannot be replayed leaf
                 by leaf (it reads values, say); the message names the operation.
         """
-        from zfunc.initialisation import init
-
-        return init(self, make_state, args, kwargs)
+        return self._noted(init(self._placed, make_state, args, kwargs))
 
     def describe(self) -> Description:
-        """What this step does and costs, as text (and as attributes of the text)."""
-        memo = self._memo()
-        lines = [repr(self)]
-        for transform in self.transforms:
-            lines.extend(f"  {line}" for line in transform.describe())
-        text = "\n".join(lines)
-        return Description(text)
+        """What this step does and costs, as text (and as attributes of the text).
+
+        State and traffic are known once the step has placed a state. Until it has run,
+        the traffic is that of one ``value_and_grad`` of all parameters; afterwards that
+        of the recorded path.
+        """
+        return describe(self, self._memo())
 
     def close(self) -> None:
         """Release files, locks, rings and streams; the step can be used again."""
@@ -284,7 +288,7 @@ def _first_placed(state: Any) -> str | None:
     )
     for key, node in zip(keys, nodes, strict=True):
         if isinstance(node, tree.Placed):
-            return ".".join(map(str, key)) or "the state"
+            return tree.dotted(*key) or "the state"
     return None
 
 

@@ -134,7 +134,7 @@ def train_rank(run: Run) -> dict[str, Any]:
             batch = batch_at(n, corpus.train, run.batch, run.context, run.seed)
             state, metrics = step(state, zf.local_batch(batch).to(device))
             loss = _finite(float(metrics["loss"]), n + 1, run)
-            judged = (n + 1) % max(1, run.steps // 8) == 0 or n + 1 == run.steps
+            judged = (n + 1) % -(-run.steps // 8) == 0 or n + 1 == run.steps
             val_loss = validate(state.params, corpus.heldout, run, device) if judged else None
             speed = live.step(n + 1, loss, val=val_loss)
             more = {"grad_norm": float(metrics["grad_norm"]), "tokens_per_second": round(speed, 1)}

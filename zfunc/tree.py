@@ -31,6 +31,7 @@ __all__ = [
     "Layers",
     "Lazy",
     "Placed",
+    "dotted",
     "flatten_names",
     "full",
     "get",
@@ -182,7 +183,8 @@ def _is_opaque(node: Any) -> bool:
     return isinstance(node, Placed | Lazy)
 
 
-def _join(*parts: Any) -> str:
+def dotted(*parts: Any) -> str:
+    """The path of a leaf from its entries; empty ones are dropped."""
     return ".".join(str(part) for part in parts if str(part) != "")
 
 
@@ -194,7 +196,7 @@ def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     if any(isinstance(item, Lazy) for item in items):
         forced = [item.force() if isinstance(item, Lazy) else item for item in items]
         return _flatten(optree.tree_unflatten(spec, forced))
-    return [_join(*key) for key in keys], items, spec
+    return [dotted(*key) for key in keys], items, spec
 
 
 def _align(trees: Sequence[Tree]) -> tuple[list[str], list[list[Any]], optree.PyTreeSpec]:
@@ -303,7 +305,7 @@ def select(tree: Tree, keep: Callable[[str], bool]) -> Tree:
     """
     names, items, spec = _flatten(tree)
     out = [
-        item.select(lambda inner, name=name: keep(_join(name, inner)))
+        item.select(lambda inner, name=name: keep(dotted(name, inner)))
         if isinstance(item, Placed)
         else (item if keep(name) else None)
         for name, item in zip(names, items, strict=True)
@@ -333,7 +335,7 @@ def paths(tree: Tree) -> list[str]:
     out: list[str] = []
     for name, item in zip(names, items, strict=True):
         if isinstance(item, Placed):
-            out.extend(_join(name, inner) for inner in item.names())
+            out.extend(dotted(name, inner) for inner in item.names())
         else:
             out.append(name)
     return out
@@ -350,7 +352,7 @@ def flatten_names(tree: Tree) -> dict[str, Any]:
     for name, item in zip(names, items, strict=True):
         if isinstance(item, Placed):
             inner = flatten_names(item.full())
-            out.update({_join(name, key): value for key, value in inner.items()})
+            out.update({dotted(name, key): value for key, value in inner.items()})
         elif item is not None:
             out[name] = item
     return out

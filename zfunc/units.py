@@ -164,15 +164,10 @@ def _chosen(
         full = _join(name, child_name)
         if child is None:
             continue
-        if not choice(full, child):
-            yield from _chosen(full, child, choice)
-        elif _callable(child):
+        if _callable(child) and choice(full, child):
             yield full
         else:
-            raise PlacementError(
-                f"units= chose {full}, a {type(child).__name__}, which is never called. "
-                f"Choose what it contains, e.g. {full + '.*'!r}."
-            )
+            yield from _chosen(full, child, choice)
 
 
 def _unit_names(module: nn.Module, units: Choice) -> list[str]:
@@ -186,8 +181,8 @@ def _unit_names(module: nn.Module, units: Choice) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in names):
             some = [name for name, _ in module.named_modules() if name][:5]
             raise PlacementError(
-                f"units={pattern!r} matches no outermost submodule of {type(module).__name__}. "
-                f"Its submodules are {', '.join(some)}, ..."
+                f"units={pattern!r} chooses no module that {type(module).__name__} calls (a list "
+                f"is not called, its children are: 'blocks.*'). It has {', '.join(some)}, ..."
             )
     return names
 

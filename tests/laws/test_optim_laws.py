@@ -174,10 +174,10 @@ def test_one_bad_element_on_one_rank_skips_the_step_on_all(like, ranks, bad):
 
 
 def test_a_custom_transformation_is_tried_without_a_collective():
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
 
     def update(grads, state, params):
-        seen.append(zf.world_size())
+        seen.append((zf.world_size(), context.current() is not None))
         return tree.map(torch.sign, grads), state
 
     params = {"root": {"w": torch.randn(130)}}
@@ -185,10 +185,49 @@ def test_a_custom_transformation_is_tried_without_a_collective():
     tx = optim.GradientTransformation(lambda params: optim.EmptyState(), update)
 
     def rank():
+        token = context.push(context.Context())
         with zf.comm.ledger() as led:
             tx.update(cut(layout, params, zf.rank()), optim.EmptyState())
+        context.pop(token)
         return led.calls
 
     assert zf.simulate(2)(rank)() == [0, 0]
-    assert seen.count(1) in (4, 8)  # one trial of two updates on two trees, or one on each rank
-    assert seen.count(2) == 2
+    assert seen.count((2, True)) == 2
+    # A trial, on one rank or on each, is two updates of two trees, in no world and no step.
+    assert seen.count((1, False)) in (4, 8)
+    assert len(seen) == 2 + seen.count((1, False))
+
+
+def loss_fn(params: Tree, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, y = batch
+    x = zf.scan(lambda p, h: h + torch.tanh(h @ p["w"] + p["b"]), params["layers"], x)
+    return ((x @ params["head"] - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("frozen", [(), ("layers.1.w", "layers.1.b", "head")])
+def test_every_optimizer_at_every_stage(name, frozen):
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    layers = zf.Layers([{"w": 0.1 * new(8, 8), "b": new(8)} for _ in range(3)])
+    params, batch = {"layers": layers, "head": new(8, 1)}, (new(6, 8), new(6, 1))
+    step = zf.train_step(loss_fn, EVERY[name])
+    state = zf.TrainState.create(params, EVERY[name], trainable=lambda path: path not in frozen)
+
+    def rank(step, data):
+        placed = step.place(state)
+        part = tuple(x.chunk(zf.world_size())[zf.rank()] for x in data)
+        for _ in range(4):
+            placed, _ = step(placed, part)
+        return step.unplace(placed)
+
+    expected = rank(step, batch)
+    for stage in range(4):
+        sharded = zf.shard(step, stage=stage)
+        for one in (sharded, zf.donate(sharded)):
+            for found in zf.simulate(2)(rank)(one, batch):
+                assert_same(found.params, expected.params, exact=False)
+                assert_same(found.opt_state, expected.opt_state, exact=False)

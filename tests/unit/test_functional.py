@@ -293,6 +293,7 @@ def test_units_can_be_chosen(way: str) -> None:
         ["stem", "head", "stages.0.0"],
         lambda name, part: isinstance(part, ConvBlock | nn.Linear),
         "stages.*.conv",
+        ["stages.*", "head"],
         lambda name, part: False,
     ):
         f = functionalize(module, units=units)  # type: ignore[arg-type]

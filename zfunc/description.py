@@ -1,0 +1,79 @@
+"""The text of ``step.describe()``: transforms, state per rank, bytes per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from zfunc import tree, world
+from zfunc.comm import HEADER_BYTES
+from zfunc.errors import PlacementError
+from zfunc.placement import Entries
+from zfunc.traffic import PURPOSES, Traffic
+
+if TYPE_CHECKING:
+    from zfunc.step import Step
+
+__all__ = ["Description", "describe", "held_bytes"]
+
+
+class Description(str):
+    """Text with its figures as attributes.
+
+    Attributes:
+        state_bytes: bytes of the placed state on this rank; None before ``place``.
+        sent_bytes: bytes that this rank sends in one step, headers included; None
+            before ``place``.
+    """
+
+    state_bytes: int | None = None
+    sent_bytes: int | None = None
+
+
+def held_bytes(state: Any) -> dict[str, int]:
+    """Bytes that this rank holds, by entry of the state."""
+    try:
+        entries = Entries(state)
+    except PlacementError:
+        return {"state": tree.size_bytes(state)}
+    return {name: tree.size_bytes(entries[name]) for name in entries.names}
+
+
+def describe(step: Step, memo: Mapping[Any, Any]) -> Description:
+    """See :meth:`zfunc.Step.describe`."""
+    lines = [repr(step)]
+    for transform in step.transforms:
+        lines += [f"  {line}" for line in transform.describe(memo)]
+    if "held" not in memo:
+        lines.append("  place a state to learn its bytes per rank and the bytes sent per step")
+        return Description("\n".join(lines))
+    held = memo["held"]
+    state_bytes = sum(held.values())
+    lines.append(f"  state on this rank: {state_bytes} bytes ({_listed(held)})")
+    payload, sent_bytes = _sent(step, memo)
+    lines.append(f"  sent by this rank per step: {sent_bytes} bytes ({_listed(payload)})")
+    out = Description("\n".join(lines))
+    out.state_bytes, out.sent_bytes = state_bytes, sent_bytes
+    return out
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in parts.items() if n) or "nothing"
+
+
+def _sent(step: Step, memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
+    """Predicted bytes by purpose, and their sum."""
+    total = Traffic()
+    for transform in step.transforms:
+        part = transform.traffic(memo)
+        total.payload += part.payload
+        total.calls += part.calls
+    peers = world.current().size - 1
+    if "sent" in memo:
+        for label, nbytes in memo["sent"].by_label.items():
+            if label.split(" ", 1)[0] not in PURPOSES:
+                total.payload["losses, norms and metrics"] += nbytes
+                total.calls += memo["sent"].calls_by_label[label]
+    parts = dict(total.payload)
+    parts["headers"] = HEADER_BYTES * total.calls * peers
+    return parts, sum(parts.values())

@@ -1,0 +1,87 @@
+"""``step.init``: place a state while it is being made, leaf by leaf.
+
+The initialiser runs twice: once without memory, which gives the structure and with
+it the placed state's buffers, and once for real (:mod:`zfunc.replay`), when each
+leaf's part is copied out as soon as the leaf is final and the rest is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import replay
+from zfunc.mesh import group
+from zfunc.recording import record
+from zfunc.sharded import Sharded, inherit
+from zfunc.tree import NAMESPACE, Placed
+
+__all__ = ["init"]
+
+Write = Callable[[Tensor], None]
+
+
+def init(
+    place: Callable[[Any], Any], make_state: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """``place(make_state(*args, **kwargs))``, holding one leaf at a time.
+
+    Args:
+        place: representation of a state whose tensors are on ``meta``.
+
+    Raises:
+        PlacementError: ``make_state`` does something that cannot be replayed.
+    """
+    ranks = group(None, "data")  # simulated ones share the generator: read it before any moves it
+    ranks.barrier(label="init")
+    random_state = torch.get_rng_state()
+    ranks.barrier(label="init")
+    recording = record(make_state, *args, **kwargs)
+    placed = materialised(place(recording.tree))
+    writes = _writes(recording.tree, placed)
+    with replay.LOCK:
+        torch.set_rng_state(random_state)
+        recording.replay(lambda i, leaf: writes[i](leaf.detach()))
+    return placed
+
+
+def materialised(state: Any) -> Any:
+    """A tree on ``meta`` in real, zeroed memory; tensors that shared memory share it again."""
+    storages: dict[int, Tensor] = {}
+    device = torch.get_default_device()
+
+    def real(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.is_meta):
+            return x
+        storage = x.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=device)
+        base = storages[storage._cdata].view(x.dtype)
+        return inherit(base.as_strided(x.shape, x.stride(), x.storage_offset()), x)
+
+    return optree.tree_map(real, state, namespace=NAMESPACE)
+
+
+def _writes(full: Any, placed: Any) -> list[Write]:
+    """For each leaf of the full state what to do with its value."""
+    nodes, spec = optree.tree_flatten(
+        placed, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
+    )
+    writes: list[Write] = []
+    for node, part in zip(nodes, spec.flatten_up_to(full), strict=True):
+        if isinstance(node, Sharded):
+            leaves = optree.tree_leaves(part, none_is_leaf=True, namespace=NAMESPACE)
+            writes += [node.writer(i) for i, leaf in enumerate(leaves) if leaf is not None]
+        elif isinstance(node, Tensor):
+            writes.append(node.copy_)  # type: ignore[arg-type]
+        elif node is not None:
+            writes.append(_ignore)
+    return writes
+
+
+def _ignore(value: Tensor) -> None:
+    """What is no tensor stands in the recorded tree already."""

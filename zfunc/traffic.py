@@ -1,0 +1,70 @@
+"""What a step sends, computed from its layouts: the figures of ``step.describe()``.
+
+Per rank, with N ranks and a flat of n elements: an all-gather sends this rank's part to
+N - 1 peers, a reduce-scatter sends each peer its part, and an all-reduce is both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from zfunc.comm import all_reduce_bytes
+from zfunc.layout import Layout
+
+__all__ = ["PURPOSES", "Traffic", "gathered", "joined", "reduced"]
+
+PURPOSES = ("gather", "reduce", "join")  # first words of the labels of what is computed here
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that one rank sends, by purpose, and the number of collectives."""
+
+    payload: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+
+    def add(self, purpose: str, nbytes: int) -> None:
+        self.payload[purpose] += nbytes
+        self.calls += 1
+
+
+def gathered(traffic: Traffic, layout: Layout, units: Iterable[int], rank: int) -> None:
+    """All-gathers of the units, one each; a unit twice in a row is gathered once."""
+    last = None
+    for unit in units:
+        if unit != last:
+            for i in layout.units[unit].flats:
+                _gather(traffic, "gather parameters", layout, i, rank)
+        last = unit
+
+
+def joined(traffic: Traffic, layout: Layout, rank: int) -> None:
+    """All-gathers of the new parameters where they are kept whole."""
+    for i, flat in enumerate(layout.flats):
+        if flat.trainable:
+            _gather(traffic, "gather parameters", layout, i, rank)
+
+
+def _gather(traffic: Traffic, purpose: str, layout: Layout, flat: int, rank: int) -> None:
+    spec = layout.flats[flat]
+    if not spec.whole and layout.by_flat[flat]:
+        low, high = spec.bounds(rank)
+        traffic.add(purpose, (high - low) * spec.dtype.itemsize * (layout.world - 1))
+
+
+def reduced(traffic: Traffic, layout: Layout, cut: bool, units: Sequence[int], rank: int) -> None:
+    """Reductions of the gradients of the units that were used."""
+    for unit in set(units):
+        for i in layout.units[unit].flats:
+            spec = layout.flats[i]
+            if not spec.trainable:
+                continue
+            size = spec.dtype.itemsize
+            if cut and not spec.whole:
+                low, high = spec.bounds(rank)
+                traffic.add("reduce gradients", (spec.length - (high - low)) * size)
+            else:
+                nbytes = all_reduce_bytes(spec.length, size, rank, layout.world)
+                traffic.add("reduce gradients", nbytes)
