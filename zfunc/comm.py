@@ -93,7 +93,8 @@ class Handle(Generic[T]):
         with self._lock:
             if self._steps is not None:
                 self._group._finish_before(self)
-                self._run(lambda: next(self._steps))  # type: ignore[arg-type]
+            if (steps := self._steps) is not None:  # not finished by what went before, either
+                self._run(lambda: next(steps))
         if self._error is not None:
             raise self._error
         return self._result
@@ -173,7 +174,7 @@ class Group:
             with torch.no_grad():
                 own.copy_(shard)
         sent = own.nbytes * (self.size - 1)
-        call = self._call("all_gather", label, (full.dtype, offsets), sent)
+        call = self._call("all_gather", label, (full.dtype, offsets), sent, full)
         return self._issue(self._transport.all_gather(call, full, offsets))
 
     def reduce_scatter(
@@ -208,7 +209,8 @@ class Group:
                 f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
             )
         held = full.nbytes + own.nbytes * max(0, self.size - 2)
-        call = self._call("reduce_scatter", label, (full.dtype, offsets), full.nbytes - own.nbytes)
+        sent = full.nbytes - own.nbytes
+        call = self._call("reduce_scatter", label, (full.dtype, offsets), sent, full)
         return self._reduce(held, lambda: self._transport.reduce_scatter(call, full, offsets, out))
 
     def all_reduce(self, x: Tensor, *, label: str = "") -> Handle[Tensor]:
@@ -229,7 +231,7 @@ class Group:
             offsets = even_cuts(flat.numel(), self.size)
             own = (offsets[self.rank + 1] - offsets[self.rank]) * flat.element_size()
             held = own * (self.size - 1)
-        call = self._call("all_reduce", label, (flat.dtype, flat.numel()), sent)
+        call = self._call("all_reduce", label, (flat.dtype, flat.numel()), sent, flat)
         return self._reduce(
             held, lambda: _returning(x, self._transport.all_reduce(call, flat, offsets))
         )
@@ -257,7 +259,7 @@ class Group:
         own = chunks[self.rank]
         expected = [own.numel()] * self.size if sizes is None else list(sizes)
         sent = sum(flat.nbytes for flat in flats) - flats[self.rank].nbytes
-        call = self._call("all_to_all", label, (own.dtype,), sent)
+        call = self._call("all_to_all", label, (own.dtype,), sent, own)
         steps = self._transport.all_to_all(call, flats, expected)
         return self._issue(steps if sizes is not None else _reshaped(steps, own.shape))
 
@@ -276,7 +278,7 @@ class Group:
             raise ValueError(f"broadcast({label!r}): src={src}, expected 0 to {self.size - 1}")
         flat = self._flat("broadcast", label, x)
         sent = flat.nbytes * (self.size - 1) if self.rank == src else 0
-        call = self._call("broadcast", label, (flat.dtype, flat.numel(), src), sent)
+        call = self._call("broadcast", label, (flat.dtype, flat.numel(), src), sent, flat)
         return self._issue(_returning(x, self._transport.broadcast(call, flat, src)))
 
     def exchange(self, obj: Any, *, label: str = "") -> list[Any]:
@@ -323,15 +325,19 @@ class Group:
             )
         return x.detach().view(-1)
 
-    def _call(self, kind: str, label: str, what: tuple[Any, ...], sent: int) -> Call:
+    def _call(
+        self, kind: str, label: str, what: tuple[Any, ...], sent: int, data: Tensor | None = None
+    ) -> Call:
+        """Number and announce a collective on ``data`` that sends ``sent`` bytes of payload."""
         if self._failure is not None:
             raise DesyncError(
                 f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
             ) from self._failure
         self._issued += 1
         if self.size > 1:
+            headers = HEADER_BYTES * self._transport.announces_to(kind, data)
             for book in tuple(self._world.ledgers):
-                book.record(kind, label, sent, HEADER_BYTES * self._transport.neighbours)
+                book.record(kind, label, sent, headers)
         return Call(kind, label, announced(kind, label, what), self._issued)
 
     def _issue(self, steps: Steps[T]) -> Handle[T]:

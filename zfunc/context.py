@@ -30,6 +30,7 @@ class Donation:
 
     owners: dict[int, list[Tensor]] = field(default_factory=dict)
     consumed: set[int] = field(default_factory=set)
+    aliases: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Donation:
@@ -41,15 +42,17 @@ class Donation:
 
     def take(self, x: Tensor) -> Tensor | None:
         """An alias of ``x``'s memory if it is donated; the old tensors go blank."""
+        if id(x) in self.aliases:
+            return self.aliases[id(x)]
         key = x.untyped_storage().data_ptr()
-        if key in self.consumed:
-            return x.detach()
         if key not in self.owners:
             return None
         alias = x.detach()
-        self.consumed.add(key)
-        for owner in self.owners[key]:
-            blank(owner)
+        if key not in self.consumed:
+            self.consumed.add(key)
+            for owner in self.owners[key]:  # siblings in the same buffer are asked for later
+                self.aliases[id(owner)] = owner.detach()
+                blank(owner)
         return alias
 
 

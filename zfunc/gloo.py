@@ -27,7 +27,7 @@ __all__ = ["PointToPoint"]
 HEADER_TAG, TEXT_TAG = 2**31 - 1, 2**31 - 2
 TEXT_BYTES = 512
 PATIENCE = timedelta(seconds=3)  # for a peer to say what it is in
-SCRATCH_BYTES = 64 * 2**20
+SCRATCH_BYTES, WORTH_KEEPING = 64 * 2**20, 2**18
 ANY = -1  # a message length that the header alone tells
 
 Message = tuple[int, Any]  # the peer concerned and torch's Work
@@ -46,7 +46,8 @@ class Scratch:
 
     def take(self, like: Tensor) -> Tensor:
         """A 1-D tensor of the shape and dtype of ``like``."""
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= like.nbytes]
+        sizes = range(like.nbytes, 2 * like.nbytes + 1)
+        fitting = [buffer for buffer in self._free if buffer.nbytes in sizes]
         if not fitting:
             return torch.empty_like(like)
         buffer = min(fitting, key=lambda buffer: buffer.nbytes)
@@ -54,7 +55,9 @@ class Scratch:
         return buffer[: like.nbytes].view(like.dtype)
 
     def give(self, part: Tensor) -> None:
-        """Take a buffer back; beyond ``SCRATCH_BYTES`` the smallest are freed."""
+        """Take a buffer back; small ones, and the smallest beyond ``SCRATCH_BYTES``, are freed."""
+        if part.untyped_storage().nbytes() < WORTH_KEEPING:
+            return
         whole = part.new_empty(0, dtype=torch.uint8).set_(part.untyped_storage())
         self._free = sorted([*self._free, whole], key=lambda buffer: -buffer.nbytes)
         while sum(buffer.nbytes for buffer in self._free) > SCRATCH_BYTES:
@@ -74,9 +77,11 @@ class PointToPoint:
         # Each rank starts with its right neighbour, so that nobody is everybody's first.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._all = range(self.size)
-        self.neighbours = len(self._peers)
         self._first = 1 if self.rank == 0 else 0  # the first peer in rank order
         self._scratch = Scratch()
+
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        return self.size - 1
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = [full[start:end] for start, end in pairwise(cuts)]

@@ -36,7 +36,10 @@ class Native:
         self._cpu = cpu
         # Ranks in a ring that all agree with their neighbours agree.
         self._ring = sorted({(self.rank - 1) % self.size, (self.rank + 1) % self.size})
-        self.neighbours = len(self._ring)
+
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        everyone = data is None or self._hosts(data) or kind == "all_to_all"
+        return self.size - 1 if everyone else len(self._ring)
 
     def _hosts(self, data: Tensor) -> bool:
         return not data.is_cuda

@@ -511,7 +511,8 @@ class Pass:
             for run in source.runs:
                 if run.entered is not None:
                     run.release()
-        pool().trim()  # memory is fullest here
+        if any(source.flat for source in self.sources):
+            pool().trim()  # memory is fullest here
 
     def finish(self) -> None:
         """Wait for everything under way, also for what was started in vain."""

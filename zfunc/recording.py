@@ -42,6 +42,7 @@ from zfunc.recorded import (
     refused,
 )
 from zfunc.replay import Cell, Leaf, Op, Recording, View, geometry, live, view
+from zfunc.tree import dotted
 
 __all__ = ["record"]
 

@@ -116,6 +116,9 @@ class Sharded(Placed):
         mine = {slot.index: slot for slot in self.layout.present}
         rank, flats = self.group.rank, []
         for i, slots in enumerate(layout.by_flat):
+            if self.layout.flats[i] == layout.flats[i] and self.flats[i] is None:
+                flats.append(None)
+                continue
             if any(slot.index not in mine for slot in slots):
                 raise PlacementError(
                     f"{next(s.path for s in slots if s.index not in mine)} has a value in one tree "
@@ -158,22 +161,30 @@ class Sharded(Placed):
         slots = self.layout.slots
         return self.recut(self.layout.select(lambda i: (s := slots[i]) is not None and keep(s.path)))
 
-    def merge(self, other: Any) -> Any:
+    def merge(self, other: Any) -> Sharded:
         if other is None:
             return self
         theirs = other if isinstance(other, Sharded) else self.cut(other)
-        big, small = sorted((theirs, self), key=lambda node: len(node.names()), reverse=True)
-        if len(small.names()) == len(big.names()):
-            return self
-        pieces = {**theirs.pieces(), **self.pieces()}
-        layout, rank = big.layout, self.group.rank
-        return Sharded(
-            layout,
-            [
-                None if x is None else assemble(layout, i, pieces, rank)
-                for i, x in enumerate(big.flats)
-            ],
-        )
+        if theirs.layout == self.layout:
+            rows = zip(self.flats, theirs.flats, strict=True)
+            return Sharded(self.layout, [b if a is None else a for a, b in rows])
+        guide = max((self, theirs), key=lambda node: len(node.layout.present))
+        pieces, held = {**theirs.pieces(), **self.pieces()}, {*theirs._held(), *self._held()}
+        layout, rank = guide.layout, self.group.rank
+        if lost := held - {slot.index for slot in layout.present}:
+            name = next(s.path for s in (*self.layout.present, *theirs.layout.present) if s.index in lost)
+            raise PlacementError(
+                f"merge has no place for {name}: one of the two trees must be cut like the whole. "
+                "Merge parts onto the whole tree (gradients, say), one after the other."
+            )
+        flats = [
+            assemble(layout, i, pieces, rank) if row and row[0].index in held else None
+            for i, row in enumerate(layout.by_flat)
+        ]
+        return Sharded(layout, flats)
+
+    def _held(self) -> set[int]:
+        return {slot.index for slot in self.layout.present if self.flats[slot.flat] is not None}
 
     # Collectives
 

@@ -152,7 +152,6 @@ class Meetings:
     def __init__(self, fabric: Fabric, members: tuple[int, ...], world_rank: int) -> None:
         self.rank = members.index(world_rank)
         self.size = len(members)
-        self.neighbours = self.size - 1
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
 
     def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:

@@ -50,17 +50,13 @@ class Call:
 
 
 class Transport(Protocol):
-    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D.
-
-    Attributes:
-        rank: this rank.
-        size: the number of ranks.
-        neighbours: how many peers each collective announces itself to.
-    """
+    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D."""
 
     rank: int
     size: int
-    neighbours: int
+
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        """How many peers a collective on ``data`` sends its header to."""
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         """Fill ``full``, whose own segment is in place."""
@@ -88,7 +84,10 @@ class Transport(Protocol):
 class Alone:
     """The transport of a group of one: every collective is the identity."""
 
-    rank, size, neighbours = 0, 1, 0
+    rank, size = 0, 1
+
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        return 0
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         yield
