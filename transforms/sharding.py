@@ -32,8 +32,9 @@ from zfunc.context import Context
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, make_layout
 from zfunc.mesh import MESH, Mesh, group
-from zfunc.passes import Pending, UnitInfo, there_and_back
-from zfunc.placement import Entries, Twins, borrowed, packed, placed_nodes, reassembled
+from zfunc.passes import there_and_back
+from zfunc.placement import Entries, Twins, borrowed, check_same, packed, placed_nodes, reassembled
+from zfunc.seams import Pending, UnitInfo, Waiting
 from zfunc.sharded import Sharded, cut, home_of, is_frozen
 from zfunc.step import Transform, transform_of
 from zfunc.traffic import Traffic, gathered, joined, reduced
@@ -111,10 +112,14 @@ class Shard(Transform):
                 'shard which entries are: roles={"generator": "params", "g_opt": "opt_state"}.'
             )
         layouts = {name: self.layout(entries[name]) for name in names}
+        for name in names:
+            check_same(self.group, name, entries[name])
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
             if name in layouts:
-                entries[name] = self._whole_or_cut(self.stage == 3, layouts[name], entries[name], rank)
+                entries[name] = self._whole_or_cut(
+                    self.stage == 3, layouts[name], entries[name], rank
+                )
             else:
                 entries[name] = twins.replace(
                     entries[name],
@@ -189,7 +194,7 @@ class Shard(Transform):
                 parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, label=label))
             else:
                 parts.append(unit.group.all_reduce(full, label=label))
-        return Reducing(parts)
+        return Waiting(parts)
 
     def finish(self, old: Any, out: Any) -> Any:
         if isinstance(out, tuple) and out and type(out[0]) is type(old):
@@ -203,7 +208,6 @@ class Shard(Transform):
             if name in before and name in after and isinstance(before[name], Sharded):
                 after[name] = reassembled(before[name], after[name])
         return after.rebuild()
-
 
     # What it says of itself
 
@@ -225,7 +229,9 @@ class Shard(Transform):
         lines = [f"shard: {what} cut over {size} rank{'s' * (size > 1)} of axis {self.axis!r}"]
         for layout, _ in _sources(memo):
             sizes = {
-                unit.name: sum(layout.flats[i].length * layout.flats[i].dtype.itemsize for i in unit.flats)
+                unit.name: sum(
+                    layout.flats[i].length * layout.flats[i].dtype.itemsize for i in unit.flats
+                )
                 for unit in layout.units
             }
             largest = max(sizes, key=lambda name: sizes[name], default="none")
@@ -255,16 +261,6 @@ def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:
     while ("sources", len(rows)) in memo:
         rows.append(memo["sources", len(rows)])
     return [source for row in rows for source in row]
-
-
-class Reducing:
-    """Reductions of one unit's flats under way."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        self.parts = parts
-
-    def wait(self) -> list[Tensor]:
-        return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
 
 
 @transform_of

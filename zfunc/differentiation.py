@@ -8,7 +8,7 @@ memory) and forbids the saved-tensor hooks that ZeRO-3 lives on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -127,14 +127,18 @@ def _local(
     finish: Finish,
 ) -> tuple[tuple[Tensor, Any], Tree]:
     """Differentiate plain parameters on this rank; nested calls keep the graph."""
-    keys, leaves, spec = optree.tree_flatten_with_path(params, none_is_leaf=True, namespace=NAMESPACE)
+    keys, leaves, spec = optree.tree_flatten_with_path(
+        params, none_is_leaf=True, namespace=NAMESPACE
+    )
     for key, leaf in zip(keys, leaves, strict=True):
         _check_differentiable(dotted(*key), leaf)
     nested = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     live = [x is not None and not is_frozen(x) for x in leaves]
     with torch.enable_grad():
         inputs = [
-            (x.view_as(x) if nested and x.requires_grad else x.detach().requires_grad_()) if on else x
+            (x.view_as(x) if nested and x.requires_grad else x.detach().requires_grad_())
+            if on
+            else x
             for x, on in zip(leaves, live, strict=True)
         ]
         out = loss_fn(optree.tree_unflatten(spec, inputs), *args, **kwargs)
@@ -142,7 +146,9 @@ def _local(
         loss, seed, value = finish(loss)
     _check_depends(loss)
     wrt = [x for x, on in zip(inputs, live, strict=True) if on]
-    grads = iter(torch.autograd.grad(loss, wrt, seed, create_graph=nested, allow_unused=True) if wrt else ())
+    grads = iter(
+        torch.autograd.grad(loss, wrt, seed, create_graph=nested, allow_unused=True) if wrt else ()
+    )
     filled = [
         (torch.zeros_like(x) if (g := next(grads)) is None else g) if on else None
         for x, on in zip(leaves, live, strict=True)

@@ -59,7 +59,9 @@ def materialised(state: Any) -> Any:
             return x
         storage = x.untyped_storage()
         if storage._cdata not in storages:
-            storages[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=device)
+            storages[storage._cdata] = torch.zeros(
+                storage.nbytes(), dtype=torch.uint8, device=device
+            )
         base = storages[storage._cdata].view(x.dtype)
         return inherit(base.as_strided(x.shape, x.stride(), x.storage_offset()), x)
 

@@ -277,9 +277,7 @@ class Layout:
             for unit in self.units
             if any(f in renumber for f in unit.flats)
         )
-        outer, layers = find_layers(
-            optree.tree_unflatten(children[k], list(range(stop - start)))
-        )
+        outer, layers = find_layers(optree.tree_unflatten(children[k], list(range(stop - start))))
         child = replace(
             kept,
             spec=children[k],
@@ -356,7 +354,9 @@ def _check_leaf(path: str, leaf: Any) -> None:
         )
 
 
-def _groups(layers: Sequence[Layer], root: Sequence[int], sizes: Sequence[int], unit_bytes: int) -> list[tuple[str, list[int]]]:
+def _groups(
+    layers: Sequence[Layer], root: Sequence[int], sizes: Sequence[int], unit_bytes: int
+) -> list[tuple[str, list[int]]]:
     """Leaf indices that travel together, named: the root's first, then the layers'."""
     small = unit_bytes // 8
     groups: list[tuple[str, list[int]]] = []
@@ -388,7 +388,9 @@ def _groups(layers: Sequence[Layer], root: Sequence[int], sizes: Sequence[int], 
     return groups
 
 
-def _split(name: str, leaves: list[int], sizes: Sequence[int], unit_bytes: int) -> list[tuple[str, list[int]]]:
+def _split(
+    name: str, leaves: list[int], sizes: Sequence[int], unit_bytes: int
+) -> list[tuple[str, list[int]]]:
     """Cut a huge group between leaves, so that no part but a single leaf exceeds the limit."""
     parts: list[list[int]] = [[]]
     for i in leaves:
@@ -450,9 +452,7 @@ def make_layout(
             mine.append(len(flats))
             flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
         units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
-    return Layout(
-        spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world
-    )
+    return Layout(spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world)
 
 
 def _even_cuts(length: int, world: int) -> tuple[int, ...]:

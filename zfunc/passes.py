@@ -2,10 +2,8 @@
 
 Forward, a unit *enters*: what the state stores goes through the ``enter`` seams in
 data-flow order (gather, cast, ...) and comes out as the leaves that the layer sees.
-After the layer nothing keeps the gathered memory alive: a saved-tensor hook puts a
-ticket in the place of every tensor that autograd saves out of it. Backward redeems
-a ticket by letting the unit enter once more, and as soon as the gradients of all
-its leaves are there they *leave* through the ``leave`` seams, asynchronously.
+Backward, as soon as the gradients of all its leaves are there, they *leave* through
+the ``leave`` seams, asynchronously.
 
 The order in which units enter is recorded; the next pass starts the next unit's
 entry while this one computes. The record is a hint and never a law: a pass that
@@ -20,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
@@ -33,251 +31,14 @@ from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
+from zfunc.seams import Pending, gather
 from zfunc.sharded import Sharded, leaves_of
-from zfunc.tree import NAMESPACE, Placed, Tree, register
+from zfunc.tree import Placed, Tree, register
+from zfunc.unit_runs import UnitRun, redeem
 
-__all__ = ["Pass", "Pending", "Seams", "Source", "UnitInfo"]
+__all__ = ["Pass", "Source", "there_and_back"]
 
 IN_FLIGHT = 1  # reductions under way while the next unit computes; each holds a full gradient
-
-
-class Pending(Protocol):
-    """Something under way: ``wait`` gives the tensors, again and again."""
-
-    def wait(self) -> list[Tensor]: ...
-
-
-@dataclass
-class Ready:
-    """A ``Pending`` that is there already."""
-
-    values: list[Tensor]
-
-    def wait(self) -> list[Tensor]:
-        return self.values
-
-
-@dataclass
-class Gathering:
-    """All-gathers of one unit's flats under way."""
-
-    parts: list[Any]
-
-    def wait(self) -> list[Tensor]:
-        return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
-
-
-@dataclass(frozen=True)
-class UnitInfo:
-    """What a seam is told of the unit: its place in the layout and the ranks that share it."""
-
-    layout: Layout
-    index: int
-    group: Group
-    cut: bool
-
-    @property
-    def name(self) -> str:
-        return self.layout.units[self.index].name
-
-    @property
-    def flats(self) -> tuple[int, ...]:
-        return self.layout.units[self.index].flats
-
-    @property
-    def trainable(self) -> list[int]:
-        return [i for i in self.flats if self.layout.flats[i].trainable]
-
-
-class Seams(Protocol):
-    """The part of a transform that a pass calls."""
-
-    def enter(self, value: Pending, unit: UnitInfo) -> Pending: ...
-    def leave(self, value: Pending, unit: UnitInfo) -> Pending: ...
-
-
-def gather(value: Pending, unit: UnitInfo) -> Pending:
-    """Start the all-gathers of a unit's cut flats; flats kept whole pass through."""
-    parts: list[Any] = []
-    for i, local in zip(unit.flats, value.wait(), strict=True):
-        spec = unit.layout.flats[i]
-        if unit.group.size == 1 or spec.whole:
-            parts.append(local)
-            continue
-        full = pool().take(spec.length, local.dtype, local.device)
-        label = f"gather {unit.name}"
-        parts.append(unit.group.all_gather(full, local, cuts=spec.cuts, label=label))
-    return Gathering(parts)
-
-
-class UnitRun:
-    """One unit during one pass."""
-
-    def __init__(self, owner: Pass, source: Source, index: int, stored: list[Tensor]) -> None:
-        self.owner = owner
-        self.source = source
-        self.info = UnitInfo(source.layout, index, source.group, source.cut)
-        self.stored = stored
-        self.values: list[Tensor] | None = None
-        self.pending: Pending | None = None
-        self.entered: dict[int, Tensor] | None = None
-        self.foreign: dict[int, int] = {}
-        self.open = 0
-        self.touched = False
-        self.partial: list[Tensor | None] | None = None
-        layout = source.layout
-        self.slots = [slot for i in self.info.flats for slot in layout.by_flat[i]]
-        self.live = [
-            source.differentiated and layout.flats[slot.flat].trainable for slot in self.slots
-        ]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.source.index, self.info.index
-
-    def start(self) -> None:
-        """Begin to enter, unless it is under way or done."""
-        if self.values is None and self.pending is None:
-            value: Pending = Ready(self.stored)
-            for seam in self.owner.entering(self.source):
-                value = seam(value, self.info)
-            self.pending = value
-
-    def acquire(self) -> list[Tensor]:
-        """The unit's values as the last ``enter`` seam made them."""
-        self.owner.record(self)
-        if self.values is None:
-            self.start()
-            assert self.pending is not None
-            self.values, self.pending = self.pending.wait(), None
-            own = {x.untyped_storage().data_ptr() for x in self.stored}
-            where = [x.untyped_storage().data_ptr() for x in self.values]
-            self.foreign = {at: i for i, at in enumerate(where) if at not in own}
-        self.owner.look_ahead()
-        return self.values
-
-    def acquire_again(self) -> list[Tensor]:
-        """Values for backward: they stay until the unit's gradients have left."""
-        if not self.touched:
-            self.touched = True
-            self.owner.drop_transient(self)
-            return self.acquire()
-        assert self.values is not None
-        return self.values
-
-    def leaves(self) -> dict[int, Tensor]:
-        """The entered leaves by leaf index, differentiable where they are trainable."""
-        if self.entered is None:
-            views = self._views(self.acquire())
-            if any(self.live) and torch.is_grad_enabled():
-                self.open += 1
-                outs = iter(_Enter.apply(self.owner.tick, self, [v for v, on in zip(views, self.live, strict=True) if on]))
-                views = [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
-            self.entered = {slot.index: v for slot, v in zip(self.slots, views, strict=True)}
-        return self.entered
-
-    def _views(self, values: list[Tensor]) -> list[Tensor]:
-        layout, out = self.source.layout, []
-        if not self.source.flat:
-            return [x.detach() for x in values]
-        for i, full in zip(self.info.flats, values, strict=True):
-            out.extend(layout.views(i, full.detach()))
-        return out
-
-    def release(self) -> None:
-        """Let the values go, unless they are used again at once."""
-        self.entered = None
-        self.touched = False
-        if self.foreign and self.owner.next_is(self) and torch.is_grad_enabled():
-            pool().trim()  # the turning point: activations are at their largest
-        else:
-            self.values = None
-
-    def pack(self, x: Tensor) -> Any:
-        """A ticket for a saved tensor that lies in the entered memory; others as they are."""
-        i = self.foreign.get(x.untyped_storage().data_ptr())
-        if i is None:
-            return x
-        return Ticket(self, i, x.dtype, x.shape, x.stride(), x.storage_offset())
-
-    def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Gradients of one entry's trainable leaves; the last entry's send them off."""
-        if self.partial is None:
-            self.partial = list(grads)
-        else:
-            self.partial = [_add(a, b) for a, b in zip(self.partial, grads, strict=True)]
-        self.open -= 1
-        self.touched = False
-        if not self.owner.next_is(self):
-            self.values = None
-        if self.open == 0:
-            self.send()
-
-    def send(self) -> None:
-        """Hand the unit's full gradient to the ``leave`` seams."""
-        if self.partial is None:
-            return
-        layout, grads = self.source.layout, dict(zip((s.index for s, on in zip(self.slots, self.live, strict=True) if on), self.partial, strict=True))
-        self.partial = None
-        flats = []
-        for i in self.info.trainable:
-            row = [grads.pop(slot.index) for slot in layout.by_flat[i]]
-            flats.append(layout.pack(i, row, pool().take))
-            del row
-        value: Pending = Ready(flats)
-        del flats
-        for seam in self.owner.leaving():
-            value = seam(value, self.info)
-        self.owner.sent(self, value)
-
-
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """Stands for a saved tensor inside a unit's entered memory."""
-
-    run: UnitRun
-    value: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def redeem(self) -> Tensor:
-        full = self.run.acquire_again()[self.value]
-        if full.dtype != self.dtype:
-            full = full.view(self.dtype)
-        return full.as_strided(self.shape, self.stride, self.offset)
-
-
-def _unpack(x: Any) -> Tensor:
-    return x.redeem() if isinstance(x, Ticket) else x
-
-
-class _Enter(torch.autograd.Function):
-    """The identity on a unit's leaves; backward hands their gradients to the unit.
-
-    ``tick`` carries no value: it is the one tensor that backward runs towards, so
-    that gradients leave unit by unit instead of through autograd's outputs.
-    """
-
-    @staticmethod
-    def forward(tick: Tensor, run: UnitRun, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(leaf.detach() for leaf in leaves)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.run = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        ctx.run.leave(grads)
-        return None, None, None
 
 
 class LayerRef(Ref):
@@ -303,7 +64,7 @@ class LayerRef(Ref):
         try:
             if not any(run.foreign for run in self.runs):
                 return fn(params, *xs, **kw)
-            with saved_tensors_hooks(self._pack, _unpack):
+            with saved_tensors_hooks(self._pack, redeem):
                 return fn(params, *xs, **kw)
         finally:
             del params
@@ -367,7 +128,9 @@ class Source:
         """The tree for the loss: root leaves entered, a reference for each layer."""
         layout = self.layout
         found: dict[int, Tensor] = {}
-        for i in sorted({layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}):
+        for i in sorted(
+            {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
+        ):
             found.update(self.runs[i].leaves())
         if not layout.layers and layout.spec.is_leaf():
             return found.get(0)
@@ -381,7 +144,6 @@ class Source:
                 items.append(found.get(at))
                 at += 1
         return optree.tree_unflatten(layout.outer, items)
-
 
     def gradients(self) -> Tree:
         """What arrived, as a placed tree where gradients are cut and as a plain one elsewhere."""
@@ -526,7 +288,6 @@ class Pass:
                 if run.pending is not None:
                     run.pending.wait()
                 run.pending = run.values = run.entered = None
-
 
     def close(self) -> None:
         """Forget everything, so that no cycle of references keeps gradients alive."""

@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
+from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot, Unit, find_layers
 from zfunc.sharded import Sharded, assemble, freeze, leaves_of, settle_home
 from zfunc.tree import NAMESPACE, Placed, Tree, dotted
 
-__all__ = ["Entries", "Twins", "borrowed", "packed", "placed_nodes", "reassembled"]
+__all__ = ["Entries", "Twins", "borrowed", "check_same", "packed", "placed_nodes", "reassembled"]
 
 
 class Entries:
@@ -114,8 +116,7 @@ class Twins:
 
 def _fits(leaves: Sequence[Any], shapes: Sequence[Any]) -> bool:
     return all(
-        x is None
-        or (isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) == shape)
+        x is None or (isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) == shape)
         for x, shape in zip(leaves, shapes, strict=True)
     )
 
@@ -149,6 +150,45 @@ def placed_nodes(node: Any) -> list[Placed]:
     """All placed nodes in a tree."""
     nodes = optree.tree_leaves(node, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
     return [x for x in nodes if isinstance(x, Placed)]
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_same(group: Group, name: str, params: Tree) -> None:
+    """Raise ``PlacementError`` if ranks start from different parameters; a collective.
+
+    Compares one exact number per leaf (the sum of its bits read as integers), so
+    that each rank's part fits those of the others.
+    """
+    keys, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
+    if group.size == 1 or any(leaf.is_meta for leaf in leaves):
+        return
+    mine = [
+        (dotted(*key), tuple(leaf.shape), str(leaf.dtype), _bits(leaf))
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    for rank, theirs in enumerate(group.exchange(mine, label="same params")):
+        if theirs != mine:
+            a, b = next(
+                ((x, y) for x, y in zip(mine, theirs, strict=False) if x != y),
+                (("number of leaves", len(mine)), ("number of leaves", len(theirs))),
+            )
+            what = (
+                f"{a[0]} is {a[1:3]} here and {b[1:3]} there"
+                if a[:3] != b[:3]
+                else (f"{a[0]} has other values")
+            )
+            raise PlacementError(
+                f"ranks {group.rank} and {rank} start from different {name}: {what}. Seed all ranks "
+                "alike before the model is built (and the data differently), or build the "
+                "state with step.init."
+            )
+
+
+def _bits(leaf: Tensor) -> int:
+    words = leaf.detach().contiguous().view(_WORDS[leaf.element_size()])
+    return int(words.sum(dtype=torch.int64))
 
 
 def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:

@@ -85,7 +85,9 @@ class Sharded(Placed):
         ]
         return Sharded(guide.layout, out)
 
-    def _map_pieces(self, f: Callable[..., Any], flat: int, row: Sequence[Any], prefix: str) -> Tensor:
+    def _map_pieces(
+        self, f: Callable[..., Any], flat: int, row: Sequence[Any], prefix: str
+    ) -> Tensor:
         out: Tensor | None = None
         for slot, a, b, _ in self.layout.segments(flat, self.group.rank):
             piece = f(f"{prefix}.{slot.path}" if prefix else slot.path, *(x[a:b] for x in row))
@@ -159,7 +161,9 @@ class Sharded(Placed):
 
     def select(self, keep: Callable[[str], bool]) -> Sharded:
         slots = self.layout.slots
-        return self.recut(self.layout.select(lambda i: (s := slots[i]) is not None and keep(s.path)))
+        return self.recut(
+            self.layout.select(lambda i: (s := slots[i]) is not None and keep(s.path))
+        )
 
     def merge(self, other: Any) -> Sharded:
         if other is None:
@@ -172,7 +176,9 @@ class Sharded(Placed):
         pieces, held = {**theirs.pieces(), **self.pieces()}, {*theirs._held(), *self._held()}
         layout, rank = guide.layout, self.group.rank
         if lost := held - {slot.index for slot in layout.present}:
-            name = next(s.path for s in (*self.layout.present, *theirs.layout.present) if s.index in lost)
+            name = next(
+                s.path for s in (*self.layout.present, *theirs.layout.present) if s.index in lost
+            )
             raise PlacementError(
                 f"merge has no place for {name}: one of the two trees must be cut like the whole. "
                 "Merge parts onto the whole tree (gradients, say), one after the other."
@@ -325,7 +331,9 @@ class Sharded(Placed):
         return len(self.layout.spec.entries())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys() if issubclass(self.layout.spec.type or list, dict) else self.values())
+        return iter(
+            self.keys() if issubclass(self.layout.spec.type or list, dict) else self.values()
+        )
 
     @classmethod
     def __torch_function__(
@@ -347,7 +355,19 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "radd", "rsub", "rmul", "rmatmul", "neg"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "pow",
+    "radd",
+    "rsub",
+    "rmul",
+    "rmatmul",
+    "neg",
+):
     setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
 
 register(

@@ -154,6 +154,9 @@ class Meetings:
         self.size = len(members)
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
 
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        return self.size - 1
+
     def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:
         meeting = self._fabric.join(self._members, self._world_rank, call, part, serve)
         yield

@@ -72,7 +72,11 @@ class TrainState:
         tensor(0)
         """
         paths = tree.paths(params)
-        for path, leaf in zip(paths, optree.tree_leaves(params, none_is_leaf=True, namespace=tree.NAMESPACE), strict=False):
+        for path, leaf in zip(
+            paths,
+            optree.tree_leaves(params, none_is_leaf=True, namespace=tree.NAMESPACE),
+            strict=False,
+        ):
             _check(path, leaf)
         frozen = () if trainable is None else tuple(p for p in paths if not trainable(p))
         if trainable is not None and len(frozen) == len(paths):

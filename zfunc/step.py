@@ -33,7 +33,7 @@ from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
 from zfunc.mesh import MESH
-from zfunc.passes import Pending, UnitInfo
+from zfunc.seams import Pending, UnitInfo
 from zfunc.traffic import Traffic
 
 __all__ = ["Step", "Transform", "as_step", "transform_of"]

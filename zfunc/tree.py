@@ -73,6 +73,7 @@ def register(
     Returns:
         ``cls``, so that it can be used behind a class definition.
     """
+
     def torch_flatten(node: Any) -> tuple[list[Any], Any]:
         children, static, _ = flatten(node)
         return list(children), static
@@ -320,7 +321,9 @@ def merge(a: Tree, b: Tree) -> Tree:
     {'b': 2, 'w': 1}
     """
     _, rows, spec = _align((a, b))
-    return optree.tree_unflatten(spec, [x.merge(y) if isinstance(x, Placed) else (y if x is None else x) for x, y in rows])
+    return optree.tree_unflatten(
+        spec, [x.merge(y) if isinstance(x, Placed) else (y if x is None else x) for x, y in rows]
+    )
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -361,11 +364,13 @@ def flatten_names(tree: Tree) -> dict[str, Any]:
 def full(tree: Tree) -> Tree:
     """A plain, full copy of a placed tree; a collective (every rank calls it)."""
     return optree.tree_map(
-        lambda node: node.full()
-        if isinstance(node, Placed)
-        else node.clone()
-        if isinstance(node, Tensor)
-        else node,
+        lambda node: (
+            node.full()
+            if isinstance(node, Placed)
+            else node.clone()
+            if isinstance(node, Tensor)
+            else node
+        ),
         tree,
         is_leaf=_is_placed,
         namespace=NAMESPACE,

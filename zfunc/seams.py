@@ -1,0 +1,83 @@
+"""What a pass and the transforms say to each other: units, seams, and values under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from zfunc.comm import Group
+from zfunc.layout import Layout
+from zfunc.pool import pool
+
+__all__ = ["Pending", "Ready", "Seams", "UnitInfo", "Waiting", "gather"]
+
+
+class Pending(Protocol):
+    """Something under way: ``wait`` gives the tensors, again and again."""
+
+    def wait(self) -> list[Tensor]: ...
+
+
+@dataclass
+class Ready:
+    """A ``Pending`` that is there already."""
+
+    values: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.values
+
+
+@dataclass
+class Waiting:
+    """Tensors, and collectives that will end in one."""
+
+    parts: list[Any]
+
+    def wait(self) -> list[Tensor]:
+        return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """What a seam is told of the unit: its place in the layout and the ranks that share it."""
+
+    layout: Layout
+    index: int
+    group: Group
+    cut: bool
+
+    @property
+    def name(self) -> str:
+        return self.layout.units[self.index].name
+
+    @property
+    def flats(self) -> tuple[int, ...]:
+        return self.layout.units[self.index].flats
+
+    @property
+    def trainable(self) -> list[int]:
+        return [i for i in self.flats if self.layout.flats[i].trainable]
+
+
+class Seams(Protocol):
+    """The part of a transform that a pass calls."""
+
+    def enter(self, value: Pending, unit: UnitInfo) -> Pending: ...
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending: ...
+
+
+def gather(value: Pending, unit: UnitInfo) -> Pending:
+    """Start the all-gathers of a unit's cut flats; flats kept whole pass through."""
+    parts: list[Any] = []
+    for i, local in zip(unit.flats, value.wait(), strict=True):
+        spec = unit.layout.flats[i]
+        if unit.group.size == 1 or spec.whole:
+            parts.append(local)
+            continue
+        full = pool().take(spec.length, local.dtype, local.device)
+        label = f"gather {unit.name}"
+        parts.append(unit.group.all_gather(full, local, cuts=spec.cuts, label=label))
+    return Waiting(parts)

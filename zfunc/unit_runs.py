@@ -1,0 +1,209 @@
+"""One unit of parameters during one pass: how it enters, is saved, enters again, and leaves.
+
+Nothing keeps gathered memory alive after a layer but autograd, and there a saved-tensor
+hook puts a :class:`Ticket` in the place of every tensor that lies in that memory.
+Backward redeems tickets by letting the unit enter once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zfunc.pool import pool
+from zfunc.seams import Pending, Ready, UnitInfo
+
+if TYPE_CHECKING:
+    from zfunc.passes import Pass, Source
+
+__all__ = ["Ticket", "UnitRun", "redeem"]
+
+
+class UnitRun:
+    """One unit during one pass."""
+
+    def __init__(self, owner: Pass, source: Source, index: int, stored: list[Tensor]) -> None:
+        self.owner = owner
+        self.source = source
+        self.info = UnitInfo(source.layout, index, source.group, source.cut)
+        self.stored = stored
+        self.values: list[Tensor] | None = None
+        self.pending: Pending | None = None
+        self.entered: dict[int, Tensor] | None = None
+        self.foreign: dict[int, int] = {}
+        self.open = 0
+        self.touched = False
+        self.partial: list[Tensor | None] | None = None
+        layout = source.layout
+        self.slots = [slot for i in self.info.flats for slot in layout.by_flat[i]]
+        self.live = [
+            source.differentiated and layout.flats[slot.flat].trainable for slot in self.slots
+        ]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.source.index, self.info.index
+
+    def start(self) -> None:
+        """Begin to enter, unless it is under way or done."""
+        if self.values is None and self.pending is None:
+            value: Pending = Ready(self.stored)
+            for seam in self.owner.entering(self.source):
+                value = seam(value, self.info)
+            self.pending = value
+
+    def acquire(self) -> list[Tensor]:
+        """The unit's values as the last ``enter`` seam made them."""
+        self.owner.record(self)
+        if self.values is None:
+            self.start()
+            assert self.pending is not None
+            self.values, self.pending = self.pending.wait(), None
+            own = {x.untyped_storage().data_ptr() for x in self.stored}
+            where = [x.untyped_storage().data_ptr() for x in self.values]
+            self.foreign = {at: i for i, at in enumerate(where) if at not in own}
+        self.owner.look_ahead()
+        return self.values
+
+    def acquire_again(self) -> list[Tensor]:
+        """Values for backward: they stay until the unit's gradients have left."""
+        if not self.touched:
+            self.touched = True
+            self.owner.drop_transient(self)
+            return self.acquire()
+        assert self.values is not None
+        return self.values
+
+    def leaves(self) -> dict[int, Tensor]:
+        """The entered leaves by leaf index, differentiable where they are trainable."""
+        if self.entered is None:
+            views = self._views(self.acquire())
+            if any(self.live) and torch.is_grad_enabled():
+                self.open += 1
+                outs = iter(
+                    _Enter.apply(
+                        self.owner.tick,
+                        self,
+                        [v for v, on in zip(views, self.live, strict=True) if on],
+                    )
+                )
+                views = [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
+            self.entered = {slot.index: v for slot, v in zip(self.slots, views, strict=True)}
+        return self.entered
+
+    def _views(self, values: list[Tensor]) -> list[Tensor]:
+        layout, out = self.source.layout, []
+        if not self.source.flat:
+            return [x.detach() for x in values]
+        for i, full in zip(self.info.flats, values, strict=True):
+            out.extend(layout.views(i, full.detach()))
+        return out
+
+    def release(self) -> None:
+        """Let the values go, unless they are used again at once."""
+        self.entered = None
+        self.touched = False
+        if self.foreign and self.owner.next_is(self) and torch.is_grad_enabled():
+            pool().trim()  # the turning point: activations are at their largest
+        else:
+            self.values = None
+
+    def pack(self, x: Tensor) -> Any:
+        """A ticket for a saved tensor that lies in the entered memory; others as they are."""
+        i = self.foreign.get(x.untyped_storage().data_ptr())
+        if i is None:
+            return x
+        return Ticket(self, i, x.dtype, x.shape, x.stride(), x.storage_offset())
+
+    def leave(self, grads: Sequence[Tensor | None]) -> None:
+        """Gradients of one entry's trainable leaves; the last entry's send them off."""
+        if self.partial is None:
+            self.partial = list(grads)
+        else:
+            self.partial = [_add(a, b) for a, b in zip(self.partial, grads, strict=True)]
+        self.open -= 1
+        self.touched = False
+        if not self.owner.next_is(self):
+            self.values = None
+        if self.open == 0:
+            self.send()
+
+    def send(self) -> None:
+        """Hand the unit's full gradient to the ``leave`` seams."""
+        if self.partial is None:
+            return
+        layout, grads = (
+            self.source.layout,
+            dict(
+                zip(
+                    (s.index for s, on in zip(self.slots, self.live, strict=True) if on),
+                    self.partial,
+                    strict=True,
+                )
+            ),
+        )
+        self.partial = None
+        flats = []
+        for i in self.info.trainable:
+            row = [grads.pop(slot.index) for slot in layout.by_flat[i]]
+            flats.append(layout.pack(i, row, pool().take))
+            del row
+        value: Pending = Ready(flats)
+        del flats
+        for seam in self.owner.leaving():
+            value = seam(value, self.info)
+        self.owner.sent(self, value)
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Stands for a saved tensor inside a unit's entered memory."""
+
+    run: UnitRun
+    value: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def redeem(self) -> Tensor:
+        full = self.run.acquire_again()[self.value]
+        if full.dtype != self.dtype:
+            full = full.view(self.dtype)
+        return full.as_strided(self.shape, self.stride, self.offset)
+
+
+def redeem(x: Any) -> Tensor:
+    """The unpack hook: the tensor behind a ticket, or the tensor itself."""
+    return x.redeem() if isinstance(x, Ticket) else x
+
+
+class _Enter(torch.autograd.Function):
+    """The identity on a unit's leaves; backward hands their gradients to the unit.
+
+    ``tick`` carries no value: it is the one tensor that backward runs towards, so
+    that gradients leave unit by unit instead of through autograd's outputs.
+    """
+
+    @staticmethod
+    def forward(tick: Tensor, run: UnitRun, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.run = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.run.leave(grads)
+        return None, None, None
