@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import optree
 
 from zfunc.errors import PlacementError
+from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.elementwise import check_elementwise
-from zfunc.tree import NAMESPACE, Placed, paths
+from zfunc.tree import paths
 
 __all__ = [
     "EmptyState",

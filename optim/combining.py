@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from zfunc import tree
 from zfunc.errors import CompositionError
+from zfunc.nodes import Placed
 from zfunc.optim.base import GradientTransformation, by_path, identity, nodes
 from zfunc.optim.updates import Moved, moved
-from zfunc.tree import Placed
 
 __all__ = ["MaskedState", "MultiTransformState", "chain", "masked", "multi_transform"]
 

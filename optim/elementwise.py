@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from zfunc import tree
+from zfunc.cutting import make_layout
 from zfunc.errors import CompositionError
-from zfunc.layout import make_layout
 from zfunc.sharded import cut
 from zfunc.world import World, entered
 

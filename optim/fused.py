@@ -21,9 +21,9 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.context import reuse
+from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
 from zfunc.optim.updates import Scaled
-from zfunc.tree import NAMESPACE, Placed
 
 __all__ = ["BLOCK", "adamw_", "step"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfunc import context, tree
 from zfunc.errors import PlacementError
-from zfunc.tree import NAMESPACE, Lazy, Placed, register
+from zfunc.nodes import NAMESPACE, Lazy, Placed, register
 
 __all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
 

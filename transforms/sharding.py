@@ -29,16 +29,18 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.comm import Group
 from zfunc.context import Context
+from zfunc.cutting import make_layout
 from zfunc.errors import PlacementError
-from zfunc.layout import Layout, make_layout
+from zfunc.layout import Layout
+from zfunc.leaves import home_of, is_frozen
 from zfunc.mesh import MESH, Mesh, group
+from zfunc.nodes import NAMESPACE, Tree
 from zfunc.passes import there_and_back
 from zfunc.placement import Entries, Twins, borrowed, check_same, packed, placed_nodes, reassembled
 from zfunc.seams import Pending, UnitInfo, Waiting
-from zfunc.sharded import Sharded, cut, home_of, is_frozen
+from zfunc.sharded import Sharded, cut
 from zfunc.step import Transform, transform_of
 from zfunc.traffic import Traffic, gathered, joined, reduced
-from zfunc.tree import NAMESPACE, Tree
 
 __all__ = ["Shard", "shard"]
 
@@ -108,8 +110,8 @@ class Shard(Transform):
         names = [name for name in self._named("params") if name in entries]
         if not names:
             raise PlacementError(
-                f"the state ({entries}) has no entry with the role 'params'. Call it params, or tell "
-                'shard which entries are: roles={"generator": "params", "g_opt": "opt_state"}.'
+                f"the state ({entries}) has no entry with the role 'params'. Call it params, or "
+                'tell shard which entries are: roles={"generator": "params", "g_opt": "opt_state"}.'
             )
         layouts = {name: self.layout(entries[name]) for name in names}
         for name in names:
@@ -172,7 +174,7 @@ class Shard(Transform):
             MESH.set(self.mesh)
 
     def _layout_for(self, params: Tree, memo: dict[Any, Layout]) -> tuple[Layout, bool]:
-        """The layout of a plain params tree that is differentiated, and whether its gradients are cut."""
+        """The layout of a plain params tree, and whether its gradients are cut."""
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
         homes = [home_of(leaf) for leaf in leaves if leaf is not None]
         if homes and all(homes):
@@ -245,19 +247,19 @@ class Shard(Transform):
         """What this rank sends for parameters and gradients in one step."""
         traffic, rank, call = Traffic(), self.group.rank, 0
         while self.group.size > 1 and ("sources", call) in memo:
-            for i, (layout, cut) in enumerate(memo["sources", call]):
+            for i, (layout, cutting) in enumerate(memo["sources", call]):
                 units = [unit for source, unit in memo["plan", "grad", call] if source == i]
                 if self.stage == 3:
                     gathered(traffic, layout, units, rank)
-                reduced(traffic, layout, cut, units, rank)
-                if cut and self.stage < 3:
+                reduced(traffic, layout, cutting, units, rank)
+                if cutting and self.stage < 3:
                     joined(traffic, layout, rank)
             call += 1
         return traffic
 
 
 def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:
-    rows = []
+    rows: list[Any] = []
     while ("sources", len(rows)) in memo:
         rows.append(memo["sources", len(rows)])
     return [source for row in rows for source in row]

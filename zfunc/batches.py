@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfunc.errors import PlacementError
 from zfunc.mesh import MESH, Mesh, group
-from zfunc.tree import NAMESPACE
+from zfunc.nodes import NAMESPACE
 
 __all__ = ["local_batch"]
 

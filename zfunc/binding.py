@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from zfunc.context import current
 from zfunc.lazy import Cell, lazy_tensor
+from zfunc.nodes import Tree
 from zfunc.primitives import Ref, layer
 from zfunc.slots import BufferSlot, Slot, compile_tree, write
-from zfunc.tree import Tree
 from zfunc.units import Anatomy, Leaf, Path
 
 __all__ = ["LayerCall", "Pool", "Template", "skeleton"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zfunc import world
 from zfunc.comm import Group
+from zfunc.cutting import make_layout
 from zfunc.errors import DonatedStateError
-from zfunc.layout import make_layout
 from zfunc.transport import Alone
 
 __all__ = ["Context", "Donation", "LayerInfo", "check_alive", "current", "pop", "push", "reuse"]

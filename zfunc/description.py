@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zfunc import tree, world
-from zfunc.comm import HEADER_BYTES
 from zfunc.errors import PlacementError
 from zfunc.placement import Entries
 from zfunc.traffic import PURPOSES, Traffic
+from zfunc.wires import HEADER_BYTES
 
 if TYPE_CHECKING:
     from zfunc.step import Step

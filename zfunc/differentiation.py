@@ -20,10 +20,12 @@ from zfunc import context, random
 from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.errors import PlacementError
+from zfunc.leaves import is_frozen
+from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.passes import Pass, Source, there_and_back
 from zfunc.primitives import Mean, enter
-from zfunc.sharded import is_frozen
-from zfunc.tree import NAMESPACE, Placed, Tree, dotted
+from zfunc.sharded import Sharded
+from zfunc.tree import dotted
 
 __all__ = ["evaluate", "value_and_grad"]
 
@@ -113,7 +115,8 @@ def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
         return out, None
     if not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(
-            f"with has_aux=True the loss function must return (loss, aux), not a {type(out).__name__}"
+            f"with has_aux=True the loss function must return (loss, aux), not a "
+            f"{type(out).__name__}"
         )
     return out
 
@@ -263,7 +266,7 @@ def _sources(
     nodes, spec = optree.tree_flatten(
         params, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
     )
-    placed = [node for node in nodes if isinstance(node, Placed)]
+    placed = [node for node in nodes if isinstance(node, Sharded)]
     if not placed:
         layout, cut = running.layout_for(params)
         source = owner.add(layout, params, running.group, cut=cut, differentiated=True)

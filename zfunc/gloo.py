@@ -4,8 +4,9 @@ Gloo's own collectives copy more than they must. Here each rank sends its segmen
 where they are and receives straight to where they belong: one message per peer, no staging.
 Receives are posted before sends, so a message never waits to be asked for.
 
-Messages are tagged with the collective's number and digest. A rank that took another path sends
-under other tags: its data are never taken for something else, and its header tells.
+Messages are tagged with the collective's number and digest, and headers go over sockets beside
+them. A rank that took another path sends under other tags: its data are never taken for something
+else, and its header tells.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from torch import Tensor
 
 from .errors import DesyncError
 from .transport import Call, Steps, mismatch, missized, silence, told
+from .wires import Wires
 
 __all__ = ["PointToPoint"]
 
-HEADER_TAG, TEXT_TAG = 2**31 - 1, 2**31 - 2
-TEXT_BYTES = 512
-PATIENCE = timedelta(seconds=3)  # for a peer to say what it is in
+PATIENCE = 3.0  # seconds for a peer to say what it is in
 SCRATCH_BYTES, WORTH_KEEPING = 64 * 2**20, 2**18
+CARD_BYTES = 512
 ANY = -1  # a message length that the header alone tells
 
 Message = tuple[int, Any]  # the peer concerned and torch's Work
-Header = tuple[Tensor, Message, Message]  # where the peer's arrives, its receipt, ours sent
+Header = tuple[int, int]  # the peer concerned and the header's ticket
 
 
 class Scratch:
@@ -79,6 +80,7 @@ class PointToPoint:
         self._all = range(self.size)
         self._first = 1 if self.rank == 0 else 0  # the first peer in rank order
         self._scratch = Scratch()
+        self._wires = Wires(self.rank, self.size, self._introduce, timeout)
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         return self.size - 1
@@ -170,15 +172,24 @@ class PointToPoint:
 
     def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
         headers = self.announce(call, [len(data)] * self.size)
-        own = _data(data)
-        sent = [self._send(call, peer, own) for peer in self._peers]
+        sent = [self._send(call, peer, _tensor(data)) for peer in self._peers]
         yield
         lengths = self.agree(call, headers, [ANY] * self.size)
-        parts = [_bytes(length) for length in lengths]
+        parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
         received = [self._receive(call, peer, parts[peer]) for peer in self._peers]
         self._finish(call, received + sent)
-        parts[self.rank] = own
+        parts[self.rank] = _tensor(data)
         return [part.numpy().tobytes() for part in parts]
+
+    def _introduce(self, card: bytes) -> list[bytes]:
+        """Exchange cards of the same size for all, before there are wires."""
+        call = Call("connect", "", 0, 0)
+        cards = [torch.empty(CARD_BYTES, dtype=torch.uint8) for _ in self._all]
+        cards[self.rank] = _tensor(card.ljust(CARD_BYTES))
+        received = [self._receive(call, peer, cards[peer]) for peer in self._peers]
+        sent = [self._send(call, peer, cards[self.rank]) for peer in self._peers]
+        self._finish(call, received + sent)
+        return [part.numpy().tobytes().rstrip() for part in cards]
 
     def _sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Add in rank order, into the first part that was received."""
@@ -205,43 +216,31 @@ class PointToPoint:
     def announce(
         self, call: Call, lengths: Sequence[int], peers: Sequence[int] | None = None
     ) -> list[Header]:
-        """Send each peer a header with the length meant for it; ask each for its own."""
+        """Send each peer a header with the length meant for it; theirs are for ``agree``."""
         headers = []
         for peer in self._peers if peers is None else peers:
-            theirs = torch.empty(2, dtype=torch.int64)
-            received = self._gloo.recv([theirs], peer, HEADER_TAG)
-            ours = torch.tensor((call.digest, lengths[peer]), dtype=torch.int64)
-            sent = self._gloo.send([ours], peer, HEADER_TAG)
-            headers.append((theirs, (peer, received), (peer, sent)))
+            try:
+                headers.append((peer, self._wires.send(peer, call.digest, lengths[peer])))
+            except OSError as error:
+                raise self._lost(call, peer, error) from error
         return headers
 
     def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> list[int]:
         """Check every peer's header; returns the lengths that they tell, by rank."""
         lengths = [0] * self.size
-        for theirs, received, sent in headers:
-            peer = received[0]
-            self._finish(call, [received])
-            digest, length = theirs.tolist()
+        for peer, ticket in headers:
+            try:
+                digest, length = self._wires.receive(peer, ticket)
+            except OSError as error:
+                raise self._lost(call, peer, error) from error
             if digest != call.digest:
-                raise mismatch(call, self._world_ranks[peer], self._ask(call, peer, digest))
+                self._wires.tell(told(call.digest))
+                theirs = self._wires.ask(peer, PATIENCE) or told(digest)
+                raise mismatch(call, self._world_ranks[peer], theirs)
             if expected[peer] not in (length, ANY):
                 raise missized(call, self._world_ranks[peer], length, expected[peer])
             lengths[peer] = length
-            self._finish(call, [sent])
         return lengths
-
-    def _ask(self, call: Call, peer: int, digest: int) -> str:
-        """What a peer that disagrees is in: it asks us, too. Its digest, if it does not tell."""
-        ours = told(call.digest).encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
-        theirs = _bytes(TEXT_BYTES)
-        asked = self._gloo.recv([theirs], peer, TEXT_TAG)
-        told_all = [self._gloo.send([_data(ours)], each, TEXT_TAG) for each in self._peers]
-        try:
-            asked.wait(min(self._timeout, PATIENCE))
-        except RuntimeError:
-            return told(digest)
-        self._last_words = told_all  # keeps what is still on its way alive
-        return bytes(theirs.tolist()).decode(errors="replace").strip()
 
     def _finish(self, call: Call, messages: Sequence[Message]) -> None:
         for peer, work in messages:
@@ -252,21 +251,19 @@ class PointToPoint:
             except RuntimeError as error:
                 raise self._lost(call, peer, error) from error
 
-    def _lost(self, call: Call, peer: int, error: RuntimeError) -> DesyncError:
+    def _lost(self, call: Call, peer: int, error: Exception) -> DesyncError:
         rank = self._world_ranks[peer]
-        if "imed out" in str(error):
+        if isinstance(error, TimeoutError) or "imed out" in str(error):
             return silence(call, [rank], self._seconds)
-        return DesyncError(f"{call}: rank {rank} is gone: its connection is closed ({error})")
+        return DesyncError(f"{call}: rank {rank} is gone: {error}")
 
 
-def _bytes(length: int) -> Tensor:
-    return torch.empty(length, dtype=torch.uint8)
-
-
-def _data(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _bytes(0)
+def _tensor(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _tag(call: Call, phase: int) -> int:
-    """31 bits: 14 of the number, 16 of the digest, 1 of the phase; below ``TEXT_TAG``."""
+    """31 bits: 14 of the number, 16 of the digest, 1 of the phase."""
     return (call.number & 0x3FFF) << 17 | (1 + call.digest % 65534) << 1 | phase

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from zfunc import replay
+from zfunc.leaves import inherit
 from zfunc.mesh import group
+from zfunc.nodes import NAMESPACE, Placed
 from zfunc.recording import record
-from zfunc.sharded import Sharded, inherit
-from zfunc.tree import NAMESPACE, Placed
+from zfunc.sharded import Sharded
 
 __all__ = ["init"]
 

@@ -28,11 +28,11 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.errors import PlacementError
 from zfunc.mesh import Mesh
-from zfunc.tree import NAMESPACE, Layers, Tree, dotted
+from zfunc.nodes import NAMESPACE, Layers, Tree
+from zfunc.tree import dotted
 
-__all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "make_layout"]
+__all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "aligned", "find_layers"]
 
 ALIGN = 64
 
@@ -150,7 +150,7 @@ class Layout:
                 if a < b:
                     rows.append((slot, a - low, b - low, a - slot.start))
             self._memo[key] = rows
-        return self._memo[key]  # type: ignore[no-any-return]
+        return self._memo[key]
 
     def views(self, flat: int, full: Tensor) -> list[Tensor]:
         """Zero-copy leaves of a full flat, in the order of ``by_flat``."""
@@ -172,9 +172,9 @@ class Layout:
         spec = self.flats[flat]
         some = next((x for x in leaves if x is not None), None)
         dtype, device = (some.dtype, some.device) if some is not None else (spec.dtype, None)
-        if empty and len(leaves) == 1 and some is not None and some.is_contiguous():
-            if some.numel() == spec.length:
-                return some.detach().view(-1)
+        alone = empty is not None and len(leaves) == 1
+        if alone and some is not None and some.is_contiguous() and some.numel() == spec.length:
+            return some.detach().view(-1)
         full = (empty or _empty)(spec.length, dtype, device)
         end = 0
         for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
@@ -301,13 +301,14 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tenso
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _aligned(numel: int) -> int:
+def aligned(numel: int) -> int:
+    """``numel`` and its padding."""
     return -(-numel // ALIGN) * ALIGN
 
 
 def _before(kept: Sequence[Slot], at: int) -> int:
     """How many elements of the kept slots lie before ``at``, padding included."""
-    return sum(min(max(at - slot.start, 0), _aligned(slot.numel)) for slot in kept)
+    return sum(min(max(at - slot.start, 0), aligned(slot.numel)) for slot in kept)
 
 
 class _Hole:
@@ -339,122 +340,3 @@ def find_layers(tree: Tree) -> tuple[optree.PyTreeSpec, tuple[Layer, ...]]:
     nodes = [visit(dotted(*key), item) for key, item in zip(keys, items, strict=True)]
     holed = optree.tree_unflatten(spec, nodes)
     return optree.tree_structure(holed, none_is_leaf=True, namespace=NAMESPACE), tuple(layers)
-
-
-def _check_leaf(path: str, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        raise PlacementError(
-            f"parameter {path} is a {type(leaf).__name__}, not a tensor. Keep what is no "
-            "parameter out of the params tree (close over it, or make it an entry of the state)."
-        )
-    if not leaf.is_floating_point():
-        raise PlacementError(
-            f"parameter {path} has dtype {leaf.dtype}; only floating-point parameters can be "
-            "trained and cut. Keep integer tensors in the state's `buffers`."
-        )
-
-
-def _groups(
-    layers: Sequence[Layer], root: Sequence[int], sizes: Sequence[int], unit_bytes: int
-) -> list[tuple[str, list[int]]]:
-    """Leaf indices that travel together, named: the root's first, then the layers'."""
-    small = unit_bytes // 8
-    groups: list[tuple[str, list[int]]] = []
-    spans = [("", list(root))] if root else []
-    run: list[Layer] = []
-
-    def flush() -> None:
-        if not run:
-            return
-        first, last = run[0].name, run[-1].name.rpartition(".")[2]
-        name = first if len(run) == 1 else f"{first}-{last}"
-        spans.append((name, [i for layer in run for i in range(layer.start, layer.stop)]))
-        run.clear()
-
-    def stack(layer: Layer) -> str:
-        return layer.name.rpartition(".")[0]
-
-    def weight(some: Sequence[Layer]) -> int:
-        return sum(sum(sizes[layer.start : layer.stop]) for layer in some)
-
-    for layer in layers:
-        if run and (stack(run[0]) != stack(layer) or weight([*run, layer]) > small):
-            flush()
-        run.append(layer)
-    flush()
-    for name, leaves in spans:
-        # The root's leaves (embedding, head) have little to do with each other in time.
-        groups.extend(_split(name, leaves, sizes, unit_bytes if name else small))
-    return groups
-
-
-def _split(
-    name: str, leaves: list[int], sizes: Sequence[int], unit_bytes: int
-) -> list[tuple[str, list[int]]]:
-    """Cut a huge group between leaves, so that no part but a single leaf exceeds the limit."""
-    parts: list[list[int]] = [[]]
-    for i in leaves:
-        if parts[-1] and sum(sizes[j] for j in parts[-1]) + sizes[i] > unit_bytes:
-            parts.append([])
-        parts[-1].append(i)
-    label = name or "root"
-    if len(parts) == 1:
-        return [(label, parts[0])]
-    return [(f"{label}[{k}]", part) for k, part in enumerate(parts)]
-
-
-def make_layout(
-    tree: Tree,
-    *,
-    world: int = 1,
-    mesh: Mesh | None = None,
-    axis: str | tuple[str, ...] = "data",
-    unit_bytes: int = 1 << 26,
-    persist_below: int = 0,
-    frozen: Callable[[Tensor], bool] = lambda leaf: False,
-) -> Layout:
-    """Decide how a plain tree of parameters is cut over ``world`` ranks.
-
-    Args:
-        tree: plain tree of floating-point tensors (real or on ``meta``).
-        unit_bytes: a layer that is larger is split between leaves, the root at an eighth
-            of it; consecutive layers of one stack are merged up to an eighth of it.
-        persist_below: leaves of fewer elements are kept whole on every rank.
-        frozen: which leaves have no gradient.
-
-    Raises:
-        PlacementError: a leaf that is no floating-point tensor, named by its path.
-    """
-    keys, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
-    names = [dotted(*key) for key in keys]
-    for name, leaf in zip(names, leaves, strict=True):
-        if leaf is not None:
-            _check_leaf(name, leaf)
-    sizes = [0 if leaf is None else leaf.nbytes for leaf in leaves]
-    outer, layers = find_layers(tree)
-    inside = {i for layer in layers for i in range(layer.start, layer.stop)}
-    root = [i for i in range(len(leaves)) if i not in inside]
-    slots: list[Slot | None] = [None] * len(leaves)
-    flats: list[Flat] = []
-    units: list[Unit] = []
-    for name, members in _groups(layers, root, sizes, unit_bytes):
-        kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
-        for i in members:
-            if (leaf := leaves[i]) is not None:
-                kind = (leaf.dtype, not frozen(leaf), leaf.numel() < persist_below)
-                kinds.setdefault(kind, []).append(i)
-        mine = []
-        for (dtype, trainable, whole), some in kinds.items():
-            end = 0
-            for i in some:
-                slots[i] = Slot(names[i], tuple(leaves[i].shape), len(flats), end, i)
-                end += _aligned(leaves[i].numel())
-            mine.append(len(flats))
-            flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
-        units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
-    return Layout(spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world)
-
-
-def _even_cuts(length: int, world: int) -> tuple[int, ...]:
-    part = -(-length // (ALIGN * world)) * ALIGN
-    return tuple(part * r for r in range(world + 1))

@@ -29,11 +29,12 @@ from zfunc import context
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
+from zfunc.nodes import Placed, Tree, register
+from zfunc.pieces import leaves_of
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.seams import Pending, gather
-from zfunc.sharded import Sharded, leaves_of
-from zfunc.tree import Placed, Tree, register
+from zfunc.sharded import Sharded
 from zfunc.unit_runs import UnitRun, redeem
 
 __all__ = ["Pass", "Source", "there_and_back"]
@@ -179,7 +180,7 @@ def _units_of_layers(layout: Layout) -> tuple[list[list[int]], dict[int, int]]:
             units.append(mine)
             last.update(dict.fromkeys(mine, k))
         layout._memo["layers"] = (units, last)
-    return layout._memo["layers"]  # type: ignore[no-any-return]
+    return layout._memo["layers"]
 
 
 @dataclass
@@ -301,7 +302,8 @@ class Pass:
 
 def there_and_back(layouts: Sequence[Layout]) -> list[tuple[int, int]]:
     """A plan before anything is recorded: the root, all layers in order, and back."""
-    root, layers = [], []
+    root: list[tuple[int, int]] = []
+    layers: list[tuple[int, int]] = []
     for k, layout in enumerate(layouts):
         _, last = _units_of_layers(layout)
         for i in range(len(layout.units)):

@@ -13,8 +13,11 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot, Unit, find_layers
-from zfunc.sharded import Sharded, assemble, freeze, leaves_of, settle_home
-from zfunc.tree import NAMESPACE, Placed, Tree, dotted
+from zfunc.leaves import freeze, settle_home
+from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.pieces import assemble, leaves_of
+from zfunc.sharded import Sharded
+from zfunc.tree import dotted
 
 __all__ = ["Entries", "Twins", "borrowed", "check_same", "packed", "placed_nodes", "reassembled"]
 
@@ -180,8 +183,8 @@ def check_same(group: Group, name: str, params: Tree) -> None:
                 else (f"{a[0]} has other values")
             )
             raise PlacementError(
-                f"ranks {group.rank} and {rank} start from different {name}: {what}. Seed all ranks "
-                "alike before the model is built (and the data differently), or build the "
+                f"ranks {group.rank} and {rank} start from different {name}: {what}. Seed all "
+                "ranks alike before the model is built (and the data differently), or build the "
                 "state with step.init."
             )
 
@@ -192,7 +195,7 @@ def _bits(leaf: Tensor) -> int:
 
 
 def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:
-    """The layout of a tree whose leaves live in the layouts of others: parts of params, or several."""
+    """The layout of a tree whose leaves live in other layouts: parts of params, or several."""
     homes = [None if x is None else x.__dict__["_zfunc_home"] for x in leaves]
     keys, _, _ = optree.tree_flatten_with_path(
         optree.tree_unflatten(spec, list(range(len(leaves)))), namespace=NAMESPACE

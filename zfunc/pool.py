@@ -54,4 +54,4 @@ def pool() -> Pool:
     memo = world.current().memo
     if "pool" not in memo:
         memo["pool"] = Pool()
-    return memo["pool"]  # type: ignore[no-any-return]
+    return memo["pool"]

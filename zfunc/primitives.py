@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zfunc import context, random
-from zfunc.tree import Placed, Tree, register
+from zfunc.nodes import Placed, Tree, register
 
 __all__ = [
     "Mean",

@@ -84,7 +84,7 @@ def _word(x: Key) -> int:
     )
 
 
-def key(seed: int) -> Tensor:
+def key(seed: Key) -> Tensor:
     """The key of an integer seed.
 
     Args:

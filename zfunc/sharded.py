@@ -17,9 +17,11 @@ from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
-from zfunc.layout import Layout, Slot
+from zfunc.layout import Layout
+from zfunc.leaves import freeze, inherit
 from zfunc.mesh import group as group_of
-from zfunc.tree import NAMESPACE, Placed, Tree, register
+from zfunc.nodes import NAMESPACE, Placed, Tree, register
+from zfunc.pieces import assemble, cut_flats, full_around, leaves_of
 
 __all__ = ["Sharded"]
 
@@ -116,7 +118,8 @@ class Sharded(Placed):
             return self
         pieces = self.pieces()
         mine = {slot.index: slot for slot in self.layout.present}
-        rank, flats = self.group.rank, []
+        rank = self.group.rank
+        flats: list[Tensor | None] = []
         for i, slots in enumerate(layout.by_flat):
             if self.layout.flats[i] == layout.flats[i] and self.flats[i] is None:
                 flats.append(None)
@@ -124,7 +127,7 @@ class Sharded(Placed):
             if any(slot.index not in mine for slot in slots):
                 raise PlacementError(
                     f"{next(s.path for s in slots if s.index not in mine)} has a value in one tree "
-                    "and none in another of the same map. Let the tree with fewer leaves come first."
+                    "and none in another of the same map. The tree with fewer leaves comes first."
                 )
             homes = {mine[slot.index].flat for slot in slots}
             if slots and any(self.flats[home] is None for home in homes):
@@ -146,7 +149,7 @@ class Sharded(Placed):
         }
 
     def writer(self, index: int) -> Callable[[Tensor], None]:
-        """A function that writes this rank's piece of leaf ``index``, given its full value, in place."""
+        """A function that takes the full value of leaf ``index`` and writes this rank's piece."""
         slot = self.layout.slots[index]
         assert slot is not None
         local, rank = self.flats[slot.flat], self.group.rank
@@ -238,7 +241,7 @@ class Sharded(Placed):
             if local is None or not layout.by_flat[i]:
                 continue
             spec = layout.flats[i]
-            bases[i] = base = _full_around(local, spec.length, spec.bounds(group.rank)[0])
+            bases[i] = base = full_around(local, spec.length, spec.bounds(group.rank)[0])
             if group.size > 1 and not spec.whole:
                 label = f"join {layout.units[layout.unit_of_flat[i]].name}"
                 handles.append(group.all_gather(base, local, cuts=spec.cuts, label=label))
@@ -339,13 +342,14 @@ class Sharded(Placed):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = optree.tree_map(
-            lambda x: x.full() if isinstance(x, Sharded) else x,
-            (args, kwargs or {}),
-            is_leaf=lambda x: isinstance(x, Sharded),
-            namespace=NAMESPACE,
+        def plain(x: Any) -> Any:
+            return x.full() if isinstance(x, Sharded) else x
+
+        values: Any = [*args, kwargs or {}]
+        values = optree.tree_map(
+            plain, values, is_leaf=lambda x: isinstance(x, Sharded), namespace=NAMESPACE
         )
-        return func(*args, **kwargs)
+        return func(*values[:-1], **values[-1])
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -378,109 +382,5 @@ register(
 
 
 def cut(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> Sharded:
-    """``rank``'s part of a plain tree; see :meth:`Sharded.cut`."""
-    leaves = leaves_of(layout, tree)
-    flats: list[Tensor | None] = []
-    for i, slots in enumerate(layout.by_flat):
-        some = [leaves[slot.index] for slot in slots]
-        if not some:
-            flats.append(torch.zeros(0, dtype=layout.flats[i].dtype))
-        elif all(x is None for x in some):
-            flats.append(None)
-        elif any(x is None for x in some):
-            lacking = next(s.path for s, x in zip(slots, some, strict=True) if x is None)
-            raise PlacementError(
-                f"{lacking} is None in one tree of a map and has a value in the first. Let the "
-                "tree with fewer leaves come first (`tree.select` restricts a tree)."
-            )
-        else:
-            flats.append(_cut_flat(layout, i, slots, some, rank, copy))
-    return Sharded(layout, flats)
-
-
-def _cut_flat(
-    layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
-) -> Tensor:
-    leaves = [torch.as_tensor(x) for x in leaves]
-    for slot, x in zip(slots, leaves, strict=True):
-        if x.ndim and tuple(x.shape) != slot.shape:
-            raise PlacementError(
-                f"{slot.path} has shape {slot.shape} in one tree and {tuple(x.shape)} in another. "
-                "Leaves of one map must agree in shape, or be 0-d."
-            )
-    if all(tuple(x.shape) == slot.shape for slot, x in zip(slots, leaves, strict=True)):
-        return layout.cut(flat, leaves, rank, copy)
-    low, high = layout.flats[flat].bounds(rank)
-    out = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
-    by_index = {slot.index: x for slot, x in zip(slots, leaves, strict=True)}
-    for slot, a, b, offset in layout.segments(flat, rank):
-        x = by_index[slot.index]
-        out[a:b] = x.reshape(-1)[offset : offset + b - a] if x.ndim else x
-    return out
-
-
-def assemble(layout: Layout, flat: int, pieces: dict[int, Tensor], rank: int) -> Tensor:
-    """A local flat from this rank's pieces of its leaves."""
-    low, high = layout.flats[flat].bounds(rank)
-    rows = layout.segments(flat, rank)
-    sample = next(iter(pieces.values()), torch.zeros(0, dtype=layout.flats[flat].dtype))
-    if rows:
-        sample = pieces[rows[0][0].index]
-    out = torch.zeros(high - low, dtype=sample.dtype, device=sample.device)
-    for slot, a, b, _ in rows:
-        piece = pieces[slot.index]
-        if piece.numel() != b - a:
-            raise PlacementError(
-                f"{slot.path} is cut differently in two trees of one map ({piece.numel()} and "
-                f"{b - a} elements on rank {rank}). Initialise the optimizer on the same (part of "
-                "the) params tree that is differentiated."
-            )
-        out[a:b] = piece
-    return out
-
-
-def leaves_of(layout: Layout, tree: Tree) -> list[Any]:
-    """Leaves of a plain tree in the layout's order; subtrees may be missing as ``None``."""
-    try:
-        return list(layout.spec.flatten_up_to(tree))
-    except (ValueError, TypeError) as error:
-        raise PlacementError(f"a plain tree does not fit the placed one: {error}") from None
-
-
-def _full_around(local: Tensor, length: int, low: int) -> Tensor:
-    """The full flat whose part is ``local``: the buffer it lies in, or a new one."""
-    storage = local.untyped_storage()
-    if storage.nbytes() == length * local.element_size() and local.storage_offset() == low:
-        return local.as_strided((length,), (1,), 0)
-    return torch.empty(length, dtype=local.dtype, device=local.device)
-
-
-def freeze(leaf: Tensor) -> Tensor:
-    """Mark a plain leaf as frozen: it gets no gradient."""
-    leaf.__dict__["_zfunc_frozen"] = True
-    return leaf
-
-
-def is_frozen(leaf: Any) -> bool:
-    """Whether a plain leaf was marked by :func:`freeze`."""
-    return isinstance(leaf, Tensor) and leaf.__dict__.get("_zfunc_frozen", False)
-
-
-def settle_home(leaf: Tensor, layout: Layout, index: int) -> Tensor:
-    """Remember in which layout a plain leaf of a placed state lies (ZeRO 0 to 2)."""
-    leaf.__dict__["_zfunc_home"] = (layout, index)
-    return leaf
-
-
-def home_of(leaf: Any) -> tuple[Layout, int] | None:
-    """The layout and the leaf index that :func:`settle_home` stored."""
-    return leaf.__dict__.get("_zfunc_home") if isinstance(leaf, Tensor) else None
-
-
-def inherit(new: Tensor, old: Any) -> Tensor:
-    """Carry the marks of a plain leaf over to its successor."""
-    if isinstance(old, Tensor):
-        for mark in ("_zfunc_frozen", "_zfunc_home"):
-            if mark in old.__dict__:
-                new.__dict__[mark] = old.__dict__[mark]
-    return new
+    """``rank``'s part of a plain tree; unless ``copy``, views where that is possible."""
+    return Sharded(layout, cut_flats(layout, tree, rank, copy))

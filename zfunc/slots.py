@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
+from zfunc.nodes import NAMESPACE, Tree
 from zfunc.primitives import Ref
-from zfunc.tree import NAMESPACE, Tree
 from zfunc.units import Leaf, Path
 
 __all__ = ["BufferSlot", "Node", "Slot", "compile_tree", "misfit", "write"]

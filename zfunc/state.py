@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zfunc import random, tree
 from zfunc.errors import PlacementError
-from zfunc.sharded import freeze, is_frozen
+from zfunc.leaves import freeze, is_frozen
 
 __all__ = ["TrainState"]
 
@@ -81,8 +81,8 @@ class TrainState:
         frozen = () if trainable is None else tuple(p for p in paths if not trainable(p))
         if trainable is not None and len(frozen) == len(paths):
             raise PlacementError(
-                f"`trainable` accepts none of the {len(paths)} parameters; it is called with dotted "
-                f"paths such as {paths[0] if paths else '(none)'!r}."
+                f"`trainable` accepts none of the {len(paths)} parameters; it is called with "
+                f"dotted paths such as {paths[0] if paths else '(none)'!r}."
             )
         held = tree.select(params, lambda path: path not in frozen) if frozen else params
         return cls(

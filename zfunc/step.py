@@ -154,8 +154,8 @@ class Step:
         for mine in self.transforms:
             if type(mine) is type(transform):
                 raise CompositionError(
-                    f"this step is wrapped in {mine.name} already ({mine!r}). A transform acts once: "
-                    f"give {mine.name} its final arguments in one place."
+                    f"this step is wrapped in {mine.name} already ({mine!r}). A transform acts "
+                    f"once: give {mine.name} its final arguments in one place."
                 )
         ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
         return replace(self, transforms=tuple(ordered))
@@ -177,8 +177,8 @@ class Step:
             context.pop(token)
         if not running.differentiated and any(t.needs_gradients for t in self.transforms):
             raise CompositionError(
-                f"{getattr(self.fn, '__name__', 'the step')} never called zf.value_and_grad, so its "
-                "gradients were never averaged over the ranks. Differentiate with "
+                f"{getattr(self.fn, '__name__', 'the step')} never called zf.value_and_grad, so "
+                "its gradients were never averaged over the ranks. Differentiate with "
                 "zf.value_and_grad(loss_fn)(params, batch), or evaluate with zf.evaluate(fn)."
             )
         memo["sent"] = sent
@@ -190,14 +190,14 @@ class Step:
         context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
         if not any(t.represents for t in self.transforms) and _first_placed(state):
             raise PlacementError(
-                "this state was placed by another step: a bare step takes plain trees. Call the step "
-                "that placed it, or take the state back with its `unplace`."
+                "this state was placed by another step: a bare step takes plain trees. Call the "
+                "step that placed it, or take the state back with its `unplace`."
             )
         for transform in self.transforms:
             transform.check(state)
 
     def _memo(self) -> dict[Any, Any]:
-        return world.current().memo.setdefault(("step", self), {})  # type: ignore[no-any-return]
+        return world.current().memo.setdefault(("step", self), {})
 
     # Representations
 

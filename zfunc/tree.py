@@ -9,22 +9,19 @@ right on both, and on a mixture, because a ``Placed`` node says itself what
 ``None`` is a leaf here: it stands where a tree has no value (the gradient of a
 frozen parameter, the moments of a masked one). Where the first tree of a
 ``map`` has ``None``, so has the result.
-
-Nodes are registered in optree's namespace ``"zfunc"`` and in torch's own pytree
-registry, so that ``torch.func`` and ``torch.compile`` see them as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
+from zfunc.nodes import NAMESPACE, Layers, Lazy, Placed, Tree, register
 
 __all__ = [
     "NAMESPACE",
@@ -50,130 +47,7 @@ __all__ = [
     "whole",
 ]
 
-NAMESPACE = "zfunc"
-Tree = Any
-_map = map
 _set = set
-T = TypeVar("T", bound=type)
-
-
-def register(
-    cls: T,
-    flatten: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
-    unflatten: Callable[[Any, Sequence[Any]], Any],
-) -> T:
-    """Make ``cls`` a pytree node, for optree (namespace ``"zfunc"``) and for torch.
-
-    Args:
-        cls: the class.
-        flatten: node -> ``(children, static, entries)``; ``static`` must be
-            hashable and comparable, ``entries`` name the children in paths.
-        unflatten: ``(static, children)`` -> node.
-
-    Returns:
-        ``cls``, so that it can be used behind a class definition.
-    """
-
-    def torch_flatten(node: Any) -> tuple[list[Any], Any]:
-        children, static, _ = flatten(node)
-        return list(children), static
-
-    def torch_flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        children, static, entries = flatten(node)
-        keys = (torch_pytree.MappingKey(entry) for entry in entries)
-        return list(zip(keys, children, strict=True)), static
-
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
-    torch_pytree.register_pytree_node(
-        cls,
-        torch_flatten,
-        lambda children, static: unflatten(static, list(children)),
-        serialized_type_name=f"zfunc.{cls.__qualname__}",
-        flatten_with_keys_fn=torch_flatten_with_keys,
-    )
-    return cls
-
-
-class Layers(list[Any]):
-    """A stack of layers' parameters: a list that marks each child as one unit.
-
-    >>> Layers([{"w": 1}, {"w": 2}])[1]
-    {'w': 2}
-    """
-
-    def __repr__(self) -> str:
-        return f"Layers({super().__repr__()})"
-
-
-register(
-    Layers,
-    lambda layers: (tuple(layers), None, tuple(range(len(layers)))),
-    lambda _, children: Layers(children),
-)
-
-
-class Placed:
-    """A node that stands for a whole subtree in another representation.
-
-    Subclasses are values. They say what the functions of this module mean for
-    them; ``others`` are the further arguments of a ``map``, each either a
-    ``Placed`` node of the same tree or a plain tree of the same structure.
-    """
-
-    def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
-        """Apply an elementwise ``f`` to this node's data."""
-        raise NotImplementedError
-
-    def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Any:
-        """Apply ``f(path, part, ...)`` to the local part of each leaf."""
-        raise NotImplementedError
-
-    def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
-        """A plain tree with ``f(leaf)`` (a 0-d sum over elements) at each leaf."""
-        raise NotImplementedError
-
-    def full(self) -> Any:
-        """The plain tree; a collective."""
-        raise NotImplementedError
-
-    def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Any:
-        """Apply ``f`` to one full leaf at a time; a collective."""
-        raise NotImplementedError
-
-    def get(self, path: str) -> Any:
-        """The full value of the leaf or subtree at ``path``; a collective."""
-        raise NotImplementedError
-
-    def set(self, path: str, value: Any) -> Any:
-        """A copy with the leaf at ``path`` replaced by the full ``value``."""
-        raise NotImplementedError
-
-    def names(self) -> list[str]:
-        """Dotted paths of the leaves, in leaf order."""
-        raise NotImplementedError
-
-    def join(self, params: Any) -> Any:
-        """The plain tree ``params`` with this node's values, from all ranks, in place of its own.
-
-        Leaves that this node lacks are passed on as they are. A collective.
-        """
-        raise NotImplementedError
-
-    def select(self, keep: Callable[[str], bool]) -> Any:
-        """This node restricted to the leaves whose path ``keep`` accepts."""
-        raise NotImplementedError
-
-    def merge(self, other: Any) -> Any:
-        """This node with the leaves that it lacks taken from ``other``."""
-        raise NotImplementedError
-
-
-class Lazy:
-    """A tree that is computed only if somebody looks (see ``optim.Moved``)."""
-
-    def force(self) -> Tree:
-        """The tree itself."""
-        raise NotImplementedError
 
 
 def _is_placed(node: Any) -> bool:
@@ -265,7 +139,7 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     of it (perhaps empty), and ``f`` must return a piece of the same length.
     """
     names, rows, spec = _align((tree, *rest))
-    out = []
+    out: list[Any] = []
     for name, row in zip(names, rows, strict=True):
         placed = next((node for node in row if isinstance(node, Placed)), None)
         if row[0] is None:
@@ -288,7 +162,7 @@ def whole(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     elementwise (Muon, Adafactor).
     """
     _, rows, spec = _align((tree, *rest))
-    out = []
+    out: list[Any] = []
     for row in rows:
         placed = next((node for node in row if isinstance(node, Placed)), None)
         if row[0] is None:
@@ -305,12 +179,13 @@ def select(tree: Tree, keep: Callable[[str], bool]) -> Tree:
     {'b': None, 'w': 1}
     """
     names, items, spec = _flatten(tree)
-    out = [
-        item.select(lambda inner, name=name: keep(dotted(name, inner)))
-        if isinstance(item, Placed)
-        else (item if keep(name) else None)
-        for name, item in zip(names, items, strict=True)
-    ]
+
+    def selected(name: str, item: Any) -> Any:
+        if isinstance(item, Placed):
+            return item.select(lambda inner: keep(dotted(name, inner)))
+        return item if keep(name) else None
+
+    out = [selected(name, item) for name, item in zip(names, items, strict=True)]
     return optree.tree_unflatten(spec, out)
 
 
@@ -363,18 +238,13 @@ def flatten_names(tree: Tree) -> dict[str, Any]:
 
 def full(tree: Tree) -> Tree:
     """A plain, full copy of a placed tree; a collective (every rank calls it)."""
-    return optree.tree_map(
-        lambda node: (
-            node.full()
-            if isinstance(node, Placed)
-            else node.clone()
-            if isinstance(node, Tensor)
-            else node
-        ),
-        tree,
-        is_leaf=_is_placed,
-        namespace=NAMESPACE,
-    )
+
+    def copy(node: Any) -> Any:
+        if isinstance(node, Placed):
+            return node.full()
+        return node.clone() if isinstance(node, Tensor) else node
+
+    return optree.tree_map(copy, tree, is_leaf=_is_placed, namespace=NAMESPACE)
 
 
 def _square_sum(x: Tensor) -> Tensor:

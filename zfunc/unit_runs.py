@@ -117,7 +117,7 @@ class UnitRun:
         i = self.foreign.get(x.untyped_storage().data_ptr())
         if i is None:
             return x
-        return Ticket(self, i, x.dtype, x.shape, x.stride(), x.storage_offset())
+        return Ticket(self, i, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
         """Gradients of one entry's trainable leaves; the last entry's send them off."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from zfunc.errors import PlacementError
-from zfunc.tree import Layers, register
+from zfunc.nodes import Layers, register
 
 __all__ = ["Anatomy", "Leaf", "Single", "Unit", "dissect"]
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 import zfunc as zf
 from zfunc import context, optim, tree
-from zfunc.layout import make_layout
+from zfunc.cutting import make_layout
 from zfunc.sharded import cut
 
 Tree = Any

@@ -74,7 +74,9 @@ def run(block: Block, page: Path, namespace: dict[str, Any]) -> str:
 def check(block: Block, got: str, page: Path) -> None:
     if doctest.OutputChecker().check_output(block.shown, got, FLAGS):
         return
-    lines = difflib.unified_diff(block.shown.splitlines(), got.splitlines(), "shown", "got", lineterm="")
+    lines = difflib.unified_diff(
+        block.shown.splitlines(), got.splitlines(), "shown", "got", lineterm=""
+    )
     pytest.fail(f"{page.name}, line {block.line}:\n" + "\n".join(lines), pytrace=False)
 
 

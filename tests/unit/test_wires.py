@@ -1,0 +1,91 @@
+"""Headers between ranks: in order, by ticket, and only from ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from zfunc.wires import TOKEN_BYTES, Wires
+
+
+def connected(
+    n: int, body: Callable[[int, Wires], Any], timeout: float = 30.0, strangers: bool = False
+) -> list[Any]:
+    """Run ``body`` on n threads with wires between them."""
+    barrier, cards = threading.Barrier(n), [b""] * n
+
+    def run(rank: int) -> Any:
+        def exchange(card: bytes) -> list[bytes]:
+            cards[rank] = card
+            barrier.wait()
+            if strangers and rank == 1:
+                intrude(cards[0])
+            return cards
+
+        wires = Wires(rank, n, exchange, timeout)
+        try:
+            return body(rank, wires)
+        finally:
+            barrier.wait()  # nobody hangs up while others still listen
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(run, range(n)))
+
+
+def intrude(card: bytes) -> None:
+    """Connect as somebody who does not know the word."""
+    port = int(card[TOKEN_BYTES:].decode().split("\n")[2])
+    for greeting in (bytes(TOKEN_BYTES) + (2).to_bytes(8, "little"), b"GET /"):
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(greeting)
+
+
+@pytest.mark.parametrize("strangers", [False, True])
+def test_headers_come_by_ticket(strangers: bool) -> None:
+    def body(rank: int, wires: Wires) -> list[tuple[int, int]]:
+        peers = [peer for peer in range(3) if peer != rank]
+        for k in range(3):
+            assert [wires.send(peer, 100 * rank + k, 2**40 + k) for peer in peers] == [k + 1] * 2
+        return [wires.receive(peer, ticket) for peer in peers for ticket in (2, 1, 3)]
+
+    for rank, headers in enumerate(connected(3, body, strangers=strangers)):
+        peers = [peer for peer in range(3) if peer != rank]
+        assert headers == [(100 * p + k, 2**40 + k) for p in peers for k in (1, 0, 2)]
+
+
+def test_a_silent_peer_is_timed_out() -> None:
+    def body(rank: int, wires: Wires) -> None:
+        if rank == 0:
+            with pytest.raises(TimeoutError):
+                wires.receive(1, 1)
+
+    connected(2, body, timeout=0.2)
+
+
+def test_peers_that_disagree_tell_each_other_why() -> None:
+    def body(rank: int, wires: Wires) -> str | None:
+        for peer in {0, 1, 2} - {rank}:
+            wires.send(peer, rank, 0)
+            wires.send(peer, rank, 0)  # nobody reads this one
+        if rank == 2:
+            assert wires.receive(0, 2) == (0, 0)
+            with pytest.raises(ConnectionAbortedError, match="it stopped in unit 0"):
+                wires.receive(0, 3)
+            return None
+        wires.receive(1 - rank, 1)
+        wires.tell(f"unit {rank}")
+        return wires.ask(1 - rank, 10.0)
+
+    assert connected(3, body) == ["unit 1", "unit 0", None]
+
+
+def test_a_peer_that_does_not_tell_is_not_waited_for() -> None:
+    def body(rank: int, wires: Wires) -> str | None:
+        return wires.ask(1, 0.2) if rank == 0 else None
+
+    assert connected(2, body) == [None, None]

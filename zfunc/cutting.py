@@ -1,0 +1,137 @@
+"""Deciding how a tree is cut: which leaves travel together, and where each one lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+from zfunc.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
+from zfunc.mesh import Mesh
+from zfunc.nodes import NAMESPACE, Tree
+from zfunc.tree import dotted
+
+__all__ = ["make_layout"]
+
+
+def _check_leaf(path: str, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor):
+        raise PlacementError(
+            f"parameter {path} is a {type(leaf).__name__}, not a tensor. Keep what is no "
+            "parameter out of the params tree (close over it, or make it an entry of the state)."
+        )
+    if not leaf.is_floating_point():
+        raise PlacementError(
+            f"parameter {path} has dtype {leaf.dtype}; only floating-point parameters can be "
+            "trained and cut. Keep integer tensors in the state's `buffers`."
+        )
+
+
+def _groups(
+    layers: Sequence[Layer], root: Sequence[int], sizes: Sequence[int], unit_bytes: int
+) -> list[tuple[str, list[int]]]:
+    """Leaf indices that travel together, named: the root's first, then the layers'."""
+    small = unit_bytes // 8
+    groups: list[tuple[str, list[int]]] = []
+    spans = [("", list(root))] if root else []
+    run: list[Layer] = []
+
+    def flush() -> None:
+        if not run:
+            return
+        first, last = run[0].name, run[-1].name.rpartition(".")[2]
+        name = first if len(run) == 1 else f"{first}-{last}"
+        spans.append((name, [i for layer in run for i in range(layer.start, layer.stop)]))
+        run.clear()
+
+    def stack(layer: Layer) -> str:
+        return layer.name.rpartition(".")[0]
+
+    def weight(some: Sequence[Layer]) -> int:
+        return sum(sum(sizes[layer.start : layer.stop]) for layer in some)
+
+    for layer in layers:
+        if run and (stack(run[0]) != stack(layer) or weight([*run, layer]) > small):
+            flush()
+        run.append(layer)
+    flush()
+    for name, leaves in spans:
+        # The root's leaves (embedding, head) have little to do with each other in time.
+        groups.extend(_split(name, leaves, sizes, unit_bytes if name else small))
+    return groups
+
+
+def _split(
+    name: str, leaves: list[int], sizes: Sequence[int], unit_bytes: int
+) -> list[tuple[str, list[int]]]:
+    """Cut a huge group between leaves, so that no part but a single leaf exceeds the limit."""
+    parts: list[list[int]] = [[]]
+    for i in leaves:
+        if parts[-1] and sum(sizes[j] for j in parts[-1]) + sizes[i] > unit_bytes:
+            parts.append([])
+        parts[-1].append(i)
+    label = name or "root"
+    if len(parts) == 1:
+        return [(label, parts[0])]
+    return [(f"{label}[{k}]", part) for k, part in enumerate(parts)]
+
+
+def make_layout(
+    tree: Tree,
+    *,
+    world: int = 1,
+    mesh: Mesh | None = None,
+    axis: str | tuple[str, ...] = "data",
+    unit_bytes: int = 1 << 26,
+    persist_below: int = 0,
+    frozen: Callable[[Tensor], bool] = lambda leaf: False,
+) -> Layout:
+    """Decide how a plain tree of parameters is cut over ``world`` ranks.
+
+    Args:
+        tree: plain tree of floating-point tensors (real or on ``meta``).
+        unit_bytes: a layer that is larger is split between leaves, the root at an eighth
+            of it; consecutive layers of one stack are merged up to an eighth of it.
+        persist_below: leaves of fewer elements are kept whole on every rank.
+        frozen: which leaves have no gradient.
+
+    Raises:
+        PlacementError: a leaf that is no floating-point tensor, named by its path.
+    """
+    keys, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
+    names = [dotted(*key) for key in keys]
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf is not None:
+            _check_leaf(name, leaf)
+    sizes = [0 if leaf is None else leaf.nbytes for leaf in leaves]
+    outer, layers = find_layers(tree)
+    inside = {i for layer in layers for i in range(layer.start, layer.stop)}
+    root = [i for i in range(len(leaves)) if i not in inside]
+    slots: list[Slot | None] = [None] * len(leaves)
+    flats: list[Flat] = []
+    units: list[Unit] = []
+    for name, members in _groups(layers, root, sizes, unit_bytes):
+        kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+        for i in members:
+            if (leaf := leaves[i]) is not None:
+                kind = (leaf.dtype, not frozen(leaf), leaf.numel() < persist_below)
+                kinds.setdefault(kind, []).append(i)
+        mine = []
+        for (dtype, trainable, whole), some in kinds.items():
+            end = 0
+            for i in some:
+                slots[i] = Slot(names[i], tuple(leaves[i].shape), len(flats), end, i)
+                end += aligned(leaves[i].numel())
+            mine.append(len(flats))
+            flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
+        units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
+    return Layout(spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world)
+
+
+def _even_cuts(length: int, world: int) -> tuple[int, ...]:
+    part = -(-length // (ALIGN * world)) * ALIGN
+    return tuple(part * r for r in range(world + 1))

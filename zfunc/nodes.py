@@ -1,0 +1,139 @@
+"""The kinds of nodes that zfunc adds to pytrees, and how a node becomes known.
+
+Nodes are registered in optree's namespace ``"zfunc"`` and in torch's own pytree
+registry, so that ``torch.func`` and ``torch.compile`` see them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import optree
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+__all__ = ["NAMESPACE", "Layers", "Lazy", "Placed", "Tree", "register"]
+
+NAMESPACE = "zfunc"
+Tree = Any
+T = TypeVar("T", bound=type)
+
+
+def register(
+    cls: T,
+    flatten: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
+    unflatten: Callable[[Any, Any], Any],
+) -> T:
+    """Make ``cls`` a pytree node, for optree (namespace ``"zfunc"``) and for torch.
+
+    Args:
+        cls: the class.
+        flatten: node -> ``(children, static, entries)``; ``static`` must be
+            hashable and comparable, ``entries`` name the children in paths.
+        unflatten: ``(static, children)`` -> node.
+
+    Returns:
+        ``cls``, so that it can be used behind a class definition.
+    """
+
+    def torch_flatten(node: Any) -> tuple[list[Any], Any]:
+        children, static, _ = flatten(node)
+        return list(children), static
+
+    def torch_flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, static, entries = flatten(node)
+        keys = [torch_pytree.MappingKey[Any, Any](entry) for entry in entries]
+        return list(zip(keys, children, strict=True)), static
+
+    optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
+    torch_pytree.register_pytree_node(
+        cls,
+        torch_flatten,
+        lambda children, static: unflatten(static, list(children)),
+        serialized_type_name=f"zfunc.{cls.__qualname__}",
+        flatten_with_keys_fn=torch_flatten_with_keys,
+    )
+    return cls
+
+
+class Layers(list[Any]):
+    """A stack of layers' parameters: a list that marks each child as one unit.
+
+    >>> Layers([{"w": 1}, {"w": 2}])[1]
+    {'w': 2}
+    """
+
+    def __repr__(self) -> str:
+        return f"Layers({super().__repr__()})"
+
+
+register(
+    Layers,
+    lambda layers: (tuple(layers), None, tuple(range(len(layers)))),
+    lambda _, children: Layers(children),
+)
+
+
+class Placed:
+    """A node that stands for a whole subtree in another representation.
+
+    Subclasses are values. They say what the functions of this module mean for
+    them; ``others`` are the further arguments of a ``map``, each either a
+    ``Placed`` node of the same tree or a plain tree of the same structure.
+    """
+
+    def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
+        """Apply an elementwise ``f`` to this node's data."""
+        raise NotImplementedError
+
+    def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Any:
+        """Apply ``f(path, part, ...)`` to the local part of each leaf."""
+        raise NotImplementedError
+
+    def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
+        """A plain tree with ``f(leaf)`` (a 0-d sum over elements) at each leaf."""
+        raise NotImplementedError
+
+    def full(self) -> Any:
+        """The plain tree; a collective."""
+        raise NotImplementedError
+
+    def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Any:
+        """Apply ``f`` to one full leaf at a time; a collective."""
+        raise NotImplementedError
+
+    def get(self, path: str) -> Any:
+        """The full value of the leaf or subtree at ``path``; a collective."""
+        raise NotImplementedError
+
+    def set(self, path: str, value: Any) -> Any:
+        """A copy with the leaf at ``path`` replaced by the full ``value``."""
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """Dotted paths of the leaves, in leaf order."""
+        raise NotImplementedError
+
+    def join(self, params: Any) -> Any:
+        """The plain tree ``params`` with this node's values, from all ranks, in place of its own.
+
+        Leaves that this node lacks are passed on as they are. A collective.
+        """
+        raise NotImplementedError
+
+    def select(self, keep: Callable[[str], bool]) -> Any:
+        """This node restricted to the leaves whose path ``keep`` accepts."""
+        raise NotImplementedError
+
+    def merge(self, other: Any) -> Any:
+        """This node with the leaves that it lacks taken from ``other``."""
+        raise NotImplementedError
+
+
+class Lazy:
+    """A tree that is computed only if somebody looks (see ``optim.Moved``)."""
+
+    def force(self) -> Tree:
+        """The tree itself."""
+        raise NotImplementedError

@@ -1,0 +1,96 @@
+"""From plain leaves to this rank's flats: cutting a tree, and putting pieces together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+from zfunc.layout import Layout, Slot
+from zfunc.nodes import Tree
+
+__all__ = ["assemble", "cut_flats", "full_around", "leaves_of"]
+
+
+def cut_flats(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> list[Tensor | None]:
+    """``rank``'s flats of a plain tree of the layout's structure; 0-d leaves are spread.
+
+    Unless ``copy``, views where the leaves lie in one buffer of this layout already.
+    """
+    leaves = leaves_of(layout, tree)
+    flats: list[Tensor | None] = []
+    for i, slots in enumerate(layout.by_flat):
+        some = [leaves[slot.index] for slot in slots]
+        if not some:
+            flats.append(torch.zeros(0, dtype=layout.flats[i].dtype))
+        elif all(x is None for x in some):
+            flats.append(None)
+        elif any(x is None for x in some):
+            lacking = next(s.path for s, x in zip(slots, some, strict=True) if x is None)
+            raise PlacementError(
+                f"{lacking} is None in one tree of a map and has a value in the first. Let the "
+                "tree with fewer leaves come first (`tree.select` restricts a tree)."
+            )
+        else:
+            flats.append(_cut_flat(layout, i, slots, some, rank, copy))
+    return flats
+
+
+def _cut_flat(
+    layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
+) -> Tensor:
+    leaves = [torch.as_tensor(x) for x in leaves]
+    for slot, x in zip(slots, leaves, strict=True):
+        if x.ndim and tuple(x.shape) != slot.shape:
+            raise PlacementError(
+                f"{slot.path} has shape {slot.shape} in one tree and {tuple(x.shape)} in another. "
+                "Leaves of one map must agree in shape, or be 0-d."
+            )
+    if all(tuple(x.shape) == slot.shape for slot, x in zip(slots, leaves, strict=True)):
+        return layout.cut(flat, leaves, rank, copy)
+    low, high = layout.flats[flat].bounds(rank)
+    out = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
+    by_index = {slot.index: x for slot, x in zip(slots, leaves, strict=True)}
+    for slot, a, b, offset in layout.segments(flat, rank):
+        x = by_index[slot.index]
+        out[a:b] = x.reshape(-1)[offset : offset + b - a] if x.ndim else x
+    return out
+
+
+def assemble(layout: Layout, flat: int, pieces: dict[int, Tensor], rank: int) -> Tensor:
+    """A local flat from this rank's pieces of its leaves."""
+    low, high = layout.flats[flat].bounds(rank)
+    rows = layout.segments(flat, rank)
+    sample = next(iter(pieces.values()), torch.zeros(0, dtype=layout.flats[flat].dtype))
+    if rows:
+        sample = pieces[rows[0][0].index]
+    out = torch.zeros(high - low, dtype=sample.dtype, device=sample.device)
+    for slot, a, b, _ in rows:
+        piece = pieces[slot.index]
+        if piece.numel() != b - a:
+            raise PlacementError(
+                f"{slot.path} is cut differently in two trees of one map ({piece.numel()} and "
+                f"{b - a} elements on rank {rank}). Initialise the optimizer on the same (part of "
+                "the) params tree that is differentiated."
+            )
+        out[a:b] = piece
+    return out
+
+
+def leaves_of(layout: Layout, tree: Tree) -> list[Any]:
+    """Leaves of a plain tree in the layout's order; subtrees may be missing as ``None``."""
+    try:
+        return list(layout.spec.flatten_up_to(tree))
+    except (ValueError, TypeError) as error:
+        raise PlacementError(f"a plain tree does not fit the placed one: {error}") from None
+
+
+def full_around(local: Tensor, length: int, low: int) -> Tensor:
+    """The full flat whose part is ``local``: the buffer it lies in, or a new one."""
+    storage = local.untyped_storage()
+    if storage.nbytes() == length * local.element_size() and local.storage_offset() == low:
+        return local.as_strided((length,), (1,), 0)
+    return torch.empty(length, dtype=local.dtype, device=local.device)
