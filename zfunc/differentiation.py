@@ -130,6 +130,12 @@ def _local(
     finish: Finish,
 ) -> tuple[tuple[Tensor, Any], Tree]:
     """Differentiate plain parameters on this rank; nested calls keep the graph."""
+    if any(isinstance(x, Placed) for x in _nodes(params)):
+        raise PlacementError(
+            "value_and_grad met placed parameters outside a step, where nobody says how their "
+            "gradients are averaged. Call it inside a function wrapped by the transform that placed "
+            "them (shard, ...), or take plain ones by zf.full."
+        )
     keys, leaves, spec = optree.tree_flatten_with_path(
         params, none_is_leaf=True, namespace=NAMESPACE
     )
@@ -158,6 +164,10 @@ def _local(
     ]
     mean = loss if nested and seed is None else value()
     return (mean, _detached(aux) if not nested else aux), optree.tree_unflatten(spec, filled)
+
+
+def _nodes(params: Tree) -> list[Any]:
+    return optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
 
 
 def _check_differentiable(path: str, leaf: Any) -> None:

@@ -40,9 +40,9 @@ class Sharded(Placed):
         self.flats = tuple(flats)
 
     def __repr__(self) -> str:
-        held = sum(x.numel() for x in self.flats if isinstance(x, Tensor))
         total = sum(slot.numel for slot in self.layout.present)
-        return f"Sharded({held} of {total} elements in {len(self.layout.units)} units)"
+        ranks = f"{self.layout.world} rank{'s' * (self.layout.world > 1)}"
+        return f"Sharded({total} elements in {len(self.layout.units)} units over {ranks})"
 
     @property
     def group(self) -> Group:

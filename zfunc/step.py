@@ -18,6 +18,8 @@ that in which the user wrapped them: transforms commute.
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -197,7 +199,8 @@ class Step:
             transform.check(state)
 
     def _memo(self) -> dict[Any, Any]:
-        return world.current().memo.setdefault(("step", self), {})
+        memos = world.current().memo.setdefault("steps", weakref.WeakKeyDictionary())
+        return memos.setdefault(self, {})  # type: ignore[no-any-return]
 
     # Representations
 
@@ -273,12 +276,22 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
     """Turn a transform's constructor into ``transform(step, ...)`` and ``@transform(...)``."""
 
     @functools.wraps(make)
-    def wrap(step: Callable[..., Any] | None = None, /, **kwargs: Any) -> Any:
-        made = make(**kwargs)
+    def wrap(step: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
         if step is None:
             return lambda fn: as_step(fn).wrap(made)
+        if not callable(step):
+            raise TypeError(
+                f"{make.__name__}({step!r}, ...): expected the step to wrap, a function "
+                f"(state, batch) -> (state, metrics). As a decorator: @{make.__name__}(keyword=...)."
+            )
         return as_step(step).wrap(made)
 
+    signature = inspect.signature(make)
+    first = inspect.Parameter("step", inspect.Parameter.POSITIONAL_ONLY, default=None)
+    wrap.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[first, *signature.parameters.values()]
+    )
     return wrap
 
 

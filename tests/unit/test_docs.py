@@ -13,9 +13,6 @@ import doctest
 import io
 import itertools
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,3 +83,106 @@ def test_the_code_of(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
         check(block, run(block, page, namespace), page)
+
+
+# --- docs/composition.md: the table against reality ---------------------------------------------
+
+Step = Callable[..., Any]
+COMPOSITION = ROOT / "docs" / "composition.md"
+SEAMS = ("place", "unplace", "configure", "enter", "layer", "leave", "finish")
+# Settings under which a transform is tried: each gives one more run of every pair with it.
+SETTINGS: dict[str, list[dict[str, Any]]] = {"shard": [{"stage": stage} for stage in range(4)]}
+
+
+def table(number: int) -> tuple[list[str], dict[str, list[str]]]:
+    """Column heads, and cells by row, of one of the page's tables, without the marks."""
+    plain = re.sub(r"[*`]", "", COMPOSITION.read_text())
+    found = re.findall(r"(?:^\|.*\|\n)+", plain, re.MULTILINE)[number]
+    head, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()
+    )
+    return head[1:], {row[0]: row[1:] for row in rows}
+
+
+HEAD, PAIRS = table(0)
+tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+
+
+def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        x, y = batch
+        x = zf.scan(lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]), params["layers"], x)
+        return (x @ params["head"] - y).square().mean()
+
+    loss, grads = zf.value_and_grad(loss_fn)(state.params, batch)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optim.apply_updates(state.params, updates)
+    state = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
+    return state, {"loss": loss, "grad_norm": zf.tree.global_norm(grads)}
+
+
+def start() -> Any:
+    def normal(*shape: int) -> torch.Tensor:
+        return zf.random.normal(zf.random.key(sum(shape)), shape, dtype=torch.float64)
+
+    layers = zf.Layers({"w": normal(8 + i, 8 + i)[:8, :8], "b": normal(8)} for i in range(3))
+    return zf.TrainState.create({"layers": layers, "head": normal(8, 1)}, tx)
+
+
+def outcome(step: Any, ranks: int) -> list[torch.Tensor]:
+    """All numbers that three steps leave behind, gathered from the ranks."""
+    x = zf.random.normal(zf.random.key(0), (8, 8), dtype=torch.float64)
+
+    def run() -> Any:
+        state = step.place(start())
+        for _ in range(3):
+            state, metrics = step(state, zf.local_batch((x, x[:, :1])))
+        return zf.tree.leaves((step.unplace(state), metrics))
+
+    return zf.simulate(ranks)(run)()[0]  # type: ignore[no-any-return]
+
+
+def wrapped(*names: str) -> Iterator[Any]:
+    """The bare step under these transforms, in this order, for each of their settings."""
+    known = sorted(set(names) - {"bare"})  # the settings come in one order, however they nest
+    for settings in itertools.product(*(SETTINGS.get(name, [{}]) for name in known)):
+        arguments = dict(zip(known, settings, strict=True))
+        step: Any = zf.Step(train_step)
+        for name in names:
+            step = getattr(zf, name)(step, **arguments[name]) if name in known else step
+        yield step
+
+
+def test_the_table_names_all_transforms():
+    names = ["bare", *sorted(transforms.__all__)]
+    assert names == HEAD == list(PAIRS)
+    assert list(table(1)[1]) == HEAD[1:]
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(HEAD, HEAD)), ids="-".join)
+def test_the_cell_of(pair: tuple[str, str]):
+    a, b = pair
+    cell = PAIRS[a][HEAD.index(b)]
+    assert cell == PAIRS[b][HEAD.index(a)], "one order is said to differ from the other"
+    if cell == "raises":
+        with pytest.raises(zf.CompositionError):
+            list(wrapped(a, b))
+        return
+    expected = outcome(zf.Step(train_step), ranks=1)
+    tolerance = {"bitwise": 0.0, "rounding": 1e-9}[cell]
+    for one, other in zip(wrapped(a, b), wrapped(b, a), strict=True):
+        assert one == other
+        close(outcome(one, ranks=1), expected, 0.0)
+        close(outcome(one, ranks=4 if "shard" in pair else 1), expected, tolerance)
+
+
+def close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", HEAD[1:])
+def test_the_seams_of(name: str):
+    (transform,) = getattr(zf, name)(train_step).transforms
+    own = [s for s in SEAMS if getattr(type(transform), s) is not getattr(zf.Transform, s)]
+    assert table(1)[1][name][0] == ", ".join(own)
