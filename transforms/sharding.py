@@ -27,13 +27,13 @@ import optree
 from torch import Tensor
 
 from zfunc import tree
+from zfunc.axes import MESH, Mesh, group
 from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.cutting import make_layout
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.leaves import home_of, is_frozen
-from zfunc.mesh import MESH, Mesh, group
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.passes import there_and_back
 from zfunc.placement import Entries, Twins, borrowed, check_same, packed, placed_nodes, reassembled

@@ -14,6 +14,7 @@ import importlib
 from typing import Any
 
 from zfunc import comm, errors, random, tree
+from zfunc.axes import Mesh, mesh
 from zfunc.batches import local_batch
 from zfunc.collectives import axis_index, pmean, psum
 from zfunc.differentiation import evaluate, value_and_grad
@@ -28,7 +29,6 @@ from zfunc.errors import (
 )
 from zfunc.functional import Functional, functionalize
 from zfunc.launching import init, launch
-from zfunc.mesh import Mesh, mesh
 from zfunc.primitives import Mean, layer, reduced, scan, settled
 from zfunc.recipe import train_step
 from zfunc.sharded import Sharded

@@ -7,8 +7,8 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from zfunc.axes import MESH, Mesh, group
 from zfunc.errors import PlacementError
-from zfunc.mesh import MESH, Mesh, group
 from zfunc.nodes import NAMESPACE
 
 __all__ = ["local_batch"]

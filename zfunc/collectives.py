@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from .axes import MESH, group
 from .comm import Group
-from .mesh import MESH, group
 from .world import current
 
 __all__ = ["axis_index", "pmean", "psum"]

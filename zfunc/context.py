@@ -136,6 +136,7 @@ def reuse(x: Tensor) -> Tensor:
     read again), a copy everywhere else. ``tree.map(reuse, moments)`` is therefore
     the one copy of a pure update, and no copy under ``donate``.
 
+    >>> import torch
     >>> reuse(torch.ones(2)).add_(1)
     tensor([2., 2.])
     """

@@ -9,9 +9,9 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.axes import Mesh
 from zfunc.errors import PlacementError
 from zfunc.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
-from zfunc.mesh import Mesh
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.tree import dotted
 

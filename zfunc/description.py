@@ -9,7 +9,7 @@ from zfunc import tree, world
 from zfunc.errors import PlacementError
 from zfunc.placement import Entries
 from zfunc.traffic import PURPOSES, Traffic
-from zfunc.wires import HEADER_BYTES
+from zfunc.transport import HEADER_BYTES
 
 if TYPE_CHECKING:
     from zfunc.step import Step

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zfunc import replay
+from zfunc.axes import group
 from zfunc.leaves import inherit
-from zfunc.mesh import group
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.recording import record
 from zfunc.sharded import Sharded

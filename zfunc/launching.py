@@ -42,8 +42,8 @@ GRACE = 3.0  # seconds that the other ranks get to report once one has failed
 def init(timeout: float | None = None) -> world.World:
     """Join the world that torchrun's (or ``launch``'s) environment describes. Idempotent.
 
-    The backend is NCCL with gloo for the host where there are GPUs, else gloo. Without such an
-    environment this process stays a world of one.
+    The backend is NCCL, with gloo for the host, where every local rank has a GPU of its own; else
+    gloo. Without such an environment this process stays a world of one.
 
     Args:
         timeout: seconds a collective waits for a silent peer; default ``ZFUNC_TIMEOUT`` or 600.
@@ -65,8 +65,8 @@ def init(timeout: float | None = None) -> world.World:
 
 
 def _join(seconds: float) -> None:
-    gpus = torch.cuda.is_available() and dist.is_nccl_available()
-    if gpus:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if dist.is_nccl_available() and torch.cuda.device_count() >= max(1, ranks_here):
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
         dist.init_process_group(

@@ -28,7 +28,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.mesh import Mesh
+from zfunc.axes import Mesh
 from zfunc.nodes import NAMESPACE, Layers, Tree
 from zfunc.tree import dotted
 

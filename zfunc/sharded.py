@@ -15,11 +15,11 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.axes import group as group_of
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.leaves import freeze, inherit
-from zfunc.mesh import group as group_of
 from zfunc.nodes import NAMESPACE, Placed, Tree, register
 from zfunc.pieces import assemble, cut_flats, full_around, leaves_of
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .axes import Mesh
 from .errors import DesyncError
-from .mesh import Mesh
 from .transport import Call, Steps, Transport, mismatch, missized, silence, told
 from .world import World, entered, waiting
 

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from zfunc import context, random, tree, world
+from zfunc.axes import MESH
 from zfunc.comm import ledger
 from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
-from zfunc.mesh import MESH
 from zfunc.seams import Pending, UnitInfo
 from zfunc.traffic import Traffic
 

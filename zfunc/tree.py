@@ -117,7 +117,7 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         PlacementError: the trees differ in structure.
 
     >>> map(lambda a, b: a + b, {"w": 1, "b": None}, {"w": 2, "b": 3})
-    {'b': None, 'w': 3}
+    {'w': 3, 'b': None}
     """
     _, rows, spec = _align((tree, *rest))
     return optree.tree_unflatten(spec, [_map_row(f, row) for row in rows])
@@ -176,7 +176,7 @@ def select(tree: Tree, keep: Callable[[str], bool]) -> Tree:
     """The tree with ``None`` at each leaf whose dotted path ``keep`` rejects.
 
     >>> select({"w": 1, "b": 2}, lambda path: path == "w")
-    {'b': None, 'w': 1}
+    {'w': 1, 'b': None}
     """
     names, items, spec = _flatten(tree)
 
@@ -193,7 +193,7 @@ def merge(a: Tree, b: Tree) -> Tree:
     """``a`` with ``b``'s leaf wherever ``a`` has ``None``.
 
     >>> merge({"w": 1, "b": None}, {"w": None, "b": 2})
-    {'b': 2, 'w': 1}
+    {'w': 1, 'b': 2}
     """
     _, rows, spec = _align((a, b))
     return optree.tree_unflatten(

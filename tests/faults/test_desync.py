@@ -12,9 +12,9 @@ import time
 import pytest
 import torch
 
+from zfunc.axes import group
 from zfunc.errors import DesyncError
 from zfunc.launching import launch
-from zfunc.mesh import group
 from zfunc.simulation import simulate
 
 
@@ -177,7 +177,7 @@ def test_launch_tells_of_a_rank_that_died() -> None:
 PLAIN = """
     import os, sys, time, torch
     from zfunc.launching import init
-    from zfunc.mesh import group
+    from zfunc.axes import group
     joined = init(timeout={timeout})
     ranks = group(None, "data")
     x = torch.ones(3_000_000)

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from zfunc import world
+from zfunc.axes import MESH, Mesh, group, mesh
 from zfunc.collectives import axis_index, pmean, psum
 from zfunc.comm import Group, even_cuts, ledger
 from zfunc.errors import DesyncError
-from zfunc.mesh import MESH, Mesh, group, mesh
 from zfunc.simulation import simulate
 
 WORLDS = [1, 2, 3, 4]

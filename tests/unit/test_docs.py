@@ -77,6 +77,8 @@ def check(block: Block, got: str, page: Path) -> None:
     pytest.fail(f"{page.name}, line {block.line}:\n" + "\n".join(lines), pytrace=False)
 
 
+# dynamo asks every tensor that it meets for its `grad`, also where torch warns of that (2.13)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
