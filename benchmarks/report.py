@@ -132,7 +132,7 @@ def headline(found: dict[str, Any]) -> str:
         f"{found['date']} · {machine['cpu']}, {machine['cores']} cores · "
         f"torch {found['versions']['torch']}\n"
         f"{found['params'] / 1e6:.1f}M parameters, {settings['ranks']} gloo ranks, 1 thread each, "
-        f"MALLOC_MMAP_THRESHOLD_={pinned}, {settings['rounds']} rounds of {settings['steps']} steps"
+        f"MALLOC_MMAP_THRESHOLD_={pinned}, large pages, {settings['rounds']} rounds of {settings['steps']} steps"
     )
 
 

@@ -46,7 +46,9 @@ class Watch(zf.Transform):
 watch = transform_of(Watch)
 
 torch.manual_seed(0)
-LAYER = nn.TransformerEncoderLayer(32, nhead=2, dim_feedforward=64, dropout=0.0, batch_first=True, norm_first=True)
+LAYER = nn.TransformerEncoderLayer(
+    32, nhead=2, dim_feedforward=64, dropout=0.0, batch_first=True, norm_first=True
+)
 MODEL = zf.functionalize(nn.TransformerEncoder(LAYER, num_layers=3, enable_nested_tensor=False))
 
 

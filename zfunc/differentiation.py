@@ -133,8 +133,8 @@ def _local(
     if any(isinstance(x, Placed) for x in _nodes(params)):
         raise PlacementError(
             "value_and_grad met placed parameters outside a step, where nobody says how their "
-            "gradients are averaged. Call it inside a function wrapped by the transform that placed "
-            "them (shard, ...), or take plain ones by zf.full."
+            "gradients are averaged. Call it inside a function wrapped by the transform that "
+            "placed them (shard, ...), or take plain ones by zf.full."
         )
     keys, leaves, spec = optree.tree_flatten_with_path(
         params, none_is_leaf=True, namespace=NAMESPACE

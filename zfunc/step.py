@@ -200,7 +200,7 @@ class Step:
 
     def _memo(self) -> dict[Any, Any]:
         memos = world.current().memo.setdefault("steps", weakref.WeakKeyDictionary())
-        return memos.setdefault(self, {})  # type: ignore[no-any-return]
+        return memos.setdefault(self, {})
 
     # Representations
 
@@ -283,7 +283,7 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
         if not callable(step):
             raise TypeError(
                 f"{make.__name__}({step!r}, ...): expected the step to wrap, a function "
-                f"(state, batch) -> (state, metrics). As a decorator: @{make.__name__}(keyword=...)."
+                f"(state, batch) -> (state, metrics). As a decorator: @{make.__name__}(...=...)."
             )
         return as_step(step).wrap(made)
 

@@ -1,0 +1,100 @@
+"""The examples run as a reader would run them, in processes of their own, and do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+LIMIT = 120  # seconds; each takes a few on two idle cores
+
+
+def run(name: str, *flags: str, folder: Path) -> str:
+    """What the example prints; it must end well, and leave no file behind."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", str(EXAMPLES / name), *flags],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(folder.iterdir())
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """All numbers that stand where the pattern has its group."""
+    return [float(found.replace(",", "")) for found in re.findall(pattern, text)]
+
+
+def test_every_example_is_tested():
+    tested = Path(__file__).read_text()
+    assert [path.name for path in SCRIPTS if f'"{path.name}"' not in tested] == []
+
+
+def test_a_handwritten_loop_learns_the_spirals(tmp_path: Path):
+    text = run("handwritten_loop.py", folder=tmp_path)
+    assert numbers(r"accuracy ([\d.]+)%", text)[0] > 95
+
+
+def test_llama_learns_to_repeat_and_is_cut_in_two(tmp_path: Path):
+    pytest.importorskip("transformers", reason="the `hf` extra is not installed")
+    text = run("huggingface_llama.py", folder=tmp_path)
+    losses = numbers(r"loss ([\d.]+)", text)
+    assert losses[-1] < losses[0] / 2
+    (parameters,) = numbers(r"([\d,]+) parameters", text)
+    for held in numbers(r"rank \d: ([\d,]+) bytes of state", text):
+        assert held == pytest.approx(12 * parameters / 2, rel=0.02)  # fp32, with Adam's moments
+
+
+def test_a_gan_draws_the_ring(tmp_path: Path):
+    text = run("gan.py", folder=tmp_path)
+    radius, spread, directions = (
+        numbers(pattern, text)[0]
+        for pattern in (r"radius ([\d.]+)", r"± ([\d.]+) ", r"(\d+) of 12")
+    )
+    assert abs(radius - 2) < 0.4 and spread < 0.6 and directions >= 10
+
+
+def test_a_transform_of_ones_own_sees_every_layer(tmp_path: Path):
+    text = run("own_transform.py", folder=tmp_path)
+    lines = text.splitlines()
+    assert all(re.search(r"rms/0 [\d.]+  rms/1 [\d.]+  rms/2 [\d.]+", line) for line in lines)
+    losses = numbers(r"loss ([\d.]+)", text)
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("name", [path.name for path in SCRIPTS if "argparse" in path.read_text()])
+def test_the_help_of(name: str, tmp_path: Path):
+    assert "--" in run(name, "--help", folder=tmp_path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    nbformat = pytest.importorskip("nbformat", reason="the `dev` extra is not installed")
+    nbclient = pytest.importorskip("nbclient", reason="the `dev` extra is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # pictures go into the notebook
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "commit it without outputs"
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(
+        notebook, timeout=LIMIT, kernel_name="python3", resources=resources
+    ).execute()
+    pictures = [
+        out
+        for cell in notebook.cells
+        for out in cell.get("outputs", [])
+        if "image/png" in out.get("data", {})
+    ]
+    assert len(pictures) == 2
