@@ -34,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MMAP_THRESHOLD = 1 << 20
 FIXED = {
     "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD),
-    "THP_MEM_ALLOC_ENABLE": "1",  # large pages: zf.init asks for them, so every contestant gets them
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "MASTER_ADDR": "127.0.0.1",

@@ -37,6 +37,8 @@ from zfunc.leaves import home_of, is_frozen
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.passes import there_and_back
 from zfunc.placement import Entries, Twins, borrowed, check_same, packed, placed_nodes, reassembled
+from zfunc.pool import pool
+from zfunc.rounds import Rounds, in_rounds
 from zfunc.seams import Pending, UnitInfo, Waiting
 from zfunc.sharded import Sharded, cut
 from zfunc.step import Transform, transform_of
@@ -114,8 +116,9 @@ class Shard(Transform):
                 'tell shard which entries are: roles={"generator": "params", "g_opt": "opt_state"}.'
             )
         layouts = {name: self.layout(entries[name]) for name in names}
-        for name in names:
-            check_same(self.group, name, entries[name])
+        for name in (*names, "key", "step"):
+            if name in entries:
+                check_same(self.group, name, entries[name])
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
             if name in layouts:
@@ -144,11 +147,18 @@ class Shard(Transform):
             if name in entries:
                 self._check_entry(name, entries[name], cut=self.stage == 3)
         for name in self._named("opt_state"):
-            big = name in entries and any(
-                isinstance(x, Tensor) and x.ndim for x in tree.leaves(entries[name])
-            )
-            if big:
+            if name in entries and self._represents(entries, entries[name]):
                 self._check_entry(name, entries[name], cut=self.stage >= 1)
+
+    def _represents(self, entries: Entries, entry: Any) -> bool:
+        """Whether an entry has something placed in it, or something that should have been."""
+        if placed_nodes(entry):
+            return True
+        if self.stage == 0 or not any(isinstance(x, Tensor) and x.ndim for x in tree.leaves(entry)):
+            return False
+        params = [entries[name] for name in self._named("params") if name in entries]
+        layouts = [p.layout if isinstance(p, Sharded) else self._home(p) for p in params]
+        return Twins(layouts).holds(entry)
 
     def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
         nodes = [node for node in placed_nodes(entry) if isinstance(node, Sharded)]
@@ -166,7 +176,6 @@ class Shard(Transform):
 
     def configure(self, running: Context, state: Any) -> None:
         running.group = self.group
-        running.by_unit = True
         running.prefetch = self.prefetch
         memo = running.memo.setdefault("layouts", {})
         running.layout_for = lambda params: self._layout_for(params, memo)
@@ -193,7 +202,11 @@ class Shard(Transform):
             if unit.group.size == 1:
                 parts.append(full)
             elif unit.cut and not spec.whole:
-                parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, label=label))
+                low, high = spec.bounds(unit.group.rank)
+                own = pool().take(high - low, full.dtype, full.device)
+                parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label))
+            elif in_rounds(spec, full.device):
+                parts.append(Rounds(unit.group, spec, full, label))
             else:
                 parts.append(unit.group.all_reduce(full, label=label))
         return Waiting(parts)

@@ -193,7 +193,8 @@ class Group:
         Args:
             full: 1-D, contiguous; read until ``wait()`` returns, and not kept after that.
             cuts: ``size + 1`` offsets into ``full``; even ones if ``None``.
-            out: receives the result, instead of a new tensor; not memory of ``full``.
+            out: receives the result, instead of a new tensor; it may be this rank's segment
+                of ``full``, but no other memory of it.
             label: names the collective in errors and ledgers.
 
         Raises:

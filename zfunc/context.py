@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -15,44 +16,61 @@ from zfunc.cutting import make_layout
 from zfunc.errors import DonatedStateError
 from zfunc.transport import Alone
 
-__all__ = ["Context", "Donation", "LayerInfo", "check_alive", "current", "pop", "push", "reuse"]
+__all__ = [
+    "Context",
+    "Donation",
+    "LayerInfo",
+    "check_alive",
+    "current",
+    "pop",
+    "push",
+    "reuse",
+    "spend",
+]
 
 
 @dataclass
 class Donation:
     """The memory of the input state, free to be written by its successor.
 
-    ``owners`` maps a storage to the tensors of the old state that live in it. The
-    first :func:`reuse` of a storage empties those tensors, so that the old values
-    can no longer be read, neither later in the step nor after it.
+    ``owners`` maps a storage to the tensors of the old state that live in it, each with
+    its bytes. Those in memory that is spent go blank, so that the old values can no
+    longer be read, neither later in the step nor after it; their neighbours in the
+    same storage stay, and may pass into the new state as they are.
     """
 
-    owners: dict[int, list[Tensor]] = field(default_factory=dict)
-    consumed: set[int] = field(default_factory=set)
-    aliases: dict[int, Tensor] = field(default_factory=dict)
+    owners: dict[int, list[tuple[range, Tensor]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Donation:
         donation = cls()
         for x in tensors:
             if x.numel():
-                donation.owners.setdefault(x.untyped_storage().data_ptr(), []).append(x)
+                row = donation.owners.setdefault(x.untyped_storage().data_ptr(), [])
+                row.append((_bytes_of(x), x))
+        for at, row in list(donation.owners.items()):
+            row.sort(key=lambda owner: owner[0].start)
+            if any(a.stop > b.start for (a, _), (b, _) in pairwise(row)):
+                del donation.owners[at]  # two leaves in one memory: neither may have it
         return donation
 
-    def take(self, x: Tensor) -> Tensor | None:
-        """An alias of ``x``'s memory if it is donated; the old tensors go blank."""
-        if id(x) in self.aliases:
-            return self.aliases[id(x)]
-        key = x.untyped_storage().data_ptr()
-        if key not in self.owners:
-            return None
-        alias = x.detach()
-        if key not in self.consumed:
-            self.consumed.add(key)
-            for owner in self.owners[key]:  # siblings in the same buffer are asked for later
-                self.aliases[id(owner)] = owner.detach()
+    def spend(self, x: Tensor) -> bool:
+        """Blank the tensors in the memory of ``x``; False if it is not donated."""
+        row = self.owners.get(x.untyped_storage().data_ptr())
+        if row is None:
+            return False
+        here = _bytes_of(x)
+        for its, owner in row:
+            if its.start < here.stop and here.start < its.stop:
                 blank(owner)
-        return alias
+        return True
+
+
+def _bytes_of(x: Tensor) -> range:
+    """Where in its storage a tensor lies, from its first byte to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    start = x.storage_offset() * x.element_size()
+    return range(start, start + (last + 1) * x.element_size() if x.numel() else start)
 
 
 @dataclass(frozen=True)
@@ -140,9 +158,12 @@ def reuse(x: Tensor) -> Tensor:
     >>> reuse(torch.ones(2)).add_(1)
     tensor([2., 2.])
     """
+    check_alive([("a leaf", x)])
+    alias = x.detach()
+    return alias if spend(x) else x.clone()
+
+
+def spend(x: Tensor) -> bool:
+    """Whether the running step donates the memory of ``x``; if so, it must not be read again."""
     context = current()
-    if context is not None and context.donation is not None:
-        taken = context.donation.take(x)
-        if taken is not None:
-            return taken
-    return x.clone()
+    return context is not None and context.donation is not None and context.donation.spend(x)

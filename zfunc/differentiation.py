@@ -22,8 +22,8 @@ from zfunc.context import Context
 from zfunc.errors import PlacementError
 from zfunc.leaves import is_frozen
 from zfunc.nodes import NAMESPACE, Placed, Tree
-from zfunc.passes import Pass, Source, there_and_back
-from zfunc.primitives import Mean, enter
+from zfunc.passes import Pass, Source, there
+from zfunc.primitives import Mean, Ref, enter
 from zfunc.sharded import Sharded
 from zfunc.tree import dotted
 
@@ -248,7 +248,7 @@ def _by_unit(
     """Differentiate parameters that enter and leave unit by unit."""
     rebuild, sources = _sources(running, owner, params)
     plan = ("plan", "grad", call)
-    owner.plan = running.memo.get(plan) or there_and_back([source.layout for source in sources])
+    owner.plan = running.memo.get(plan) or there([source.layout for source in sources])
     running.passes.append(owner)
     try:
         with torch.enable_grad():
@@ -299,8 +299,13 @@ def _sources(
 
 
 def _entered_arguments(tree: Any) -> Any:
+    """Placed trees enter; layers that have not entered yet stay references."""
     return optree.tree_map(
-        enter, tree, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
+        enter,
+        tree,
+        is_leaf=lambda x: isinstance(x, Placed | Ref),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
     )
 
 

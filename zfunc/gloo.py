@@ -104,16 +104,18 @@ class PointToPoint:
         headers = self.announce(call, [segment.numel() for segment in segments])
         out = torch.empty_like(own) if out is None else out
         parts = [self._scratch.take(own) if self._spare(rank) else own for rank in self._all]
-        parts[self._first] = out
+        in_place = out.data_ptr() == own.data_ptr()
+        parts[self._first] = self._scratch.take(own) if in_place else out
         received = [self._receive(call, peer, parts[peer]) for peer in self._peers]
         sent = [self._send(call, peer, segments[peer]) for peer in self._peers]
         yield
         self.agree(call, headers, [own.numel()] * self.size)
         self._finish(call, received)
-        self._sum(parts)
+        self._sum(parts, out)
         self._finish(call, sent)
-        for rank in filter(self._spare, self._all):
-            self._scratch.give(parts[rank])
+        for rank in self._all:
+            if self._spare(rank) or (in_place and rank == self._first):
+                self._scratch.give(parts[rank])
         return out
 
     def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
@@ -129,20 +131,18 @@ class PointToPoint:
         yield
         self.agree(call, headers, [flat.numel()] * self.size)
         self._finish(call, received + sent)
-        flat.copy_(self._sum(parts))
+        self._sum(parts, flat)
         for peer in self._peers:
             self._scratch.give(parts[peer])
         return flat
 
     def _all_reduce_segments(self, call: Call, flat: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = [flat[start:end] for start, end in pairwise(cuts)]
-        total = self._scratch.take(segments[self.rank])
-        yield from self.reduce_scatter(call, flat, cuts, total)
+        own = segments[self.rank]
+        yield from self.reduce_scatter(call, flat, cuts, own)
         received = [self._receive(call, peer, segments[peer], phase=1) for peer in self._peers]
-        sent = [self._send(call, peer, total, phase=1) for peer in self._peers]
-        segments[self.rank].copy_(total)
+        sent = [self._send(call, peer, own, phase=1) for peer in self._peers]
         self._finish(call, received + sent)
-        self._scratch.give(total)
         return flat
 
     def all_to_all(
@@ -191,13 +191,14 @@ class PointToPoint:
         self._finish(call, received + sent)
         return [part.numpy().tobytes().rstrip() for part in cards]
 
-    def _sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Add in rank order, into the first part that was received."""
-        total = parts[self._first]
-        torch.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            total.add_(part)
-        return total
+    def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Add in rank order; partial sums in the first part received, which may be ``out``.
+
+        ``out`` may also be this rank's own part, since only the last addition writes it.
+        """
+        total, last = parts[0], len(parts) - 1
+        for i, part in enumerate(parts[1:], 1):
+            total = torch.add(total, part, out=out if i == last else parts[self._first])
 
     def _spare(self, rank: int) -> bool:
         """Whether a part from ``rank`` arrives in scratch, not in the result or in place."""

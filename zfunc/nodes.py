@@ -115,6 +115,15 @@ class Placed:
         """Dotted paths of the leaves, in leaf order."""
         raise NotImplementedError
 
+    @property
+    def num_leaves(self) -> int:
+        """How many leaves the subtree has, those without a value included."""
+        raise NotImplementedError
+
+    def pieces(self) -> dict[int, Tensor]:
+        """This rank's 1-D piece (perhaps empty) of each leaf that has a value, by leaf index."""
+        raise NotImplementedError
+
     def join(self, params: Any) -> Any:
         """The plain tree ``params`` with this node's values, from all ranks, in place of its own.
 

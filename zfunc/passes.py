@@ -37,9 +37,9 @@ from zfunc.seams import Pending, gather
 from zfunc.sharded import Sharded
 from zfunc.unit_runs import UnitRun, redeem
 
-__all__ = ["Pass", "Source", "there_and_back"]
+__all__ = ["Pass", "Source", "there", "there_and_back"]
 
-IN_FLIGHT = 1  # reductions under way while the next unit computes; each holds a full gradient
+IN_FLIGHT = 3  # units whose gradients are under way while others compute; each holds its own
 
 
 class LayerRef(Ref):
@@ -91,7 +91,7 @@ class LayerRef(Ref):
 
 register(
     LayerRef,
-    lambda ref: ((ref.resolve(),), None, ("params",)),
+    lambda ref: ((ref.resolve(),), None, ("",)),
     lambda _, children: children[0],
 )
 
@@ -151,7 +151,8 @@ class Source:
         layout = self.layout
         flats: list[Tensor | None] = [None] * len(layout.flats)
         for run in self.runs:
-            arrived = self.owner.results.get(run.key)
+            pending = self.owner.results.get(run.key)
+            arrived = None if pending is None else pending.wait()
             for k, i in enumerate(run.info.trainable):
                 flats[i] = self._zeros(run, i) if arrived is None else arrived[k]
         if self.cut:
@@ -203,7 +204,7 @@ class Pass:
     events: list[tuple[int, int]] = field(default_factory=list)
     lingering: list[UnitRun] = field(default_factory=list)
     arrivals: list[tuple[UnitRun, Pending]] = field(default_factory=list)
-    results: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    results: dict[tuple[int, int], Pending] = field(default_factory=dict)
     transient: list[UnitRun] = field(default_factory=list)
     cursor: int = 0
 
@@ -265,7 +266,8 @@ class Pass:
 
     def _arrive(self) -> None:
         run, value = self.arrivals.pop(0)
-        self.results[run.key] = value.wait()
+        value.advance()
+        self.results[run.key] = value
 
     def computed(self) -> None:
         """Forward is done: what backward still needs is held by autograd, or gathered again."""
@@ -300,15 +302,30 @@ class Pass:
         self.results.clear()
 
 
+def there(layouts: Sequence[Layout]) -> list[tuple[int, int]]:
+    """A plan before anything is recorded: the root, then all layers in order.
+
+    The last one turns up again, since backward begins with it. What backward needs
+    beyond that is not known yet, so nothing is fetched in vain.
+    """
+    root, layers = _in_order(layouts)
+    return [*root, *layers, *layers[-1:]]
+
+
 def there_and_back(layouts: Sequence[Layout]) -> list[tuple[int, int]]:
-    """A plan before anything is recorded: the root, all layers in order, and back."""
+    """The whole way, if backward needs the weights of every layer."""
+    root, layers = _in_order(layouts)
+    return [*root, *layers, *reversed(layers)]
+
+
+def _in_order(layouts: Sequence[Layout]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     root: list[tuple[int, int]] = []
     layers: list[tuple[int, int]] = []
     for k, layout in enumerate(layouts):
         _, last = _units_of_layers(layout)
         for i in range(len(layout.units)):
             (layers if i in last else root).append((k, i))
-    return [*root, *layers, *reversed(layers)]
+    return root, layers
 
 
 def entered(params: Placed) -> Any:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
+from zfunc.context import spend
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot
-from zfunc.nodes import Tree
+from zfunc.nodes import NAMESPACE, Placed, Tree
 
-__all__ = ["assemble", "cut_flats", "full_around", "leaves_of"]
+__all__ = [
+    "assemble",
+    "assemble_all",
+    "cut_flats",
+    "full_around",
+    "leaves_of",
+    "pieces_of_parts",
+]
 
 
 def cut_flats(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> list[Tensor | None]:
@@ -20,6 +29,8 @@ def cut_flats(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> list
 
     Unless ``copy``, views where the leaves lie in one buffer of this layout already.
     """
+    if _holds_parts(tree):
+        return assemble_all(layout, pieces_of_parts(layout, tree, rank), rank)
     leaves = leaves_of(layout, tree)
     flats: list[Tensor | None] = []
     for i, slots in enumerate(layout.by_flat):
@@ -63,12 +74,11 @@ def _cut_flat(
 def assemble(layout: Layout, flat: int, pieces: dict[int, Tensor], rank: int) -> Tensor:
     """A local flat from this rank's pieces of its leaves."""
     low, high = layout.flats[flat].bounds(rank)
-    rows = layout.segments(flat, rank)
-    sample = next(iter(pieces.values()), torch.zeros(0, dtype=layout.flats[flat].dtype))
-    if rows:
-        sample = pieces[rows[0][0].index]
+    if not layout.by_flat[flat]:
+        return torch.zeros(high - low, dtype=layout.flats[flat].dtype)
+    sample = pieces[layout.by_flat[flat][0].index]
     out = torch.zeros(high - low, dtype=sample.dtype, device=sample.device)
-    for slot, a, b, _ in rows:
+    for slot, a, b, _ in layout.segments(flat, rank):
         piece = pieces[slot.index]
         if piece.numel() != b - a:
             raise PlacementError(
@@ -78,6 +88,57 @@ def assemble(layout: Layout, flat: int, pieces: dict[int, Tensor], rank: int) ->
             )
         out[a:b] = piece
     return out
+
+
+def assemble_all(layout: Layout, pieces: dict[int, Tensor], rank: int) -> list[Tensor | None]:
+    """All local flats; ``None`` where there are no pieces."""
+    return [
+        assemble(layout, i, pieces, rank) if not row or row[0].index in pieces else None
+        for i, row in enumerate(layout.by_flat)
+    ]
+
+
+def _holds_parts(tree: Tree) -> bool:
+    nodes = optree.tree_leaves(tree, is_leaf=_is_placed, namespace=NAMESPACE)
+    return any(isinstance(node, Placed) for node in nodes)
+
+
+def _is_placed(node: Any) -> bool:
+    return isinstance(node, Placed)
+
+
+def pieces_of_parts(layout: Layout, tree: Tree, rank: int) -> dict[int, Tensor]:
+    """``rank``'s pieces, by leaf index, of a tree made of placed parts and plain leaves.
+
+    Raises:
+        PlacementError: it has not the leaves of ``layout``.
+    """
+    pieces: dict[int, Tensor] = {}
+    at = 0
+    for node in optree.tree_leaves(
+        tree, is_leaf=_is_placed, none_is_leaf=True, namespace=NAMESPACE
+    ):
+        if isinstance(node, Placed):
+            pieces.update({at + i: piece for i, piece in node.pieces().items()})
+            at += node.num_leaves
+            continue
+        slot = layout.slots[at] if at < len(layout.slots) else None
+        if slot is not None and node is not None:
+            if tuple(node.shape) != slot.shape:
+                raise PlacementError(
+                    f"{slot.path} has shape {tuple(node.shape)}; expected {slot.shape}, as before."
+                )
+            pieces[at] = node.reshape(-1)[:0]
+            for other, a, b, offset in layout.segments(slot.flat, rank):
+                if other.index == at:
+                    pieces[at] = node.reshape(-1)[offset : offset + b - a]
+        at += 1
+    if at != len(layout.slots):
+        raise PlacementError(
+            f"a tree of {at} leaves stands where one of {len(layout.slots)} was expected "
+            f"({layout.spec}). A step must keep the structure of its params."
+        )
+    return pieces
 
 
 def leaves_of(layout: Layout, tree: Tree) -> list[Any]:
@@ -92,5 +153,7 @@ def full_around(local: Tensor, length: int, low: int) -> Tensor:
     """The full flat whose part is ``local``: the buffer it lies in, or a new one."""
     storage = local.untyped_storage()
     if storage.nbytes() == length * local.element_size() and local.storage_offset() == low:
-        return local.as_strided((length,), (1,), 0)
+        full = local.as_strided((length,), (1,), 0)
+        spend(full)  # of which only this rank's part was, until now
+        return full
     return torch.empty(length, dtype=local.dtype, device=local.device)

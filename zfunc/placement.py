@@ -15,7 +15,7 @@ from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot, Unit, find_layers
 from zfunc.leaves import freeze, settle_home
 from zfunc.nodes import NAMESPACE, Placed, Tree
-from zfunc.pieces import assemble, leaves_of
+from zfunc.pieces import assemble_all, leaves_of, pieces_of_parts
 from zfunc.sharded import Sharded
 from zfunc.tree import dotted
 
@@ -102,6 +102,12 @@ class Twins:
             layout = layout.subtree(entry)[0]
         return _present(layout, leaves)
 
+    def holds(self, node: Any) -> bool:
+        """Whether ``replace`` would find a twin in ``node``."""
+        found: list[Layout] = []
+        self.replace(node, lambda layout, twin: found.append(layout))
+        return bool(found)
+
     def replace(self, node: Any, place: Callable[[Layout, Any], Any]) -> Any:
         """``node`` with every twin replaced by ``place(layout, twin)``, other tensors copied."""
         layout = self.find(node)
@@ -165,12 +171,12 @@ def check_same(group: Group, name: str, params: Tree) -> None:
     that each rank's part fits those of the others.
     """
     keys, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
-    if group.size == 1 or any(leaf.is_meta for leaf in leaves):
-        return
-    mine = [
-        (dotted(*key), tuple(leaf.shape), str(leaf.dtype), _bits(leaf))
-        for key, leaf in zip(keys, leaves, strict=True)
+    rows = [
+        (dotted(*k) or name, x) for k, x in zip(keys, leaves, strict=True) if torch.is_tensor(x)
     ]
+    if group.size == 1 or any(x.is_meta for _, x in rows):
+        return
+    mine = [(path, tuple(x.shape), str(x.dtype), _bits(x)) for path, x in rows]
     for rank, theirs in enumerate(group.exchange(mine, label="same params")):
         if theirs != mine:
             a, b = next(
@@ -242,25 +248,5 @@ def reassembled(old: Sharded, new: Tree) -> Tree:
     """Params put together from parts (``{**params, "head": ...}``) as one ``Sharded`` again."""
     if isinstance(new, Placed):
         return new
-    items = optree.tree_leaves(
-        new, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
-    )
     layout, rank = old.layout, old.group.rank
-    pieces, at = {}, 0
-    for item in items:
-        if isinstance(item, Sharded):
-            pieces.update({at + i: piece for i, piece in item.pieces().items()})
-            at += len(item.layout.slots)
-        else:
-            flat_leaf = item.reshape(-1)
-            for i in range(len(layout.flats)):
-                for slot, a, b, offset in layout.segments(i, rank):
-                    if slot.index == at:
-                        pieces[at] = flat_leaf[offset : offset + b - a]
-            at += 1
-    if at != len(layout.slots):
-        raise PlacementError(
-            f"the step returned params with {at} leaves; it was given {len(layout.slots)}. A step "
-            "must keep the structure of its params."
-        )
-    return Sharded(layout, [assemble(layout, i, pieces, rank) for i in range(len(layout.flats))])
+    return Sharded(layout, assemble_all(layout, pieces_of_parts(layout, new, rank), rank))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zfunc import context, random
-from zfunc.nodes import Placed, Tree, register
+from zfunc.nodes import Lazy, Placed, Tree, register
 
 __all__ = [
     "Mean",
@@ -54,7 +54,7 @@ register(
 )
 
 
-class Ref:
+class Ref(Lazy):
     """A layer's parameters that have not entered the computation yet.
 
     :func:`layer` lets them enter, uses them and lets them go again. Reading one
@@ -69,6 +69,9 @@ class Ref:
     def resolve(self) -> Tree:
         """The plain subtree of entered tensors, differentiable."""
         raise NotImplementedError
+
+    def force(self) -> Tree:
+        return self.resolve()
 
     def __getitem__(self, key: Any) -> Any:
         return self.resolve()[key]

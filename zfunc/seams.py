@@ -10,6 +10,7 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.layout import Layout
 from zfunc.pool import pool
+from zfunc.rounds import Rounds
 
 __all__ = ["Pending", "Ready", "Seams", "UnitInfo", "Waiting", "gather"]
 
@@ -18,6 +19,9 @@ class Pending(Protocol):
     """Something under way: ``wait`` gives the tensors, again and again."""
 
     def wait(self) -> list[Tensor]: ...
+
+    def advance(self) -> None:
+        """End a first round, if there is a second to start."""
 
 
 @dataclass
@@ -29,6 +33,9 @@ class Ready:
     def wait(self) -> list[Tensor]:
         return self.values
 
+    def advance(self) -> None:
+        """Nothing is left to do."""
+
 
 @dataclass
 class Waiting:
@@ -38,6 +45,13 @@ class Waiting:
 
     def wait(self) -> list[Tensor]:
         return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
+
+    def advance(self) -> None:
+        for part in self.parts:
+            if isinstance(part, Rounds):
+                part.advance()
+            elif not isinstance(part, Tensor):
+                part.wait()
 
 
 @dataclass(frozen=True)

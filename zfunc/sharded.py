@@ -21,7 +21,7 @@ from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.leaves import freeze, inherit
 from zfunc.nodes import NAMESPACE, Placed, Tree, register
-from zfunc.pieces import assemble, cut_flats, full_around, leaves_of
+from zfunc.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
 
 __all__ = ["Sharded"]
 
@@ -138,15 +138,18 @@ class Sharded(Placed):
                 flats.append(assemble(layout, i, pieces, rank))
         return Sharded(layout, flats)
 
+    @property
+    def num_leaves(self) -> int:
+        return len(self.layout.slots)
+
     def pieces(self) -> dict[int, Tensor]:
-        """This rank's piece of each leaf, by leaf index."""
-        rank = self.group.rank
-        return {
-            slot.index: local[a:b]
-            for i, local in enumerate(self.flats)
-            if local is not None
-            for slot, a, b, _ in self.layout.segments(i, rank)
-        }
+        rank, out = self.group.rank, {}
+        for i, local in enumerate(self.flats):
+            if local is not None:
+                out.update({slot.index: local[:0] for slot in self.layout.by_flat[i]})
+                for slot, a, b, _ in self.layout.segments(i, rank):
+                    out[slot.index] = local[a:b]
+        return out
 
     def writer(self, index: int) -> Callable[[Tensor], None]:
         """A function that takes the full value of leaf ``index`` and writes this rank's piece."""
@@ -176,9 +179,8 @@ class Sharded(Placed):
             rows = zip(self.flats, theirs.flats, strict=True)
             return Sharded(self.layout, [b if a is None else a for a, b in rows])
         guide = max((self, theirs), key=lambda node: len(node.layout.present))
-        pieces, held = {**theirs.pieces(), **self.pieces()}, {*theirs._held(), *self._held()}
-        layout, rank = guide.layout, self.group.rank
-        if lost := held - {slot.index for slot in layout.present}:
+        pieces, layout = {**theirs.pieces(), **self.pieces()}, guide.layout
+        if lost := pieces.keys() - {slot.index for slot in layout.present}:
             name = next(
                 s.path for s in (*self.layout.present, *theirs.layout.present) if s.index in lost
             )
@@ -186,14 +188,7 @@ class Sharded(Placed):
                 f"merge has no place for {name}: one of the two trees must be cut like the whole. "
                 "Merge parts onto the whole tree (gradients, say), one after the other."
             )
-        flats = [
-            assemble(layout, i, pieces, rank) if row and row[0].index in held else None
-            for i, row in enumerate(layout.by_flat)
-        ]
-        return Sharded(layout, flats)
-
-    def _held(self) -> set[int]:
-        return {slot.index for slot in self.layout.present if self.flats[slot.flat] is not None}
+        return Sharded(layout, assemble_all(layout, pieces, self.group.rank))
 
     # Collectives
 
@@ -241,10 +236,12 @@ class Sharded(Placed):
             if local is None or not layout.by_flat[i]:
                 continue
             spec = layout.flats[i]
+            if group.size == 1 or spec.whole:
+                bases[i] = local
+                continue
             bases[i] = base = full_around(local, spec.length, spec.bounds(group.rank)[0])
-            if group.size > 1 and not spec.whole:
-                label = f"join {layout.units[layout.unit_of_flat[i]].name}"
-                handles.append(group.all_gather(base, local, cuts=spec.cuts, label=label))
+            label = f"join {layout.units[layout.unit_of_flat[i]].name}"
+            handles.append(group.all_gather(base, local, cuts=spec.cuts, label=label))
         for handle in handles:
             handle.wait()
         for i, base in bases.items():

@@ -107,7 +107,7 @@ class TrainState:
 
 
 def _check(path: str, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+    if leaf is not None and not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
         what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
         raise PlacementError(
             f"parameter {path} has {what}; parameters are floating-point tensors. Integer "

@@ -167,7 +167,12 @@ class Step:
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         self._check(state)
         memo = self._memo()
-        running = Context(transforms=self.transforms, memo=memo, key=_key_of(state))
+        running = Context(
+            transforms=self.transforms,
+            memo=memo,
+            key=_key_of(state),
+            by_unit=any(t.enters or t.leaves for t in self.transforms),
+        )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:
             for transform in self.transforms:

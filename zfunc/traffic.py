@@ -10,8 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from zfunc.comm import all_reduce_bytes
 from zfunc.layout import Layout
+from zfunc.rounds import in_rounds
 
 __all__ = ["PURPOSES", "Traffic", "gathered", "joined", "reduced"]
 
@@ -65,6 +68,11 @@ def reduced(traffic: Traffic, layout: Layout, cut: bool, units: Sequence[int], r
             if cut and not spec.whole:
                 low, high = spec.bounds(rank)
                 traffic.add("reduce gradients", (spec.length - (high - low)) * size)
+            elif in_rounds(spec, torch.get_default_device()):
+                low, high = spec.bounds(rank)
+                own = (high - low) * size
+                traffic.add("reduce gradients", spec.length * size - own)
+                traffic.add("reduce gradients", own * (layout.world - 1))
             else:
                 nbytes = all_reduce_bytes(spec.length, size, rank, layout.world)
                 traffic.add("reduce gradients", nbytes)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zfunc.errors import PlacementError
 from zfunc.pool import pool
 from zfunc.seams import Pending, Ready, UnitInfo
 
@@ -34,6 +35,7 @@ class UnitRun:
         self.values: list[Tensor] | None = None
         self.pending: Pending | None = None
         self.entered: dict[int, Tensor] | None = None
+        self.tracked = False  # whether what entered is differentiable
         self.foreign: dict[int, int] = {}
         self.open = 0
         self.touched = False
@@ -80,9 +82,12 @@ class UnitRun:
 
     def leaves(self) -> dict[int, Tensor]:
         """The entered leaves by leaf index, differentiable where they are trainable."""
-        if self.entered is None:
+        tracked = any(self.live) and torch.is_grad_enabled()
+        if self.entered is None or (tracked and not self.tracked):
+            self._check_eager()
+            self.tracked = tracked
             views = self._views(self.acquire())
-            if any(self.live) and torch.is_grad_enabled():
+            if tracked:
                 self.open += 1
                 outs = iter(
                     _Enter.apply(
@@ -94,6 +99,14 @@ class UnitRun:
                 views = [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
             self.entered = {slot.index: v for slot, v in zip(self.slots, views, strict=True)}
         return self.entered
+
+    def _check_eager(self) -> None:
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise PlacementError(
+                f"unit {self.info.name} would enter inside torch.func (vmap, grad, jvp, ...), which "
+                "cannot follow parameters that are gathered on the way. Let them enter before: "
+                "params = zf.tree.map(lambda p: p, params), outside of torch.func."
+            )
 
     def _views(self, values: list[Tensor]) -> list[Tensor]:
         layout, out = self.source.layout, []

@@ -133,8 +133,8 @@ def tuples(dtype: torch.dtype) -> Tree:
 
 
 def tuples_loss(params: Pair, batch: Tree) -> Tensor:
-    (first, (second,)), head = params
-    return mean_square(block(second, block(first, batch["x"])) @ head, params.head * 0 + batch["y"].mean())
+    (first, (second,)), head = params.body, params.head
+    return mean_square(block(second, block(first, batch["x"])) @ head, batch["y"])
 
 
 # Losses that use their params in other ways

@@ -1,0 +1,55 @@
+"""An all-reduce as its two rounds, so that both run while backward computes.
+
+A handle's second round could start only in ``wait``. Here the caller says when:
+``advance`` ends the reduce-scatter and starts the all-gather of the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfunc.comm import Group, Handle
+from zfunc.layout import Flat
+
+__all__ = ["Rounds", "in_rounds"]
+
+WORTHWHILE = 1 << 16  # bytes; below, one exchange of whole tensors is quicker than two rounds
+
+
+def in_rounds(spec: Flat, device: torch.device) -> bool:
+    """Whether a flat is reduced in two rounds; on a GPU the backend overlaps its own."""
+    return (
+        device.type == "cpu" and not spec.whole and spec.length * spec.dtype.itemsize > WORTHWHILE
+    )
+
+
+class Rounds:
+    """The sum of a full flat over the ranks, in place.
+
+    Args:
+        group: the ranks.
+        spec: how the flat is cut, which is also how the work is.
+        full: the flat; belongs to this object until ``wait`` returns.
+        label: names the collectives in errors and ledgers.
+    """
+
+    def __init__(self, group: Group, spec: Flat, full: Tensor, label: str) -> None:
+        self._group, self._spec, self._full, self._label = group, spec, full, label
+        low, high = spec.bounds(group.rank)
+        own = full[low:high]
+        self._first = group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label)
+        self._second: Handle[Tensor] | None = None
+
+    def advance(self) -> None:
+        """End the first round and start the second, if that has not been done."""
+        if self._second is None:
+            self._second = self._group.all_gather(
+                self._full, self._first.wait(), cuts=self._spec.cuts, label=self._label
+            )
+
+    def wait(self) -> Tensor:
+        """The full flat with the sums."""
+        self.advance()
+        assert self._second is not None
+        return self._second.wait()
