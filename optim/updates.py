@@ -126,7 +126,7 @@ def moved(params: Tree, updates: Tree) -> Tree:
     """``params + updates``, placed like the updates and ``None`` where they are."""
     if isinstance(updates, Moved) and updates.starts_from(params):
         return updates.new
-    context.check_alive(("params", leaf) for leaf in tree.leaves(params))
+    tree.check_alive(params)
     return tree.map(_add, updates, params)
 
 

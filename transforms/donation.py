@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.context import Context, Donation
+from zfunc.context import Context, Donation, blank
 from zfunc.step import Transform, transform_of
 
 __all__ = ["Donate", "donate"]
@@ -35,6 +35,14 @@ class Donate(Transform):
 
     def configure(self, running: Context, state: Any) -> None:
         running.donation = Donation.of(x for x in tree.leaves(state) if isinstance(x, Tensor))
+
+    def finish(self, old: Any, out: Any) -> Any:
+        """Whatever does not live on in the result is spent, whether it was overwritten or not."""
+        kept = {id(x) for x in tree.leaves(out)}
+        for x in tree.leaves(old):
+            if isinstance(x, Tensor) and id(x) not in kept:
+                blank(x)
+        return out
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         return ["donate: new state in the memory of the old one, which is spent"]

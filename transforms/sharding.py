@@ -33,10 +33,19 @@ from zfunc.context import Context
 from zfunc.cutting import make_layout
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
-from zfunc.leaves import home_of, is_frozen
+from zfunc.leaves import home_of, is_frozen, is_placed
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.passes import there_and_back
-from zfunc.placement import Entries, Twins, borrowed, check_same, packed, placed_nodes, reassembled
+from zfunc.placement import (
+    Entries,
+    Twins,
+    borrowed,
+    check_same,
+    marked,
+    packed,
+    placed_nodes,
+    reassembled,
+)
 from zfunc.pool import pool
 from zfunc.rounds import Rounds, in_rounds
 from zfunc.seams import Pending, UnitInfo, Waiting
@@ -70,7 +79,7 @@ class Shard(Transform):
     name: ClassVar[str] = "shard"
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise ValueError(
                 f"stage={self.stage!r}: ZeRO has stages 0 (nothing cut), 1 (optimizer state), "
                 "2 (and gradients) and 3 (and parameters)."
@@ -115,16 +124,19 @@ class Shard(Transform):
                 f"the state ({entries}) has no entry with the role 'params'. Call it params, or "
                 'tell shard which entries are: roles={"generator": "params", "g_opt": "opt_state"}.'
             )
+        for name, _ in self.roles:
+            if name not in entries and name not in ROLES:
+                raise PlacementError(
+                    f"roles name the entry {name!r}, which the state ({entries}) does not have."
+                )
         layouts = {name: self.layout(entries[name]) for name in names}
-        for name in (*names, "key", "step"):
-            if name in entries:
-                check_same(self.group, name, entries[name])
+        for name in entries.names:
+            check_same(self.group, name, entries[name])
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
             if name in layouts:
-                entries[name] = self._whole_or_cut(
-                    self.stage == 3, layouts[name], entries[name], rank
-                )
+                placed = self._whole_or_cut(self.stage == 3, layouts[name], entries[name], rank)
+                entries[name] = marked(placed)
             else:
                 entries[name] = twins.replace(
                     entries[name],
@@ -171,11 +183,32 @@ class Shard(Transform):
             )
         for node in nodes:
             _ = node.group  # raises if the state is from a world of another size
+        if not cut and self._named_params(name):
+            self._check_whole(name, entry)
+
+    def _named_params(self, name: str) -> bool:
+        return name in self._named("params")
+
+    def _check_whole(self, name: str, params: Tree) -> None:
+        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=False):
+            home = home_of(leaf)
+            if isinstance(leaf, Tensor) and not is_placed(leaf):
+                raise PlacementError(
+                    f"{name}.{path} is not from a state that {self!r} has placed: call "
+                    "state = step.place(full_state) first. (A step keeps its parameters' marks in "
+                    "what it returns, and zf.tree.map does; other copies lose them.)"
+                )
+            if home is not None and home[0].world != self.group.size:
+                raise PlacementError(
+                    f"{name}.{path} was placed on {home[0].world} ranks, the current world has "
+                    f"{self.group.size}. `unplace` the state there and `place` it here."
+                )
 
     # One call
 
     def configure(self, running: Context, state: Any) -> None:
         running.group = self.group
+        running.axis = self.axis
         running.prefetch = self.prefetch
         memo = running.memo.setdefault("layouts", {})
         running.layout_for = lambda params: self._layout_for(params, memo)
@@ -185,10 +218,11 @@ class Shard(Transform):
     def _layout_for(self, params: Tree, memo: dict[Any, Layout]) -> tuple[Layout, bool]:
         """The layout of a plain params tree, and whether its gradients are cut."""
         leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
-        homes = [home_of(leaf) for leaf in leaves if leaf is not None]
-        if homes and all(homes):
-            first = homes[0][0]  # type: ignore[index]
-            return (first if first.spec == spec else borrowed(leaves, spec)), self.stage >= 1
+        homes = [(i, home_of(leaf)) for i, leaf in enumerate(leaves) if leaf is not None]
+        if homes and all(home and home[0].world == self.group.size for _, home in homes):
+            first = homes[0][1][0]  # type: ignore[index]
+            whole = first.spec == spec and all(home == (first, i) for i, home in homes)
+            return (first if whole else borrowed(leaves, spec)), self.stage >= 1
         key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
         if key not in memo:
             memo[key] = self.layout(params)
@@ -220,8 +254,11 @@ class Shard(Transform):
         """A state whose params were put together from parts, in one piece again."""
         before, after = Entries(old), Entries(new)
         for name in self._named("params"):
-            if name in before and name in after and isinstance(before[name], Sharded):
-                after[name] = reassembled(before[name], after[name])
+            if name in before and name in after:
+                old_params, new_params = before[name], after[name]
+                if isinstance(old_params, Sharded):
+                    new_params = reassembled(old_params, new_params)
+                after[name] = marked(new_params)
         return after.rebuild()
 
     # What it says of itself

@@ -15,12 +15,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .axes import MESH, group
 from .comm import Group
+from .nodes import NAMESPACE
 from .world import current
 
-__all__ = ["axis_index", "pmean", "psum"]
+__all__ = ["axis_index", "mean_over", "pmean", "psum"]
 
 Tree = TypeVar("Tree")
-NAMESPACE = "zfunc"
 
 
 def psum(x: Tree, axis: str | tuple[str, ...] = "data") -> Tree:
@@ -70,6 +70,13 @@ def _ranks(axis: str | tuple[str, ...]) -> Group | None:
     if mesh is None and current().size == 1:
         return None
     return group(mesh, axis)
+
+
+def mean_over(ranks: Group, x: Tensor) -> Tensor:
+    """The mean of a tensor over the ranks of a group; differentiable."""
+    if ranks.size == 1:
+        return x
+    return _Reduce.apply(ranks, "pmean", True, x)[0]
 
 
 def _over(x: Tree, axis: str | tuple[str, ...], label: str, mean: bool) -> Tree:

@@ -14,13 +14,14 @@ from zfunc import world
 from zfunc.comm import Group
 from zfunc.cutting import make_layout
 from zfunc.errors import DonatedStateError
+from zfunc.nodes import spent
 from zfunc.transport import Alone
+from zfunc.tree import gone
 
 __all__ = [
     "Context",
     "Donation",
     "LayerInfo",
-    "check_alive",
     "current",
     "pop",
     "push",
@@ -109,6 +110,7 @@ class Context:
     layout_for: Callable[[Any], tuple[Any, bool]] = lambda tree: (make_layout(tree), False)
     passes: list[Any] = field(default_factory=list)
     differentiated: int = 0
+    axis: str | tuple[str, ...] = "data"
     layer_key: Tensor | None = None
     layer_calls: int = 0
 
@@ -137,16 +139,6 @@ def blank(x: Tensor) -> None:
     x.__dict__["_zfunc_donated"] = True
 
 
-def check_alive(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise ``DonatedStateError`` if a leaf's memory belongs to a later state."""
-    for name, x in named:
-        if isinstance(x, Tensor) and x.__dict__.get("_zfunc_donated", False):
-            raise DonatedStateError(
-                f"{name or 'the state'} was donated: its memory holds a later state. Use the state "
-                "that the step returned, or leave out `donate` to keep old states."
-            )
-
-
 def reuse(x: Tensor) -> Tensor:
     """Memory with the value of ``x`` that may be overwritten.
 
@@ -158,7 +150,8 @@ def reuse(x: Tensor) -> Tensor:
     >>> reuse(torch.ones(2)).add_(1)
     tensor([2., 2.])
     """
-    check_alive([("a leaf", x)])
+    if spent(x):
+        raise DonatedStateError(gone("a leaf"))
     alias = x.detach()
     return alias if spend(x) else x.clone()
 

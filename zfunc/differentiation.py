@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import optree
@@ -19,13 +20,13 @@ from torch import Tensor
 from zfunc import context, random
 from zfunc.comm import Group
 from zfunc.context import Context
-from zfunc.errors import PlacementError
+from zfunc.errors import CompositionError, PlacementError
 from zfunc.leaves import is_frozen
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.passes import Pass, Source, there
 from zfunc.primitives import Mean, Ref, enter
 from zfunc.sharded import Sharded
-from zfunc.tree import dotted
+from zfunc.tree import check_alive, dotted
 
 __all__ = ["evaluate", "value_and_grad"]
 
@@ -57,7 +58,13 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_alive(params)
         running = context.current()
+        if running is not None and any(owner.evaluating for owner in running.passes):
+            raise CompositionError(
+                "value_and_grad was called inside zf.evaluate, within a step: its gradients would "
+                "be this rank's own. Call value_and_grad in the step itself."
+            )
         if running is None or running.passes:
             (loss, aux), grads = _local(loss_fn, has_aux, params, args, kwargs, _alone)
         else:
@@ -141,7 +148,7 @@ def _local(
     )
     for key, leaf in zip(keys, leaves, strict=True):
         _check_differentiable(dotted(*key), leaf)
-    nested = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    nested = torch.is_grad_enabled() and any(_belongs_to_a_graph(x) for x in leaves)
     live = [x is not None and not is_frozen(x) for x in leaves]
     with torch.enable_grad():
         inputs = [
@@ -150,7 +157,11 @@ def _local(
             else x
             for x, on in zip(leaves, live, strict=True)
         ]
-        out = loss_fn(optree.tree_unflatten(spec, inputs), *args, **kwargs)
+        token = _INSIDE.set(True)
+        try:
+            out = loss_fn(optree.tree_unflatten(spec, inputs), *args, **kwargs)
+        finally:
+            _INSIDE.reset(token)
         loss, aux = _split(out, has_aux)
         loss, seed, value = finish(loss)
     _check_depends(loss)
@@ -164,6 +175,14 @@ def _local(
     ]
     mean = loss if nested and seed is None else value()
     return (mean, _detached(aux) if not nested else aux), optree.tree_unflatten(spec, filled)
+
+
+_INSIDE: ContextVar[bool] = ContextVar("zfunc_inside_loss", default=False)
+
+
+def _belongs_to_a_graph(x: Tensor | None) -> bool:
+    """Whether somebody may differentiate once more; of leaves only a surrounding loss does."""
+    return x is not None and x.requires_grad and (_INSIDE.get() or x.grad_fn is not None)
 
 
 def _nodes(params: Tree) -> list[Any]:
@@ -321,8 +340,10 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        check_alive(params)
         running = context.current() or Context()
         owner = _new_pass(running)
+        owner.evaluating = bool(running.transforms)
         running.passes.append(owner)
         token = context.push(running)
         try:

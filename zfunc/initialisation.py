@@ -16,8 +16,7 @@ from torch import Tensor
 
 from zfunc import replay
 from zfunc.axes import group
-from zfunc.leaves import inherit
-from zfunc.nodes import NAMESPACE, Placed
+from zfunc.nodes import NAMESPACE, Placed, carry
 from zfunc.recording import record
 from zfunc.sharded import Sharded
 
@@ -64,7 +63,7 @@ def materialised(state: Any) -> Any:
                 storage.nbytes(), dtype=torch.uint8, device=device
             )
         base = storages[storage._cdata].view(x.dtype)
-        return inherit(base.as_strided(x.shape, x.stride(), x.storage_offset()), x)
+        return carry(base.as_strided(x.shape, x.stride(), x.storage_offset()), x)
 
     return optree.tree_map(real, state, namespace=NAMESPACE)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfunc.layout import Layout
 
-__all__ = ["freeze", "home_of", "inherit", "is_frozen", "settle_home"]
+__all__ = ["freeze", "home_of", "is_frozen", "is_placed", "mark_placed", "settle_home"]
 
 
 def freeze(leaf: Tensor) -> Tensor:
@@ -37,10 +37,12 @@ def home_of(leaf: Any) -> tuple[Layout, int] | None:
     return leaf.__dict__.get("_zfunc_home") if isinstance(leaf, Tensor) else None
 
 
-def inherit(new: Tensor, old: Any) -> Tensor:
-    """Carry the marks of a plain leaf over to its successor."""
-    if isinstance(old, Tensor):
-        for mark in ("_zfunc_frozen", "_zfunc_home"):
-            if mark in old.__dict__:
-                new.__dict__[mark] = old.__dict__[mark]
-    return new
+def mark_placed(leaf: Tensor) -> Tensor:
+    """Remember that a plain leaf belongs to a placed state (parameters at ZeRO 0 to 2)."""
+    leaf.__dict__["_zfunc_placed"] = True
+    return leaf
+
+
+def is_placed(leaf: Any) -> bool:
+    """Whether a plain leaf was marked by :func:`mark_placed`."""
+    return isinstance(leaf, Tensor) and "_zfunc_placed" in leaf.__dict__

@@ -13,7 +13,7 @@ import optree
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-__all__ = ["NAMESPACE", "Layers", "Lazy", "Placed", "Tree", "register"]
+__all__ = ["NAMESPACE", "Layers", "Lazy", "Placed", "Tree", "carry", "register", "spent"]
 
 NAMESPACE = "zfunc"
 Tree = Any
@@ -111,6 +111,10 @@ class Placed:
         """A copy with the leaf at ``path`` replaced by the full ``value``."""
         raise NotImplementedError
 
+    def held(self) -> Sequence[Tensor | None]:
+        """The tensors that this rank holds."""
+        raise NotImplementedError
+
     def names(self) -> list[str]:
         """Dotted paths of the leaves, in leaf order."""
         raise NotImplementedError
@@ -138,6 +142,20 @@ class Placed:
     def merge(self, other: Any) -> Any:
         """This node with the leaves that it lacks taken from ``other``."""
         raise NotImplementedError
+
+
+def carry(new: Any, old: Any) -> Any:
+    """Let the successor of a plain leaf keep what was marked on it (frozen, placed, where)."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and new.shape == old.shape:
+        for mark in ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed"):
+            if mark in old.__dict__:
+                new.__dict__[mark] = old.__dict__[mark]
+    return new
+
+
+def spent(x: Any) -> bool:
+    """Whether a tensor's memory was given to a later state (see ``donate``)."""
+    return isinstance(x, Tensor) and "_zfunc_donated" in x.__dict__
 
 
 class Lazy:

@@ -205,6 +205,7 @@ class Pass:
     lingering: list[UnitRun] = field(default_factory=list)
     arrivals: list[tuple[UnitRun, Pending]] = field(default_factory=list)
     results: dict[tuple[int, int], Pending] = field(default_factory=dict)
+    evaluating: bool = False
     transient: list[UnitRun] = field(default_factory=list)
     cursor: int = 0
 

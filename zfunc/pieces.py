@@ -13,6 +13,7 @@ from zfunc.context import spend
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot
 from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.tree import paths
 
 __all__ = [
     "assemble",
@@ -145,8 +146,19 @@ def leaves_of(layout: Layout, tree: Tree) -> list[Any]:
     """Leaves of a plain tree in the layout's order; subtrees may be missing as ``None``."""
     try:
         return list(layout.spec.flatten_up_to(tree))
-    except (ValueError, TypeError) as error:
-        raise PlacementError(f"a plain tree does not fit the placed one: {error}") from None
+    except (ValueError, TypeError):
+        raise PlacementError(_misfit(layout, tree)) from None
+
+
+def _misfit(layout: Layout, tree: Tree) -> str:
+    want, have = [slot.path for slot in layout.present], paths(tree)
+    missing = [path for path in want if path not in have]
+    extra = [path for path in have if path not in want]
+    return (
+        f"a plain tree does not fit the placed one: it lacks {', '.join(missing[:3]) or 'nothing'} "
+        f"and has {', '.join(extra[:3]) or 'nothing'} besides. All trees of one map have the "
+        "structure of the first."
+    )
 
 
 def full_around(local: Tensor, length: int, low: int) -> Tensor:

@@ -13,13 +13,22 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot, Unit, find_layers
-from zfunc.leaves import freeze, settle_home
+from zfunc.leaves import freeze, mark_placed, settle_home
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.pieces import assemble_all, leaves_of, pieces_of_parts
 from zfunc.sharded import Sharded
 from zfunc.tree import dotted
 
-__all__ = ["Entries", "Twins", "borrowed", "check_same", "packed", "placed_nodes", "reassembled"]
+__all__ = [
+    "Entries",
+    "Twins",
+    "borrowed",
+    "check_same",
+    "marked",
+    "packed",
+    "placed_nodes",
+    "reassembled",
+]
 
 
 class Entries:
@@ -155,6 +164,14 @@ def packed(layout: Layout, node: Tree) -> Tree:
     return optree.tree_unflatten(layout.spec, out)
 
 
+def marked(params: Tree) -> Tree:
+    """Params of a placed state, the plain leaves among them marked as such."""
+    for leaf in optree.tree_leaves(params, namespace=NAMESPACE):
+        if isinstance(leaf, Tensor):
+            mark_placed(leaf)
+    return params
+
+
 def placed_nodes(node: Any) -> list[Placed]:
     """All placed nodes in a tree."""
     nodes = optree.tree_leaves(node, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
@@ -183,11 +200,12 @@ def check_same(group: Group, name: str, params: Tree) -> None:
                 ((x, y) for x, y in zip(mine, theirs, strict=False) if x != y),
                 (("number of leaves", len(mine)), ("number of leaves", len(theirs))),
             )
-            what = (
-                f"{a[0]} is {a[1:3]} here and {b[1:3]} there"
-                if a[:3] != b[:3]
-                else (f"{a[0]} has other values")
-            )
+            if a[0] != b[0]:
+                what = f"the leaf {a[0]} here is {b[0]} there"
+            elif a[:3] != b[:3]:
+                what = f"{a[0]} is {a[1:3]} here and {b[1:3]} there"
+            else:
+                what = f"{a[0]} has other values"
             raise PlacementError(
                 f"ranks {group.rank} and {rank} start from different {name}: {what}. Seed all "
                 "ranks alike before the model is built (and the data differently), or build the "

@@ -9,8 +9,10 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from zfunc import random, tree
-from zfunc.collectives import axis_index, pmean
+from zfunc import context, random, tree
+from zfunc.collectives import mean_over
+from zfunc.comm import Group
+from zfunc.context import Context
 from zfunc.differentiation import value_and_grad
 from zfunc.optim import apply_updates
 from zfunc.step import Step
@@ -41,9 +43,9 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
     >>> state.params["w"], metrics["loss"]
     (tensor([1.]), tensor(1.))
     """
-    names = list(inspect.signature(loss_fn).parameters)
-    takes_buffers = "buffers" in names
-    takes_key = "key" in names or len([n for n in names if n != "buffers"]) > 2
+    parameters = inspect.signature(loss_fn).parameters
+    takes_buffers = "buffers" in parameters
+    takes_key = "key" in parameters or len([p for p in parameters.values() if _is_needed(p)]) > 2
     differentiate = value_and_grad(loss_fn, has_aux=has_aux or takes_buffers)
 
     def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -64,8 +66,20 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
     return Step(step, tx=tx)
 
 
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    return positional and parameter.default is parameter.empty and parameter.name != "buffers"
+
+
 def _key_of_rank(state: Any) -> Tensor:
-    return random.fold_in(random.fold_in(state.key, state.step), axis_index("data"))
+    """The loss function's own key: none of those that decide the model's dropout."""
+    key = random.fold_in(random.fold_in(state.key, state.step), _group().rank)
+    return random.fold_in(key, -1)
+
+
+def _group() -> Group:
+    running = context.current()
+    return running.group if running is not None else Context().group
 
 
 def _unpack(out: Any, buffers: Any, takes_buffers: bool, has_aux: bool) -> tuple[Any, Any, Any]:
@@ -81,6 +95,7 @@ def _averaged(values: Any) -> Any:
     """Floating-point tensors as means over the ranks, anything else as it is."""
 
     def average(x: Any) -> Any:
-        return pmean(x, "data") if isinstance(x, Tensor) and x.is_floating_point() else x
+        return mean_over(group, x) if isinstance(x, Tensor) and x.is_floating_point() else x
 
+    group = _group()
     return optree.tree_map(average, values, namespace=tree.NAMESPACE)

@@ -12,7 +12,7 @@ from zfunc.layout import Layout
 from zfunc.pool import pool
 from zfunc.rounds import Rounds
 
-__all__ = ["Pending", "Ready", "Seams", "UnitInfo", "Waiting", "gather"]
+__all__ = ["Pending", "Ready", "UnitInfo", "Waiting", "gather"]
 
 
 class Pending(Protocol):
@@ -74,13 +74,6 @@ class UnitInfo:
     @property
     def trainable(self) -> list[int]:
         return [i for i in self.flats if self.layout.flats[i].trainable]
-
-
-class Seams(Protocol):
-    """The part of a transform that a pass calls."""
-
-    def enter(self, value: Pending, unit: UnitInfo) -> Pending: ...
-    def leave(self, value: Pending, unit: UnitInfo) -> Pending: ...
 
 
 def gather(value: Pending, unit: UnitInfo) -> Pending:

@@ -19,8 +19,8 @@ from zfunc.axes import group as group_of
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
-from zfunc.leaves import freeze, inherit
-from zfunc.nodes import NAMESPACE, Placed, Tree, register
+from zfunc.leaves import freeze
+from zfunc.nodes import NAMESPACE, Placed, Tree, carry, register
 from zfunc.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
 
 __all__ = ["Sharded"]
@@ -55,10 +55,13 @@ class Sharded(Placed):
         if group.size != self.layout.world:
             raise PlacementError(
                 f"this tree was placed on {self.layout.world} ranks of axis "
-                f"{self.layout.axis!r}, the current world has {group.size}. `zf.save` it in its "
-                "own world and `zf.restore` it in this one."
+                f"{self.layout.axis!r}, the current world has {group.size}. `unplace` it in its "
+                "own world and `place` the result in this one."
             )
         return group
+
+    def held(self) -> Sequence[Tensor | None]:
+        return self.flats
 
     def names(self) -> list[str]:
         return [slot.path for slot in self.layout.present if self.flats[slot.flat] is not None]
@@ -246,7 +249,7 @@ class Sharded(Placed):
             handle.wait()
         for i, base in bases.items():
             for slot, view in zip(layout.by_flat[i], layout.views(i, base), strict=True):
-                leaves[slot.index] = inherit(view, leaves[slot.index])
+                leaves[slot.index] = carry(view, leaves[slot.index])
         return optree.tree_unflatten(layout.spec, leaves)
 
     def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Sharded:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import optree
-import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zfunc import context, random, tree, world
 from zfunc.axes import MESH
@@ -35,6 +35,7 @@ from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
+from zfunc.leaves import home_of
 from zfunc.seams import Pending, UnitInfo
 from zfunc.traffic import Traffic
 
@@ -166,6 +167,7 @@ class Step:
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         self._check(state)
+        state = _detached(state)
         memo = self._memo()
         running = Context(
             transforms=self.transforms,
@@ -194,7 +196,7 @@ class Step:
         return out
 
     def _check(self, state: Any) -> None:
-        context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
+        tree.check_alive(state)
         if not any(t.represents for t in self.transforms) and _first_placed(state):
             raise PlacementError(
                 "this state was placed by another step: a bare step takes plain trees. Call the "
@@ -215,13 +217,13 @@ class Step:
         Raises:
             PlacementError: the state is placed already, or has no params.
         """
-        context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
-        if found := _first_placed(state):
+        tree.check_alive(state)
+        if found := _first_placed(state, packed=True):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "
                 "from, or `step.unplace(state)`."
             )
-        return self._noted(self._placed(state))
+        return self._noted(self._placed(_detached(state)))
 
     def _noted(self, placed: Any) -> Any:
         memo = self._memo()
@@ -237,7 +239,7 @@ class Step:
 
     def unplace(self, state: Any) -> Any:
         """The full state, bitwise what ``place`` was given; a collective."""
-        context.check_alive((str(i), x) for i, x in enumerate(tree.leaves(state)))
+        tree.check_alive(state)
         for transform in self.transforms:
             state = transform.unplace(state)
         return tree.full(state)
@@ -287,8 +289,9 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
             return lambda fn: as_step(fn).wrap(made)
         if not callable(step):
             raise TypeError(
-                f"{make.__name__}({step!r}, ...): expected the step to wrap, a function "
-                f"(state, batch) -> (state, metrics). As a decorator: @{make.__name__}(...=...)."
+                f"{make.__name__}() got a {type(step).__name__}; expected the step to wrap, a "
+                "function (state, batch) -> (state, metrics). As a decorator: "
+                f"@{make.__name__}(...=...)."
             )
         return as_step(step).wrap(made)
 
@@ -300,12 +303,13 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
     return wrap
 
 
-def _first_placed(state: Any) -> str | None:
+def _first_placed(state: Any, packed: bool = False) -> str | None:
+    """The path of a placed node; with ``packed`` also of a plain leaf fresh from ``place``."""
     keys, nodes, _ = optree.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, tree.Placed), namespace=tree.NAMESPACE
     )
     for key, node in zip(keys, nodes, strict=True):
-        if isinstance(node, tree.Placed):
+        if isinstance(node, tree.Placed) or (packed and home_of(node)):
             return tree.dotted(*key) or "the state"
     return None
 
@@ -316,6 +320,15 @@ def _copied(state: Any) -> Any:
     )
 
 
+def _detached(state: Any) -> Any:
+    """Modules' Parameters as the plain tensors they hold: a step decides itself what to track."""
+    if not any(isinstance(x, Parameter) for x in tree.leaves(state)):
+        return state
+    return optree.tree_map(
+        lambda x: x.detach() if isinstance(x, Parameter) else x, state, namespace=tree.NAMESPACE
+    )
+
+
 def _entry(state: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
 
@@ -323,6 +336,6 @@ def _entry(state: Any, name: str) -> Any:
 def _key_of(state: Any) -> Tensor | None:
     """The key of this step's randomness: that of the state and its step count."""
     key, step = _entry(state, "key"), _entry(state, "step")
-    if not isinstance(key, Tensor) or key.ndim or key.dtype != torch.int64:
+    if key is None:
         return None
-    return random.fold_in(key, step) if isinstance(step, Tensor | int) else key
+    return random.fold_in(key, step) if isinstance(step, Tensor | int) else random.as_key(key)

@@ -20,8 +20,8 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Layers, Lazy, Placed, Tree, register
+from zfunc.errors import DonatedStateError, PlacementError
+from zfunc.nodes import NAMESPACE, Layers, Lazy, Placed, Tree, carry, register, spent
 
 __all__ = [
     "NAMESPACE",
@@ -71,7 +71,25 @@ def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     if any(isinstance(item, Lazy) for item in items):
         forced = [item.force() if isinstance(item, Lazy) else item for item in items]
         return _flatten(optree.tree_unflatten(spec, forced))
+    for key, item in zip(keys, items, strict=True):
+        held = item.held() if isinstance(item, Placed) else (item,)
+        if any(spent(x) for x in held):
+            raise DonatedStateError(gone(dotted(*key)))
     return [dotted(*key) for key in keys], items, spec
+
+
+def gone(path: str) -> str:
+    """What to say of a leaf whose memory holds a later state."""
+    return (
+        f"{path or 'this tree'} was donated: its memory holds a later state. Use the state "
+        "that the step returned, or leave out `donate` to keep old states."
+    )
+
+
+def check_alive(tree: Tree) -> None:
+    """Raise ``DonatedStateError`` if a leaf's memory belongs to a later state."""
+    if any(spent(x) for x in leaves(tree)):
+        _flatten(tree)
 
 
 def _align(trees: Sequence[Tree]) -> tuple[list[str], list[list[Any]], optree.PyTreeSpec]:
@@ -129,7 +147,7 @@ def _map_row(f: Callable[..., Any], row: list[Any]) -> Any:
     for node in row:
         if isinstance(node, Placed):
             return node.map(f, row)
-    return f(*row)
+    return carry(f(*row), row[0])
 
 
 def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -239,6 +257,8 @@ def flatten_names(tree: Tree) -> dict[str, Any]:
 def full(tree: Tree) -> Tree:
     """A plain, full copy of a placed tree; a collective (every rank calls it)."""
 
+    check_alive(tree)
+
     def copy(node: Any) -> Any:
         if isinstance(node, Placed):
             return node.full()
@@ -253,6 +273,7 @@ def _square_sum(x: Tensor) -> Tensor:
 
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
+    check_alive(tree)
     return optree.tree_map(
         lambda node: node.sums(f) if isinstance(node, Placed) else f(node),
         tree,
@@ -329,7 +350,9 @@ def set(tree: Tree, path: str, value: Any) -> Tree:
                     f"{path} has shape {tuple(item.shape)}, the new value "
                     f"{tuple(torch.as_tensor(value).shape)}. Give a value of the leaf's shape."
                 )
-            items[i] = value
+            items[i] = (
+                carry(torch.as_tensor(value).to(item), item) if torch.is_tensor(item) else value
+            )
         else:
             continue
         return optree.tree_unflatten(spec, items)

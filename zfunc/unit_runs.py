@@ -103,9 +103,9 @@ class UnitRun:
     def _check_eager(self) -> None:
         if torch._C._functorch.maybe_current_level() is not None:
             raise PlacementError(
-                f"unit {self.info.name} would enter inside torch.func (vmap, grad, jvp, ...), which "
-                "cannot follow parameters that are gathered on the way. Let them enter before: "
-                "params = zf.tree.map(lambda p: p, params), outside of torch.func."
+                f"unit {self.info.name} would enter inside torch.func (vmap, grad, jvp, ...), "
+                "which cannot follow parameters that are gathered on the way. Let them enter "
+                "before: params = zf.tree.map(lambda p: p, params), outside of torch.func."
             )
 
     def _views(self, values: list[Tensor]) -> list[Tensor]:
@@ -149,16 +149,9 @@ class UnitRun:
         """Hand the unit's full gradient to the ``leave`` seams."""
         if self.partial is None:
             return
-        layout, grads = (
-            self.source.layout,
-            dict(
-                zip(
-                    (s.index for s, on in zip(self.slots, self.live, strict=True) if on),
-                    self.partial,
-                    strict=True,
-                )
-            ),
-        )
+        layout = self.source.layout
+        trainable = [slot.index for slot, on in zip(self.slots, self.live, strict=True) if on]
+        grads = dict(zip(trainable, self.partial, strict=True))
         self.partial = None
         flats = []
         for i in self.info.trainable:

@@ -36,7 +36,9 @@ class Case:
     tolerance: float = 1e-9
 
 
-def numbers(shape: Any, seed: int, dtype: torch.dtype = torch.float64, scale: float = 0.5) -> Tensor:
+def numbers(
+    shape: Any, seed: int, dtype: torch.dtype = torch.float64, scale: float = 0.5
+) -> Tensor:
     """Normal numbers that depend on the seed alone; float32 ones are rounded float64 ones."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
@@ -71,9 +73,7 @@ def trained(
 Run = tuple[list[Tree], Tree]
 
 
-def alone(
-    case: Case, tx: Any = ADAMW, steps: int = 4, dtype: torch.dtype = torch.float64
-) -> Run:
+def alone(case: Case, tx: Any = ADAMW, steps: int = 4, dtype: torch.dtype = torch.float64) -> Run:
     """Metrics of each step and the last state, of the bare step in one process."""
     step, state, metrics = case.step(tx), case.state(tx, dtype), []
     for i in range(steps):
@@ -157,7 +157,7 @@ def bits(x: Tensor) -> bytes:
     return bytes(x.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def assert_like_alone(case: Case, runs: list[Run], reference: Run, tolerance: float) -> None:
+def assert_like_alone(runs: list[Run], reference: Run, tolerance: float) -> None:
     """Every rank ends where one process does, and all ranks end in the same bits."""
     for rank, run in enumerate(runs):
         assert_near(run[0], reference[0], tolerance, f"metrics on rank {rank}")

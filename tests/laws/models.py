@@ -1,18 +1,19 @@
-"""Cases: everything that a params tree, a loss or a hand-written step may look like."""
+"""Cases of the ready-made step: everything that a params tree or a loss may look like."""
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 from typing import Any, NamedTuple
 
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
 from tests.laws.cases import Case, Tree, numbers, regression, trained
-from zfunc import optim, tree
+from zfunc import tree
 
 
 def block(p: Tree, x: Tensor) -> Tensor:
@@ -91,7 +92,11 @@ def tiny(dtype: torch.dtype) -> Tree:
             "empty": numbers((0, 6), i + 3, dtype),
         }
 
-    return {"root": layer(1), "blocks": zf.Layers([layer(10), layer(20)]), "empty": layer(5)["empty"]}
+    return {
+        "root": layer(1),
+        "blocks": zf.Layers([layer(10), layer(20)]),
+        "empty": layer(5)["empty"],
+    }
 
 
 def tiny_loss(params: Tree, batch: Tree) -> Tensor:
@@ -121,6 +126,36 @@ def mixed_loss(params: Tree, batch: Tree) -> Tensor:
 
     x = zf.scan(one, params["blocks"], batch["x"].double() @ params["wide"])
     return mean_square(x @ params["head"].double(), batch["y"].double())
+
+
+def strided(dtype: torch.dtype) -> Tree:
+    """Leaves that are transposed, expanded, views of one buffer, or require gradients."""
+    p = stack(dtype)
+    buffer = numbers((100,), 9, dtype)
+    p["first"] = {"w": p["first"]["w"].t(), "b": buffer[3:9]}
+    p["head"]["b"] = numbers((), 4, dtype).expand(1)
+    p["blocks"][0]["b"] = buffer[50:56]
+    p["blocks"][1]["w"] = torch.nn.Parameter(p["blocks"][1]["w"])
+    p["blocks"][2]["w"].requires_grad_()
+    return p
+
+
+def keys_of_all_kinds(dtype: torch.dtype) -> Tree:
+    """Dots and numbers in keys, an ordered dict, places without a value."""
+    return {
+        "a.b": numbers((6, 6), 1, dtype),
+        "a": {"b": numbers((6,), 5, dtype), "none": None},
+        "z": collections.OrderedDict(z=numbers((6, 6), 2, dtype), a=numbers((6, 1), 3, dtype)),
+        "blocks": zf.Layers([{10: numbers((6, 6), 3, dtype), 2: None}]),
+    }
+
+
+def keys_loss(p: Tree, batch: Tree) -> Tensor:
+    assert p["a"]["none"] is None
+    x = batch["x"] @ p["a.b"] + p["a"]["b"]
+    x = zf.scan(lambda q, x: torch.tanh(x @ q[10]) if q[2] is None else q[2], p["blocks"], x)
+    first, last = p["z"].values()
+    return mean_square(x @ first @ last, batch["y"])
 
 
 class Pair(NamedTuple):
@@ -209,173 +244,73 @@ def uneven_loss(params: Tree, batch: Tree) -> zf.Mean:
 
 def aux_loss(params: Tree, batch: Tree) -> Any:
     out = forward(params, batch["x"])
-    return mean_square(out, batch["y"]), {"size": out.abs().mean(), "inner": {"x": batch["x"].mean()}}
+    return mean_square(out, batch["y"]), {
+        "size": out.abs().mean(),
+        "inner": {"x": batch["x"].mean()},
+    }
 
 
-# Hand-written steps
+def gradient_penalty_loss(params: Tree, batch: Tree) -> Tensor:
+    """A second derivative, through the inputs."""
+    x = batch["x"].detach().requires_grad_()
+    out = forward(params, x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return mean_square(out, batch["y"]) + (slope.norm(dim=1) - 1).square().mean()
 
 
-def head_state(tx: Any, dtype: torch.dtype) -> Any:
-    params = stack(dtype)
-    return {"params": params, "opt_state": tx.init(params["head"]), "note": None}
+def checkpointed_loss(params: Tree, batch: Tree) -> Tensor:
+    """torch's own recomputation around layers."""
+    x = block(params["first"], batch["x"])
+    for p in params["blocks"]:
+        x = checkpoint(lambda x, p=p: zf.layer(block, p, x), x, use_reentrant=False)
+    return mean_square(x @ params["head"]["w"], batch["y"])
 
 
-def head_step(tx: Any) -> Any:
-    """Gradients and moments of a part of the tree alone."""
-
-    def step(state: Any, batch: Tree) -> Any:
-        def loss(head: Tree) -> Tensor:
-            return stack_loss({**state["params"], "head": head}, batch)
-
-        loss_value, grads = zf.value_and_grad(loss)(state["params"]["head"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"]["head"])
-        head = optim.apply_updates(state["params"]["head"], updates)
-        params = {**state["params"], "head": head}
-        metrics = {"loss": loss_value, "norm": tree.global_norm(grads)}
-        return {**state, "params": params, "opt_state": opt_state}, metrics
-
-    return step
+def scans_loss(params: Tree, batch: Tree) -> Tensor:
+    """The stack forward, backward, and a slice of it."""
+    blocks = params["blocks"]
+    x = zf.scan(block, blocks, batch["x"])
+    x = zf.scan(block, zf.Layers(reversed(blocks)), x)
+    return mean_square(zf.scan(block, blocks[1:], x) @ params["head"]["w"], batch["y"])
 
 
-@dataclasses.dataclass(frozen=True)
-class Averaged:
-    """A state of the user's own: a dataclass with an average of the parameters."""
-
-    params: Any
-    opt_state: Any
-    average: Any
-    count: Tensor
-
-
-tree.register(
-    Averaged,
-    lambda s: ((s.params, s.opt_state, s.average, s.count), None, ("params", "opt_state", "average", "count")),
-    lambda _, children: Averaged(*children),
-)
+def untracked_loss(params: Tree, batch: Tree) -> Tensor:
+    """What is looked at without gradients first still gets its gradient afterwards."""
+    with torch.no_grad():
+        target = forward(params, batch["x"] * 0.5)
+        size = sum(p.square().sum() for p in params["blocks"][1].values())
+    target = target + zf.evaluate(forward)(params, batch["x"] * 0.25)
+    return mean_square(forward(params, batch["x"]), target + batch["y"]) + 0.01 * size
 
 
-def average_state(tx: Any, dtype: torch.dtype) -> Any:
-    params = stack(dtype)
-    return Averaged(params, tx.init(params), tree.map(torch.clone, params), torch.zeros((), dtype=torch.int64))
+def in_place_loss(params: Tree, batch: Tree) -> Tensor:
+    def one(p: Tree, x: Tensor) -> Tensor:
+        return (x @ p["w"]).add_(p["b"]).tanh_()
+
+    return mean_square(zf.scan(one, params["blocks"], batch["x"]) @ params["head"]["w"], batch["y"])
 
 
-def average_step(tx: Any) -> Any:
-    """A mean teacher: its targets come from the average, once captured and once passed."""
-
-    def step(state: Averaged, batch: Tree) -> Any:
-        def loss(params: Tree, teacher: Tree, *, weight: float) -> Tensor:
-            out = forward(params, batch["x"])
-            captured = batch["x"] @ state.average["first"]["w"]
-            return (
-                mean_square(out, batch["y"])
-                + weight * mean_square(out, forward(teacher, batch["x"]))
-                + mean_square(captured, block(params["first"], batch["x"]))
-            )
-
-        value, grads = zf.value_and_grad(loss)(state.params, state.average, weight=0.3)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optim.apply_updates(state.params, updates)
-        average = tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, params)
-        score = zf.pmean(zf.evaluate(forward)(average, batch["x"]).mean(), "data")
-        return Averaged(params, opt_state, average, state.count + 1), {"loss": value, "score": score}
-
-    return step
+def leaking_loss(params: Tree, batch: Tree) -> Tensor:
+    """Layers that return their own weights."""
+    x, weights = batch["x"], []
+    for p in params["blocks"]:
+        x, w = zf.layer(lambda p, x: (block(p, x), p["w"]), p, x)
+        weights.append(w)
+    decay = sum(w.square().sum() for w in weights)
+    return mean_square(x @ params["head"]["w"], batch["y"]) + 0.01 * decay
 
 
-def gan_state(tx: Any, dtype: torch.dtype) -> Any:
-    g, d = stack(dtype), stack(dtype, layers=2)
-    g["head"], d["first"] = dense(77, dtype), dense(78, dtype)
-    return {"g": g, "d": d, "g_opt": tx.init(g), "d_opt": tx.init(d)}
+def per_sample_loss(params: Tree, batch: Tree) -> Tensor:
+    """torch.func in the loss, on parameters that have entered before."""
+    params = tree.map(lambda p: p, params)
+    slopes = torch.func.vmap(torch.func.grad(lambda x: forward(params, x[None]).sum()))(batch["x"])
+    return mean_square(forward(params, batch["x"]), batch["y"]) + slopes.square().mean()
 
 
-def gan_step(tx: Any) -> Any:
-    def step(state: Any, batch: Tree) -> Any:
-        def judged(d: Tree, x: Tensor) -> Tensor:
-            return torch.nn.functional.softplus(-forward(d, x)).mean()
-
-        def d_loss(d: Tree, g: Tree) -> Tensor:
-            return judged(d, batch["x"]) - 0.1 * judged(d, forward(g, batch["x"]).detach())
-
-        def g_loss(g: Tree) -> Tensor:
-            return judged(state["d"], forward(g, batch["x"]))  # captured: no gradient
-
-        d_value, d_grads = zf.value_and_grad(d_loss)(state["d"], state["g"])
-        g_value, g_grads = zf.value_and_grad(g_loss)(state["g"])
-        d_up, d_opt = tx.update(d_grads, state["d_opt"], state["d"])
-        g_up, g_opt = tx.update(g_grads, state["g_opt"], state["g"])
-        new = {
-            "g": optim.apply_updates(state["g"], g_up),
-            "d": optim.apply_updates(state["d"], d_up),
-            "g_opt": g_opt,
-            "d_opt": d_opt,
-        }
-        return new, {"d": d_value, "g": g_value}
-
-    return step
-
-
-GAN = {"g": "params", "d": "params", "g_opt": "opt_state", "d_opt": "opt_state"}
-
-
-def joint_step(tx: Any) -> Any:
-    """Both models differentiated at once, as a tuple."""
-
-    def step(state: Any, batch: Tree) -> Any:
-        def loss(both: Any) -> Tensor:
-            g, d = both
-            return mean_square(forward(d, forward(g, batch["x"])), batch["y"])
-
-        value, (g_grads, d_grads) = zf.value_and_grad(loss)((state["g"], state["d"]))
-        g_up, g_opt = tx.update(g_grads, state["g_opt"], state["g"])
-        d_up, d_opt = tx.update(d_grads, state["d_opt"], state["d"])
-        new = {
-            "g": optim.apply_updates(state["g"], g_up),
-            "d": optim.apply_updates(state["d"], d_up),
-            "g_opt": g_opt,
-            "d_opt": d_opt,
-        }
-        return new, {"loss": value}
-
-    return step
-
-
-def two_gradients_step(tx: Any) -> Any:
-    """Sharpness-aware: the second gradient is taken at perturbed parameters."""
-
-    def step(state: Any, batch: Tree) -> Any:
-        _, grads = zf.value_and_grad(stack_loss)(state.params, batch)
-        size = 0.05 / tree.global_norm(grads)
-        there = tree.map(lambda p, g: p + g * size, state.params, grads)
-        value, grads = zf.value_and_grad(stack_loss)(there, batch)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optim.apply_updates(state.params, updates)
-        new = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
-        return new, {"loss": value, "size": size}
-
-    return step
-
-
-def summed_gradients_step(tx: Any) -> Any:
-    """Micro-batches by hand, each under its own name in the loss."""
-
-    def step(state: Any, batch: Tree) -> Any:
-        total, value = None, 0.0
-        for sign in (1.0, -1.0):
-            loss, grads = zf.value_and_grad(lambda p, s, **b: stack_loss(p, {**b, "x": b["x"] * s}))(
-                state.params, sign, **batch
-            )
-            value = value + loss / 2
-            total = grads if total is None else tree.map(torch.add, total, grads)
-        mean = tree.map(lambda g: g / 2, total)
-        updates, opt_state = tx.update(mean, state.opt_state, state.params)
-        params = optim.apply_updates(state.params, updates)
-        return state.replace(params=params, opt_state=opt_state, step=state.step + 1), {"loss": value}
-
-    return step
-
-
-def whole_state(tx: Any, dtype: torch.dtype) -> Any:
-    return zf.TrainState.create(stack(dtype), tx, key=3, aux={"seen": torch.zeros(2), "gap": None})
+def by_path_loss(params: Tree, batch: Tree) -> Tensor:
+    """Decay chosen by the leaf's path, as seen inside the loss."""
+    decayed = tree.select(params, lambda path: path in ("blocks.1.w", "head.w"))
+    return stack_loss(params, batch) + 0.1 * tree.global_norm(decayed).square()
 
 
 CASES: dict[str, Case] = {
@@ -387,7 +322,9 @@ CASES: dict[str, Case] = {
     "nested layers": trained(nested, nested_loss),
     "bare stack": trained(
         lambda t: zf.Layers([dense(1, t), dense(5, t)]),
-        lambda p, batch: mean_square(zf.scan(block, p, batch["x"]).sum(1, keepdim=True), batch["y"]),
+        lambda p, batch: mean_square(
+            zf.scan(block, p, batch["x"]).sum(1, keepdim=True), batch["y"]
+        ),
     ),
     "tensors as layers": trained(
         lambda t: {"ws": zf.Layers([numbers((6, 6), i, t) for i in range(3)])},
@@ -414,11 +351,15 @@ CASES: dict[str, Case] = {
     "torch's regulariser": trained(stack, torch_decayed_loss),
     "rebuilt params": trained(stack, recut_loss),
     "uneven batch": trained(stack, uneven_loss, batch=lambda i, t: regression(i, t, rows=7)),
+    "strided": trained(strided, stack_loss),
+    "keys of all kinds": trained(keys_of_all_kinds, keys_loss),
+    "gradient penalty": trained(stack, gradient_penalty_loss),
+    "checkpoint": trained(stack, checkpointed_loss),
+    "several scans": trained(stack, scans_loss),
+    "untracked first": trained(stack, untracked_loss),
+    "in place": trained(stack, in_place_loss),
+    "layers return weights": trained(stack, leaking_loss),
+    "torch.func": trained(stack, per_sample_loss),
+    "by path": trained(stack, by_path_loss),
     "aux": trained(stack, aux_loss, has_aux=True),
-    "part of the tree": Case(head_state, head_step, regression),
-    "mean teacher": Case(average_state, average_step, regression),
-    "gan": Case(gan_state, gan_step, regression, roles=GAN),
-    "joint": Case(gan_state, joint_step, regression, roles=GAN),
-    "two gradients": Case(whole_state, two_gradients_step, regression),
-    "summed gradients": Case(whole_state, summed_gradients_step, regression),
 }
