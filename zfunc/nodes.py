@@ -146,7 +146,9 @@ class Placed:
 
 def carry(new: Any, old: Any) -> Any:
     """Let the successor of a plain leaf keep what was marked on it (frozen, placed, where)."""
-    if isinstance(old, Tensor) and isinstance(new, Tensor) and new.shape == old.shape:
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+        return new
+    if new.shape == old.shape or spent(old):  # a spent leaf has no shape, but it has its marks
         for mark in ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed"):
             if mark in old.__dict__:
                 new.__dict__[mark] = old.__dict__[mark]

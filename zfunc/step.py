@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 
 import optree
 from torch import Tensor
-from torch.nn import Parameter
 
 from zfunc import context, random, tree, world
 from zfunc.axes import MESH
@@ -35,7 +34,7 @@ from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
-from zfunc.leaves import home_of
+from zfunc.leaves import is_placed
 from zfunc.seams import Pending, UnitInfo
 from zfunc.traffic import Traffic
 
@@ -218,7 +217,7 @@ class Step:
             PlacementError: the state is placed already, or has no params.
         """
         tree.check_alive(state)
-        if found := _first_placed(state, packed=True):
+        if found := _first_placed(state):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "
                 "from, or `step.unplace(state)`."
@@ -303,13 +302,13 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
     return wrap
 
 
-def _first_placed(state: Any, packed: bool = False) -> str | None:
-    """The path of a placed node; with ``packed`` also of a plain leaf fresh from ``place``."""
+def _first_placed(state: Any) -> str | None:
+    """The path of a placed node, or of a plain leaf of a placed state, if there is one."""
     keys, nodes, _ = optree.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, tree.Placed), namespace=tree.NAMESPACE
     )
     for key, node in zip(keys, nodes, strict=True):
-        if isinstance(node, tree.Placed) or (packed and home_of(node)):
+        if isinstance(node, tree.Placed) or is_placed(node):
             return tree.dotted(*key) or "the state"
     return None
 
@@ -321,12 +320,22 @@ def _copied(state: Any) -> Any:
 
 
 def _detached(state: Any) -> Any:
-    """Modules' Parameters as the plain tensors they hold: a step decides itself what to track."""
-    if not any(isinstance(x, Parameter) for x in tree.leaves(state)):
+    """The state without leaves that autograd tracks (modules' Parameters, say).
+
+    A step decides itself what to track; otherwise every state would drag along the
+    graph of all steps before it.
+    """
+    if not any(_is_tracked(x) for x in tree.leaves(state)):
         return state
     return optree.tree_map(
-        lambda x: x.detach() if isinstance(x, Parameter) else x, state, namespace=tree.NAMESPACE
+        lambda x: tree.carry(x.detach(), x) if _is_tracked(x) else x,
+        state,
+        namespace=tree.NAMESPACE,
     )
+
+
+def _is_tracked(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.is_leaf
 
 
 def _entry(state: Any, name: str) -> Any:

@@ -1,0 +1,153 @@
+"""Unmodified Hugging Face models, at every stage, train as they do in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zfunc as zf
+from zfunc import optim
+
+transformers = pytest.importorskip("transformers")
+
+TX = optim.adamw(1e-3, weight_decay=0.1)
+VOCAB, LENGTH = 61, 8
+
+
+def llama(dropout: float) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_dropout=dropout,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(dropout: float) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        n_positions=LENGTH,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert(dropout: float) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5(dropout: float) -> Any:
+    config = transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5}
+
+
+def build(name: str, dtype: torch.dtype, dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    return zf.functionalize(MODELS[name](dropout).to(dtype).train())
+
+
+def tokens(i: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(i))
+
+
+def train(step: Any, state: Any, steps: int, ranks: int = 1) -> tuple[list[float], Any]:
+    state = step.place(state)
+    losses = []
+    for i in range(steps):
+        batch = tokens(i) if ranks == 1 else zf.local_batch(tokens(i))
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, step.unplace(state)
+
+
+def step_of(model: Any) -> Any:
+    def loss_fn(params: Any, ids: torch.Tensor) -> torch.Tensor:
+        # Not the model's own loss: that is computed in float32, whatever the model's dtype.
+        extra = {"decoder_input_ids": ids} if "T5" in type(model.config).__name__ else {}
+        logits = model.apply(params, input_ids=ids, **extra).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    return zf.train_step(loss_fn, TX)
+
+
+def gap(a: Any, b: Any) -> float:
+    return max(
+        float((x - y).abs().max())
+        for x, y in zip(zf.tree.leaves(a), zf.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float64(name: str) -> None:
+    model = build(name, torch.float64)
+    full = zf.TrainState.create(model.params, TX)
+    losses, end = train(step_of(model), full, 4)
+    for stage in range(4):
+        step = zf.donate(zf.shard(step_of(model), stage=stage))
+        for ranks in (2, 4) if stage == 3 else (2,):
+            for got, state in zf.simulate(ranks)(train)(step, full, 4, ranks):
+                assert got == pytest.approx(losses, abs=1e-9)
+                assert gap(state.params, end.params) < 1e-9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32(name: str) -> None:
+    model = build(name, torch.float32)
+    full = zf.TrainState.create(model.params, TX)
+    losses, _ = train(step_of(model), full, 10)
+    for stage in (1, 3):
+        got, _ = zf.simulate(2)(train)(zf.shard(step_of(model), stage=stage), full, 10, 2)[0]
+        assert got == pytest.approx(losses, rel=2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dropout_is_a_function_of_the_key_and_the_world(name: str) -> None:
+    model = build(name, torch.float64, dropout=0.2)
+    full = zf.TrainState.create(model.params, TX, key=3)
+    other = full.replace(key=zf.random.key(4))
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    runs = [
+        zf.simulate(2)(train)(zf.shard(step_of(model), stage=stage), state, 2, 2)[0][0]
+        for stage, state in ((0, full), (2, full), (3, full), (3, other))
+    ]
+    assert runs[0] == pytest.approx(runs[1], abs=1e-9)
+    assert runs[0] == pytest.approx(runs[2], abs=1e-9)
+    assert runs[2] != runs[3]
+    assert torch.equal(before, torch.get_rng_state())
+    alone, _ = train(step_of(model), full, 2)
+    one, _ = train(zf.shard(step_of(model), stage=3), full, 2)
+    assert alone == one  # bitwise, on one rank
