@@ -9,7 +9,7 @@ import optree
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from zfunc import context, tree
+from zfunc import tree
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Lazy, Placed, register
 

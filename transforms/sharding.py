@@ -46,7 +46,7 @@ from zfunc.placement import (
     placed_nodes,
     reassembled,
 )
-from zfunc.pool import pool
+from zfunc.pool import empty, pool
 from zfunc.rounds import Rounds, in_rounds
 from zfunc.seams import Pending, UnitInfo, Waiting
 from zfunc.sharded import Sharded, cut
@@ -237,7 +237,9 @@ class Shard(Transform):
                 parts.append(full)
             elif unit.cut and not spec.whole:
                 low, high = spec.bounds(unit.group.rank)
-                own = pool().take(high - low, full.dtype, full.device)
+                # Recycled gradients lie idle in the next forward pass: not where memory is scarce.
+                recycled = pool().take if self.stage < 3 else empty
+                own = recycled(high - low, full.dtype, full.device)
                 parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label))
             elif in_rounds(spec, full.device):
                 parts.append(Rounds(unit.group, spec, full, label))
@@ -298,10 +300,12 @@ class Shard(Transform):
         traffic, rank, call = Traffic(), self.group.rank, 0
         while self.group.size > 1 and ("sources", call) in memo:
             for i, (layout, cutting) in enumerate(memo["sources", call]):
-                units = [unit for source, unit in memo["plan", "grad", call] if source == i]
+                plan = memo["plan", "grad", call]
+                entered = [unit for source, unit in plan if source == i]
                 if self.stage == 3:
-                    gathered(traffic, layout, units, rank)
-                reduced(traffic, layout, cutting, units, rank)
+                    gathered(traffic, layout, entered, rank)
+                left = [unit for source, unit in memo.get(("left", call), plan) if source == i]
+                reduced(traffic, layout, cutting, left, rank)
                 if cutting and self.stage < 3:
                     joined(traffic, layout, rank)
             call += 1

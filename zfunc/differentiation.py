@@ -281,6 +281,7 @@ def _by_unit(
         torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()
         running.memo[plan] = tuple(owner.events)
+        running.memo["left", call] = tuple(owner.results)
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
         return (value(), _detached(aux)), rebuild([source.gradients() for source in sources])
     finally:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from zfunc.axes import Mesh
 from zfunc.nodes import NAMESPACE, Layers, Tree
+from zfunc.pool import empty
 from zfunc.tree import dotted
 
 __all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "aligned", "find_layers"]
@@ -162,20 +163,20 @@ class Layout:
         self,
         flat: int,
         leaves: Sequence[Tensor | None],
-        empty: Callable[[int, torch.dtype, torch.device | None], Tensor] | None = None,
+        take: Callable[[int, torch.dtype, torch.device | None], Tensor] | None = None,
     ) -> Tensor:
         """A full flat with the leaves (in the order of ``by_flat``); ``None`` is zero.
 
-        A copy in memory that ``empty`` provides, except that a leaf which is a whole flat
-        by itself stays where it is if ``empty`` is given.
+        A copy in memory that ``take`` provides, except that a leaf which is a whole flat
+        by itself stays where it is if ``take`` is given.
         """
         spec = self.flats[flat]
         some = next((x for x in leaves if x is not None), None)
         dtype, device = (some.dtype, some.device) if some is not None else (spec.dtype, None)
-        alone = empty is not None and len(leaves) == 1
+        alone = take is not None and len(leaves) == 1
         if alone and some is not None and some.is_contiguous() and some.numel() == spec.length:
             return some.detach().view(-1)
-        full = (empty or _empty)(spec.length, dtype, device)
+        full = (take or empty)(spec.length, dtype, device)
         end = 0
         for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
             if slot.start > end:
@@ -295,10 +296,6 @@ class Layout:
         return sum(
             (b - a) * flat.dtype.itemsize for flat in self.flats for a, b in [flat.bounds(rank)]
         )
-
-
-def _empty(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def aligned(numel: int) -> int:

@@ -39,7 +39,7 @@ from zfunc.unit_runs import UnitRun, redeem
 
 __all__ = ["Pass", "Source", "there", "there_and_back"]
 
-IN_FLIGHT = 3  # units whose gradients are under way while others compute; each holds its own
+IN_FLIGHT, IN_FLIGHT_LEAN = 3, 1  # units whose full gradients wait for the network at once
 
 
 class LayerRef(Ref):
@@ -262,7 +262,8 @@ class Pass:
     def sent(self, run: UnitRun, value: Pending) -> None:
         """Remember a gradient on its way; hold few at once."""
         self.arrivals.append((run, value))
-        if len(self.arrivals) > IN_FLIGHT:
+        lean = any(source.flat for source in self.sources)  # parameters are cut: memory is scarce
+        if len(self.arrivals) > (IN_FLIGHT_LEAN if lean else IN_FLIGHT):
             self._arrive()
 
     def _arrive(self) -> None:

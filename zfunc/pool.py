@@ -13,10 +13,15 @@ from torch import Tensor
 
 from zfunc import world
 
-__all__ = ["Pool", "pool"]
+__all__ = ["Pool", "empty", "pool"]
 
 WORTHWHILE = 1 << 20  # bytes; smaller blocks malloc recycles itself
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private, so perhaps absent
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """Fresh memory: an uninitialised 1-D tensor."""
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 class Pool:
@@ -30,7 +35,7 @@ class Pool:
         nbytes = numel * dtype.itemsize
         plain = _use_count is None or (device is not None and device.type != "cpu")
         if plain or nbytes < WORTHWHILE:
-            return torch.empty(numel, dtype=dtype, device=device)
+            return empty(numel, dtype, device)
         row = self._buffers.setdefault(nbytes, [])
         buffer = next((x for x in row if _free(x)), None)
         if buffer is None:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from zfunc.axes import group as group_of
 from zfunc.comm import Group
-from zfunc.errors import PlacementError
+from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout import Layout
 from zfunc.leaves import freeze
-from zfunc.nodes import NAMESPACE, Placed, Tree, carry, register
+from zfunc.nodes import NAMESPACE, Placed, Tree, carry, register, spent
 from zfunc.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
+from zfunc.tree import gone
 
 __all__ = ["Sharded"]
 
@@ -206,8 +207,12 @@ class Sharded(Placed):
                 for slot, a, b, _ in layout.segments(i, group.rank):
                     totals[slot.index] = f(x[a:b])
         group.all_reduce(totals, label="sums of leaves").wait()
-        rows = zip(layout.slots, totals.unbind(), strict=True)
-        alive = [x if slot and self.flats[slot.flat] is not None else None for slot, x in rows]
+        alive: list[Any] = [None] * len(layout.slots)
+        for i, x in enumerate(self.flats):
+            if x is not None:
+                own = torch.float64 if x.dtype == torch.float64 else torch.float32
+                for slot in layout.by_flat[i]:
+                    alive[slot.index] = totals[slot.index].to(own)
         return optree.tree_unflatten(layout.spec, alive)
 
     def full(self) -> Tree:
@@ -305,6 +310,8 @@ class Sharded(Placed):
 
     def __getitem__(self, entry: Any) -> Sharded:
         child, selected, used = self.layout.subtree(entry)
+        if any(spent(self.flats[i]) for i in used):
+            raise DonatedStateError(gone(str(entry)))
         part = self.recut(selected)
         return Sharded(child, [part.flats[i] for i in used])
 

@@ -35,6 +35,7 @@ from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
 from zfunc.leaves import is_placed
+from zfunc.nodes import carry
 from zfunc.seams import Pending, UnitInfo
 from zfunc.traffic import Traffic
 
@@ -328,7 +329,7 @@ def _detached(state: Any) -> Any:
     if not any(_is_tracked(x) for x in tree.leaves(state)):
         return state
     return optree.tree_map(
-        lambda x: tree.carry(x.detach(), x) if _is_tracked(x) else x,
+        lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
         state,
         namespace=tree.NAMESPACE,
     )

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 import zfunc.world
+from zfunc.axes import group, mesh
 from zfunc.collectives import pmean, psum
 from zfunc.comm import Group, even_cuts, ledger
 from zfunc.errors import DesyncError
 from zfunc.launching import init, launch
-from zfunc.axes import group, mesh
 from zfunc.simulation import simulate
 
 DTYPES = [

@@ -107,9 +107,9 @@ def test_mismatched_trees_name_the_leaf() -> None:
 
 @pytest.mark.parametrize("leaf", [torch.ones(2, dtype=torch.int64), 3.0, "w"])
 def test_parameters_that_are_no_float_tensors(leaf: Any) -> None:
+    bad = params()
+    bad["blocks"][0]["bad"] = leaf
     with pytest.raises(zf.PlacementError, match=r"blocks\.0\.bad"):
-        bad = params()
-        bad["blocks"][0]["bad"] = leaf
         zf.TrainState.create(bad, TX)
 
 

@@ -154,7 +154,8 @@ def assert_same(a: Tree, b: Tree, where: str = "") -> None:
 
 def bits(x: Tensor) -> bytes:
     """The memory of a tensor's elements, in order."""
-    return bytes(x.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    flat = torch.empty(x.numel(), dtype=x.dtype).copy_(x.detach().reshape(-1))
+    return bytes(flat.view(torch.uint8).numpy())
 
 
 def assert_like_alone(runs: list[Run], reference: Run, tolerance: float) -> None:

@@ -74,8 +74,9 @@ def test_round_trip_is_bitwise(name: str) -> None:
     assert_same(full, before, "the input")
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [name for name in SOME if name != "strided"])
 def test_one_rank_changes_nothing(name: str) -> None:
+    """Bitwise, where leaves are contiguous: others are laid out anew, and so added up anew."""
     case = SOME[name]
     reference = alone(case)
     for stage in STAGES:
@@ -156,7 +157,7 @@ def uses(step: Any) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-@pytest.mark.parametrize("stage", (None, *STAGES))
+@pytest.mark.parametrize("stage", [None, *STAGES])
 def test_a_donated_state_is_spent(stage: int | None) -> None:
     def body() -> None:
         step = zf.donate(STACK.step(ADAMW))
@@ -166,12 +167,8 @@ def test_a_donated_state_is_spent(stage: int | None) -> None:
         for name, use in uses(step).items():
             if name == "item" and stage in (None, 0, 1, 2):
                 continue  # a plain tensor, of which nothing is left to be read
-            try:
+            with pytest.raises(zf.DonatedStateError, match=r"donated.*that the step returned"):
                 use(old)
-            except zf.DonatedStateError as error:
-                assert "donated" in str(error) and "returned" in str(error)
-            else:
-                pytest.fail(f"{name} took a donated state")
         step(new, zf.local_batch(regression(1, F64)))
 
     zf.simulate(1 if stage is None else 2)(body)()

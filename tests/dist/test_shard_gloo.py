@@ -1,0 +1,188 @@
+"""``shard`` on two real gloo ranks: the single process's numbers, the simulated ranks' bytes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zfunc as zf
+from tests.laws.cases import (
+    ADAMW,
+    Run,
+    alone,
+    assert_like_alone,
+    assert_same,
+    numbers,
+    regression,
+    train,
+)
+from tests.laws.handwritten import CASES as HAND_WRITTEN
+from tests.laws.models import CASES as READY_MADE
+from tests.laws.models import block, forward, mean_square, stack
+from zfunc import optim
+
+F64 = torch.float64
+CASES = {**HAND_WRITTEN, **READY_MADE}
+NAMES = ["stack", "tiny leaves", "frozen", "a layer twice", "unused", "uneven batch", "aux"]
+NAMES += ["gan", "the head", "mean teacher", "two gradients", "mixed dtypes"]
+STAGES = (0, 1, 2, 3)
+
+
+def every_case() -> dict[tuple[str, int], Run]:
+    """Metrics, and the full state, of each case at each stage."""
+    runs = {}
+    for name in NAMES:
+        case = CASES[name]
+        for stage in STAGES:
+            step = zf.shard(case.step(ADAMW), stage=stage, unit_bytes=600, roles=case.roles)
+            step = zf.donate(step) if stage % 2 else step
+            placed = step.place(case.state(ADAMW, F64))
+            metrics, state = train(step, placed, case, 4)
+            runs[name, stage] = metrics, step.unplace(state)
+    return runs
+
+
+def test_real_ranks_end_where_one_process_does_and_simulated_ones_do() -> None:
+    real = zf.launch(every_case, nprocs=2, timeout=120)
+    simulated = zf.simulate(2)(every_case)()
+    for name in NAMES:
+        case = CASES[name]
+        reference = alone(case, steps=4)
+        for stage in STAGES:
+            runs = [ranks[name, stage] for ranks in real]
+            assert_like_alone(runs, reference, case.tolerance)
+            for run, twin in zip(runs, simulated, strict=True):
+                assert_same(run, twin[name, stage], f"{name}, stage {stage}")
+
+
+def dropout_loss(params: Any, batch: Any) -> Tensor:
+    x = zf.scan(lambda p, x: F.dropout(block(p, x), 0.3), params["blocks"], batch["x"])
+    return mean_square(x @ params["head"]["w"], batch["y"])
+
+
+def bytes_and_dropout() -> list[Any]:
+    """What the ledger counts and ``describe`` says in one step; losses under dropout."""
+    found: list[Any] = []
+    for stage in STAGES:
+        step = zf.shard(zf.train_step(dropout_loss, ADAMW), stage=stage, unit_bytes=600)
+        state = step.place(zf.TrainState.create(stack(F64), ADAMW, key=4))
+        for i in range(3):
+            with zf.comm.ledger() as led:
+                state, metrics = step(state, zf.local_batch(regression(i, F64)))
+            found.append((dict(led.by_kind), led.calls, led.total_bytes, float(metrics["loss"])))
+        assert step.describe().sent_bytes == led.total_bytes
+        found.append(step.describe().state_bytes)
+    return found
+
+
+def test_real_ranks_send_what_simulated_ones_send_and_draw_the_same_numbers() -> None:
+    assert zf.launch(bytes_and_dropout, nprocs=2) == zf.simulate(2)(bytes_and_dropout)()
+
+
+def kernel_bytes_sent() -> int:
+    """What the kernel counts on this process's sockets, sent or still in their buffers."""
+    total = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as sock:
+                info = sock.getsockopt(socket.IPPROTO_TCP, 11, 256)  # TCP_INFO
+        except OSError:
+            continue  # closed meanwhile, or not TCP
+        # tcpi_notsent_bytes, tcpi_bytes_sent, tcpi_bytes_retrans in linux/tcp.h
+        waiting, sent, again = struct.unpack_from("=I52xQQ", info, 144)
+        total += waiting + sent - again
+    return total
+
+
+def wide(dtype: torch.dtype) -> Any:
+    """Some 2.2M parameters."""
+    layers = [{"w": numbers((512, 512), i, dtype, 0.03)} for i in range(8)]
+    return {"blocks": zf.Layers(layers), "head": numbers((512, 100), 9, dtype)}
+
+
+def wide_loss(params: Any, x: Tensor) -> Tensor:
+    x = zf.scan(lambda p, x: torch.tanh(x @ p["w"]), params["blocks"], x)
+    return (x @ params["head"]).square().mean()
+
+
+def wires() -> dict[int, tuple[int, int]]:
+    """Bytes of three steps at each stage: by the ledger, and by the kernel."""
+    counted = {}
+    for stage in STAGES:
+        step = zf.donate(zf.shard(zf.train_step(wide_loss, ADAMW), stage=stage, unit_bytes=1 << 20))
+        state = step.place(zf.TrainState.create(wide(torch.float32), ADAMW))
+        ranks = zf.axes.group(None, "data")
+        ranks.barrier()
+        before = kernel_bytes_sent()
+        with zf.comm.ledger() as led:
+            for i in range(3):
+                state, _ = step(state, numbers((4, 512), 10 * i + zf.rank(), torch.float32))
+        counted[stage] = led.total_bytes, kernel_bytes_sent() - before
+        ranks.barrier()
+    return counted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP counters")
+def test_the_kernel_counts_what_theory_says() -> None:
+    count = sum(x.numel() for x in zf.tree.leaves(wide(torch.float32)))
+    for counted in zf.launch(wires, nprocs=2):
+        for stage, (ours, kernels) in counted.items():
+            assert kernels == pytest.approx(ours, rel=0.03), stage
+            per_step = ours / 3 / 4
+            if stage < 3:
+                assert per_step == pytest.approx(2 * count / 2, rel=0.02)
+            else:
+                assert 2 * count / 2 < per_step <= 3 * count / 2 * 1.02
+
+
+# Ranks that part ways within a sharded step
+
+
+def parting(params: Any, batch: Any, how: str) -> Tensor:
+    """Rank 1 takes another path through the layers than the others."""
+    blocks, x = params["blocks"], batch["x"]
+    order = [0, 1, 2]
+    if zf.rank() == 1:
+        order = {"order": [0, 2, 1], "skip": [0, 2], "exit": order, "more": [0, 1, 2, 1]}[how]
+    for i in order:
+        if how == "exit" and i == 1 and zf.rank() == 1:
+            raise ZeroDivisionError("on purpose")
+        x = zf.layer(block, blocks[i], x)
+    return mean_square(x @ params["head"]["w"], batch["y"])
+
+
+def part_ways(how: str, stage: int) -> str:
+    """The error that this rank sees in a step in which rank 1 parts."""
+    tx = optim.sgd(0.1)
+    straight = Case(stage)
+    state = straight.step.place(zf.TrainState.create(stack(F64), tx))
+    batch = zf.local_batch(regression(0, F64))
+    state, _ = straight.step(state, batch)
+    broken = zf.shard(zf.train_step(lambda p, b: parting(p, b, how), tx), stage=stage, unit_bytes=1)
+    try:
+        broken(state, batch)
+    except (zf.DesyncError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Case:
+    """The step in which nobody parts."""
+
+    def __init__(self, stage: int) -> None:
+        def loss(params: Any, batch: Any) -> Tensor:
+            return mean_square(forward(params, batch["x"]), batch["y"])
+
+        step = zf.train_step(loss, optim.sgd(0.1))
+        self.step = zf.shard(step, stage=stage, unit_bytes=1)

@@ -1,0 +1,171 @@
+"""``zf.tree`` on placed trees says what it says on plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zfunc as zf
+from tests.laws.cases import ADAMW, assert_near, assert_same, named, numbers
+from tests.laws.models import mixed, nested, stack, tiny
+from zfunc import tree
+
+F64 = torch.float64
+TREES: dict[str, Callable[[torch.dtype], Any]] = {
+    "stack": stack,
+    "nested": nested,
+    "tiny": tiny,
+    "mixed": mixed,
+}
+
+
+def on_ranks(
+    name: str, body: Callable[[Any, Any], Any], stage: int = 3, ranks: int = 3, **how: Any
+) -> list[Any]:
+    """``body(placed params, plain params)`` on every rank."""
+    plain = TREES[name](F64)
+
+    def run() -> Any:
+        step = zf.shard(zf.train_step(lambda p, batch: p, ADAMW), stage=stage, **how)
+        state = step.place(zf.TrainState.create(plain, ADAMW))
+        return body(state.params, TREES[name](F64))
+
+    return zf.simulate(ranks)(run)()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_norms_and_names(name: str) -> None:
+    plain = TREES[name](F64)
+
+    def body(placed: Any, _: Any) -> Any:
+        return tree.global_norm(placed), tree.leaf_norms(placed), tree.flatten_names(placed)
+
+    for how in ({}, {"unit_bytes": 1}, {"persist_below": 8}, {"stage": 1}):
+        for norm, norms, names in on_ranks(name, body, **how):
+            assert_near(norm, tree.global_norm(plain), 1e-12)
+            assert_near(norms, tree.leaf_norms(plain), 1e-6 if name == "mixed" else 1e-12)
+            assert list(names) == list(tree.flatten_names(plain))
+            assert_same(names, tree.flatten_names(plain))
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_maps(name: str) -> None:
+    plain = TREES[name](F64)
+
+    def body(placed: Any, plain: Any) -> Any:
+        doubled = tree.map(lambda x: x * 2, placed)
+        scalars = tree.map(lambda x: x.double().sum().to(x.dtype), plain)
+        return zf.full(
+            {
+                "one": doubled,
+                "two": tree.map(torch.sub, doubled, placed),
+                "plain second": tree.map(torch.add, placed, plain),
+                "plain first": tree.map(torch.add, plain, placed),
+                "scalars": tree.map(torch.mul, placed, scalars),
+                "by path": tree.map_leaves(lambda p, x: x * len(p), placed),
+                "by path too": tree.map_with_path(lambda p, x, y: x * len(p) + y, placed, plain),
+                "whole": tree.whole(lambda x: x.flip(0) if x.ndim else -x, placed),
+                "whole of two": tree.whole(torch.add, placed, plain),
+            }
+        )
+
+    expected = body(plain, plain)
+    for how in ({}, {"unit_bytes": 1}, {"persist_below": 8}):
+        for found in on_ranks(name, body, **how):
+            assert_same(found, expected)
+
+
+def test_zeros_stay_zero_behind_the_leaves() -> None:
+    """A map that moves zero does not leak from the padding into norms."""
+
+    def body(placed: Any, plain: Any) -> Any:
+        moved = tree.map(torch.exp, placed)
+        return tree.global_norm(moved), tree.leaf_norms(tree.map(lambda x: x + 1, placed))
+
+    plain = stack(F64)
+    for norm, norms in on_ranks("stack", body):
+        assert_near(norm, tree.global_norm(tree.map(torch.exp, plain)), 1e-12)
+        assert_near(norms, tree.leaf_norms(tree.map(lambda x: x + 1, plain)), 1e-12)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_get_and_set_of_every_leaf(name: str) -> None:
+    plain = TREES[name](F64)
+
+    def body(placed: Any, plain: Any) -> Any:
+        for path, leaf in named(plain).items():
+            assert_same(tree.get(placed, path), leaf)
+            new = torch.full_like(leaf, 7)
+            changed = tree.set(placed, path, new)
+            wanted = named(plain) | {path: new}
+            assert_same(tree.flatten_names(zf.full(changed)), wanted)
+            assert_same(tree.flatten_names(placed), named(plain))  # the old one is as it was
+        return tree.paths(placed)
+
+    for how in ({}, {"unit_bytes": 1, "persist_below": 8}, {"stage": 0}):
+        assert on_ranks(name, body, **how) == [tree.paths(plain)] * 3
+
+
+def test_select_and_merge() -> None:
+    plain = stack(F64)
+
+    def weights(path: str) -> bool:
+        return path.endswith("w")
+
+    def body(placed: Any, plain: Any) -> Any:
+        part = tree.select(placed, weights)
+        rest = tree.select(placed, lambda path: not weights(path))
+        moved = tree.map(lambda x: x + 1, part)
+        back = tree.merge(tree.merge(placed, rest), part)
+        assert_near(tree.global_norm(part), tree.global_norm(tree.select(plain, weights)), 1e-12)
+        return zf.full((moved, rest, back))
+
+    wanted = (
+        tree.map(lambda x: x + 1, tree.select(plain, weights)),
+        tree.select(plain, lambda path: not weights(path)),
+        plain,
+    )
+    for found in on_ranks("stack", body):
+        assert_same(found, wanted)
+
+
+def test_a_placed_tree_reads_like_the_tree_that_it_stands_for() -> None:
+    def body(placed: Any, plain: Any) -> None:
+        assert set(placed) == set(plain) and "head" in placed and len(placed) == len(plain)
+        assert_same(zf.full(placed["blocks"][1]), plain["blocks"][1])
+        assert_same(zf.full({**placed}), plain)
+        assert_same(
+            placed["head"]["w"] @ torch.ones(1, 2, dtype=F64),
+            plain["head"]["w"] @ torch.ones(1, 2, dtype=F64),
+        )
+        assert_same(torch.tanh(placed["first"]["b"]), torch.tanh(plain["first"]["b"]))
+        assert_same(
+            zf.full([layer["w"] for layer in placed["blocks"]]), [p["w"] for p in plain["blocks"]]
+        )
+        with pytest.raises(KeyError):
+            placed["tail"]
+
+    on_ranks("stack", body)
+
+
+def test_sizes_in_bytes() -> None:
+    plain = {"w": numbers((640, 10), 1), "b": numbers((64,), 2)}
+    tied = {"a": plain["w"], "b": plain["w"]}
+    assert tree.size_bytes(plain) == 8 * 6464
+    assert tree.size_bytes(tied) == 8 * 6400
+    assert tree.size_bytes({"none": None, "n": 3}) == 0
+
+
+def test_optimizers_on_every_rank_hold_their_part_only() -> None:
+    def body() -> Any:
+        step = zf.shard(zf.train_step(lambda p, batch: p, ADAMW), stage=1, unit_bytes=1)
+        state = step.place(zf.TrainState.create(stack(F64), ADAMW))
+        parts = tree.map_leaves(lambda path, x: x, state.opt_state.mu)
+        return [int(x.numel()) for x in tree.leaves(parts)], zf.full(state.opt_state.mu)
+
+    for sizes, full in zf.simulate(2)(body)():
+        assert max(sizes) <= 64
+        assert_same(full, tree.map(lambda x: torch.zeros_like(x), stack(F64)))
