@@ -128,11 +128,13 @@ def headline(found: dict[str, Any]) -> str:
     """One paragraph above the table: the machine, the versions, the settings that matter."""
     machine, settings = found["hardware"], found["settings"]
     pinned = settings["environment"]["MALLOC_MMAP_THRESHOLD_"]
+    pages = "all" if settings.get("large_pages") else "zfunc (zf.init asks for them)"
     return (
         f"{found['date']} · {machine['cpu']}, {machine['cores']} cores · "
         f"torch {found['versions']['torch']}\n"
         f"{found['params'] / 1e6:.1f}M parameters, {settings['ranks']} gloo ranks, 1 thread each, "
-        f"MALLOC_MMAP_THRESHOLD_={pinned}, large pages, {settings['rounds']} rounds of {settings['steps']} steps"
+        f"MALLOC_MMAP_THRESHOLD_={pinned}, large pages for {pages}, "
+        f"{settings['rounds']} rounds of {settings['steps']} steps"
     )
 
 

@@ -52,7 +52,8 @@ def free_port() -> int:
 
 def start_rank(name: str, rank: int, port: int, args: argparse.Namespace, out: Path) -> Rank:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.ranks, "MASTER_PORT": port}
-    env = {**os.environ, **FIXED, **{key: str(value) for key, value in place.items()}}
+    pages = {"THP_MEM_ALLOC_ENABLE": "1"} if args.large_pages else {}
+    env = {**os.environ, **FIXED, **pages, **{key: str(value) for key, value in place.items()}}
     flags = {"name": name, "size": args.size, "warmup": args.warmup, "steps": args.steps}
     given = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "benchmarks.rank", *given, "--out", str(out)]
@@ -155,6 +156,11 @@ def arguments() -> argparse.Namespace:
     add("--warmup", type=int, default=3, help="untimed steps of each run (%(default)s)")
     add("--steps", type=int, default=8, help="timed steps of each run (%(default)s)")
     add("--ranks", type=int, default=2, help="gloo ranks, one thread each (%(default)s)")
+    add(
+        "--large-pages",
+        action="store_true",
+        help="large pages for all contestants; else only zf.init asks torch for them",
+    )
     add("--timeout", type=float, default=900, help="seconds for one run (%(default)s)")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON")
     return parser.parse_args()

@@ -45,6 +45,7 @@ from zfunc.placement import (
     packed,
     placed_nodes,
     reassembled,
+    rejoined,
 )
 from zfunc.pool import empty, pool
 from zfunc.rounds import Rounds, in_rounds
@@ -253,13 +254,15 @@ class Shard(Transform):
         return self._sealed(old, out) if type(out) is type(old) else out
 
     def _sealed(self, old: Any, new: Any) -> Any:
-        """A state whose params were put together from parts, in one piece again."""
+        """A state whose params are put together from parts, or cut, as they were before."""
         before, after = Entries(old), Entries(new)
         for name in self._named("params"):
             if name in before and name in after:
                 old_params, new_params = before[name], after[name]
                 if isinstance(old_params, Sharded):
                     new_params = reassembled(old_params, new_params)
+                else:
+                    new_params = rejoined(old_params, new_params)
                 after[name] = marked(new_params)
         return after.rebuild()
 
@@ -341,8 +344,8 @@ def shard(
         unit_bytes: larger units (layers) are split between leaves; consecutive layers
             are merged up to an eighth of it.
         persist_below: stage 3 keeps leaves of fewer elements whole on every rank. Units
-            travel as one buffer, so this saves no messages; it costs memory and spares
-            bytes: an eighth of nothing for most models, hence 0.
+            travel as one buffer, in which small leaves cost no messages of their own, so
+            this is off by default.
         prefetch: how many units ahead parameters are gathered.
         roles: which entries of the state are ``"params"`` and ``"opt_state"``, beside
             those of that name. Other entries that hold trees shaped like the params

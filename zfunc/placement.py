@@ -28,6 +28,7 @@ __all__ = [
     "packed",
     "placed_nodes",
     "reassembled",
+    "rejoined",
 ]
 
 
@@ -268,3 +269,17 @@ def reassembled(old: Sharded, new: Tree) -> Tree:
         return new
     layout, rank = old.layout, old.group.rank
     return Sharded(layout, assemble_all(layout, pieces_of_parts(layout, new, rank), rank))
+
+
+def rejoined(old: Tree, new: Tree) -> Tree:
+    """Params that came out cut (``tree.map`` of them and cut gradients) whole again, as before."""
+    if not placed_nodes(new):
+        return new
+    return optree.tree_map(
+        lambda node, was: node.join(was) if isinstance(node, Placed) else node,
+        new,
+        old,
+        is_leaf=lambda x: isinstance(x, Placed),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )

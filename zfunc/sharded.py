@@ -216,6 +216,8 @@ class Sharded(Placed):
         return optree.tree_unflatten(layout.spec, alive)
 
     def full(self) -> Tree:
+        if any(map(spent, self.flats)):
+            raise DonatedStateError(gone(""))
         leaves: list[Any] = [None] * len(self.layout.slots)
         for i, slots in enumerate(self.layout.by_flat):
             if (whole := self._gather(i)) is not None:
@@ -310,8 +312,8 @@ class Sharded(Placed):
 
     def __getitem__(self, entry: Any) -> Sharded:
         child, selected, used = self.layout.subtree(entry)
-        if any(spent(self.flats[i]) for i in used):
-            raise DonatedStateError(gone(str(entry)))
+        if any(spent(self.flats[i]) for i in used):  # {**params, "head": new} reads it in vain
+            return Sharded(child, [self.flats[i] for i in used])
         part = self.recut(selected)
         return Sharded(child, [part.flats[i] for i in used])
 

@@ -1,6 +1,6 @@
 """``Step``, a pure training step, and ``Transform``, what a step can be wrapped in.
 
-A transform is a representation of the state and its rules. It answers up to five
+A transform is a representation of the state and its rules. It answers some of these
 questions, the *seams*, and overrides only those that it needs:
 
 ====================  =========================================================

@@ -233,17 +233,6 @@ def named_step(tx: Any) -> Any:
     return step
 
 
-def by_hand_step(tx: Any) -> Any:
-    """Descent by ``tree.map`` alone; the optimizer's state stays as it is."""
-
-    def step(state: Any, batch: Tree) -> Any:
-        value, grads = zf.value_and_grad(stack_loss)(state["params"], batch)
-        new = tree.map(lambda p, g: p - 0.05 * g, state["params"], grads)
-        return {**state, "params": new}, {"loss": value}
-
-    return step
-
-
 def half_by_path_step(tx: Any) -> Any:
     """Gradients changed leaf by leaf, by path, and whole leaves at a time."""
 
