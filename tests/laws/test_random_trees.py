@@ -58,7 +58,16 @@ def nodes(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-trees = st.recursive(leaves, nodes, max_leaves=9)
+anything = st.recursive(leaves, nodes, max_leaves=9)
+unit = st.dictionaries(st.sampled_from("abcd"), leaves, min_size=1)
+models = st.fixed_dictionaries(
+    {
+        "root": unit,
+        "layers": st.lists(unit, min_size=1, max_size=4).map(zf.Layers),
+        "rest": anything,
+    }
+)
+trees = anything | models
 layouts = st.fixed_dictionaries(
     {
         "stage": st.integers(0, 3),
