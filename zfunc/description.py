@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zfunc import tree, world
+from zfunc.accounting import HEADER
 from zfunc.errors import PlacementError
 from zfunc.placement import Entries
-from zfunc.traffic import PURPOSES, Traffic
+from zfunc.traffic import PURPOSES
 from zfunc.transport import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def describe(step: Step, memo: Mapping[Any, Any]) -> Description:
     state_bytes = sum(held.values())
     lines.append(f"  state on this rank: {state_bytes} bytes ({_listed(held)})")
     payload, sent_bytes = _sent(step, memo)
-    lines.append(f"  sent by this rank per step: {sent_bytes} bytes ({_listed(payload)})")
+    known = "" if "sent" in memo else ", before losses, norms and metrics"
+    lines.append(f"  sent by this rank per step: {sent_bytes} bytes ({_listed(payload)}{known})")
     out = Description("\n".join(lines))
     out.state_bytes, out.sent_bytes = state_bytes, sent_bytes
     return out
@@ -62,18 +65,21 @@ def _listed(parts: Mapping[str, int]) -> str:
 
 
 def _sent(step: Step, memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
-    """Predicted bytes by purpose, and their sum."""
-    total = Traffic()
-    for transform in step.transforms:
-        part = transform.traffic(memo)
-        total.payload += part.payload
-        total.calls += part.calls
-    peers = world.current().size - 1
+    """Bytes by purpose, and their sum: of the recorded path once there is one.
+
+    Whatever a hand-written step does (several models, several gradients) is in the
+    record. Before that the layouts tell what parameters and gradients will cost.
+    """
+    parts: Counter[str] = Counter()
     if "sent" in memo:
         for label, nbytes in memo["sent"].by_label.items():
-            if label.split(" ", 1)[0] not in PURPOSES:
-                total.payload["losses, norms and metrics"] += nbytes
-                total.calls += memo["sent"].calls_by_label[label]
-    parts = dict(total.payload)
-    parts["headers"] = HEADER_BYTES * total.calls * peers
+            parts[PURPOSES.get(label.split(" ", 1)[0], "losses, norms and metrics")] += nbytes
+        parts["headers"] = memo["sent"].by_kind[HEADER]
+        return parts, sum(parts.values())
+    calls = 0
+    for transform in step.transforms:
+        traffic = transform.traffic(memo)
+        parts += traffic.payload
+        calls += traffic.calls
+    parts["headers"] = HEADER_BYTES * calls * (world.current().size - 1)
     return parts, sum(parts.values())

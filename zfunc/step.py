@@ -257,8 +257,8 @@ class Step:
         """What this step does and costs, as text (and as attributes of the text).
 
         State and traffic are known once the step has placed a state. Until it has run,
-        the traffic is that of one ``value_and_grad`` of all parameters; afterwards that
-        of the recorded path.
+        the traffic is computed for one ``value_and_grad`` of all parameters; afterwards
+        it is that of the recorded path, which the next step takes again.
         """
         return describe(self, self._memo())
 

@@ -18,7 +18,12 @@ from zfunc.rounds import in_rounds
 
 __all__ = ["PURPOSES", "Traffic", "gathered", "joined", "reduced"]
 
-PURPOSES = ("gather", "reduce", "join")  # first words of the labels of what is computed here
+# By the first word of a collective's label.
+PURPOSES = {
+    "gather": "gather parameters",
+    "join": "gather parameters",
+    "reduce": "reduce gradients",
+}
 
 
 @dataclass

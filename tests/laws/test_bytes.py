@@ -57,6 +57,7 @@ def observed(stage: int, ranks: int) -> list[dict[str, int]]:
         step = zf.donate(zf.shard(zf.train_step(loss_fn, TX), stage=stage, unit_bytes=1 << 20))
         state = step.place(zf.TrainState.create(params(), TX))
         seen: dict[str, int] = {}
+        computed = step.describe().sent_bytes or 0
         for _ in range(3):
             with zf.comm.ledger() as led:
                 state, _ = step(state, zf.local_batch(batch()))
@@ -68,6 +69,12 @@ def observed(stage: int, ranks: int) -> list[dict[str, int]]:
                 "said": text.state_bytes or 0,
                 "sent": led.total_bytes,
                 "predicted": text.sent_bytes or 0,
+                "computed": computed,
+                "of params and gradients": sum(
+                    sent + 16 * (ranks - 1) * led.calls_by_label[label]
+                    for label, sent in led.by_label.items()
+                    if label.split()[0] in ("gather", "reduce", "join")
+                ),
             }
         return seen
 
@@ -84,6 +91,7 @@ def test_state_and_traffic(stage: int, ranks: int) -> None:
         assert seen["opt_state"] == pytest.approx(8 * COUNT / moments_share, rel=0.02)
         assert seen["said"] == seen["all"]
         assert seen["sent"] == seen["predicted"]
+        assert seen["of params and gradients"] == seen["computed"]
         whole_trips = 4 * COUNT * (ranks - 1) / ranks
         if stage < 3:
             assert seen["sent"] == pytest.approx(2 * whole_trips, rel=0.02)
