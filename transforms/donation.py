@@ -27,7 +27,7 @@ __all__ = ["Donate", "donate"]
 class Donate(Transform):
     """See :func:`donate`."""
 
-    position: ClassVar[int] = 900
+    position: ClassVar[int] = 0  # memory itself: it sees the state first and the result last
     name: ClassVar[str] = "donate"
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ questions, the *seams*, and overrides only those that it needs:
 
 ====================  =========================================================
 ``place``/``unplace``  how is the state represented? (an isomorphism)
+``open``/``finish``    what of it does the function see, and what becomes of the result?
 ``enter``              how does one unit of parameters get into the computation?
 ``layer``              what surrounds one layer's compute?
 ``leave``              how does one unit's gradient get out?
@@ -80,6 +81,10 @@ class Transform:
     def configure(self, running: Context, state: Any) -> None:
         """Prepare the context of one call of the step on ``state``."""
 
+    def open(self, state: Any) -> Any:
+        """The state as the function is to see it: without what this transform carries in it."""
+        return state
+
     def enter(self, value: Pending, unit: UnitInfo) -> Pending:
         """Let one unit's parameters in."""
         return value
@@ -101,7 +106,7 @@ class Transform:
         return new
 
     def finish(self, old: Any, out: Any) -> Any:
-        """Put the result of a call in order; ``old`` is the state that went in."""
+        """Put the result of a call in order; ``old`` is what ``open`` was given."""
         return out
 
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
@@ -177,22 +182,30 @@ class Step:
         )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:
-            for transform in self.transforms:
-                transform.configure(running, state)
             with ledger() as sent:
-                out = self.fn(state, *args, **kwargs)
+                out = self._run(running, state, args, kwargs)
         finally:
             MESH.reset(outer)
             context.pop(token)
+        memo["sent"] = sent
+        return out
+
+    def _run(self, running: Context, state: Any, args: Any, kwargs: Any) -> Any:
+        """Open the state from storage outwards, call the function, finish the way back."""
+        given = []
+        for transform in self.transforms:
+            transform.configure(running, state)
+            given.append(state)
+            state = transform.open(state)
+        out = self.fn(state, *args, **kwargs)
         if not running.differentiated and any(t.needs_gradients for t in self.transforms):
             raise CompositionError(
                 f"{getattr(self.fn, '__name__', 'the step')} never called zf.value_and_grad, so "
                 "its gradients were never averaged over the ranks. Differentiate with "
                 "zf.value_and_grad(loss_fn)(params, batch), or evaluate with zf.evaluate(fn)."
             )
-        memo["sent"] = sent
-        for transform in self.transforms:
-            out = transform.finish(state, out)
+        for transform, old in zip(reversed(self.transforms), reversed(given), strict=True):
+            out = transform.finish(old, out)
         return out
 
     def _check(self, state: Any) -> None:
