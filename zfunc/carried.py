@@ -30,7 +30,7 @@ def put(state: Any, name: str, value: Any) -> Any:
     where = "aux" if "aux" in entries else ENTRY
     if where not in entries and type(state) is dict:
         return {**state, ENTRY: {name: value}}
-    carried = entries[where] if where in entries else None
+    carried = entries.get(where)
     if carried is None and where in entries:
         carried = {}
     if not isinstance(carried, dict):
@@ -51,7 +51,7 @@ def take(state: Any, name: str) -> tuple[Any, Any]:
     """
     entries = Entries(state)
     where = "aux" if "aux" in entries else ENTRY
-    carried = entries[where] if where in entries else None
+    carried = entries.get(where)
     if not isinstance(carried, dict) or name not in carried:
         return None, state
     rest = {key: value for key, value in carried.items() if key != name}

@@ -55,6 +55,10 @@ class Entries:
     def __getitem__(self, name: str) -> Any:
         return self._children[name]
 
+    def get(self, name: str) -> Any:
+        """The entry, or ``None``."""
+        return self._children.get(name)
+
     def __setitem__(self, name: str, value: Any) -> None:
         self._children[name] = value
 
