@@ -40,7 +40,7 @@ from zfunc.world import rank, world_size
 
 __version__ = "0.1.0"
 
-_TRANSFORMS = ("donate", "shard")
+_TRANSFORMS = ("donate", "drop_layers", "shard")
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "axis_index",
     "comm",
     "donate",
+    "drop_layers",
     "errors",
     "evaluate",
     "full",

@@ -76,10 +76,22 @@ def _bytes_of(x: Tensor) -> range:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What the ``layer`` seam is told: which call of a layer this is, and its name."""
+    """What the ``layer`` seam is told of a layer.
+
+    Attributes:
+        index: counts the calls of layers within one loss.
+        name: the layer's name in a module, or in the params tree.
+        stack: the path of the ``Layers`` that it is in; ``None`` if that is not known.
+        depth, of: its position in the stack, from 0, and the stack's length.
+        key: identifies its parameters within the running pass.
+    """
 
     index: int
     name: str
+    stack: str | None = None
+    depth: int = 0
+    of: int = 1
+    key: Any = None
 
 
 @dataclass
@@ -98,6 +110,7 @@ class Context:
         passes: the passes that are running, innermost last.
         differentiated: how often ``value_and_grad`` was called.
         layer_key, layer_calls: randomness of the layers of the running loss.
+        notes: what transforms note down for the time of this call.
     """
 
     transforms: tuple[Any, ...] = ()
@@ -113,6 +126,7 @@ class Context:
     axis: str | tuple[str, ...] = "data"
     layer_key: Tensor | None = None
     layer_calls: int = 0
+    notes: dict[Any, Any] = field(default_factory=dict)
 
 
 _CURRENT: ContextVar[Context | None] = ContextVar("zfunc_context", default=None)

@@ -268,6 +268,8 @@ def _by_unit(
     rebuild, sources = _sources(running, owner, params)
     plan = ("plan", "grad", call)
     owner.plan = running.memo.get(plan) or there([source.layout for source in sources])
+    for transform in running.transforms:
+        owner.plan = transform.foresee(owner.plan, owner)
     running.passes.append(owner)
     try:
         with torch.enable_grad():
@@ -277,8 +279,9 @@ def _by_unit(
             del tree, args, kwargs
             owner.computed()
             loss, seed, value = _across(running.group)(loss)
-        _check_depends(loss)
-        torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
+        if loss.requires_grad or not owner.thinned:
+            _check_depends(loss)
+            torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()
         running.memo[plan] = tuple(owner.events)
         running.memo["left", call] = tuple(owner.results)

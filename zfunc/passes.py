@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zfunc import context
 from zfunc.comm import Group
+from zfunc.context import LayerInfo
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.nodes import Placed, Tree, register
@@ -84,6 +85,12 @@ class LayerRef(Ref):
 
     def resolve(self) -> Tree:
         return self._subtree()
+
+    def told(self, info: LayerInfo) -> LayerInfo:
+        stack, depth, of = self.source.layout.stacks[self.layer]
+        name = info.name if info.name != str(info.index) else self.span.name
+        key = (self.source, self.layer)
+        return LayerInfo(info.index, name, stack=stack, depth=depth, of=of, key=key)
 
     def __repr__(self) -> str:
         return f"Ref({self.span.name})"
@@ -193,6 +200,7 @@ class Pass:
         leave: ``leave`` seams, first to last.
         plan: the order in which units entered last time: ``(source, unit)`` pairs.
         prefetch: how many units ahead entry starts.
+        thinned: whether layers are left out on purpose, perhaps all of them.
     """
 
     before: Sequence[Any] = ()
@@ -206,6 +214,7 @@ class Pass:
     arrivals: list[tuple[UnitRun, Pending]] = field(default_factory=list)
     results: dict[tuple[int, int], Pending] = field(default_factory=dict)
     evaluating: bool = False
+    thinned: bool = False
     transient: list[UnitRun] = field(default_factory=list)
     cursor: int = 0
 

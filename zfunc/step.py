@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
 from zfunc.leaves import is_placed
 from zfunc.nodes import carry
+from zfunc.passes import Pass
 from zfunc.seams import Pending, UnitInfo
 from zfunc.traffic import Traffic
 
@@ -50,6 +51,7 @@ class Transform:
         position: where on the way of the data it acts; smaller is nearer to storage.
         enters, leaves: whether ``enter`` / ``leave`` do anything.
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
+        by_unit: whether layers must come as references even if nothing enters or leaves.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
         compresses: whether ``reduce`` or ``settle`` do anything.
@@ -59,6 +61,7 @@ class Transform:
     enters: ClassVar[bool] = False
     leaves: ClassVar[bool] = False
     before_gather: ClassVar[bool] = False
+    by_unit: ClassVar[bool] = False
     represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
@@ -84,6 +87,10 @@ class Transform:
     def open(self, state: Any) -> Any:
         """The state as the function is to see it: without what this transform carries in it."""
         return state
+
+    def foresee(self, plan: Sequence[tuple[int, int]], owner: Pass) -> Sequence[tuple[int, int]]:
+        """The order in which units are expected to enter the pass about to run."""
+        return plan
 
     def enter(self, value: Pending, unit: UnitInfo) -> Pending:
         """Let one unit's parameters in."""
@@ -178,7 +185,7 @@ class Step:
             transforms=self.transforms,
             memo=memo,
             key=_key_of(state),
-            by_unit=any(t.enters or t.leaves for t in self.transforms),
+            by_unit=any(t.enters or t.leaves or t.by_unit for t in self.transforms),
         )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:

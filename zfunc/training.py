@@ -80,7 +80,7 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
     if run.compress:
         step = zf.compress_grads(step, method=run.compress)
     if run.drop is not None:
-        step = zf.drop_layers(step, theta=run.drop)
+        step = zf.drop_layers(step, theta=run.drop, gamma=100 / run.steps)
     if run.precision:
         step = zf.precision(step, compute=DTYPES[run.precision])
     if run.remat:
