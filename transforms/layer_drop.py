@@ -67,6 +67,7 @@ class DropLayers(Transform):
 
     position: ClassVar[int] = 300
     by_unit: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True  # else a dropped layer would be gathered with its neighbours
     name: ClassVar[str] = "drop_layers"
 
     def __post_init__(self) -> None:

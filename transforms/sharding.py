@@ -19,8 +19,8 @@ reduces once, stage 2 keeps cut sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import optree
@@ -71,6 +71,7 @@ class Shard(Transform):
     persist_below: int = 0
     prefetch: int = 1
     roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
+    merge: bool = True  # tiny layers into one unit
 
     position: ClassVar[int] = 200
     enters: ClassVar[bool] = False
@@ -103,6 +104,9 @@ class Shard(Transform):
     def group(self) -> Group:
         return group(self.mesh, self.axis)
 
+    def beside(self, others: Sequence[Transform]) -> Shard:
+        return replace(self, merge=not any(other.by_layer for other in others))
+
     # How the state is represented
 
     def layout(self, params: Tree) -> Layout:
@@ -114,6 +118,7 @@ class Shard(Transform):
             axis=self.axis,
             unit_bytes=self.unit_bytes,
             persist_below=self.persist_below if self.stage == 3 else 0,
+            merge=self.merge,
             frozen=is_frozen,
         )
 

@@ -52,6 +52,7 @@ class Transform:
         enters, leaves: whether ``enter`` / ``leave`` do anything.
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
         by_unit: whether layers must come as references even if nothing enters or leaves.
+        by_layer: whether it does well only if each layer is a unit of its own.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
         compresses: whether ``reduce`` or ``settle`` do anything.
@@ -62,6 +63,7 @@ class Transform:
     leaves: ClassVar[bool] = False
     before_gather: ClassVar[bool] = False
     by_unit: ClassVar[bool] = False
+    by_layer: ClassVar[bool] = False
     represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
@@ -69,6 +71,14 @@ class Transform:
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    def beside(self, others: Sequence[Transform]) -> Transform:
+        """This transform, given the others that the step is wrapped in.
+
+        Raises:
+            CompositionError: they make no sense together; says what to write instead.
+        """
+        return self
 
     def place(self, state: Any) -> Any:
         """The state in this transform's representation; never aliases its input."""
@@ -164,7 +174,8 @@ class Step:
         """This step under one more transform.
 
         Raises:
-            CompositionError: it has a transform of that kind already.
+            CompositionError: it has a transform of that kind already, or one that makes no
+                sense beside this one.
         """
         for mine in self.transforms:
             if type(mine) is type(transform):
@@ -173,7 +184,8 @@ class Step:
                     f"once: give {mine.name} its final arguments in one place."
                 )
         ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
-        return replace(self, transforms=tuple(ordered))
+        met = [t.beside([other for other in ordered if other is not t]) for t in ordered]
+        return replace(self, transforms=tuple(met))
 
     # One call
 

@@ -142,7 +142,7 @@ def test_dropped_layers_are_absent_from_the_ledger(stage: int) -> None:
     case = trained(lambda dtype: stack(dtype, layers=5), stack_loss)
 
     def body() -> Any:
-        step = zf.shard(zf.drop_layers(case.step(ADAMW), **FAST), stage=stage, unit_bytes=64)
+        step = zf.shard(zf.drop_layers(case.step(ADAMW), **FAST), stage=stage)
         state, rows = step.place(case.state(ADAMW, F64)), []
         for i in range(12):
             with zf.comm.ledger() as sent:
