@@ -37,7 +37,7 @@ from zfunc.training import Run, make_step, optimizer, validate
 
 STEADY = 10**6  # steps after which theta has arrived
 KINDS = ("full", "dropping")
-MODEL = GPTConfig(width=128, depth=12, heads=4)
+MODEL = GPTConfig(width=192, depth=12, heads=4)
 
 
 def step_of(kind: str, run: Run, tx: Any, sharded: bool = True) -> Any:
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     console = Console()
-    base = Run(model=MODEL, batch=8, context=128, steps=max(args.steps, 1), drop=args.theta)
+    base = Run(model=MODEL, batch=16, context=128, steps=max(args.steps, 1), drop=args.theta)
 
     def ranks(fn: Callable[..., Any], *given: Any) -> Any:
         return zf.launch(fn, *given, nprocs=2)[0]
