@@ -28,6 +28,7 @@ from zfunc.errors import (
     ZfuncError,
 )
 from zfunc.functional import Functional, functionalize
+from zfunc.generation import generate
 from zfunc.launching import init, launch
 from zfunc.primitives import Mean, layer, reduced, scan, settled
 from zfunc.recipe import train_step
@@ -67,6 +68,7 @@ __all__ = [
     "evaluate",
     "full",
     "functionalize",
+    "generate",
     "init",
     "kernels",
     "launch",

@@ -10,6 +10,7 @@ profile it, in unmodified Hugging Face models too.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,11 @@ class Functional:
             home, attribute = leaf.homes[0]
             memo[id(modules[home]._buffers[attribute])] = sources[leaf.name].detach().clone()
         return copy.deepcopy(self._pool.skeleton, memo)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of the module's ``forward``."""
+        return inspect.signature(self._pool.skeleton.forward)
 
     def _checked(self, buffers: dict[str, Tensor] | None) -> dict[str, Tensor]:
         if buffers is None:
