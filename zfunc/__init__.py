@@ -16,6 +16,7 @@ from typing import Any
 from zfunc import comm, errors, random, tree
 from zfunc.axes import Mesh, mesh
 from zfunc.batches import local_batch
+from zfunc.checkpoint import checkpoints, restore, save
 from zfunc.collectives import axis_index, pmean, psum
 from zfunc.differentiation import evaluate, value_and_grad
 from zfunc.errors import (
@@ -61,6 +62,7 @@ __all__ = [
     "Transform",
     "ZfuncError",
     "axis_index",
+    "checkpoints",
     "comm",
     "donate",
     "drop_layers",
@@ -82,6 +84,8 @@ __all__ = [
     "random",
     "rank",
     "reduced",
+    "restore",
+    "save",
     "scan",
     "settled",
     "shard",

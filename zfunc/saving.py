@@ -1,0 +1,395 @@
+"""Writing a checkpoint: every rank its part, at once or beside the training that goes on.
+
+Ranks write into one hidden folder: ``rank-00000.safetensors`` with a record of its chunks
+beside it. Rank 0 makes the manifest of all records and gives the folder its name. Whoever
+writes in the background learns through that folder how the others are: collectives belong
+to the main thread, which is in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.axes import group
+from zfunc.chunks import Chunk, DataWriter, as_bytes, digest, lay_out
+from zfunc.comm import Group
+from zfunc.errors import CheckpointError
+from zfunc.folder import MANIFEST, discard, drop_old, fsync_folder, publish, said, step_name
+from zfunc.inventory import Inventory, own_share
+from zfunc.manifest import DataFile, Manifest, StoredLeaf, parse
+from zfunc.world import current, on_leave
+
+__all__ = ["Saving", "Task", "agreed", "settle", "start", "write_now"]
+
+ALIGN = 64
+AT_EXIT = 60.0  # seconds without any progress of the others after which a leaving process gives up
+ROW = tuple[int, int, int, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One save, as all ranks have agreed on it."""
+
+    root: Path
+    hidden: Path
+    step: int
+    id: str
+    keep: int | None
+    stock: Inventory
+    rank: int
+    size: int
+    timeout: float
+
+    @property
+    def final(self) -> Path:
+        return self.root / step_name(self.step)
+
+    def data(self, rank: int) -> Path:
+        return self.hidden / f"rank-{rank:05d}.safetensors"
+
+    def record(self, rank: int) -> Path:
+        return self.hidden / f"rank-{rank:05d}.done"
+
+
+def agreed(ranks: Group, do: Any, label: str) -> Any:
+    """``do()`` on every rank; if it fails on one, an error on all. A collective.
+
+    Raises:
+        CheckpointError: another rank failed; the message says which one and why.
+        Exception: what ``do`` raised here.
+    """
+    value, error = None, None
+    try:
+        value = do()
+    except Exception as failed:
+        error = failed
+    problems = ranks.exchange(None if error is None else str(error), label=label)
+    if error is not None:
+        raise error
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise CheckpointError(f"on rank {rank}: {problem}")
+    return value
+
+
+# One rank's file
+
+
+def _plan(stock: Inventory) -> tuple[bytes, dict[tuple[str, int], list[Chunk]]]:
+    """The header of this rank's file, and its chunks by leaf and start of the span."""
+    shares, homes = [], []
+    for name, span in stock.spans():
+        a, b = own_share(span)
+        shares.append((name, stock.tensors[name].dtype, a, b))
+        homes.append((name, span.start, b))
+    header, chunks = lay_out(shares)
+    plan: dict[tuple[str, int], list[Chunk]] = {(name, start): [] for name, start, _ in homes}
+    remaining = iter(chunks)
+    for (name, start, _), (_, _, a, b) in zip(homes, shares, strict=True):
+        done = a
+        while done < b:
+            chunk = next(remaining)
+            plan[name, start].append(chunk)
+            done = chunk.start + chunk.count
+    return header, plan
+
+
+def _pieces(
+    stock: Inventory, plan: dict[tuple[str, int], list[Chunk]], resident: bool | None = None
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """This rank's chunks and their values, where they lie."""
+    for name, span, x in stock.streamed(resident):
+        for chunk in plan[name, span.start]:
+            yield chunk, x[chunk.start - span.start :][: chunk.count]
+
+
+def _on_host(pieces: Iterable[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, memoryview]]:
+    for chunk, x in pieces:
+        yield chunk, as_bytes(x.cpu().contiguous())
+
+
+def write_now(task: Task) -> None:
+    """Write this rank's file and record.
+
+    Raises:
+        CheckpointError: what the system refuses.
+    """
+    header, plan = _plan(task.stock)
+    with said(task.hidden):
+        writer = DataWriter(task.data(task.rank), header)
+        _complete(task, writer, _on_host(_pieces(task.stock, plan)))
+
+
+def _complete(task: Task, writer: DataWriter, data: Iterable[tuple[Chunk, memoryview]]) -> None:
+    try:
+        for chunk, view in data:
+            writer.put(chunk, view)
+        writer.finish()
+    finally:
+        writer.close()
+    file = DataFile(writer.path.name, writer.size, len(writer.header), digest(writer.header))
+    _leave_record(task, {"file": vars(file), "table": writer.table})
+
+
+def _leave_record(task: Task, record: dict[str, Any]) -> None:
+    path = task.record(task.rank)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record))
+    partial.replace(path)
+
+
+# All of them together: rank 0
+
+
+def conclude(task: Task) -> None:
+    """Make the manifest of all records, publish the checkpoint and drop old ones.
+
+    Raises:
+        CheckpointError: a rank failed, or what the system refuses.
+    """
+    with said(task.hidden):
+        records = [json.loads(task.record(rank).read_bytes()) for rank in range(task.size)]
+        failed = [(rank, r["error"]) for rank, r in enumerate(records) if "error" in r]
+        if failed:
+            raise CheckpointError(f"on rank {failed[0][0]}: {failed[0][1]}")
+        data = _manifest(task, records).encode()
+        parse(data, str(task.hidden / MANIFEST))  # what cannot be read must not be published
+        with (task.hidden / MANIFEST).open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        for rank in range(task.size):
+            task.record(rank).unlink()
+        fsync_folder(task.hidden)
+        publish(task.hidden, task.root, task.step)
+        if task.keep is not None:
+            drop_old(task.root, task.step, task.keep)
+
+
+def _manifest(task: Task, records: list[dict[str, Any]]) -> Manifest:
+    rows: dict[str, list[tuple[int, int, int, int, str]]] = {n: [] for n in task.stock.tensors}
+    for rank, record in enumerate(records):
+        for name, table in record["table"].items():
+            rows[name].extend((rank, start, n, at, its) for start, n, at, its in table)
+    leaves = {
+        name: StoredLeaf(leaf.shape, leaf.dtype, tuple(sorted(rows[name], key=lambda row: row[1])))
+        for name, leaf in task.stock.tensors.items()
+    }
+    files = tuple(DataFile(**record["file"]) for record in records)
+    return Manifest(task.step, task.size, task.id, files, leaves, task.stock.static)
+
+
+# In the background
+
+
+_unfinished: set[Saving] = set()
+
+
+class Saving:
+    """A checkpoint that is saved, or being saved.
+
+    Attributes:
+        step: its step.
+        path: its folder, once it is complete.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+        self.problem: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"Saving(step={self.step}, {str(self.path)!r}, done={self.done})"
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` has nothing to wait for on this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return once the checkpoint is complete; a collective. Again it is free.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._join()
+            agreed(group(None, "data"), self._report, label="save")
+
+    def _end(self) -> None:
+        """Wait on this rank alone, and raise what went wrong."""
+        self._join()
+        self._report()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        _unfinished.discard(self)
+
+    def _report(self) -> None:
+        if self.problem is not None:
+            raise CheckpointError(
+                f"saving step {self.step} in the background failed: {self.problem}"
+            )
+
+    def _run(self, task: Task, writer: DataWriter, data: list[tuple[Chunk, memoryview]]) -> None:
+        with suppress(OSError, AttributeError):  # the training goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            with said(task.hidden):
+                _complete(task, writer, data)
+        except Exception as error:
+            self.problem = str(error)
+            with suppress(OSError):
+                task.data(task.rank).unlink()  # room for the record, if the disk is full
+            with suppress(OSError):
+                _leave_record(task, {"error": self.problem})
+        data.clear()
+        try:
+            (_lead if task.rank == 0 else _follow)(task)
+        except Exception as error:
+            self.problem = self.problem or str(error)
+
+
+def start(task: Task) -> Saving:
+    """Copy what this rank writes, and write it in the background.
+
+    Raises:
+        CheckpointError: what the system refuses already; the other ranks will know.
+    """
+    try:
+        header, plan = _plan(task.stock)
+        with said(task.hidden):
+            writer = DataWriter(task.data(task.rank), header)
+            for chunk, view in _on_host(_pieces(task.stock, plan, resident=False)):
+                writer.put(chunk, view)
+        data = _copied(list(_pieces(task.stock, plan, resident=True)))
+    except Exception as error:
+        with suppress(OSError):
+            _leave_record(task, {"error": str(error)})
+        raise
+    saving = Saving(task.step, task.final)
+    saving._thread = threading.Thread(
+        target=saving._run, args=(task, writer, data), name=f"saving step {task.step}"
+    )
+    _unfinished.add(saving)
+    current().memo["saving"] = saving
+    saving._thread.start()
+    return saving
+
+
+def _copied(pieces: list[tuple[Chunk, Tensor]]) -> list[tuple[Chunk, memoryview]]:
+    """The values in this rank's buffer for copies, which is kept for the next save."""
+    offsets, end = [], 0
+    for chunk, _ in pieces:
+        offsets.append(end)
+        end += -(-chunk.nbytes // ALIGN) * ALIGN
+    fast = any(x.is_cuda for _, x in pieces)
+    buffer = current().memo.get("saving buffer")
+    if buffer is None or buffer.numel() < end or (fast and not buffer.is_pinned()):
+        buffer = torch.empty(end, dtype=torch.uint8, pin_memory=fast)
+        current().memo["saving buffer"] = buffer
+    copies = []
+    for (chunk, x), at in zip(pieces, offsets, strict=True):
+        room = buffer[at : at + chunk.nbytes]
+        room.view(chunk.dtype).copy_(x, non_blocking=fast)
+        copies.append((chunk, as_bytes(room)))
+    if fast:
+        torch.cuda.synchronize()
+    return copies
+
+
+def _lead(task: Task) -> None:
+    """Wait for all records and publish, or clear away what there is."""
+    try:
+        watch = _Watch(task)
+        while missing := [r for r in range(task.size) if not task.record(r).exists()]:
+            watch.look(f"rank {missing[0]}, which has left no word")
+        conclude(task)
+    except BaseException:
+        with suppress(OSError):
+            discard(task.hidden)
+        raise
+
+
+def _follow(task: Task) -> None:
+    """Wait until rank 0 has renamed the folder, or removed it."""
+    watch = _Watch(task)
+    while task.hidden.exists():
+        watch.look("rank 0, which completes the checkpoint")
+    with suppress(OSError), (task.final / MANIFEST).open() as file:
+        if f'"id": "{task.id}"' in file.read(1000):
+            return
+    raise CheckpointError(f"{task.final} was not completed: rank 0 says why")
+
+
+class _Watch:
+    """Patience with the other ranks for as long as something happens in the folder."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.pause = task, 0.002
+        self.seen: Any = None
+        self.since = time.monotonic()
+
+    def look(self, whom: str) -> None:
+        """Sleep for a moment.
+
+        Raises:
+            CheckpointError: nothing has happened for too long.
+        """
+        time.sleep(self.pause)
+        self.pause = min(2 * self.pause, 0.1)
+        seen = _state_of(self.task.hidden)
+        if seen != self.seen:
+            self.seen, self.since = seen, time.monotonic()
+        leaving = not threading.main_thread().is_alive()
+        patience = min(self.task.timeout, AT_EXIT) if leaving else self.task.timeout
+        if time.monotonic() - self.since > patience:
+            raise CheckpointError(
+                f"{self.task.hidden} has not changed for {patience:g} s: given up waiting for "
+                f"{whom}. The process may have ended."
+            )
+
+
+def _state_of(folder: Path) -> list[tuple[str, int, int]]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in found)
+    except OSError:  # renamed or removed meanwhile
+        return []
+
+
+def settle(together: bool = True) -> None:
+    """Wait for what this rank has under way; a collective (unless not ``together``).
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    saving: Saving | None = current().memo.pop("saving", None)
+    if saving is not None and together:
+        saving.wait()
+    elif saving is not None:
+        saving._end()
+
+
+def _at_exit() -> None:
+    """The end of the process waits, too; but the other ranks may be gone, so nobody is asked."""
+    for saving in list(_unfinished):
+        saving._end()
+
+
+on_leave.append(settle)
+atexit.register(_at_exit)
