@@ -110,36 +110,26 @@ def save(
         size=ranks.size,
         timeout=world.timeout,
     )
-    agreed(ranks, lambda: _prepare(task), label="save")
-    agreed(ranks, lambda: _see(task), label="save")
-    return _save_now(ranks, task) if block else _save_meanwhile(ranks, task)
-
-
-def _save_meanwhile(ranks: Group, task: Task) -> Saving:
     try:
-        saving: Saving = agreed(ranks, lambda: start(task), label="save")
-    except BaseException:
-        _give_up(task)
-        with suppress(CheckpointError):
-            settle(together=False)
-        raise
-    return saving
-
-
-def _give_up(task: Task) -> None:
-    if task.rank == 0:
-        with suppress(OSError):
-            discard(task.hidden)
-
-
-def _save_now(ranks: Group, task: Task) -> Saving:
-    try:
+        agreed(ranks, lambda: _prepare(task), label="save")
+        agreed(ranks, lambda: _see(task), label="save")
+        if not block:
+            return agreed(ranks, lambda: start(task), label="save")
         agreed(ranks, lambda: write_now(task), label="save")
         agreed(ranks, lambda: conclude(task) if task.rank == 0 else None, label="save")
     except BaseException:
         _give_up(task)
         raise
     return Saving(task.step, task.final)
+
+
+def _give_up(task: Task) -> None:
+    """Leave nothing half-written behind, nor anything under way in the background."""
+    if task.rank == 0:
+        with suppress(OSError):
+            discard(task.hidden)
+    with suppress(CheckpointError):
+        settle(together=False)
 
 
 def _offer(state: Any, step: int | None) -> tuple[Inventory, int]:

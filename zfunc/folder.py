@@ -83,11 +83,11 @@ def list_steps(root: Path) -> dict[int, Path]:
     Raises:
         CheckpointError: ``root`` is no folder, or cannot be read.
     """
-    if (root / MANIFEST).exists():  # a single checkpoint was named
-        return {parse_step(root): root}
-    found: dict[int, Path] = {}
     with said(root):
         names = sorted(os.listdir(root))
+    if MANIFEST in names:  # a single checkpoint was named
+        return {parse_step(root): root}
+    found: dict[int, Path] = {}
     for name in names:  # those with a dot come first, and give way to those without
         if match := STEP.fullmatch(name):
             found[int(match[2])] = root / name
