@@ -121,10 +121,8 @@ def test_what_this_version_lacks_is_said_and_not_faked(
         cli.main(["train", "--offload", "cpu", "--precision", "bf16"])
     assert exit.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert (
-        "zfunc 0.0 has no offload and no precision and no save yet; its transforms are: shard, donate"
-        in said
-    )
+    assert "zfunc 0.0 has no offload and no precision and no save yet; its transforms" in said
+    assert "are: shard, donate" in said
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
