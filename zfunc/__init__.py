@@ -31,6 +31,7 @@ from zfunc.errors import (
 from zfunc.functional import Functional, functionalize
 from zfunc.generation import generate
 from zfunc.launching import init, launch
+from zfunc.pretrained import export_safetensors, import_safetensors
 from zfunc.primitives import Mean, layer, reduced, scan, settled
 from zfunc.recipe import train_step
 from zfunc.sharded import Sharded
@@ -68,9 +69,11 @@ __all__ = [
     "drop_layers",
     "errors",
     "evaluate",
+    "export_safetensors",
     "full",
     "functionalize",
     "generate",
+    "import_safetensors",
     "init",
     "kernels",
     "launch",

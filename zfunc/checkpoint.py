@@ -187,7 +187,7 @@ def _prepare(task: Task) -> None:
         task.root.mkdir(parents=True, exist_ok=True)
         if hold(task.root):
             clean(task.root)
-        need = sum(_nbytes(leaf) for leaf in task.stock.tensors.values())
+        need = sum(leaf.nbytes for leaf in task.stock.tensors.values())
         disk = os.statvfs(task.root)
         if disk.f_bavail * disk.f_frsize < need:
             raise CheckpointError(
@@ -196,13 +196,6 @@ def _prepare(task: Task) -> None:
                 "elsewhere."
             )
         make_hidden(task.root, task.step, task.id)
-
-
-def _nbytes(leaf: Any) -> int:
-    size: int = leaf.dtype.itemsize
-    for n in leaf.shape:
-        size *= n
-    return size
 
 
 def _see(task: Task) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
+from zfunc.convert_command import add_convert
 from zfunc.corpus import SOURCES, Corpus, entropies, read_corpus
 from zfunc.gpt import GPTConfig
 from zfunc.locking import hold
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"zfunc {zf.__version__}")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     _add_train(commands)
+    add_convert(commands)
     return top
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -246,8 +247,9 @@ class Saving:
             )
 
     def _run(self, task: Task, writer: DataWriter, data: list[tuple[Chunk, memoryview]]) -> None:
-        with suppress(OSError, AttributeError):  # the training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        if sys.platform == "linux":  # where threads have priorities: the training goes first
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             with said(task.hidden):
                 _complete(task, writer, data)
@@ -318,6 +320,8 @@ def _lead(task: Task) -> None:
         watch = _Watch(task)
         while missing := [r for r in range(task.size) if not task.record(r).exists()]:
             watch.look(f"rank {missing[0]}, which has left no word")
+            if not task.hidden.exists():
+                raise CheckpointError("it was given up, because another rank could not begin")
         conclude(task)
     except BaseException:
         with suppress(OSError):
