@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from zfunc.axes import group
+from zfunc.background import Saving, settle, start
 from zfunc.chunks import NAMES, digest
 from zfunc.comm import Group
 from zfunc.errors import CheckpointError
@@ -41,7 +42,7 @@ from zfunc.locking import hold
 from zfunc.manifest import Manifest, NewerVersion
 from zfunc.placement import Entries
 from zfunc.reading import Reader
-from zfunc.saving import Saving, Task, agreed, conclude, settle, start, write_now
+from zfunc.saving import Task, agreed, conclude, write_now
 from zfunc.tree import leaves
 from zfunc.world import current
 

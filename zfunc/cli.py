@@ -220,12 +220,12 @@ def _make_way(run: Run) -> None:
     Raises:
         CheckpointError: the earlier run is still there.
     """
-    (run.out / "metrics.jsonl").unlink(missing_ok=True)
     if run.checkpoints.exists():
         hold(run.checkpoints)
         aside = run.checkpoints.with_name("checkpoints.old")
         shutil.rmtree(aside, ignore_errors=True)
         run.checkpoints.rename(aside)
+    (run.out / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def _watch(start: Callable[[], object], console: Console) -> int:

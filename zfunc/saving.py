@@ -1,42 +1,39 @@
-"""Writing a checkpoint: every rank its part, at once or beside the training that goes on.
+"""Writing a checkpoint: every rank its part, and rank 0 the manifest.
 
 Ranks write into one hidden folder: ``rank-00000.safetensors`` with a record of its chunks
-beside it. Rank 0 makes the manifest of all records and gives the folder its name. Whoever
-writes in the background learns through that folder how the others are: collectives belong
-to the main thread, which is in the middle of a step.
+beside it. Rank 0 makes the manifest of all records and gives the folder its name. How it
+learns that all are done differs: see ``zfunc.checkpoint`` and ``zfunc.background``.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zfunc.axes import group
 from zfunc.chunks import Chunk, DataWriter, as_bytes, digest, lay_out
 from zfunc.comm import Group
 from zfunc.errors import CheckpointError
-from zfunc.folder import MANIFEST, discard, drop_old, fsync_folder, publish, said, step_name
+from zfunc.folder import MANIFEST, drop_old, fsync_folder, publish, said, step_name
 from zfunc.inventory import Inventory, own_share
 from zfunc.manifest import DataFile, Manifest, StoredLeaf, parse
-from zfunc.world import current, on_leave
 
-__all__ = ["Saving", "Task", "agreed", "settle", "start", "write_now"]
-
-ALIGN = 64
-AT_EXIT = 60.0  # seconds without any progress of the others after which a leaving process gives up
-ROW = tuple[int, int, int, str]
+__all__ = [
+    "Task",
+    "agreed",
+    "chunk_plan",
+    "complete",
+    "conclude",
+    "leave_record",
+    "on_host",
+    "planned_pieces",
+    "write_now",
+]
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def agreed(ranks: Group, do: Any, label: str) -> Any:
 # One rank's file
 
 
-def _plan(stock: Inventory) -> tuple[bytes, dict[tuple[str, int], list[Chunk]]]:
+def chunk_plan(stock: Inventory) -> tuple[bytes, dict[tuple[str, int], list[Chunk]]]:
     """The header of this rank's file, and its chunks by leaf and start of the span."""
     shares, homes = [], []
     for name, span in stock.spans():
@@ -107,7 +104,7 @@ def _plan(stock: Inventory) -> tuple[bytes, dict[tuple[str, int], list[Chunk]]]:
     return header, plan
 
 
-def _pieces(
+def planned_pieces(
     stock: Inventory, plan: dict[tuple[str, int], list[Chunk]], resident: bool | None = None
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """This rank's chunks and their values, where they lie."""
@@ -116,7 +113,7 @@ def _pieces(
             yield chunk, x[chunk.start - span.start :][: chunk.count]
 
 
-def _on_host(pieces: Iterable[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, memoryview]]:
+def on_host(pieces: Iterable[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, memoryview]]:
     for chunk, x in pieces:
         yield chunk, as_bytes(x.cpu().contiguous())
 
@@ -127,13 +124,13 @@ def write_now(task: Task) -> None:
     Raises:
         CheckpointError: what the system refuses.
     """
-    header, plan = _plan(task.stock)
+    header, plan = chunk_plan(task.stock)
     with said(task.hidden):
         writer = DataWriter(task.data(task.rank), header)
-        _complete(task, writer, _on_host(_pieces(task.stock, plan)))
+        complete(task, writer, on_host(planned_pieces(task.stock, plan)))
 
 
-def _complete(task: Task, writer: DataWriter, data: Iterable[tuple[Chunk, memoryview]]) -> None:
+def complete(task: Task, writer: DataWriter, data: Iterable[tuple[Chunk, memoryview]]) -> None:
     try:
         for chunk, view in data:
             writer.put(chunk, view)
@@ -141,10 +138,10 @@ def _complete(task: Task, writer: DataWriter, data: Iterable[tuple[Chunk, memory
     finally:
         writer.close()
     file = DataFile(writer.path.name, writer.size, len(writer.header), digest(writer.header))
-    _leave_record(task, {"file": vars(file), "table": writer.table})
+    leave_record(task, {"file": vars(file), "table": writer.table})
 
 
-def _leave_record(task: Task, record: dict[str, Any]) -> None:
+def leave_record(task: Task, record: dict[str, Any]) -> None:
     path = task.record(task.rank)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record))
@@ -190,210 +187,3 @@ def _manifest(task: Task, records: list[dict[str, Any]]) -> Manifest:
     }
     files = tuple(DataFile(**record["file"]) for record in records)
     return Manifest(task.step, task.size, task.id, files, leaves, task.stock.static)
-
-
-# In the background
-
-
-_unfinished: set[Saving] = set()
-
-
-class Saving:
-    """A checkpoint that is saved, or being saved.
-
-    Attributes:
-        step: its step.
-        path: its folder, once it is complete.
-    """
-
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-        self.problem: str | None = None
-        self._thread: threading.Thread | None = None
-
-    def __repr__(self) -> str:
-        return f"Saving(step={self.step}, {str(self.path)!r}, done={self.done})"
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` has nothing to wait for on this rank."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return once the checkpoint is complete; a collective. Again it is free.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if self._thread is not None:
-            self._join()
-            agreed(group(None, "data"), self._report, label="save")
-
-    def _end(self) -> None:
-        """Wait on this rank alone, and raise what went wrong."""
-        self._join()
-        self._report()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        _unfinished.discard(self)
-
-    def _report(self) -> None:
-        if self.problem is not None:
-            raise CheckpointError(
-                f"saving step {self.step} in the background failed: {self.problem}"
-            )
-
-    def _run(self, task: Task, writer: DataWriter, data: list[tuple[Chunk, memoryview]]) -> None:
-        if sys.platform == "linux":  # where threads have priorities: the training goes first
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        try:
-            with said(task.hidden):
-                _complete(task, writer, data)
-        except Exception as error:
-            self.problem = str(error)
-            with suppress(OSError):
-                task.data(task.rank).unlink()  # room for the record, if the disk is full
-            with suppress(OSError):
-                _leave_record(task, {"error": self.problem})
-        data.clear()
-        try:
-            (_lead if task.rank == 0 else _follow)(task)
-        except Exception as error:
-            self.problem = self.problem or str(error)
-
-
-def start(task: Task) -> Saving:
-    """Copy what this rank writes, and write it in the background.
-
-    Raises:
-        CheckpointError: what the system refuses already; the other ranks will know.
-    """
-    try:
-        header, plan = _plan(task.stock)
-        with said(task.hidden):
-            writer = DataWriter(task.data(task.rank), header)
-            for chunk, view in _on_host(_pieces(task.stock, plan, resident=False)):
-                writer.put(chunk, view)
-        data = _copied(list(_pieces(task.stock, plan, resident=True)))
-    except Exception as error:
-        with suppress(OSError):
-            _leave_record(task, {"error": str(error)})
-        raise
-    saving = Saving(task.step, task.final)
-    saving._thread = threading.Thread(
-        target=saving._run, args=(task, writer, data), name=f"saving step {task.step}"
-    )
-    _unfinished.add(saving)
-    current().memo["saving"] = saving
-    saving._thread.start()
-    return saving
-
-
-def _copied(pieces: list[tuple[Chunk, Tensor]]) -> list[tuple[Chunk, memoryview]]:
-    """The values in this rank's buffer for copies, which is kept for the next save."""
-    offsets, end = [], 0
-    for chunk, _ in pieces:
-        offsets.append(end)
-        end += -(-chunk.nbytes // ALIGN) * ALIGN
-    fast = any(x.is_cuda for _, x in pieces)
-    buffer = current().memo.get("saving buffer")
-    if buffer is None or buffer.numel() < end or (fast and not buffer.is_pinned()):
-        buffer = torch.empty(end, dtype=torch.uint8, pin_memory=fast)
-        current().memo["saving buffer"] = buffer
-    copies = []
-    for (chunk, x), at in zip(pieces, offsets, strict=True):
-        room = buffer[at : at + chunk.nbytes]
-        room.view(chunk.dtype).copy_(x, non_blocking=fast)
-        copies.append((chunk, as_bytes(room)))
-    if fast:
-        torch.cuda.synchronize()
-    return copies
-
-
-def _lead(task: Task) -> None:
-    """Wait for all records and publish, or clear away what there is."""
-    try:
-        watch = _Watch(task)
-        while missing := [r for r in range(task.size) if not task.record(r).exists()]:
-            watch.look(f"rank {missing[0]}, which has left no word")
-            if not task.hidden.exists():
-                raise CheckpointError("it was given up, because another rank could not begin")
-        conclude(task)
-    except BaseException:
-        with suppress(OSError):
-            discard(task.hidden)
-        raise
-
-
-def _follow(task: Task) -> None:
-    """Wait until rank 0 has renamed the folder, or removed it."""
-    watch = _Watch(task)
-    while task.hidden.exists():
-        watch.look("rank 0, which completes the checkpoint")
-    with suppress(OSError), (task.final / MANIFEST).open() as file:
-        if f'"id": "{task.id}"' in file.read(1000):
-            return
-    raise CheckpointError(f"{task.final} was not completed: rank 0 says why")
-
-
-class _Watch:
-    """Patience with the other ranks for as long as something happens in the folder."""
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.pause = task, 0.002
-        self.seen: Any = None
-        self.since = time.monotonic()
-
-    def look(self, whom: str) -> None:
-        """Sleep for a moment.
-
-        Raises:
-            CheckpointError: nothing has happened for too long.
-        """
-        time.sleep(self.pause)
-        self.pause = min(2 * self.pause, 0.1)
-        seen = _state_of(self.task.hidden)
-        if seen != self.seen:
-            self.seen, self.since = seen, time.monotonic()
-        leaving = not threading.main_thread().is_alive()
-        patience = min(self.task.timeout, AT_EXIT) if leaving else self.task.timeout
-        if time.monotonic() - self.since > patience:
-            raise CheckpointError(
-                f"{self.task.hidden} has not changed for {patience:g} s: given up waiting for "
-                f"{whom}. The process may have ended."
-            )
-
-
-def _state_of(folder: Path) -> list[tuple[str, int, int]]:
-    try:
-        with os.scandir(folder) as found:
-            return sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in found)
-    except OSError:  # renamed or removed meanwhile
-        return []
-
-
-def settle(together: bool = True) -> None:
-    """Wait for what this rank has under way; a collective (unless not ``together``).
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
-    saving: Saving | None = current().memo.pop("saving", None)
-    if saving is not None and together:
-        saving.wait()
-    elif saving is not None:
-        saving._end()
-
-
-def _at_exit() -> None:
-    """The end of the process waits, too; but the other ranks may be gone, so nobody is asked."""
-    for saving in list(_unfinished):
-        saving._end()
-
-
-on_leave.append(settle)
-atexit.register(_at_exit)

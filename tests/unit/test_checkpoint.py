@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,11 +12,11 @@ import torch
 from safetensors import safe_open
 
 import zfunc as zf
-from tests.laws.cases import ADAMW, assert_same, numbers, regression, train
+from tests.laws.cases import ADAMW, assert_same, numbers, regression
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.test_shard_laws import odd_values
-from zfunc import chunks, leaves, locking, tree
+from zfunc import chunks, leaves, tree
 
 F64 = torch.float64
 STACK = READY_MADE["stack"]
@@ -254,128 +250,6 @@ def test_a_donated_state_is_neither_saved_nor_restored_into(tmp_path: Path) -> N
     for use in (lambda: zf.save(tmp_path, old, step=1), lambda: zf.restore(tmp_path, old)):
         with pytest.raises(zf.DonatedStateError):
             use()
-
-
-# --- in the background -------------------------------------------------------------------------
-
-
-def test_the_copy_is_of_the_saved_step(tmp_path: Path) -> None:
-    """Training goes on in the same memory while the checkpoint is written."""
-
-    def body(stage: int) -> Any:
-        step = zf.donate(zf.shard(STACK.step(ADAMW), stage=stage))
-        state = step.place(STACK.state(ADAMW, F64))
-        expected = {}
-        for i in range(5):
-            expected[i] = zf.full(state)
-            saving = zf.save(tmp_path / str(stage), state, block=False)
-            assert saving.step == i
-            _, state = train(step, state, STACK, 1)
-        return expected
-
-    for stage in range(4):
-        (expected, _) = zf.simulate(2)(body)(stage)
-        for i, full in expected.items():
-            assert_same(zf.restore(tmp_path / str(stage), full, step=i), full)
-
-
-def test_waiting_is_waiting(tmp_path: Path) -> None:
-    saving = zf.save(tmp_path, {"w": torch.ones(10**6), "step": 1}, block=False)
-    saving.wait()
-    assert saving.done and saving.path.is_dir()
-    saving.wait()
-
-
-def test_an_error_in_the_background_is_never_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full_disk(*args: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    def fail(then: Any) -> None:
-        def body() -> None:
-            zf.save(tmp_path, {"w": torch.ones(9), "step": 1})
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "pwrite", full_disk) if zf.rank() == 1 else None
-                saving = zf.save(tmp_path, {"w": torch.ones(10**5), "step": 2}, block=False)
-                saving._thread and saving._thread.join()
-            then(saving)
-
-        with pytest.raises(zf.CheckpointError, match="No space left on device"):
-            zf.simulate(2)(body)()
-        assert names(tmp_path) == ["step-00000001"]
-
-    fail(lambda saving: saving.wait())
-    fail(lambda saving: zf.save(tmp_path, {"step": 3}))
-    fail(lambda saving: zf.restore(tmp_path, {"w": torch.ones(9), "step": 3}))
-    fail(lambda saving: None)  # the end of the world
-
-
-AT_EXIT = """
-import os, sys, torch, zfunc as zf
-zf.save(sys.argv[1], {"w": torch.ones(3_000_000), "step": 1}, block=False)
-if sys.argv[2] == "fails":
-    def full_disk(*args): raise OSError(28, "No space left on device")
-    os.pwrite = full_disk
-    zf.save(sys.argv[1], {"w": torch.ones(3), "step": 2}, block=False)
-"""
-
-
-@pytest.mark.parametrize("how", ["works", "fails"])
-def test_the_end_of_the_program_waits(how: str, tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", AT_EXIT, str(tmp_path), how], capture_output=True, text=True
-    )
-    assert [(c.step, c.good) for c in zf.checkpoints(tmp_path)] == [(1, True)]
-    assert ("No space left on device" in ran.stderr) == (how == "fails")
-
-
-# --- the lock ----------------------------------------------------------------------------------
-
-HOLD = """
-import sys, zfunc as zf
-zf.save(sys.argv[1], {"step": 1})
-print("saved", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert other.stdout is not None and other.stdout.readline() == "saved\n"
-        with pytest.raises(zf.CheckpointError, match=f"another run: process {other.pid} on "):
-            zf.save(tmp_path, {"step": 2})
-        assert zf.restore(tmp_path, {"step": 0}) == {"step": 1}
-    finally:
-        other.kill()  # which releases it
-        other.communicate()
-    zf.save(tmp_path, {"step": 2})
-    assert [c.step for c in zf.checkpoints(tmp_path)] == [2, 1]
-
-
-def test_processes_that_the_holder_starts_share_its_lock(tmp_path: Path) -> None:
-    zf.save(tmp_path, {"step": 0})
-    ran = subprocess.run(
-        [sys.executable, "-c", HOLD, str(tmp_path)], input="", capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert [c.step for c in zf.checkpoints(tmp_path)] == [1, 0]
-
-
-def test_a_folder_that_was_deleted_is_locked_anew(tmp_path: Path) -> None:
-    import shutil
-
-    root = tmp_path / "a"
-    zf.save(root, {"step": 0})
-    shutil.rmtree(root)
-    zf.save(root, {"step": 1})
-    with (root / ".lock").open() as file, pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert len([1 for folder in locking._held if folder == root.resolve()]) == 1
 
 
 def test_restoring_is_silent_where_nothing_is_damaged(tmp_path: Path) -> None:
