@@ -113,7 +113,7 @@ class DropLayers(Transform):
         memo, call = running.memo, running.differentiated
         if not memo.get(("dropped", call)):
             memo["undropped", call] = plan  # recorded when all layers ran, or not recorded yet
-        coins.toss(owner, random.fold_in(running.key, TAG), call)
+        coins.toss(owner, random.fold_in(running.key, TAG), running.asked)
         memo["dropped", call] = owner.thinned = bool(coins.idle)
         return [row for row in memo["undropped", call] if row not in coins.idle]
 

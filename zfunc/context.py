@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfunc import world
 from zfunc.comm import Group
 from zfunc.cutting import make_layout
 from zfunc.errors import DonatedStateError
+from zfunc.leaves import is_frozen
 from zfunc.nodes import spent
 from zfunc.transport import Alone
 from zfunc.tree import gone
 
 __all__ = [
+    "RECOMPUTED",
     "Context",
     "Donation",
     "LayerInfo",
@@ -27,6 +30,7 @@ __all__ = [
     "push",
     "reuse",
     "spend",
+    "uncut",
 ]
 
 
@@ -94,6 +98,11 @@ class LayerInfo:
     key: Any = None
 
 
+def uncut(tree: Any) -> tuple[Any, bool]:
+    """The layout of a plain params tree that nobody cuts."""
+    return make_layout(tree, frozen=is_frozen), False
+
+
 @dataclass
 class Context:
     """One call of a step on one rank.
@@ -108,8 +117,11 @@ class Context:
         prefetch: how many units ahead entry starts.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         passes: the passes that are running, innermost last.
-        differentiated: how often ``value_and_grad`` was called.
+        asked: how often ``value_and_grad`` was called.
+        differentiated: the same, each microbatch counted.
         layer_key, layer_calls: randomness of the layers of the running loss.
+        reduce_once: whether whole gradients are summed before they are reduced.
+        compute: the 16-bit dtype in which layers compute, if there is one.
         notes: what transforms note down for the time of this call.
     """
 
@@ -120,14 +132,21 @@ class Context:
     group: Group = field(default_factory=lambda: Group("none", world.current(), Alone()))
     by_unit: bool = False
     prefetch: int = 1
-    layout_for: Callable[[Any], tuple[Any, bool]] = lambda tree: (make_layout(tree), False)
+    layout_for: Callable[[Any], tuple[Any, bool]] = uncut
     passes: list[Any] = field(default_factory=list)
+    asked: int = 0
     differentiated: int = 0
     axis: str | tuple[str, ...] = "data"
     layer_key: Tensor | None = None
     layer_calls: int = 0
+    reduce_once: bool = False
+    compute: torch.dtype | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
+
+RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
+"""Of a layer whose activations are not kept: ``"first"`` in its forward pass, ``"again"``
+when backward runs it anew, empty elsewhere."""
 
 _CURRENT: ContextVar[Context | None] = ContextVar("zfunc_context", default=None)
 

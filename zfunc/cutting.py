@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from zfunc.axes import Mesh
 from zfunc.errors import PlacementError
 from zfunc.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
+from zfunc.leaves import origin_of
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.tree import dotted
 
@@ -122,13 +122,13 @@ def make_layout(
     flats: list[Flat] = []
     units: list[Unit] = []
     for name, members in _groups(layers, root, sizes, unit_bytes, merge):
-        kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+        kinds: dict[tuple[Any, ...], list[int]] = {}
         for i in members:
             if (leaf := leaves[i]) is not None:
-                kind = (leaf.dtype, not frozen(leaf), leaf.numel() < persist_below)
+                kind = (leaf.dtype, not frozen(leaf), leaf.numel() < persist_below, origin_of(leaf))
                 kinds.setdefault(kind, []).append(i)
         mine = []
-        for (dtype, trainable, whole), some in kinds.items():
+        for (dtype, trainable, whole, _), some in kinds.items():
             end = 0
             for i in some:
                 slots[i] = Slot(names[i], tuple(leaves[i].shape), len(flats), end, i)

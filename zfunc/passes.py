@@ -16,7 +16,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zfunc import context
 from zfunc.comm import Group
-from zfunc.context import LayerInfo
+from zfunc.context import RECOMPUTED, LayerInfo
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.nodes import Placed, Tree, register
@@ -64,7 +64,8 @@ class LayerRef(Ref):
         owner.close_others(self.runs)
         params = self._subtree()
         try:
-            if not any(run.foreign for run in self.runs):
+            # What a recomputed layer saves is not kept, so there is nothing to redeem.
+            if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
                 return fn(params, *xs, **kw)
             with saved_tensors_hooks(self._pack, redeem):
                 return fn(params, *xs, **kw)
@@ -201,6 +202,7 @@ class Pass:
         plan: the order in which units entered last time: ``(source, unit)`` pairs.
         prefetch: how many units ahead entry starts.
         thinned: whether layers are left out on purpose, perhaps all of them.
+        waiting: units whose gradients an earlier pass kept back for this one.
     """
 
     before: Sequence[Any] = ()
@@ -216,6 +218,7 @@ class Pass:
     evaluating: bool = False
     thinned: bool = False
     transient: list[UnitRun] = field(default_factory=list)
+    waiting: Container[tuple[int, int]] = ()
     cursor: int = 0
 
     def __post_init__(self) -> None:

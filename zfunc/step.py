@@ -9,6 +9,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``enter``              how does one unit of parameters get into the computation?
 ``layer``              what surrounds one layer's compute?
 ``leave``              how does one unit's gradient get out?
+``differentiate``      what surrounds a ``value_and_grad``? and ``evaluate``?
 ``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
 ====================  =========================================================
 
@@ -25,23 +26,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import optree
 from torch import Tensor
 
-from zfunc import context, random, tree, world
+from zfunc import context, tree, world
 from zfunc.axes import MESH
 from zfunc.comm import ledger
 from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
-from zfunc.leaves import is_placed
-from zfunc.nodes import carry
+from zfunc.intake import copied, detached, first_placed, key_of
 from zfunc.passes import Pass
-from zfunc.seams import Pending, UnitInfo
+from zfunc.seams import Gradients, Pending, UnitInfo
 from zfunc.traffic import Traffic
 
 __all__ = ["Step", "Transform", "as_step", "transform_of"]
+
+Differentiate = Callable[[Gradients], tuple[tuple[Tensor, Any], Any]]
 
 
 class Transform:
@@ -88,6 +89,15 @@ class Transform:
         """The inverse of ``place``."""
         return state
 
+    def parts(self, placed: Any) -> list[Any]:
+        """States like ``placed``, of the full state's structure, that hold all its tensors.
+
+        Where ``place`` keeps a leaf twice, or changes the structure: ``step.init`` writes
+        each leaf of the full state into its counterpart in every part. ``None`` in a part
+        stands for what the others hold.
+        """
+        return [placed]
+
     def check(self, state: Any) -> None:
         """Raise ``PlacementError`` if the state is not in this representation."""
 
@@ -113,6 +123,17 @@ class Transform:
     def leave(self, value: Pending, unit: UnitInfo) -> Pending:
         """Let one unit's gradients out."""
         return value
+
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        """Surround one ``value_and_grad``: ``call(asked)`` gives ``((loss, aux), grads)``.
+
+        The transform nearest to storage is the innermost.
+        """
+        return call
+
+    def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
+        """Surround one ``zf.evaluate``: ``call(fn, params, args, kwargs)`` runs it."""
+        return call
 
     def reduce(self, grads: Any) -> Any:
         """See :func:`zfunc.reduced`."""
@@ -191,12 +212,12 @@ class Step:
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         self._check(state)
-        state = _detached(state)
+        state = detached(state)
         memo = self._memo()
         running = Context(
             transforms=self.transforms,
             memo=memo,
-            key=_key_of(state),
+            key=key_of(state),
             by_unit=any(t.enters or t.leaves or t.by_unit for t in self.transforms),
         )
         token, outer = context.push(running), MESH.set(MESH.get())
@@ -229,7 +250,7 @@ class Step:
 
     def _check(self, state: Any) -> None:
         tree.check_alive(state)
-        if not any(t.represents for t in self.transforms) and _first_placed(state):
+        if not any(t.represents for t in self.transforms) and first_placed(state):
             raise PlacementError(
                 "this state was placed by another step: a bare step takes plain trees. Call the "
                 "step that placed it, or take the state back with its `unplace`."
@@ -250,12 +271,12 @@ class Step:
             PlacementError: the state is placed already, or has no params.
         """
         tree.check_alive(state)
-        if found := _first_placed(state):
+        if found := first_placed(state):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "
                 "from, or `step.unplace(state)`."
             )
-        return self._noted(self._placed(_detached(state)))
+        return self._noted(self._placed(detached(state)))
 
     def _noted(self, placed: Any) -> Any:
         memo = self._memo()
@@ -267,7 +288,7 @@ class Step:
     def _placed(self, state: Any) -> Any:
         for transform in reversed(self.transforms):
             state = transform.place(state)
-        return state if any(t.represents for t in self.transforms) else _copied(state)
+        return state if any(t.represents for t in self.transforms) else copied(state)
 
     def unplace(self, state: Any) -> Any:
         """The full state, bitwise what ``place`` was given; a collective."""
@@ -283,7 +304,14 @@ class Step:
             PlacementError: the initialiser does something that cannot be replayed leaf
                 by leaf (it reads values, say); the message names the operation.
         """
-        return self._noted(init(self._placed, make_state, args, kwargs))
+        return self._noted(init(self._placed, self._parts, make_state, args, kwargs))
+
+    def _parts(self, placed: Any) -> list[Any]:
+        """The parts of a placed state, from storage outwards."""
+        found = [placed]
+        for transform in self.transforms:
+            found = [part for state in found for part in transform.parts(state)]
+        return found
 
     def describe(self) -> Description:
         """What this step does and costs, as text (and as attributes of the text).
@@ -328,56 +356,11 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
         return as_step(step).wrap(made)
 
     signature = inspect.signature(make)
-    first = inspect.Parameter("step", inspect.Parameter.POSITIONAL_ONLY, default=None)
+    rest = list(signature.parameters.values())
+    needed = any(parameter.default is parameter.empty for parameter in rest)
+    default = inspect.Parameter.empty if needed else None  # the one would forbid the other
+    first = inspect.Parameter("step", inspect.Parameter.POSITIONAL_ONLY, default=default)
     wrap.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[first, *signature.parameters.values()]
+        parameters=[first, *rest]
     )
     return wrap
-
-
-def _first_placed(state: Any) -> str | None:
-    """The path of a placed node, or of a plain leaf of a placed state, if there is one."""
-    keys, nodes, _ = optree.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, tree.Placed), namespace=tree.NAMESPACE
-    )
-    for key, node in zip(keys, nodes, strict=True):
-        if isinstance(node, tree.Placed) or is_placed(node):
-            return tree.dotted(*key) or "the state"
-    return None
-
-
-def _copied(state: Any) -> Any:
-    return optree.tree_map(
-        lambda x: x.clone() if isinstance(x, Tensor) else x, state, namespace=tree.NAMESPACE
-    )
-
-
-def _detached(state: Any) -> Any:
-    """The state without leaves that autograd tracks (modules' Parameters, say).
-
-    A step decides itself what to track; otherwise every state would drag along the
-    graph of all steps before it.
-    """
-    if not any(_is_tracked(x) for x in tree.leaves(state)):
-        return state
-    return optree.tree_map(
-        lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
-        state,
-        namespace=tree.NAMESPACE,
-    )
-
-
-def _is_tracked(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad and x.is_leaf
-
-
-def _entry(state: Any, name: str) -> Any:
-    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
-
-
-def _key_of(state: Any) -> Tensor | None:
-    """The key of this step's randomness: that of the state and its step count."""
-    key, step = _entry(state, "key"), _entry(state, "step")
-    if key is None:
-        return None
-    return random.fold_in(key, step) if isinstance(step, Tensor | int) else random.as_key(key)
