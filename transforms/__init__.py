@@ -1,7 +1,10 @@
 """Transforms: functions from step to step, one file each, each opening with the law it keeps."""
 
+from zfunc.transforms.accumulation import accumulate
 from zfunc.transforms.donation import donate
 from zfunc.transforms.layer_drop import drop_layers
+from zfunc.transforms.mixed_precision import precision
+from zfunc.transforms.rematerialisation import remat
 from zfunc.transforms.sharding import shard
 
-__all__ = ["donate", "drop_layers", "shard"]
+__all__ = ["accumulate", "donate", "drop_layers", "precision", "remat", "shard"]

@@ -43,7 +43,7 @@ from zfunc.world import rank, world_size
 
 __version__ = "0.1.0"
 
-_TRANSFORMS = ("donate", "drop_layers", "shard")
+_TRANSFORMS = ("accumulate", "donate", "drop_layers", "precision", "remat", "shard")
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "TrainState",
     "Transform",
     "ZfuncError",
+    "accumulate",
     "axis_index",
     "checkpoints",
     "comm",
@@ -82,11 +83,13 @@ __all__ = [
     "mesh",
     "optim",
     "pmean",
+    "precision",
     "psum",
     "quant",
     "random",
     "rank",
     "reduced",
+    "remat",
     "restore",
     "save",
     "scan",

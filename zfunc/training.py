@@ -90,8 +90,9 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
         step = zf.compress_grads(step, method=run.compress)
     if run.drop is not None:
         step = zf.drop_layers(step, theta=run.drop, gamma=100 / run.steps)
-    if run.precision:
-        step = zf.precision(step, compute=DTYPES[run.precision])
+    if run.precision in ("bf16", "fp16"):
+        scale = "dynamic" if run.precision == "fp16" else None
+        step = zf.precision(step, compute=DTYPES[run.precision], loss_scale=scale)
     if run.remat:
         step = zf.remat(step)
     if run.accumulate > 1:
