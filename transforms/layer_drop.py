@@ -147,7 +147,7 @@ class DropLayers(Transform):
         mine, its = (optree.tree_structure(x, **_OPTREE) for x in (nothing, out))
         if out is not None and mine != its:
             raise CompositionError(
-                f"layer {info.name} returned {its}, but `skip` of drop_layers {mine}: it is to "
+                f"layer {info.place} returned {its}, but `skip` of drop_layers {mine}: it is to "
                 "return what the block would if it did nothing, in the same structure."
             )
         return nothing
@@ -221,7 +221,7 @@ def _stream(info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]) -> Tensor:
     if isinstance(found, Tensor):
         return found
     raise CompositionError(
-        f"drop_layers does not know what layer {info.name} adds to: it was called with no tensor "
+        f"drop_layers does not know what layer {info.place} adds to: it was called with no tensor "
         f"as a positional argument and without hidden_states= (but {sorted(kw) or 'nothing'}). Say "
         "what a dropped layer returns: drop_layers(step, skip=lambda *args, **kwargs: ...)."
     )
@@ -234,7 +234,7 @@ def _form(info: LayerInfo, stream: Tensor, out: Any) -> Any:
     if len(tensors) != 1 or tensors[0].shape != stream.shape or tensors[0].dtype != stream.dtype:
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors) or "no tensor"
         raise CompositionError(
-            f"layer {info.name} got hidden states of {tuple(stream.shape)} {stream.dtype} and "
+            f"layer {info.place} got hidden states of {tuple(stream.shape)} {stream.dtype} and "
             f"returned {found}: drop_layers cannot tell what it would return if it did nothing. "
             "Say so: drop_layers(step, skip=lambda x, *args, **kwargs: ...), a function of the "
             "layer's inputs (for a block that also hands on a position bias: (x, bias))."

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zfunc import context
 from zfunc.context import RECOMPUTED, LayerInfo
+from zfunc.errors import CompositionError
 from zfunc.step import Transform, transform_of
 
 __all__ = ["Remat", "remat"]
@@ -69,6 +70,7 @@ class Remat(Transform):
             traced = torch._C._functorch.maybe_current_level() is not None
             if traced or RECOMPUTED.get() or not torch.is_grad_enabled():
                 return call(*xs, **kw)
+            xs, kw = _without_caches(info, xs, kw)
             body = _Twice(call)
             keyless = body.running.layer_key is None
             return checkpoint(body, kw, *xs, use_reentrant=False, preserve_rng_state=keyless)
@@ -81,6 +83,32 @@ class Remat(Transform):
         else:
             which = f"one layer in {self.policy} is" if isinstance(self.policy, int) else "some are"
         return [f"remat: {which} computed again in backward; what lies between is not kept"]
+
+
+def _without_caches(
+    info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's inputs without the caches of keys and values that Hugging Face models hand
+    around: a layer writes to its cache, so it could not run twice. Training needs none.
+
+    Raises:
+        CompositionError: the loss has given the model a cache that holds something.
+    """
+    if not any(_is_cache(x) for x in (*xs, *kw.values())):
+        return xs, kw
+    for cache in filter(_is_cache, (*xs, *kw.values())):
+        if int(cache.get_seq_length(info.depth)):
+            raise CompositionError(
+                f"layer {info.place} would attend to a cache that holds keys already, and remat "
+                "would run it twice. Leave this layer out: remat(step, policy=lambda layer: ...)."
+            )
+    kw = {name: None if _is_cache(x) else x for name, x in kw.items()}
+    kw |= {name: False for name in ("use_cache",) if kw.get(name)}
+    return tuple(None if _is_cache(x) else x for x in xs), kw
+
+
+def _is_cache(x: Any) -> bool:
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(x).__mro__)
 
 
 class _Twice:

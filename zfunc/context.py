@@ -84,7 +84,7 @@ class LayerInfo:
 
     Attributes:
         index: counts the calls of layers within one loss.
-        name: the layer's name in a module, or in the params tree.
+        name: the layer's name in a module; the index where it has none.
         stack: the path of the ``Layers`` that it is in; ``None`` if that is not known.
         depth, of: its position in the stack, from 0, and the stack's length.
         key: identifies its parameters within the running pass.
@@ -96,6 +96,11 @@ class LayerInfo:
     depth: int = 0
     of: int = 1
     key: Any = None
+
+    @property
+    def place(self) -> str:
+        """Where the layer is, for messages."""
+        return self.name if self.stack is None else f"{self.stack}.{self.depth}".lstrip(".")
 
 
 def uncut(tree: Any) -> tuple[Any, bool]:

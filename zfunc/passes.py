@@ -17,7 +17,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -89,9 +89,8 @@ class LayerRef(Ref):
 
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]
-        name = info.name if info.name != str(info.index) else self.span.name
         key = (self.source, self.layer)
-        return LayerInfo(info.index, name, stack=stack, depth=depth, of=of, key=key)
+        return replace(info, stack=stack, depth=depth, of=of, key=key)
 
     def __repr__(self) -> str:
         return f"Ref({self.span.name})"
