@@ -80,9 +80,38 @@ def onebit(n: int) -> Iterator[Race]:
     yield Race("onebit_unpack", unpack, lambda: scale * expand(bits))
 
 
+def groupwise(n: int) -> Iterator[Race]:
+    """Levels in groups of 256, against torch operations on whole buffers."""
+    x = torch.randn(n).bfloat16()
+    wide = x.float()
+
+    def sequence(x: torch.Tensor) -> object:
+        rows = x.view(-1, 256).float()
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        return (rows / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+    for name, y in (("bf16", x), ("fp32", wide)):
+        ours = functools.partial(kernels.quantize_groups, y)
+        yield Race(f"quantize_groups, 8 bits, {name}", ours, functools.partial(sequence, y))
+    four = functools.partial(kernels.quantize_groups, x, bits=4)
+    yield Race("quantize_groups, 4 bits (naive: 8)", four, lambda: sequence(x))
+    random = functools.partial(kernels.quantize_groups, x, seed=1)
+
+    def noisy() -> object:
+        rows = x.view(-1, 256).float()
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        return (rows / scale + torch.rand_like(rows)).floor().to(torch.int8)
+
+    yield Race("quantize_groups, stochastic", random, noisy)
+    q, scale, _ = kernels.quantize_groups(x)
+    back = functools.partial(kernels.dequantize_groups, q, scale, None, n)
+    yield Race("dequantize_groups, 8 bits", back, lambda: q.view(-1, 256).float() * scale[:, None])
+
+
 RACES: dict[str, Callable[[int], Iterator[Race]]] = {
     "adamw_flat": adamw_flat,
     "onebit": onebit,
+    "groupwise": groupwise,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import Choice, choose, use
+from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lion import lion_flat, lion_flat_, lion_hyper
 from zfunc.kernels.onebit import (
     onebit_bytes,
@@ -18,22 +19,39 @@ from zfunc.kernels.onebit import (
     onebit_unpack,
 )
 from zfunc.kernels.operators import KernelError
+from zfunc.kernels.payloads import (
+    Payload,
+    dequantize_payload,
+    mean_payloads,
+    mean_payloads_,
+    quantize_payload,
+    quantize_payload_,
+)
 
 __all__ = [
     "Choice",
     "KernelError",
+    "Payload",
     "adamw_flat",
     "adamw_flat_",
     "adamw_hyper",
     "choose",
+    "dequantize_groups",
+    "dequantize_payload",
+    "fake_quant",
     "lion_flat",
     "lion_flat_",
     "lion_hyper",
+    "mean_payloads",
+    "mean_payloads_",
     "onebit_bytes",
     "onebit_mean",
     "onebit_mean_",
     "onebit_pack",
     "onebit_pack_",
     "onebit_unpack",
+    "quantize_groups",
+    "quantize_payload",
+    "quantize_payload_",
     "use",
 ]

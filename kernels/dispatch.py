@@ -43,6 +43,7 @@ class Kernel:
         launch: the Triton launcher, as ``module:function``; imported when first needed.
         traffic: bytes that must move, an element of the main buffer, as text.
         dtypes: what the launcher takes; float64 and others go to the twin.
+        limit: of the keyword arguments, why Triton cannot do it; ``None`` if it can.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Kernel:
     launch: str
     traffic: str
     dtypes: tuple[torch.dtype, ...] = FLOATS + INTEGERS
+    limit: Callable[..., str | None] = lambda **how: None
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,13 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def choose(name: str, *tensors: Tensor | None) -> Choice:
+def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:
     """Which code a call of kernel ``name`` with these tensors runs, and why.
 
     Args:
         name: a key of :data:`KERNELS`.
         tensors: its arguments.
+        how: its keywords that can matter, such as ``size``.
 
     Returns:
         The route, and the reason in words.
@@ -106,7 +109,7 @@ def choose(name: str, *tensors: Tensor | None) -> Choice:
     if forced == "torch":
         return Choice("torch", "asked for by kernels.use")
     present = [x for x in tensors if x is not None]
-    obstacle = _obstacle(kernel, present)
+    obstacle = _obstacle(kernel, present, how)
     if obstacle is None:
         return Choice("triton", f"tensors are on {present[0].device.type}")
     if forced == "triton" and not (interpreting() and obstacle.endswith("on cpu")):
@@ -114,13 +117,15 @@ def choose(name: str, *tensors: Tensor | None) -> Choice:
     return Choice(forced or "torch", obstacle if forced is None else "the interpreter")
 
 
-def _obstacle(kernel: Kernel, tensors: list[Tensor]) -> str | None:
+def _obstacle(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str | None:
     """Why Triton cannot take these tensors; ``None`` if it can."""
     if not installed():
         return "Triton is not installed"
     for x in tensors:
         if x.dtype not in kernel.dtypes:
             return f"its Triton kernel does not take {x.dtype}"
+    if how and (reason := kernel.limit(**how)):
+        return reason
     return None if tensors[0].is_cuda else f"tensors are on {tensors[0].device.type}"
 
 
@@ -143,7 +148,7 @@ def run(name: str, *args: Any, **kw: Any) -> None:
     """Call a kernel, or its twin: whichever :func:`choose` says of the positional arguments."""
     kernel = KERNELS[name]
     tensors = [x for x in args if isinstance(x, Tensor)]
-    if choose(name, *tensors).route == "torch":
+    if choose(name, *tensors, **kw).route == "torch":
         kernel.twin(*args, **kw)
         return
     with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else contextlib.nullcontext():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.kernels.machine_code import Entry
-from zfunc.kernels import adamw_triton, dispatch, lion_triton, onebit_triton
+from zfunc.kernels import adamw_triton, dispatch, groupwise_triton, lion_triton, onebit_triton
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -19,6 +19,7 @@ def entry(
     narrow: int = 0,
     narrow_stores: int = 0,
     each: float | None = None,
+    share: float = 0.75,
     **constants: Any,
 ) -> Entry:
     """An entry, launched as the table of configurations says.
@@ -26,6 +27,7 @@ def entry(
     Args:
         name: of the kernel in the dispatch, and after a comma what is special.
         signature: ``"g:*bf16 n:i32"``; integers with a ``!`` are multiples of 16.
+        share: of the issue budget that its hot loop may need.
         each: elements a thread; by default ``BLOCK`` over the threads of a program.
     """
     how = dict(dispatch.config(name.split(",")[0]))
@@ -38,8 +40,11 @@ def entry(
     if "GROUP" in kernel.arg_names:
         how["GROUP"] = constants.get("GROUP", size)
         how["ROWS"] = max(1, size // how["GROUP"])
+        how["SIZE"] = how["GROUP"]
     known = {k: v for k, v in (how | constants).items() if k in kernel.arg_names}
-    return Entry(name, kernel, types, known, each, bytes, divisible, narrow, narrow_stores, options)
+    return Entry(
+        name, kernel, types, known, each, bytes, divisible, narrow, narrow_stores, share, options
+    )
 
 
 ADAM = "p:*fp32 m:*fp32 v:*fp32 p_new:*fp32 m_new:*fp32 v_new:*fp32 low:*bf16 hyper:*fp64 n:i32!"
@@ -47,6 +52,23 @@ ONEBIT = (
     "x:*fp32 e:*fp32 bits:*u8 shares:*fp32 workers:i32 width:i32! groups:i32 n:i32! sums:*fp32 "
     "e_new:*fp32 bits_new:*u8 scale:*fp32"
 )
+PLACES = "K:i32! width:i32! size:i32! groups:i32 total:i32!"
+
+
+def grid(
+    name: str, *, x: str = "*bf16", BITS: int = 8, SYMMETRIC: bool = True, **how: Any
+) -> Entry:
+    """An entry of :func:`groupwise_triton.quantize_kernel`, groups of 256."""
+    kind = "*i8" if SYMMETRIC and BITS == 8 else "*u8"
+    flags = dict.fromkeys(("STOCHASTIC", "MEAN", "ERROR", "FAKE"), False)
+    signature = (
+        f"x:{x} error:*fp32 q_in:{kind} scale_in:*fp32 zero_in:*fp32 senders:i32 q_stride:i32! "
+        f"scale_stride:i32! q:{kind} scale:*fp32 zero:*fp32 new_error:*fp32 fake:*bf16 seed:*i64 "
+        + PLACES
+    )
+    constants = {**flags, "BITS": BITS, "SYMMETRIC": SYMMETRIC, "GROUP": 256, **how}
+    return entry(name, groupwise_triton.quantize_kernel, signature, **constants)
+
 
 ENTRIES = [
     entry(
@@ -135,5 +157,41 @@ ENTRIES = [
         GROUPED=False,
         bytes=4.1,
         narrow=3,
+    ),
+    grid("quantize_groups", bytes=3.02, narrow_stores=1),
+    grid("quantize_groups, 4 bits", bytes=2.53, BITS=4, narrow_stores=1),
+    grid("quantize_groups, asymmetric", bytes=3.03, SYMMETRIC=False, narrow_stores=2),
+    # Random bits cost as much as all the rest: copy speed is in reach, and no more than that.
+    grid(
+        "quantize_groups, stochastic",
+        bytes=3.02,
+        STOCHASTIC=True,
+        share=0.95,
+        narrow=1,
+        narrow_stores=1,
+    ),
+    grid("quantize_groups, with an error", bytes=13, x="*fp32", ERROR=True, narrow_stores=1),
+    grid("fake_quant", bytes=4, FAKE=True),
+    # The loop is over senders: each of 8 has its eighth of the 12.5 bytes.
+    grid("mean_payloads", bytes=12.5 / 8, BITS=4, MEAN=True, ERROR=True, narrow=2, narrow_stores=2),
+    entry(
+        "dequantize_groups",
+        groupwise_triton.dequantize_kernel,
+        f"q:*i8 scale:*fp32 zero:*fp32 out:*bf16 {PLACES}",
+        BITS=8,
+        SYMMETRIC=True,
+        GROUP=256,
+        bytes=3.02,
+        narrow=2,
+    ),
+    entry(
+        "dequantize_groups, 4 bits",
+        groupwise_triton.dequantize_kernel,
+        f"q:*u8 scale:*fp32 zero:*fp32 out:*bf16 {PLACES}",
+        BITS=4,
+        SYMMETRIC=False,
+        GROUP=256,
+        bytes=2.53,
+        narrow=8,
     ),
 ]

@@ -47,6 +47,7 @@ class Entry:
         narrow: loads that may be shorter than 16 bytes: scalars, and buffers whose part in
             the traffic is small (signs).
         narrow_stores: likewise.
+        share: of the issue budget that the hot loop may need.
         options: ``num_warps``, ``num_stages``.
     """
 
@@ -59,6 +60,7 @@ class Entry:
     divisible: tuple[str, ...] = ()
     narrow: int = 0
     narrow_stores: int = 0
+    share: float = 0.75
     options: dict[str, int] = field(default_factory=dict)
 
 
