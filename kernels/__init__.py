@@ -27,11 +27,13 @@ from zfunc.kernels.payloads import (
     quantize_payload,
     quantize_payload_,
 )
+from zfunc.kernels.verification import Verdict, verify
 
 __all__ = [
     "Choice",
     "KernelError",
     "Payload",
+    "Verdict",
     "adamw_flat",
     "adamw_flat_",
     "adamw_hyper",
@@ -54,4 +56,5 @@ __all__ = [
     "quantize_payload",
     "quantize_payload_",
     "use",
+    "verify",
 ]

@@ -191,4 +191,5 @@ def _tile(name: str, group: int, device: torch.device) -> dict[str, int]:
     how = dict(dispatch.config(name, device))
     size = how.pop("BLOCK")
     group = group or size
+    how["num_warps"] = min(16, max(how["num_warps"], group // 1024))
     return {"ROWS": max(1, size // group), "GROUP": group, **how}

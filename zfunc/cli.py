@@ -1,4 +1,4 @@
-"""The command line: ``zfunc train``.
+"""The command line: ``zfunc train``, ``zfunc doctor``.
 
 Flags become a :class:`~zfunc.training.Run`, and the ranks that carry it out start here.
 """
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     _add_train(commands)
     add_convert(commands)
+    _add_doctor(commands)
     return top
 
 
@@ -77,6 +78,26 @@ def _add_train(commands: Any) -> None:
     _add_run(command.add_argument_group("the run"))
     _add_model(command.add_argument_group("the model and its optimizer"))
     _add_transforms(command.add_argument_group("the transforms around the step"))
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="say what is installed, and which kernels run where",
+        description="What is installed, which devices there are, and for each kernel whether "
+        "Triton or its twin in torch runs there, and why. The exit status is 1 if --verify finds "
+        "a kernel that is wrong.",
+    )
+    command.add_argument("--verify", help="run kernels beside their twins", action="store_true")
+    command.set_defaults(command=_doctor_command)
+
+
+def _doctor_command(found: argparse.Namespace) -> int:
+    from zfunc.diagnosis import report
+
+    lines = list(report(found.verify))
+    print("\n".join(lines))
+    return int(any(line.startswith("verify") and "WRONG" in line for line in lines))
 
 
 def _add_run(group: Any) -> None:

@@ -18,7 +18,6 @@ def entry(
     bytes: float,
     narrow: int = 0,
     narrow_stores: int = 0,
-    each: float | None = None,
     share: float = 0.75,
     **constants: Any,
 ) -> Entry:
@@ -28,7 +27,6 @@ def entry(
         name: of the kernel in the dispatch, and after a comma what is special.
         signature: ``"g:*bf16 n:i32"``; integers with a ``!`` are multiples of 16.
         share: of the issue budget that its hot loop may need.
-        each: elements a thread; by default ``BLOCK`` over the threads of a program.
     """
     how = dict(dispatch.config(name.split(",")[0]))
     options = {k: how.pop(k) for k in OPTIONS if k in how}
@@ -36,11 +34,13 @@ def entry(
     divisible = tuple(k for k, kind in types.items() if kind.endswith("!"))
     types = {k: kind.rstrip("!") for k, kind in types.items()}
     size = how["BLOCK"]
-    each = each or size / (32 * options["num_warps"])
     if "GROUP" in kernel.arg_names:
         how["GROUP"] = constants.get("GROUP", size)
         how["ROWS"] = max(1, size // how["GROUP"])
         how["SIZE"] = how["GROUP"]
+        options["num_warps"] = min(16, max(options["num_warps"], how["GROUP"] // 1024))
+        size = how["ROWS"] * how["GROUP"]
+    each = size / (32 * options["num_warps"])
     known = {k: v for k, v in (how | constants).items() if k in kernel.arg_names}
     return Entry(
         name, kernel, types, known, each, bytes, divisible, narrow, narrow_stores, share, options
@@ -134,9 +134,8 @@ ENTRIES = [
         MEAN=False,
         GROUPED=True,
         GROUP=8192,
-        each=64,
         bytes=12.1,
-        narrow_stores=9,
+        narrow_stores=5,
     ),
     # The loop is over workers: each of 8 has its eighth of the 9.1 bytes.
     entry(

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this platform", allow_module_level=True)
 
+import triton
+
 from tests.kernels.entries import ENTRIES
 from tests.kernels.machine_code import SHARED, SLOTS_PER_BYTE, Code, compiled
+from tests.kernels.table import HEAD, rows
 from zfunc.kernels import dispatch
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
@@ -46,3 +50,13 @@ def test_it_keeps_up_with_memory(name: str):
     assert 0 <= found.loads - found.wide_loads <= entry.narrow, found
     assert 0 <= found.stores - found.wide_stores <= entry.narrow_stores, found
     assert found.wide_loads + found.wide_stores > 0, found
+
+
+def test_the_table_in_the_docs():
+    """To the last digit for the version of Triton that it names; for others, the same rows."""
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    shown = page[page.index(HEAD) :].partition("\n\n")[0].splitlines()
+    found = list(rows(lambda entry, target: code(entry.name, target)))
+    if f"Triton {triton.__version__}:" not in page:
+        shown, found = ([line.split("|")[1] for line in lines] for lines in (shown, found))
+    assert shown == found

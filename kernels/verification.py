@@ -1,0 +1,190 @@
+"""Run kernels and their twins on the same numbers, here, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.adamw import adamw_flat, adamw_hyper
+from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
+from zfunc.kernels.lion import lion_flat, lion_hyper
+from zfunc.kernels.onebit import onebit_mean, onebit_pack, onebit_unpack
+from zfunc.kernels.operators import KernelError
+from zfunc.kernels.payloads import Payload, mean_payloads, quantize_payload
+
+__all__ = ["Verdict", "verify"]
+
+N = 3001  # a prime, beyond a block
+BOUND = 1e-5
+# A level at a tie may fall either way on a GPU, whose division is not rounded exactly.
+TIES = {"quantize_groups", "fake_quant", "mean_payloads"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one kernel.
+
+    Attributes:
+        kernel: its name.
+        ran: whether Triton could run it here.
+        note: on what it ran, or why it did not.
+        error: the greatest relative (Frobenius) distance from the twin; 0 if it did not run.
+        right: whether that is within the bound.
+    """
+
+    kernel: str
+    ran: bool
+    note: str
+    error: float = 0.0
+    right: bool = True
+
+    def __str__(self) -> str:
+        if not self.ran:
+            return f"{self.kernel}: not run, {self.note}"
+        return f"{self.kernel}: {'right' if self.right else 'WRONG'}, {self.error:.1e}, {self.note}"
+
+
+def verify(
+    names: Iterable[str] | None = None, device: torch.device | str | None = None
+) -> list[Verdict]:
+    """Compare kernels with their twins on random numbers of this device.
+
+    Args:
+        names: of kernels; all of them if left out.
+        device: where to run; the first GPU if there is one, else the CPU (where Triton
+            runs only in its interpreter, with ``TRITON_INTERPRET=1``).
+
+    Returns:
+        A verdict for each kernel, in the order of the table.
+
+    Raises:
+        KernelError: there is no kernel of that name.
+
+    >>> print(verify(["lion_flat"], "cpu")[0])
+    lion_flat: not run, tensors are on cpu
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wanted = list(dispatch.KERNELS if names is None else names)
+    for name in wanted:
+        if name not in dispatch.KERNELS:
+            known = ", ".join(dispatch.KERNELS)
+            raise KernelError(f"kernels.verify: no kernel {name!r}; expected some of {known}.")
+    return [_verdict(name, place) for name in wanted]
+
+
+def _verdict(name: str, device: torch.device) -> Verdict:
+    choice = dispatch.choose(name, torch.empty(0, device=device))
+    if choice.route == "torch" and not (device.type == "cpu" and dispatch.interpreting()):
+        return Verdict(name, False, choice.why)
+    sample = SAMPLES[name](torch.Generator().manual_seed(0), device)
+    with dispatch.use("torch"):
+        expected = sample()
+    with dispatch.use("triton"):
+        found = sample()
+    error = max(_distance(x, y) for x, y in zip(found, expected, strict=True))
+    bound = 1e-2 if name in TIES else BOUND
+    note = "in the interpreter" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return Verdict(name, True, note, error, error <= bound)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    x, y = found.double(), expected.double()
+    return float((x - y).norm() / y.norm().clamp_min(1e-30))
+
+
+Sample = Callable[[torch.Generator, torch.device], Callable[[], tuple[Tensor, ...]]]
+
+
+def _numbers(generator: torch.Generator, device: torch.device, count: int) -> list[Tensor]:
+    return [torch.randn(N, generator=generator).to(device) for _ in range(count)]
+
+
+def _adamw(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    g, p, m, v = _numbers(generator, device, 4)
+    hyper = adamw_hyper(0.1, 3, factor=0.5, device=device)
+    return lambda: adamw_flat(g.bfloat16(), p, m, v.abs(), hyper, torch.bfloat16)
+
+
+def _lion(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    g, p, m = _numbers(generator, device, 3)
+    hyper = lion_hyper(0.1, weight_decay=0.1, device=device)
+    return lambda: lion_flat(g.bfloat16(), p, m, hyper, torch.bfloat16)
+
+
+def _pack(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    x, e = _numbers(generator, device, 2)
+    return lambda: (*onebit_pack(x, e), *onebit_pack(x, e, group=128, scaling="mean"))
+
+
+def _mean(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    x, y, e = _numbers(generator, device, 3)
+    sent = [onebit_pack(z, e, group=128) for z in (x, y)]
+    bits, scale = (torch.stack([s[i] for s in sent]) for i in (0, 1))
+    return lambda: onebit_mean(bits, scale, e, group=128)
+
+
+def _unpack(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    x, e = _numbers(generator, device, 2)
+    bits, scale, _ = onebit_pack(x, e, group=128)
+    return lambda: (onebit_unpack(bits, scale, N, group=128),)
+
+
+def _levels(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    """Values, not bytes: a level more or less in a half byte is 16 in the other."""
+    x = _numbers(generator, device, 1)[0].bfloat16()
+
+    def run() -> tuple[Tensor, ...]:
+        out = []
+        for bits, symmetric, seed in ((8, True, None), (4, False, None), (4, True, 1)):
+            q, scale, zero = quantize_groups(x, bits=bits, symmetric=symmetric, seed=seed)
+            with dispatch.use("torch"):
+                out += [dequantize_groups(q, scale, zero, N, bits=bits), scale]
+        return tuple(out)
+
+    return run
+
+
+def _values(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    x = _numbers(generator, device, 1)[0]
+    parts = quantize_groups(x), quantize_groups(x, bits=4, symmetric=False)
+    return lambda: tuple(
+        dequantize_groups(*p, N, bits=b) for p, b in zip(parts, (8, 4), strict=True)
+    )
+
+
+def _fake(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    x = _numbers(generator, device, 1)[0]
+    return lambda: (fake_quant(x, bits=5), fake_quant(x, bits=4, symmetric=False, seed=1))
+
+
+def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    x, y, e = _numbers(generator, device, 3)
+    form = Payload(N)
+    received = torch.stack([quantize_payload(z, form)[0] for z in (x, y)])
+
+    def run() -> tuple[Tensor, ...]:
+        payload, left = mean_payloads(received, form, e)
+        assert left is not None
+        q, scale, _ = form.parts(payload)
+        with dispatch.use("torch"):
+            return dequantize_groups(q, scale, None, N) + left, scale
+
+    return run
+
+
+SAMPLES: dict[str, Sample] = {
+    "adamw_flat": _adamw,
+    "lion_flat": _lion,
+    "onebit_pack": _pack,
+    "onebit_mean": _mean,
+    "onebit_unpack": _unpack,
+    "quantize_groups": _levels,
+    "dequantize_groups": _values,
+    "fake_quant": _fake,
+    "mean_payloads": _payloads,
+}

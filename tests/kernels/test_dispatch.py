@@ -1,0 +1,109 @@
+"""Which code runs, and why; what ``zfunc doctor`` says of it; without Triton as well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from zfunc import cli, kernels
+from zfunc.kernels import dispatch, verification
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> str:
+    """What a fresh process prints."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_on_a_cpu_the_twins_run():
+    for name in dispatch.KERNELS:
+        assert kernels.choose(name, torch.ones(3)) == kernels.Choice("torch", "tensors are on cpu")
+    with kernels.use("torch"):
+        assert str(kernels.choose("lion_flat", torch.ones(3))) == "torch: asked for by kernels.use"
+
+
+def test_triton_is_not_pretended():
+    with kernels.use("triton"), pytest.raises(kernels.KernelError, match="tensors are on cpu"):
+        kernels.choose("lion_flat", torch.ones(3))
+    with kernels.use("triton"), kernels.use(None):
+        assert kernels.choose("lion_flat", torch.ones(3)).route == "torch"
+
+
+def test_what_triton_cannot_take_is_said():
+    x = torch.ones(3, dtype=torch.float64, device="meta")
+    assert "does not take torch.float64" in kernels.choose("lion_flat", x).why
+    assert "up to 16384, not 20000" in kernels.choose("fake_quant", x.float(), size=20000).why
+
+
+def test_every_kernel_has_a_configuration_a_launcher_and_a_sample():
+    for name, kernel in dispatch.KERNELS.items():
+        assert dispatch.config(name)["BLOCK"] > 0
+        module, _, function = kernel.launch.partition(":")
+        path = ROOT / "kernels" / f"{module.rpartition('.')[2]}.py"
+        assert f"def {function}(" in path.read_text()
+    assert set(verification.SAMPLES) == set(dispatch.KERNELS)
+    assert set(dispatch.tables("")) == set(dispatch.KERNELS)
+
+
+def test_a_gpu_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "default.json").write_text('{"a": {"BLOCK": 1}, "b": {"BLOCK": 2}}')
+    (folder / "some-gpu-80gb.json").write_text('{"b": {"BLOCK": 3}}')
+    monkeypatch.setattr(dispatch, "__file__", str(tmp_path / "dispatch.py"))
+    dispatch.tables.cache_clear()
+    try:
+        assert dispatch.tables("Some GPU (80GB)") == {"a": {"BLOCK": 1}, "b": {"BLOCK": 3}}
+        assert dispatch.tables("Another")["b"] == {"BLOCK": 2}
+    finally:
+        dispatch.tables.cache_clear()
+
+
+def test_importing_kernels_imports_no_triton():
+    code = "import sys, zfunc.kernels; print('zfunc.kernels.adamw_triton' in sys.modules)"
+    assert python(code) == "False\n"
+
+
+def test_without_triton_everything_runs():
+    said = python(
+        """
+        import sys
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "triton":
+                    raise ModuleNotFoundError(name)
+        sys.meta_path.insert(0, Absent())
+        import importlib.util
+        real = importlib.util.find_spec
+        importlib.util.find_spec = lambda n, p=None: None if n == "triton" else real(n, p)
+        import torch
+        from zfunc import kernels
+        print(kernels.choose("adamw_flat", torch.ones(3)))
+        print(kernels.fake_quant(torch.tensor([1.0, -2.0]), bits=2))
+        print(kernels.onebit_pack(torch.ones(9), torch.zeros(9))[0])
+        """
+    )
+    assert said.splitlines()[0] == "torch: Triton is not installed"
+    assert "tensor([ 0., -2.])" in said and "tensor([255,   1], dtype=torch.uint8)" in said
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor", "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in said
+    for name in dispatch.KERNELS:
+        assert f"\n  {name} " in said and f"verify {name}: " in said
+
+
+def test_an_unknown_kernel_is_named():
+    with pytest.raises(kernels.KernelError, match="no kernel 'soap'; expected some of adamw_flat"):
+        kernels.verify(["soap"])

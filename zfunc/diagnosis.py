@@ -1,0 +1,71 @@
+"""``zfunc doctor``: what is installed, which devices there are, which kernels run where and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+
+import torch
+
+from zfunc import kernels
+from zfunc.kernels import dispatch
+
+__all__ = ["devices", "report"]
+
+PACKAGES = ("torch", "triton", "numpy", "optree", "safetensors", "transformers")
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and every GPU."""
+    return [
+        torch.device("cpu"),
+        *(torch.device("cuda", i) for i in range(torch.cuda.device_count())),
+    ]
+
+
+def report(verify: bool = False) -> Iterator[str]:
+    """The lines that ``zfunc doctor`` prints.
+
+    Args:
+        verify: also run each kernel beside its twin, where it can run.
+
+    >>> next(iter(report())).startswith("zfunc")
+    True
+    """
+    found = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
+    yield f"zfunc on Python {platform.python_version()}, {platform.platform()}"
+    yield "installed: " + ", ".join(found)
+    missing = [name for name in PACKAGES if _version(name) is None]
+    if missing:
+        yield "not installed: " + ", ".join(missing)
+    yield "backends of torch.distributed: " + (", ".join(_backends()) or "none")
+    for device in devices():
+        yield f"{device} ({_name(device)})"
+        for name, kernel in dispatch.KERNELS.items():
+            choice = kernels.choose(name, torch.empty(0, device=device))
+            yield f"  {name:18s} {choice}; moves {kernel.traffic}"
+    for verdict in kernels.verify() if verify else ():
+        yield f"verify {verdict}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} thread(s)"
+
+
+def _backends() -> list[str]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return [name for name, present in there.items() if present]
