@@ -96,7 +96,7 @@ def _adam(
     def additive(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         needs_params("adamw", weight_decay, params)
         count = state.count + 1
-        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2)
+        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2, count)
         f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
         step = add_decay(rates, tree.map(f, mu, nu), params)
         rate = at(lr, state.count)
@@ -112,6 +112,7 @@ def _adam(
         if done is None:
             return additive(grads, state, params)
         new, mu, nu = done
+        nu = primitives.settled(None, nu, b2)
         f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count)
         moved = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
         return moved, AdamState(count, mu, nu)
@@ -129,11 +130,16 @@ def _can_fuse(rate: Number, weight_decay: float) -> bool:
 
 
 def _direction(m: Tensor, v: Tensor, *, b1: float, b2: float, eps: float, count: Tensor) -> Tensor:
-    """``m̂ / (sqrt(v̂) + eps)``, in float32 at least."""
+    """``m̂ / (sqrt(v̂) + eps)``, in float32 at least.
+
+    Once second moments are frozen, an element that never had a gradient has no direction,
+    even where its mean is not quite zero: one bit cannot encode a zero.
+    """
     number = plain(count)
     m_hat = wide(m) / (1 - b1**number)
     v_hat = wide(v) / (1 - b2**number)
-    return m_hat / (v_hat.sqrt() + eps)
+    step = m_hat / (v_hat.sqrt() + eps)
+    return torch.where(v > 0, step, 0.0) if primitives.frozen() else step
 
 
 def _retrace(
@@ -179,7 +185,7 @@ def lamb(
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         needs_params("lamb", True, params)
         rate, count = at(lr, state.count), state.count + 1
-        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2)
+        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2, count)
         f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
         step = add_decay(rates, tree.map(f, mu, nu), params)
         ratios = tree.map(_trust, tree.leaf_norms(step), tree.leaf_norms(params))

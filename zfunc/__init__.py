@@ -36,11 +36,12 @@ from zfunc.simulation import simulate
 from zfunc.state import TrainState
 from zfunc.step import Step, Transform
 from zfunc.tree import Layers, full
+from zfunc.unreduced import linear_map
 from zfunc.world import rank, world_size
 
 __version__ = "0.1.0"
 
-_TRANSFORMS = ("donate", "shard")
+_TRANSFORMS = ("compress_grads", "donate", "shard")
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "ZfuncError",
     "axis_index",
     "comm",
+    "compress_grads",
     "donate",
     "errors",
     "evaluate",
@@ -70,6 +72,7 @@ __all__ = [
     "kernels",
     "launch",
     "layer",
+    "linear_map",
     "local_batch",
     "mesh",
     "optim",

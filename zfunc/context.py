@@ -97,6 +97,9 @@ class Context:
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         passes: the passes that are running, innermost last.
         differentiated: how often ``value_and_grad`` was called.
+        keeps: which units' gradients are left for another transform than shard to average.
+        frozen: whether second moments stay as they are in this call.
+        carried: what a transform needs during this call, by its name.
         layer_key, layer_calls: randomness of the layers of the running loss.
     """
 
@@ -110,6 +113,9 @@ class Context:
     layout_for: Callable[[Any], tuple[Any, bool]] = lambda tree: (make_layout(tree), False)
     passes: list[Any] = field(default_factory=list)
     differentiated: int = 0
+    keeps: Callable[[Any], bool] = lambda unit: False
+    frozen: bool = False
+    carried: dict[str, Any] = field(default_factory=dict)
     axis: str | tuple[str, ...] = "data"
     layer_key: Tensor | None = None
     layer_calls: int = 0

@@ -241,6 +241,7 @@ def _new_pass(running: Context) -> Pass:
         after=[t for t in entering if not t.before_gather],
         leave=[t for t in reversed(running.transforms) if t.leaves],
         prefetch=running.prefetch,
+        running=running,
     )
 
 
@@ -283,7 +284,10 @@ def _by_unit(
         running.memo[plan] = tuple(owner.events)
         running.memo["left", call] = tuple(owner.results)
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
-        return (value(), _detached(aux)), rebuild([source.gradients() for source in sources])
+        grads = rebuild([source.gradients() for source in sources])
+        for transform in reversed(running.transforms):
+            grads = transform.arrive(grads, params)
+        return (value(), _detached(aux)), grads
     finally:
         running.passes.pop()
         owner.close()

@@ -193,6 +193,7 @@ class Pass:
         leave: ``leave`` seams, first to last.
         plan: the order in which units entered last time: ``(source, unit)`` pairs.
         prefetch: how many units ahead entry starts.
+        running: the context of the call, if there is one.
     """
 
     before: Sequence[Any] = ()
@@ -200,6 +201,7 @@ class Pass:
     leave: Sequence[Any] = ()
     plan: Sequence[tuple[int, int]] = ()
     prefetch: int = 1
+    running: Any = None
     sources: list[Source] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     lingering: list[UnitRun] = field(default_factory=list)

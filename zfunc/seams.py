@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -56,12 +56,21 @@ class Waiting:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """What a seam is told of the unit: its place in the layout and the ranks that share it."""
+    """What a seam is told of the unit: its place in the layout and the ranks that share it.
+
+    ``running`` is the context of the call, which backward on a thread of its own cannot ask for.
+    """
 
     layout: Layout
     index: int
     group: Group
     cut: bool
+    running: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def kept(self) -> bool:
+        """Whether its gradients leave as they are, since a transform averages them otherwise."""
+        return self.running is not None and self.running.keeps(self)
 
     @property
     def name(self) -> str:

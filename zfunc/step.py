@@ -9,6 +9,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``enter``              how does one unit of parameters get into the computation?
 ``layer``              what surrounds one layer's compute?
 ``leave``              how does one unit's gradient get out?
+``arrive``             what becomes of all of them together?
 ``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
 ====================  =========================================================
 
@@ -52,7 +53,7 @@ class Transform:
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
-        compresses: whether ``reduce`` or ``settle`` do anything.
+        compresses: whether ``reduce`` or ``settle`` do anything in every call.
     """
 
     position: ClassVar[int] = 500
@@ -66,6 +67,14 @@ class Transform:
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    def among(self, transforms: tuple[Transform, ...]) -> Transform:
+        """This transform, told with which others it wraps the same step.
+
+        Raises:
+            CompositionError: it means nothing beside one of them.
+        """
+        return self
 
     def place(self, state: Any) -> Any:
         """The state in this transform's representation; never aliases its input."""
@@ -97,11 +106,15 @@ class Transform:
         """Let one unit's gradients out."""
         return value
 
+    def arrive(self, grads: Any, params: Any) -> Any:
+        """The gradients of one ``value_and_grad(...)(params)``, before the function sees them."""
+        return grads
+
     def reduce(self, grads: Any) -> Any:
         """See :func:`zfunc.reduced`."""
         return grads
 
-    def settle(self, old: Any, new: Any) -> Any:
+    def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
         """See :func:`zfunc.settled`."""
         return new
 
@@ -166,7 +179,7 @@ class Step:
                     f"once: give {mine.name} its final arguments in one place."
                 )
         ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
-        return replace(self, transforms=tuple(ordered))
+        return replace(self, transforms=tuple(t.among(tuple(ordered)) for t in ordered))
 
     # One call
 

@@ -274,12 +274,16 @@ def _square_sum(x: Tensor) -> Tensor:
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     check_alive(tree)
-    return optree.tree_map(
-        lambda node: node.sums(f) if isinstance(node, Placed) else f(node),
-        tree,
-        is_leaf=_is_placed,
-        namespace=NAMESPACE,
-    )
+    nodes, spec = optree.tree_flatten(tree, is_leaf=_is_placed, namespace=NAMESPACE)
+    out: list[Any] = [None if isinstance(node, Placed) else f(node) for node in nodes]
+    kinds: dict[type[Placed], list[int]] = {}
+    for i, node in enumerate(nodes):
+        if isinstance(node, Placed):
+            kinds.setdefault(type(node), []).append(i)
+    for kind, where in kinds.items():
+        for i, total in zip(where, kind.sums_of([nodes[i] for i in where], f), strict=True):
+            out[i] = total
+    return optree.tree_unflatten(spec, out)
 
 
 def leaf_norms(tree: Tree) -> Tree:

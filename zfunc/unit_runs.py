@@ -30,7 +30,7 @@ class UnitRun:
     def __init__(self, owner: Pass, source: Source, index: int, stored: list[Tensor]) -> None:
         self.owner = owner
         self.source = source
-        self.info = UnitInfo(source.layout, index, source.group, source.cut)
+        self.info = UnitInfo(source.layout, index, source.group, source.cut, owner.running)
         self.stored = stored
         self.values: list[Tensor] | None = None
         self.pending: Pending | None = None
