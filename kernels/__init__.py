@@ -1,0 +1,21 @@
+"""Triton kernels, each beside a twin in plain torch that runs anywhere.
+
+Importing this room imports no Triton; a kernel does, when it is first launched. What runs
+where is decided in :mod:`zfunc.kernels.dispatch`.
+"""
+
+from __future__ import annotations
+
+from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
+from zfunc.kernels.dispatch import Choice, choose, use
+from zfunc.kernels.operators import KernelError
+
+__all__ = [
+    "Choice",
+    "KernelError",
+    "adamw_flat",
+    "adamw_flat_",
+    "adamw_hyper",
+    "choose",
+    "use",
+]
