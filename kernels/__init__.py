@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import Choice, choose, use
+from zfunc.kernels.lion import lion_flat, lion_flat_, lion_hyper
 from zfunc.kernels.operators import KernelError
 
 __all__ = [
@@ -17,5 +18,8 @@ __all__ = [
     "adamw_flat_",
     "adamw_hyper",
     "choose",
+    "lion_flat",
+    "lion_flat_",
+    "lion_hyper",
     "use",
 ]

@@ -32,24 +32,18 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.operators import (
-    KernelError,
-    agree,
-    apart,
-    define,
-    dense,
-    folded,
-    undifferentiated,
-)
+from zfunc.kernels.flat_updates import FlatUpdate, Number, blocks, hyper_tensor
 
 __all__ = ["HYPER", "adamw_flat", "adamw_flat_", "adamw_hyper"]
 
 HYPER = ("lr", "b1", "b2", "eps", "weight_decay", "factor", "count", "scale1", "scale2")
-BLOCK = 64
-CHUNK = 1 << 18  # a float32 gradient of 1 MiB stays in the caches of today's CPUs
-
-Number = float | Tensor
-INSTEAD = "optim.adamw, whose update is made of plain torch operations"
+UPDATE = FlatUpdate(
+    "adamw_flat",
+    state=("param", "mu", "nu"),
+    hyper=HYPER,
+    instead="optim.adamw, whose update is made of plain torch operations",
+)
+_adamw, _adamw_ = UPDATE.define()
 
 
 def adamw_hyper(
@@ -79,17 +73,13 @@ def adamw_hyper(
     >>> adamw_hyper(0.1, 1, b1=0.5, b2=0.75)[-2:]  # what corrects the bias of m and sqrt(v)
     tensor([2., 2.], dtype=torch.float64)
     """
-    if not any(isinstance(x, Tensor) for x in (lr, count, factor)):
-        scales = (1 / (1 - b1**count), (1 - b2**count) ** -0.5)
-        row = [lr, b1, b2, eps, weight_decay, factor, count, *scales]
-        return torch.tensor(row, dtype=torch.float64, device=device)
 
-    def wide(x: Number) -> Tensor:
-        return torch.as_tensor(x, dtype=torch.float64, device=device)
+    def row(wide: Callable[[Number], Any]) -> list[Number]:
+        t = wide(count)
+        scales = (1 / (1 - b1**t), (1 - b2**t) ** -0.5)
+        return [lr, b1, b2, eps, weight_decay, factor, count, *scales]
 
-    t = wide(count)
-    scales = (1 / (1 - b1**t), (1 - b2**t) ** -0.5)
-    return torch.stack([wide(x) for x in (lr, b1, b2, eps, weight_decay, factor, t, *scales)])
+    return hyper_tensor(row, (lr, count, factor), device)
 
 
 def adamw_flat(
@@ -120,8 +110,7 @@ def adamw_flat(
     >>> adamw_flat(g, p, zero, zero, hyper)[0]
     tensor([0.9000, 1.1000])
     """
-    undifferentiated("adamw_flat", INSTEAD, grad, param, mu, nu, hyper)
-    _check("adamw_flat", hyper, grad=grad, param=param, mu=mu, nu=nu)
+    UPDATE.check(grad, (param, mu, nu), hyper)
     new = _adamw(grad, param, mu, nu, hyper, low)
     return new[0], new[1], new[2], new[3] if low is not None else None
 
@@ -143,67 +132,8 @@ def adamw_flat_(
     >>> p
     tensor([0.9000, 0.9000])
     """
-    undifferentiated("adamw_flat_", INSTEAD, grad, param, mu, nu, hyper)
-    _check("adamw_flat_", hyper, grad=grad, param=param, mu=mu, nu=nu)
-    agree("adamw_flat_", param=param, low=low)
-    dense("adamw_flat_", param=param, mu=mu, nu=nu, low=low)
+    UPDATE.check_donated(grad, (param, mu, nu), low, hyper)
     _adamw_(grad, param, mu, nu, low, hyper)
-
-
-def _check(name: str, hyper: Tensor, **buffers: Tensor) -> None:
-    agree(name, **buffers)
-    state = {label: x.dtype for label, x in buffers.items() if label != "grad"}
-    if len(set(state.values())) > 1:
-        raise KernelError(
-            f"kernels.{name}: {state}; expected one dtype for parameters and moments."
-        )
-    if hyper.shape != (len(HYPER),) or hyper.dtype != torch.float64:
-        raise KernelError(
-            f"kernels.{name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
-            f"float64[{len(HYPER)}]: make it with kernels.adamw_hyper."
-        )
-
-
-def _functional(
-    grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor, low: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    new = _shapes(grad, param, mu, nu, hyper, low)
-    old = [x.contiguous() for x in (grad, param, mu, nu)]
-    dispatch.run("adamw_flat", *old, *new[:3], new[3] if low is not None else None, hyper=hyper)
-    return new
-
-
-def _shapes(
-    grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor, low: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fresh buffers for the results. Under ``vmap`` an absent copy still has the batch in front."""
-    kind = torch.contiguous_format
-    new = [torch.empty_like(x, memory_format=kind) for x in (param, mu, nu)]
-    shape = param.shape if low is not None else (*param.shape[:-1], 0)
-    return new[0], new[1], new[2], param.new_empty(shape, dtype=low)
-
-
-def _inplace(
-    grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, low: Tensor | None, hyper: Tensor
-) -> None:
-    apart("adamw_flat_", param=param, mu=mu, nu=nu, low=low)
-    grad = grad.contiguous()
-    dispatch.run("adamw_flat", grad, param, mu, nu, param, mu, nu, low, hyper=hyper)
-
-
-_adamw: Callable[..., Any] = define(
-    "adamw_flat(Tensor grad, Tensor param, Tensor mu, Tensor nu, Tensor hyper, ScalarType? low)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _functional,
-    _shapes,
-    folded(lambda: _adamw, 4),
-)
-_adamw_: Callable[..., Any] = define(
-    "adamw_flat_(Tensor grad, Tensor(a!) param, Tensor(b!) mu, Tensor(c!) nu, Tensor(d!)? low,"
-    " Tensor hyper) -> ()",
-    _inplace,
-    lambda *args: None,
-)
 
 
 def twin(
@@ -220,48 +150,17 @@ def twin(
 ) -> None:
     """The same in torch, a block that fits the cache at a time."""
     knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
-    knobs["count"] = hyper[HYPER.index("count")].float()
-    old = [x.view(-1) for x in (grad, param, mu, nu)]
-    new = [x.view(-1) for x in (new_param, new_mu, new_nu)]
-    n = param.numel()
-    scratch = torch.empty(min(CHUNK, n + -n % BLOCK), dtype=param.dtype, device=param.device)
-    whole = n - n % BLOCK
-    for a in range(0, whole, CHUNK):
-        b = min(a + CHUNK, whole)
-        _update([x[a:b] for x in old], [x[a:b] for x in new], scratch[: b - a], knobs)
-        if low is not None:
-            low.view(-1)[a:b].copy_(new[0][a:b])
-    if whole < n:  # the end, padded: the vectorised loop of torch rounds a remainder in another way
-        padded = [torch.nn.functional.pad(x[whole:], (0, BLOCK - n % BLOCK)) for x in old]
-        _update(padded, padded[1:], scratch[:BLOCK], knobs)
-        for x, end in zip(new, padded[1:], strict=True):
-            x[whole:].copy_(end[: n - whole])
-        if low is not None:
-            low.view(-1)[whole:].copy_(new[0][whole:])
-
-
-def _update(old: list[Tensor], new: list[Tensor], scratch: Tensor, knobs: dict[str, Any]) -> None:
-    for before, after in zip(old[1:], new, strict=True):
-        if before.data_ptr() != after.data_ptr():
-            after.copy_(before)
-    scratch.copy_(old[0])
-    if knobs["factor"] != 1:
-        scratch.mul_(knobs["factor"])
-    torch._fused_adamw_(
-        new[:1],
-        [scratch],
-        new[1:2],
-        new[2:],
-        [],
-        [knobs["count"]],
-        lr=knobs["lr"],
-        beta1=knobs["b1"],
-        beta2=knobs["b2"],
-        weight_decay=knobs["weight_decay"],
-        eps=knobs["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
+    count = hyper[HYPER.index("count")].float()
+    how = {
+        "lr": knobs["lr"],
+        "beta1": knobs["b1"],
+        "beta2": knobs["b2"],
+        "weight_decay": knobs["weight_decay"],
+        "eps": knobs["eps"],
+    }
+    new = (new_param, new_mu, new_nu)
+    for g, p, m, v in blocks(grad, (param, mu, nu), new, low, knobs["factor"]):
+        torch._fused_adamw_([p], [g], [m], [v], [], [count], amsgrad=False, maximize=False, **how)
 
 
 dispatch.register(
