@@ -11,6 +11,7 @@ process sees it: a copy, and an update in place.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,7 +49,41 @@ def adamw_flat(n: int) -> Iterator[Race]:
     yield Race("adamw_flat", lambda: kernels.adamw_flat_(grad, *state, hyper, low), three_passes)
 
 
-RACES: dict[str, Callable[[int], Iterator[Race]]] = {"adamw_flat": adamw_flat}
+def onebit(n: int) -> Iterator[Race]:
+    """Compression with error feedback, with one scale and with groups, against torch operations."""
+    x, error, left = torch.randn(n), torch.zeros(n), torch.zeros(n)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8)
+
+    def sequence() -> None:
+        c = x + left
+        scale = c.norm() / n**0.5
+        positive = c >= 0
+        left.copy_(c - scale * (2.0 * positive - 1.0))
+        (positive.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+    for group in (None, 2048):
+        ours = functools.partial(kernels.onebit_pack_, x, error, group=group)
+        yield Race(f"onebit_pack, group={group}", ours, sequence)
+    bits, scale = kernels.onebit_pack_(x, error)
+    received, scales = torch.stack([bits] * 4), torch.stack([scale] * 4)
+
+    def expand(row: torch.Tensor) -> torch.Tensor:
+        return 2.0 * ((row[:, None] & weights) != 0).float().view(-1) - 1.0
+
+    def average() -> None:
+        c = left + sum(s * expand(b) for b, s in zip(received, scales, strict=True)) / 4
+        left.copy_(c - c.norm() / n**0.5 * c.sign())
+
+    mean = functools.partial(kernels.onebit_mean_, received, scales, error)
+    yield Race("onebit_mean of 4 (naive: unpacked)", mean, average)
+    unpack = functools.partial(kernels.onebit_unpack, bits, scale, n)
+    yield Race("onebit_unpack", unpack, lambda: scale * expand(bits))
+
+
+RACES: dict[str, Callable[[int], Iterator[Race]]] = {
+    "adamw_flat": adamw_flat,
+    "onebit": onebit,
+}
 
 
 def least(functions: list[Callable[[], object]], rounds: int) -> list[float]:

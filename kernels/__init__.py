@@ -9,6 +9,14 @@ from __future__ import annotations
 from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import Choice, choose, use
 from zfunc.kernels.lion import lion_flat, lion_flat_, lion_hyper
+from zfunc.kernels.onebit import (
+    onebit_bytes,
+    onebit_mean,
+    onebit_mean_,
+    onebit_pack,
+    onebit_pack_,
+    onebit_unpack,
+)
 from zfunc.kernels.operators import KernelError
 
 __all__ = [
@@ -21,5 +29,11 @@ __all__ = [
     "lion_flat",
     "lion_flat_",
     "lion_hyper",
+    "onebit_bytes",
+    "onebit_mean",
+    "onebit_mean_",
+    "onebit_pack",
+    "onebit_pack_",
+    "onebit_unpack",
     "use",
 ]

@@ -44,7 +44,9 @@ class Entry:
         each: elements of the main buffer that one thread handles in the hot loop, on sm_90.
         bytes: that move for each of them.
         divisible: integers that are multiples of 16 at a launch.
-        narrow: loads that may be shorter than 16 bytes (scalars).
+        narrow: loads that may be shorter than 16 bytes: scalars, and buffers whose part in
+            the traffic is small (signs).
+        narrow_stores: likewise.
         options: ``num_warps``, ``num_stages``.
     """
 
@@ -56,6 +58,7 @@ class Entry:
     bytes: float
     divisible: tuple[str, ...] = ()
     narrow: int = 0
+    narrow_stores: int = 0
     options: dict[str, int] = field(default_factory=dict)
 
 
@@ -69,6 +72,8 @@ class Code:
     shared: int
     loads: int
     wide_loads: int
+    stores: int
+    wide_stores: int
     slots: float
     loop: dict[str, int]
 
@@ -107,6 +112,8 @@ def _nvidia(found: Any, entry: Entry) -> Code:
         shared=found.metadata.shared,
         loads=len(re.findall(r"\bLDG\.E", text)),
         wide_loads=len(re.findall(r"\bLDG\.E\S*\.128", text)),
+        stores=len(re.findall(r"\bSTG\.E", text)),
+        wide_stores=len(re.findall(r"\bSTG\.E\S*\.128", text)),
         slots=sum(loop.values()) / entry.each,
         loop=dict(loop.most_common(8)),
     )
@@ -127,6 +134,8 @@ def _amd(found: Any, entry: Entry) -> Code:
         shared=found.metadata.shared,
         loads=len(re.findall(r"\b(?:global|buffer)_load_", text)),
         wide_loads=len(re.findall(r"\b(?:global|buffer)_load_dwordx4", text)),
+        stores=len(re.findall(r"\b(?:global|buffer)_store_", text)),
+        wide_stores=len(re.findall(r"\b(?:global|buffer)_store_dwordx4", text)),
         slots=0.0,
         loop={},
     )

@@ -44,4 +44,5 @@ def test_it_keeps_up_with_memory(name: str):
     entry, found = BY_NAME[name], code(name, "sm_90")
     assert found.slots <= 0.75 * SLOTS_PER_BYTE * entry.bytes, found
     assert 0 <= found.loads - found.wide_loads <= entry.narrow, found
-    assert found.wide_loads > 0, found
+    assert 0 <= found.stores - found.wide_stores <= entry.narrow_stores, found
+    assert found.wide_loads + found.wide_stores > 0, found
