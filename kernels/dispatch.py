@@ -1,0 +1,182 @@
+"""Which code runs: one place that decides between a Triton kernel and its torch twin.
+
+Every kernel is registered with both. Tensors on a GPU go to Triton, if it is there and
+knows their dtypes; all others go to the twin. :func:`choose` says which, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zfunc.kernels.operators import KernelError
+
+__all__ = ["KERNELS", "Choice", "Kernel", "choose", "config", "register", "run", "use"]
+
+Route = Literal["triton", "torch"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+
+_forced: ContextVar[Route | None] = ContextVar("kernels_route", default=None)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and its twin, which take the same arguments and write the same buffers.
+
+    Attributes:
+        name: what it is called.
+        twin: plain torch, runs anywhere.
+        launch: the Triton launcher, as ``module:function``; imported when first needed.
+        traffic: bytes that must move, an element of the main buffer, as text.
+        dtypes: what the launcher takes; float64 and others go to the twin.
+    """
+
+    name: str
+    twin: Callable[..., None]
+    launch: str
+    traffic: str
+    dtypes: tuple[torch.dtype, ...] = FLOATS + INTEGERS
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where a call goes, and why.
+
+    >>> print(Choice("torch", "tensors are on cpu"))
+    torch: tensors are on cpu
+    """
+
+    route: Route
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.route}: {self.why}"
+
+
+KERNELS: dict[str, Kernel] = {}
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to the table."""
+    KERNELS[kernel.name] = kernel
+    return kernel
+
+
+def installed() -> bool:
+    """Whether Triton can be imported (there is none for macOS or Windows)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Whether Triton was asked to interpret: then its kernels take CPU tensors, slowly."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def choose(name: str, *tensors: Tensor | None) -> Choice:
+    """Which code a call of kernel ``name`` with these tensors runs, and why.
+
+    Args:
+        name: a key of :data:`KERNELS`.
+        tensors: its arguments.
+
+    Returns:
+        The route, and the reason in words.
+
+    Raises:
+        KernelError: :func:`use` asks for Triton where it cannot run.
+
+    >>> print(choose("adamw_flat", torch.ones(3)))
+    torch: tensors are on cpu
+    """
+    kernel, forced = KERNELS[name], _forced.get()
+    if forced == "torch":
+        return Choice("torch", "asked for by kernels.use")
+    present = [x for x in tensors if x is not None]
+    obstacle = _obstacle(kernel, present)
+    if obstacle is None:
+        return Choice("triton", f"tensors are on {present[0].device.type}")
+    if forced == "triton" and not (interpreting() and obstacle.endswith("on cpu")):
+        raise KernelError(f'kernels.{name} under kernels.use("triton"): {obstacle}.')
+    return Choice(forced or "torch", obstacle if forced is None else "the interpreter")
+
+
+def _obstacle(kernel: Kernel, tensors: list[Tensor]) -> str | None:
+    """Why Triton cannot take these tensors; ``None`` if it can."""
+    if not installed():
+        return "Triton is not installed"
+    for x in tensors:
+        if x.dtype not in kernel.dtypes:
+            return f"its Triton kernel does not take {x.dtype}"
+    return None if tensors[0].is_cuda else f"tensors are on {tensors[0].device.type}"
+
+
+@contextlib.contextmanager
+def use(route: Route | None) -> Iterator[None]:
+    """Insist on one route within the block; ``None`` gives the choice back to the dispatch.
+
+    >>> with use("torch"):
+    ...     print(choose("adamw_flat", torch.ones(3)))
+    torch: asked for by kernels.use
+    """
+    token = _forced.set(route)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def run(name: str, *args: Any, **kw: Any) -> None:
+    """Call a kernel, or its twin: whichever :func:`choose` says of the positional arguments."""
+    kernel = KERNELS[name]
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if choose(name, *tensors).route == "torch":
+        kernel.twin(*args, **kw)
+        return
+    with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else contextlib.nullcontext():
+        launcher(name)(*args, **kw)
+
+
+def launcher(name: str) -> Callable[..., None]:
+    """The function that launches a Triton kernel; imports Triton."""
+    module, _, function = KERNELS[name].launch.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return found
+
+
+@functools.cache
+def tables(gpu: str) -> dict[str, dict[str, int]]:
+    """Launch configurations: those for any GPU, and over them those tuned for this one.
+
+    Args:
+        gpu: its name as torch gives it; ``""`` for none.
+    """
+    folder = Path(__file__).parent / "configs"
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    merged: dict[str, dict[str, int]] = json.loads((folder / "default.json").read_text())
+    if slug and (folder / f"{slug}.json").exists():
+        merged.update(json.loads((folder / f"{slug}.json").read_text()))
+    return merged
+
+
+def config(name: str, device: torch.device | None = None) -> dict[str, int]:
+    """How a kernel is launched: its block sizes, ``num_warps``, ``num_stages``.
+
+    >>> config("adamw_flat")["num_warps"]
+    4
+    """
+    on_gpu = device is not None and device.type == "cuda"
+    return tables(torch.cuda.get_device_name(device) if on_gpu else "")[name]

@@ -1,0 +1,188 @@
+"""What elementwise optimizer kernels have in common: buffers in, buffers out, one copy in 16 bit.
+
+An optimizer gives its formula as a twin and as a Triton kernel. From them come two operators:
+``name``, which returns fresh buffers and has a rule for ``vmap``, and ``name_``, which writes
+over what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.operators import (
+    KernelError,
+    agree,
+    apart,
+    define,
+    dense,
+    folded,
+    undifferentiated,
+)
+
+__all__ = ["BLOCK", "FlatUpdate", "blocks", "hyper_tensor"]
+
+BLOCK = 64
+CHUNK = 1 << 18  # a float32 gradient of 1 MiB stays in the caches of today's CPUs
+
+Number = float | Tensor
+Block = tuple[list[Tensor], list[Tensor], Tensor | None, Tensor]
+
+
+def hyper_tensor(
+    row: Callable[[Callable[[Number], Any]], Sequence[Number]],
+    inputs: Sequence[Number],
+    device: torch.device | str | None,
+) -> Tensor:
+    """Hyperparameters as one float64 tensor on a device, without waiting for the device.
+
+    Args:
+        row: gives the numbers; it gets a function that makes a number fit for arithmetic.
+        inputs: those that may be 0-d tensors, and then stay on the device.
+    """
+    if not any(isinstance(x, Tensor) for x in inputs):
+        return torch.tensor(row(lambda x: x), dtype=torch.float64, device=device)
+
+    def wide(x: Number) -> Tensor:
+        return torch.as_tensor(x, dtype=torch.float64, device=device)
+
+    return torch.stack([wide(x) for x in row(wide)])
+
+
+@dataclass(frozen=True)
+class FlatUpdate:
+    """An elementwise optimizer step over flat buffers, as two operators.
+
+    Attributes:
+        name: of the kernel and of the functional operator.
+        state: the names of the buffers that it renews, the parameters first.
+        hyper: the names of the hyperparameters, in order.
+        instead: what to write where a gradient through the step is wanted.
+    """
+
+    name: str
+    state: tuple[str, ...]
+    hyper: tuple[str, ...]
+    instead: str
+
+    def define(self) -> tuple[Callable[..., Any], Callable[..., None]]:
+        """The operators ``(grad, *state, hyper, dtype of low)``, ``(grad, *state, low, hyper)``."""
+        olds = ", ".join(f"Tensor {label}" for label in self.state)
+        news = ", ".join(["Tensor"] * (len(self.state) + 1))
+        donated = ", ".join(f"Tensor({label}!) {label}" for label in self.state)
+        fresh: Callable[..., Any] = define(
+            f"{self.name}(Tensor grad, {olds}, Tensor hyper, ScalarType? low) -> ({news})",
+            self._fresh,
+            lambda grad, *rest: self._room(*rest),
+            folded(lambda: fresh, 1 + len(self.state)),
+        )
+        inplace = define(
+            f"{self.name}_(Tensor grad, {donated}, Tensor(low!)? low, Tensor hyper) -> ()",
+            self._inplace,
+            lambda *args: None,
+        )
+        return fresh, inplace
+
+    def check(self, grad: Tensor, state: Sequence[Tensor], hyper: Tensor) -> None:
+        """Refuse what the operators cannot take.
+
+        Raises:
+            KernelError: shapes, dtypes or devices differ, ``hyper`` is of another
+                optimizer, or gradients are being recorded.
+        """
+        undifferentiated(self.name, self.instead, grad, *state, hyper)
+        buffers = dict(zip(self.state, state, strict=True))
+        agree(self.name, grad=grad, **buffers)
+        dtypes = {label: x.dtype for label, x in buffers.items()}
+        if len(set(dtypes.values())) > 1:
+            raise KernelError(
+                f"kernels.{self.name}: {dtypes}; expected one dtype for parameters and moments."
+            )
+        if hyper.shape != (len(self.hyper),) or hyper.dtype != torch.float64:
+            raise KernelError(
+                f"kernels.{self.name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
+                f"float64[{len(self.hyper)}]: {', '.join(self.hyper)}."
+            )
+
+    def check_donated(
+        self, grad: Tensor, state: Sequence[Tensor], low: Tensor | None, hyper: Tensor
+    ) -> None:
+        """Refuse what cannot be updated where it lies.
+
+        Raises:
+            KernelError: as :meth:`check`, or a buffer is not contiguous.
+        """
+        self.check(grad, state, hyper)
+        agree(self.name, param=state[0], low=low)
+        dense(self.name, low=low, **dict(zip(self.state, state, strict=True)))
+
+    def _fresh(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *state, hyper, low = rest
+        new = self._room(*rest)
+        old = [x.contiguous() for x in (grad, *state)]
+        copy = new[-1] if low is not None else None
+        dispatch.run(self.name, *old, *new[:-1], copy, hyper=hyper)
+        return new
+
+    def _room(self, *rest: Any) -> tuple[Tensor, ...]:
+        """Fresh buffers for the results; an absent copy is empty, with the batch of ``vmap``."""
+        *state, _, low = rest
+        kind = torch.contiguous_format
+        shape = state[0].shape if low is not None else (*state[0].shape[:-1], 0)
+        new = [torch.empty_like(x, memory_format=kind) for x in state]
+        return *new, state[0].new_empty(shape, dtype=low)
+
+    def _inplace(self, grad: Tensor, *rest: Any) -> None:
+        *state, low, hyper = rest
+        apart(self.name, low=low, **dict(zip(self.state, state, strict=True)))
+        dispatch.run(self.name, grad.contiguous(), *state, *state, low, hyper=hyper)
+
+
+def blocks(
+    grad: Tensor, state: Sequence[Tensor], new: Sequence[Tensor], low: Tensor | None, factor: float
+) -> Iterator[list[Tensor]]:
+    """Renew buffers a block at a time, each while it is in the cache.
+
+    The consumer updates what it is given, in place; then the 16-bit copy is made. Blocks are
+    multiples of 64 elements and the end is padded, because the vectorised loops of torch round
+    the last elements of a buffer in another way: a cut at such a multiple changes no bit.
+
+    Args:
+        grad, state, new, low: contiguous, of one size; ``new`` may be ``state``.
+        factor: multiplies the gradients.
+
+    Yields:
+        ``[gradient in the dtype of the state, *state]``.
+    """
+    old = [x.view(-1) for x in state]
+    after = [x.view(-1) for x in new]
+    g, copy = grad.view(-1), None if low is None else low.view(-1)
+    n = g.numel()
+    scratch = old[0].new_empty(min(CHUNK, n + -n % BLOCK))
+    whole = n - n % BLOCK
+    for a in range(0, whole, CHUNK):
+        b = min(a + CHUNK, whole)
+        for source, target in zip(old, after, strict=True):
+            if source.data_ptr() != target.data_ptr():
+                target[a:b].copy_(source[a:b])
+        yield [_scaled(scratch[: b - a], g[a:b], factor), *(x[a:b] for x in after)]
+        if copy is not None:
+            copy[a:b].copy_(after[0][a:b])
+    if whole < n:
+        pad = (0, BLOCK - n % BLOCK)
+        ends = [torch.nn.functional.pad(x[whole:], pad) for x in (g, *old)]
+        yield [_scaled(scratch[:BLOCK], ends[0], factor), *ends[1:]]
+        for target, end in zip(after, ends[1:], strict=True):
+            target[whole:].copy_(end[: n - whole])
+        if copy is not None:
+            copy[whole:].copy_(after[0][whole:])
+
+
+def _scaled(out: Tensor, grad: Tensor, factor: float) -> Tensor:
+    out.copy_(grad)
+    return out if factor == 1 else out.mul_(factor)

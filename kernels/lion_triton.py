@@ -1,0 +1,60 @@
+"""Triton for :mod:`zfunc.kernels.lion`: one launch, each buffer read once and written once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+
+__all__ = ["launch", "lion_kernel"]
+
+
+@triton.jit
+def lion_kernel(g, p, m, p_new, m_new, low, hyper, n, LOW: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    lr = tl.load(hyper + 0).to(tl.float32)
+    b1 = tl.load(hyper + 1).to(tl.float32)
+    b2 = tl.load(hyper + 2).to(tl.float32)
+    rest1 = (1.0 - tl.load(hyper + 1)).to(tl.float32)
+    rest2 = (1.0 - tl.load(hyper + 2)).to(tl.float32)
+    keep = (1.0 - tl.load(hyper + 0) * tl.load(hyper + 3)).to(tl.float32)
+    factor = tl.load(hyper + 4).to(tl.float32)
+
+    gs = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * factor
+    ps = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
+    ms = tl.load(m + at, mask=inside, other=0.0).to(tl.float32)
+    mean = ms * b1 + gs * rest1
+    sign = tl.where(mean > 0, 1.0, tl.where(mean < 0, -1.0, 0.0))  # of NaN: 0, as in torch
+    ps = ps * keep - sign * lr
+    ms = ms * b2 + gs * rest2
+    tl.store(p_new + at, ps, mask=inside)
+    tl.store(m_new + at, ms, mask=inside)
+    if LOW:
+        tl.store(low + at, ps.to(low.dtype.element_ty), mask=inside)
+
+
+def launch(
+    grad: Tensor,
+    param: Tensor,
+    mu: Tensor,
+    new_param: Tensor,
+    new_mu: Tensor,
+    low: Tensor | None,
+    *,
+    hyper: Tensor,
+) -> None:
+    """Launch over contiguous buffers of one length."""
+    if not (n := param.numel()):
+        return
+    how = dispatch.config("lion_flat", param.device)
+    lion_kernel[(triton.cdiv(n, how["BLOCK"]),)](
+        *(grad, param, mu, new_param, new_mu),
+        low if low is not None else param,
+        hyper,
+        n,
+        LOW=low is not None,
+        **how,
+    )

@@ -1,0 +1,187 @@
+"""Torch for :mod:`zfunc.kernels.onebit`: blocks that stay in cache, a pass or two over memory.
+
+Signs are taken and put on as bits of the floats themselves. Eight of them, one a byte, are
+packed by one multiplication of a 64-bit integer, and unpacked by a table of 256 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["mean_twin", "pack_twin", "unpack_twin"]
+
+CHUNK = 1 << 17  # a multiple of every group; a buffer of 512 KiB
+# Byte i of a 64-bit integer, 0 or 1, ends up as bit 56 + i of the product (little-endian).
+GATHER = 0x0102040810204080
+
+Fill = Callable[[int, int, Tensor], None]
+
+
+def pack_twin(
+    x: Tensor,
+    error: Tensor,
+    new: Tensor,
+    bits: Tensor,
+    scale: Tensor,
+    *,
+    group: int,
+    scaling: str,
+) -> None:
+    """``new`` may be ``error``. All contiguous; ``group`` is 0 for one scale."""
+    room = error.new_empty(_room(x.numel()))
+
+    def fill(a: int, b: int, out: Tensor) -> None:
+        part = x[a:b] if x.dtype == out.dtype else room[: b - a].copy_(x[a:b])
+        torch.add(part, error[a:b], out=out)
+
+    _compress(fill, new, bits, scale, group, scaling)
+
+
+def mean_twin(
+    received: Tensor,
+    scales: Tensor,
+    error: Tensor,
+    new: Tensor,
+    bits: Tensor,
+    scale: Tensor,
+    *,
+    group: int,
+    scaling: str,
+) -> None:
+    """``new`` may be ``error``. ``received`` and ``scales`` have a row for each worker."""
+    room = error.new_empty(_room(error.numel()))
+    shares = scales / received.shape[0]
+
+    def fill(a: int, b: int, out: Tensor) -> None:
+        if out.data_ptr() != error[a:].data_ptr():
+            out.copy_(error[a:b])
+        for its, share in zip(received, shares, strict=True):
+            signs = _rows(_signs(its, a, b, room), group)
+            total = _rows(out, group)
+            torch.addcmul(total, signs, _its(share, a, b, group), out=total)
+
+    _compress(fill, new, bits, scale, group, scaling)
+
+
+def unpack_twin(bits: Tensor, scale: Tensor, out: Tensor, *, group: int) -> None:
+    """Bits to values, of one sender or of one in each row."""
+    if not out.numel():
+        return
+    n = out.shape[-1]
+    room = scale.new_empty(_room(n))
+    columns = (x.view(-1, x.shape[-1]) for x in (out, bits, scale))
+    for target, mine, its in zip(*columns, strict=True):
+        for a, b in _chunks(n, group):
+            rows = _rows(_signs(mine, a, b, room), group)
+            target[a:b].copy_(rows.mul_(_its(its, a, b, group)).view(-1))
+
+
+def _compress(
+    fill: Fill, new: Tensor, bits: Tensor, scale: Tensor, group: int, scaling: str
+) -> None:
+    """Fill ``new`` with the values, then send them and keep the error in it."""
+    n = new.numel()
+    chunks = list(_chunks(n, group))
+    if not group:
+        sums = new.new_zeros(len(chunks))
+        for i, (a, b) in enumerate(chunks):
+            fill(a, b, new[a:b])
+            _sums(new[a:b].view(1, -1), scaling, sums[i : i + 1])
+        scale.copy_(_scale(sums.double().sum(), n, scaling))
+    send = _Sender(new)
+    for a, b in chunks:
+        values = new[a:b]
+        if group:
+            fill(a, b, values)
+            rows = _rows(values, group)
+            its = _sums(rows, scaling, _its(scale, a, b, group).view(-1))
+            its.copy_(_scale(its, rows.shape[1], scaling))
+        send(values, _its(scale, a, b, group), bits[a // 8 : -(-b // 8)], group)
+
+
+def _sums(rows: Tensor, scaling: str, out: Tensor) -> Tensor:
+    """The sum of each row's squares, or of its absolute values."""
+    if scaling == "mean":
+        return torch.sum(rows.abs(), 1, out=out)
+    if rows.shape[0] == 1 and rows.device.type == "cpu":
+        torch.dot(rows[0], rows[0], out=out[0])
+        return out
+    return torch.linalg.vector_norm(rows, dim=1, out=out).square_()
+
+
+def _scale(total: Tensor, count: int, scaling: str) -> Tensor:
+    mean = total / max(count, 1)
+    return mean if scaling == "mean" else mean.sqrt()
+
+
+class _Sender:
+    """Takes the signs of values and what is sent from them, in scratch of its own."""
+
+    def __init__(self, like: Tensor) -> None:
+        size = _room(like.numel())
+        single = like.dtype == torch.float32
+        self.integers = torch.int32 if single else torch.int64
+        self.top = 31 if single else 63
+        self.scratch = like.new_empty(size)
+        self.bytes = like.new_empty(size, dtype=torch.uint8)
+        self.words = like.new_empty(size // 8, dtype=torch.int64)
+
+    def __call__(self, values: Tensor, scale: Tensor, bits: Tensor, group: int) -> None:
+        n, room = values.numel(), 8 * bits.numel()
+        mine = values.view(self.integers)
+        sent = self.scratch[:n].view(self.integers)
+        torch.bitwise_right_shift(mine, self.top, out=sent)  # 0, or -1 where negative
+        self.bytes[:n].copy_(sent).add_(1)
+        self.bytes[n:room].zero_()
+        words = self.words[: bits.numel()]
+        torch.mul(self.bytes[:room].view(torch.int64), GATHER, out=words)
+        bits.copy_(words.bitwise_right_shift_(56))
+        torch.bitwise_and(mine, -(1 << self.top), out=sent)
+        _rows(sent, group).bitwise_or_(scale.view(self.integers))
+        values.sub_(self.scratch[:n])
+
+
+def _signs(bits: Tensor, a: int, b: int, room: Tensor) -> Tensor:
+    """1 or -1 for elements ``a`` to ``b``, in ``room``."""
+    mine = bits[a // 8 : -(-b // 8)]
+    out = room[: 8 * mine.numel()].view(-1, 8)
+    if room.device.type == "cpu":
+        table = _table(room.dtype).numpy()
+        np.take(table, mine.numpy(), axis=0, out=out.numpy(), mode="clip")
+    else:
+        out.copy_(_table(room.dtype).to(room.device)[mine.int()])
+    return room[: b - a]
+
+
+@functools.cache
+def _table(dtype: torch.dtype) -> Tensor:
+    """For each byte its eight signs."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return (2 * bits - 1).to(dtype)
+
+
+def _chunks(n: int, group: int) -> Iterator[tuple[int, int]]:
+    """Ranges to work on; the last group, if it is shorter, is one of its own."""
+    whole = n - n % group if group else n
+    for a in range(0, whole, CHUNK):
+        yield a, min(a + CHUNK, whole)
+    if whole < n:
+        yield whole, n
+
+
+def _rows(x: Tensor, group: int) -> Tensor:
+    return x.view(-1, min(group, x.numel()) if group else x.numel())
+
+
+def _its(scale: Tensor, a: int, b: int, group: int) -> Tensor:
+    """The scales of elements ``a`` to ``b``, as a column."""
+    return (scale[a // group : -(-b // group)] if group else scale)[:, None]
+
+
+def _room(n: int) -> int:
+    return min(CHUNK, n + -n % 8)

@@ -1,0 +1,191 @@
+"""Operators that every transform of torch understands, and the checks of their arguments.
+
+An operator here is defined with the low-level ``torch.library.Library``: opaque to
+tracing, with a fake (shapes only) and a rule for ``vmap``. It has no autograd rule
+of its own. One that is differentiable is called by an ``autograd.Function`` with
+``setup_context``, marked ``allow_in_graph``; one that is not refuses arguments that
+are being differentiated. The other ways to define an operator (``custom_op``,
+``triton_op``, ``register_autograd``) raise under ``torch.func`` or give gradients of
+zero without a word, in torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import ZfuncError
+
+__all__ = [
+    "KernelError",
+    "agree",
+    "apart",
+    "define",
+    "dense",
+    "folded",
+    "looped",
+    "undifferentiated",
+]
+
+NAMESPACE = "zfunc"
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+Batched = tuple[Any, Any]
+
+
+class KernelError(ZfuncError, ValueError):
+    """Tensors that a kernel cannot take."""
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    batch: Callable[..., Batched] | None = None,
+) -> Callable[..., Any]:
+    """An operator ``zfunc::name``.
+
+    Args:
+        schema: such as ``"double(Tensor x) -> Tensor"``. Arguments that it changes are
+            marked ``Tensor(a!)``; then there is no ``vmap``.
+        run: what it does, on any device.
+        fake: the same for shapes, dtypes and devices alone.
+        batch: its rule for ``vmap``, as :func:`torch.library.register_vmap` takes it.
+
+    >>> double = define("doc_double(Tensor x) -> Tensor", lambda x: x + x, torch.empty_like)
+    >>> double(torch.ones(2))
+    tensor([2., 2.])
+    """
+    name = f"{NAMESPACE}::{schema.partition('(')[0]}"
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=LIBRARY)
+    if batch is not None:
+        torch.library.register_vmap(name, batch, lib=LIBRARY)
+    op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name.rpartition(":")[2]).default
+    return op
+
+
+def folded(op: Callable[[], Callable[..., Any]], elementwise: int) -> Callable[..., Batched]:
+    """The ``vmap`` rule of an operator that treats each element alone: one call for the batch.
+
+    Args:
+        op: gives the operator (which is defined after its rule).
+        elementwise: how many of the first arguments are tensors of one shape. The others
+            are shared by all elements; if one of them is batched, the calls are made one by one.
+
+    Its tensor results of that shape are batched; others may not be returned.
+    """
+
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
+        if any(dim is not None for dim in dims[elementwise:]):
+            return looped(op)(info, dims, *args)
+        flats = _fronted(info.batch_size, dims[:elementwise], args[:elementwise])
+        out = op()(*(x.contiguous() for x in flats), *args[elementwise:])
+        return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
+
+    return rule
+
+
+def looped(op: Callable[[], Callable[..., Any]]) -> Callable[..., Batched]:
+    """The ``vmap`` rule of an operator that works on the whole of its arguments: one call each."""
+
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
+        def call(i: int) -> Any:
+            pairs = zip(args, dims, strict=True)
+            return op()(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
+
+        calls = [call(i) for i in range(info.batch_size)]
+        if isinstance(calls[0], Tensor):
+            return torch.stack(calls), 0
+        columns = tuple(torch.stack(column) for column in zip(*calls, strict=True))
+        return columns, (0,) * len(columns)
+
+    return rule
+
+
+def _fronted(size: int, dims: Sequence[Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Every tensor with the batch first, expanded where it is not batched."""
+    return [
+        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, dims, strict=True)
+    ]
+
+
+def undifferentiated(name: str, instead: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors whose gradient is asked for: silence would mean a gradient of zero.
+
+    Args:
+        name: the function that was called.
+        instead: what to write in its place.
+        tensors: its arguments.
+
+    Raises:
+        KernelError: one of them requires a gradient, and gradients are on.
+
+    >>> undifferentiated("f", "g(x)", torch.ones(1, requires_grad=True))
+    Traceback (most recent call last):
+    ...
+    zfunc.kernels.operators.KernelError: kernels.f has no gradient, but argument 0 requires one: ...
+    """
+    for i, x in enumerate(tensors):
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise KernelError(
+                f"kernels.{name} has no gradient, but argument {i} requires one: detach it "
+                f"(or run under torch.no_grad()), or write {instead}."
+            )
+
+
+def agree(name: str, **tensors: Tensor | None) -> None:
+    """Check that buffers have one shape and device.
+
+    Args:
+        name: the function that was called.
+        tensors: by the name that the caller knows them by; ``None`` is passed over.
+
+    Raises:
+        KernelError: two of them differ.
+    """
+    present = {label: x for label, x in tensors.items() if x is not None}
+    (first, model), *others = present.items()
+    for label, x in others:
+        if x.shape != model.shape or x.device != model.device:
+            raise KernelError(
+                f"kernels.{name}: {label} is {tuple(x.shape)} on {x.device}, but {first} is "
+                f"{tuple(model.shape)} on {model.device}; expected one shape and one device."
+            )
+
+
+def dense(name: str, **tensors: Tensor | None) -> None:
+    """Check that buffers which are updated where they lie are contiguous.
+
+    Raises:
+        KernelError: one of them is not.
+    """
+    for label, x in tensors.items():
+        if x is not None and not x.is_contiguous():
+            raise KernelError(
+                f"kernels.{name}: {label} of shape {tuple(x.shape)} has strides {x.stride()}; it "
+                "is updated where it lies, so it must be contiguous: pass x.contiguous()."
+            )
+
+
+def apart(name: str, **tensors: Tensor | None) -> None:
+    """Check that buffers which are written to share no memory. For real tensors only.
+
+    Raises:
+        KernelError: two of them overlap.
+    """
+    ends = {k: x.data_ptr() + x.nbytes for k, x in tensors.items() if x is not None and x.numel()}
+    order = sorted(ends, key=lambda label: ends[label])
+    for before, label in itertools.pairwise(order):
+        x = tensors[label]
+        if x is not None and x.data_ptr() < ends[before]:
+            raise KernelError(
+                f"kernels.{name}: {label} shares memory with {before}; each is updated where it "
+                "lies, so give each memory of its own: pass a clone."
+            )

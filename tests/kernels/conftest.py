@@ -1,0 +1,19 @@
+"""Kernels in Triton's interpreter need a process of their own, in which it knows bfloat16.
+
+``TRITON_INTERPRET=1`` counts when Triton is imported, and torch may have imported it already.
+Therefore the files in ``interpreted/`` are collected only where the variable is set;
+``test_interpreted.py`` starts such a process for each of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore: list[str] = []
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels.bfloat16 import teach
+
+    teach()
+else:
+    collect_ignore.append("interpreted")

@@ -1,0 +1,166 @@
+"""AdamW over a flat buffer: the twin against float64, and the operator under every transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc as zf
+from tests.kernels.closeness import LENGTHS, assert_near, distance, poisoned
+from zfunc import kernels, optim
+
+HYPER = kernels.adamw_hyper(0.1, 3, weight_decay=0.1, factor=0.5)
+
+
+def buffers(n: int, grad: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(n).to(grad), torch.randn(n), torch.randn(n) * 0.1, torch.rand(n) * 0.01]
+
+
+def reference(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, t: int = 3) -> list[Tensor]:
+    """The formula of the docstring in float64, with the numbers of ``HYPER``."""
+    g, p, m, v = (x.double() for x in (grad, param, mu, nu))
+    g = 0.5 * g
+    m, v = m + (1 - 0.9) * (g - m), 0.999 * v + (1 - 0.999) * g * g
+    step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+    return [(1 - 0.1 * 0.1) * p - 0.1 * step, m, v]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_the_twin_is_the_formula(n: int, dtype: torch.dtype):
+    inputs = buffers(n, dtype)
+    with poisoned():
+        *found, low = kernels.adamw_flat(*inputs, HYPER, torch.bfloat16)
+    for x, y in zip(found, reference(*inputs), strict=True):
+        assert_near(x, y)
+    assert torch.equal(low, found[0].bfloat16())
+
+
+def test_it_is_bitwise_the_optimizer():
+    tx = optim.adamw(0.1, weight_decay=0.1)
+    param, mu, nu = torch.randn(1000), torch.zeros(1000), torch.zeros(1000)
+    plain, state = param, tx.init(param)
+    for t in range(1, 6):
+        grad = torch.randn(1000)
+        updates, state = tx.update(grad, state, plain)
+        plain = optim.apply_updates(plain, updates)
+        hyper = kernels.adamw_hyper(0.1, t, weight_decay=0.1)
+        param, mu, nu, _ = kernels.adamw_flat(grad, param, mu, nu, hyper)
+        assert torch.equal(param, plain)
+    assert torch.equal(mu, state.mu) and torch.equal(nu, state.nu)
+
+
+@pytest.mark.parametrize("cut", [64, 1024, 32768 + 64])
+def test_a_cut_changes_no_bit(cut: int):
+    n = 40000
+    inputs = buffers(n)
+    whole = kernels.adamw_flat(*inputs, HYPER)
+    left = kernels.adamw_flat(*(x[:cut] for x in inputs), HYPER)
+    right = kernels.adamw_flat(*(x[cut:] for x in inputs), HYPER)
+    for x, a, b in zip(whole[:3], left[:3], right[:3], strict=True):
+        assert torch.equal(x, torch.cat([a, b]))
+
+
+def test_the_arguments_are_untouched_or_donated():
+    inputs = buffers(100)
+    before = [x.clone() for x in inputs]
+    new = kernels.adamw_flat(*inputs, HYPER)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+    low = torch.zeros(100, dtype=torch.bfloat16)
+    kernels.adamw_flat_(*inputs, HYPER, low)
+    assert all(torch.equal(x, y) for x, y in zip(inputs[1:], new[:3], strict=True))
+    assert torch.equal(low, new[0].bfloat16())
+    assert torch.equal(inputs[0], before[0])
+
+
+def test_hyperparameters_from_tensors_are_those_from_numbers():
+    how = {"weight_decay": 0.1, "eps": 1e-6}
+    lr, count = torch.tensor(0.1, dtype=torch.float64), torch.tensor(7)
+    found = kernels.adamw_hyper(lr, count, factor=torch.tensor(0.25), **how)
+    torch.testing.assert_close(
+        found, kernels.adamw_hyper(0.1, 7, factor=0.25, **how), rtol=1e-15, atol=0
+    )
+
+
+def test_other_layouts_are_read_rightly():
+    inputs = [x.view(30, 40).t() for x in buffers(1200)]
+    found = kernels.adamw_flat(*inputs, HYPER)
+    expected = kernels.adamw_flat(*(x.contiguous() for x in inputs), HYPER)
+    assert all(torch.equal(x, y) for x, y in zip(found[:3], expected[:3], strict=True))
+
+
+# --- transforms ---------------------------------------------------------------------------------
+
+
+def test_opcheck():
+    for n in (0, 65):
+        torch.library.opcheck(torch.ops.zfunc.adamw_flat.default, (*buffers(n), HYPER, None))
+        args = (*buffers(n), torch.empty(n, dtype=torch.bfloat16), HYPER)
+        torch.library.opcheck(torch.ops.zfunc.adamw_flat_.default, args)
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0, 0, None), (0, None, 1, 0, None), (0, 0, 0, 0, 0)])
+def test_vmap_is_one_call_each(dims: tuple[Any, ...]):
+    inputs: list[Tensor] = [torch.rand(130) if d is None else torch.rand(3, 130) for d in dims[:4]]
+    rates = torch.stack([kernels.adamw_hyper(r, 1) for r in (0.1, 0.2, 0.3)])
+    inputs.append(rates[0] if dims[4] is None else rates)
+    inputs = [x.t().contiguous() if d == 1 else x for x, d in zip(inputs, dims, strict=True)]
+
+    def update(*args: Tensor) -> tuple[Tensor, ...]:
+        return kernels.adamw_flat(*args)[:3]
+
+    found = torch.vmap(update, dims)(*inputs)
+    for i in range(3):
+        mine = [x if d is None else x.select(d, i) for x, d in zip(inputs, dims, strict=True)]
+        for x, y in zip(found, update(*mine), strict=True):
+            assert distance(x[i], y) <= 1e-7
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_whole(backend: str):
+    def both(g: Tensor, p: Tensor, m: Tensor, v: Tensor, hyper: Tensor) -> Any:
+        p, m, v, low = kernels.adamw_flat(g * 2, p, m, v, hyper, torch.bfloat16)
+        p = p + 0
+        kernels.adamw_flat_(g, p, m, v, hyper)
+        return p, m, v, low
+
+    inputs = (*buffers(100), HYPER)
+    compiled: Callable[..., Any] = torch.compile(both, backend=backend, fullgraph=True)
+    for x, y in zip(compiled(*inputs), both(*inputs), strict=True):
+        assert torch.equal(x, y)
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+def test_it_says_that_it_has_no_gradient():
+    g, p, m, v = buffers(4)
+    with pytest.raises(kernels.KernelError, match=r"adamw_flat has no gradient, but argument 1"):
+        kernels.adamw_flat(g, p.requires_grad_(), m, v, HYPER)
+    with pytest.raises(kernels.KernelError, match=r"write optim\.adamw"):
+        torch.func.grad(lambda g: kernels.adamw_flat(g, p.detach(), m, v, HYPER)[0].sum())(g)
+    with torch.no_grad():
+        kernels.adamw_flat(g, p, m, v, HYPER)
+
+
+def test_what_does_not_agree_is_named():
+    g, p, m, v = buffers(4)
+    with pytest.raises(kernels.KernelError, match=r"param is \(4,\) on cpu, but grad is \(3,\)"):
+        kernels.adamw_flat(g[:3], p, m, v, HYPER)
+    with pytest.raises(kernels.KernelError, match="expected one dtype for parameters and moments"):
+        kernels.adamw_flat(g, p, m.bfloat16(), v, HYPER)
+    with pytest.raises(kernels.KernelError, match=r"float32\[9\]; expected float64\[9\]"):
+        kernels.adamw_flat(g, p, m, v, HYPER.float())
+    with pytest.raises(kernels.KernelError, match=r"mu of shape \(4,\) has strides \(2,\)"):
+        kernels.adamw_flat_(g, p, torch.zeros(8)[::2], v, HYPER)
+    assert issubclass(kernels.KernelError, zf.ZfuncError)
+
+
+def test_donated_buffers_may_not_overlap():
+    g, p, m, _ = buffers(8)
+    with pytest.raises(kernels.KernelError, match="shares memory with"):
+        kernels.adamw_flat_(g, p, m, m, HYPER)

@@ -1,0 +1,48 @@
+"""Every kernel compiled for NVIDIA and AMD, and its machine code held against bounds.
+
+No GPU is needed. The bounds: no spill, no stack, shared memory that fits, loads of 16 bytes,
+and a hot loop that needs at most three quarters of the instructions that an H200 issues while
+the kernel's bytes move at copy speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no Triton for this platform", allow_module_level=True)
+
+from tests.kernels.entries import ENTRIES
+from tests.kernels.machine_code import SHARED, SLOTS_PER_BYTE, Code, compiled
+from zfunc.kernels import dispatch
+
+BY_NAME = {entry.name: entry for entry in ENTRIES}
+
+
+@functools.cache
+def code(name: str, target: str) -> Code:
+    return compiled(BY_NAME[name], target)
+
+
+def test_every_kernel_has_an_entry():
+    assert {name.split(",")[0] for name in BY_NAME} == set(dispatch.KERNELS)
+
+
+@pytest.mark.parametrize("target", SHARED)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_it_fits(name: str, target: str):
+    found = code(name, target)
+    assert found.spills == 0 and found.stack == 0, found
+    assert found.shared <= SHARED[target], found
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_it_keeps_up_with_memory(name: str):
+    entry, found = BY_NAME[name], code(name, "sm_90")
+    assert found.slots <= 0.75 * SLOTS_PER_BYTE * entry.bytes, found
+    assert 0 <= found.loads - found.wide_loads <= entry.narrow, found
+    assert 0 <= found.stores - found.wide_stores <= entry.narrow_stores, found
+    assert found.wide_loads + found.wide_stores > 0, found
