@@ -18,7 +18,7 @@ from zfunc import primitives
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.elementwise import check_elementwise
-from zfunc.tree import paths
+from zfunc.tree import dotted, paths
 
 __all__ = [
     "EmptyState",
@@ -111,7 +111,7 @@ def nodes(tree: Tree) -> list[tuple[str, Any]]:
     keys, found, _ = optree.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, Placed), namespace=NAMESPACE
     )
-    return [(".".join(map(str, key)), node) for key, node in zip(keys, found, strict=True)]
+    return [(dotted(*key), node) for key, node in zip(keys, found, strict=True)]
 
 
 def _holds_placed(tree: Tree) -> bool:

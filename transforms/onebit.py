@@ -16,6 +16,8 @@ from zfunc.kernels import onebit_bytes, onebit_mean_, onebit_pack_, onebit_unpac
 
 __all__ = ["OneBit"]
 
+GROUPS = tuple(2**k for k in range(7, 14))
+
 
 @dataclass(frozen=True)
 class OneBit:
@@ -29,6 +31,15 @@ class OneBit:
 
     group: int | None = 2048
     scaling: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.group is not None and self.group not in GROUPS:
+            raise ValueError(
+                f"group={self.group!r}: expected a power of two from {GROUPS[0]} to {GROUPS[-1]}, "
+                "or None for one scale for all that travels to a rank."
+            )
+        if self.scaling not in ("mean", "rms"):
+            raise ValueError(f"scaling={self.scaling!r}: expected 'mean' or 'rms'.")
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Bytes of ``n`` elements whose errors are in ``dtype``."""
