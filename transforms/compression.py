@@ -192,7 +192,7 @@ class CompressGrads(Transform):
                 )
             return old
         if self.freeze_step == "auto" and decay is not None:
-            call.window = max(call.window, -int(-1 // (1 - decay)))
+            call.window = max(call.window, round(1 / (1 - decay)))
             if (count + 1) % call.window == 0:
                 call.norm += _total(call, new) / (1 - decay ** (count + 1))
         return new
