@@ -523,6 +523,17 @@ def test_multi_transform_equals_its_parts():
     assert set(state.inner_states) == {"x", "y"}
 
 
+def test_multi_transform_behind_an_active_clip_equals_its_parts():
+    """What clips hands on lazily is still read by its leaves' own paths."""
+    parts = {"x": optim.sgd(1.0), "y": optim.sgd(0.5)}
+    tx = optim.chain(
+        optim.clip_by_global_norm(1.0), optim.multi_transform(parts, {"a": "x", "b": "y"})
+    )
+    grads = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    torch.testing.assert_close(updates, {"a": torch.tensor([-0.6]), "b": torch.tensor([-0.4])})
+
+
 def test_multi_transform_names_a_leaf_without_a_transformation():
     tx = optim.multi_transform({"x": optim.sgd(1.0)}, lambda path: "z" if "deep" in path else "x")
     with pytest.raises(CompositionError, match=r"deep\.0\.\w.*'z'.*\['x'\]"):
