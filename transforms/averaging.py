@@ -12,7 +12,8 @@ from torch import Tensor
 from zfunc.context import reuse
 from zfunc.dense import Dense, dense_of, spread_part, squeezed_part
 from zfunc.layout import Layout
-from zfunc.nodes import NAMESPACE, Lazy, Placed, Tree
+from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.optim import Moved
 from zfunc.pool import empty, pool
 from zfunc.seams import UnitInfo, Waiting
 from zfunc.transforms.error_feedback import Call
@@ -28,9 +29,11 @@ def averaged(call: Call, tree: Tree) -> Tree:
     All first phases are under way before the first second one begins. Leaves without errors
     of their own (those of no params entry, or averaged in this call already) go plainly.
     """
+    if isinstance(tree, Moved):
+        return tree
     nodes, spec = optree.tree_flatten(
         tree,
-        is_leaf=lambda x: isinstance(x, Placed | Lazy),
+        is_leaf=lambda x: isinstance(x, Placed),
         none_is_leaf=True,
         namespace=NAMESPACE,
     )

@@ -11,15 +11,19 @@ What is compressed depends on what is cut:
 =======  =======================================================  =======================
 stage    compressed                                               errors, a parameter
 =======  =======================================================  =======================
-0        what the optimizer calls ``zf.reduced`` on: momentum     4 bytes, and 4 shared
-         (Adam, LAMB, SGD with momentum) or gradients (others)    out over the ranks
-1, 2, 3  gradients, unit by unit as backward passes them: their   4 bytes
-         signs are the reduce-scatter, so that moments stay cut
+0        one bit: what the optimizer calls ``zf.reduced`` on,    4 bytes, and 4 shared
+         momentum (Adam, LAMB, SGD with momentum) or gradients    out over the ranks
+         (others); integers: gradients
+1, 2, 3  gradients, unit by unit as backward passes them: this    4 bytes
+         is the reduce-scatter, so that moments stay cut
 =======  =======================================================  =======================
 
-At stage 0 gradients are :class:`~zfunc.unreduced.Unreduced`, so that nobody takes a rank's
-own for the mean. Parts of a params entry that are differentiated alone at stages 1 to 3, and
-small leaves that stage 3 keeps whole, are averaged plainly.
+Integers of eight or four bits leave enough of a gradient that nothing has to freeze: the
+optimizer is the plain one, and there is no warm-up unless ``freeze_step`` says so.
+
+With one bit at stage 0 gradients are :class:`~zfunc.unreduced.Unreduced`, so that nobody takes
+a rank's own for the mean. Parts of a params entry that are differentiated alone at stages 1 to
+3, and small leaves that stage 3 keeps whole, are averaged plainly.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from zfunc.carried import put, take
 from zfunc.context import Context
 from zfunc.dense import dense_of
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
+from zfunc.estimated import Estimated
 from zfunc.leaves import home_of
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.placement import Entries
@@ -49,12 +54,13 @@ from zfunc.transforms.averaging import averaged, scattered
 from zfunc.transforms.error_feedback import Call, carried_on, fresh, sums
 from zfunc.transforms.exchange import Codec, phase_bytes
 from zfunc.transforms.onebit import OneBit
+from zfunc.transforms.quantized import Int4, Int8
 from zfunc.unreduced import Unreduced
 
 __all__ = ["CompressGrads", "compress_grads"]
 
 NAME = "compress_grads"
-METHODS: dict[str, type[OneBit]] = {"onebit": OneBit}
+METHODS: dict[str, Any] = {"onebit": OneBit, "int8": Int8, "int4": Int4}
 SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
 _log = logging.getLogger("zfunc")
 
@@ -97,7 +103,9 @@ class CompressGrads(Transform):
         return put(state, NAME, begun if full is None else carried_on(begun, full))
 
     def _reached(self, count: int) -> bool:
-        return isinstance(self.freeze_step, int) and count >= self.freeze_step
+        if isinstance(self.freeze_step, int):
+            return count >= self.freeze_step
+        return not self.codec.freezes  # then there is nothing to wait for
 
     def unplace(self, state: Any) -> Any:
         """Before compression begins nothing is carried that a fresh start would not find."""
@@ -121,7 +129,7 @@ class CompressGrads(Transform):
         call = Call(self.shard.group, self.codec, self.shard.stage, active, carried)
         running.carried[NAME] = call
         if active:
-            running.frozen = True
+            running.frozen = self.codec.freezes
             running.keeps = lambda unit: not unit.cut or call.entry_of(unit.layout) is not None
 
     def open(self, state: Any) -> Any:
@@ -132,12 +140,14 @@ class CompressGrads(Transform):
         if not unit.kept:
             return value
         call, fulls = unit.running.carried[NAME], value.wait()
-        for full in fulls:
-            if full.numel():
-                call.finite &= bool(torch.isfinite(torch.stack(torch.aminmax(full))).all())
+        name = call.entry_of(unit.layout)
+        if unit.cut and self.codec.freezes:
+            assert name is not None
+            call.see(name, unit.trainable, fulls)
+        else:
+            call.finite &= all(_is_finite(full) for full in fulls)
         if not unit.cut:
             return Ready([full.mul_(unit.group.size) for full in fulls])
-        name = call.entry_of(unit.layout)
         assert name is not None
         return scattered(call, unit, name, fulls)
 
@@ -146,25 +156,31 @@ class CompressGrads(Transform):
         if running is None or call is None:
             return grads
         if call.active:
-            self._agree(running, call)
+            squares = self._agree(running, call)
             if call.skipped:
                 grads = tree.map(lambda g: torch.full_like(g, torch.nan), grads)
+            elif call.stage:
+                grads = _estimated(call, grads, squares)
         if call.stage:
             return grads
         done = call.skipped or not call.active
-        return optree.tree_map(
+        if not self.codec.freezes and done:
+            return grads
+        local = optree.tree_map(
             lambda g, p: None if g is None else Unreduced(g, home_of(p), done),
             grads,
             params,
             none_is_leaf=True,
             namespace=NAMESPACE,
         )
+        return local if self.codec.freezes else averaged(call, local)
 
-    def _agree(self, running: Context, call: Call) -> None:
-        """Whether any rank saw a number that is not finite: then this call changes nothing."""
-        flag = torch.tensor(0.0 if call.finite else 1.0)
-        if call.skipped or not float(call.group.all_reduce(flag, label="nonfinite").wait()):
-            return
+    def _agree(self, running: Context, call: Call) -> dict[str, Tensor]:
+        """Squares of norms, their means over the ranks; where any rank saw a number that is not
+        finite, this call will change nothing."""
+        finite, squares = call.agreed()
+        if finite or call.skipped:
+            return squares
         if running.differentiated > 1 and running.donation is not None:
             raise NonFiniteError(
                 "a gradient is not finite on some rank, in a step that has donated the memory of "
@@ -174,6 +190,7 @@ class CompressGrads(Transform):
         call.skipped = True
         call.restore()
         running.donation = None  # the old state is the new one
+        return squares
 
     def reduce(self, grads: Any) -> Any:
         call = _call()
@@ -181,7 +198,7 @@ class CompressGrads(Transform):
 
     def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
         call = _call()
-        if call is None:
+        if call is None or not self.codec.freezes:
             return new
         count = int(call.carried["count"])
         if call.active:
@@ -252,13 +269,14 @@ class CompressGrads(Transform):
         memo["kept"] = bool(carried["frozen"])
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
-        when = "once second moments have settled"
+        when = "once second moments have settled" if self.codec.freezes else "from the start"
         if isinstance(self.freeze_step, int):
             when = f"after {self.freeze_step} steps"
         if self._ranks == 1:
             return [f"compress_grads: {self.method} {when}; on one rank there is nothing to send"]
         stage, ranks = self.shard.stage, self._ranks
-        what = "gradients" if stage else "momentum (or what the optimizer averages)"
+        whole = stage or not self.codec.freezes
+        what = "gradients" if whole else "momentum (or what the optimizer averages)"
         held = "4 bytes a parameter" + ("" if stage else f" and 4/{ranks} as an owner")
         lines = [f"compress_grads: {self.method} {what} {when}; errors take {held}"]
         if "compressed" in memo:
@@ -289,6 +307,30 @@ def _call() -> Call | None:
     return running.carried.get(NAME) if running is not None else None
 
 
+def _is_finite(x: Tensor) -> bool:
+    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
+def _estimated(call: Call, grads: Tree, squares: Mapping[str, Tensor]) -> Tree:
+    """Cut gradients with the norms that were before compression."""
+
+    def known(node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node
+        name = call.entry_of(node.layout)
+        if name is None or name not in squares:
+            return node
+        return Estimated(node.layout, node.flats, squares[name])
+
+    return optree.tree_map(
+        known,
+        grads,
+        is_leaf=lambda node: isinstance(node, Placed),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
 def _total(call: Call, moments: Tree) -> float:
     """The sum of second moments, the same on all ranks."""
     nodes = optree.tree_leaves(
@@ -313,22 +355,23 @@ def _advanced(old: Any, new: Any) -> Any:
 def compress_grads(
     method: str = "onebit", freeze_step: int | str = "auto", **method_options: Any
 ) -> CompressGrads:
-    """Send one bit an element in place of gradients, keeping what that leaves out for later.
+    """Send one bit (or 4, or 8) an element in place of gradients, and keep what is left out.
 
     Call it as ``compress_grads(step, ...)`` or as the decorator ``@compress_grads(...)``,
     beside ``shard``; without it, or on one rank, there is nothing to send.
 
     Args:
-        method: ``"onebit"``.
-        freeze_step: how many steps are plain before compression begins and second moments
-            freeze. ``"auto"`` waits until these have settled.
-        method_options: for ``"onebit"``: ``group=2048``, elements that share a scale (``None``
-            for all that travel to one rank together); ``scaling="mean"`` or ``"rms"``.
+        method: ``"onebit"``, ``"int8"`` or ``"int4"``.
+        freeze_step: how many steps are plain before compression begins and, with one bit,
+            second moments freeze. ``"auto"`` waits until these have settled.
+        method_options: ``group``, elements that share a scale: 2048 for ``"onebit"`` (``None``
+            for all that travel to one rank together), 256 for ``"int8"``, 128 for ``"int4"``.
+            ``"onebit"`` also has ``scaling="mean"`` or ``"rms"``.
 
     Returns:
         A :class:`~zfunc.Step`. A step in which some rank meets a gradient that is not finite
         changes nothing but the step count, once compression has begun; ``aux`` counts them.
-        At stage 0 norms of gradients are the root mean square of the ranks' own, an upper
+        With one bit, norms of gradients are the root mean square of the ranks' own, an upper
         bound on the norm of the mean.
 
     Raises:
@@ -337,7 +380,7 @@ def compress_grads(
         CompositionError: the step is compressed already.
     """
     if method not in METHODS:
-        raise ValueError(f"method={method!r}: there is {', '.join(map(repr, METHODS))}.")
+        raise ValueError(f"method={method!r}: there are {', '.join(map(repr, METHODS))}.")
     fits = freeze_step == "auto" or (type(freeze_step) is int and freeze_step >= 0)
     if not fits:
         raise ValueError(

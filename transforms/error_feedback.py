@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,7 @@ class Call:
         carried: as it was before the call.
         worker, server: by params entry, the flats of the errors as they are now.
         used: which leaves' errors this call has used, as ``(entry, leaf index)``.
+        squares: by params entry, squares of the norms of this rank's gradients by leaf.
         finite: whether all numbers that this rank has seen are.
         skipped: whether some rank saw others, so that the call changes nothing.
         window, norm: steps that second moments look back, and their 1-norm.
@@ -128,6 +130,7 @@ class Call:
     worker: dict[str, list[Tensor | None]] = field(default_factory=dict)
     server: dict[str, list[Tensor | None]] = field(default_factory=dict)
     used: set[tuple[str, int]] = field(default_factory=set)
+    squares: dict[str, Tensor] = field(default_factory=dict)
     finite: bool = True
     skipped: bool = False
     window: int = 0
@@ -141,6 +144,27 @@ class Call:
         """Errors as they were before the call."""
         self.worker = {name: list(node.flats) for name, node in self.carried["worker"].items()}
         self.server = {name: list(node.flats) for name, node in self.carried["server"].items()}
+
+    def see(self, name: str, flats: Sequence[int], fulls: Sequence[Tensor]) -> None:
+        """Note the norms of gradients that are about to leave, and whether they are finite."""
+        layout = self.layouts[name]
+        if name not in self.squares:
+            self.squares[name] = torch.zeros(len(layout.slots), dtype=torch.float64)
+        for i, full in zip(flats, fulls, strict=True):
+            for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
+                square = float(tree.square_sum(view)) * self.group.size**2
+                self.squares[name][slot.index] = square
+                self.finite &= math.isfinite(square)
+
+    def agreed(self) -> tuple[bool, dict[str, Tensor]]:
+        """Whether all is finite on all ranks, and the means of ``squares`` over them."""
+        names = sorted(self.squares)
+        flag = torch.tensor([0.0 if self.finite else 1.0], dtype=torch.float64)
+        together = torch.cat([flag, *(self.squares.pop(name).nan_to_num() for name in names)])
+        self.group.all_reduce(together, label="norms").wait()
+        sizes = [len(self.layouts[name].slots) for name in names]
+        means = (together[1:] / self.group.size).split(sizes)
+        return not float(together[0]), dict(zip(names, means, strict=True))
 
     def entry_of(self, layout: Layout) -> str | None:
         """The params entry that is cut so."""

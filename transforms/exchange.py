@@ -22,7 +22,13 @@ __all__ = ["Codec", "Gathered", "Scattered", "phase_bytes"]
 
 
 class Codec(Protocol):
-    """How numbers become bytes, and what that leaves out."""
+    """How numbers become bytes, and what that leaves out.
+
+    ``freezes`` says whether so little is left that second moments learn nothing from it.
+    """
+
+    @property
+    def freezes(self) -> bool: ...
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int: ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class OneBit:
 
     group: int | None = 2048
     scaling: str = "mean"
+
+    freezes: ClassVar[bool] = True  # of a sign nothing is left that second moments could learn
 
     def __post_init__(self) -> None:
         if self.group is not None and self.group not in GROUPS:

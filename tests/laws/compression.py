@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-__all__ = ["TwoPhases", "signs"]
+__all__ = ["TwoPhases", "integers", "signs"]
 
 
 def signs(c: Tensor, group: int | None, scaling: str) -> Tensor:
@@ -22,18 +22,29 @@ def signs(c: Tensor, group: int | None, scaling: str) -> Tensor:
     return out
 
 
+def integers(c: Tensor, group: int, top: int) -> Tensor:
+    """``scale * round(c / scale)``, the largest number of a group being ``top`` scales."""
+    out = torch.zeros_like(c)
+    for a in range(0, len(c), group):
+        run = c[a : a + group]
+        scale = (run.abs().max() / top).float().double()
+        if scale > 0:
+            out[a : a + len(run)] = scale * (run / scale).round().clamp(-top, top)
+    return out
+
+
 @dataclass
 class TwoPhases:
     """The compressed mean of buffers of ``cuts[-1]`` elements, one from each rank.
 
     Attributes:
         cuts: ``rank r`` serves elements ``cuts[r]`` to ``cuts[r + 1]``.
+        sent: what a buffer is after compression.
         whole: whether there is a second phase; without it the mean is that of the first.
     """
 
     cuts: Sequence[int]
-    group: int | None = 2048
-    scaling: str = "mean"
+    sent: Callable[[Tensor], Tensor] = lambda c: signs(c, 2048, "mean")
     whole: bool = True
     worker: list[Tensor] = field(default_factory=list)
     server: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -50,12 +61,12 @@ class TwoPhases:
             received = []
             for x, error in zip(inputs, self.worker, strict=True):
                 c = x[a:b].double() + error[a:b]
-                received.append(signs(c, self.group, self.scaling))
+                received.append(self.sent(c))
                 error[a:b] = c - received[-1]
             mean = torch.stack(received).mean(0)
             if self.whole:
                 c = mean + self.server[a:b]
-                mean = signs(c, self.group, self.scaling)
+                mean = self.sent(c)
                 self.server[a:b] = c - mean
             out[a:b] = mean
         return out

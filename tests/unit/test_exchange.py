@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import numbers
-from tests.laws.compression import TwoPhases
+from tests.laws.compression import TwoPhases, integers, signs
 from zfunc.axes import group as group_of
 from zfunc.transforms.exchange import Gathered, Scattered, phase_bytes
 from zfunc.transforms.onebit import OneBit
+from zfunc.transforms.quantized import Int4, Int8
 
 Rounds = list[tuple[Tensor, Tensor]]
 
@@ -27,7 +29,7 @@ def cuts_of(n: int, ranks: int, seed: int) -> tuple[int, ...]:
 
 
 def exchanged(
-    codec: OneBit, cuts: tuple[int, ...], dtype: torch.dtype, rounds: int
+    codec: Any, cuts: tuple[int, ...], dtype: torch.dtype, rounds: int
 ) -> list[tuple[Rounds, Tensor, Tensor, int, list[int]]]:
     """What each rank gets in each round (whole and part), its errors, and what it sends."""
     ranks, n = len(cuts) - 1, cuts[-1]
@@ -51,41 +53,47 @@ def exchanged(
     return zf.simulate(ranks)(body)()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+CODECS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "rms": (OneBit(None, "rms"), lambda c: signs(c, None, "rms")),
+    "rms of 128": (OneBit(128, "rms"), lambda c: signs(c, 128, "rms")),
+    "mean of 256": (OneBit(256), lambda c: signs(c, 256, "mean")),
+    "int8": (Int8(), lambda c: integers(c, 256, 127)),
+    "int8 of 10": (Int8(10), lambda c: integers(c, 10, 127)),
+    "int4": (Int4(), lambda c: integers(c, 128, 7)),
+}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@given(
-    n=st.integers(1, 700),
-    group=st.sampled_from([None, 128, 256]),
-    scaling=st.sampled_from(["rms", "mean"]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=10)
-def test_it_is_the_published_algorithm(
-    dtype: torch.dtype, ranks: int, n: int, group: int | None, scaling: str, seed: int
-) -> None:
-    cuts, codec = cuts_of(n, ranks, seed), OneBit(group, scaling)
+@pytest.mark.parametrize("name", CODECS)
+@given(n=st.integers(1, 700), seed=st.integers(0, 99))
+@settings(max_examples=5)
+def test_it_is_the_published_algorithm(name: str, ranks: int, n: int, seed: int) -> None:
+    for dtype in (torch.float64, torch.float32):
+        check(*CODECS[name], cuts_of(n, ranks, seed), dtype)
+
+
+def check(codec: Any, sent: Any, cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Three rounds, each rank against the book; the errors afterwards; the bytes."""
+    ranks, n = len(cuts) - 1, cuts[-1]
     runs = exchanged(codec, cuts, dtype, rounds=3)
-    paper, one_phase = (TwoPhases(cuts, group, scaling, whole=w) for w in (True, False))
+    paper, one_phase = (TwoPhases(cuts, sent, whole=w) for w in (True, False))
     for i in range(3):
         inputs = [numbers((n,), 100 * i + rank, dtype) for rank in range(ranks)]
         whole, first = paper.mean(inputs), one_phase.mean(inputs)
         for seen, _, _, rank, _ in runs:
-            near(seen[i][0], whole, paper)
-            near(seen[i][1], first[cuts[rank] : cuts[rank + 1]], paper)
+            near(seen[i][0], whole)
+            near(seen[i][1], first[cuts[rank] : cuts[rank + 1]])
             assert torch.equal(seen[i][0], runs[0][0][i][0])  # every rank the same bits
-    for _, worker, server, rank, sent in runs:
-        near(worker, paper.worker[rank], paper)
-        near(server, paper.server[cuts[rank] : cuts[rank + 1]], paper)
-        assert sent == [0, 0] if ranks == 1 else list(phase_bytes(codec, cuts, dtype, rank))
+    for _, worker, server, rank, nbytes in runs:
+        near(worker, paper.worker[rank])
+        near(server, paper.server[cuts[rank] : cuts[rank + 1]])
+        assert nbytes == [0, 0] if ranks == 1 else list(phase_bytes(codec, cuts, dtype, rank))
 
 
-def near(x: Tensor, expected: Tensor, paper: TwoPhases) -> None:
-    """Within 1e-6, but where a number so near to zero that float32 may have its other sign."""
+def near(x: Tensor, expected: Tensor) -> None:
+    """Within 1e-6; in float32 a number on the verge may fall to the other side, once in long."""
     off = (x.double() - expected).abs() > 1e-6
-    unsure = torch.zeros_like(off)
-    if x.dtype == torch.float32:  # such a number is 2 scales off, once in many runs
-        unsure = off & (off.double().mean() < 0.01)
-    assert not bool((off & ~unsure).any())
+    assert int(off.sum()) <= (0 if x.dtype == torch.float64 else 1)
 
 
 @given(ranks=st.integers(1, 5), n=st.integers(1, 300), seed=st.integers(0, 99))
@@ -93,7 +101,8 @@ def near(x: Tensor, expected: Tensor, paper: TwoPhases) -> None:
 def test_nothing_is_lost(ranks: int, n: int, seed: int) -> None:
     """What went in is what came out and what the errors hold."""
     cuts, rounds = cuts_of(n, ranks, seed), 4
-    runs = exchanged(OneBit(128), cuts, torch.float64, rounds)
+    codec = (OneBit(128), Int8(16), Int4(30))[seed % 3]
+    runs = exchanged(codec, cuts, torch.float64, rounds)
     went_in = torch.stack(
         [numbers((n,), 100 * i + rank) for i in range(rounds) for rank in range(ranks)]
     )
