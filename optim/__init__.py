@@ -14,6 +14,7 @@ from zfunc.optim.combining import MaskedState, MultiTransformState, chain, maske
 from zfunc.optim.decay import add_decayed_weights
 from zfunc.optim.descent import LionState, SgdState, lion, sgd
 from zfunc.optim.guarding import SkipState, skip_nonfinite
+from zfunc.optim.loss_scaling import DynamicScale, ScaleState, next_scale
 from zfunc.optim.schedules import (
     ScheduleState,
     constant,
@@ -27,6 +28,7 @@ from zfunc.optim.updates import Moved, apply_updates
 
 __all__ = [
     "AdamState",
+    "DynamicScale",
     "EmaState",
     "EmptyState",
     "GradientTransformation",
@@ -34,6 +36,7 @@ __all__ = [
     "MaskedState",
     "Moved",
     "MultiTransformState",
+    "ScaleState",
     "ScheduleState",
     "SgdState",
     "SkipState",
@@ -53,6 +56,7 @@ __all__ = [
     "lion",
     "masked",
     "multi_transform",
+    "next_scale",
     "one_cycle",
     "scale_by_schedule",
     "sgd",

@@ -14,7 +14,7 @@ from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
 from zfunc.unreduced import linear_map
 
-__all__ = ["SkipState", "skip_nonfinite"]
+__all__ = ["SkipState", "first_nonfinite", "skip_nonfinite"]
 
 Tree = Any
 
@@ -56,9 +56,9 @@ def skip_nonfinite(
             return updates, SkipState(inner, total.clone(), torch.zeros_like(row))
         if max_consecutive is not None and int(row) >= max_consecutive:
             raise NonFiniteError(
-                f"the gradient of {_first_bad(grads)!r} is not finite, after {int(row)} skipped "
-                f"steps in a row (max_consecutive={max_consecutive}). Lower the learning rate or "
-                "the loss scale, or look at the loss of the last batches."
+                f"the gradient of {first_nonfinite(grads)!r} is not finite, after {int(row)} "
+                f"skipped steps in a row (max_consecutive={max_consecutive}). Lower the learning "
+                "rate or the loss scale, or look at the loss of the last batches."
             )
         return tree.map(linear_map(_nothing), grads), SkipState(inner, total + 1, row + 1)
 
@@ -84,6 +84,11 @@ def _marks(grads: Tree) -> Tree:
     return tree.map(linear_map(lambda g: g * 0), grads)
 
 
-def _first_bad(grads: Tree) -> str:
+def first_nonfinite(grads: Tree) -> str:
+    """The path of the first leaf with a NaN or an infinity on any rank; a collective.
+
+    >>> first_nonfinite({"a": torch.zeros(2), "b": torch.tensor([1.0, float("inf")])})
+    'b'
+    """
     norms = nodes(tree.leaf_norms(_marks(grads)))
     return next(path for path, norm in norms if not bool(norm.isfinite()))

@@ -29,7 +29,7 @@ a rank's own for the mean. Parts of a params entry that are differentiated alone
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -46,9 +46,9 @@ from zfunc.estimated import Estimated
 from zfunc.leaves import home_of
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.placement import Entries
-from zfunc.seams import Pending, Ready, UnitInfo
+from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.sharded import Sharded
-from zfunc.step import Transform, transform_of
+from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.traffic import Traffic
 from zfunc.transforms.averaging import averaged, scattered
 from zfunc.transforms.error_feedback import Call, carried_on, fresh, sums
@@ -81,8 +81,8 @@ class CompressGrads(Transform):
     def __repr__(self) -> str:
         return f"compress_grads({self.method!r}, freeze_step={self.freeze_step!r})"
 
-    def among(self, transforms: tuple[Transform, ...]) -> CompressGrads:
-        return replace(self, shard=next((t for t in transforms if t.name == "shard"), None))
+    def beside(self, others: Sequence[Transform]) -> CompressGrads:
+        return replace(self, shard=next((t for t in others if t.name == "shard"), None))
 
     @property
     def _ranks(self) -> int:
@@ -127,7 +127,7 @@ class CompressGrads(Transform):
         carried, _ = take(state, NAME)
         active = bool(carried["frozen"]) or self._reached(int(carried["count"]))
         call = Call(self.shard.group, self.codec, self.shard.stage, active, carried)
-        running.carried[NAME] = call
+        running.notes[NAME] = call
         if active:
             running.frozen = self.codec.freezes
             running.keeps = lambda unit: not unit.cut or call.entry_of(unit.layout) is not None
@@ -139,7 +139,7 @@ class CompressGrads(Transform):
         """What shard has left to us: to their owners with it, or back as it is."""
         if not unit.kept:
             return value
-        call, fulls = unit.running.carried[NAME], value.wait()
+        call, fulls = unit.running.notes[NAME], value.wait()
         name = call.entry_of(unit.layout)
         if unit.cut and self.codec.freezes:
             assert name is not None
@@ -151,10 +151,17 @@ class CompressGrads(Transform):
         assert name is not None
         return scattered(call, unit, name, fulls)
 
-    def arrive(self, grads: Tree, params: Tree) -> Tree:
-        running, call = _running(), _call()
-        if running is None or call is None:
-            return grads
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        mine: Any = running.notes.get(NAME)
+
+        def run(asked: Gradients) -> Any:
+            out, grads = call(asked)
+            return out, None if grads is None else self._arrived(running, mine, grads, asked.params)
+
+        return call if mine is None else run
+
+    def _arrived(self, running: Context, call: Call, grads: Tree, params: Tree) -> Tree:
+        """The gradients of one ``value_and_grad(...)(params)`` as the function is to see them."""
         if call.active:
             squares = self._agree(running, call)
             if call.skipped:
@@ -181,7 +188,7 @@ class CompressGrads(Transform):
         finite, squares = call.agreed()
         if finite or call.skipped:
             return squares
-        if running.differentiated > 1 and running.donation is not None:
+        if running.asked > 1 and running.donation is not None:
             raise NonFiniteError(
                 "a gradient is not finite on some rank, in a step that has donated the memory of "
                 "another optimizer's state already, so that it cannot be skipped as a whole. "
@@ -229,6 +236,8 @@ class CompressGrads(Transform):
 
     def _next(self, call: Call) -> dict[str, Any]:
         was, count = call.carried, int(call.carried["count"]) + 1
+        if call.skipped:
+            call.restore()
         begins, norm = self._begins(call, count)
         return {
             "count": was["count"] + 1,
@@ -298,13 +307,9 @@ class CompressGrads(Transform):
         return traffic
 
 
-def _running() -> Context | None:
-    return context.current()
-
-
 def _call() -> Call | None:
-    running = _running()
-    return running.carried.get(NAME) if running is not None else None
+    running = context.current()
+    return running.notes.get(NAME) if running is not None else None
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -19,8 +19,8 @@ reduces once, stage 2 keeps cut sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import optree
@@ -71,6 +71,7 @@ class Shard(Transform):
     persist_below: int = 0
     prefetch: int = 1
     roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
+    merge: bool = True  # tiny layers into one unit
 
     position: ClassVar[int] = 200
     enters: ClassVar[bool] = False
@@ -103,6 +104,9 @@ class Shard(Transform):
     def group(self) -> Group:
         return group(self.mesh, self.axis)
 
+    def beside(self, others: Sequence[Transform]) -> Shard:
+        return replace(self, merge=not any(other.by_layer for other in others))
+
     # How the state is represented
 
     def layout(self, params: Tree) -> Layout:
@@ -114,6 +118,7 @@ class Shard(Transform):
             axis=self.axis,
             unit_bytes=self.unit_bytes,
             persist_below=self.persist_below if self.stage == 3 else 0,
+            merge=self.merge,
             frozen=is_frozen,
         )
 
@@ -211,6 +216,7 @@ class Shard(Transform):
         running.group = self.group
         running.axis = self.axis
         running.prefetch = self.prefetch
+        running.reduce_once = self.stage < 2
         memo = running.memo.setdefault("layouts", {})
         running.layout_for = lambda params: self._layout_for(params, memo)
         if self.mesh is not None:
@@ -244,10 +250,16 @@ class Shard(Transform):
                 recycled = pool().take if self.stage < 3 else empty
                 own = recycled(high - low, full.dtype, full.device)
                 parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label))
-            elif in_rounds(spec, full.device):
-                parts.append(Rounds(unit.group, spec, full, label))
             else:
-                parts.append(unit.group.all_reduce(full, label=label))
+                # A leaf that is a flat by itself is autograd's own gradient, perhaps not of this
+                # leaf alone (a + b has one for both): it must not be overwritten.
+                alone = len(unit.layout.by_flat[i]) == 1 and full.dtype == spec.dtype
+                out = pool().take(full.numel(), full.dtype, full.device) if alone else full
+                if in_rounds(spec, full.device):
+                    parts.append(Rounds(unit.group, spec, full, out, label))
+                else:
+                    out = out.copy_(full) if alone else full
+                    parts.append(unit.group.all_reduce(out, label=label))
         return Waiting(parts)
 
     def finish(self, old: Any, out: Any) -> Any:
@@ -274,6 +286,7 @@ class Shard(Transform):
         """Until a step has run: every params tree is differentiated once, all layers in order."""
         entries = Entries(state)
         placed = [entries[name] for name in self._named("params") if name in entries]
+        memo["reduce once"] = self.stage < 2
         for call, params in enumerate(placed):
             layout = params.layout if isinstance(params, Sharded) else self._home(params)
             memo["sources", call] = [(layout, self.stage >= 1)]
@@ -286,7 +299,7 @@ class Shard(Transform):
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         size, what = self.group.size, CUT[self.stage]
         lines = [f"shard: {what} cut over {size} rank{'s' * (size > 1)} of axis {self.axis!r}"]
-        for layout, _ in _sources(memo):
+        for layout in dict.fromkeys(layout for layout, _ in _sources(memo)):
             sizes = {
                 unit.name: sum(
                     layout.flats[i].length * layout.flats[i].dtype.itemsize for i in unit.flats
@@ -311,8 +324,8 @@ class Shard(Transform):
                     gathered(traffic, layout, entered, rank)
                 left = [unit for source, unit in memo.get(("left", call), plan) if source == i]
                 if not memo.get("kept"):
-                    reduced(traffic, layout, cutting, left, rank)
-                if cutting and self.stage < 3:
+                    reduced(traffic, layout, cutting, left, rank, memo.get("reduce dtype"))
+                if cutting and self.stage < 3 and ("microbatch", call) not in memo:
                     joined(traffic, layout, rank)
             call += 1
         return traffic

@@ -16,6 +16,7 @@ from typing import Any
 from zfunc import comm, errors, random, tree
 from zfunc.axes import Mesh, mesh
 from zfunc.batches import local_batch
+from zfunc.checkpoint import checkpoints, restore, save
 from zfunc.collectives import axis_index, pmean, psum
 from zfunc.differentiation import evaluate, value_and_grad
 from zfunc.errors import (
@@ -28,7 +29,9 @@ from zfunc.errors import (
     ZfuncError,
 )
 from zfunc.functional import Functional, functionalize
+from zfunc.generation import generate
 from zfunc.launching import init, launch
+from zfunc.pretrained import export_safetensors, import_safetensors
 from zfunc.primitives import Mean, layer, reduced, scan, settled
 from zfunc.recipe import train_step
 from zfunc.sharded import Sharded
@@ -41,7 +44,15 @@ from zfunc.world import rank, world_size
 
 __version__ = "0.1.0"
 
-_TRANSFORMS = ("compress_grads", "donate", "shard")
+_TRANSFORMS = (
+    "accumulate",
+    "compress_grads",
+    "donate",
+    "drop_layers",
+    "precision",
+    "remat",
+    "shard",
+)
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
@@ -60,14 +71,20 @@ __all__ = [
     "TrainState",
     "Transform",
     "ZfuncError",
+    "accumulate",
     "axis_index",
+    "checkpoints",
     "comm",
     "compress_grads",
     "donate",
+    "drop_layers",
     "errors",
     "evaluate",
+    "export_safetensors",
     "full",
     "functionalize",
+    "generate",
+    "import_safetensors",
     "init",
     "kernels",
     "launch",
@@ -77,11 +94,15 @@ __all__ = [
     "mesh",
     "optim",
     "pmean",
+    "precision",
     "psum",
     "quant",
     "random",
     "rank",
     "reduced",
+    "remat",
+    "restore",
+    "save",
     "scan",
     "settled",
     "shard",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
+from zfunc.convert_command import add_convert
 from zfunc.corpus import SOURCES, Corpus, entropies, read_corpus
 from zfunc.gpt import GPTConfig
+from zfunc.locking import hold
 from zfunc.report import draw_curve, read_rows
 from zfunc.training import DTYPES, Run, absent, train_rank
 
@@ -57,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"zfunc {zf.__version__}")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     _add_train(commands)
+    add_convert(commands)
     return top
 
 
@@ -87,7 +91,8 @@ def _add_run(group: Any) -> None:
     option("--out", "folder for the results", type=Path, metavar="DIR", default=Run.out)
     every = "steps between checkpoints, 0 for none"
     option("--save-every", every, type=_natural, metavar="N", default=Run.save_every)
-    option("--resume", "go on from the last checkpoint in the folder", action="store_true")
+    option("--keep", "checkpoints to keep", type=_positive, metavar="N", default=Run.keep)
+    option("--resume", "go on from the newest checkpoint in the folder", action="store_true")
     option("--sample", "bytes to write at the end", type=_natural, metavar="N", default=Run.sample)
 
 
@@ -156,9 +161,11 @@ def run_of(found: argparse.Namespace) -> Run:
     same = {
         name: getattr(found, name)
         for name in Run.__dataclass_fields__
-        if name not in ("model", "ranks", "batch")
+        if name not in ("model", "ranks", "batch", "resume")
     }
-    return Run(model=GPTConfig(**shape), ranks=ranks, batch=batch, **same)
+    # Under torchrun --max-restarts the job that comes back goes on with what it had.
+    resume = found.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return Run(model=GPTConfig(**shape), ranks=ranks, batch=batch, resume=resume, **same)
 
 
 def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
@@ -186,21 +193,38 @@ def train(run: Run, corpus: Corpus) -> int:
         An exit status, as :func:`main`.
     """
     console, first = Console(highlight=False, stderr=True), os.environ.get("RANK", "0") == "0"
-    if first and not run.resume:
-        (run.out / "metrics.jsonl").unlink(missing_ok=True)
     try:
-        return _watch(_starter(run), console)
+        return _watch(_starter(run, first and not run.resume), console)
     finally:
         if first:
             write_curve(run, corpus, console)
 
 
-def _starter(run: Run) -> Callable[[], object]:
-    if run.ranks > 1 and "RANK" not in os.environ:
-        return lambda: zf.launch(train_rank, run, nprocs=run.ranks)
-    if "RANK" in os.environ or torch.cuda.is_available():
-        return lambda: (zf.init(), train_rank(run))
-    return lambda: train_rank(run)
+def _starter(run: Run, afresh: bool) -> Callable[[], object]:
+    def start() -> object:
+        if afresh:
+            _make_way(run)
+        if run.ranks > 1 and "RANK" not in os.environ:
+            return zf.launch(train_rank, run, nprocs=run.ranks)
+        if "RANK" in os.environ or torch.cuda.is_available():
+            zf.init()
+        return train_rank(run)
+
+    return start
+
+
+def _make_way(run: Run) -> None:
+    """Before a run that begins afresh: rows of an earlier one go, its checkpoints step aside.
+
+    Raises:
+        CheckpointError: the earlier run is still there.
+    """
+    if run.checkpoints.exists():
+        hold(run.checkpoints)
+        aside = run.checkpoints.with_name("checkpoints.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        run.checkpoints.rename(aside)
+    (run.out / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def _watch(start: Callable[[], object], console: Console) -> int:

@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfunc import world
 from zfunc.comm import Group
 from zfunc.cutting import make_layout
 from zfunc.errors import DonatedStateError
+from zfunc.leaves import is_frozen
 from zfunc.nodes import spent
 from zfunc.transport import Alone
 from zfunc.tree import gone
 
 __all__ = [
+    "RECOMPUTED",
     "Context",
     "Donation",
     "LayerInfo",
@@ -27,6 +30,7 @@ __all__ = [
     "push",
     "reuse",
     "spend",
+    "uncut",
 ]
 
 
@@ -76,10 +80,27 @@ def _bytes_of(x: Tensor) -> range:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What the ``layer`` seam is told: which call of a layer this is, and its name."""
+    """What the ``layer`` seam is told of a layer.
+
+    Attributes:
+        index: counts the calls of layers within one loss.
+        name: the layer's name in a module, or in the params tree.
+        stack: the path of the ``Layers`` that it is in; ``None`` if that is not known.
+        depth, of: its position in the stack, from 0, and the stack's length.
+        key: identifies its parameters within the running pass.
+    """
 
     index: int
     name: str
+    stack: str | None = None
+    depth: int = 0
+    of: int = 1
+    key: Any = None
+
+
+def uncut(tree: Any) -> tuple[Any, bool]:
+    """The layout of a plain params tree that nobody cuts."""
+    return make_layout(tree, frozen=is_frozen), False
 
 
 @dataclass
@@ -96,11 +117,14 @@ class Context:
         prefetch: how many units ahead entry starts.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         passes: the passes that are running, innermost last.
-        differentiated: how often ``value_and_grad`` was called.
+        asked: how often ``value_and_grad`` was called.
+        differentiated: the same, each microbatch counted.
         keeps: which units' gradients are left for another transform than shard to average.
         frozen: whether second moments stay as they are in this call.
-        carried: what a transform needs during this call, by its name.
         layer_key, layer_calls: randomness of the layers of the running loss.
+        reduce_once: whether whole gradients are summed before they are reduced.
+        compute: the 16-bit dtype in which layers compute, if there is one.
+        notes: what transforms note down for the time of this call.
     """
 
     transforms: tuple[Any, ...] = ()
@@ -110,16 +134,23 @@ class Context:
     group: Group = field(default_factory=lambda: Group("none", world.current(), Alone()))
     by_unit: bool = False
     prefetch: int = 1
-    layout_for: Callable[[Any], tuple[Any, bool]] = lambda tree: (make_layout(tree), False)
+    layout_for: Callable[[Any], tuple[Any, bool]] = uncut
     passes: list[Any] = field(default_factory=list)
+    asked: int = 0
     differentiated: int = 0
     keeps: Callable[[Any], bool] = lambda unit: False
     frozen: bool = False
-    carried: dict[str, Any] = field(default_factory=dict)
     axis: str | tuple[str, ...] = "data"
     layer_key: Tensor | None = None
     layer_calls: int = 0
+    reduce_once: bool = False
+    compute: torch.dtype | None = None
+    notes: dict[Any, Any] = field(default_factory=dict)
 
+
+RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
+"""Of a layer whose activations are not kept: ``"first"`` in its forward pass, ``"again"``
+when backward runs it anew, empty elsewhere."""
 
 _CURRENT: ContextVar[Context | None] = ContextVar("zfunc_context", default=None)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from zfunc.axes import Mesh
 from zfunc.errors import PlacementError
 from zfunc.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
+from zfunc.leaves import origin_of
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.tree import dotted
 
@@ -32,7 +32,11 @@ def _check_leaf(path: str, leaf: Any) -> None:
 
 
 def _groups(
-    layers: Sequence[Layer], root: Sequence[int], sizes: Sequence[int], unit_bytes: int
+    layers: Sequence[Layer],
+    root: Sequence[int],
+    sizes: Sequence[int],
+    unit_bytes: int,
+    merge: bool,
 ) -> list[tuple[str, list[int]]]:
     """Leaf indices that travel together, named: the root's first, then the layers'."""
     small = unit_bytes // 8
@@ -55,7 +59,8 @@ def _groups(
         return sum(sum(sizes[layer.start : layer.stop]) for layer in some)
 
     for layer in layers:
-        if run and (stack(run[0]) != stack(layer) or weight([*run, layer]) > small):
+        fits = merge and weight([*run, layer]) <= small
+        if run and not (fits and stack(run[0]) == stack(layer)):
             flush()
         run.append(layer)
     flush()
@@ -88,6 +93,7 @@ def make_layout(
     axis: str | tuple[str, ...] = "data",
     unit_bytes: int = 1 << 26,
     persist_below: int = 0,
+    merge: bool = True,
     frozen: Callable[[Tensor], bool] = lambda leaf: False,
 ) -> Layout:
     """Decide how a plain tree of parameters is cut over ``world`` ranks.
@@ -96,6 +102,7 @@ def make_layout(
         tree: plain tree of floating-point tensors (real or on ``meta``).
         unit_bytes: a layer that is larger is split between leaves, the root at an eighth
             of it; consecutive layers of one stack are merged up to an eighth of it.
+        merge: whether tiny layers travel together, as said.
         persist_below: leaves of fewer elements are kept whole on every rank.
         frozen: which leaves have no gradient.
 
@@ -114,14 +121,14 @@ def make_layout(
     slots: list[Slot | None] = [None] * len(leaves)
     flats: list[Flat] = []
     units: list[Unit] = []
-    for name, members in _groups(layers, root, sizes, unit_bytes):
-        kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    for name, members in _groups(layers, root, sizes, unit_bytes, merge):
+        kinds: dict[tuple[Any, ...], list[int]] = {}
         for i in members:
             if (leaf := leaves[i]) is not None:
-                kind = (leaf.dtype, not frozen(leaf), leaf.numel() < persist_below)
+                kind = (leaf.dtype, not frozen(leaf), leaf.numel() < persist_below, origin_of(leaf))
                 kinds.setdefault(kind, []).append(i)
         mine = []
-        for (dtype, trainable, whole), some in kinds.items():
+        for (dtype, trainable, whole, _), some in kinds.items():
             end = 0
             for i in some:
                 slots[i] = Slot(names[i], tuple(leaves[i].shape), len(flats), end, i)

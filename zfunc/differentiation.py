@@ -25,10 +25,12 @@ from zfunc.leaves import is_frozen
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.passes import Pass, Source, there
 from zfunc.primitives import Mean, Ref, enter
+from zfunc.products import SHORT, products
+from zfunc.seams import Collector, Finish, Gradients
 from zfunc.sharded import Sharded
-from zfunc.tree import check_alive, dotted
+from zfunc.tree import check_alive, dotted, leaves
 
-__all__ = ["evaluate", "value_and_grad"]
+__all__ = ["checked", "evaluate", "value_and_grad"]
 
 
 def value_and_grad(
@@ -65,21 +67,19 @@ def value_and_grad(
                 "value_and_grad was called inside zf.evaluate, within a step: its gradients would "
                 "be this rank's own. Call value_and_grad in the step itself."
             )
+        asked = Gradients(loss_fn, has_aux, params, args, kwargs)
         if running is None or running.passes:
-            (loss, aux), grads = _local(loss_fn, has_aux, params, args, kwargs, _alone)
+            (loss, aux), grads = _local(asked, _alone)
         else:
-            (loss, aux), grads = _in_step(running, loss_fn, has_aux, params, args, kwargs)
+            (loss, aux), grads = _in_step(running, asked)
         return ((loss, aux) if has_aux else loss), grads
 
     return run
 
 
-Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
-
-
 def _alone(loss: Any) -> tuple[Tensor, Tensor | None, Callable[[], Tensor]]:
     value = loss.value() if isinstance(loss, Mean) else loss
-    return _checked(value), None, lambda: value.detach()
+    return checked(value), None, lambda: value.detach()
 
 
 def _across(group: Group) -> Finish:
@@ -89,13 +89,13 @@ def _across(group: Group) -> Finish:
         if group.size == 1:
             return _alone(loss)
         if isinstance(loss, Mean):
-            total = _checked(loss.total)
+            total = checked(loss.total)
             count = torch.as_tensor(loss.count, dtype=torch.float64).detach()
             sums = torch.stack([total.detach().double(), count.to(total.device)])
             sums = group.all_reduce(sums, label="loss").wait()
             value = (sums[0] / sums[1]).to(total.dtype)
             return total, (1.0 / sums[1]).to(total.dtype), lambda: value
-        value = _checked(loss)
+        value = checked(loss)
         handle = group.all_reduce(value.detach().clone(), label="loss")
         seed = torch.full_like(value, 1.0 / group.size)
         return value, seed, lambda: handle.wait() / group.size
@@ -103,7 +103,12 @@ def _across(group: Group) -> Finish:
     return finish
 
 
-def _checked(loss: Any) -> Tensor:
+def checked(loss: Any) -> Tensor:
+    """The loss, if it is a 0-d floating-point tensor.
+
+    Raises:
+        ValueError: it is not.
+    """
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         found = (
             f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
@@ -128,15 +133,9 @@ def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return out
 
 
-def _local(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    params: Tree,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    finish: Finish,
-) -> tuple[tuple[Tensor, Any], Tree]:
+def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
     """Differentiate plain parameters on this rank; nested calls keep the graph."""
+    params = asked.params
     if any(isinstance(x, Placed) for x in _nodes(params)):
         raise PlacementError(
             "value_and_grad met placed parameters outside a step, where nobody says how their "
@@ -159,11 +158,12 @@ def _local(
         ]
         token = _INSIDE.set(True)
         try:
-            out = loss_fn(optree.tree_unflatten(spec, inputs), *args, **kwargs)
+            out = asked.loss_fn(optree.tree_unflatten(spec, inputs), *asked.args, **asked.kwargs)
         finally:
             _INSIDE.reset(token)
-        loss, aux = _split(out, has_aux)
+        loss, aux = _split(out, asked.has_aux)
         loss, seed, value = finish(loss)
+        seed = _seeded(seed, asked.seed, loss)
     _check_depends(loss)
     wrt = [x for x, on in zip(inputs, live, strict=True) if on]
     grads = iter(
@@ -175,6 +175,14 @@ def _local(
     ]
     mean = loss if nested and seed is None else value()
     return (mean, _detached(aux) if not nested else aux), optree.tree_unflatten(spec, filled)
+
+
+def _seeded(seed: Tensor | None, factor: Tensor | None, loss: Tensor) -> Tensor | None:
+    """The seed of backward times ``factor``."""
+    if factor is None:
+        return seed
+    factor = factor.to(device=loss.device, dtype=loss.dtype)
+    return factor if seed is None else seed * factor
 
 
 _INSIDE: ContextVar[bool] = ContextVar("zfunc_inside_loss", default=False)
@@ -213,80 +221,82 @@ def _detached(aux: Any) -> Any:
     )
 
 
-def _in_step(
-    running: Context,
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    params: Tree,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Tensor, Any], Tree]:
+def _in_step(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tree]:
+    running.asked += 1
+    call = functools.partial(_one_pass, running)
+    for transform in running.transforms:
+        call = transform.differentiate(call, running)
+    return call(asked)
+
+
+def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tree]:
     call, running.differentiated = running.differentiated, running.differentiated + 1
-    owner = _new_pass(running)
+    owner = _new_pass(running, asked.collector)
+    finish = asked.finish or _across(running.group)
     with _randomness(running, call):
         if running.by_unit:
-            return _by_unit(running, owner, call, loss_fn, has_aux, params, args, kwargs)
+            return _by_unit(running, owner, call, asked, finish)
         running.passes.append(owner)
         try:
-            return _local(loss_fn, has_aux, params, args, kwargs, _across(running.group))
+            return _local(asked, finish)
         finally:
             running.passes.pop()
             owner.close()
 
 
-def _new_pass(running: Context) -> Pass:
+def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
     entering = [t for t in running.transforms if t.enters]
+    leaving = [t for t in running.transforms if t.leaves]
+    if collector is not None:
+        leaving.append(collector)
     return Pass(
         before=[t for t in entering if t.before_gather],
         after=[t for t in entering if not t.before_gather],
-        leave=[t for t in reversed(running.transforms) if t.leaves],
+        leave=sorted(leaving, key=lambda t: -t.position),
         prefetch=running.prefetch,
         running=running,
+        waiting=() if collector is None else collector.waiting,
     )
 
 
 def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     """The scope of one loss: torch's random functions are decided by the step's key."""
+    running.layer_calls = 0
     if running.key is None:
         return nullcontext()
     key = random.fold_in(running.key, running.group.rank)
-    running.layer_calls = 0
     running.layer_key = random.fold_in(key, 2 * call + 1)
     return random.scope(random.fold_in(key, 2 * call))
 
 
 def _by_unit(
-    running: Context,
-    owner: Pass,
-    call: int,
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    params: Tree,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    running: Context, owner: Pass, call: int, asked: Gradients, finish: Finish
 ) -> tuple[tuple[Tensor, Any], Tree]:
     """Differentiate parameters that enter and leave unit by unit."""
-    rebuild, sources = _sources(running, owner, params)
+    rebuild, sources = _sources(running, owner, asked.params)
     plan = ("plan", "grad", call)
     owner.plan = running.memo.get(plan) or there([source.layout for source in sources])
+    for transform in running.transforms:
+        owner.plan = transform.foresee(owner.plan, owner)
     running.passes.append(owner)
     try:
         with torch.enable_grad():
             tree = rebuild([source.view() for source in sources])
-            args, kwargs = _entered_arguments((args, kwargs))
-            loss, aux = _split(loss_fn(tree, *args, **kwargs), has_aux)
+            args, kwargs = _entered_arguments((asked.args, asked.kwargs))
+            loss, aux = _split(asked.loss_fn(tree, *args, **kwargs), asked.has_aux)
             del tree, args, kwargs
             owner.computed()
-            loss, seed, value = _across(running.group)(loss)
-        _check_depends(loss)
-        torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
+            loss, seed, value = finish(loss)
+            seed = _seeded(seed, asked.seed, loss)
+        if loss.requires_grad or not owner.thinned:
+            _check_depends(loss)
+            torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()
         running.memo[plan] = tuple(owner.events)
         running.memo["left", call] = tuple(owner.results)
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
-        grads = rebuild([source.gradients() for source in sources])
-        for transform in reversed(running.transforms):
-            grads = transform.arrive(grads, params)
+        holding = asked.collector is not None and asked.collector.holding
+        grads = None if holding else rebuild([source.gradients() for source in sources])
         return (value(), _detached(aux)), grads
     finally:
         running.passes.pop()
@@ -347,21 +357,36 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(params: Tree, *args: Any, **kwargs: Any) -> Any:
         check_alive(params)
         running = context.current() or Context()
-        owner = _new_pass(running)
-        owner.evaluating = bool(running.transforms)
-        running.passes.append(owner)
-        token = context.push(running)
-        try:
-            with torch.no_grad():
-                tree, args, kwargs = _entered_arguments((params, args, kwargs))
-                owner.plan = [run.key for source in owner.sources for run in source.runs]
-                out = fn(tree, *args, **kwargs)
-                owner.computed()
-                owner.finish()
-                return out
-        finally:
-            running.passes.pop()
-            owner.close()
-            context.pop(token)
+        call = functools.partial(_evaluated, running)
+        for transform in running.transforms:
+            call = transform.evaluate(call, running)
+        return call(fn, params, args, kwargs)
 
     return run
+
+
+def _evaluated(
+    running: Context, fn: Callable[..., Any], params: Tree, args: Any, kwargs: Any
+) -> Any:
+    owner = _new_pass(running)
+    owner.evaluating = bool(running.transforms)
+    running.passes.append(owner)
+    token = context.push(running)
+    try:
+        with torch.no_grad(), products(_computed_in(params)):
+            tree, args, kwargs = _entered_arguments((params, args, kwargs))
+            owner.plan = [run.key for source in owner.sources for run in source.runs]
+            out = fn(tree, *args, **kwargs)
+            owner.computed()
+            owner.finish()
+            return out
+    finally:
+        running.passes.pop()
+        owner.close()
+        context.pop(token)
+
+
+def _computed_in(params: Tree) -> torch.dtype | None:
+    """The 16-bit dtype of parameters that ``precision`` placed, or None."""
+    dtypes = {x.dtype for x in leaves(params) if isinstance(x, Tensor) and x.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= SHORT else None

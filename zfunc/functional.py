@@ -10,13 +10,16 @@ profile it, in unmodified Hugging Face models too.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from zfunc import primitives, tree
+from zfunc import context, primitives, tree
 from zfunc.binding import Pool, skeleton
 from zfunc.errors import PlacementError
 from zfunc.slots import misfit
@@ -78,7 +81,8 @@ class Functional:
                 that differ are named.
         """
         entered = primitives.enter(params)
-        sources = self._checked(buffers)
+        given = self._checked(buffers)
+        sources = self._in_compute_dtype(given)
         with self._pool.lend() as template:
             template.bind(entered, sources, self._train if train is None else train)
             try:
@@ -87,7 +91,7 @@ class Functional:
                 if "meta" in str(error):
                     error.add_note(_META_NOTE)
                 raise
-            return (out, template.new_buffers()) if mutable else out
+            return (out, _restored(template.new_buffers(), sources, given)) if mutable else out
 
     def to_module(self, params: Any, buffers: dict[str, Tensor] | None = None) -> nn.Module:
         """A real module with copies of these values; tied weights are tied again.
@@ -113,6 +117,11 @@ class Functional:
             memo[id(modules[home]._buffers[attribute])] = sources[leaf.name].detach().clone()
         return copy.deepcopy(self._pool.skeleton, memo)
 
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of the module's ``forward``."""
+        return inspect.signature(self._pool.skeleton.forward)
+
     def _checked(self, buffers: dict[str, Tensor] | None) -> dict[str, Tensor]:
         if buffers is None:
             return self.buffers
@@ -125,6 +134,34 @@ class Functional:
             )
         return buffers
 
+    def _in_compute_dtype(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Buffers as the running step computes: persistent floats in 16 bits under ``precision``.
+
+        Statistics of norms and what is not saved (rotary tables) stay as they are.
+        """
+        running = context.current()
+        dtype = None if running is None else running.compute
+        if dtype is None:
+            return buffers
+        return {
+            name: x.to(dtype) if name in self._constants and x.is_floating_point() else x
+            for name, x in buffers.items()
+        }
+
+    @functools.cached_property
+    def _constants(self) -> frozenset[str]:
+        """Names of the buffers that are saved with the module and are no statistics."""
+        modules = dict(self._pool.skeleton.named_modules())
+        return frozenset(
+            leaf.name
+            for leaf in self._pool.anatomy.buffers
+            if not any(
+                attribute in modules[home]._non_persistent_buffers_set
+                or attribute in ("running_mean", "running_var")
+                for home, attribute in leaf.homes
+            )
+        )
+
     def __repr__(self) -> str:
         anatomy = self._pool.anatomy
         numel = sum(leaf.shape.numel() for leaf in anatomy.leaves)
@@ -135,6 +172,20 @@ class Functional:
             f"Functional({self._name}: {numel:,} parameters in {len(anatomy.leaves)} leaves, "
             f"layers: {stacks or 'none'}, {len(self.buffers)} buffers)"
         )
+
+
+def _restored(
+    new: dict[str, Tensor], used: dict[str, Tensor], given: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """New buffers in the dtypes of those given; one that the call left alone is the given one."""
+    out = {}
+    for name, x in new.items():
+        was = given[name]
+        if used[name] is was:
+            out[name] = x
+        else:
+            out[name] = was if torch.equal(x, used[name]) else x.to(was.dtype)
+    return out
 
 
 def functionalize(module: nn.Module, units: Choice = None, train: bool | None = None) -> Functional:

@@ -107,8 +107,13 @@ def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
 def block(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
     """Attention, then the MLP, each on a normalised copy and added to ``x`` ``[b, t, w]``."""
     x = x + _attention(params, F.layer_norm(x, x.shape[-1:], params["norm1"]), turn, heads)
+    return x + mlp(params, x)
+
+
+def mlp(params: Params, x: Tensor) -> Tensor:
+    """What a block's MLP adds to ``x`` ``[b, t, w]``."""
     hidden = F.linear(F.layer_norm(x, x.shape[-1:], params["norm2"]), params["up"])
-    return x + F.linear(F.gelu(hidden, approximate="tanh"), params["down"])
+    return F.linear(F.gelu(hidden, approximate="tanh"), params["down"])
 
 
 def _attention(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:

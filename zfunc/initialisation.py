@@ -26,12 +26,17 @@ Write = Callable[[Tensor], None]
 
 
 def init(
-    place: Callable[[Any], Any], make_state: Callable[..., Any], args: Any, kwargs: Any
+    place: Callable[[Any], Any],
+    parts: Callable[[Any], list[Any]],
+    make_state: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """``place(make_state(*args, **kwargs))``, holding one leaf at a time.
 
     Args:
         place: representation of a state whose tensors are on ``meta``.
+        parts: what of a placed state has the structure of the full one.
 
     Raises:
         PlacementError: ``make_state`` does something that cannot be replayed.
@@ -42,10 +47,10 @@ def init(
     ranks.barrier(label="init")
     recording = record(make_state, *args, **kwargs)
     placed = materialised(place(recording.tree))
-    writes = _writes(recording.tree, placed)
+    writes = [_writes(recording.tree, part) for part in parts(placed)]
     with replay.LOCK:
         torch.set_rng_state(random_state)
-        recording.replay(lambda i, leaf: writes[i](leaf.detach()))
+        recording.replay(lambda i, leaf: _write(writes, i, leaf.detach()))
     return placed
 
 
@@ -82,7 +87,14 @@ def _writes(full: Any, placed: Any) -> list[Write]:
             writes.append(node.copy_)  # type: ignore[arg-type]
         elif node is not None:
             writes.append(_ignore)
+        else:
+            writes += [_ignore] * len(optree.tree_leaves(part, namespace=NAMESPACE))
     return writes
+
+
+def _write(writes: list[list[Write]], i: int, value: Tensor) -> None:
+    for part in writes:
+        part[i](value)
 
 
 def _ignore(value: Tensor) -> None:

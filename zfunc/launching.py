@@ -253,6 +253,8 @@ def _serve(result: str) -> None:
         _share_cores()
         init(timeout=seconds)
         outcome: tuple[bool, Any, str] = (True, fn(*args), "")
+        for finish in world.on_leave:
+            finish()
     except BaseException as error:
         outcome = (False, error, traceback.format_exc())
     finished.set()

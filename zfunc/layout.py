@@ -137,6 +137,15 @@ class Layout:
         inside = {i for layer in self.layers for i in range(layer.start, layer.stop)}
         return tuple(i for i in range(len(self.slots)) if i not in inside)
 
+    @cached_property
+    def stacks(self) -> tuple[tuple[str, int, int], ...]:
+        """For each layer its stack's path, its depth in the stack (from 0), and how many it has."""
+        parents = [layer.name.rpartition(".")[0] for layer in self.layers]
+        return tuple(
+            (parent, parents[:k].count(parent), parents.count(parent))
+            for k, parent in enumerate(parents)
+        )
+
     def segments(self, flat: int, rank: int) -> list[tuple[Slot, int, int, int]]:
         """This rank's pieces of a flat's leaves: ``(slot, start, stop, offset)``.
 

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfunc.layout import Layout
 
-__all__ = ["freeze", "home_of", "is_frozen", "is_placed", "mark_placed", "settle_home"]
+__all__ = [
+    "freeze",
+    "home_of",
+    "is_frozen",
+    "is_placed",
+    "mark_placed",
+    "origin_of",
+    "settle_home",
+    "settle_origin",
+]
 
 
 def freeze(leaf: Tensor) -> Tensor:
@@ -35,6 +45,17 @@ def settle_home(leaf: Tensor, layout: Layout, index: int) -> Tensor:
 def home_of(leaf: Any) -> tuple[Layout, int] | None:
     """The layout and the leaf index that :func:`settle_home` stored."""
     return leaf.__dict__.get("_zfunc_home") if isinstance(leaf, Tensor) else None
+
+
+def settle_origin(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Remember what dtype a cast leaf's original has, whose tree is to be cut alike."""
+    leaf.__dict__["_zfunc_origin"] = dtype
+    return leaf
+
+
+def origin_of(leaf: Tensor) -> torch.dtype:
+    """The dtype that :func:`settle_origin` stored, or the leaf's own."""
+    return leaf.__dict__.get("_zfunc_origin", leaf.dtype)
 
 
 def mark_placed(leaf: Tensor) -> Tensor:

@@ -6,14 +6,27 @@ registry, so that ``torch.func`` and ``torch.compile`` see them as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import optree
+import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-__all__ = ["NAMESPACE", "Layers", "Lazy", "Placed", "Tree", "carry", "register", "spent"]
+__all__ = [
+    "NAMESPACE",
+    "Layers",
+    "Lazy",
+    "LeafInfo",
+    "Placed",
+    "Span",
+    "Tree",
+    "carry",
+    "register",
+    "spent",
+]
 
 NAMESPACE = "zfunc"
 Tree = Any
@@ -73,6 +86,34 @@ register(
     lambda layers: (tuple(layers), None, tuple(range(len(layers)))),
     lambda _, children: Layers(children),
 )
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """One full leaf of a placed tree: its keys from the node on, its shape and dtype.
+
+    ``shape`` and ``dtype`` are ``None`` where the tree has no value.
+    """
+
+    keys: tuple[Any, ...]
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive elements of one leaf, as a rank holds them: what goes to and from files.
+
+    Attributes:
+        index: of the leaf, in leaf order.
+        start, stop: elements of ``leaf.reshape(-1)``.
+        replicas: the ranks of the world that hold the same elements, this one among them.
+    """
+
+    index: int
+    start: int
+    stop: int
+    replicas: tuple[int, ...]
 
 
 class Placed:
@@ -146,6 +187,31 @@ class Placed:
 
     def merge(self, other: Any) -> Any:
         """This node with the leaves that it lacks taken from ``other``."""
+        raise NotImplementedError
+
+    # To and from files, without ever holding more than one unit besides what is held anyway
+
+    resident: bool = True
+    """Whether the values lie in memory. Others are copied to files before `save` returns."""
+
+    def leaf_infos(self) -> list[LeafInfo]:
+        """What the full tree's leaves are, in leaf order; the same on all ranks."""
+        raise NotImplementedError
+
+    def spans(self) -> list[Span]:
+        """What this rank holds, unit by unit; known without reading any value."""
+        raise NotImplementedError
+
+    def streamed(self) -> Iterator[tuple[Span, Tensor]]:
+        """The values of :meth:`spans`, in that order; each a 1-D tensor, valid until the next."""
+        raise NotImplementedError
+
+    def refilled(self, fill: Callable[[Span, Tensor], None]) -> Any:
+        """A new node of this placement; ``fill(span, out)`` writes the 1-D tensor ``out``.
+
+        Called in the order of :meth:`spans`. Padding is zero, marks are kept, and this
+        node is not changed.
+        """
         raise NotImplementedError
 
 

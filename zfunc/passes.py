@@ -16,7 +16,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zfunc import context
 from zfunc.comm import Group
+from zfunc.context import RECOMPUTED, LayerInfo
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.nodes import Placed, Tree, register
@@ -63,7 +64,8 @@ class LayerRef(Ref):
         owner.close_others(self.runs)
         params = self._subtree()
         try:
-            if not any(run.foreign for run in self.runs):
+            # What a recomputed layer saves is not kept, so there is nothing to redeem.
+            if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
                 return fn(params, *xs, **kw)
             with saved_tensors_hooks(self._pack, redeem):
                 return fn(params, *xs, **kw)
@@ -84,6 +86,12 @@ class LayerRef(Ref):
 
     def resolve(self) -> Tree:
         return self._subtree()
+
+    def told(self, info: LayerInfo) -> LayerInfo:
+        stack, depth, of = self.source.layout.stacks[self.layer]
+        name = info.name if info.name != str(info.index) else self.span.name
+        key = (self.source, self.layer)
+        return LayerInfo(info.index, name, stack=stack, depth=depth, of=of, key=key)
 
     def __repr__(self) -> str:
         return f"Ref({self.span.name})"
@@ -193,6 +201,8 @@ class Pass:
         leave: ``leave`` seams, first to last.
         plan: the order in which units entered last time: ``(source, unit)`` pairs.
         prefetch: how many units ahead entry starts.
+        thinned: whether layers are left out on purpose, perhaps all of them.
+        waiting: units whose gradients an earlier pass kept back for this one.
         running: the context of the call, if there is one.
     """
 
@@ -208,7 +218,9 @@ class Pass:
     arrivals: list[tuple[UnitRun, Pending]] = field(default_factory=list)
     results: dict[tuple[int, int], Pending] = field(default_factory=dict)
     evaluating: bool = False
+    thinned: bool = False
     transient: list[UnitRun] = field(default_factory=list)
+    waiting: Container[tuple[int, int]] = ()
     cursor: int = 0
 
     def __post_init__(self) -> None:

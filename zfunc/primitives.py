@@ -71,6 +71,10 @@ class Ref(Lazy):
         """The plain subtree of entered tensors, differentiable."""
         raise NotImplementedError
 
+    def told(self, info: context.LayerInfo) -> context.LayerInfo:
+        """``info`` with what the reference knows of the layer."""
+        return info
+
     def force(self) -> Tree:
         return self.resolve()
 
@@ -129,6 +133,8 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
         return _compute(inner, params, xs, kw)
 
     info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
+    if isinstance(params, Ref):
+        info = params.told(info)
     for transform in reversed(running.transforms):
         call = transform.layer(call, info)
     return call(*xs, **kw)

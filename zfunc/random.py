@@ -32,6 +32,7 @@ __all__ = [
     "as_key",
     "bernoulli",
     "fold_in",
+    "is_key",
     "key",
     "normal",
     "paused",
@@ -99,10 +100,24 @@ def key(seed: Key) -> Tensor:
     >>> key(0).dtype, key(0).shape, bool(key(0) == key(1))
     (torch.int64, torch.Size([]), False)
     """
-    return torch.tensor(_signed(_word(seed)))
+    return _marked(torch.tensor(_signed(_word(seed))))
 
 
 as_key = key
+
+
+def _marked(key: Tensor) -> Tensor:
+    key.__dict__["_zfunc_key"] = True
+    return key
+
+
+def is_key(x: object) -> bool:
+    """Whether a tensor comes from :func:`key` or :func:`fold_in`; its copies do not know.
+
+    >>> is_key(key(0)), is_key(torch.tensor(0))
+    (True, False)
+    """
+    return isinstance(x, Tensor) and "_zfunc_key" in x.__dict__
 
 
 def split(key: Key, n: int = 2) -> Tensor:
@@ -143,7 +158,7 @@ def fold_in(key: Key, data: int | Tensor) -> Tensor:
         data = int(data.item())
     elif not isinstance(data, int):
         raise PlacementError(f"fold_in takes an int or a 0-d integer tensor, not {data!r}.")
-    return torch.tensor(_signed(_mix(_mix(_word(key) ^ _FOLD) + _GOLDEN * data)))
+    return _marked(torch.tensor(_signed(_mix(_mix(_word(key) ^ _FOLD) + _GOLDEN * data))))
 
 
 # --- samplers ----------------------------------------------------------------------------------

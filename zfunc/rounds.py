@@ -25,19 +25,20 @@ def in_rounds(spec: Flat, device: torch.device) -> bool:
 
 
 class Rounds:
-    """The sum of a full flat over the ranks, in place.
+    """The sum of a full flat over the ranks.
 
     Args:
         group: the ranks.
         spec: how the flat is cut, which is also how the work is.
         full: the flat; belongs to this object until ``wait`` returns.
+        out: memory for the sum, that of ``full`` itself if it may be overwritten.
         label: names the collectives in errors and ledgers.
     """
 
-    def __init__(self, group: Group, spec: Flat, full: Tensor, label: str) -> None:
-        self._group, self._spec, self._full, self._label = group, spec, full, label
+    def __init__(self, group: Group, spec: Flat, full: Tensor, out: Tensor, label: str) -> None:
+        self._group, self._spec, self._full, self._label = group, spec, out, label
         low, high = spec.bounds(group.rank)
-        own = full[low:high]
+        own = out[low:high]
         self._first = group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label)
         self._second: Handle[Tensor] | None = None
 

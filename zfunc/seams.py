@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,10 +10,53 @@ from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.layout import Layout
+from zfunc.nodes import Tree
 from zfunc.pool import pool
 from zfunc.rounds import Rounds
 
-__all__ = ["Pending", "Ready", "UnitInfo", "Waiting", "gather"]
+__all__ = ["Collector", "Finish", "Gradients", "Pending", "Ready", "UnitInfo", "Waiting", "gather"]
+
+Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
+"""What becomes of a loss: what to differentiate, its seed, and a function that gives the mean."""
+
+
+class Collector(Protocol):
+    """Keeps gradients back on their way out; stands among the ``leave`` seams at ``position``.
+
+    Attributes:
+        holding: whether all of this pass's gradients are kept back.
+        waiting: which units, as ``(source, unit)``, have gradients kept back that are to
+            leave in this pass.
+    """
+
+    position: int
+    holding: bool
+
+    @property
+    def waiting(self) -> Mapping[tuple[int, int], Any]: ...
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending | None: ...
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One call of ``value_and_grad``, as the ``differentiate`` seam sees it.
+
+    Attributes:
+        loss_fn, has_aux, params, args, kwargs: what it was called with.
+        finish: how losses are averaged; over the ranks if None.
+        seed: 0-d; backward begins with it instead of 1.
+        collector: keeps gradients back; see there.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    params: Tree
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    finish: Finish | None = None
+    seed: Tensor | None = None
+    collector: Collector | None = None
 
 
 class Pending(Protocol):
@@ -65,7 +109,13 @@ class UnitInfo:
     index: int
     group: Group
     cut: bool
+    source: int = 0
     running: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which unit it is among all that take part in a pass."""
+        return self.source, self.index
 
     @property
     def kept(self) -> bool:

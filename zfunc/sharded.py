@@ -20,14 +20,15 @@ from zfunc.comm import Group
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout import Layout
 from zfunc.leaves import freeze
-from zfunc.nodes import NAMESPACE, Placed, Tree, carry, register, spent
+from zfunc.nodes import NAMESPACE, Tree, carry, register, spent
 from zfunc.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
+from zfunc.streaming import OfFlats
 from zfunc.tree import gone
 
 __all__ = ["Sharded"]
 
 
-class Sharded(Placed):
+class Sharded(OfFlats):
     """This rank's part of a tree.
 
     Attributes:

@@ -21,7 +21,7 @@ from torch import Tensor
 from .axes import Mesh
 from .errors import DesyncError
 from .transport import Call, Steps, Transport, mismatch, missized, silence, told
-from .world import World, entered, waiting
+from .world import World, entered, on_leave, waiting
 
 __all__ = ["simulate"]
 
@@ -279,6 +279,8 @@ def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
         try:
             with entered(SimulatedWorld(rank, fabric)), torch.set_grad_enabled(grad):
                 results[rank] = body()
+                for finish in on_leave:
+                    finish()
             fabric.leave(rank, "has returned")
         except BaseException as error:
             errors[rank] = error

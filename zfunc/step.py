@@ -9,7 +9,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``enter``              how does one unit of parameters get into the computation?
 ``layer``              what surrounds one layer's compute?
 ``leave``              how does one unit's gradient get out?
-``arrive``             what becomes of all of them together?
+``differentiate``      what surrounds a ``value_and_grad``? and ``evaluate``?
 ``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
 ====================  =========================================================
 
@@ -22,26 +22,27 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import optree
 from torch import Tensor
 
-from zfunc import context, random, tree, world
+from zfunc import context, tree, world
 from zfunc.axes import MESH
 from zfunc.comm import ledger
 from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
-from zfunc.leaves import is_placed
-from zfunc.nodes import carry
-from zfunc.seams import Pending, UnitInfo
+from zfunc.intake import copied, detached, first_placed, key_of
+from zfunc.passes import Pass
+from zfunc.seams import Gradients, Pending, UnitInfo
 from zfunc.traffic import Traffic
 
 __all__ = ["Step", "Transform", "as_step", "transform_of"]
+
+Differentiate = Callable[[Gradients], tuple[tuple[Tensor, Any], Any]]
 
 
 class Transform:
@@ -51,6 +52,8 @@ class Transform:
         position: where on the way of the data it acts; smaller is nearer to storage.
         enters, leaves: whether ``enter`` / ``leave`` do anything.
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
+        by_unit: whether layers must come as references even if nothing enters or leaves.
+        by_layer: whether it does well only if each layer is a unit of its own.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
         compresses: whether ``reduce`` or ``settle`` do anything in every call.
@@ -60,6 +63,8 @@ class Transform:
     enters: ClassVar[bool] = False
     leaves: ClassVar[bool] = False
     before_gather: ClassVar[bool] = False
+    by_unit: ClassVar[bool] = False
+    by_layer: ClassVar[bool] = False
     represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
@@ -68,11 +73,11 @@ class Transform:
     def name(self) -> str:
         return type(self).__name__.lower()
 
-    def among(self, transforms: tuple[Transform, ...]) -> Transform:
-        """This transform, told with which others it wraps the same step.
+    def beside(self, others: Sequence[Transform]) -> Transform:
+        """This transform, given the others that the step is wrapped in.
 
         Raises:
-            CompositionError: it means nothing beside one of them.
+            CompositionError: they make no sense together; says what to write instead.
         """
         return self
 
@@ -84,6 +89,15 @@ class Transform:
         """The inverse of ``place``."""
         return state
 
+    def parts(self, placed: Any) -> list[Any]:
+        """States like ``placed``, of the full state's structure, that hold all its tensors.
+
+        Where ``place`` keeps a leaf twice, or changes the structure: ``step.init`` writes
+        each leaf of the full state into its counterpart in every part. ``None`` in a part
+        stands for what the others hold.
+        """
+        return [placed]
+
     def check(self, state: Any) -> None:
         """Raise ``PlacementError`` if the state is not in this representation."""
 
@@ -93,6 +107,10 @@ class Transform:
     def open(self, state: Any) -> Any:
         """The state as the function is to see it: without what this transform carries in it."""
         return state
+
+    def foresee(self, plan: Sequence[tuple[int, int]], owner: Pass) -> Sequence[tuple[int, int]]:
+        """The order in which units are expected to enter the pass about to run."""
+        return plan
 
     def enter(self, value: Pending, unit: UnitInfo) -> Pending:
         """Let one unit's parameters in."""
@@ -106,9 +124,16 @@ class Transform:
         """Let one unit's gradients out."""
         return value
 
-    def arrive(self, grads: Any, params: Any) -> Any:
-        """The gradients of one ``value_and_grad(...)(params)``, before the function sees them."""
-        return grads
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        """Surround one ``value_and_grad``: ``call(asked)`` gives ``((loss, aux), grads)``.
+
+        The transform nearest to storage is the innermost.
+        """
+        return call
+
+    def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
+        """Surround one ``zf.evaluate``: ``call(fn, params, args, kwargs)`` runs it."""
+        return call
 
     def reduce(self, grads: Any) -> Any:
         """See :func:`zfunc.reduced`."""
@@ -170,7 +195,8 @@ class Step:
         """This step under one more transform.
 
         Raises:
-            CompositionError: it has a transform of that kind already.
+            CompositionError: it has a transform of that kind already, or one that makes no
+                sense beside this one.
         """
         for mine in self.transforms:
             if type(mine) is type(transform):
@@ -179,19 +205,20 @@ class Step:
                     f"once: give {mine.name} its final arguments in one place."
                 )
         ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
-        return replace(self, transforms=tuple(t.among(tuple(ordered)) for t in ordered))
+        met = [t.beside([other for other in ordered if other is not t]) for t in ordered]
+        return replace(self, transforms=tuple(met))
 
     # One call
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         self._check(state)
-        state = _detached(state)
+        state = detached(state)
         memo = self._memo()
         running = Context(
             transforms=self.transforms,
             memo=memo,
-            key=_key_of(state),
-            by_unit=any(t.enters or t.leaves for t in self.transforms),
+            key=key_of(state),
+            by_unit=any(t.enters or t.leaves or t.by_unit for t in self.transforms),
         )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:
@@ -223,7 +250,7 @@ class Step:
 
     def _check(self, state: Any) -> None:
         tree.check_alive(state)
-        if not any(t.represents for t in self.transforms) and _first_placed(state):
+        if not any(t.represents for t in self.transforms) and first_placed(state):
             raise PlacementError(
                 "this state was placed by another step: a bare step takes plain trees. Call the "
                 "step that placed it, or take the state back with its `unplace`."
@@ -244,12 +271,12 @@ class Step:
             PlacementError: the state is placed already, or has no params.
         """
         tree.check_alive(state)
-        if found := _first_placed(state):
+        if found := first_placed(state):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "
                 "from, or `step.unplace(state)`."
             )
-        return self._noted(self._placed(_detached(state)))
+        return self._noted(self._placed(detached(state)))
 
     def _noted(self, placed: Any) -> Any:
         memo = self._memo()
@@ -261,7 +288,7 @@ class Step:
     def _placed(self, state: Any) -> Any:
         for transform in reversed(self.transforms):
             state = transform.place(state)
-        return state if any(t.represents for t in self.transforms) else _copied(state)
+        return state if any(t.represents for t in self.transforms) else copied(state)
 
     def unplace(self, state: Any) -> Any:
         """The full state, bitwise what ``place`` was given; a collective."""
@@ -277,7 +304,14 @@ class Step:
             PlacementError: the initialiser does something that cannot be replayed leaf
                 by leaf (it reads values, say); the message names the operation.
         """
-        return self._noted(init(self._placed, make_state, args, kwargs))
+        return self._noted(init(self._placed, self._parts, make_state, args, kwargs))
+
+    def _parts(self, placed: Any) -> list[Any]:
+        """The parts of a placed state, from storage outwards."""
+        found = [placed]
+        for transform in self.transforms:
+            found = [part for state in found for part in transform.parts(state)]
+        return found
 
     def describe(self) -> Description:
         """What this step does and costs, as text (and as attributes of the text).
@@ -322,56 +356,11 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
         return as_step(step).wrap(made)
 
     signature = inspect.signature(make)
-    first = inspect.Parameter("step", inspect.Parameter.POSITIONAL_ONLY, default=None)
+    rest = list(signature.parameters.values())
+    needed = any(parameter.default is parameter.empty for parameter in rest)
+    default = inspect.Parameter.empty if needed else None  # the one would forbid the other
+    first = inspect.Parameter("step", inspect.Parameter.POSITIONAL_ONLY, default=default)
     wrap.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[first, *signature.parameters.values()]
+        parameters=[first, *rest]
     )
     return wrap
-
-
-def _first_placed(state: Any) -> str | None:
-    """The path of a placed node, or of a plain leaf of a placed state, if there is one."""
-    keys, nodes, _ = optree.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, tree.Placed), namespace=tree.NAMESPACE
-    )
-    for key, node in zip(keys, nodes, strict=True):
-        if isinstance(node, tree.Placed) or is_placed(node):
-            return tree.dotted(*key) or "the state"
-    return None
-
-
-def _copied(state: Any) -> Any:
-    return optree.tree_map(
-        lambda x: x.clone() if isinstance(x, Tensor) else x, state, namespace=tree.NAMESPACE
-    )
-
-
-def _detached(state: Any) -> Any:
-    """The state without leaves that autograd tracks (modules' Parameters, say).
-
-    A step decides itself what to track; otherwise every state would drag along the
-    graph of all steps before it.
-    """
-    if not any(_is_tracked(x) for x in tree.leaves(state)):
-        return state
-    return optree.tree_map(
-        lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
-        state,
-        namespace=tree.NAMESPACE,
-    )
-
-
-def _is_tracked(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad and x.is_leaf
-
-
-def _entry(state: Any, name: str) -> Any:
-    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
-
-
-def _key_of(state: Any) -> Tensor | None:
-    """The key of this step's randomness: that of the state and its step count."""
-    key, step = _entry(state, "key"), _entry(state, "step")
-    if key is None:
-        return None
-    return random.fold_in(key, step) if isinstance(step, Tensor | int) else random.as_key(key)

@@ -63,14 +63,21 @@ def _gather(traffic: Traffic, purpose: str, layout: Layout, flat: int, rank: int
         traffic.add(purpose, (high - low) * spec.dtype.itemsize * (layout.world - 1))
 
 
-def reduced(traffic: Traffic, layout: Layout, cut: bool, units: Sequence[int], rank: int) -> None:
-    """Reductions of the gradients of the units that were used."""
+def reduced(
+    traffic: Traffic,
+    layout: Layout,
+    cut: bool,
+    units: Sequence[int],
+    rank: int,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Reductions of the gradients of the units that were used; in ``dtype``, or their own."""
     for unit in set(units):
         for i in layout.units[unit].flats:
             spec = layout.flats[i]
             if not spec.trainable:
                 continue
-            size = spec.dtype.itemsize
+            size = (dtype or spec.dtype).itemsize
             if cut and not spec.whole:
                 low, high = spec.bounds(rank)
                 traffic.add("reduce gradients", (spec.length - (high - low)) * size)

@@ -9,7 +9,10 @@ rank or many.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,8 @@ class Run:
     context: int = 128
     lr: float = 3e-3
     seed: int = 0
-    save_every: int = 0
+    save_every: int = 100
+    keep: int = 2
     resume: bool = False
     stage: int = 3
     offload: str | None = None
@@ -54,6 +58,11 @@ class Run:
     remat: bool = False
     accumulate: int = 1
     sample: int = 300
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.out / "checkpoints"
 
 
 def make_step(run: Run, tx: Any) -> Callable[..., Any]:
@@ -82,9 +91,10 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
         freeze = -(-run.steps * 17 // 100) if run.compress == "onebit" else 0
         step = zf.compress_grads(step, method=run.compress, freeze_step=freeze)
     if run.drop is not None:
-        step = zf.drop_layers(step, theta=run.drop)
-    if run.precision:
-        step = zf.precision(step, compute=DTYPES[run.precision])
+        step = zf.drop_layers(step, theta=run.drop, gamma=100 / run.steps)
+    if run.precision in ("bf16", "fp16"):
+        scale = "dynamic" if run.precision == "fp16" else None
+        step = zf.precision(step, compute=DTYPES[run.precision], loss_scale=scale)
     if run.remat:
         step = zf.remat(step)
     if run.accumulate > 1:
@@ -131,7 +141,7 @@ def train_rank(run: Run) -> dict[str, Any]:
     step = transformed(make_step(run, tx), run)
     state = _begin(run, step, tx, device)
     _announce(console, run, corpus, state)
-    with _record(run, state) as record, _live(run, state, console) as live:
+    with _record(run, state) as record, _live(run, state, console) as live, _sigterm() as asked:
         for n in range(int(state.step), run.steps):
             batch = batch_at(n, corpus.train, run.batch, run.context, run.seed)
             state, metrics = step(state, zf.local_batch(batch).to(device))
@@ -141,18 +151,40 @@ def train_rank(run: Run) -> dict[str, Any]:
             speed = live.step(n + 1, loss, val=val_loss)
             more = {"grad_norm": float(metrics["grad_norm"]), "tokens_per_second": round(speed, 1)}
             row = record.write(n + 1, loss, val_loss=val_loss, **more)
-            if run.save_every and (n + 1) % run.save_every == 0:
-                zf.save(run.out / "checkpoints", state, step=n + 1)
+            stopping = _on_any_rank(asked)
+            if run.save_every and ((n + 1) % run.save_every == 0 or n + 1 == run.steps or stopping):
+                zf.save(run.checkpoints, state, step=n + 1, block=stopping, keep=run.keep)
+            if stopping:
+                console.print(f"asked to stop after step {n + 1}")
+                return row
     _conclude(console, run, step, state, corpus, row)
     return row
+
+
+@contextmanager
+def _sigterm() -> Iterator[threading.Event]:
+    """Set once the system asks this process to end; it then does so after the running step."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # of a simulated rank
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _on_any_rank(asked: threading.Event) -> bool:
+    return bool(zf.psum(torch.tensor(int(asked.is_set())), "data"))
 
 
 def _begin(run: Run, step: Any, tx: Any, device: torch.device) -> Any:
     params = gpt.init(run.model, zf.random.key(run.seed))
     params = zf.tree.map(lambda x: x.to(device), params)
     state = step.place(zf.TrainState.create(params, tx, key=run.seed))
-    if run.resume and (run.out / "checkpoints").exists():
-        state = zf.restore(run.out / "checkpoints", like=state)
+    if run.resume and run.checkpoints.exists() and zf.checkpoints(run.checkpoints, thorough=False):
+        state = zf.restore(run.checkpoints, like=state)
     return state
 
 

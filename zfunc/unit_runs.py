@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zfunc.context import RECOMPUTED
 from zfunc.errors import PlacementError
 from zfunc.pool import pool
 from zfunc.seams import Pending, Ready, UnitInfo
@@ -30,7 +31,9 @@ class UnitRun:
     def __init__(self, owner: Pass, source: Source, index: int, stored: list[Tensor]) -> None:
         self.owner = owner
         self.source = source
-        self.info = UnitInfo(source.layout, index, source.group, source.cut, owner.running)
+        self.info = UnitInfo(
+            source.layout, index, source.group, source.cut, source.index, owner.running
+        )
         self.stored = stored
         self.values: list[Tensor] | None = None
         self.pending: Pending | None = None
@@ -48,7 +51,7 @@ class UnitRun:
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.source.index, self.info.index
+        return self.info.key
 
     def start(self) -> None:
         """Begin to enter, unless it is under way or done."""
@@ -85,8 +88,10 @@ class UnitRun:
         tracked = any(self.live) and torch.is_grad_enabled()
         if self.entered is None or (tracked and not self.tracked):
             self._check_eager()
-            self.tracked = tracked
             views = self._views(self.acquire())
+            if tracked and RECOMPUTED.get() == "again":
+                return self._stand_ins(views)
+            self.tracked = tracked
             if tracked:
                 self.open += 1
                 outs = iter(
@@ -99,6 +104,13 @@ class UnitRun:
                 views = [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
             self.entered = {slot.index: v for slot, v in zip(self.slots, views, strict=True)}
         return self.entered
+
+    def _stand_ins(self, views: list[Tensor]) -> dict[int, Tensor]:
+        """Leaves for a second forward pass, whose graph goes nowhere: the first one's has the
+        gradients."""
+        pairs = zip(views, self.live, strict=True)
+        leaves = [v.detach().requires_grad_() if on else v for v, on in pairs]
+        return {slot.index: v for slot, v in zip(self.slots, leaves, strict=True)}
 
     def _check_eager(self) -> None:
         if torch._C._functorch.maybe_current_level() is not None:
@@ -147,10 +159,12 @@ class UnitRun:
 
     def send(self) -> None:
         """Hand the unit's full gradient to the ``leave`` seams."""
-        if self.partial is None:
-            return
         layout = self.source.layout
         trainable = [slot.index for slot, on in zip(self.slots, self.live, strict=True) if on]
+        if self.partial is None:
+            if self.key not in self.owner.waiting:
+                return
+            self.partial = [None] * len(trainable)
         grads = dict(zip(trainable, self.partial, strict=True))
         self.partial = None
         flats = []
@@ -161,7 +175,8 @@ class UnitRun:
         value: Pending = Ready(flats)
         del flats
         for seam in self.owner.leaving():
-            value = seam(value, self.info)
+            if (value := seam(value, self.info)) is None:
+                return  # kept back
         self.owner.sent(self, value)
 
 

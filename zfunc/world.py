@@ -26,6 +26,10 @@ on_wait: list[Callable[[], AbstractContextManager[Any]]] = []
 """Entered around every blocking wait of a simulated rank. Whoever holds a lock that all ranks
 of one process share registers a context manager here that gives it up meanwhile."""
 
+on_leave: list[Callable[[], None]] = []
+"""Called by each simulated or launched rank once its function has returned: what is still under
+way, such as a checkpoint being written, is completed while the world is there."""
+
 
 def default_timeout() -> float:
     """Seconds a collective waits for a silent peer: ``ZFUNC_TIMEOUT``, else 600.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -192,16 +193,16 @@ PLAIN = """
 
 FAULTS = {
     # how rank 1 fails, the timeout, and what the others say
-    "dies": ("os._exit(3)", 60.0, "DesyncError: reduce_scatter('layers.0'): rank 1 is gone"),
+    "dies": ("os._exit(3)", 60.0, r"DesyncError: reduce_scatter\('layers.\d'\): rank 1 is gone"),
     "sleeps": (
         "time.sleep(600)",
         2.0,
-        "DesyncError: reduce_scatter('layers.0'): rank 1 did not take part within 2 s",
+        r"DesyncError: reduce_scatter\('layers.0'\): rank 1 did not take part within 2 s",
     ),
     "parts": (
         "ranks.all_gather(x, x[1_500_000:], label='root').wait()",
         60.0,
-        "but rank 1 is in all_gather('root')",
+        r"but rank 1 is in all_gather\('root'\)",
     ),
     "raises": ("raise KeyError('mine')", 60.0, "rank 1 is gone"),
 }
@@ -238,7 +239,7 @@ def test_a_plain_process_says_what_happened_and_exits_promptly(name: str) -> Non
         _, complaint = ranks[0].communicate(timeout=50)
         took = time.monotonic() - start
         assert ranks[0].returncode == 1
-        assert expected in complaint
+        assert re.search(expected, complaint), complaint  # whichever collective met it first
         # Loaded machines are slow, but nothing here may have waited for the long timeout.
         assert took < 25
         if name in ("dies", "parts", "raises"):

@@ -151,3 +151,24 @@ def test_dropout_is_a_function_of_the_key_and_the_world(name: str) -> None:
     alone, _ = train(step_of(model), full, 2)
     one, _ = train(zf.shard(step_of(model), stage=3), full, 2)
     assert alone == one  # bitwise, on one rank
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_dropped_layers(name: str) -> None:
+    model = build(name, torch.float64)
+    full = zf.TrainState.create(model.params, TX)
+    dropping = zf.drop_layers(step_of(model), theta=0.2, gamma=0.5)
+    losses, end = train(dropping, full, 5)
+    everything, _ = train(step_of(model), full, 5)
+    assert losses[0] == everything[0] and losses[1:] != everything[1:]
+    step = zf.shard(dropping, stage=3)
+    for theirs, state in zf.simulate(2)(train)(step, full, 5, 2):
+        assert max(abs(a - b) for a, b in zip(theirs, losses, strict=True)) < 1e-9
+        assert gap(state.params, end.params) < 1e-9
+
+
+def test_blocks_that_hand_on_a_bias_are_not_dropped_by_guessing() -> None:
+    model = build("t5", torch.float64)
+    full = zf.TrainState.create(model.params, TX).replace(step=torch.tensor(50))
+    with pytest.raises(zf.CompositionError, match=r"encoder\.block.*skip="):
+        zf.drop_layers(step_of(model), theta=0.2, gamma=0.5)(full, tokens(0))

@@ -49,7 +49,7 @@ def test_no_words_are_the_default_run() -> None:
 def test_every_flag_reaches_the_run() -> None:
     words = (
         "--ranks 4 --steps 7 --batch 8 --context 32 --seed 3 --data f.txt --out o --save-every 2 "
-        "--resume --sample 5 --width 32 --depth 3 --heads 4 --tied --lr 0.1 --stage 1 "
+        "--keep 4 --resume --sample 5 --width 32 --depth 3 --heads 4 --tied --lr 0.1 --stage 1 "
         "--offload disk --compress onebit --drop 0.5 --precision bf16 --remat --accumulate 2"
     )
     assert cli.run_of(parsed(*words.split())) == Run(
@@ -63,6 +63,7 @@ def test_every_flag_reaches_the_run() -> None:
         lr=0.1,
         seed=3,
         save_every=2,
+        keep=4,
         resume=True,
         stage=1,
         offload="disk",
@@ -117,10 +118,11 @@ def test_what_this_version_lacks_is_said_and_not_faked(
     monkeypatch.setattr(training, "zf", lacking)
     monkeypatch.setattr(cli, "zf", lacking)
     with pytest.raises(SystemExit) as exit:
-        cli.main(["train", "--offload", "cpu", "--save-every", "5"])
+        cli.main(["train", "--offload", "cpu", "--precision", "bf16"])
     assert exit.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "zfunc 0.0 has no offload and no save yet; its transforms are: shard, donate" in said
+    assert "zfunc 0.0 has no offload and no precision and no save yet; its transforms" in said
+    assert "are: shard, donate" in said
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,141 @@
+"""A process that forks savers, kills each at some instant, and looks at what they leave.
+
+Run by ``test_kill_save.py`` in a fresh interpreter: forking is safe only where no thread
+has run yet. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # torch.set_num_threads would start a pool before the fork
+os.environ["MKL_NUM_THREADS"] = "1"
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zfunc as zf
+
+# Whatever changes files, and what makes it durable.
+CALLS = ("open", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "write")
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((9000,), float(step)), "note": f"step {step}", "step": step}
+
+
+def consistent(root: Path, least: int, most: int) -> int:
+    """The step that is restored: one of those that were saved, whole, and not too old."""
+    got = zf.restore(root, state(0))
+    n = int(got["step"])
+    assert least <= n <= most, (least, n, most)
+    assert torch.equal(got["w"], state(n)["w"])
+    assert got["note"] == f"step {n}"
+    return n
+
+
+def saved(root: Path, step: int, block: bool, ranks: int) -> None:
+    def body() -> None:
+        zf.restore(root, state(0))
+        zf.save(root, state(step), block=block, keep=2)
+
+    zf.simulate(ranks)(body)()
+
+
+def forked(child: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        except BaseException as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def kill_at(n: int) -> None:
+    """From here on this process kills itself before the n-th call that touches files."""
+    count = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def before(*args: Any, **how: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **how)
+
+        return before
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def at_every_call(root: Path, block: bool, ranks: int, again: bool = False) -> dict[str, int]:
+    """Save, killed before the first call, the second, ... until a save gets through.
+
+    With ``again`` it is always the same step, the only one that there is.
+    """
+    zf_step, kills = 1, 0
+    assert os.waitpid(forked(lambda: first(root)), 0)[1] == 0
+    while True:
+        this = zf_step + (not again)
+
+        def child(this: int = this, kills: int = kills) -> None:
+            kill_at(kills + 1)
+            saved(root, this, block, ranks)
+
+        status = os.waitpid(forked(child), 0)[1]
+        zf_step = consistent(root, zf_step, this)
+        if not os.WIFSIGNALED(status):
+            assert status == 0 and zf_step == this
+            return {"kills": kills, "step": zf_step}
+        kills += 1
+
+
+def first(root: Path) -> None:
+    zf.save(root, state(1))
+
+
+def at_random(root: Path, seconds: float, rng: random.Random) -> dict[str, int]:
+    """Savers that save as fast as they can, each killed after a random time."""
+    assert os.waitpid(forked(lambda: first(root)), 0)[1] == 0
+    step, kills, end = 1, 0, time.monotonic() + seconds
+
+    def child() -> None:
+        start = int(zf.restore(root, state(0))["step"])
+        for n in range(start + 1, start + 10_000):
+            saved(root, n, block=n % 3 > 0, ranks=1 + n % 2)
+
+    while time.monotonic() < end:
+        pid = forked(child)
+        time.sleep(rng.uniform(0.0, 0.15))
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        assert os.WIFSIGNALED(status), f"a saver failed: {status}"
+        kills += 1
+        step = consistent(root, step, step + 10_000)
+    return {"kills": kills, "step": step}
+
+
+def main() -> None:
+    root, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "random":
+        found = at_random(root, float(sys.argv[3]), random.Random(int(sys.argv[4])))
+    else:
+        found = at_every_call(root, what != "background", int(sys.argv[3]), what == "again")
+    left = sorted(p.name for p in root.iterdir())
+    print(json.dumps({**found, "left": left}))
+
+
+if __name__ == "__main__":
+    main()

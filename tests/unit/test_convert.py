@@ -1,0 +1,120 @@
+"""``zfunc convert``: each kind of checkpoint into each other, without loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import zfunc as zf
+from tests.laws.cases import ADAMW, assert_same, numbers
+from tests.laws.models import CASES
+from zfunc import cli, conversion, tree
+
+# dcp's own remark that it runs in one process, where this file calls it itself
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+F64 = torch.float64
+CASE = CASES["mixed dtypes"]
+
+
+def full() -> Any:
+    state = CASE.state(ADAMW, F64)
+    return state.replace(step=torch.tensor(17), aux={"note": "ü", "n": 3, "gap": None})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    def write() -> None:
+        zf.save(tmp_path / "zfunc", zf.shard(CASE.step(ADAMW), stage=3).place(full()))
+
+    zf.simulate(3)(write)()
+    return tmp_path / "zfunc"
+
+
+def run(*words: Any) -> int:
+    return cli.main(["convert", *map(str, words)])
+
+
+def test_to_safetensors_and_back(saved: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(saved, tmp_path / "hf") == 0
+    assert "zfunc -> safetensors: 8 tensors" in capsys.readouterr().out
+    params = tree.flatten_names(full().params)
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), params)
+    assert run(tmp_path / "hf", tmp_path / "again") == 0
+    like = {"params": tree.map(torch.zeros_like, full().params)}
+    assert_same(zf.restore(tmp_path / "again", like), {"params": full().params})
+
+
+def test_to_dcp_and_back(saved: Path, tmp_path: Path) -> None:
+    """The whole state, numbers and strings included; torch itself reads what was written."""
+    assert run(saved, tmp_path / "dcp", "--to", "dcp") == 0
+    w = torch.zeros(6, 6, dtype=F64)
+    dcp.load({"params.wide": w}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(w, full().params["wide"])
+    assert run(tmp_path / "dcp", tmp_path / "again", "--to", "zfunc") == 0
+    like = tree.map(lambda x: torch.zeros_like(x) if torch.is_tensor(x) else x, full())
+    assert_same(zf.restore(tmp_path / "again", like, step=17), full())
+    assert run(tmp_path / "dcp", tmp_path / "hf") == 0
+    assert_same(load_file(tmp_path / "hf/model.safetensors"), tree.flatten_names(full().params))
+
+
+def test_from_dcp_as_others_write_it(tmp_path: Path) -> None:
+    state = {"params.w": numbers((5, 4), 1), "opt_state.m": numbers((5, 4), 2), "epoch": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert run(tmp_path / "dcp", tmp_path / "z", "--to", "zfunc") == 0
+    like = {
+        "params": {"w": torch.zeros(5, 4, dtype=F64)},
+        "opt_state": {"m": torch.zeros(5, 4, dtype=F64)},
+        "epoch": 0,
+    }
+    got = zf.restore(tmp_path / "z", like)
+    assert_same(got["params"]["w"], state["params.w"])
+    assert_same(got["opt_state"]["m"], state["opt_state.m"])
+    assert got["epoch"] == 3
+
+
+def test_from_deepspeeds_universal_form(tmp_path: Path) -> None:
+    """Tensors alone or in a dict beside what tells how to cut them."""
+    parts = {"fp32": 1, "exp_avg": 2, "exp_avg_sq": 3}
+    for name in ("block.0.w", "head"):
+        folder = tmp_path / "ds" / "zero" / name
+        folder.mkdir(parents=True)
+        for kind, seed in parts.items():
+            x = numbers((3, 2), seed + len(name), torch.float32)
+            torch.save({"param": x, "cat_dim": 0} if name == "head" else x, folder / f"{kind}.pt")
+    assert run(tmp_path / "ds", tmp_path / "z", "--to", "zfunc") == 0
+
+    def one() -> Any:
+        return {"block": [{"w": torch.zeros(3, 2)}], "head": torch.zeros(3, 2)}
+
+    got = zf.restore(tmp_path / "z", {"params": one(), "exp_avg": one(), "exp_avg_sq": one()})
+    assert_same(got["exp_avg"]["block"][0]["w"], numbers((3, 2), 2 + 9, torch.float32))
+    assert_same(got["params"]["head"], numbers((3, 2), 1 + 4, torch.float32))
+    assert run(tmp_path / "ds", tmp_path / "hf") == 0
+    assert load_file(tmp_path / "hf/model.safetensors").keys() == {"block.0.w", "head"}
+
+
+def test_the_newest_good_one_is_converted(tmp_path: Path) -> None:
+    for n in (1, 2):
+        zf.save(tmp_path / "z", {"params": {"w": torch.full((2,), float(n))}}, step=n)
+    (tmp_path / "z" / "step-00000002" / "manifest.json").write_text("")
+    assert run(tmp_path / "z", tmp_path / "hf") == 0
+    assert load_file(tmp_path / "hf/model.safetensors")["w"].tolist() == [1.0, 1.0]
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / ".metadata").write_bytes(b"no pickle")
+    assert run(tmp_path, tmp_path / "x") == 1
+    assert "CheckpointError" in capsys.readouterr().err
+    assert run(tmp_path / "nothing", tmp_path / "x") == 1
+    assert "is no checkpoint that zfunc can read" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "ds/zero/w").mkdir(parents=True)
+    torch.save([1], tmp_path / "ds/zero/w/fp32.pt")
+    assert run(tmp_path / "ds", tmp_path / "x") == 1
+    assert "holds a list, expected a tensor" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match="expected one of zfunc, safetensors, dcp"):
+        conversion.convert(tmp_path / "ds", tmp_path / "x", to="pickle")

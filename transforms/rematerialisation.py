@@ -1,0 +1,138 @@
+"""``remat``: a layer's activations are not kept but computed again in backward.
+
+Law: ``remat(f)(s, b) == f(s, b)``, bitwise: the second forward pass of a layer has the
+inputs, the parameters and the random keys of the first.
+
+The recomputation surrounds the layer from outside, before its parameters enter: they
+enter again in backward, which at stage 3 they do anyway, and neither they nor what
+they were cast from are kept in between.
+
+Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
+https://arxiv.org/abs/1604.06174; torch's non-reentrant checkpoint does the work.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from zfunc import context
+from zfunc.context import RECOMPUTED, LayerInfo
+from zfunc.step import Transform, transform_of
+
+__all__ = ["Remat", "remat"]
+
+Policy = str | int | Callable[[LayerInfo], bool]
+
+
+@dataclass(frozen=True)
+class Remat(Transform):
+    """See :func:`remat`."""
+
+    policy: Policy = "layer"
+
+    position: ClassVar[int] = 260  # outside of what computes in a layer
+    name: ClassVar[str] = "remat"
+
+    def __post_init__(self) -> None:
+        ok = (
+            self.policy >= 1
+            if isinstance(self.policy, int) and not isinstance(self.policy, bool)
+            else self.policy == "layer" or callable(self.policy)
+        )
+        if not ok:
+            raise ValueError(
+                f'remat(policy={self.policy!r}): expected "layer" (every layer), a number n (every '
+                "n-th), or a function of LayerInfo(index, name) that says which."
+            )
+
+    def __repr__(self) -> str:
+        return "remat" if self.policy == "layer" else f"remat(policy={self.policy!r})"
+
+    def chooses(self, info: LayerInfo) -> bool:
+        """Whether this layer is computed again."""
+        if isinstance(self.policy, int):
+            return info.index % self.policy == 0
+        return bool(self.policy(info)) if callable(self.policy) else True
+
+    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
+        if not self.chooses(info):
+            return call
+
+        def run(*xs: Any, **kw: Any) -> Any:
+            # Inside torch.func nothing can be left out; inside a recomputed layer all is already.
+            traced = torch._C._functorch.maybe_current_level() is not None
+            if traced or RECOMPUTED.get() or not torch.is_grad_enabled():
+                return call(*xs, **kw)
+            body = _Twice(call)
+            keyless = body.running.layer_key is None
+            return checkpoint(body, kw, *xs, use_reentrant=False, preserve_rng_state=keyless)
+
+        return run
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        if self.policy in ("layer", 1):
+            which = "each layer is"
+        else:
+            which = f"one layer in {self.policy} is" if isinstance(self.policy, int) else "some are"
+        return [f"remat: {which} computed again in backward; what lies between is not kept"]
+
+
+class _Twice:
+    """One call of a layer, to be run in forward and again in backward.
+
+    The second run may be on one of autograd's own threads (on a GPU) and after other
+    layers: it gets the context of the first, and its numbering of the layers inside.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        running = context.current()
+        assert running is not None
+        self.call, self.running = call, running
+        self.first = True
+        self.layer_calls = running.layer_calls
+        self.snapshot = contextvars.copy_context()
+
+    def __call__(self, kw: dict[str, Any], *xs: Any) -> Any:
+        if self.first:
+            self.first = False
+            return self._marked("first", kw, xs)
+        return self.snapshot.copy().run(self._again, kw, xs)
+
+    def _again(self, kw: dict[str, Any], xs: tuple[Any, ...]) -> Any:
+        after, self.running.layer_calls = self.running.layer_calls, self.layer_calls
+        try:
+            return self._marked("again", kw, xs)
+        finally:
+            self.running.layer_calls = after
+
+    def _marked(self, which: str, kw: dict[str, Any], xs: tuple[Any, ...]) -> Any:
+        token = RECOMPUTED.set(which)
+        try:
+            return self.call(*xs, **kw)
+        finally:
+            RECOMPUTED.reset(token)
+
+
+@transform_of
+def remat(policy: Policy = "layer") -> Remat:
+    """Trade compute for memory: run layers a second time instead of keeping activations.
+
+    Call it as ``remat(step)``, ``remat(step, policy=2)`` or as the decorator ``@remat()``.
+    It acts on what goes through ``zf.layer``: the layers of ``zf.scan`` and of
+    functionalized modules. Layers inside a recomputed layer are part of it.
+
+    Args:
+        policy: ``"layer"`` for every layer; a number n for every n-th call, the first
+            included; or a function of ``LayerInfo(index, name)``.
+
+    Raises:
+        ValueError: another policy.
+        CompositionError: the step has a remat already.
+    """
+    return Remat(policy)

@@ -1,0 +1,63 @@
+"""What a step does with a state before it looks into it: is it placed, tracked, keyed?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from zfunc import random, tree
+from zfunc.leaves import is_placed
+from zfunc.nodes import carry
+
+__all__ = ["copied", "detached", "first_placed", "key_of"]
+
+
+def first_placed(state: Any) -> str | None:
+    """The path of a placed node, or of a plain leaf of a placed state, if there is one."""
+    keys, nodes, _ = optree.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, tree.Placed), namespace=tree.NAMESPACE
+    )
+    for key, node in zip(keys, nodes, strict=True):
+        if isinstance(node, tree.Placed) or is_placed(node):
+            return tree.dotted(*key) or "the state"
+    return None
+
+
+def copied(state: Any) -> Any:
+    """The state in memory of its own."""
+    return optree.tree_map(
+        lambda x: x.clone() if isinstance(x, Tensor) else x, state, namespace=tree.NAMESPACE
+    )
+
+
+def detached(state: Any) -> Any:
+    """The state without leaves that autograd tracks (modules' Parameters, say).
+
+    A step decides itself what to track; otherwise every state would drag along the
+    graph of all steps before it.
+    """
+    if not any(_is_tracked(x) for x in tree.leaves(state)):
+        return state
+    return optree.tree_map(
+        lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
+        state,
+        namespace=tree.NAMESPACE,
+    )
+
+
+def _is_tracked(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.is_leaf
+
+
+def _entry(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+
+
+def key_of(state: Any) -> Tensor | None:
+    """The key of this step's randomness: that of the state and its step count."""
+    key, step = _entry(state, "key"), _entry(state, "step")
+    if key is None:
+        return None
+    return random.fold_in(key, step) if isinstance(step, Tensor | int) else random.as_key(key)
