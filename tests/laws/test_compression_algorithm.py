@@ -150,6 +150,44 @@ def test_second_moments_stay_what_they_were_after_correction(stage: int) -> None
     assert not torch.equal(seen[1]["head"]["w"], seen[2]["head"]["w"])
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_trust_ratios_stay_at_their_running_means(stage: int) -> None:
+    """1-bit LAMB: each leaf keeps its mean over the warm-up, the latest weighing most."""
+    tx, freeze = optim.lamb(0.02), 3
+
+    def body() -> list[Any]:
+        step, seen = wrapped(STACK, tx, stage, freeze), []
+        state = step.place(STACK.state(tx, F64))
+        for i in range(6):
+            old = zf.full(state.params)
+            state, _ = step(state, zf.local_batch(STACK.batch(i, F64)))
+            seen.append((old, zf.full(state)))
+        return seen
+
+    seen = zf.simulate(2)(body)()[0]
+    means = []
+    for t, (old, after) in enumerate(seen, start=1):
+        m, v = tree.leaves(after.opt_state.mu), tree.leaves(after.opt_state.nu)
+        ratios, steps = [], []
+        for p, m_, v_ in zip(tree.leaves(old), m, v, strict=True):
+            u = torch.where(v_ > 0, m_ / (1 - 0.9**t) / ((v_ / (1 - 0.999**t)).sqrt() + 1e-6), 0.0)
+            both = p.norm() * u.norm() > 0
+            ratios.append(p.norm() / u.norm() if both else torch.ones((), dtype=F64))
+            steps.append(u)
+        if t <= freeze:
+            means.append(torch.stack(ratios))
+            weights = torch.tensor([0.9 ** (t - 1 - k) for k in range(t)], dtype=F64)
+            mean = (torch.stack(means) * weights[:, None]).sum(0) / weights.sum()
+            used = torch.stack(ratios)
+        else:
+            used = mean
+        torch.testing.assert_close(after.opt_state.ratio[0].double(), mean, rtol=1e-6, atol=0)
+        for p, q, r, u in zip(
+            tree.leaves(old), tree.leaves(after.params), used, steps, strict=True
+        ):
+            torch.testing.assert_close(q, p - 0.02 * r * u, rtol=1e-6, atol=1e-7)
+
+
 def test_a_parameter_that_never_had_a_gradient_stays() -> None:
     """Its second moment is zero, and one bit would push it about without end."""
     rows = torch.tensor([0, 2, 3])  # of the table's five
