@@ -6,7 +6,7 @@ opt_state)``, ``apply_updates(params, updates) -> params``.
 
 from __future__ import annotations
 
-from zfunc.optim.adaptive import AdamState, adam, adamw, lamb
+from zfunc.optim.adaptive import AdamState, LambState, adam, adamw, lamb
 from zfunc.optim.averaging import EmaState, ema
 from zfunc.optim.base import EmptyState, GradientTransformation, check_elementwise, identity
 from zfunc.optim.clipping import clip_by_global_norm
@@ -32,6 +32,7 @@ __all__ = [
     "EmaState",
     "EmptyState",
     "GradientTransformation",
+    "LambState",
     "LionState",
     "MaskedState",
     "Moved",

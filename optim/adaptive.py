@@ -6,18 +6,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from zfunc import primitives, tree
+from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim import fused, moments
-from zfunc.optim.base import GradientTransformation
+from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
 from zfunc.optim.moments import wide
 from zfunc.optim.schedules import Rate, at, plain, started, symbolic
 from zfunc.optim.updates import Moved
 
-__all__ = ["AdamState", "adam", "adamw", "lamb"]
+__all__ = ["AdamState", "LambState", "adam", "adamw", "lamb"]
+
+COEFF = 0.9  # how much of its past a mean of trust ratios keeps in a step
 
 Tree = Any
 Number = float | Tensor
@@ -29,6 +33,15 @@ class AdamState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # optax's name; `tuple.count` is not missed
     mu: Tree
     nu: Tree
+
+
+class LambState(NamedTuple):
+    """As :class:`AdamState`, and ``ratio``, ``[1, leaves]``: running means of trust ratios."""
+
+    count: Tensor  # type: ignore[assignment]  # optax's name; `tuple.count` is not missed
+    mu: Tree
+    nu: Tree
+    ratio: Tensor
 
 
 def adam(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
@@ -96,7 +109,7 @@ def _adam(
     def additive(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         needs_params("adamw", weight_decay, params)
         count = state.count + 1
-        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2)
+        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2, count)
         f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
         step = add_decay(rates, tree.map(f, mu, nu), params)
         rate = at(lr, state.count)
@@ -112,6 +125,7 @@ def _adam(
         if done is None:
             return additive(grads, state, params)
         new, mu, nu = done
+        nu = primitives.settled(None, nu, b2)
         f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count)
         moved = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
         return moved, AdamState(count, mu, nu)
@@ -129,11 +143,16 @@ def _can_fuse(rate: Number, weight_decay: float) -> bool:
 
 
 def _direction(m: Tensor, v: Tensor, *, b1: float, b2: float, eps: float, count: Tensor) -> Tensor:
-    """``m̂ / (sqrt(v̂) + eps)``, in float32 at least."""
+    """``m̂ / (sqrt(v̂) + eps)``, in float32 at least.
+
+    Once second moments are frozen, an element that never had a gradient has no direction,
+    even where its mean is not quite zero: one bit cannot encode a zero.
+    """
     number = plain(count)
     m_hat = wide(m) / (1 - b1**number)
     v_hat = wide(v) / (1 - b2**number)
-    return m_hat / (v_hat.sqrt() + eps)
+    step = m_hat / (v_hat.sqrt() + eps)
+    return torch.where(v > 0, step, 0.0) if primitives.frozen() else step
 
 
 def _retrace(
@@ -157,7 +176,9 @@ def lamb(
 
     The trust ratio ``r = |p| / |u|`` is taken over each full leaf (on placed trees
     two small collectives), and is 1 where either norm is 0. The means are bias
-    corrected, as in ``optax.lamb``; the ratio is not bounded.
+    corrected, as in ``optax.lamb``; the ratio is not bounded. Under ``compress_grads``
+    each leaf's ratio is frozen, with the second moments, at its mean over recent steps
+    (Li et al., 1-bit LAMB, 2021).
 
     Args:
         lr, b1, b2, eps, weight_decay, mask: see :func:`adamw`.
@@ -176,17 +197,37 @@ def lamb(
     """
     rates = decay_rates(weight_decay, mask)
 
-    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+    def init(params: Tree) -> LambState:
+        leaves = sum(len(x.names()) if isinstance(x, Placed) else 1 for _, x in nodes(params))
+        return LambState(*_init(params), torch.zeros(1, leaves))
+
+    def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
         needs_params("lamb", True, params)
         rate, count = at(lr, state.count), state.count + 1
-        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2)
+        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2, count)
         f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
         step = add_decay(rates, tree.map(f, mu, nu), params)
         ratios = tree.map(_trust, tree.leaf_norms(step), tree.leaf_norms(params))
+        ratios, mean = _steady(ratios, state.ratio, count)
         updates = tree.map(lambda u, r, m: (u * (r * -rate)).to(m.dtype), step, ratios, mu)
-        return updates, AdamState(count, mu, nu)
+        return updates, LambState(count, mu, nu, mean)
 
-    return GradientTransformation(_init, update, checked=True)
+    return GradientTransformation(init, update, checked=True)
+
+
+def _steady(ratios: Tree, mean: Tensor, count: Tensor) -> tuple[Tree, Tensor]:
+    """The trust ratios to use, and their running mean.
+
+    Once second moments are frozen it is the mean of the ratios until then, as in 1-bit LAMB:
+    the norm of a compressed step says little of the step's.
+    """
+    leaves, spec = optree.tree_flatten(ratios, namespace=NAMESPACE)
+    if not primitives.frozen():
+        gain = (1 - COEFF) / (1 - COEFF ** plain(count))  # so that the zero at first does not count
+        new = torch.stack([x.to(mean) for x in leaves])[None] if leaves else mean
+        return ratios, mean + (new - mean) * gain
+    used = [r.to(x) for r, x in zip(mean[0], leaves, strict=True)]
+    return optree.tree_unflatten(spec, used), mean.clone()
 
 
 def _trust(step: Tensor, param: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zfunc import tree
+from zfunc import primitives, tree
 from zfunc.optim import moments
 from zfunc.optim.base import GradientTransformation
 from zfunc.optim.moments import wide
@@ -53,6 +53,7 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
     def update(values: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
         count = state.count + 1
+        values = primitives.reduced(values)
         mean = moments.blend(values, state.ema, decay, 1 - decay)
         seen = 1 - decay ** plain(count) if debias else 1.0
         out = tree.map(lambda a, x: (wide(a) / seen).to(x.dtype), mean, values)

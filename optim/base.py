@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import optree
 
+from zfunc import primitives
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.elementwise import check_elementwise
-from zfunc.tree import paths
+from zfunc.tree import dotted, paths
 
 __all__ = [
     "EmptyState",
@@ -51,7 +52,8 @@ class GradientTransformation:
         additive: the same as ``update`` for a caller that goes on to compute with
             the updates: they may be lazy, but no ``Moved``, which has spent the old
             parameters. ``update`` if left out.
-        checked: whether it is known to be right on placed trees.
+        checked: whether it is known to be right on placed trees, and to call ``zf.reduced``
+            where it needs the mean over the ranks. Others are given the mean.
 
     >>> import torch
     >>> halve = GradientTransformation(
@@ -71,6 +73,7 @@ class GradientTransformation:
     ) -> None:
         self.init = init
         self.checked = checked
+        self._tried = False
         self._update = update
         self._additive = additive or update
 
@@ -80,18 +83,20 @@ class GradientTransformation:
         Raises:
             CompositionError: a transformation that is not elementwise met a placed tree.
         """
-        self._check(grads)
-        return self._update(grads, state, params)
+        return self._update(self._checked(grads), state, params)
 
     def additive(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         """As ``update``, with updates that have not spent the parameters yet."""
-        self._check(grads)
-        return self._additive(grads, state, params)
+        return self._additive(self._checked(grads), state, params)
 
-    def _check(self, grads: Tree) -> None:
-        if not self.checked and _holds_placed(grads):
+    def _checked(self, grads: Tree) -> Tree:
+        if self.checked:
+            return grads
+        grads = primitives.reduced(grads)
+        if not self._tried and _holds_placed(grads):
             check_elementwise(self)
-            self.checked = True
+            self._tried = True
+        return grads
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
@@ -106,7 +111,7 @@ def nodes(tree: Tree) -> list[tuple[str, Any]]:
     keys, found, _ = optree.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, Placed), namespace=NAMESPACE
     )
-    return [(".".join(map(str, key)), node) for key, node in zip(keys, found, strict=True)]
+    return [(dotted(*key), node) for key, node in zip(keys, found, strict=True)]
 
 
 def _holds_placed(tree: Tree) -> bool:

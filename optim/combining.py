@@ -11,6 +11,7 @@ from zfunc.errors import CompositionError
 from zfunc.nodes import Placed
 from zfunc.optim.base import GradientTransformation, by_path, identity, nodes
 from zfunc.optim.updates import Moved, moved
+from zfunc.tree import dotted
 
 __all__ = ["MaskedState", "MultiTransformState", "chain", "masked", "multi_transform"]
 
@@ -154,7 +155,7 @@ def multi_transform(
 def _present(params: Tree) -> Iterable[str]:
     for path, node in nodes(params):
         if isinstance(node, Placed):
-            yield from (f"{path}.{name}" if path else name for name in node.names())
+            yield from (dotted(path, name) for name in node.names())
         else:
             yield path
 

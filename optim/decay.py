@@ -10,6 +10,7 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.optim.base import EmptyState, GradientTransformation, by_path
 from zfunc.optim.moments import wide
+from zfunc.unreduced import linear_map
 
 __all__ = ["Rates", "add_decay", "add_decayed_weights", "decay_rates", "map_rates", "needs_params"]
 
@@ -28,8 +29,8 @@ def decay_rates(weight_decay: float, mask: Tree | Callable[[str], bool] | None) 
 def map_rates(f: Callable[..., Tensor], rates: Rates, *trees: Tree) -> Tree:
     """``f(rate, leaf, ...)`` of corresponding leaves, elementwise."""
     if callable(rates):
-        return tree.map_leaves(lambda path, *xs: f(rates(path), *xs), *trees)
-    return tree.map(lambda *xs: f(rates, *xs), *trees)
+        return tree.map_leaves(linear_map(lambda path, *xs: f(rates(path), *xs)), *trees)
+    return tree.map(linear_map(lambda *xs: f(rates, *xs)), *trees)
 
 
 def add_decay(rates: Rates, updates: Tree, params: Tree | None) -> Tree:

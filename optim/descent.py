@@ -62,7 +62,8 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False) -> GradientTran
             step = trace = primitives.reduced(moments.blend(grads, trace, momentum, 1))
         if nesterov:
             step = tree.map(lambda g, t: wide(g) + wide(t) * momentum, grads, trace)
-        updates = tree.map(lambda u, g: (wide(u) * -rate).to(g.dtype), step, grads)
+        like = trace if momentum else grads
+        updates = tree.map(lambda u, x: (wide(u) * -rate).to(x.dtype), step, like)
         return updates, SgdState(state.count + 1, trace)
 
     return GradientTransformation(init, update, checked=True)

@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import tree
+from zfunc import primitives, tree
 from zfunc.context import reuse
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
@@ -58,6 +58,7 @@ def step(
     factor = None
     if isinstance(grads, Scaled):
         grads, factor = grads.grads, grads.factor
+    grads = primitives.reduced(grads)
     rows: list[Row] = []
 
     def collect(g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from zfunc import tree
 from zfunc.errors import NonFiniteError
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
+from zfunc.unreduced import linear_map
 
 __all__ = ["SkipState", "first_nonfinite", "skip_nonfinite"]
 
@@ -59,7 +60,7 @@ def skip_nonfinite(
                 f"skipped steps in a row (max_consecutive={max_consecutive}). Lower the learning "
                 "rate or the loss scale, or look at the loss of the last batches."
             )
-        return tree.map(_nothing, grads), SkipState(inner, total + 1, row + 1)
+        return tree.map(linear_map(_nothing), grads), SkipState(inner, total + 1, row + 1)
 
     return GradientTransformation(
         init, partial(run, additive=False), additive=partial(run, additive=True), checked=True
@@ -80,7 +81,7 @@ def _finite(grads: Tree) -> bool:
 
 def _marks(grads: Tree) -> Tree:
     """0 where a gradient is finite, NaN elsewhere."""
-    return tree.map(lambda g: g * 0, grads)
+    return tree.map(linear_map(lambda g: g * 0), grads)
 
 
 def first_nonfinite(grads: Tree) -> str:

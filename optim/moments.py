@@ -9,6 +9,8 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.context import reuse
+from zfunc.optim.schedules import plain
+from zfunc.unreduced import linear_map
 
 __all__ = ["blend", "first", "second", "wide", "zeros"]
 
@@ -44,7 +46,8 @@ def blend(new: Tree, old: Tree, keep: float, gain: float, square: bool = False) 
         return wide(reuse(a)).mul_(keep).add_(x if gain == 1 else x * gain).to(a.dtype)
 
     # Aliases of all first: `reuse` blanks every tensor of the old state in the same storage.
-    return tree.map(one, new, tree.map(lambda a: a.view_as(a), old))
+    f = one if square else linear_map(one)
+    return tree.map(f, new, tree.map(lambda a: a.view_as(a), old))
 
 
 def first(grads: Tree, mu: Tree, decay: float) -> Tree:
@@ -52,7 +55,28 @@ def first(grads: Tree, mu: Tree, decay: float) -> Tree:
     return primitives.reduced(blend(grads, mu, decay, 1 - decay))
 
 
-def second(grads: Tree, nu: Tree, decay: float) -> Tree:
-    """The running mean of their squares, unless a transform has frozen it."""
-    kept = tree.map(torch.clone, nu) if primitives.compressing() else nu
-    return primitives.settled(kept, blend(grads, nu, decay, 1 - decay, square=True))
+def second(grads: Tree, nu: Tree, decay: float, count: Tensor) -> Tree:
+    """The running mean of their squares, unless a transform has frozen it.
+
+    A frozen one stays what it was *after* its bias is corrected: it grows as the mean of
+    equal squares would, by ``(1 - decay**count) / (1 - decay**(count - 1))``.
+
+    Args:
+        count: the number of this step, from 1; 0-d.
+    """
+    if primitives.frozen():
+        grown = _growth(decay, count)
+        kept = tree.map(lambda v: (wide(v) * grown).to(v.dtype), nu)
+        return primitives.settled(kept, kept, decay)
+    kept = tree.map(torch.clone, nu) if primitives.compressing() else None
+    new = blend(primitives.reduced(grads), nu, decay, 1 - decay, square=True)
+    return primitives.settled(kept, new, decay)
+
+
+def _growth(decay: float, count: Tensor) -> float | Tensor:
+    """By how much a running mean of equal numbers that starts from 0 grows in this step."""
+    number = plain(count)
+    if isinstance(number, Tensor):
+        before = 1 - decay ** (number - 1)
+        return torch.where(number > 1, (1 - decay**number) / before.clamp_min(1e-38), 1.0)
+    return (1 - decay**number) / (1 - decay ** (number - 1)) if number > 1 else 1.0

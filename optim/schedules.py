@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.optim.base import GradientTransformation
+from zfunc.unreduced import linear_map
 
 __all__ = [
     "Rate",
@@ -206,6 +207,8 @@ def scale_by_schedule(schedule: Rate) -> GradientTransformation:
 
     def update(grads: Any, state: ScheduleState, params: Any) -> tuple[Any, ScheduleState]:
         factor = at(schedule, state.count)
-        return tree.map(lambda g: (g * factor).to(g.dtype), grads), ScheduleState(state.count + 1)
+        return tree.map(linear_map(lambda g: (g * factor).to(g.dtype)), grads), ScheduleState(
+            state.count + 1
+        )
 
     return GradientTransformation(lambda params: ScheduleState(started()), update, checked=True)

@@ -9,9 +9,10 @@ import optree
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from zfunc import tree
+from zfunc import primitives, tree
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Lazy, Placed, register
+from zfunc.nodes import NAMESPACE, Lazy, Placed, carry, register
+from zfunc.unreduced import linear_map
 
 __all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
 
@@ -90,7 +91,7 @@ class Scaled(_Deferred):
 
 def scale(grads: Tree, factor: float | Tensor) -> Tree:
     """``factor * grads`` in the dtypes of ``grads``."""
-    return tree.map(lambda g: (g * factor).to(g.dtype), grads)
+    return tree.map(linear_map(lambda g: (g * factor).to(g.dtype)), grads)
 
 
 # Whoever flattens one looks at its tensors, and what he builds again is the plain tree.
@@ -127,7 +128,7 @@ def moved(params: Tree, updates: Tree) -> Tree:
     if isinstance(updates, Moved) and updates.starts_from(params):
         return updates.new
     tree.check_alive(params)
-    return tree.map(_add, updates, params)
+    return tree.map(_add, primitives.reduced(updates), params)
 
 
 def _add(update: Tensor, param: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def _return_to(params: Tree, new: Tree) -> Tree:
             return param
         if isinstance(node, Placed):
             return node.merge(param) if isinstance(param, Placed) else node.join(param)
-        return node
+        return carry(node, param)
 
     return optree.tree_map(
         place,

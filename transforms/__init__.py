@@ -1,10 +1,19 @@
 """Transforms: functions from step to step, one file each, each opening with the law it keeps."""
 
 from zfunc.transforms.accumulation import accumulate
+from zfunc.transforms.compression import compress_grads
 from zfunc.transforms.donation import donate
 from zfunc.transforms.layer_drop import drop_layers
 from zfunc.transforms.mixed_precision import precision
 from zfunc.transforms.rematerialisation import remat
 from zfunc.transforms.sharding import shard
 
-__all__ = ["accumulate", "donate", "drop_layers", "precision", "remat", "shard"]
+__all__ = [
+    "accumulate",
+    "compress_grads",
+    "donate",
+    "drop_layers",
+    "precision",
+    "remat",
+    "shard",
+]

@@ -29,6 +29,7 @@ from zfunc.primitives import Mean
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.transforms.microbatches import microbatches, own_leaves
+from zfunc.unreduced import linear_map
 
 __all__ = ["Accumulate", "accumulate"]
 
@@ -107,7 +108,7 @@ def _accumulated(
         grads = new if sums is not None else _added(grads, new, i)
     factor = losses.correction()
     if factor != 1.0:
-        grads = tree.map(lambda g: g * factor, grads)
+        grads = tree.map(linear_map(lambda g: g * factor), grads)
     return (losses.mean(), _with_buffers(_mean(auxes), buffers)), grads
 
 

@@ -237,6 +237,8 @@ class Shard(Transform):
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending:
         """Start the reduction of a unit's gradients: to all ranks, or to their owners."""
+        if unit.kept:
+            return value
         parts: list[Any] = []
         for i, full in zip(unit.trainable, value.wait(), strict=True):
             spec, label = unit.layout.flats[i], f"reduce {unit.name}"
@@ -321,7 +323,8 @@ class Shard(Transform):
                 if self.stage == 3:
                     gathered(traffic, layout, entered, rank)
                 left = [unit for source, unit in memo.get(("left", call), plan) if source == i]
-                reduced(traffic, layout, cutting, left, rank, memo.get("reduce dtype"))
+                if not memo.get("kept"):
+                    reduced(traffic, layout, cutting, left, rank, memo.get("reduce dtype"))
                 if cutting and self.stage < 3 and ("microbatch", call) not in memo:
                     joined(traffic, layout, rank)
             call += 1

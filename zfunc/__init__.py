@@ -39,11 +39,20 @@ from zfunc.simulation import simulate
 from zfunc.state import TrainState
 from zfunc.step import Step, Transform
 from zfunc.tree import Layers, full
+from zfunc.unreduced import linear_map
 from zfunc.world import rank, world_size
 
 __version__ = "0.1.0"
 
-_TRANSFORMS = ("accumulate", "donate", "drop_layers", "precision", "remat", "shard")
+_TRANSFORMS = (
+    "accumulate",
+    "compress_grads",
+    "donate",
+    "drop_layers",
+    "precision",
+    "remat",
+    "shard",
+)
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
@@ -66,6 +75,7 @@ __all__ = [
     "axis_index",
     "checkpoints",
     "comm",
+    "compress_grads",
     "donate",
     "drop_layers",
     "errors",
@@ -79,6 +89,7 @@ __all__ = [
     "kernels",
     "launch",
     "layer",
+    "linear_map",
     "local_batch",
     "mesh",
     "optim",

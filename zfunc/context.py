@@ -124,6 +124,8 @@ class Context:
         passes: the passes that are running, innermost last.
         asked: how often ``value_and_grad`` was called.
         differentiated: the same, each microbatch counted.
+        keeps: which units' gradients are left for another transform than shard to average.
+        frozen: whether second moments stay as they are in this call.
         layer_key, layer_calls: randomness of the layers of the running loss.
         reduce_once: whether whole gradients are summed before they are reduced.
         compute: the 16-bit dtype in which layers compute, if there is one.
@@ -141,6 +143,8 @@ class Context:
     passes: list[Any] = field(default_factory=list)
     asked: int = 0
     differentiated: int = 0
+    keeps: Callable[[Any], bool] = lambda unit: False
+    frozen: bool = False
     axis: str | tuple[str, ...] = "data"
     layer_key: Tensor | None = None
     layer_calls: int = 0

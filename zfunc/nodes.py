@@ -136,6 +136,11 @@ class Placed:
         """A plain tree with ``f(leaf)`` (a 0-d sum over elements) at each leaf."""
         raise NotImplementedError
 
+    @classmethod
+    def sums_of(cls, nodes: Sequence[Any], f: Callable[[Tensor], Tensor]) -> list[Any]:
+        """``sums`` of several nodes of this kind, together."""
+        return [node.sums(f) for node in nodes]
+
     def full(self) -> Any:
         """The plain tree; a collective."""
         raise NotImplementedError

@@ -202,6 +202,7 @@ class Pass:
         prefetch: how many units ahead entry starts.
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
+        running: the context of the call, if there is one.
     """
 
     before: Sequence[Any] = ()
@@ -209,6 +210,7 @@ class Pass:
     leave: Sequence[Any] = ()
     plan: Sequence[tuple[int, int]] = ()
     prefetch: int = 1
+    running: Any = None
     sources: list[Source] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     lingering: list[UnitRun] = field(default_factory=list)

@@ -20,6 +20,7 @@ __all__ = [
     "Ref",
     "compressing",
     "enter",
+    "frozen",
     "layer",
     "reduced",
     "scan",
@@ -180,15 +181,29 @@ def reduced(tree: Tree) -> Tree:
     return tree
 
 
-def settled(old: Tree, new: Tree) -> Tree:
-    """``new``, or ``old`` once a transform has frozen second moments."""
+def settled(old: Tree, new: Tree, decay: float | None = None) -> Tree:
+    """``new``, or ``old`` once a transform has frozen second moments.
+
+    Args:
+        old: second moments before this step; not read before they are frozen.
+        new: second moments after it.
+        decay: of which running mean they are, where that is known.
+    """
     running = context.current()
     for transform in running.transforms if running else ():
-        new = transform.settle(old, new)
+        new = transform.settle(old, new, decay)
     return new
+
+
+def frozen() -> bool:
+    """Whether second moments stay as they are in this call of a step."""
+    running = context.current()
+    return running is not None and running.frozen
 
 
 def compressing() -> bool:
     """Whether ``reduced`` or ``settled`` may be more than the identity."""
     running = context.current()
-    return running is not None and any(transform.compresses for transform in running.transforms)
+    return running is not None and (
+        running.frozen or any(transform.compresses for transform in running.transforms)
+    )

@@ -100,18 +100,27 @@ class Waiting:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """What a seam is told of the unit: its place in the layout and the ranks that share it."""
+    """What a seam is told of the unit: its place in the layout and the ranks that share it.
+
+    ``running`` is the context of the call, which backward on a thread of its own cannot ask for.
+    """
 
     layout: Layout
     index: int
     group: Group
     cut: bool
     source: int = 0
+    running: Any = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> tuple[int, int]:
         """Which unit it is among all that take part in a pass."""
         return self.source, self.index
+
+    @property
+    def kept(self) -> bool:
+        """Whether its gradients leave as they are, since a transform averages them otherwise."""
+        return self.running is not None and self.running.keeps(self)
 
     @property
     def name(self) -> str:

@@ -56,7 +56,7 @@ class Transform:
         by_layer: whether it does well only if each layer is a unit of its own.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
-        compresses: whether ``reduce`` or ``settle`` do anything.
+        compresses: whether ``reduce`` or ``settle`` do anything in every call.
     """
 
     position: ClassVar[int] = 500
@@ -139,7 +139,7 @@ class Transform:
         """See :func:`zfunc.reduced`."""
         return grads
 
-    def settle(self, old: Any, new: Any) -> Any:
+    def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
         """See :func:`zfunc.settled`."""
         return new
 

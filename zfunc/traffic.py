@@ -23,6 +23,7 @@ PURPOSES = {
     "gather": "gather parameters",
     "join": "gather parameters",
     "reduce": "reduce gradients",
+    "compress": "compressed gradients",
 }
 
 

@@ -87,7 +87,9 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
     if run.offload:
         step = zf.offload(step, to=run.offload, path=run.out / "offload")
     if run.compress:
-        step = zf.compress_grads(step, method=run.compress)
+        # One bit needs second moments that have warmed up; integers need nothing.
+        freeze = -(-run.steps * 17 // 100) if run.compress == "onebit" else 0
+        step = zf.compress_grads(step, method=run.compress, freeze_step=freeze)
     if run.drop is not None:
         step = zf.drop_layers(step, theta=run.drop, gamma=100 / run.steps)
     if run.precision in ("bf16", "fp16"):

@@ -267,24 +267,33 @@ def full(tree: Tree) -> Tree:
     return optree.tree_map(copy, tree, is_leaf=_is_placed, namespace=NAMESPACE)
 
 
-def _square_sum(x: Tensor) -> Tensor:
-    dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    return torch.linalg.vector_norm(x.detach(), dtype=dtype).square()
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """In what squares of ``x`` are added up: float32 at least."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """The sum of the squares of a tensor's elements, 0-d."""
+    return torch.linalg.vector_norm(x.detach(), dtype=wide_dtype(x)).square()
 
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     check_alive(tree)
-    return optree.tree_map(
-        lambda node: node.sums(f) if isinstance(node, Placed) else f(node),
-        tree,
-        is_leaf=_is_placed,
-        namespace=NAMESPACE,
-    )
+    nodes, spec = optree.tree_flatten(tree, is_leaf=_is_placed, namespace=NAMESPACE)
+    out: list[Any] = [None if isinstance(node, Placed) else f(node) for node in nodes]
+    kinds: dict[type[Placed], list[int]] = {}
+    for i, node in enumerate(nodes):
+        if isinstance(node, Placed):
+            kinds.setdefault(type(node), []).append(i)
+    for kind, where in kinds.items():
+        for i, total in zip(where, kind.sums_of([nodes[i] for i in where], f), strict=True):
+            out[i] = total
+    return optree.tree_unflatten(spec, out)
 
 
 def leaf_norms(tree: Tree) -> Tree:
     """The 2-norm of every leaf, a 0-d tensor each; a collective on placed trees."""
-    return optree.tree_map(torch.sqrt, _sums(tree, _square_sum), namespace=NAMESPACE)
+    return optree.tree_map(torch.sqrt, _sums(tree, square_sum), namespace=NAMESPACE)
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -296,7 +305,7 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
     """
-    parts = leaves(_sums(tree, _square_sum))
+    parts = leaves(_sums(tree, square_sum))
     if not parts:
         return torch.zeros(())
     return torch.stack(parts).sum().sqrt()

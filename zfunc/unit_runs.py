@@ -31,7 +31,9 @@ class UnitRun:
     def __init__(self, owner: Pass, source: Source, index: int, stored: list[Tensor]) -> None:
         self.owner = owner
         self.source = source
-        self.info = UnitInfo(source.layout, index, source.group, source.cut, source.index)
+        self.info = UnitInfo(
+            source.layout, index, source.group, source.cut, source.index, owner.running
+        )
         self.stored = stored
         self.values: list[Tensor] | None = None
         self.pending: Pending | None = None

@@ -1,0 +1,81 @@
+"""``compress_grads`` on two real gloo ranks: the simulated ranks' bits, the kernel's bytes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import zfunc as zf
+from tests.dist.test_shard_gloo import kernel_bytes_sent, wide, wide_loss
+from tests.laws.cases import ADAMW, assert_same, numbers, regression, train
+from tests.laws.models import CASES
+
+STACK = CASES["stack"]
+
+
+def every_way() -> list[Any]:
+    """Metrics and the full state of each method at each stage."""
+    runs = []
+    for method in ("onebit", "int8", "int4"):
+        for stage in range(4):
+            step = zf.shard(STACK.step(ADAMW), stage=stage, unit_bytes=600)
+            step = zf.donate(zf.compress_grads(step, method=method, freeze_step=2))
+            placed = step.place(STACK.state(ADAMW, torch.float32))
+            metrics, state = train(step, placed, STACK, 4, torch.float32)
+            runs.append((metrics, step.unplace(state)))
+    return runs
+
+
+def test_real_ranks_end_where_simulated_ones_do() -> None:
+    real = zf.launch(every_way, nprocs=2, timeout=120)
+    for got, expected in zip(real, zf.simulate(2)(every_way)(), strict=True):
+        assert_same(got, expected)
+
+
+def wires() -> list[tuple[float, float, float]]:
+    """For each stage: bytes of four compressed steps by the ledger, by the kernel, and plain."""
+    seen = []
+    for stage in range(4):
+        step = zf.shard(zf.train_step(wide_loss, ADAMW), stage=stage, unit_bytes=1 << 20)
+        step = zf.compress_grads(step, freeze_step=2)
+        state = step.place(zf.TrainState.create(wide(torch.float32), ADAMW))
+        ranks = zf.axes.group(None, "data")
+        counted = []
+        for steps in (2, 4):
+            ranks.barrier()
+            before = kernel_bytes_sent()
+            with zf.comm.ledger() as led:
+                for i in range(steps):
+                    batch = numbers((4, 512), 10 * i + zf.rank(), torch.float32)
+                    state, _ = step(state, batch)
+            ranks.barrier()
+            counted.append((led.total_bytes, kernel_bytes_sent() - before))
+        seen.append((*counted[1], 2 * counted[0][0]))
+    return seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP counters")
+def test_the_kernel_counts_what_the_ledger_does() -> None:
+    for ranks in zf.launch(wires, nprocs=2):
+        for stage, (ours, kernels, plain) in enumerate(ranks):
+            assert kernels == pytest.approx(ours, rel=0.03), stage
+            if stage == 0:
+                assert plain > 30 * ours
+
+
+def test_a_batch_of_each_rank_counts() -> None:
+    """Ranks that see different data still end in the same bits."""
+
+    def body() -> Any:
+        step = zf.compress_grads(zf.shard(STACK.step(ADAMW), stage=0), freeze_step=1)
+        state = step.place(STACK.state(ADAMW, torch.float32))
+        for i in range(4):
+            batch = regression(10 * i + zf.rank(), torch.float32)
+            state, _ = step(state, batch)
+        return step.unplace(state).params
+
+    a, b = zf.launch(body, nprocs=2)
+    assert_same(a, b)

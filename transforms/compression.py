@@ -1,0 +1,401 @@
+"""``compress_grads``: fewer bytes on the wire, with error feedback.
+
+Law: until compression begins, bitwise the step without it; on one rank always. From then on
+all ranks still end in the same bits as each other, and the sum of what was averaged lags
+behind the sum of what should have been by what the errors hold: nothing is lost, only late.
+
+1-bit Adam (Tang et al., 2021) warms up, then freezes the second moments. What is left of Adam
+is linear in the gradients, so momentum may be averaged in their place, and its signs suffice.
+What is compressed depends on what is cut:
+
+=======  =======================================================  =======================
+stage    compressed                                               errors, a parameter
+=======  =======================================================  =======================
+0        one bit: what the optimizer calls ``zf.reduced`` on,    4 bytes, and 4 shared
+         momentum (Adam, LAMB, SGD with momentum) or gradients    out over the ranks
+         (others); integers: gradients
+1, 2, 3  gradients, unit by unit as backward passes them: this    4 bytes
+         is the reduce-scatter, so that moments stay cut
+=======  =======================================================  =======================
+
+Integers of eight or four bits leave enough of a gradient that nothing has to freeze: the
+optimizer is the plain one, and there is no warm-up unless ``freeze_step`` says so.
+
+With one bit at stage 0 gradients are :class:`~zfunc.unreduced.Unreduced`, so that nobody takes
+a rank's own for the mean. Parts of a params entry that are differentiated alone at stages 1 to
+3, and small leaves that stage 3 keeps whole, are averaged plainly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import context, tree
+from zfunc.carried import put, take
+from zfunc.context import Context
+from zfunc.dense import dense_of
+from zfunc.errors import CompositionError, NonFiniteError, PlacementError
+from zfunc.estimated import Estimated
+from zfunc.leaves import home_of
+from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.placement import Entries
+from zfunc.seams import Gradients, Pending, Ready, UnitInfo
+from zfunc.sharded import Sharded
+from zfunc.step import Differentiate, Transform, transform_of
+from zfunc.traffic import Traffic
+from zfunc.transforms.averaging import averaged, scattered
+from zfunc.transforms.error_feedback import Call, carried_on, fresh, sums
+from zfunc.transforms.exchange import Codec, phase_bytes
+from zfunc.transforms.onebit import OneBit
+from zfunc.transforms.quantized import Int4, Int8
+from zfunc.unreduced import Unreduced
+
+__all__ = ["CompressGrads", "compress_grads"]
+
+NAME = "compress_grads"
+METHODS: dict[str, Any] = {"onebit": OneBit, "int8": Int8, "int4": Int4}
+SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
+_log = logging.getLogger("zfunc")
+
+
+@dataclass(frozen=True)
+class CompressGrads(Transform):
+    """See :func:`compress_grads`."""
+
+    method: str = "onebit"
+    freeze_step: int | str = "auto"
+    codec: Codec = field(default_factory=OneBit, repr=False)
+    shard: Any = field(default=None, repr=False)
+
+    position: ClassVar[int] = 150  # nearer to storage than shard: it takes over what shard leaves
+    leaves: ClassVar[bool] = True
+    name: ClassVar[str] = NAME
+
+    def __repr__(self) -> str:
+        return f"compress_grads({self.method!r}, freeze_step={self.freeze_step!r})"
+
+    def beside(self, others: Sequence[Transform]) -> CompressGrads:
+        return replace(self, shard=next((t for t in others if t.name == "shard"), None))
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.shard is None else self.shard.group.size
+
+    # How the state is represented
+
+    def place(self, state: Any) -> Any:
+        full, state = take(state, NAME)
+        if self._ranks == 1:
+            return state
+        if full is not None:
+            count = int(full["count"])
+        else:
+            step = Entries(state).get("step")
+            count = int(step) if isinstance(step, int | Tensor) else 0
+        begun = fresh(state, count, self._reached(count), serving=self.shard.stage == 0)
+        return put(state, NAME, begun if full is None else carried_on(begun, full))
+
+    def _reached(self, count: int) -> bool:
+        if isinstance(self.freeze_step, int):
+            return count >= self.freeze_step
+        return not self.codec.freezes  # then there is nothing to wait for
+
+    def unplace(self, state: Any) -> Any:
+        """Before compression begins nothing is carried that a fresh start would not find."""
+        carried, rest = take(state, NAME)
+        return rest if carried is None or not carried["frozen"] else state
+
+    def check(self, state: Any) -> None:
+        if self._ranks > 1 and take(state, NAME)[0] is None:
+            raise PlacementError(
+                f"the state carries no errors of compression (an entry {NAME!r} of aux), so "
+                f"{self!r} has not placed it. Call state = step.place(full_state) first."
+            )
+
+    # One call
+
+    def configure(self, running: Context, state: Any) -> None:
+        if self._ranks == 1:
+            return
+        carried, _ = take(state, NAME)
+        active = bool(carried["frozen"]) or self._reached(int(carried["count"]))
+        call = Call(self.shard.group, self.codec, self.shard.stage, active, carried)
+        running.notes[NAME] = call
+        if active:
+            running.frozen = self.codec.freezes
+            running.keeps = lambda unit: not unit.cut or call.entry_of(unit.layout) is not None
+
+    def open(self, state: Any) -> Any:
+        return take(state, NAME)[1]
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
+        """What shard has left to us: to their owners with it, or back as it is."""
+        if not unit.kept:
+            return value
+        call, fulls = unit.running.notes[NAME], value.wait()
+        name = call.entry_of(unit.layout)
+        if unit.cut and self.codec.freezes:
+            assert name is not None
+            call.see(name, unit.trainable, fulls)
+        else:
+            call.finite &= all(_is_finite(full) for full in fulls)
+        if not unit.cut:
+            return Ready([full.mul_(unit.group.size) for full in fulls])
+        assert name is not None
+        return scattered(call, unit, name, fulls)
+
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        mine: Any = running.notes.get(NAME)
+
+        def run(asked: Gradients) -> Any:
+            out, grads = call(asked)
+            return out, None if grads is None else self._arrived(running, mine, grads, asked.params)
+
+        return call if mine is None else run
+
+    def _arrived(self, running: Context, call: Call, grads: Tree, params: Tree) -> Tree:
+        """The gradients of one ``value_and_grad(...)(params)`` as the function is to see them."""
+        if call.active:
+            squares = self._agree(running, call)
+            if call.skipped:
+                grads = tree.map(lambda g: torch.full_like(g, torch.nan), grads)
+            elif call.stage:
+                grads = _estimated(call, grads, squares)
+        if call.stage:
+            return grads
+        done = call.skipped or not call.active
+        if not self.codec.freezes and done:
+            return grads
+        local = optree.tree_map(
+            lambda g, p: None if g is None else Unreduced(g, home_of(p), done),
+            grads,
+            params,
+            none_is_leaf=True,
+            namespace=NAMESPACE,
+        )
+        return local if self.codec.freezes else averaged(call, local)
+
+    def _agree(self, running: Context, call: Call) -> dict[str, Tensor]:
+        """Squares of norms, their means over the ranks; where any rank saw a number that is not
+        finite, this call will change nothing."""
+        finite, squares = call.agreed()
+        if finite or call.skipped:
+            return squares
+        if running.asked > 1 and running.donation is not None:
+            raise NonFiniteError(
+                "a gradient is not finite on some rank, in a step that has donated the memory of "
+                "another optimizer's state already, so that it cannot be skipped as a whole. "
+                "Leave out donate, or guard each optimizer with optim.skip_nonfinite."
+            )
+        call.skipped = True
+        call.restore()
+        running.donation = None  # the old state is the new one
+        return squares
+
+    def reduce(self, grads: Any) -> Any:
+        call = _call()
+        return grads if call is None or call.stage else averaged(call, grads)
+
+    def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
+        call = _call()
+        if call is None or not self.codec.freezes:
+            return new
+        count = int(call.carried["count"])
+        if call.active:
+            if not count:
+                raise CompositionError(
+                    f"{self!r} freezes second moments that nothing has gone into yet. Give it a "
+                    "freeze_step of 1 at least: 15 to 20 % of all steps is usual."
+                )
+            return old
+        if self.freeze_step == "auto" and decay is not None:
+            call.window = max(call.window, round(1 / (1 - decay)))
+            if (count + 1) % call.window == 0:
+                call.norm += _total(call, new) / (1 - decay ** (count + 1))
+        return new
+
+    def finish(self, old: Any, out: Any) -> Any:
+        call = _call()
+        if call is None:
+            return out
+        several = isinstance(out, tuple) and len(out) > 0 and type(out[0]) is type(old)
+        new = out[0] if several else out
+        if type(new) is not type(old):
+            return out
+        if call.skipped:
+            new = _advanced(take(old, NAME)[1], new)
+        new = put(new, NAME, self._next(call))
+        return (new, *out[1:]) if several else new
+
+    def _next(self, call: Call) -> dict[str, Any]:
+        was, count = call.carried, int(call.carried["count"]) + 1
+        if call.skipped:
+            call.restore()
+        begins, norm = self._begins(call, count)
+        return {
+            "count": was["count"] + 1,
+            "frozen": torch.tensor(begins),
+            "skipped": was["skipped"] + int(call.skipped),
+            "norm": torch.tensor(norm, dtype=torch.float64),
+            **call.errors(),
+        }
+
+    def _begins(self, call: Call, count: int) -> tuple[bool, float]:
+        """Whether the next step compresses, and the norm of second moments to compare with.
+
+        By the rule of 1-bit Adam, looked at once in a window of ``1 / (1 - b2)`` steps: their
+        1-norm, bias corrected, is within 4 % of what it was a window before. The first
+        window is not an average of as many steps yet. Without second moments there is
+        nothing to wait for.
+        """
+        before = float(call.carried["norm"])
+        if call.active or self.freeze_step != "auto":
+            return call.active or self._reached(count), before
+        if not call.window:
+            return True, before
+        if count % call.window:
+            return False, before
+        near = min(call.norm, before) >= SETTLED * max(call.norm, before)
+        return count >= 2 * call.window and near and before > 0, call.norm
+
+    # What it says of itself
+
+    def expect(self, state: Any, memo: dict[Any, Any]) -> None:
+        carried, _ = take(state, NAME)
+        if carried is None:
+            if "said" not in memo:
+                memo["said"] = True
+                _log.warning("%r: one rank has nothing to send, and nothing is compressed", self)
+            return
+        memo["compressed"] = [node.layout for node in carried["worker"].values()]
+        memo["kept"] = bool(carried["frozen"])
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        when = "once second moments have settled" if self.codec.freezes else "from the start"
+        if isinstance(self.freeze_step, int):
+            when = f"after {self.freeze_step} steps"
+        if self._ranks == 1:
+            return [f"compress_grads: {self.method} {when}; on one rank there is nothing to send"]
+        stage, ranks = self.shard.stage, self._ranks
+        whole = stage or not self.codec.freezes
+        what = "gradients" if whole else "momentum (or what the optimizer averages)"
+        held = "4 bytes a parameter" + ("" if stage else f" and 4/{ranks} as an owner")
+        lines = [f"compress_grads: {self.method} {what} {when}; errors take {held}"]
+        if "compressed" in memo:
+            sent = sum(self.traffic({**memo, "kept": True}).payload.values())
+            lines.append(f"compressed gradients: {sent} bytes sent per step, headers not counted")
+        return lines
+
+    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
+        traffic, rank = Traffic(), self.shard.group.rank if self.shard else 0
+        for layout in memo.get("compressed", ()) if memo.get("kept") else ():
+            for i, spec in enumerate(layout.flats):
+                dense = dense_of(layout, i)
+                if not spec.trainable or spec.whole or not dense.length:
+                    continue
+                dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
+                phases = phase_bytes(self.codec, dense.cuts, dtype, rank)
+                for nbytes in phases[: 1 if self.shard.stage else 2]:
+                    traffic.add("compressed gradients", nbytes)
+        return traffic
+
+
+def _call() -> Call | None:
+    running = context.current()
+    return running.notes.get(NAME) if running is not None else None
+
+
+def _is_finite(x: Tensor) -> bool:
+    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
+def _estimated(call: Call, grads: Tree, squares: Mapping[str, Tensor]) -> Tree:
+    """Cut gradients with the norms that were before compression."""
+
+    def known(node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node
+        name = call.entry_of(node.layout)
+        if name is None or name not in squares:
+            return node
+        return Estimated(node.layout, node.flats, squares[name])
+
+    return optree.tree_map(
+        known,
+        grads,
+        is_leaf=lambda node: isinstance(node, Placed),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+def _total(call: Call, moments: Tree) -> float:
+    """The sum of second moments, the same on all ranks."""
+    nodes = optree.tree_leaves(
+        moments, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
+    )
+    total = sums(tree.leaves(moments))
+    if not any(isinstance(node, Sharded) for node in nodes):
+        return total
+    together = torch.tensor(total, dtype=torch.float64)
+    return float(call.group.all_reduce(together, label="second moments").wait())
+
+
+def _advanced(old: Any, new: Any) -> Any:
+    """The old state, with the step count of the new one."""
+    entries, after = Entries(old), Entries(new)
+    if "step" in entries and "step" in after:
+        entries["step"] = after["step"]
+    return entries.rebuild()
+
+
+@transform_of
+def compress_grads(
+    method: str = "onebit", freeze_step: int | str = "auto", **method_options: Any
+) -> CompressGrads:
+    """Send one bit (or 4, or 8) an element in place of gradients, and keep what is left out.
+
+    Call it as ``compress_grads(step, ...)`` or as the decorator ``@compress_grads(...)``,
+    beside ``shard``; without it, or on one rank, there is nothing to send.
+
+    Args:
+        method: ``"onebit"``, ``"int8"`` or ``"int4"``.
+        freeze_step: how many steps are plain before compression begins and, with one bit,
+            second moments freeze. ``"auto"`` waits until these have settled.
+        method_options: ``group``, elements that share a scale: 2048 for ``"onebit"`` (``None``
+            for all that travel to one rank together), 256 for ``"int8"``, 128 for ``"int4"``.
+            ``"onebit"`` also has ``scaling="mean"`` or ``"rms"``.
+
+    Returns:
+        A :class:`~zfunc.Step`. A step in which some rank meets a gradient that is not finite
+        changes nothing but the step count, once compression has begun; ``aux`` counts them.
+        With one bit, norms of gradients are the root mean square of the ranks' own, an upper
+        bound on the norm of the mean.
+
+    Raises:
+        ValueError: an unknown method or option, or a ``freeze_step`` that is neither
+            ``"auto"`` nor a number of steps.
+        CompositionError: the step is compressed already.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: there are {', '.join(map(repr, METHODS))}.")
+    fits = freeze_step == "auto" or (type(freeze_step) is int and freeze_step >= 0)
+    if not fits:
+        raise ValueError(
+            f"freeze_step={freeze_step!r}: expected 'auto', or how many steps come before "
+            "compression (15 to 20 % of all is usual)."
+        )
+    known = {f.name for f in fields(METHODS[method])}
+    if unknown := method_options.keys() - known:
+        raise ValueError(
+            f"{method!r} has no option {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(known))}."
+        )
+    return CompressGrads(method, freeze_step, METHODS[method](**method_options))

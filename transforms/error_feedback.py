@@ -1,0 +1,190 @@
+"""What compression carries from step to step, and one call's view of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.comm import Group
+from zfunc.layout import Layout
+from zfunc.leaves import home_of, is_placed
+from zfunc.nodes import Placed
+from zfunc.pieces import leaves_of
+from zfunc.placement import Entries
+from zfunc.residuals import Residual, nothing_left_out, one_of
+from zfunc.sharded import Sharded, cut
+from zfunc.transforms.exchange import Codec
+
+__all__ = ["Call", "carried_on", "fresh", "layouts_of"]
+
+Carried = Mapping[str, Any]
+
+
+def layouts_of(state: Any) -> dict[str, tuple[Layout, list[Tensor | None]]]:
+    """The params entries of a placed state: how each is cut, and a tensor for each flat."""
+    entries, found = Entries(state), {}
+    for name in entries.names:
+        entry = entries[name]
+        leaves = [x for x in tree.leaves(entry) if isinstance(x, Tensor)]
+        if not leaves or not all(map(is_placed, leaves)):
+            continue
+        if isinstance(entry, Sharded):
+            found[name] = entry.layout, list(entry.flats)
+        elif home := home_of(leaves[0]):
+            layout = home[0]
+            plain = leaves_of(layout, entry)
+            found[name] = layout, [plain[row[0].index] if row else None for row in layout.by_flat]
+    return found
+
+
+def fresh(state: Any, count: int, frozen: bool, serving: bool) -> dict[str, Any]:
+    """The carried state of a placed state before anything was compressed.
+
+    Args:
+        count: steps taken.
+        frozen: whether compression begins with the next one.
+        serving: whether ranks have errors as owners of a part too.
+    """
+    worker, server = {}, {}
+    for name, (layout, like) in layouts_of(state).items():
+        worker[name] = nothing_left_out(layout, like)
+        if serving:
+            rank = worker[name].group.rank
+            server[name] = Sharded(layout, [_part(layout, i, rank, x) for i, x in enumerate(like)])
+    return {
+        "count": torch.tensor(count, dtype=torch.int64),
+        "frozen": torch.tensor(frozen),
+        "skipped": torch.zeros((), dtype=torch.int64),
+        "norm": torch.zeros((), dtype=torch.float64),
+        "worker": worker,
+        "server": server,
+    }
+
+
+def _part(layout: Layout, flat: int, rank: int, like: Tensor | None) -> Tensor | None:
+    spec = layout.flats[flat]
+    if like is None or not spec.trainable:
+        return None
+    low, high = spec.bounds(rank)
+    dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
+    return torch.zeros(high - low, dtype=dtype, device=like.device)
+
+
+def carried_on(begun: dict[str, Any], full: Carried) -> dict[str, Any]:
+    """What an unplaced state carried, placed in this world.
+
+    Errors as an owner become everybody's where nobody has such here: the mean is the same.
+
+    Args:
+        begun: what :func:`fresh` gives.
+        full: what ``unplace`` left, its params-like trees placed by ``shard``.
+    """
+    out = {**begun, **{k: full[k].clone() for k in ("count", "frozen", "skipped", "norm")}}
+    for name, empty in begun["worker"].items():
+        if name not in full["worker"]:
+            continue
+        mine = one_of(empty, full["worker"][name])
+        if (served := full["server"].get(name)) is not None:
+            plain = tree.full(served)
+            if name in begun["server"]:
+                zero = begun["server"][name]
+                flats = cut(zero.layout, plain, zero.group.rank, copy=True).flats
+                out["server"] = {**out["server"], name: Sharded(zero.layout, flats)}
+            else:
+                alike = tree.map(lambda x: x[None], plain)
+                other = one_of(empty, alike)
+                mine = mine.map(torch.add, [mine, other])
+        out["worker"] = {**out["worker"], name: mine}
+    return out
+
+
+@dataclass
+class Call:
+    """One call of a step under compression, on one rank.
+
+    Attributes:
+        group: the ranks.
+        codec: how numbers become bytes.
+        stage: of ZeRO.
+        active: whether this call compresses.
+        carried: as it was before the call.
+        worker, server: by params entry, the flats of the errors as they are now.
+        used: which leaves' errors this call has used, as ``(entry, leaf index)``.
+        squares: by params entry, squares of the norms of this rank's gradients by leaf.
+        finite: whether all numbers that this rank has seen are.
+        skipped: whether some rank saw others, so that the call changes nothing.
+        window, norm: steps that second moments look back, and their 1-norm.
+    """
+
+    group: Group
+    codec: Codec
+    stage: int
+    active: bool
+    carried: Carried
+    worker: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    server: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    used: set[tuple[str, int]] = field(default_factory=set)
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    finite: bool = True
+    skipped: bool = False
+    window: int = 0
+    norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.layouts = {name: node.layout for name, node in self.carried["worker"].items()}
+        self.restore()
+
+    def restore(self) -> None:
+        """Errors as they were before the call."""
+        self.worker = {name: list(node.flats) for name, node in self.carried["worker"].items()}
+        self.server = {name: list(node.flats) for name, node in self.carried["server"].items()}
+
+    def see(self, name: str, flats: Sequence[int], fulls: Sequence[Tensor]) -> None:
+        """Note the norms of gradients that are about to leave, and whether they are finite."""
+        layout = self.layouts[name]
+        if name not in self.squares:
+            self.squares[name] = torch.zeros(len(layout.slots), dtype=torch.float64)
+        for i, full in zip(flats, fulls, strict=True):
+            for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
+                square = float(tree.square_sum(view)) * self.group.size**2
+                self.squares[name][slot.index] = square
+                self.finite &= math.isfinite(square)
+
+    def agreed(self) -> tuple[bool, dict[str, Tensor]]:
+        """Whether all is finite on all ranks, and the means of ``squares`` over them."""
+        names = sorted(self.squares)
+        flag = torch.tensor([0.0 if self.finite else 1.0], dtype=torch.float64)
+        together = torch.cat([flag, *(self.squares.pop(name).nan_to_num() for name in names)])
+        self.group.all_reduce(together, label="norms").wait()
+        sizes = [len(self.layouts[name].slots) for name in names]
+        means = (together[1:] / self.group.size).split(sizes)
+        return not float(together[0]), dict(zip(names, means, strict=True))
+
+    def entry_of(self, layout: Layout) -> str | None:
+        """The params entry that is cut so."""
+        for name, mine in self.layouts.items():
+            if mine is layout:
+                return name
+        return next((name for name, mine in self.layouts.items() if mine == layout), None)
+
+    def errors(self) -> dict[str, Any]:
+        """Errors as nodes, for the next state."""
+
+        def nodes(now: dict[str, list[Tensor | None]], kind: type[Placed]) -> dict[str, Any]:
+            return {
+                name: kind(self.layouts[name], flats)  # type: ignore[call-arg]
+                for name, flats in now.items()
+            }
+
+        return {"worker": nodes(self.worker, Residual), "server": nodes(self.server, Sharded)}
+
+
+def sums(values: Sequence[Tensor]) -> float:
+    """The sum of all elements of tensors that are not negative."""
+    return float(sum(float(x.sum(dtype=torch.float64)) for x in values))
