@@ -17,7 +17,7 @@ from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
 from zfunc.optim.moments import wide
 from zfunc.optim.schedules import Rate, at, plain, started, symbolic
-from zfunc.optim.updates import Moved
+from zfunc.optim.updates import Moved, moved
 
 __all__ = ["AdamState", "LambState", "adam", "adamw", "lamb"]
 
@@ -119,16 +119,23 @@ def _adam(
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         rate, count = at(lr, state.count), state.count + 1
         done = None
+
+        def otherwise(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:
+            updates, new = additive(g, AdamState(state.count, m, v), p)
+            return moved(p, updates), new.mu, new.nu
+
         if params is not None and _can_fuse(rate, weight_decay):
             how = {"count": count, "lr": rate, "b1": b1, "b2": b2, "eps": eps}
-            done = fused.step(grads, params, state.mu, state.nu, decay=rates, **how)
+            done = fused.step(
+                grads, params, state.mu, state.nu, decay=rates, otherwise=otherwise, **how
+            )
         if done is None:
             return additive(grads, state, params)
         new, mu, nu = done
         nu = primitives.settled(None, nu, b2)
         f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count)
-        moved = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
-        return moved, AdamState(count, mu, nu)
+        updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
+        return updates, AdamState(count, mu, nu)
 
     return GradientTransformation(_init, update, additive=additive, checked=True)
 

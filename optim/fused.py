@@ -23,7 +23,8 @@ from zfunc import primitives, tree
 from zfunc.context import reuse
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
-from zfunc.optim.updates import Scaled
+from zfunc.optim.updates import Scaled, scale
+from zfunc.unitwise import by_unit, streams
 
 __all__ = ["BLOCK", "adamw_", "step"]
 
@@ -39,7 +40,14 @@ Stretch = tuple[int, int, float]
 
 
 def step(
-    grads: Tree, params: Tree, mu: Tree, nu: Tree, *, decay: Rates, **how: Any
+    grads: Tree,
+    params: Tree,
+    mu: Tree,
+    nu: Tree,
+    *,
+    decay: Rates,
+    otherwise: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree, Tree]],
+    **how: Any,
 ) -> tuple[Tree, Tree, Tree] | None:
     """One step of AdamW in memory of its own (that of the arguments where it is donated).
 
@@ -47,6 +55,8 @@ def step(
         grads: gradients; everything is placed as they are.
         params, mu, nu: parameters and moments.
         decay: weight decay, of all leaves or by leaf path.
+        otherwise: the same without the kernel, ``(grads, params, mu, nu) -> (params, mu, nu)``;
+            for units on disk, of which it turns out later that the kernel cannot do them.
         how: the other keywords of :func:`adamw_`.
 
     Returns:
@@ -59,6 +69,26 @@ def step(
     if isinstance(grads, Scaled):
         grads, factor = grads.grads, grads.factor
     grads = primitives.reduced(grads)
+    if not streams(grads, params, mu, nu):
+        return _step(grads, params, mu, nu, factor, decay, how)
+
+    def unit(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:
+        done = _step(g, p, m, v, factor, decay, how)
+        return done or otherwise(g if factor is None else scale(g, factor), p, m, v)
+
+    new, mu, nu = by_unit(unit, 3, grads, params, mu, nu)
+    return new, mu, nu
+
+
+def _step(
+    grads: Tree,
+    params: Tree,
+    mu: Tree,
+    nu: Tree,
+    factor: float | None,
+    decay: Rates,
+    how: dict[str, Any],
+) -> tuple[Tree, Tree, Tree] | None:
     rows: list[Row] = []
 
     def collect(g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> Tensor:

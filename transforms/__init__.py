@@ -5,6 +5,7 @@ from zfunc.transforms.compression import compress_grads
 from zfunc.transforms.donation import donate
 from zfunc.transforms.layer_drop import drop_layers
 from zfunc.transforms.mixed_precision import precision
+from zfunc.transforms.offloading import offload
 from zfunc.transforms.rematerialisation import remat
 from zfunc.transforms.sharding import shard
 
@@ -13,6 +14,7 @@ __all__ = [
     "compress_grads",
     "donate",
     "drop_layers",
+    "offload",
     "precision",
     "remat",
     "shard",

@@ -23,24 +23,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import optree
 from torch import Tensor
 
 from zfunc import tree
 from zfunc.axes import MESH, Mesh, group
 from zfunc.comm import Group
-from zfunc.context import Context
+from zfunc.context import PLACING, Context
 from zfunc.cutting import make_layout
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout
 from zfunc.leaves import home_of, is_frozen, is_placed
-from zfunc.nodes import NAMESPACE, Tree
+from zfunc.nodes import Tree
 from zfunc.passes import there_and_back
 from zfunc.placement import (
     Entries,
     Twins,
-    borrowed,
     check_same,
+    layout_for,
     marked,
     packed,
     placed_nodes,
@@ -48,10 +47,13 @@ from zfunc.placement import (
     rejoined,
 )
 from zfunc.pool import empty, pool
+from zfunc.readable import Readable
 from zfunc.rounds import Rounds, in_rounds
 from zfunc.seams import Pending, UnitInfo, Waiting
 from zfunc.sharded import Sharded, cut
+from zfunc.sources import Cut
 from zfunc.step import Transform, transform_of
+from zfunc.streamed import Streamed, whole
 from zfunc.traffic import Traffic, gathered, joined, reduced
 
 __all__ = ["Shard", "shard"]
@@ -141,7 +143,10 @@ class Shard(Transform):
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
             if name in layouts:
-                placed = self._whole_or_cut(self.stage == 3, layouts[name], entries[name], rank)
+                if self.stage == 3:
+                    placed = self._whole_or_cut(True, layouts[name], entries[name], rank)
+                else:
+                    placed = packed(layouts[name], entries[name])
                 entries[name] = marked(placed)
             else:
                 entries[name] = twins.replace(
@@ -151,6 +156,9 @@ class Shard(Transform):
         return entries.rebuild()
 
     def _whole_or_cut(self, cutting: bool, layout: Layout, node: Tree, rank: int) -> Tree:
+        step = PLACING.get()
+        if step is not None and any(t.takes(node) for t in step.transforms):
+            return Cut(layout if cutting else whole(layout), node)
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
 
     def _named(self, role: str) -> list[str]:
@@ -175,11 +183,15 @@ class Shard(Transform):
         if self.stage == 0 or not any(isinstance(x, Tensor) and x.ndim for x in tree.leaves(entry)):
             return False
         params = [entries[name] for name in self._named("params") if name in entries]
-        layouts = [p.layout if isinstance(p, Sharded) else self._home(p) for p in params]
+        layouts = [p.layout if isinstance(p, Readable) else self._home(p) for p in params]
         return Twins(layouts).holds(entry)
 
     def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
-        nodes = [node for node in placed_nodes(entry) if isinstance(node, Sharded)]
+        nodes = [
+            node
+            for node in placed_nodes(entry)
+            if isinstance(node, Sharded | Streamed) and node.layout.axis != ()
+        ]
         if bool(nodes) != cut:
             is_, should = ("cut over the ranks", "whole") if nodes else ("whole", "cut over them")
             raise PlacementError(
@@ -224,16 +236,7 @@ class Shard(Transform):
 
     def _layout_for(self, params: Tree, memo: dict[Any, Layout]) -> tuple[Layout, bool]:
         """The layout of a plain params tree, and whether its gradients are cut."""
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
-        homes = [(i, home_of(leaf)) for i, leaf in enumerate(leaves) if leaf is not None]
-        if homes and all(home and home[0].world == self.group.size for _, home in homes):
-            first = homes[0][1][0]  # type: ignore[index]
-            whole = first.spec == spec and all(home == (first, i) for i, home in homes)
-            return (first if whole else borrowed(leaves, spec)), self.stage >= 1
-        key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
-        if key not in memo:
-            memo[key] = self.layout(params)
-        return memo[key], self.stage >= 1
+        return layout_for(params, self.group.size, memo, self.layout), self.stage >= 1
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending:
         """Start the reduction of a unit's gradients: to all ranks, or to their owners."""
@@ -273,7 +276,7 @@ class Shard(Transform):
         for name in self._named("params"):
             if name in before and name in after:
                 old_params, new_params = before[name], after[name]
-                if isinstance(old_params, Sharded):
+                if isinstance(old_params, Sharded | Streamed):
                     new_params = reassembled(old_params, new_params)
                 else:
                     new_params = rejoined(old_params, new_params)
@@ -288,7 +291,7 @@ class Shard(Transform):
         placed = [entries[name] for name in self._named("params") if name in entries]
         memo["reduce once"] = self.stage < 2
         for call, params in enumerate(placed):
-            layout = params.layout if isinstance(params, Sharded) else self._home(params)
+            layout = params.layout if isinstance(params, Readable) else self._home(params)
             memo["sources", call] = [(layout, self.stage >= 1)]
             memo["plan", "grad", call] = there_and_back([layout])
 

@@ -34,6 +34,7 @@ from zfunc.launching import init, launch
 from zfunc.pretrained import export_safetensors, import_safetensors
 from zfunc.primitives import Mean, layer, reduced, scan, settled
 from zfunc.recipe import train_step
+from zfunc.recovery import recover
 from zfunc.sharded import Sharded
 from zfunc.simulation import simulate
 from zfunc.state import TrainState
@@ -49,6 +50,7 @@ _TRANSFORMS = (
     "compress_grads",
     "donate",
     "drop_layers",
+    "offload",
     "precision",
     "remat",
     "shard",
@@ -99,6 +101,7 @@ __all__ = [
     "quant",
     "random",
     "rank",
+    "recover",
     "reduced",
     "remat",
     "restore",

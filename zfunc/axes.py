@@ -136,6 +136,15 @@ def group(on: Mesh | None, axis: str | tuple[str, ...]) -> Group:
     return cached
 
 
+def alone() -> Group:
+    """The group of the calling rank only: what is cut over no axis at all."""
+    world = current()
+    made: Group | None = world.memo.get("alone")
+    if made is None:
+        made = world.memo["alone"] = Group("none", world, Alone())
+    return made
+
+
 def _connected(world: World, on: Mesh, names: tuple[str, ...]) -> Group:
     if on.world_size != world.size:
         raise ValueError(

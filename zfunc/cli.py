@@ -130,7 +130,8 @@ def _add_transforms(group: Any) -> None:
     option = _options(group)
     stage = "ZeRO: split 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
     option("--stage", stage, type=int, choices=range(4), default=Run.stage)
-    option("--offload", "keep the state there", choices=("cpu", "disk"))
+    tiers = ("none", "cpu", "disk")
+    option("--offload", "where the state lives", choices=tiers, default=Run.offload)
     option("--compress", "how gradients travel", choices=("onebit", "int8", "int4"))
     option("--drop", "progressive layer dropping, down to THETA", type=float, metavar="THETA")
     option("--precision", "what layers compute in", choices=tuple(DTYPES))

@@ -21,6 +21,7 @@ from zfunc.transport import Alone
 from zfunc.tree import gone
 
 __all__ = [
+    "PLACING",
     "RECOMPUTED",
     "Context",
     "Donation",
@@ -120,6 +121,7 @@ class Context:
         group: the ranks over which losses and gradients are averaged.
         by_unit: whether parameters enter and leave unit by unit.
         prefetch: how many units ahead entry starts.
+        spill: see :class:`zfunc.passes.Pass`.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         passes: the passes that are running, innermost last.
         asked: how often ``value_and_grad`` was called.
@@ -139,6 +141,7 @@ class Context:
     group: Group = field(default_factory=lambda: Group("none", world.current(), Alone()))
     by_unit: bool = False
     prefetch: int = 1
+    spill: Callable[[Any, bool], Any] | None = None
     layout_for: Callable[[Any], tuple[Any, bool]] = uncut
     passes: list[Any] = field(default_factory=list)
     asked: int = 0
@@ -156,6 +159,9 @@ class Context:
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
 """Of a layer whose activations are not kept: ``"first"`` in its forward pass, ``"again"``
 when backward runs it anew, empty elsewhere."""
+
+PLACING: ContextVar[Any] = ContextVar("zfunc_placing", default=None)
+"""The step whose ``place`` or ``init`` is running."""
 
 _CURRENT: ContextVar[Context | None] = ContextVar("zfunc_context", default=None)
 

@@ -28,6 +28,7 @@ from zfunc.primitives import Mean, Ref, enter
 from zfunc.products import SHORT, products
 from zfunc.seams import Collector, Finish, Gradients
 from zfunc.sharded import Sharded
+from zfunc.streamed import Streamed
 from zfunc.tree import check_alive, dotted, leaves
 
 __all__ = ["checked", "evaluate", "value_and_grad"]
@@ -256,6 +257,7 @@ def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
         prefetch=running.prefetch,
         running=running,
         waiting=() if collector is None else collector.waiting,
+        spill=running.spill,
     )
 
 
@@ -310,7 +312,7 @@ def _sources(
     nodes, spec = optree.tree_flatten(
         params, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
     )
-    placed = [node for node in nodes if isinstance(node, Sharded)]
+    placed = [node for node in nodes if isinstance(node, Sharded | Streamed)]
     if not placed:
         layout, cut = running.layout_for(params)
         source = owner.add(layout, params, running.group, cut=cut, differentiated=True)

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from zfunc import replay
 from zfunc.axes import group
+from zfunc.hosted import Hosted
 from zfunc.nodes import NAMESPACE, Placed, carry
 from zfunc.recording import record
 from zfunc.sharded import Sharded
+from zfunc.stored import Stored
+from zfunc.successor import seal
 
 __all__ = ["init"]
 
@@ -51,6 +54,7 @@ def init(
     with replay.LOCK:
         torch.set_rng_state(random_state)
         recording.replay(lambda i, leaf: _write(writes, i, leaf.detach()))
+    seal(placed)
     return placed
 
 
@@ -80,7 +84,7 @@ def _writes(full: Any, placed: Any) -> list[Write]:
     )
     writes: list[Write] = []
     for node, part in zip(nodes, spec.flatten_up_to(full), strict=True):
-        if isinstance(node, Sharded):
+        if isinstance(node, Sharded | Stored | Hosted):
             leaves = optree.tree_leaves(part, none_is_leaf=True, namespace=NAMESPACE)
             writes += [node.writer(i) for i, leaf in enumerate(leaves) if leaf is not None]
         elif isinstance(node, Tensor):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import optree
 import torch
@@ -122,7 +122,12 @@ class Placed:
     Subclasses are values. They say what the functions of this module mean for
     them; ``others`` are the further arguments of a ``map``, each either a
     ``Placed`` node of the same tree or a plain tree of the same structure.
+
+    Attributes:
+        streams: whether what is computed with it is put off, and done unit by unit.
     """
+
+    streams: ClassVar[bool] = False
 
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
         """Apply an elementwise ``f`` to this node's data."""
@@ -130,6 +135,10 @@ class Placed:
 
     def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Any:
         """Apply ``f(path, part, ...)`` to the local part of each leaf."""
+        raise NotImplementedError
+
+    def by_unit(self, f: Callable[..., Sequence[Any]], outs: int, others: Sequence[Any]) -> Any:
+        """``f(part, ...)`` of the parts of one unit at a time, ``outs`` nodes; if it streams."""
         raise NotImplementedError
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
@@ -188,6 +197,10 @@ class Placed:
     def merge(self, other: Any) -> Any:
         """This node with the leaves that it lacks taken from ``other``."""
         raise NotImplementedError
+
+    def beneath(self, other: Any) -> Any:
+        """``other``, which is in memory, with the leaves that it lacks taken from this node."""
+        return other.merge(self)
 
     # To and from files, without ever holding more than one unit besides what is held anyway
 

@@ -36,6 +36,7 @@ from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.seams import Pending, gather
 from zfunc.sharded import Sharded
+from zfunc.streamed import Streamed
 from zfunc.unit_runs import UnitRun, redeem
 
 __all__ = ["Pass", "Source", "there", "there_and_back"]
@@ -118,14 +119,18 @@ class Source:
     ) -> None:
         self.owner, self.index, self.layout, self.group = owner, index, layout, group
         self.cut, self.differentiated = cut, differentiated
-        self.flat = isinstance(stored, Sharded)
-        if self.flat:
+        self.flat = isinstance(stored, Sharded | Streamed)
+        self.node = stored if isinstance(stored, Streamed) else None  # units come one by one
+        self.sink = owner.spill(layout, cut) if owner.spill and differentiated else None
+        if self.node is None and self.flat:
             columns: list[Any] = list(stored.flats)
-        else:
+        elif self.node is None:
             self.plain = leaves_of(layout, stored)
         self.runs: list[UnitRun] = []
         for i, unit in enumerate(layout.units):
-            if self.flat:
+            if self.node is not None:
+                mine = []
+            elif self.flat:
                 mine = [columns[f] for f in unit.flats]
             else:
                 mine = [self.plain[s.index] for f in unit.flats for s in layout.by_flat[f]]
@@ -155,6 +160,8 @@ class Source:
 
     def gradients(self) -> Tree:
         """What arrived, as a placed tree where gradients are cut and as a plain one elsewhere."""
+        if self.sink is not None:
+            return self.sink.node()
         layout = self.layout
         flats: list[Tensor | None] = [None] * len(layout.flats)
         for run in self.runs:
@@ -203,6 +210,8 @@ class Pass:
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
         running: the context of the call, if there is one.
+        spill: where gradients go that are not to stay in memory: a function of their layout
+            and whether they are cut.
     """
 
     before: Sequence[Any] = ()
@@ -211,6 +220,7 @@ class Pass:
     plan: Sequence[tuple[int, int]] = ()
     prefetch: int = 1
     running: Any = None
+    spill: Callable[[Layout, bool], Any] | None = None
     sources: list[Source] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     lingering: list[UnitRun] = field(default_factory=list)
@@ -249,7 +259,10 @@ class Pass:
                 return
 
     def look_ahead(self) -> None:
-        """Start the entry of the units that the plan has next."""
+        """Start the entry of the units that the plan has next, and reading those behind them."""
+        for source, unit in self.plan[self.cursor : self.cursor + self.prefetch + 1]:
+            if source < len(self.sources) and unit < len(self.sources[source].runs):
+                self.sources[source].runs[unit].fetch()
         for source, unit in self.plan[self.cursor : self.cursor + self.prefetch]:
             if source < len(self.sources) and unit < len(self.sources[source].runs):
                 self.sources[source].runs[unit].start()
@@ -282,6 +295,8 @@ class Pass:
     def _arrive(self) -> None:
         run, value = self.arrivals.pop(0)
         value.advance()
+        if run.source.sink is not None:
+            value = run.source.sink.put(run.info.index, value.wait())
         self.results[run.key] = value
 
     def computed(self) -> None:
@@ -305,7 +320,7 @@ class Pass:
             for run in source.runs:
                 if run.pending is not None:
                     run.pending.wait()
-                run.pending = run.values = run.entered = None
+                run.pending = run.values = run.entered = run.fetched = None
 
     def close(self) -> None:
         """Forget everything, so that no cycle of references keeps gradients alive."""
@@ -345,7 +360,7 @@ def _in_order(layouts: Sequence[Layout]) -> tuple[list[tuple[int, int]], list[tu
 
 def entered(params: Placed) -> Any:
     """How placed parameters enter without gradients, inside a step and outside one."""
-    if not isinstance(params, Sharded):
+    if not isinstance(params, Sharded | Streamed):
         raise PlacementError(f"a {type(params).__name__} cannot enter a computation")
     running = context.current()
     owner = running.passes[-1] if running is not None and running.passes else Pass()

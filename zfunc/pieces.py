@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import optree
@@ -25,10 +25,17 @@ __all__ = [
 ]
 
 
-def cut_flats(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> list[Tensor | None]:
+def cut_flats(
+    layout: Layout,
+    tree: Tree,
+    rank: int,
+    copy: bool = False,
+    only: Collection[int] | None = None,
+) -> list[Tensor | None]:
     """``rank``'s flats of a plain tree of the layout's structure; 0-d leaves are spread.
 
-    Unless ``copy``, views where the leaves lie in one buffer of this layout already.
+    Unless ``copy``, views where the leaves lie in one buffer of this layout already. Flats
+    that are not among ``only`` are left out as ``None``.
     """
     if _holds_parts(tree):
         return assemble_all(layout, pieces_of_parts(layout, tree, rank), rank)
@@ -36,7 +43,9 @@ def cut_flats(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> list
     flats: list[Tensor | None] = []
     for i, slots in enumerate(layout.by_flat):
         some = [leaves[slot.index] for slot in slots]
-        if not some:
+        if only is not None and i not in only:
+            flats.append(None)
+        elif not some:
             flats.append(torch.zeros(0, dtype=layout.flats[i].dtype))
         elif all(x is None for x in some):
             flats.append(None)

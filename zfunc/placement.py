@@ -13,17 +13,21 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot, Unit, find_layers
-from zfunc.leaves import freeze, mark_placed, settle_home
-from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.leaves import freeze, home_of, is_frozen, mark_placed, settle_home
+from zfunc.nodes import NAMESPACE, Lazy, Placed, Tree
 from zfunc.pieces import assemble_all, leaves_of, pieces_of_parts
 from zfunc.sharded import Sharded
+from zfunc.sources import assembled
+from zfunc.streamed import Streamed
 from zfunc.tree import dotted
+from zfunc.unitwise import streams
 
 __all__ = [
     "Entries",
     "Twins",
     "borrowed",
     "check_same",
+    "layout_for",
     "marked",
     "packed",
     "placed_nodes",
@@ -171,16 +175,36 @@ def packed(layout: Layout, node: Tree) -> Tree:
 
 def marked(params: Tree) -> Tree:
     """Params of a placed state, the plain leaves among them marked as such."""
-    for leaf in optree.tree_leaves(params, namespace=NAMESPACE):
+    for leaf in optree.tree_leaves(
+        params, is_leaf=lambda x: isinstance(x, Lazy), namespace=NAMESPACE
+    ):
         if isinstance(leaf, Tensor):
             mark_placed(leaf)
     return params
 
 
 def placed_nodes(node: Any) -> list[Placed]:
-    """All placed nodes in a tree."""
-    nodes = optree.tree_leaves(node, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
+    """All placed nodes in a tree, those aside that a lazy one hides."""
+    nodes = optree.tree_leaves(
+        node, is_leaf=lambda x: isinstance(x, Placed | Lazy), namespace=NAMESPACE
+    )
     return [x for x in nodes if isinstance(x, Placed)]
+
+
+def layout_for(
+    params: Tree, size: int, memo: dict[Any, Layout], make: Callable[[Tree], Layout]
+) -> Layout:
+    """The layout of a plain params tree: where its leaves live, or a new one."""
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
+    homes = [(i, home_of(leaf)) for i, leaf in enumerate(leaves) if leaf is not None]
+    if homes and all(home and home[0].world == size for _, home in homes):
+        first = homes[0][1][0]  # type: ignore[index]
+        complete = first.spec == spec and all(home == (first, i) for i, home in homes)
+        return first if complete else borrowed(leaves, spec)
+    key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
+    if key not in memo:
+        memo[key] = make(params)
+    return memo[key]
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -267,17 +291,19 @@ def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:
     )
 
 
-def reassembled(old: Sharded, new: Tree) -> Tree:
-    """Params put together from parts (``{**params, "head": ...}``) as one ``Sharded`` again."""
+def reassembled(old: Sharded | Streamed, new: Tree) -> Tree:
+    """Params put together from parts (``{**params, "head": ...}``) as one node again."""
     if isinstance(new, Placed):
         return new
+    if isinstance(old, Streamed) or streams(new):
+        return assembled(old.layout, new)
     layout, rank = old.layout, old.group.rank
     return Sharded(layout, assemble_all(layout, pieces_of_parts(layout, new, rank), rank))
 
 
 def rejoined(old: Tree, new: Tree) -> Tree:
     """Params that came out cut (``tree.map`` of them and cut gradients) whole again, as before."""
-    if not placed_nodes(new):
+    if isinstance(new, Lazy) or not placed_nodes(new):
         return new
     return optree.tree_map(
         lambda node, was: node.join(was) if isinstance(node, Placed) else node,

@@ -8,27 +8,29 @@ is a single leaf gathers itself, without gradient, when a torch function meets i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from zfunc.axes import alone
 from zfunc.axes import group as group_of
 from zfunc.comm import Group
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout import Layout
 from zfunc.leaves import freeze
-from zfunc.nodes import NAMESPACE, Tree, carry, register, spent
+from zfunc.nodes import Tree, carry, register, spent
 from zfunc.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
+from zfunc.readable import Readable
 from zfunc.streaming import OfFlats
 from zfunc.tree import gone
 
-__all__ = ["Sharded"]
+__all__ = ["Sharded", "summed"]
 
 
-class Sharded(OfFlats):
+class Sharded(OfFlats, Readable):
     """This rank's part of a tree.
 
     Attributes:
@@ -53,6 +55,8 @@ class Sharded(OfFlats):
         Raises:
             PlacementError: the current world has another size.
         """
+        if self.layout.axis == ():
+            return alone()
         group = group_of(self.layout.mesh, self.layout.axis)
         if group.size != self.layout.world:
             raise PlacementError(
@@ -126,7 +130,7 @@ class Sharded(OfFlats):
         rank = self.group.rank
         flats: list[Tensor | None] = []
         for i, slots in enumerate(layout.by_flat):
-            if self.layout.flats[i] == layout.flats[i] and self.flats[i] is None:
+            if not slots and self.layout.flats[i] == layout.flats[i] and self.flats[i] is None:
                 flats.append(None)
                 continue
             if any(slot.index not in mine for slot in slots):
@@ -198,23 +202,18 @@ class Sharded(OfFlats):
     # Collectives
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tree:
-        layout, group = self.layout, self.group
-        held = [x for x in self.flats if x is not None]
-        dtype = torch.float64 if any(x.dtype == torch.float64 for x in held) else torch.float32
-        device = held[0].device if held else None
-        totals = torch.zeros(len(layout.slots), dtype=dtype, device=device)
+        dtypes = [None if x is None else x.dtype for x in self.flats]
+        device = next((x.device for x in self.flats if x is not None), None)
+        return summed(self.layout, self.group, self.partial_sums(f), dtypes, device)
+
+    def partial_sums(self, f: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+        """``f`` of this rank's piece of each leaf, by leaf index; of whole flats on rank 0 only."""
+        rank, out = self.group.rank, {}
         for i, x in enumerate(self.flats):
-            if x is not None and not (layout.flats[i].whole and group.rank):
-                for slot, a, b, _ in layout.segments(i, group.rank):
-                    totals[slot.index] = f(x[a:b])
-        group.all_reduce(totals, label="sums of leaves").wait()
-        alive: list[Any] = [None] * len(layout.slots)
-        for i, x in enumerate(self.flats):
-            if x is not None:
-                own = torch.float64 if x.dtype == torch.float64 else torch.float32
-                for slot in layout.by_flat[i]:
-                    alive[slot.index] = totals[slot.index].to(own)
-        return optree.tree_unflatten(layout.spec, alive)
+            if x is not None and not (self.layout.flats[i].whole and rank):
+                for slot, a, b, _ in self.layout.segments(i, rank):
+                    out[slot.index] = f(x[a:b])
+        return out
 
     def full(self) -> Tree:
         if any(map(spent, self.flats)):
@@ -271,25 +270,6 @@ class Sharded(OfFlats):
         filled = [pieces.get(slot.index) if slot else None for slot in guide.layout.slots]
         return guide.cut(optree.tree_unflatten(guide.layout.spec, filled))
 
-    def get(self, path: str) -> Any:
-        node, rest = self, path
-        while rest:
-            node, rest = node._descend(rest, path)
-        return node.full()
-
-    def _descend(self, rest: str, path: str) -> tuple[Sharded, str]:
-        """The child that the longest fitting beginning of ``rest`` names."""
-        entries = self.layout.spec.entries()
-        for entry in sorted(entries, key=lambda e: len(str(e)), reverse=True):
-            name = str(entry)
-            if rest == name or rest.startswith(name + "."):
-                return self[entry], rest[len(name) + 1 :]
-            if not name:
-                return self[entry], rest
-        raise PlacementError(
-            f"no leaf at {path!r}: here are {', '.join(map(str, self.layout.spec.entries()))}."
-        )
-
     def set(self, path: str, value: Any) -> Sharded:
         slot = next((slot for slot in self.layout.present if slot.path == path), None)
         old = self.flats[slot.flat] if slot else None
@@ -309,8 +289,6 @@ class Sharded(OfFlats):
         flats[slot.flat] = new
         return Sharded(self.layout, flats)
 
-    # Reading it like the tree that it stands for
-
     def __getitem__(self, entry: Any) -> Sharded:
         child, selected, used = self.layout.subtree(entry)
         if any(spent(self.flats[i]) for i in used):  # {**params, "head": new} reads it in vain
@@ -318,71 +296,6 @@ class Sharded(OfFlats):
         part = self.recut(selected)
         return Sharded(child, [part.flats[i] for i in used])
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("layout", "flats"):
-            raise AttributeError(name)
-        if not self.layout.spec.entries():
-            return getattr(self.full(), name)
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"this Sharded tree has no child {name!r}") from None
-
-    def keys(self) -> list[Any]:
-        return list(self.layout.spec.entries())
-
-    def values(self) -> list[Sharded]:
-        return [self[key] for key in self.keys()]
-
-    def items(self) -> list[tuple[Any, Sharded]]:
-        return [(key, self[key]) for key in self.keys()]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.layout.spec.entries()
-
-    def __len__(self) -> int:
-        return len(self.layout.spec.entries())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(
-            self.keys() if issubclass(self.layout.spec.type or list, dict) else self.values()
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        def plain(x: Any) -> Any:
-            return x.full() if isinstance(x, Sharded) else x
-
-        values: Any = [*args, kwargs or {}]
-        values = optree.tree_map(
-            plain, values, is_leaf=lambda x: isinstance(x, Sharded), namespace=NAMESPACE
-        )
-        return func(*values[:-1], **values[-1])
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def operate(self: Sharded, *args: Any) -> Any:
-        return getattr(self.full(), name)(*args)
-
-    return operate
-
-
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "matmul",
-    "pow",
-    "radd",
-    "rsub",
-    "rmul",
-    "rmatmul",
-    "neg",
-):
-    setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
 
 register(
     Sharded,
@@ -394,3 +307,25 @@ register(
 def cut(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> Sharded:
     """``rank``'s part of a plain tree; unless ``copy``, views where that is possible."""
     return Sharded(layout, cut_flats(layout, tree, rank, copy))
+
+
+def summed(
+    layout: Layout,
+    group: Group,
+    partial: Mapping[int, Tensor],
+    dtypes: Sequence[torch.dtype | None],
+    device: torch.device | None,
+) -> Tree:
+    """A plain tree of the leaves' sums, from every rank's part of them; a collective."""
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    totals = torch.zeros(len(layout.slots), dtype=wide, device=device)
+    for index, value in partial.items():
+        totals[index] = value
+    group.all_reduce(totals, label="sums of leaves").wait()
+    alive: list[Any] = [None] * len(layout.slots)
+    for i, dtype in enumerate(dtypes):
+        if dtype is not None:
+            own = torch.float64 if dtype == torch.float64 else torch.float32
+            for slot in layout.by_flat[i]:
+                alive[slot.index] = totals[slot.index].to(own)
+    return optree.tree_unflatten(layout.spec, alive)

@@ -98,6 +98,14 @@ class Transform:
         """
         return [placed]
 
+    def takes(self, tree: Any) -> bool:
+        """Whether what others cut of a plain tree goes out of the device's memory at once."""
+        return False
+
+    def lay_out(self, state: Any) -> Any:
+        """What of ``place`` decides where things lie, without putting them there."""
+        return state
+
     def check(self, state: Any) -> None:
         """Raise ``PlacementError`` if the state is not in this representation."""
 
@@ -158,8 +166,12 @@ class Transform:
         """What one rank sends for this transform in one step."""
         return Traffic()
 
+    def release(self, step: Step) -> None:
+        """Release what the transform holds for a step: files, locks, memory."""
+        self.close()
+
     def close(self) -> None:
-        """Release what the transform holds."""
+        """The same, of a transform that need not know for which step."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +298,12 @@ class Step:
         return placed
 
     def _placed(self, state: Any) -> Any:
-        for transform in reversed(self.transforms):
-            state = transform.place(state)
+        token = context.PLACING.set(self)
+        try:
+            for transform in reversed(self.transforms):
+                state = transform.place(state)
+        finally:
+            context.PLACING.reset(token)
         return state if any(t.represents for t in self.transforms) else copied(state)
 
     def unplace(self, state: Any) -> Any:
@@ -325,7 +341,7 @@ class Step:
     def close(self) -> None:
         """Release files, locks, rings and streams; the step can be used again."""
         for transform in self.transforms:
-            transform.close()
+            transform.release(self)
 
     def __enter__(self) -> Step:
         return self

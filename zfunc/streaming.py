@@ -85,6 +85,6 @@ def replicas(layout: Layout, whole: bool) -> tuple[int, ...]:
     """The ranks of the world that hold the same part of a flat as the calling one."""
     world = current()
     mesh = Mesh((("data", world.size),)) if layout.mesh is None else layout.mesh
-    cut = () if whole else mesh.checked(layout.axis)
+    cut = () if whole or layout.axis == () else mesh.checked(layout.axis)
     others = tuple(name for name in mesh.names if name not in cut)
     return mesh.members(others, world.rank) if others else (world.rank,)

@@ -51,7 +51,7 @@ class Run:
     keep: int = 2
     resume: bool = False
     stage: int = 3
-    offload: str | None = None
+    offload: str = "cpu"
     compress: str | None = None
     drop: float | None = None
     precision: str | None = None
@@ -84,8 +84,9 @@ def make_step(run: Run, tx: Any) -> Callable[..., Any]:
 def transformed(step: Callable[..., Any], run: Run) -> Any:
     """The step under the transforms that the run asks for, in whatever order."""
     step = zf.donate(zf.shard(step, stage=run.stage))
-    if run.offload:
-        step = zf.offload(step, to=run.offload, path=run.out / "offload")
+    if run.offload != "none":
+        path = run.out / "offload" if run.offload == "disk" else None
+        step = zf.offload(step, to=run.offload, path=path)
     if run.compress:
         # One bit needs second moments that have warmed up; integers need nothing.
         freeze = -(-run.steps * 17 // 100) if run.compress == "onebit" else 0
@@ -105,7 +106,7 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
 def absent(run: Run) -> list[str]:
     """Names that the run needs and this version of zfunc does not have."""
     needed = {
-        "offload": run.offload,
+        "offload": run.offload != "none",
         "compress_grads": run.compress,
         "drop_layers": run.drop is not None,
         "precision": run.precision,

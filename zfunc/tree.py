@@ -73,8 +73,9 @@ def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
         return _flatten(optree.tree_unflatten(spec, forced))
     for key, item in zip(keys, items, strict=True):
         held = item.held() if isinstance(item, Placed) else (item,)
-        if any(spent(x) for x in held):
-            raise DonatedStateError(gone(dotted(*key)))
+        for x in held:
+            if x is not None and spent(x):
+                raise DonatedStateError(x.__dict__.get("_zfunc_story") or gone(dotted(*key)))
     return [dotted(*key) for key in keys], items, spec
 
 
@@ -92,7 +93,7 @@ def check_alive(tree: Tree) -> None:
         _flatten(tree)
 
 
-def _align(trees: Sequence[Tree]) -> tuple[list[str], list[list[Any]], optree.PyTreeSpec]:
+def align(trees: Sequence[Tree]) -> tuple[list[str], list[list[Any]], optree.PyTreeSpec]:
     """Flatten all trees along the one in which the most is placed."""
     flat = [_flatten(tree) for tree in trees]
     spine = min(range(len(trees)), key=lambda i: flat[i][2].num_leaves)
@@ -137,17 +138,21 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     >>> map(lambda a, b: a + b, {"w": 1, "b": None}, {"w": 2, "b": 3})
     {'w': 3, 'b': None}
     """
-    _, rows, spec = _align((tree, *rest))
+    _, rows, spec = align((tree, *rest))
     return optree.tree_unflatten(spec, [_map_row(f, row) for row in rows])
 
 
 def _map_row(f: Callable[..., Any], row: list[Any]) -> Any:
     if row[0] is None:
         return None
-    for node in row:
-        if isinstance(node, Placed):
-            return node.map(f, row)
-    return carry(f(*row), row[0])
+    placed = first_placed(row)
+    return carry(f(*row), row[0]) if placed is None else placed.map(f, row)
+
+
+def first_placed(row: Sequence[Any]) -> Placed | None:
+    """The node that is asked what a function means: one that streams, or the first."""
+    placed = [node for node in row if isinstance(node, Placed)]
+    return next((node for node in placed if node.streams), placed[0] if placed else None)
 
 
 def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -156,10 +161,10 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     On plain trees the part is the leaf itself; on placed trees it is a 1-D piece
     of it (perhaps empty), and ``f`` must return a piece of the same length.
     """
-    names, rows, spec = _align((tree, *rest))
+    names, rows, spec = align((tree, *rest))
     out: list[Any] = []
     for name, row in zip(names, rows, strict=True):
-        placed = next((node for node in row if isinstance(node, Placed)), None)
+        placed = first_placed(row)
         if row[0] is None:
             out.append(None)
         elif placed is not None:
@@ -179,10 +184,10 @@ def whole(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     and this rank's part of the result is kept. For updates that are not
     elementwise (Muon, Adafactor).
     """
-    _, rows, spec = _align((tree, *rest))
+    _, rows, spec = align((tree, *rest))
     out: list[Any] = []
     for row in rows:
-        placed = next((node for node in row if isinstance(node, Placed)), None)
+        placed = first_placed(row)
         if row[0] is None:
             out.append(None)
         else:
@@ -213,10 +218,14 @@ def merge(a: Tree, b: Tree) -> Tree:
     >>> merge({"w": 1, "b": None}, {"w": None, "b": 2})
     {'w': 1, 'b': 2}
     """
-    _, rows, spec = _align((a, b))
-    return optree.tree_unflatten(
-        spec, [x.merge(y) if isinstance(x, Placed) else (y if x is None else x) for x, y in rows]
-    )
+    _, rows, spec = align((a, b))
+    return optree.tree_unflatten(spec, [_merged(x, y) for x, y in rows])
+
+
+def _merged(x: Any, y: Any) -> Any:
+    if not isinstance(x, Placed):
+        return y if x is None else x
+    return y.beneath(x) if isinstance(y, Placed) and y.streams and not x.streams else x.merge(y)
 
 
 def leaves(tree: Tree) -> list[Any]:

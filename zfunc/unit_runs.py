@@ -37,6 +37,7 @@ class UnitRun:
         self.stored = stored
         self.values: list[Tensor] | None = None
         self.pending: Pending | None = None
+        self.fetched: Pending | None = None  # on its way from the disk
         self.entered: dict[int, Tensor] | None = None
         self.tracked = False  # whether what entered is differentiable
         self.foreign: dict[int, int] = {}
@@ -57,9 +58,18 @@ class UnitRun:
         """Begin to enter, unless it is under way or done."""
         if self.values is None and self.pending is None:
             value: Pending = Ready(self.stored)
+            if self.source.node is not None:
+                value = self.fetched or self.source.node.fetch(self.info.index)
+            self.fetched = None
             for seam in self.owner.entering(self.source):
                 value = seam(value, self.info)
             self.pending = value
+
+    def fetch(self) -> None:
+        """Begin to read the unit, if it is not in memory and there is room for it."""
+        node = self.source.node
+        if node is not None and self.values is None and self.pending is None and not self.fetched:
+            self.fetched = node.fetch(self.info.index, must=False)
 
     def acquire(self) -> list[Tensor]:
         """The unit's values as the last ``enter`` seam made them."""

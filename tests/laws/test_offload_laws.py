@@ -1,0 +1,105 @@
+"""``offload`` changes where a state lives, and no bit of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zfunc as zf
+from tests.laws.cases import ADAMW, Case, alone, assert_same, cut_up, train
+from tests.laws.handwritten import CASES as HAND_WRITTEN
+from tests.laws.models import CASES as READY_MADE
+from zfunc import optim
+
+F64 = torch.float64
+STAGES = (0, 1, 2, 3)
+CASES: dict[str, Case] = {**READY_MADE, **HAND_WRITTEN}
+STACK = CASES["stack"]
+OPTIMIZERS: dict[str, Any] = {
+    "adam": optim.adam(optim.warmup_cosine(0.02, 2, 6)),
+    "adamw clipped": optim.chain(optim.clip_by_global_norm(0.5), ADAMW),
+    "adamw masked decay": optim.adamw(0.02, weight_decay=0.1, mask=lambda path: path.endswith("w")),
+    "lamb": optim.lamb(0.02, weight_decay=0.1),
+    "lion": optim.lion(0.01, weight_decay=0.1),
+    "momentum": optim.sgd(0.02, momentum=0.9, nesterov=True),
+    "sgd": optim.sgd(0.02),
+    "skipping": optim.skip_nonfinite(ADAMW),
+    "average of updates": optim.chain(ADAMW, optim.ema(0.5)),
+    "by label": optim.multi_transform(
+        {"w": ADAMW, "b": optim.sgd(0.1)}, lambda path: path.rpartition(".")[2]
+    ),
+    "masked": optim.masked(ADAMW, lambda path: path.endswith("w")),
+}
+
+
+def disk(step: Any, path: Path, **how: Any) -> Any:
+    return zf.offload(step, to="disk", path=path, **how)
+
+
+def on_disk(
+    path: Path, case: Case, ranks: int, tx: Any = ADAMW, steps: int = 4, **how: Any
+) -> list[Any]:
+    """What every simulated rank has after training with state on disk; see ``cut_up``."""
+    full = case.state(tx, F64)
+    donated, what = how.pop("donated", False), how.pop("what", ("opt_state", "params"))
+
+    def body() -> Any:
+        step = disk(case.step(tx), path, what=what)
+        step = zf.shard(step, roles=case.roles, **how)
+        step = zf.donate(step) if donated else step
+        with step:
+            metrics, state = train(step, step.place(full), case, steps)
+            return metrics, step.unplace(state)
+
+    return zf.simulate(ranks)(body)()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_and_every_stage(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    for stage in STAGES:
+        ranks = 1 + stage % 2
+        mine = on_disk(tmp_path, case, ranks, stage=stage, unit_bytes=600)
+        assert_same(mine, cut_up(case, ranks, stage=stage, unit_bytes=600), f"stage {stage}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_worlds(stage: int, ranks: int, tmp_path: Path) -> None:
+    for unit_bytes in (1, 1 << 26):
+        for donated in (False, True):
+            how: dict[str, Any] = {"stage": stage, "unit_bytes": unit_bytes, "donated": donated}
+            mine = on_disk(tmp_path, STACK, ranks, **how)
+            assert_same(mine, cut_up(STACK, ranks, **how), str(how))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, tmp_path: Path) -> None:
+    tx = OPTIMIZERS[name]
+    for stage in STAGES:
+        mine = on_disk(tmp_path, STACK, 2, tx, stage=stage, unit_bytes=600)
+        assert_same(mine, cut_up(STACK, 2, tx, stage=stage, unit_bytes=600), f"stage {stage}")
+
+
+@pytest.mark.parametrize("what", [("opt_state",), ("params",)])
+def test_one_half_on_disk(what: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("stack", "the head", "mean teacher", "gan"):
+        for stage in STAGES:
+            mine = on_disk(tmp_path, CASES[name], 2, stage=stage, what=what, unit_bytes=600)
+            reference = cut_up(CASES[name], 2, stage=stage, unit_bytes=600)
+            assert_same(mine, reference, f"{name}, stage {stage}")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "strided"])
+def test_alone(name: str, tmp_path: Path) -> None:
+    """Without ``shard``, the bits of the bare step (strided leaves are laid out anew)."""
+    case = CASES[name]
+    reference = alone(case)
+    for what in (("opt_state", "params"), ("opt_state",), ("params",)):
+        step = disk(case.step(ADAMW), tmp_path, what=what, roles=case.roles)
+        with step:
+            metrics, state = train(step, step.place(case.state(ADAMW, F64)), case, 4)
+            assert_same((metrics, step.unplace(state)), reference, str(what))
