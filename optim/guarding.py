@@ -14,7 +14,7 @@ from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
 from zfunc.unreduced import linear_map
 
-__all__ = ["SkipState", "first_nonfinite", "skip_nonfinite"]
+__all__ = ["SkipState", "all_finite", "first_nonfinite", "skip_nonfinite"]
 
 Tree = Any
 
@@ -51,7 +51,7 @@ def skip_nonfinite(
 
     def run(grads: Tree, state: SkipState, params: Tree, additive: bool) -> tuple[Tree, SkipState]:
         inner, total, row = state
-        if _finite(grads):
+        if all_finite(grads):
             updates, inner = (tx.additive if additive else tx.update)(grads, inner, params)
             return updates, SkipState(inner, total.clone(), torch.zeros_like(row))
         if max_consecutive is not None and int(row) >= max_consecutive:
@@ -72,7 +72,7 @@ def _nothing(grad: Tensor) -> Tensor:
     return torch.full_like(grad, -0.0)
 
 
-def _finite(grads: Tree) -> bool:
+def all_finite(grads: Tree) -> bool:
     """The same answer on all ranks: both norms are collectives on placed trees."""
     if bool(tree.global_norm(grads).isfinite()):
         return True

@@ -29,7 +29,7 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.nodes import NAMESPACE, Layers
 from zfunc.passes import Pass
 from zfunc.placement import Entries
-from zfunc.sharded import Sharded
+from zfunc.readable import Readable
 from zfunc.step import Transform, transform_of
 
 __all__ = ["DropLayers", "drop_layers", "keep_probability", "theta_at"]
@@ -208,10 +208,10 @@ class _Coins:
 
 def _has_layers(state: Any) -> bool:
     nodes = optree.tree_leaves(
-        state, is_leaf=lambda x: isinstance(x, Layers | Sharded), namespace=NAMESPACE
+        state, is_leaf=lambda x: isinstance(x, Layers | Readable), namespace=NAMESPACE
     )
     return any(
-        isinstance(x, Layers) or (isinstance(x, Sharded) and bool(x.layout.layers)) for x in nodes
+        isinstance(x, Layers) or (isinstance(x, Readable) and bool(x.layout.layers)) for x in nodes
     )
 
 

@@ -14,10 +14,11 @@ from zfunc import tree
 from zfunc.context import Context, spend
 from zfunc.errors import NonFiniteError
 from zfunc.nodes import NAMESPACE, Placed, Tree, register, spent
-from zfunc.optim.guarding import first_nonfinite
+from zfunc.optim.guarding import all_finite, first_nonfinite
 from zfunc.pieces import leaves_of
 from zfunc.placement import Entries, reassembled
 from zfunc.sharded import Sharded
+from zfunc.unitwise import streams
 
 __all__ = ["Mastered", "Masters", "recast", "returned"]
 
@@ -108,13 +109,23 @@ class Masters:
             return tree.map(lambda g: unscaled(g, dtype), grads)
         return tree.map(lambda g, p: unscaled(g, p.dtype), grads, params)
 
-    def look(self, grads: Tree, running: Context) -> None:
-        """Find out, on all ranks alike, whether a gradient is not finite; a collective."""
-        flags = [
-            torch.linalg.vector_norm(x, ord=float("inf")).isfinite().cpu()
-            for x in tree.leaves(grads)
-            if isinstance(x, Tensor) and x.numel()
-        ]
+    def look(self, grads: Tree, running: Context, scaled: Tree) -> None:
+        """Find out, on all ranks alike, whether a gradient is not finite; a collective.
+
+        Args:
+            grads: the gradients.
+            scaled: what they were made of; asked instead where they are not in memory, since
+                its norms are known.
+        """
+        flags = (
+            [torch.tensor(all_finite(scaled))]
+            if streams(grads)
+            else [
+                torch.linalg.vector_norm(x, ord=float("inf")).isfinite().cpu()
+                for x in tree.leaves(grads)
+                if isinstance(x, Tensor) and x.numel()
+            ]
+        )
         bad = (~torch.stack(flags).all()).float() if flags else torch.zeros(())
         if running.group.size > 1:
             bad = running.group.all_reduce(bad, label="overflow").wait()
@@ -156,7 +167,8 @@ def _nodes(params: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
 
 def _identity(node: Any) -> Any:
     """Which tensors a node is, whoever rebuilt the tree around them."""
-    return tuple(map(id, node.flats)) if isinstance(node, Sharded) else id(node)
+    held = node.held() if isinstance(node, Placed) else ()
+    return tuple(map(id, held)) if held else id(node)
 
 
 def returned(old: Tree, new: Tree) -> Tree:

@@ -235,9 +235,9 @@ class Precision(Transform):
                 params=notes.lowered(asked.params),
                 seed=seed,
             )
-            out, grads = call(low)
-            grads = notes.raised(grads, asked.params)
-            notes.look(grads, running)
+            out, scaled = call(low)
+            grads = notes.raised(scaled, asked.params)
+            notes.look(grads, running, scaled)
             return out, grads
 
         return run

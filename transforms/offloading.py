@@ -93,6 +93,15 @@ class Offload(Transform):
         where = f", path={os.pathsep.join(self.path)!r}" if self.path else ""
         return f"offload(to={self.to!r}{where})"
 
+    def beside(self, others: Sequence[Transform]) -> Transform:
+        if self.to == "disk" and any(other.name == "compress_grads" for other in others):
+            raise CompositionError(
+                "compress_grads works on whole gradients and keeps its errors in memory, "
+                "offload(to='disk') lets no gradient stay there. Leave out one of them, or write "
+                "offload(to='cpu')."
+            )
+        return self
+
     def takes(self, tree: Any) -> bool:
         return self.to == "disk" or self.moves(_device_of(tree))
 
@@ -209,6 +218,11 @@ class Offload(Transform):
 
     def configure(self, running: Context, state: Any) -> None:
         hosted = hosted_nodes(state)
+        if hosted and any(t.name == "compress_grads" for t in running.transforms):
+            raise CompositionError(
+                "compress_grads works on gradients in the memory of the device, and offload takes "
+                "them down to the host's. Leave out one of them."
+            )
         if hosted:
             device, pin = hosted[0].device, self.pin
             self._by_unit(running, lambda layout: HostSpill(layout, device, pin))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,60 @@ def test_alone(name: str, tmp_path: Path) -> None:
         with step:
             metrics, state = train(step, step.place(case.state(ADAMW, F64)), case, 4)
             assert_same((metrics, step.unplace(state)), reference, str(what))
+
+
+BESIDE: dict[str, Callable[[Any], Any]] = {
+    "precision": zf.precision,
+    "a loss scale": lambda f: zf.precision(f, compute=torch.float16, loss_scale="dynamic"),
+    "accumulate": lambda f: zf.accumulate(f, 3),
+    "remat": zf.remat,
+    "drop_layers": lambda f: zf.drop_layers(f, theta=0.5, gamma=1.0),
+    "all": lambda f: zf.precision(zf.accumulate(zf.remat(f), 3)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("stage", STAGES)
+def test_beside_other_transforms(name: str, stage: int, tmp_path: Path) -> None:
+    """On disk and in memory alike, whatever else the step is wrapped in."""
+    dtype = torch.float32 if name in ("precision", "a loss scale", "all") else F64
+
+    def body(on_disk: bool) -> Any:
+        step = BESIDE[name](STACK.step(ADAMW))
+        step = disk(step, tmp_path) if on_disk else step
+        with zf.shard(step, stage=stage, unit_bytes=600) as step:
+            state = step.place(STACK.state(ADAMW, dtype))
+            metrics, state = train(step, state, STACK, 4, dtype)
+            return metrics, step.unplace(state)
+
+    assert_same(zf.simulate(2)(body)(True), zf.simulate(2)(body)(False))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_leaves_the_state_on_disk_as_it_is(stage: int, tmp_path: Path) -> None:
+    """Gradients are on disk before anybody looks at them; their norms are not."""
+
+    def body(on_disk: bool) -> Any:
+        step = zf.precision(STACK.step(ADAMW), compute=torch.float16, loss_scale="dynamic")
+        step = disk(step, tmp_path) if on_disk else step
+        with zf.shard(step, stage=stage, unit_bytes=600) as step:
+            state, seen = step.place(STACK.state(ADAMW, torch.float32)), []
+            for i, size in enumerate((1.0, float("inf"), 1e4, 1.0)):
+                batch = zf.local_batch(STACK.batch(i, torch.float32))
+                state, metrics = step(state, {**batch, "x": batch["x"] * size})
+                seen.append(metrics)
+            return seen, step.unplace(state)
+
+    mine, theirs = zf.simulate(2)(body)(True), zf.simulate(2)(body)(False)
+    assert any(bool(row["overflow"]) for row in mine[0][0])
+    assert_same(mine, theirs)
+
+
+def test_compressed_gradients_stay_in_memory(tmp_path: Path) -> None:
+    for wrap in (
+        lambda f: disk(zf.compress_grads(f, method="int8"), tmp_path),
+        lambda f: zf.compress_grads(disk(f, tmp_path), method="int8"),
+    ):
+        with pytest.raises(zf.CompositionError, match=r"offload\(to='cpu'\)"):
+            wrap(zf.shard(STACK.step(ADAMW)))
+    zf.offload(zf.compress_grads(zf.shard(STACK.step(ADAMW)), method="int8"))
