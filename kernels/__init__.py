@@ -9,6 +9,7 @@ from __future__ import annotations
 from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import Choice, choose, use
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
+from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
 from zfunc.kernels.lion import lion_flat, lion_flat_, lion_hyper
 from zfunc.kernels.onebit import (
     onebit_bytes,
@@ -41,6 +42,10 @@ __all__ = [
     "dequantize_groups",
     "dequantize_payload",
     "fake_quant",
+    "lamb_apply_",
+    "lamb_hyper",
+    "lamb_moments_",
+    "lamb_ratios",
     "lion_flat",
     "lion_flat_",
     "lion_hyper",

@@ -12,6 +12,7 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.adamw import adamw_flat, adamw_hyper
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
+from zfunc.kernels.lamb import lamb_apply_, lamb_moments_, lamb_ratios
 from zfunc.kernels.lion import lion_flat, lion_hyper
 from zfunc.kernels.onebit import onebit_mean, onebit_pack, onebit_unpack
 from zfunc.kernels.operators import KernelError
@@ -116,6 +117,20 @@ def _lion(generator: torch.Generator, device: torch.device) -> Callable[[], Any]
     return lambda: lion_flat(g.bfloat16(), p, m, hyper, torch.bfloat16)
 
 
+def _lamb(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    g, p, m, v = _numbers(generator, device, 4)
+    hyper = adamw_hyper(0.1, 3, eps=1e-6, device=device)
+    segments = [(0, 1024), (1040, 1041), (1056, N)]
+
+    def run() -> tuple[Tensor, ...]:
+        new, mu, nu = p.clone(), m.clone(), v.abs()
+        squares = lamb_moments_(g.bfloat16(), new, mu, nu, segments, hyper)
+        lamb_apply_(new, mu, nu, segments, lamb_ratios(squares), hyper)
+        return new, mu, nu, squares
+
+    return run
+
+
 def _pack(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
     x, e = _numbers(generator, device, 2)
     return lambda: (*onebit_pack(x, e), *onebit_pack(x, e, group=128, scaling="mean"))
@@ -179,6 +194,8 @@ def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], 
 
 SAMPLES: dict[str, Sample] = {
     "adamw_flat": _adamw,
+    "lamb_apply": _lamb,
+    "lamb_moments": _lamb,
     "lion_flat": _lion,
     "onebit_pack": _pack,
     "onebit_mean": _mean,

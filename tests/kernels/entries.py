@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from tests.kernels.machine_code import Entry
-from zfunc.kernels import adamw_triton, dispatch, groupwise_triton, lion_triton, onebit_triton
+from zfunc.kernels import (
+    adamw_triton,
+    dispatch,
+    groupwise_triton,
+    lamb_triton,
+    lion_triton,
+    onebit_triton,
+)
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -94,6 +101,26 @@ ENTRIES = [
         LOW=True,
         bytes=20,
         narrow=5,
+    ),
+    # Both ways through a tile, the whole one and the short one, are counted.
+    entry(
+        "lamb_moments",
+        lamb_triton.lamb_moments_kernel,
+        "g:*bf16 p:*fp32 m:*fp32 v:*fp32 tiles:*i64 parts:*fp32 hyper:*fp64",
+        ALIGNED=True,
+        bytes=22,
+        narrow=50,
+        narrow_stores=20,
+    ),
+    entry(
+        "lamb_apply",
+        lamb_triton.lamb_apply_kernel,
+        "p:*fp32 m:*fp32 v:*fp32 low:*bf16 tiles:*i64 ratios:*fp32 hyper:*fp64",
+        LOW=True,
+        ALIGNED=True,
+        bytes=18,
+        narrow=40,
+        narrow_stores=20,
     ),
     entry(
         "onebit_pack",

@@ -1,0 +1,259 @@
+r"""LAMB over a flat shard that holds many tensors: two passes, and one small table between them.
+
+For each tensor (a *segment* of the buffer), in float32, with :math:`g \leftarrow c\,g`:
+
+.. math::
+    m' = m + (1 - \beta_1)(g - m) \qquad v' = \beta_2 v + (1 - \beta_2) g^2 \qquad
+    u = \frac{m' / (1 - \beta_1^t)}{\sqrt{v' / (1 - \beta_2^t)} + \epsilon} + \lambda p
+    \qquad p' = p - \eta \frac{\lVert p \rVert}{\lVert u \rVert} u
+
+with a ratio of 1 where either norm is 0.
+
+Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
+
+``lamb_moments_`` renews the moments and returns the squares of both norms for each segment.
+Where a tensor is spread over ranks, they are summed over the ranks here. ``lamb_apply_`` makes the
+step out of the moments again, which is cheaper than to have kept it.
+
+**Traffic** a parameter: 22 bytes (g 2, p 4, m 4+4, v 4+4), then 18 (p 4+4, m 4, v 4, copy 2), in
+three launches for any number of tensors. Sums run in a fixed order: the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.adamw import HYPER, adamw_hyper
+from zfunc.kernels.operators import KernelError, agree, apart, define, dense, undifferentiated
+
+__all__ = ["lamb_apply_", "lamb_hyper", "lamb_moments_", "lamb_ratios"]
+
+CHUNK = 1 << 18
+INSTEAD = "optim.lamb, whose update is made of plain torch operations"
+
+Segments = Sequence[tuple[int, int]]
+
+lamb_hyper = adamw_hyper  # the same numbers; LAMB's customary eps is 1e-6
+
+
+def lamb_moments_(
+    grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, segments: Segments, hyper: Tensor
+) -> Tensor:
+    """The first pass: new moments where the old ones lie, and the squares of the norms.
+
+    Args:
+        grad: gradient, ``[n]``; bfloat16, float16 or float32.
+        param: ``[n]``, float32 (float64 is taken by the twin).
+        mu, nu: moments ``[n]``, of the dtype of ``param``; contiguous.
+        segments: where each tensor begins and ends. They may not overlap; what is in
+            none of them is left alone.
+        hyper: from :func:`lamb_hyper`.
+
+    Returns:
+        ``[segments, 2]`` in the dtype of ``param``: the sums of :math:`p^2` and :math:`u^2`.
+
+    Raises:
+        KernelError: shapes, dtypes or devices differ, segments overlap or do not lie in the
+            buffer, or gradients are being recorded.
+
+    >>> p, g, m, v = torch.tensor([3.0, 4.0]), torch.ones(2), torch.zeros(2), torch.zeros(2)
+    >>> hyper = lamb_hyper(0.1, 1, eps=0.0, weight_decay=0.0)
+    >>> lamb_moments_(g, p, m, v, [(0, 2)], hyper)
+    tensor([[25.,  2.]])
+    """
+    _check("lamb_moments_", segments, hyper, grad=grad, param=param, mu=mu, nu=nu)
+    dense("lamb_moments_", mu=mu, nu=nu)
+    out: Tensor = _moments(grad, param, mu, nu, *_columns(segments), hyper)
+    return out
+
+
+def lamb_ratios(squares: Tensor) -> Tensor:
+    """The trust ratio of each segment, ``|p| / |u|``; 1 where either is 0.
+
+    Args:
+        squares: ``[segments, 2]`` from :func:`lamb_moments_`, summed over ranks.
+
+    >>> lamb_ratios(torch.tensor([[25.0, 4.0], [0.0, 4.0]]))
+    tensor([2.5000, 1.0000])
+    """
+    p, u = squares.sqrt().unbind(-1)
+    return torch.where((p > 0) & (u > 0), p / u, torch.ones_like(u))
+
+
+def lamb_apply_(
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    segments: Segments,
+    ratios: Tensor,
+    hyper: Tensor,
+    low: Tensor | None = None,
+) -> None:
+    """The second pass: the step, where the parameters lie.
+
+    Args:
+        param, mu, nu, segments, hyper: as :func:`lamb_moments_` left them.
+        ratios: ``[segments]``, from :func:`lamb_ratios`.
+        low: a buffer ``[n]`` that receives the new parameters in its dtype.
+
+    Raises:
+        KernelError: as :func:`lamb_moments_`.
+
+    >>> p, m, v = torch.tensor([3.0, 4.0]), torch.full((2,), 0.1), torch.full((2,), 0.001)
+    >>> hyper = lamb_hyper(0.1, 1, eps=0.0, weight_decay=0.0)
+    >>> lamb_apply_(p, m, v, [(0, 2)], torch.tensor([2.0]), hyper)
+    >>> p
+    tensor([2.8000, 3.8000])
+    """
+    _check("lamb_apply_", segments, hyper, param=param, mu=mu, nu=nu)
+    agree("lamb_apply_", param=param, low=low)
+    dense("lamb_apply_", param=param, low=low)
+    if ratios.shape != (len(segments),):
+        raise KernelError(
+            f"kernels.lamb_apply_: ratios are {tuple(ratios.shape)}; expected one for each of "
+            f"the {len(segments)} segments."
+        )
+    _apply(param, mu, nu, low, *_columns(segments), ratios, hyper)
+
+
+def _check(name: str, segments: Segments, hyper: Tensor, **buffers: Tensor) -> None:
+    undifferentiated(name, INSTEAD, *buffers.values(), hyper)
+    agree(name, **buffers)
+    dtypes = {label: x.dtype for label, x in buffers.items() if label != "grad"}
+    if len(set(dtypes.values())) > 1:
+        raise KernelError(
+            f"kernels.{name}: {dtypes}; expected one dtype of parameters and moments."
+        )
+    if hyper.shape != (len(HYPER),) or hyper.dtype != torch.float64:
+        raise KernelError(
+            f"kernels.{name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
+            f"float64[{len(HYPER)}]: make it with kernels.lamb_hyper."
+        )
+    (n,) = buffers["param"].shape
+    end = 0
+    for start, stop in sorted(segments):
+        if not end <= start <= stop <= n:
+            raise KernelError(
+                f"kernels.{name}: segment ({start}, {stop}) overlaps another or leaves the buffer "
+                f"of {n}; expected disjoint ranges of it."
+            )
+        end = stop
+
+
+def _columns(segments: Segments) -> tuple[list[int], list[int]]:
+    return [start for start, _ in segments], [stop for _, stop in segments]
+
+
+def _run_moments(
+    grad: Tensor,
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    starts: list[int],
+    stops: list[int],
+    hyper: Tensor,
+) -> Tensor:
+    apart("lamb_moments_", mu=mu, nu=nu)
+    squares = param.new_zeros(len(starts), 2)
+    how = {"starts": tuple(starts), "stops": tuple(stops), "hyper": hyper}
+    dispatch.run("lamb_moments", grad.contiguous(), param.contiguous(), mu, nu, squares, **how)
+    return squares
+
+
+def _run_apply(
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    low: Tensor | None,
+    starts: list[int],
+    stops: list[int],
+    ratios: Tensor,
+    hyper: Tensor,
+) -> None:
+    apart("lamb_apply_", param=param, low=low)
+    how = {"starts": tuple(starts), "stops": tuple(stops), "hyper": hyper}
+    rest = (mu.contiguous(), nu.contiguous(), low, ratios.contiguous())
+    dispatch.run("lamb_apply", param, *rest, **how)
+
+
+_moments: Callable[..., Any] = define(
+    "lamb_moments_(Tensor grad, Tensor param, Tensor(a!) mu, Tensor(b!) nu, int[] starts,"
+    " int[] stops, Tensor hyper) -> Tensor",
+    _run_moments,
+    lambda grad, param, mu, nu, starts, stops, hyper: param.new_empty(len(starts), 2),
+)
+_apply: Callable[..., Any] = define(
+    "lamb_apply_(Tensor(a!) param, Tensor mu, Tensor nu, Tensor(b!)? low, int[] starts,"
+    " int[] stops, Tensor ratios, Tensor hyper) -> ()",
+    _run_apply,
+    lambda *args: None,
+)
+
+
+def moments_twin(
+    grad: Tensor,
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    squares: Tensor,
+    *,
+    starts: tuple[int, ...],
+    stops: tuple[int, ...],
+    hyper: Tensor,
+) -> None:
+    """The first pass in torch, a block that fits the cache at a time."""
+    knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
+    for i, a, b in _blocks(starts, stops):
+        g, p, m, v = grad[a:b].to(param.dtype), param[a:b], mu[a:b], nu[a:b]
+        if knobs["factor"] != 1:
+            g = g * knobs["factor"]
+        m.mul_(knobs["b1"]).add_(g, alpha=1 - knobs["b1"])
+        v.mul_(knobs["b2"]).addcmul_(g, g, value=1 - knobs["b2"])
+        u = _direction(p, m, v, knobs)
+        squares[i, 0] += torch.dot(p, p)
+        squares[i, 1] += torch.dot(u, u)
+
+
+def apply_twin(
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    low: Tensor | None,
+    ratios: Tensor,
+    *,
+    starts: tuple[int, ...],
+    stops: tuple[int, ...],
+    hyper: Tensor,
+) -> None:
+    """The second pass in torch, a block that fits the cache at a time."""
+    knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
+    for i, a, b in _blocks(starts, stops):
+        p = param[a:b]
+        p.sub_(_direction(p, mu[a:b], nu[a:b], knobs).mul_(ratios[i] * knobs["lr"]))
+        if low is not None:
+            low[a:b].copy_(p)
+
+
+def _direction(p: Tensor, m: Tensor, v: Tensor, knobs: dict[str, float]) -> Tensor:
+    """``u`` of the formula."""
+    below = v.sqrt().mul_(knobs["scale2"]).add_(knobs["eps"])
+    u = (m * knobs["scale1"]).div_(below)
+    return u.add_(p, alpha=knobs["weight_decay"]) if knobs["weight_decay"] else u
+
+
+def _blocks(starts: tuple[int, ...], stops: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    pairs = enumerate(zip(starts, stops, strict=True))
+    return [(i, a, min(a + CHUNK, stop)) for i, (x, stop) in pairs for a in range(x, stop, CHUNK)]
+
+
+for _name, _twin, _traffic in (
+    ("lamb_moments", moments_twin, "22 B (bf16 gradient, float32 state)"),
+    ("lamb_apply", apply_twin, "18 B (bf16 copy, float32 state)"),
+):
+    _launch = f"zfunc.kernels.lamb_triton:{_name.removeprefix('lamb_')}"
+    dispatch.register(dispatch.Kernel(_name, _twin, _launch, _traffic, dtypes=dispatch.FLOATS))
