@@ -1,0 +1,37 @@
+"""Low-bit weights: ``QTensor`` leaves, trees of them, their files, calibration, and schedules."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Format": "grids",
+    "QTensor": "qtensor",
+    "Report": "reports",
+    "calibrate": "calibration",
+    "dequantize_tree": "trees",
+    "load": "files",
+    "quantize_tree": "trees",
+    "report": "reports",
+    "save": "files",
+}
+
+__all__ = [
+    "Format",
+    "QTensor",
+    "Report",
+    "calibrate",
+    "dequantize_tree",
+    "load",
+    "quantize_tree",
+    "report",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Everything on first use, so that ``import zfunc`` stays light."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"zfunc.quant.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'zfunc.quant' has no attribute {name!r}")
