@@ -11,10 +11,13 @@ _HOMES = {
     "Report": "reports",
     "calibrate": "calibration",
     "dequantize_tree": "trees",
+    "exported": "exporting",
+    "fake_quantize": "fake",
     "load": "files",
     "quantize_tree": "trees",
     "report": "reports",
     "save": "files",
+    "top_eigenvalues": "curvature",
 }
 
 __all__ = [
@@ -23,10 +26,13 @@ __all__ = [
     "Report",
     "calibrate",
     "dequantize_tree",
+    "exported",
+    "fake_quantize",
     "load",
     "quantize_tree",
     "report",
     "save",
+    "top_eigenvalues",
 ]
 
 

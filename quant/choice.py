@@ -10,9 +10,8 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from zfunc.errors import PlacementError
 from zfunc.functional import Functional
@@ -92,13 +91,17 @@ def accepts(include: Include, model: Functional | None = None) -> Callable[[str,
     return lambda path, ndim: ndim >= 2 and any(fnmatchcase(path, p) for p in patterns)
 
 
-def check_met(include: Include, leaves: Mapping[str, Any], chosen: Sequence[str]) -> None:
+def check_met(include: Include, leaves: Mapping[str, int], chosen: Sequence[str]) -> None:
     """Raise if an ``include`` pattern, or all of it, fits no leaf that could be quantised.
+
+    Args:
+        leaves: number of dimensions of each floating-point leaf, by its path.
+        chosen: the paths that ``include`` accepts.
 
     Raises:
         PlacementError: with the closest paths.
     """
-    able = [p for p, x in leaves.items() if isinstance(x, Tensor) and x.ndim >= 2]
+    able = [path for path, ndim in leaves.items() if ndim >= 2]
     if include is None or callable(include):
         if not chosen:
             raise PlacementError(

@@ -23,7 +23,7 @@ from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 from zfunc.tree import dotted, flatten_names
 
-__all__ = ["load", "save"]
+__all__ = ["is_low_bit", "load", "save"]
 
 PathLike = str | os.PathLike[str]
 HEADER = "zfunc.quant"
@@ -110,6 +110,19 @@ def load(path: PathLike, like: Any = None) -> Tree:
         )
     leaves = _leaves(file, metadata[HEADER], tensors)
     return leaves if like is None else _shaped(file, leaves, like)
+
+
+def is_low_bit(path: PathLike) -> bool:
+    """Whether a path is a file that :func:`save` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return HEADER in (opened.metadata() or {})
+    except (SafetensorError, OSError, ValueError):
+        return False
 
 
 def _leaves(file: Path, text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

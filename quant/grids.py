@@ -28,10 +28,11 @@ class Format:
     """How a weight is stored.
 
     Attributes:
-        bits: of a code, 2 to 8; up to 4 they are packed two in a byte.
+        bits: of a code, 2 to 15; up to 4 they are packed two in a byte, up to 8 stored at all.
         group_size: weights of a row that share a scale; None: the whole row.
         symmetric: whether 0 is the middle of the codes.
         dynamic: whether products round their inputs to 8 bits as well, row by row (W8A8).
+        shared: how many rows, one below the other, have the same scales.
 
     Raises:
         ValueError: a number of bits or a group size that means nothing.
@@ -44,10 +45,11 @@ class Format:
     group_size: int | None = 128
     symmetric: bool = True
     dynamic: bool = False
+    shared: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.bits) is not int or not 2 <= self.bits <= 8:
-            raise ValueError(f"bits={self.bits!r}: expected a whole number from 2 to 8.")
+        if type(self.bits) is not int or not 2 <= self.bits <= 15:
+            raise ValueError(f"bits={self.bits!r}: expected a whole number from 2 to 15.")
         size = self.group_size
         if size is not None and (type(size) is not int or size < 1):
             raise ValueError(
@@ -90,7 +92,7 @@ class Grid:
 
     Attributes:
         scale: ``[n, groups]``, positive, of the format's ``scale_dtype``.
-        zero: ``[n, groups]`` int8, or None where it is 0.
+        zero: ``[n, groups]`` int16, int8 for up to 8 bits; None where it is 0.
     """
 
     scale: Tensor
@@ -125,11 +127,13 @@ def fit(rows: Tensor, form: Format, name: str = "weight") -> Grid:
     tensor([[1.]])
     """
     x = by_group(rows.detach().to(wide(rows.dtype)), form)
-    top = 2 ** (form.bits - 1) - 1
+    top, kind = 2 ** (form.bits - 1) - 1, code_dtype(form)
     if not x.numel():
         scale = x.new_ones(x.shape[:2])
-        return Grid(scale.to(form.scale_dtype), None if form.symmetric else scale.to(torch.int8))
+        return Grid(scale.to(form.scale_dtype), None if form.symmetric else scale.to(kind))
     low, high = x.aminmax(dim=-1)
+    if form.shared > 1:
+        low, high = -_over_rows(-low, form.shared), _over_rows(high, form.shared)
     if form.symmetric:
         span, steps = torch.maximum(-low, high), top
     else:
@@ -142,7 +146,18 @@ def fit(rows: Tensor, form: Format, name: str = "weight") -> Grid:
     if form.symmetric:
         return Grid(scale, None)
     zero = -top - 1 - low / scale.to(x.dtype)
-    return Grid(scale, zero.round_().clamp_(-top - 1, top).to(torch.int8))
+    return Grid(scale, zero.round_().clamp_(-top - 1, top).to(kind))
+
+
+def code_dtype(form: Format) -> torch.dtype:
+    """The integers that hold codes."""
+    return torch.int8 if form.bits <= 8 else torch.int16
+
+
+def _over_rows(x: Tensor, shared: int) -> Tensor:
+    """The largest value of each column in blocks of ``shared`` rows, at all rows of the block."""
+    blocks = [part.amax(dim=0, keepdim=True).expand_as(part) for part in x.split(shared)]
+    return torch.cat(blocks)
 
 
 def _not_finite(rows: Tensor, name: str) -> str:
@@ -166,7 +181,7 @@ def quantize(rows: Tensor, grid: Grid, form: Format, noise: Tensor | None = None
             uniform noise makes the rounding stochastic, and right in the mean.
 
     Returns:
-        ``[n, k]`` int8.
+        ``[n, k]`` int8, int16 for more than 8 bits.
 
     >>> rows = torch.tensor([[0.5, -2.0, 1.0]])
     >>> quantize(rows, fit(rows, Format(4, None)), Format(4, None))
@@ -181,7 +196,7 @@ def quantize(rows: Tensor, grid: Grid, form: Format, noise: Tensor | None = None
     if grid.zero is not None:
         x += grid.zero[:, :, None]
     top = 2 ** (form.bits - 1) - 1
-    return x.clamp_(-top - 1, top).to(torch.int8).flatten(1)[:, :k]
+    return x.clamp_(-top - 1, top).to(code_dtype(form)).flatten(1)[:, :k]
 
 
 def dequantize(

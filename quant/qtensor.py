@@ -10,6 +10,7 @@ what it is multiplied with.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class QTensor(Tensor):
                 f"{name} is a {x.dtype} tensor of shape {tuple(x.shape)}; expected a "
                 "floating-point one of at least one dimension (two, if transposed)."
             )
+        if form.bits > 8:
+            raise PlacementError(f"{name}: {form.bits} bits cannot be stored, at most 8 can.")
         rows = rows_of(x, transposed)
         form = form.fitted(rows.shape[1])
         grid = grids.fit(rows, form, name)
@@ -94,7 +97,7 @@ class QTensor(Tensor):
     def of(codes: Tensor, grid: Grid, form: Format, like: Tensor, transposed: bool) -> QTensor:
         """From int8 codes ``[n, k]``, with the shape and dtype of ``like``."""
         data = packing.pack(codes) if form.packed else codes.contiguous()
-        form = form.fitted(codes.shape[1])
+        form = replace(form.fitted(codes.shape[1]), shared=1)  # a scale for each row from now on
         return QTensor(data, grid.scale, grid.zero, form, like.shape, like.dtype, transposed)
 
     # What it holds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -100,7 +100,7 @@ def mapped(
         for name, x in zip(names, leaves, strict=True)
         if isinstance(x, Tensor) and x.is_floating_point() and wanted(name, x.ndim)
     ]
-    check_met(include, dict(zip(names, leaves, strict=True)), chosen)
+    check_met(include, _dimensions(names, leaves), chosen)
     made: dict[int, Any] = {}
     out, picked = [], set(chosen)
     for name, x in zip(names, leaves, strict=True):
@@ -110,6 +110,15 @@ def mapped(
             x = made[id(x)]
         out.append(x)
     return optree.tree_unflatten(spec, out)
+
+
+def _dimensions(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, int]:
+    """Of the floating-point leaves."""
+    return {
+        name: x.ndim
+        for name, x in zip(names, leaves, strict=True)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
 
 
 def _check_plain(params: Tree) -> None:

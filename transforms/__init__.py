@@ -5,6 +5,7 @@ from zfunc.transforms.compression import compress_grads
 from zfunc.transforms.donation import donate
 from zfunc.transforms.layer_drop import drop_layers
 from zfunc.transforms.mixed_precision import precision
+from zfunc.transforms.quantization import quantize
 from zfunc.transforms.rematerialisation import remat
 from zfunc.transforms.sharding import shard
 
@@ -14,6 +15,7 @@ __all__ = [
     "donate",
     "drop_layers",
     "precision",
+    "quantize",
     "remat",
     "shard",
 ]

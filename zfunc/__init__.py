@@ -50,6 +50,7 @@ _TRANSFORMS = (
     "donate",
     "drop_layers",
     "precision",
+    "quantize",
     "remat",
     "shard",
 )
@@ -97,6 +98,7 @@ __all__ = [
     "precision",
     "psum",
     "quant",
+    "quantize",
     "random",
     "rank",
     "reduced",
