@@ -147,6 +147,8 @@ def _leaves(file: Path, text: str, tensors: dict[str, Tensor]) -> dict[str, Any]
 def _leaf(name: str, entry: dict[str, Any], parts: dict[str, Tensor]) -> QTensor:
     """One leaf, after a look at everything that a product with it relies on."""
     form = Format(entry["bits"], entry["group_size"], entry["symmetric"], entry["dynamic"])
+    if form.bits > 8:
+        raise ValueError(f"{name}: {form.bits} bits")
     shape, dtype = torch.Size(entry["shape"]), _DTYPES[entry["dtype"]]
     turned = entry["transposed"]
     if len(shape) < (2 if turned else 1) or type(turned) is not bool:

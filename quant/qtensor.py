@@ -9,23 +9,25 @@ what it is multiplied with.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.quant import grids, packing, products
+from zfunc.nodes import Encoded
+from zfunc.quant import grids, packing
+from zfunc.quant.encoding import Code, padded
 from zfunc.quant.grids import Format, Grid
 
-__all__ = ["QTensor"]
+__all__ = ["QTensor", "attribute", "rows_of"]
 
 
-class QTensor(Tensor):
+class QTensor(Encoded, Tensor):
     """A low-bit weight.
 
     Attributes:
@@ -35,6 +37,7 @@ class QTensor(Tensor):
         transposed: whether the tensor is ``[k, n]``, ``k`` being summed over, instead of
             ``[..., k]`` (whose leading dimensions together are ``n``).
 
+    >>> import torch.nn.functional as F
     >>> w = QTensor.quantize(torch.tensor([[1.0, -2.0, 127.0]]), Format(8, None))
     >>> F.linear(torch.ones(1, 3), w)
     tensor([[126.]])
@@ -155,6 +158,20 @@ class QTensor(Tensor):
         rows = grids.dequantize(self.codes, self.grid, self.format, dtype or self.dtype)
         return self.shaped(rows)
 
+    @property
+    def code(self) -> Code:
+        return Code(self.format, self.rows, self.shape, self.dtype, self.transposed)
+
+    def to_bytes(self) -> Tensor:
+        """Codes, scales and zero points in one buffer, 1-D uint8 (see :class:`Code`)."""
+        held = [self.data_codes, self.scale, *([] if self.zero is None else [self.zero])]
+        out = held[0].new_zeros(self.code.bytes, dtype=torch.uint8)
+        at = 0
+        for x in held:
+            out[at : at + x.nbytes] = x.contiguous().reshape(-1).view(torch.uint8)
+            at += padded(x.nbytes)
+        return out
+
     def shaped(self, rows: Tensor) -> Tensor:
         """A matrix ``[n, k]`` in this tensor's shape."""
         return rows.t().contiguous() if self.transposed else rows.reshape(self.shape)
@@ -191,7 +208,7 @@ class QTensor(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if (route := _ROUTES.get(func)) is not None:
+        if (route := _routes().get(func)) is not None:
             out = route(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -225,6 +242,13 @@ class _Store:
         self.ready: Any = None
 
 
+@functools.cache
+def _routes() -> dict[Any, Callable[..., Any]]:
+    from zfunc.quant.overrides import ROUTES
+
+    return ROUTES
+
+
 def rows_of(x: Tensor, transposed: bool) -> Tensor:
     """A tensor as the matrix ``[n, k]`` whose second dimension is summed over."""
     return (
@@ -241,13 +265,13 @@ _PROPERTIES = (
 )
 
 
-def _getter(name: str) -> Any:
+def attribute(name: str) -> Any:
     """What ``__torch_function__`` is given for the reading of an attribute."""
     return getattr(Tensor, name).__get__
 
 
 _METADATA = {
-    *map(_getter, _PROPERTIES),
+    *map(attribute, _PROPERTIES),
     Tensor.dim,
     Tensor.size,
     Tensor.numel,
@@ -262,136 +286,4 @@ _METADATA = {
     torch.numel,
     torch.is_floating_point,
     torch.is_complex,
-}
-
-
-# --- functions that it knows -------------------------------------------------------------------
-
-
-def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(weight, QTensor) or isinstance(x, QTensor) or weight.ndim != 2:
-        return NotImplemented
-    if weight.transposed:
-        return NotImplemented
-    bias = bias.dequantize() if isinstance(bias, QTensor) else bias
-    return products.product(x, weight, bias)
-
-
-def _matmul(x: Any, weight: Any) -> Any:
-    if not isinstance(weight, QTensor) or not weight.transposed or isinstance(x, QTensor):
-        return NotImplemented
-    return products.product(x, weight, None)
-
-
-def _rmatmul(weight: Any, x: Any) -> Any:
-    return _matmul(x, weight)
-
-
-def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or isinstance(bias, QTensor):
-        return NotImplemented
-    y = _matmul(x, weight)
-    return y if y is NotImplemented else y + bias
-
-
-def _embedding(
-    ids: Any,
-    weight: Any,
-    padding_idx: Any = None,
-    max_norm: Any = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    """Only the rows that are looked up are dequantised; nothing is trained, so no more counts."""
-    if not isinstance(weight, QTensor) or weight.transposed or max_norm is not None:
-        return NotImplemented
-    where, data = ids.reshape(-1), weight.data_codes
-    some = data[where]
-    grid = Grid(weight.scale[where], None if weight.zero is None else weight.zero[where])
-    codes = packing.unpack(some, weight.rows[1]) if weight.format.packed else some
-    rows = grids.dequantize(codes, grid, weight.format, weight.dtype)
-    return rows.reshape(*ids.shape, weight.shape[-1])
-
-
-def _turned(weight: Any, *dims: int) -> Any:
-    if not isinstance(weight, QTensor) or weight.ndim != 2:
-        return NotImplemented
-    if dims and {d % 2 for d in dims} != {0, 1}:
-        return NotImplemented
-    n, k = weight.shape
-    turned = QTensor(
-        weight.scale,
-        weight.scale,
-        weight.zero,
-        weight.format,
-        (k, n),
-        weight.dtype,
-        not weight.transposed,
-    )
-    turned._store = weight._store
-    return turned
-
-
-def _same(weight: Any, *args: Any, **kwargs: Any) -> Any:
-    return weight
-
-
-def _clone(weight: Any, **kwargs: Any) -> Any:
-    if not isinstance(weight, QTensor):
-        return NotImplemented
-    zero = None if weight.zero is None else weight.zero.clone()
-    data, form = weight.data_codes.clone(), weight.format
-    return QTensor(
-        data, weight.scale.clone(), zero, form, weight.shape, weight.dtype, weight.transposed
-    )
-
-
-def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another dtype of what it stands for, another device; the codes stay as they are."""
-    if not isinstance(weight, QTensor):
-        return NotImplemented
-    device, dtype, _, _ = torch._C._nn._parse_to(
-        *args, **{k: v for k, v in kwargs.items() if k in ("device", "dtype", "non_blocking")}
-    )
-    if dtype is not None and not dtype.is_floating_point:
-        return NotImplemented
-    if dtype in (None, weight.dtype) and device in (None, weight.device):
-        return weight
-    return weight.but(dtype, device)
-
-
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda weight, **kwargs: _to(weight, dtype)
-
-
-_ROUTES: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    torch.matmul: _matmul,
-    torch.mm: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.mm: _matmul,
-    Tensor.__matmul__: _matmul,
-    Tensor.__rmatmul__: _rmatmul,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
-    F.embedding: _embedding,
-    Tensor.t: _turned,
-    torch.t: _turned,
-    _getter("T"): _turned,
-    _getter("mT"): _turned,
-    Tensor.transpose: _turned,
-    torch.transpose: _turned,
-    Tensor.detach: _same,
-    Tensor.contiguous: _same,
-    _getter("data"): _same,
-    Tensor.clone: _clone,
-    torch.clone: _clone,
-    Tensor.to: _to,
-    Tensor.cpu: lambda weight, **kwargs: _to(weight, "cpu"),
-    Tensor.cuda: lambda weight, device="cuda", **kwargs: _to(weight, device),
-    Tensor.float: _cast(torch.float32),
-    Tensor.half: _cast(torch.float16),
-    Tensor.bfloat16: _cast(torch.bfloat16),
-    Tensor.double: _cast(torch.float64),
 }

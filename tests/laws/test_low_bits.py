@@ -173,3 +173,63 @@ def test_gradients_of_inputs_pass_low_bit_weights() -> None:
     _, grads = zf.value_and_grad(loss)({"s": scale})
     expected = params["head"]["weight"].dequantize().sum(dim=0)
     torch.testing.assert_close(grads["s"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sharded_parameters_travel_in_low_bits(bits: int, stage: int) -> None:
+    """Whatever the stage and the world, the same numbers; what is gathered is what is stored."""
+    model = net()
+    fn = zf.quantize(model.apply, bits=bits, group_size=32, symmetric=False)
+    placed = fn.place(model.params)
+    expected = fn(placed, IDS)
+    texts = zf.generate(model, placed, IDS, max_new_tokens=4)
+
+    def body() -> Any:
+        step = zf.shard(fn, stage=stage, unit_bytes=1 << 12)
+        assert step == zf.quantize(
+            zf.shard(model_fn(fn), stage=stage, unit_bytes=1 << 12), bits=bits, group_size=32,
+            symmetric=False,
+        )  # fmt: skip
+        mine = step.place(model.params)
+        with zf.comm.ledger() as sent:
+            out = step(mine, IDS)
+        text = zf.generate(model, mine, IDS, max_new_tokens=4)
+        return out, text, sent.total_bytes, zf.tree.size_bytes(mine), step.unplace(mine)
+
+    low_bytes = sum(x.nbytes for x in zf.tree.leaves(placed) if isinstance(x, QTensor))
+    plain = zf.tree.size_bytes(placed) - low_bytes
+    for ranks in (1, 2, 3):
+        for out, text, sent, held, back in zf.simulate(ranks)(body)():
+            assert torch.equal(out, expected) and torch.equal(text, texts)
+            assert_equal(back, fn.unplace(placed))
+            if stage == 3 and ranks > 1:
+                whole = low_bytes + plain + 64 * 20  # leaves begin at multiples of 64
+                slack = 4096 * ranks  # headers, and cuts at multiples of 64
+                assert sent <= whole * (ranks - 1) / ranks + slack
+                assert held <= whole / ranks + slack
+            elif stage < 3:
+                assert sent == 0
+
+
+def model_fn(fn: Any) -> Any:
+    """The function under a low-bit step, not yet wrapped."""
+    return zf.Step(fn.fn)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    mine, theirs = zf.tree.flatten_names(a), zf.tree.flatten_names(b)
+    assert mine.keys() == theirs.keys()
+    for name, x in theirs.items():
+        assert torch.equal(mine[name], x), name
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_bytes_say_everything(bits: int, symmetric: bool) -> None:
+    params = quant.quantize_tree({"w": torch.randn(5, 37)}, bits, 16, symmetric)
+    q = params["w"]
+    data = q.to_bytes()
+    assert data.dtype == torch.uint8 and len(data) == q.code.bytes
+    back = q.code.read(data)
+    assert torch.equal(back.dequantize(), q.dequantize()) and back.format == q.format
