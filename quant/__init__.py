@@ -1,0 +1,43 @@
+"""Low-bit weights: ``QTensor`` leaves, trees of them, their files, calibration, and schedules."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Format": "grids",
+    "QTensor": "qtensor",
+    "Report": "reports",
+    "calibrate": "calibration",
+    "dequantize_tree": "trees",
+    "exported": "exporting",
+    "fake_quantize": "fake",
+    "load": "files",
+    "quantize_tree": "trees",
+    "report": "reports",
+    "save": "files",
+    "top_eigenvalues": "curvature",
+}
+
+__all__ = [
+    "Format",
+    "QTensor",
+    "Report",
+    "calibrate",
+    "dequantize_tree",
+    "exported",
+    "fake_quantize",
+    "load",
+    "quantize_tree",
+    "report",
+    "save",
+    "top_eigenvalues",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Everything on first use, so that ``import zfunc`` stays light."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"zfunc.quant.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'zfunc.quant' has no attribute {name!r}")

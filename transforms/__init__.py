@@ -6,6 +6,7 @@ from zfunc.transforms.donation import donate
 from zfunc.transforms.layer_drop import drop_layers
 from zfunc.transforms.mixed_precision import precision
 from zfunc.transforms.offloading import offload
+from zfunc.transforms.quantization import quantize
 from zfunc.transforms.rematerialisation import remat
 from zfunc.transforms.sharding import shard
 
@@ -16,6 +17,7 @@ __all__ = [
     "drop_layers",
     "offload",
     "precision",
+    "quantize",
     "remat",
     "shard",
 ]

@@ -74,6 +74,7 @@ class Shard(Transform):
     prefetch: int = 1
     roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
     merge: bool = True  # tiny layers into one unit
+    of_tree: bool = False  # the state is a params tree itself
 
     position: ClassVar[int] = 200
     enters: ClassVar[bool] = False
@@ -107,7 +108,8 @@ class Shard(Transform):
         return group(self.mesh, self.axis)
 
     def beside(self, others: Sequence[Transform]) -> Shard:
-        return replace(self, merge=not any(other.by_layer for other in others))
+        merge = not any(other.by_layer for other in others)
+        return replace(self, merge=merge, of_tree=any(other.of_params for other in others))
 
     # How the state is represented
 
@@ -125,6 +127,11 @@ class Shard(Transform):
         )
 
     def place(self, state: Any) -> Any:
+        if self.of_tree:
+            check_same(self.group, "params", state)
+            return (
+                cut(self.layout(state), state, self.group.rank, True) if self.stage == 3 else state
+            )
         entries = Entries(state)
         names = [name for name in self._named("params") if name in entries]
         if not names:
@@ -168,7 +175,9 @@ class Shard(Transform):
         return tree.full(state)
 
     def check(self, state: Any) -> None:
-        entries = Entries(state)
+        if self.of_tree and isinstance(state, Sharded) == (self.stage == 3):
+            return
+        entries = Entries({"params": state} if self.of_tree else state)
         for name in self._named("params"):
             if name in entries:
                 self._check_entry(name, entries[name], cut=self.stage == 3)

@@ -52,6 +52,7 @@ _TRANSFORMS = (
     "drop_layers",
     "offload",
     "precision",
+    "quantize",
     "remat",
     "shard",
 )
@@ -99,6 +100,7 @@ __all__ = [
     "precision",
     "psum",
     "quant",
+    "quantize",
     "random",
     "rank",
     "recover",

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from zfunc.axes import Mesh
 from zfunc.errors import PlacementError
 from zfunc.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.leaves import origin_of
-from zfunc.nodes import NAMESPACE, Tree
+from zfunc.nodes import NAMESPACE, Encoded, Tree
 from zfunc.tree import dotted
 
 __all__ = ["make_layout"]
@@ -123,20 +124,31 @@ def make_layout(
     units: list[Unit] = []
     for name, members in _groups(layers, root, sizes, unit_bytes, merge):
         kinds: dict[tuple[Any, ...], list[int]] = {}
+        kind: tuple[Any, ...]
         for i in members:
             if (leaf := leaves[i]) is not None:
-                kind = (leaf.dtype, not frozen(leaf), leaf.numel() < persist_below, origin_of(leaf))
+                if isinstance(leaf, Encoded):
+                    kind = (torch.uint8, False, leaf.code.bytes < persist_below, None)
+                else:
+                    small = leaf.numel() < persist_below
+                    kind = (leaf.dtype, not frozen(leaf), small, origin_of(leaf))
                 kinds.setdefault(kind, []).append(i)
         mine = []
         for (dtype, trainable, whole, _), some in kinds.items():
             end = 0
             for i in some:
-                slots[i] = Slot(names[i], tuple(leaves[i].shape), len(flats), end, i)
-                end += aligned(leaves[i].numel())
+                slots[i] = _slot(names[i], leaves[i], len(flats), end, i)
+                end += aligned(slots[i].numel)  # type: ignore[union-attr]
             mine.append(len(flats))
             flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
         units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
     return Layout(spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world)
+
+
+def _slot(name: str, leaf: Any, flat: int, start: int, index: int) -> Slot:
+    if isinstance(leaf, Encoded):
+        return Slot(name, (leaf.code.bytes,), flat, start, index, leaf.code)
+    return Slot(name, tuple(leaf.shape), flat, start, index)
 
 
 def _even_cuts(length: int, world: int) -> tuple[int, ...]:

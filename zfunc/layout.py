@@ -40,13 +40,17 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one leaf lies: ``flat[start : start + numel]``, ``shape`` outside."""
+    """Where one leaf lies: ``flat[start : start + numel]``, ``shape`` outside.
+
+    ``code`` makes the leaf of what lies there, if it is stored as bytes (``nodes.Encoded``).
+    """
 
     path: str
     shape: tuple[int, ...]
     flat: int
     start: int
     index: int
+    code: Any = None
 
     @cached_property
     def numel(self) -> int:
@@ -164,8 +168,12 @@ class Layout:
 
     def views(self, flat: int, full: Tensor) -> list[Tensor]:
         """Zero-copy leaves of a full flat, in the order of ``by_flat``."""
-        return [
+        parts = [
             full.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.by_flat[flat]
+        ]
+        return [
+            part if slot.code is None else slot.code.read(part)
+            for slot, part in zip(self.by_flat[flat], parts, strict=True)
         ]
 
     def pack(

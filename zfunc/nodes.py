@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "NAMESPACE",
+    "Encoded",
     "Layers",
     "Lazy",
     "LeafInfo",
@@ -242,6 +243,19 @@ def carry(new: Any, old: Any) -> Any:
 def spent(x: Any) -> bool:
     """Whether a tensor's memory was given to a later state (see ``donate``)."""
     return isinstance(x, Tensor) and "_zfunc_donated" in x.__dict__
+
+
+class Encoded:
+    """A leaf that is cut and sent as the bytes that it is stored in (a low-bit tensor)."""
+
+    def to_bytes(self) -> Tensor:
+        """All that it holds, 1-D uint8."""
+        raise NotImplementedError
+
+    @property
+    def code(self) -> Any:
+        """A static value, hashable, with ``bytes`` (how many) and ``read(bytes) -> leaf``."""
+        raise NotImplementedError
 
 
 class Lazy:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zfunc.context import spend
 from zfunc.errors import PlacementError
 from zfunc.layout import Layout, Slot
-from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.nodes import NAMESPACE, Encoded, Placed, Tree
 from zfunc.tree import paths
 
 __all__ = [
@@ -39,7 +39,7 @@ def cut_flats(
     """
     if _holds_parts(tree):
         return assemble_all(layout, pieces_of_parts(layout, tree, rank), rank)
-    leaves = leaves_of(layout, tree)
+    leaves = [x.to_bytes() if isinstance(x, Encoded) else x for x in leaves_of(layout, tree)]
     flats: list[Tensor | None] = []
     for i, slots in enumerate(layout.by_flat):
         some = [leaves[slot.index] for slot in slots]

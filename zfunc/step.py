@@ -56,6 +56,7 @@ class Transform:
         by_layer: whether it does well only if each layer is a unit of its own.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
+        of_params: whether the state is a params tree itself, and the function no training step.
         compresses: whether ``reduce`` or ``settle`` do anything in every call.
     """
 
@@ -67,6 +68,7 @@ class Transform:
     by_layer: ClassVar[bool] = False
     represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
+    of_params: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
 
     @property
@@ -250,7 +252,8 @@ class Step:
             given.append(state)
             state = transform.open(state)
         out = self.fn(state, *args, **kwargs)
-        if not running.differentiated and any(t.needs_gradients for t in self.transforms):
+        needed = any(t.needs_gradients for t in self.transforms)
+        if needed and not running.differentiated and not any(t.of_params for t in self.transforms):
             raise CompositionError(
                 f"{getattr(self.fn, '__name__', 'the step')} never called zf.value_and_grad, so "
                 "its gradients were never averaged over the ranks. Differentiate with "

@@ -99,6 +99,7 @@ SEAMS = (
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "accumulate": [{"n": 2}],
     "drop_layers": [{"theta": 1.0}, {"theta": 0.2, "gamma": 0.7}],
+    "quantize": [{"target_bits": 16}, {"start_bits": 6, "target_bits": 4, "period": 1}],
     "shard": [{"stage": stage} for stage in range(4)],
 }
 # How far numbers may be from those of the bare step: on one rank, and on the ranks of the pair.
@@ -109,7 +110,7 @@ TOLERANCES = {
     "16 bits": (0.08, 0.08),
 }
 # Transforms that make another step of it, on purpose: the law is that of the step under them.
-CHANGING = {"drop_layers"}
+CHANGING = {"drop_layers", "quantize"}
 
 
 def table(number: int) -> tuple[list[str], dict[str, list[str]]]:

@@ -1,0 +1,213 @@
+"""The curvature of a loss, layer by layer: the top eigenvalue of each layer's Hessian.
+
+Power iteration on Hessian-vector products, ``H v = d(g . v) / dw``. One layer at a time is a
+plain tensor, the others enter as placed parameters do, so it works on sharded ones. The loss is
+computed once for a layer; each iteration is one more backward pass through its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from zfunc import context, random
+from zfunc.comm import Group
+from zfunc.context import Context
+from zfunc.nodes import NAMESPACE, Layers, Placed, Tree
+from zfunc.passes import Pass
+from zfunc.placement import placed_nodes
+from zfunc.primitives import Mean, Ref, enter
+from zfunc.sharded import Sharded
+from zfunc.tree import dotted
+
+__all__ = ["ROOT", "layer_names", "top_eigenvalues"]
+
+ROOT = ""  # the name under which everything outside of layers goes
+
+
+def top_eigenvalues(
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    *args: Any,
+    key: Tensor | int = 0,
+    max_iter: int = 100,
+    tol: float = 1e-4,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """The eigenvalue of largest magnitude of each layer's Hessian.
+
+    Args:
+        loss_fn: ``loss_fn(params, *args)`` -> a 0-d loss or a ``zf.Mean``.
+        params: plain or placed. For placed ones, and in a step that averages over ranks, it
+            is a collective, and the Hessian that of the mean loss.
+        key: decides the first vectors and the loss's own randomness.
+        max_iter, tol: iteration ends when the estimate changes by less than ``tol`` of itself.
+        has_aux: whether the loss comes with something else.
+
+    Returns:
+        ``{path of the layer: 0-d tensor}`` in the order of the tree; ``""`` is everything
+        outside of layers. Not finite estimates are 0.
+
+    >>> loss = lambda p: 0.5 * (torch.tensor([3.0, 1.0]) * p["w"] ** 2).sum()
+    >>> top_eigenvalues(loss, {"w": torch.ones(2)})[""].round(decimals=3)
+    tensor(3.)
+    """
+    outer = context.current()
+    running = Context() if outer is None else Context(group=outer.group, axis=outer.axis)
+    placed = [node for node in placed_nodes(params) if isinstance(node, Sharded)]
+    if placed:
+        running.group = placed[0].group
+    token = context.push(running)
+    try:
+        found: dict[str, Tensor] = {}
+        for i, name in enumerate(layer_names(params)):
+            owner = Pass()
+            running.passes.append(owner)
+            try:
+                with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                    loss = _Loss(loss_fn, has_aux, args, kwargs, random.fold_in(key, -1))
+                    start = random.fold_in(key, i)
+                    found[name] = _of_layer(loss, params, name, running.group, start, max_iter, tol)
+                owner.finish()
+            finally:
+                running.passes.pop()
+                owner.close()
+        return found
+    finally:
+        context.pop(token)
+
+
+def layer_names(params: Tree) -> list[str]:
+    """The layers of a tree, plain or placed, and ``""`` if anything lies outside of them."""
+    names, root = [], False
+    for name, item in _blocks(_entered(params)):
+        names.append(name) if name != ROOT else None
+        root = root or (name == ROOT and isinstance(item, Tensor))
+    return [*names, *([ROOT] if root else [])]
+
+
+def _entered(params: Tree) -> Tree:
+    return optree.tree_map(
+        enter, params, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True,
+        namespace=NAMESPACE,
+    )  # fmt: skip
+
+
+def _blocks(view: Tree) -> list[tuple[str, Any]]:
+    """``(name, layer)`` for each layer, and ``("", leaf)`` for each leaf outside of layers."""
+    keys, items, _ = _flat(view)
+    rows: list[tuple[str, Any]] = []
+    for key, item in zip(keys, items, strict=True):
+        if isinstance(item, Layers):
+            rows.extend((dotted(*key, i), layer) for i, layer in enumerate(item))
+        else:
+            rows.append((ROOT, item))
+    return rows
+
+
+def _flat(view: Tree) -> tuple[list[Any], list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten_with_path(
+        view, is_leaf=lambda x: isinstance(x, Layers), none_is_leaf=True, namespace=NAMESPACE
+    )
+
+
+class _Loss:
+    """The loss of a view of the params, always with the same randomness."""
+
+    def __init__(
+        self, fn: Callable[..., Any], has_aux: bool, args: Any, kwargs: Any, key: Tensor
+    ) -> None:
+        self.fn, self.has_aux, self.args, self.kwargs, self.key = fn, has_aux, args, kwargs, key
+
+    def __call__(self, view: Tree, group: Group) -> Tensor:
+        """This rank's part of the mean over the ranks, times their number."""
+        with random.scope(random.fold_in(self.key, group.rank)):
+            args, kwargs = _entered((self.args, self.kwargs))
+            out = self.fn(view, *args, **kwargs)
+        loss = out[0] if self.has_aux else out
+        if not isinstance(loss, Mean):
+            return loss
+        count = torch.as_tensor(loss.count, dtype=torch.float64).detach().clone()
+        if group.size > 1:
+            count = group.all_reduce(count, label="curvature").wait() / group.size
+        return loss.total / count.to(loss.total.dtype)
+
+
+def _of_layer(
+    loss_fn: _Loss, params: Tree, name: str, group: Group, key: Tensor, max_iter: int, tol: float
+) -> Tensor:
+    view = _entered(params)
+    keys, items, spec = _flat(view)
+    leaves: list[Tensor] = []
+    for at, (path, item) in enumerate(zip(keys, items, strict=True)):
+        if isinstance(item, Layers):
+            items[at] = Layers(
+                _live(layer, leaves) if dotted(*path, i) == name else layer
+                for i, layer in enumerate(item)
+            )
+        elif name == ROOT:
+            items[at] = _live(item, leaves)
+    loss = loss_fn(optree.tree_unflatten(spec, items), group)
+    if not leaves or not loss.requires_grad:
+        return torch.zeros(())
+    grads = torch.autograd.grad(
+        loss, leaves, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return _power(list(grads), leaves, group, key, max_iter, tol)
+
+
+def _live(layer: Tree, leaves: list[Tensor]) -> Tree:
+    """A layer's leaves as plain tensors to be differentiated, noted in ``leaves``."""
+
+    def live(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            return x
+        leaves.append(x.detach().clone().requires_grad_())
+        return leaves[-1]
+
+    plain = layer.resolve() if isinstance(layer, Ref) else layer
+    return optree.tree_map(live, plain, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def _power(
+    grads: list[Tensor], leaves: list[Tensor], group: Group, key: Tensor, max_iter: int, tol: float
+) -> Tensor:
+    flat = torch.cat([x.detach().reshape(-1) for x in leaves])
+    v = random.normal(key, flat.shape, dtype=torch.float32, device="cpu").to(flat)
+    v, value = v / v.norm(), torch.zeros((), dtype=flat.dtype, device=flat.device)
+    if not any(g.requires_grad for g in grads):  # linear in the layer: nothing is curved
+        return value
+    for _ in range(max_iter):
+        product = _hessian_times(v, grads, leaves, group)
+        before, value = value, torch.dot(product, v)
+        size = product.norm()
+        if not bool(torch.isfinite(size)) or float(size) == 0:
+            return torch.zeros_like(value)
+        v = product / size
+        if abs(float(value - before)) < tol * abs(float(value)):
+            break
+    return value
+
+
+def _hessian_times(v: Tensor, grads: list[Tensor], leaves: list[Tensor], group: Group) -> Tensor:
+    """The product of the mean Hessian and ``v``, flat."""
+    parts = v.split([x.numel() for x in leaves])
+    outs = [(g, p.view_as(g)) for g, p in zip(grads, parts, strict=True) if g.requires_grad]
+    rows = torch.autograd.grad(
+        [g for g, _ in outs],
+        leaves,
+        [p for _, p in outs],
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    product = torch.cat([x.reshape(-1) for x in rows])
+    if group.size > 1:
+        product = group.all_reduce(product, label="curvature").wait() / group.size
+    return product

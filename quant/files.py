@@ -1,0 +1,206 @@
+"""Low-bit parameters in a safetensors file: codes, scales and zero points as they are.
+
+A leaf ``name`` is stored as ``name.codes``, ``name.scale`` and, if its grid is asymmetric,
+``name.zero``; the file's header says in JSON, under ``zfunc.quant``, which leaves these are, in
+which format, and the checksum of each. Other leaves are plain tensors under their names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.errors import CheckpointError
+from zfunc.nodes import NAMESPACE, Tree
+from zfunc.quant.grids import Format
+from zfunc.quant.qtensor import QTensor
+from zfunc.tree import dotted, flatten_names
+
+__all__ = ["is_low_bit", "load", "save"]
+
+PathLike = str | os.PathLike[str]
+HEADER = "zfunc.quant"
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16,
+                                                      torch.bfloat16, torch.float64)}  # fmt: skip
+
+
+def save(path: PathLike, params: Tree) -> Path:
+    """Write a tree of parameters, quantised or not, to one safetensors file.
+
+    Args:
+        path: the file; it is written beside and moved into place when it is complete.
+        params: a plain tree; its dotted paths are the names, tied leaves are stored once.
+
+    Returns:
+        The file.
+    """
+    from safetensors.torch import save_file
+
+    file, tensors, header = Path(path), {}, {}
+    for name, leaf in flatten_names(params).items():
+        if not isinstance(leaf, QTensor):
+            tensors[name] = leaf.detach().contiguous()
+            continue
+        parts = {"codes": leaf.data_codes, "scale": leaf.scale.contiguous(), "zero": leaf.zero}
+        held = {part: x for part, x in parts.items() if x is not None}
+        tensors.update({f"{name}.{part}": x for part, x in held.items()})
+        header[name] = {
+            "bits": leaf.format.bits,
+            "group_size": leaf.format.group_size,
+            "symmetric": leaf.format.symmetric,
+            "dynamic": leaf.format.dynamic,
+            "transposed": leaf.transposed,
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "crc32": {part: _checksum(x) for part, x in held.items()},
+        }
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        save_file(tensors, draft, metadata={"format": "pt", HEADER: json.dumps(header)})
+        os.replace(draft, file)
+    finally:
+        draft.unlink(missing_ok=True)
+    return file
+
+
+def load(path: PathLike, like: Any = None) -> Tree:
+    """Read what :func:`save` wrote.
+
+    Args:
+        path: the file.
+        like: a tree of the same structure, or the ``Functional`` that the params belong to.
+            Without one the result is flat.
+
+    Returns:
+        The tree, or ``{dotted name: leaf}``.
+
+    Raises:
+        CheckpointError: no such file, one without low-bit leaves, a damaged one, or another
+            tree than ``like``.
+
+    >>> import tempfile
+    >>> from zfunc.quant.trees import quantize_tree
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = save(f"{folder}/q.safetensors", quantize_tree({"w": torch.ones(2, 4)}, bits=4))
+    ...     load(file)
+    {'w': QTensor((2, 4) float32 in int4, per row, symmetric, 8 bytes)}
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file. quant.save(path, params) writes one.")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is no whole safetensors file: {error}.") from None
+    if HEADER not in metadata:
+        raise CheckpointError(
+            f"{file} has no {HEADER!r} in its header: it holds plain parameters. Quantise them: "
+            "zf.quantize(fn, bits=8).place(path)."
+        )
+    leaves = _leaves(file, metadata[HEADER], tensors)
+    return leaves if like is None else _shaped(file, leaves, like)
+
+
+def is_low_bit(path: PathLike) -> bool:
+    """Whether a path is a file that :func:`save` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return HEADER in (opened.metadata() or {})
+    except (SafetensorError, OSError, ValueError):
+        return False
+
+
+def _leaves(file: Path, text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    try:
+        header = dict(json.loads(text))
+        leaves: dict[str, Any] = {
+            name: _leaf(
+                name, entry, {part: tensors.pop(f"{name}.{part}") for part in entry["crc32"]}
+            )
+            for name, entry in header.items()
+        }
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its header does not describe what it holds ({error}). Write it anew with "
+            "quant.save."
+        ) from None
+    return {**tensors, **leaves}
+
+
+def _leaf(name: str, entry: dict[str, Any], parts: dict[str, Tensor]) -> QTensor:
+    """One leaf, after a look at everything that a product with it relies on."""
+    form = Format(entry["bits"], entry["group_size"], entry["symmetric"], entry["dynamic"])
+    if form.bits > 8:
+        raise ValueError(f"{name}: {form.bits} bits")
+    shape, dtype = torch.Size(entry["shape"]), _DTYPES[entry["dtype"]]
+    turned = entry["transposed"]
+    if len(shape) < (2 if turned else 1) or type(turned) is not bool:
+        raise ValueError(f"{name}: shape {tuple(shape)}")
+    n, k = (shape[1], shape[0]) if turned else (shape[:-1].numel(), shape[-1])
+    grid, width = [n, form.groups(k)], -(-k // 2) if form.packed else k
+    expected = {
+        "codes": ([n, width], torch.uint8 if form.packed else torch.int8),
+        "scale": (grid, form.scale_dtype),
+        **({} if form.symmetric else {"zero": (grid, torch.int8)}),
+    }
+    if parts.keys() != expected.keys():
+        raise CheckpointError(f"{name} has {sorted(parts)}; expected {sorted(expected)}.")
+    for part, x in parts.items():
+        wanted, kind = expected[part]
+        if list(x.shape) != wanted or x.dtype != kind:
+            raise CheckpointError(
+                f"{name}.{part} is {x.dtype} of shape {tuple(x.shape)}; {form} of "
+                f"{tuple(shape)} needs {kind} of {tuple(wanted)}."
+            )
+        if _checksum(x) != entry["crc32"][part]:
+            raise CheckpointError(
+                f"{name}.{part} is not what was written: its checksum differs. The file is "
+                "damaged or was changed; take another copy."
+            )
+    scale = parts["scale"]
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise CheckpointError(f"{name}.scale has values that are not positive numbers.")
+    return QTensor(parts["codes"], scale, parts.get("zero"), form, shape, dtype, turned)
+
+
+def _checksum(x: Tensor) -> int:
+    held: Any = x.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(held)
+
+
+def _shaped(file: Path, leaves: dict[str, Any], like: Any) -> Tree:
+    """The leaves in the structure of ``like``."""
+    params = getattr(like, "params", like)
+    keys, guides, spec = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
+    names = [dotted(*key) for key in keys]
+    missing = [name for name in names if name not in leaves]
+    extra = sorted(leaves.keys() - set(names))
+    if missing or extra:
+        raise CheckpointError(
+            f"{file} holds other leaves than `like`: it lacks {', '.join(missing[:3]) or 'none'} "
+            f"and has {', '.join(extra[:3]) or 'none'} besides."
+        )
+    for name, guide in zip(names, guides, strict=True):
+        if leaves[name].shape != guide.shape:
+            raise CheckpointError(
+                f"{file}: {name} has shape {tuple(leaves[name].shape)}, in `like` it has "
+                f"{tuple(guide.shape)}."
+            )
+    return optree.tree_unflatten(spec, [leaves[name] for name in names])

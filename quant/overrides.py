@@ -1,0 +1,148 @@
+"""The functions of torch that know low-bit tensors; every other one sees dequantised values.
+
+A route returns ``NotImplemented`` where it does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zfunc.quant import grids, packing, products
+from zfunc.quant.grids import Grid
+from zfunc.quant.qtensor import QTensor, attribute
+
+__all__ = ["ROUTES"]
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if not isinstance(weight, QTensor) or isinstance(x, QTensor) or weight.ndim != 2:
+        return NotImplemented
+    if weight.transposed:
+        return NotImplemented
+    bias = bias.dequantize() if isinstance(bias, QTensor) else bias
+    return products.product(x, weight, bias)
+
+
+def _matmul(x: Any, weight: Any) -> Any:
+    if not isinstance(weight, QTensor) or not weight.transposed or isinstance(x, QTensor):
+        return NotImplemented
+    return products.product(x, weight, None)
+
+
+def _rmatmul(weight: Any, x: Any) -> Any:
+    return _matmul(x, weight)
+
+
+def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    if beta != 1 or alpha != 1 or isinstance(bias, QTensor):
+        return NotImplemented
+    y = _matmul(x, weight)
+    return y if y is NotImplemented else y + bias
+
+
+def _embedding(
+    ids: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Only the rows that are looked up are dequantised; nothing is trained, so no more counts."""
+    if not isinstance(weight, QTensor) or weight.transposed or max_norm is not None:
+        return NotImplemented
+    where, data = ids.reshape(-1), weight.data_codes
+    some = data[where]
+    grid = Grid(weight.scale[where], None if weight.zero is None else weight.zero[where])
+    codes = packing.unpack(some, weight.rows[1]) if weight.format.packed else some
+    rows = grids.dequantize(codes, grid, weight.format, weight.dtype)
+    return rows.reshape(*ids.shape, weight.shape[-1])
+
+
+def _turned(weight: Any, *dims: int) -> Any:
+    if not isinstance(weight, QTensor) or weight.ndim != 2:
+        return NotImplemented
+    if dims and {d % 2 for d in dims} != {0, 1}:
+        return NotImplemented
+    n, k = weight.shape
+    turned = QTensor(
+        weight.scale,
+        weight.scale,
+        weight.zero,
+        weight.format,
+        (k, n),
+        weight.dtype,
+        not weight.transposed,
+    )
+    turned._store = weight._store
+    return turned
+
+
+def _same(weight: Any, *args: Any, **kwargs: Any) -> Any:
+    return weight
+
+
+def _clone(weight: Any, **kwargs: Any) -> Any:
+    if not isinstance(weight, QTensor):
+        return NotImplemented
+    zero = None if weight.zero is None else weight.zero.clone()
+    data, form = weight.data_codes.clone(), weight.format
+    return QTensor(
+        data, weight.scale.clone(), zero, form, weight.shape, weight.dtype, weight.transposed
+    )
+
+
+def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another dtype of what it stands for, another device; the codes stay as they are."""
+    if not isinstance(weight, QTensor):
+        return NotImplemented
+    device, dtype, _, _ = torch._C._nn._parse_to(
+        *args, **{k: v for k, v in kwargs.items() if k in ("device", "dtype", "non_blocking")}
+    )
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented
+    if dtype in (None, weight.dtype) and device in (None, weight.device):
+        return weight
+    return weight.but(dtype, device)
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda weight, **kwargs: _to(weight, dtype)
+
+
+ROUTES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _rmatmul,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    F.embedding: _embedding,
+    Tensor.t: _turned,
+    torch.t: _turned,
+    attribute("T"): _turned,
+    attribute("mT"): _turned,
+    Tensor.transpose: _turned,
+    torch.transpose: _turned,
+    Tensor.detach: _same,
+    Tensor.contiguous: _same,
+    attribute("data"): _same,
+    Tensor.clone: _clone,
+    torch.clone: _clone,
+    Tensor.to: _to,
+    Tensor.cpu: lambda weight, **kwargs: _to(weight, "cpu"),
+    Tensor.cuda: lambda weight, device="cuda", **kwargs: _to(weight, device),
+    Tensor.float: _cast(torch.float32),
+    Tensor.half: _cast(torch.float16),
+    Tensor.bfloat16: _cast(torch.bfloat16),
+    Tensor.double: _cast(torch.float64),
+}

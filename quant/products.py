@@ -1,0 +1,101 @@
+"""Products with low-bit weights: which route is taken, and their gradients.
+
+``y[m, n] = x[m, k] W[n, k]^T``. On the CPU codes are multiplied as they are, with sums in int32
+(:mod:`zfunc.quant.int8_products`) or in a 4-bit kernel (:mod:`zfunc.quant.int4_products`);
+elsewhere, in float64 and for shapes that neither takes, weights are dequantised a block of rows
+at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zfunc.quant import grids, int4_products, int8_products
+from zfunc.quant.grids import Grid
+
+if TYPE_CHECKING:
+    from zfunc.quant.qtensor import QTensor
+
+__all__ = ["dequantised_product", "product", "route"]
+
+BLOCK = 1 << 20  # weights dequantised at once: they stay in a core's cache until they are used
+
+
+def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
+    """``x W^T + bias`` for ``x`` ``[..., k]``, in the dtype of ``x``."""
+    n, k = weight.rows
+    if x.shape[-1] != k:
+        raise RuntimeError(
+            f"mat1 and mat2 shapes cannot be multiplied: {tuple(x.shape)} with a weight that sums "
+            f"over {k} ({weight!r})"
+        )
+    rows = x.reshape(-1, k)
+    if torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = _Product.apply(rows, weight)
+    else:
+        y = _forward(rows, weight)
+    y = y.reshape(*x.shape[:-1], n)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def route(x: Tensor, weight: QTensor) -> str:
+    """Which way a product goes: ``"int8"``, ``"int4"`` or ``"dequantised"``."""
+    if x.device.type != "cpu" or weight.device.type != "cpu" or x.dtype == torch.float64:
+        return "dequantised"
+    if weight.format.dynamic or not weight.format.packed:
+        return "int8" if int8_products.takes(weight, len(x)) else "dequantised"
+    return "int4" if int4_products.takes(weight, len(x)) else "dequantised"
+
+
+def _forward(x: Tensor, weight: QTensor) -> Tensor:
+    way = route(x, weight)
+    if way == "int8":
+        return int8_products.product(x.float(), weight).to(x.dtype)
+    if way == "int4":
+        return int4_products.product(x, weight)
+    if weight.format.dynamic:
+        x = int8_products.rounded(x)
+    return dequantised_product(x, weight)
+
+
+def dequantised_product(x: Tensor, weight: QTensor) -> Tensor:
+    """``x W^T``, holding :data:`BLOCK` dequantised weights at a time."""
+    n, k = weight.rows
+    step = max(1, BLOCK // max(1, k)) if x.device.type == "cpu" else max(1, n)
+    parts = [F.linear(x, part.to(x.dtype)) for part in _blocks(weight, step, x.dtype)]
+    return torch.cat(parts, dim=1) if parts else x.new_zeros(len(x), 0)
+
+
+def _blocks(weight: QTensor, step: int, dtype: torch.dtype) -> Any:
+    n = weight.rows[0]
+    codes = weight.codes
+    for i in range(0, n, step):
+        zero = None if weight.zero is None else weight.zero[i : i + step]
+        grid = Grid(weight.scale[i : i + step], zero)
+        yield grids.dequantize(codes[i : i + step], grid, weight.format, grids.wide(dtype))
+
+
+class _Product(torch.autograd.Function):
+    """The gradient of the input; the rounding of a dynamic input is passed straight through."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: QTensor) -> Tensor:
+        return _forward(x.detach(), weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.weight = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        weight = ctx.weight
+        step = max(1, BLOCK // max(1, weight.rows[1]))
+        total, at = grad.new_zeros(len(grad), weight.rows[1]), 0
+        for part in _blocks(weight, step, grad.dtype):
+            total = total + grad[:, at : at + len(part)] @ part.to(grad.dtype)
+            at += len(part)
+        return total, None

@@ -1,0 +1,88 @@
+"""Parameters from safetensors files straight into low bits: one tensor in full at a time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import CheckpointError
+from zfunc.functional import Functional
+from zfunc.nodes import Tree
+from zfunc.quant import files
+from zfunc.quant.choice import Include, accepts, check_met, transposed_names
+from zfunc.quant.qtensor import QTensor
+from zfunc.quant.trees import format_of
+from zfunc.tensorfiles import SafetensorsFiles
+from zfunc.units import Leaf
+
+__all__ = ["quantize_files"]
+
+PathLike = str | os.PathLike[str]
+
+
+def quantize_files(
+    path: PathLike,
+    bits: int,
+    group_size: int | None,
+    symmetric: bool,
+    include: Include,
+    *,
+    dynamic: bool,
+    model: Functional,
+) -> Tree:
+    """The params of a functionalized module, read from files and quantised leaf by leaf.
+
+    Args:
+        path: a safetensors file, a folder of them (with an index or without), or a file that
+            ``quant.save`` wrote, which is taken as it is.
+        bits, group_size, symmetric, include, dynamic: as for ``quantize_tree``.
+        model: the module; the files' names are those of its ``state_dict``.
+
+    Returns:
+        A tree like ``model.params``; leaves that stay plain have the model's dtype.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or lack a tensor of the model.
+    """
+    if files.is_low_bit(path):
+        return files.load(path, like=model)
+    form = format_of(bits, group_size, symmetric, dynamic)
+    source, anatomy = SafetensorsFiles(path), model._pool.anatomy
+    wanted, turned = accepts(include, model), transposed_names(model)
+    shapes = {leaf.name: leaf.shape for leaf in anatomy.leaves}
+    chosen = {name for name, shape in shapes.items() if wanted(name, len(shape))}
+    check_met(include, {name: len(shape) for name, shape in shapes.items()}, sorted(chosen))
+    called = {leaf.name: _called(leaf, source, path) for leaf in anatomy.leaves}
+
+    def read(leaf: Leaf) -> Tensor:
+        x = source.read(called[leaf.name])
+        if leaf.name not in chosen:
+            return x.to(leaf.dtype)
+        return QTensor.quantize(x, form, leaf.name in turned, leaf.name).to(leaf.dtype)
+
+    tensors: dict[str, Any] = {}
+    for leaf in anatomy.leaves:
+        tensors[leaf.name] = read(leaf)
+    return anatomy.tree(tensors)
+
+
+def _called(leaf: Leaf, source: SafetensorsFiles, path: PathLike) -> str:
+    """The name of a leaf in the files: its own, or another one that it is tied to."""
+    aliases = [f"{home}.{attribute}" if home else attribute for home, attribute in leaf.homes]
+    for name in (leaf.name, *aliases):
+        if name in source.tensors:
+            found = torch.Size(source.tensors[name].shape)
+            if found != leaf.shape:
+                raise CheckpointError(
+                    f"{os.fspath(path)}: {name} has shape {tuple(found)}, the model expects "
+                    f"{tuple(leaf.shape)}."
+                )
+            return name
+    some = ", ".join(sorted(source.tensors)[:3])
+    raise CheckpointError(
+        f"{os.fspath(path)} has no tensor {leaf.name}. It has {some}, ...: are "
+        "these the files of this model?"
+    )

@@ -1,0 +1,354 @@
+"""Low-bit tensors: their grids, their products, how torch meets them, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor
+
+import zfunc as zf
+from zfunc import quant
+from zfunc.quant import grids, int4_products, int8_products, packing, products
+from zfunc.quant.grids import Format
+from zfunc.quant.qtensor import QTensor
+
+FORMATS = [
+    Format(bits, size, symmetric, dynamic)
+    for bits, size, symmetric, dynamic in itertools.product(
+        (8, 4), (None, 128, 32), (True, False), (False, True)
+    )
+]
+
+
+def weight(n: int, k: int, seed: int = 0, scale: float = 0.05) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+# --- grids -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    n=st.integers(1, 9),
+    k=st.integers(1, 70),
+    bits=st.integers(2, 8),
+    size=st.one_of(st.none(), st.integers(1, 80)),
+    symmetric=st.booleans(),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 10**6),
+)
+def test_rounding_is_to_the_nearest_code(
+    n: int, k: int, bits: int, size: int | None, symmetric: bool, exponent: int, seed: int
+) -> None:
+    """Every weight moves by at most half a step, and one that is a code stays where it is."""
+    form = Format(bits, size, symmetric)
+    rows = weight(n, k, seed, 10.0**exponent)
+    grid = grids.fit(rows, form)
+    codes = grids.quantize(rows, grid, form)
+    back = grids.dequantize(codes, grid, form)
+    # A scale in bf16 is off by 2^-9; so many steps are the ends of the grid.
+    slack = 2**-8 * 2 ** (bits - 1) if form.packed else 2**-10
+    # An asymmetric zero point is rounded as well: half a step more at the ends.
+    half = 0.5 if symmetric else 1.0
+    step = grids.by_group(torch.ones_like(rows), form) * grid.scale.float()[:, :, None]
+    limit = step.reshape(n, -1)[:, :k] * (half + slack)
+    assert ((back - rows).abs() <= limit).all()
+    again = grids.dequantize(grids.quantize(back, grid, form), grid, form)
+    assert torch.equal(again, back)
+
+
+@pytest.mark.parametrize("form", [Format(b, 32, s) for b in (8, 4) for s in (True, False)], ids=str)
+def test_zero_and_constant_groups(form: Format) -> None:
+    rows = torch.zeros(3, 64)
+    rows[1] = 0.7
+    rows[2, :32] = -1e-30
+    q = QTensor.quantize(rows, form)
+    back = q.dequantize()
+    assert torch.equal(back[0], rows[0]) and torch.equal(back[2, 32:], rows[2, 32:])
+    torch.testing.assert_close(back, rows, rtol=2**-8, atol=0)
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    rows, form = weight(4, 40), Format(4, 8)
+    grid = grids.fit(rows, form)
+    count, total = 4000, torch.zeros_like(rows)
+    for i in range(count):
+        noise = zf.random.uniform(zf.random.key(i), rows.shape, low=-0.5, high=0.5)
+        total += grids.dequantize(grids.quantize(rows, grid, form, noise), grid, form)
+    step = grid.scale.float().repeat_interleave(8, dim=1)
+    error = (total / count - rows).abs() / step
+    inside = rows.abs() < 6.5 * step  # what would be rounded past the end is clipped
+    assert (error[inside] < 5 * 0.5 / math.sqrt(count)).all()
+
+
+@settings(max_examples=40)
+@given(n=st.integers(0, 5), k=st.integers(1, 33), seed=st.integers(0, 1000))
+def test_packing_is_exact(n: int, k: int, seed: int) -> None:
+    codes = torch.randint(
+        -8, 8, (n, k), dtype=torch.int8, generator=torch.Generator().manual_seed(seed)
+    )
+    packed = packing.pack(codes)
+    assert packed.shape == (n, -(-k // 2)) and packed.dtype == torch.uint8
+    assert torch.equal(packing.unpack(packed, k), codes)
+
+
+# --- products ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 384), (5, 192, 256), (3, 33, 47)])
+def test_a_product_is_that_of_the_dequantised_weight(form: Format, m: int, n: int, k: int) -> None:
+    w, x = weight(n, k), weight(m, k, 1, 1.0)
+    q = QTensor.quantize(w, form)
+    inputs = int8_products.rounded(x) if form.dynamic else x
+    expected = F.linear(inputs.double(), q.dequantize().double())
+    bound = {"int4": 4e-3, "int8": 1e-4, "dequantised": 1e-6}[products.route(x, q)]
+    before = q.codes.clone()
+    got = F.linear(x, q)
+    assert got.dtype == x.dtype
+    bound = 1e-6 if form.dynamic else bound
+    assert float((got.double() - expected).norm() / expected.norm()) < bound
+    assert torch.equal(q.codes, before)  # whatever order they are kept in now
+    assert torch.equal(F.linear(x, q), got)
+    t = QTensor.quantize(w.t().contiguous(), form, transposed=True)
+    for way in (x @ t, torch.matmul(x, t), x @ q.t(), x @ q.T, x @ q.transpose(0, 1)):
+        torch.testing.assert_close(way, got, rtol=1e-5, atol=1e-5)
+    bias = torch.arange(n).float()
+    torch.testing.assert_close(torch.addmm(bias, x, t), got + bias, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(F.linear(x, q, bias), got + bias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not int8_products.exact(), reason="no exact int8 product on this CPU")
+@pytest.mark.parametrize("m", [1, 4, 17, 600])
+def test_eight_bit_products_are_exact_in_int32(m: int) -> None:
+    """Where 16-bit steps between would overflow: codes at the ends of their range."""
+    n, k = 64, 4096
+    form = Format(8, None, True, dynamic=True)
+    w = torch.where(weight(n, k) > -0.08, 1.0, -1.0)
+    x = torch.where(weight(m, k, 1) > -0.1, 1.0, -1.0)
+    w[:, 0], x[:, 1] = 0.3, 0.3
+    q = QTensor.quantize(w, form)
+    assert products.route(x, q) == "int8"
+    scale = x.abs().amax(dim=1, keepdim=True) / 127
+    sums = (x / scale).round().to(torch.int32).long() @ q.codes.long().t()
+    assert sums.abs().max() > 2**24  # more than fp32 counts to
+    expected = sums.double() * scale.double() * q.scale[:, 0].double()
+    torch.testing.assert_close(F.linear(x, q).double(), expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.skipif(not int4_products.works(), reason="no 4-bit kernel for this CPU")
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_four_bit_kernel_takes_these(size: int, symmetric: bool) -> None:
+    q, x = QTensor.quantize(weight(64, 512), Format(4, size, symmetric)), weight(600, 512, 2)
+    assert products.route(x, q) == "int4"
+    x = x.bfloat16().float()  # its inputs: then only its sums are rounded
+    expected = F.linear(x, q.dequantize())
+    got = F.linear(x, q)
+    assert float((got - expected).norm() / expected.norm()) < 4e-3
+
+
+def test_large_inputs_do_not_mix_rows() -> None:
+    q = QTensor.quantize(weight(64, 64), Format(8, None))
+    x = torch.cat([weight(600, 64, 1), weight(2, 64, 3, 1e4), torch.zeros(1, 64)])
+    got = F.linear(x, q)
+    expected = x @ q.dequantize().t()
+    error = (got - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
+    assert (error < 1e-3).all() and torch.equal(got[-1], torch.zeros(64))
+
+
+def test_gradients_pass_through_to_the_input() -> None:
+    for form in FORMATS:
+        q, x = QTensor.quantize(weight(20, 30), form), weight(4, 30, 1)
+        x.requires_grad_()
+        up = weight(4, 20, 2)
+        (grad,) = torch.autograd.grad(F.linear(x, q), x, up)
+        torch.testing.assert_close(grad, up @ q.dequantize(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_embedding_dequantises_what_is_looked_up(form: Format) -> None:
+    q = QTensor.quantize(weight(11, 40), form)
+    ids = torch.tensor([[3, 3], [0, 10]])
+    assert torch.equal(F.embedding(ids, q), F.embedding(ids, q.dequantize()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    w, x = weight(64, 128).to(dtype), weight(3, 128, 1).to(dtype)
+    q = QTensor.quantize(w, Format(8, 64))
+    assert q.dtype == dtype and q.dequantize().dtype == dtype
+    y = F.linear(x, q)
+    assert y.dtype == dtype
+    bound = {torch.float64: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    expected = x.double() @ q.dequantize(torch.float64).t()
+    assert float((y.double() - expected).norm() / expected.norm()) < bound
+
+
+# --- as a tensor -------------------------------------------------------------------------------
+
+
+def test_it_stands_for_its_tensor() -> None:
+    w = weight(6, 10)
+    for form in FORMATS:
+        q = QTensor.quantize(w, form)
+        plain = q.dequantize()
+        assert isinstance(q, Tensor) and q.shape == w.shape and q.dtype == w.dtype
+        assert torch.equal(q + 1, plain + 1) and torch.equal(q[2], plain[2])
+        assert torch.equal(q.t() + 0, plain.t()) and not isinstance(q * 2, QTensor)
+        assert torch.equal(q.reshape(-1), plain.reshape(-1))
+        assert q.float() is q and q.detach() is q
+        assert q.double().dtype == torch.float64 and isinstance(q.to("cpu"), QTensor)
+        with torch.no_grad():
+            F.linear(torch.ones(1, 10), q)  # in a kernel's order now
+        for twin in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), q.clone()):
+            assert isinstance(twin, QTensor) and torch.equal(twin.dequantize(), plain)
+            assert twin.scale.data_ptr() != q.scale.data_ptr()
+
+
+def test_shapes_beyond_matrices() -> None:
+    for shape in ((5,), (2, 3, 7), (1, 1), (4, 0)):
+        x = torch.randn(shape)
+        q = QTensor.quantize(x, Format(8, 4))
+        assert q.dequantize().shape == x.shape
+        torch.testing.assert_close(q.dequantize(), x, rtol=0, atol=0.05)
+
+
+def test_its_bytes() -> None:
+    q8 = QTensor.quantize(weight(128, 256), Format(8, 128))
+    q4 = QTensor.quantize(weight(64, 256), Format(4, 32, symmetric=False))
+    assert q8.nbytes == 128 * 256 + 128 * 2 * 4
+    assert q4.nbytes == 64 * 256 // 2 + 64 * 8 * (2 + 1)
+    assert zf.tree.size_bytes({"a": q8, "b": q4}) == q8.nbytes + q4.nbytes
+    before = q8.nbytes
+    F.linear(torch.ones(1, 256), q8)
+    assert q8.nbytes == before and q8._store.data is None  # kept once, in the kernel's order
+
+
+def test_writing_into_it_raises() -> None:
+    q = QTensor.quantize(weight(2, 4), Format(8, None))
+    with pytest.raises(zf.PlacementError, match="cannot change"):
+        q.add_(1)
+
+
+# --- trees -------------------------------------------------------------------------------------
+
+
+def tree() -> dict[str, object]:
+    tied = weight(8, 16, 5)
+    return {
+        "embed": weight(10, 16),
+        "blocks": zf.Layers({"up": weight(32, 16, i), "norm": torch.ones(16)} for i in range(2)),
+        "head": tied,
+        "tail": tied,
+        "ids": torch.arange(4),
+    }
+
+
+def test_the_weights_of_linear_layers_are_chosen() -> None:
+    q = quant.quantize_tree(tree(), bits=4, group_size=8)
+    low = {name for name, x in zf.tree.flatten_names(q).items() if isinstance(x, QTensor)}
+    assert low == {"blocks.0.up", "blocks.1.up", "head", "tail"}
+    assert q["head"] is q["tail"]
+    back = quant.dequantize_tree(q)
+    assert isinstance(back["blocks"], zf.Layers)
+    assert not any(isinstance(x, QTensor) for x in zf.tree.leaves(back))
+    assert torch.equal(back["embed"], tree()["embed"])  # type: ignore[arg-type]
+
+
+def test_include_chooses_others() -> None:
+    def low(include: object) -> set[str]:
+        q = quant.quantize_tree(tree(), include=include)  # type: ignore[arg-type]
+        return {name for name, x in zf.tree.flatten_names(q).items() if isinstance(x, QTensor)}
+
+    assert low("embed") == {"embed"}
+    assert low(["blocks.*.up", "head"]) == {"blocks.0.up", "blocks.1.up", "head"}
+    assert low(lambda path: path.startswith("blocks.1")) == {"blocks.1.up"}
+
+
+def test_modules_say_which_weights_are_theirs() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lookup = torch.nn.Embedding(8, 8)
+            self.embed_out = torch.nn.Linear(8, 8)  # named like an embedding, but none
+            self.tied = torch.nn.Linear(8, 8, bias=False)
+            self.tied.weight = self.lookup.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.tied(self.embed_out(self.lookup(ids)))  # type: ignore[no-any-return]
+
+    net = Net()
+    model = zf.functionalize(net)
+    q = quant.quantize_tree(model.params, model=model)
+    low = {name for name, x in zf.tree.flatten_names(q).items() if isinstance(x, QTensor)}
+    assert low == {"embed_out.weight"}
+    ids = torch.arange(8)
+    expected = model.apply(quant.dequantize_tree(q), ids)
+    torch.testing.assert_close(model.apply(q, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_report() -> None:
+    params = {"w": weight(16, 64), "b": torch.ones(3)}
+    told = quant.report(params, quant.quantize_tree(params, bits=4, group_size=16))
+    (row,) = told.rows
+    error = params["w"] - quant.quantize_tree(params, bits=4, group_size=16)["w"]
+    assert row.largest == pytest.approx(float(error.abs().max()))
+    assert row.rms == pytest.approx(float(error.square().mean().sqrt()))
+    power = params["w"].square().sum() / error.square().sum()
+    assert row.sqnr == pytest.approx(10 * math.log10(power), abs=1e-4)
+    assert told.before == 16 * 64 * 4 and "w" in str(told) and told.worst() is row
+
+
+def test_a_report_is_drawn(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("matplotlib")
+    params = {"w": weight(16, 64)}
+    file = quant.report(params, quant.quantize_tree(params)).plot(tmp_path / "sqnr.png")
+    assert file.read_bytes()[:4] == b"\x89PNG"
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+
+def test_bad_settings() -> None:
+    w = {"w": weight(4, 8)}
+    for bits in (3, 16, 0, True, 8.0):
+        with pytest.raises(ValueError, match="bits"):
+            quant.quantize_tree(w, bits=bits)  # type: ignore[arg-type]
+    for size in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="group_size"):
+            quant.quantize_tree(w, group_size=size)  # type: ignore[arg-type]
+
+
+def test_bad_weights_are_named() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        params = {"a": {"w": weight(4, 8)}}
+        params["a"]["w"][2, 5] = bad
+        with pytest.raises(zf.NonFiniteError, match=r"a\.w has 1 value.*row 2, column 5"):
+            quant.quantize_tree(params)
+
+
+def test_an_include_that_fits_nothing_suggests_paths() -> None:
+    with pytest.raises(zf.PlacementError, match=r"closest paths are blocks\.\d\.up"):
+        quant.quantize_tree(tree(), include="blocks.*.upp")
+    with pytest.raises(zf.PlacementError, match="fewer than two dimensions"):
+        quant.quantize_tree(tree(), include="blocks.*.norm")
+    with pytest.raises(zf.PlacementError, match="accepts none"):
+        quant.quantize_tree(tree(), include=lambda path: False)
+    with pytest.raises(zf.PlacementError, match="nothing to quantise"):
+        quant.quantize_tree({"b": torch.ones(3)})
+
+
+def test_what_is_placed_is_not_quantised_in_place() -> None:
+    step = zf.shard(zf.train_step(lambda p, b: p["w"].sum(), zf.optim.sgd(0.1)), stage=3)
+    state = step.place(zf.TrainState.create({"w": weight(4, 8)}, zf.optim.sgd(0.1)))
+    with pytest.raises(zf.PlacementError, match="placed"):
+        quant.quantize_tree(state.params)
