@@ -51,7 +51,7 @@ from zfunc.sharded import Sharded
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.traffic import Traffic
 from zfunc.transforms.averaging import averaged, scattered
-from zfunc.transforms.error_feedback import Call, carried_on, fresh, sums
+from zfunc.transforms.error_feedback import Call, carried_on, fresh, is_finite, sums
 from zfunc.transforms.exchange import Codec, phase_bytes
 from zfunc.transforms.onebit import OneBit
 from zfunc.transforms.quantized import Int4, Int8
@@ -145,7 +145,7 @@ class CompressGrads(Transform):
             assert name is not None
             call.see(name, unit.trainable, fulls)
         else:
-            call.finite &= all(_is_finite(full) for full in fulls)
+            call.finite &= all(is_finite(full) for full in fulls)
         if not unit.cut:
             return Ready([full.mul_(unit.group.size) for full in fulls])
         assert name is not None
@@ -310,10 +310,6 @@ class CompressGrads(Transform):
 def _call() -> Call | None:
     running = context.current()
     return running.notes.get(NAME) if running is not None else None
-
-
-def _is_finite(x: Tensor) -> bool:
-    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
 
 
 def _estimated(call: Call, grads: Tree, squares: Mapping[str, Tensor]) -> Tree:

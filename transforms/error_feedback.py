@@ -21,7 +21,7 @@ from zfunc.residuals import Residual, nothing_left_out, one_of
 from zfunc.sharded import Sharded, cut
 from zfunc.transforms.exchange import Codec
 
-__all__ = ["Call", "carried_on", "fresh", "layouts_of"]
+__all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]
 
 Carried = Mapping[str, Any]
 
@@ -188,3 +188,8 @@ class Call:
 def sums(values: Sequence[Tensor]) -> float:
     """The sum of all elements of tensors that are not negative."""
     return float(sum(float(x.sum(dtype=torch.float64)) for x in values))
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether there is no NaN and no infinity in a tensor."""
+    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
