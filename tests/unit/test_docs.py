@@ -13,6 +13,7 @@ import doctest
 import io
 import itertools
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +97,11 @@ SEAMS = (
     *("differentiate", "evaluate", "finish"),
 )
 # Settings under which a transform is tried: each gives one more run of every pair with it.
+FOLDER = tempfile.TemporaryDirectory(prefix="zfunc-composition-")
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "accumulate": [{"n": 2}],
     "drop_layers": [{"theta": 1.0}, {"theta": 0.2, "gamma": 0.7}],
+    "offload": [{"to": "cpu"}, {"to": "disk", "path": FOLDER.name}],
     "quantize": [{"target_bits": 16}, {"start_bits": 6, "target_bits": 4, "period": 1}],
     "shard": [{"stage": stage} for stage in range(4)],
 }
