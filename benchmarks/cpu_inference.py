@@ -1,8 +1,9 @@
 """Low-bit weights on the CPU: products, and decoding, against plain ones in the same run.
 
 Contenders take turns, so what the machine does meanwhile falls on all of them; the figure of each
-is its fastest turn (others on the machine only add), given as a ratio to fp32's. First one linear layer at several numbers
-of rows, then tokens per second of a Llama with random weights, with bytes and agreement with fp32.
+is its fastest turn (others on the machine only add), given as a ratio to fp32's. First one linear
+layer at several numbers of rows, then tokens per second of a Llama with random weights, with bytes
+and agreement with fp32.
 
     python -m benchmarks.cpu_inference
     python -m benchmarks.cpu_inference --threads 2 --turns 30 --out cpu_inference.json
