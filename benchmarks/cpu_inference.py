@@ -1,8 +1,9 @@
 """Low-bit weights on the CPU: products, and decoding, against plain ones in the same run.
 
 Contenders take turns, so what the machine does meanwhile falls on all of them; the figure of each
-is the median of its turns, given as a ratio to fp32's. First one linear layer at several numbers
-of rows, then tokens per second of a Llama with random weights, with bytes and agreement with fp32.
+is its fastest turn (others on the machine only add), given as a ratio to fp32's. First one linear
+layer at several numbers of rows, then tokens per second of a Llama with random weights, with bytes
+and agreement with fp32.
 
     python -m benchmarks.cpu_inference
     python -m benchmarks.cpu_inference --threads 2 --turns 30 --out cpu_inference.json
@@ -15,7 +16,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ Runs = dict[str, Callable[[], Any]]
 
 
 def race(runs: Runs, turns: int) -> dict[str, float]:
-    """Median seconds of each, all taking turns."""
+    """The least seconds of each, all taking turns."""
     seen: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns + 1):
         for name, run in runs.items():
@@ -48,7 +48,7 @@ def race(runs: Runs, turns: int) -> dict[str, float]:
             run()
             if turn:  # the first one packs weights and warms up
                 seen[name].append(time.perf_counter() - start)
-    return {name: median(times) for name, times in seen.items()}
+    return {name: min(times) for name, times in seen.items()}
 
 
 def linear(n: int, k: int, m: int, turns: int) -> dict[str, dict[str, float]]:

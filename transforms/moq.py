@@ -32,7 +32,6 @@ from zfunc.quant.curvature import ROOT, layer_names, top_eigenvalues
 from zfunc.quant.fake import Grouping, fake_quantize
 from zfunc.quant.schedules import FULL, Rules, Schedule
 from zfunc.seams import Gradients, Pending, UnitInfo
-from zfunc.sharded import Sharded
 from zfunc.step import Differentiate, Transform
 from zfunc.tree import dotted
 
@@ -286,8 +285,9 @@ def _shapes(params: Any) -> dict[str, torch.Size]:
     )
     shapes: dict[str, torch.Size] = {}
     for key, node in zip(keys, nodes, strict=True):
-        if isinstance(node, Sharded):
-            shapes.update((slot.path, torch.Size(slot.shape)) for slot in node.layout.present)
+        if isinstance(node, Placed):
+            present = node.layout.present  # type: ignore[attr-defined]
+            shapes.update((slot.path, torch.Size(slot.shape)) for slot in present)
         elif isinstance(node, Tensor) and node.is_floating_point():
             shapes[dotted(*key)] = node.shape
     return shapes
