@@ -1,9 +1,9 @@
 """A column: one tree of a state on disk, unit by unit, in one or two slots.
 
 A new generation of a column is written into the slot that the old one does not occupy, so
-the old one stays whole until the new one is complete. Each slot has a *token*, an empty
-tensor that every node of that generation holds: writing into a slot spends the token, and
-with it all nodes of the generation that was there.
+the old one stays whole until the new one is complete. Each slot has *tokens*, an empty
+tensor for each flat, that every node of that generation holds: writing into a slot spends
+them, and with them all nodes of the generation that was there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Column:
         regions: for each slot the unit's regions.
         room: bytes that are reserved for each unit.
         sums: for each slot and unit the checksums of its blocks; None: nothing written.
-        tokens: for each slot the token of the generation in it.
+        tokens: for each slot those of the generation in it.
         squares: for the gradients in a slot, the sum of squares of each leaf's part.
         device: where its units are used.
     """
@@ -88,20 +88,26 @@ class Column:
         self.regions = regions
         self.room = [region.nbytes for region in regions[0]]
         self.sums: list[list[list[int] | None]] = [[None] * len(layout.units) for _ in regions]
-        self.tokens = [torch.empty(0) for _ in regions]
+        self.tokens = [self._fresh() for _ in regions]
         self.squares: dict[int, Tensor] = {}
         self.device = torch.device("cpu")
 
+    def _fresh(self) -> tuple[Tensor, ...]:
+        dtypes = [dtype for dtype in self.dtypes if dtype is not None] or [torch.float32]
+        return tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)
+
     def begin(self, slot: int) -> None:
         """Spend the generation in a slot: it is about to be overwritten."""
-        self.tokens[slot].__dict__["_zfunc_story"] = (
+        story = (
             f"{self.name} of this state was on disk in {self.store.folders[0]}, where a later "
             "step has overwritten it: two generations are kept, the state that a step was given "
             "last and the one that it returned. Use the state that the step returned, or keep "
             "what you need of an old one by `zf.full(state)` before the next but one step."
         )
-        blank(self.tokens[slot])
-        self.tokens[slot] = torch.empty(0)
+        for token in self.tokens[slot]:
+            token.__dict__["_zfunc_story"] = story
+            blank(token)
+        self.tokens[slot] = self._fresh()
         self.sums[slot] = [None] * len(self.layout.units)
         self.squares = {}
 
@@ -223,7 +229,6 @@ class Reading:
     ) -> None:
         self.column, self.slot, self.unit = column, slot, unit
         self._buffer, self._futures = buffer, futures
-        self._token = column.tokens[slot]
         self._sums = column.sums[slot][unit]
         self._values: list[Tensor] | None = None
 

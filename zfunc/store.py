@@ -76,12 +76,7 @@ class Store:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise refused(folder, "make", 0, error) from error
-        path = self.folders[0] / "lock"
-        try:
-            lock = _locked(path)
-        except PlacementError:
-            gc.collect()  # perhaps by a step of a world that has ended, in a cycle of references
-            lock = _locked(path)
+        lock = _locked(self.folders[0] / "lock")
         self.closed = False
         self.files = Files(self.folders)
         self._release = weakref.finalize(self, os.close, lock)
@@ -213,20 +208,25 @@ def _locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise refused(path, "open", 0, error) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-        os.close(fd)
-        mine = holder.startswith(f"process {os.getpid()} on {socket.gethostname()}")
-        who = "another step of this process" if mine else holder
-        raise PlacementError(
-            f"{path.parent} is in use by {who}. A path belongs to one step at a time: give this "
-            "one its own `path`, or close the other (`step.close()`)."
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return fd
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    for _ in range(3):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            if holder != me:
+                break
+            gc.collect()  # of a world that has ended: gradients first, and then what keeps them
+        else:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{me}\n".encode(), 0)
+            return fd
+    os.close(fd)
+    who = "another step of this process" if holder == me else holder
+    raise PlacementError(
+        f"{path.parent} is in use by {who}. A path belongs to one step at a time: give this one "
+        "its own `path`, or close the other (`step.close()`)."
+    )
 
 
 def open_store(owner: Any, paths: Sequence[Path], buffers: int) -> Store:

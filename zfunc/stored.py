@@ -38,11 +38,11 @@ class Stored(Streamed):
 
     def __init__(self, column: Column, slot: int, home: Any) -> None:
         self.column, self.slot, self.home = column, slot, home
-        self._token = column.tokens[slot]
+        self._tokens = column.tokens[slot]
         self.skeleton = Sharded(column.layout, _hollow(column))
 
     def held(self) -> Sequence[Tensor | None]:
-        return (self._token,)
+        return self._tokens
 
     @property
     def nbytes(self) -> int:
@@ -67,8 +67,8 @@ class Stored(Streamed):
         Raises:
             DonatedStateError: a later generation is in the slot.
         """
-        if spent(self._token):
-            story = self._token.__dict__.get("_zfunc_story")
+        if spent(self._tokens[0]):
+            story = self._tokens[0].__dict__.get("_zfunc_story")
             raise DonatedStateError(story or gone(self.column.name))
         return self.column.read(self.slot, unit, must)
 
@@ -83,7 +83,7 @@ class Stored(Streamed):
     def squares(self) -> Callable[[], Any] | None:
         """The sums of squares that were taken while the gradients were in memory."""
         column = self.column
-        if not isinstance(self.home, Lease) or spent(self._token):
+        if not isinstance(self.home, Lease) or spent(self._tokens[0]):
             return None
         return lambda: (dict(column.squares), list(column.dtypes))
 
