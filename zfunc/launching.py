@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from . import world
 from .distributed import DistributedWorld, local_rank
@@ -66,14 +68,22 @@ def init(timeout: float | None = None) -> world.World:
 
 def _join(seconds: float) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = timedelta(seconds=seconds)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    # torchrun keeps its store when it restarts the ranks, with the addresses of those that died.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    where = {
+        "store": PrefixStore(f"zfunc/attempt_{attempt}", store),
+        "rank": rank,
+        "world_size": size,
+        "timeout": limit,
+    }
     if dist.is_nccl_available() and torch.cuda.device_count() >= max(1, ranks_here):
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=seconds), device_id=device
-        )
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
     else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+        dist.init_process_group("gloo", **where)
     atexit.register(_leave)
 
 

@@ -185,7 +185,9 @@ def test_the_table_names_all_transforms():
     assert list(table(1)[1]) == HEAD[1:]
 
 
-@pytest.mark.parametrize("pair", list(itertools.product(HEAD, HEAD)), ids="-".join)
+@pytest.mark.parametrize(
+    "pair", list(itertools.combinations_with_replacement(HEAD, 2)), ids="-".join
+)
 def test_the_cell_of(pair: tuple[str, str]):
     a, b = pair
     cell = PAIRS[a][HEAD.index(b)]
