@@ -50,9 +50,10 @@ def takes(weight: QTensor, m: int) -> bool:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Codes as oneDNN reads them, one piece for each group of columns."""
+    """Codes as oneDNN reads them, one piece for each group of columns, with its scales ``[n]``."""
 
     pieces: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
 
     def codes(self) -> Tensor:
         """``[n, k]`` int8."""
@@ -63,17 +64,17 @@ def product(x: Tensor, weight: QTensor) -> Tensor:
     """``x W^T`` for fp32 ``x`` ``[m, k]``."""
     if len(x) > ROWS:
         return torch.cat([product(part, weight) for part in x.split(ROWS)])
-    pieces = weight.ready(lambda: _pieces(weight)).pieces
+    ready: Pieces = weight.ready(lambda: _pieces(weight))
     width = weight.format.width(weight.rows[1])
     high, low, scale = _rounded_to_8(x) if weight.format.dynamic else _rounded_to_16(x)
     halves = high if low is None else torch.cat([high, low])
     total: Tensor | None = None
-    for g, piece in enumerate(pieces):
-        inputs = halves[:, g * width : (g + 1) * width]
-        y = _multiply(inputs.contiguous(), piece, weight.scale[:, g].float().contiguous())
+    inputs = halves.split(width, dim=1)
+    for g, (part, piece, scales) in enumerate(zip(inputs, ready.pieces, ready.scales, strict=True)):
+        y = _multiply(part.contiguous(), piece, scales)
         if weight.zero is not None:
-            sums = (inputs.to(torch.int32) - 128).sum(dim=1, keepdim=True)
-            y -= sums * (weight.scale[:, g].float() * weight.zero[:, g])
+            sums = (part.to(torch.int32) - 128).sum(dim=1, keepdim=True)
+            y -= sums * (scales * weight.zero[:, g])
         total = y if total is None else total.add_(y)
     assert total is not None
     if low is not None:
@@ -84,8 +85,13 @@ def product(x: Tensor, weight: QTensor) -> Tensor:
 def _pieces(weight: QTensor) -> Pieces:
     codes, width = weight.codes, weight.format.width(weight.rows[1])
     prepack: Any = torch.ops.onednn.qlinear_prepack
-    weight.scale = weight.scale.t().contiguous().t()  # a group's scales are read together
-    return Pieces(tuple(prepack(part.contiguous(), None) for part in codes.split(width, dim=1)))
+    # A group's scales are read together; where they are fp32 already, nothing is kept twice.
+    columns = weight.scale.t().contiguous()
+    weight.scale = columns.t()
+    return Pieces(
+        tuple(prepack(part.contiguous(), None) for part in codes.split(width, dim=1)),
+        columns.float().unbind(),
+    )
 
 
 def _multiply(inputs: Tensor, piece: Tensor, scale: Tensor) -> Tensor:
