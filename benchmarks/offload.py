@@ -210,7 +210,8 @@ def report(runs: dict[str, dict[str, Any]], count: int, args: dict[str, Any]) ->
     console.print(f"the copy, by 1, 2 and 4 threads: {listed}")
     console.print(f"losses bit for bit those in memory: {'yes' if same else 'NO'}")
     RESULTS.mkdir(exist_ok=True)
-    record = {"arguments": args, "machine": meters.hardware(), "versions": meters.versions()}
+    told = {name: value for name, value in args.items() if name not in ("path", "folder")}
+    record = {"arguments": told, "machine": meters.hardware(), "versions": meters.versions()}
     record |= {"runs": runs, "ratio": ratio, "share": share, "same": same}
     path = RESULTS / f"offload-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(record, indent=1))
