@@ -20,7 +20,7 @@ train: $(READY)
 	$(BIN)/zfunc train $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
