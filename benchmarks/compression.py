@@ -22,10 +22,11 @@ import torch
 
 import zfunc as zf
 from benchmarks import meters
-from zfunc import gpt, optim
-from zfunc.corpus import batch_at, read_corpus
-from zfunc.gpt import GPTConfig
-from zfunc.training import Run, make_step, validate
+from zfunc import optim
+from zfunc.commands.training import Run, make_step, validate
+from zfunc.language import gpt
+from zfunc.language.corpus import batch_at, read_corpus
+from zfunc.language.gpt import GPTConfig
 
 RESULTS = Path(__file__).parent / "results"
 

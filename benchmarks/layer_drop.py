@@ -30,10 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zfunc as zf
 from benchmarks.meters import hardware, versions
-from zfunc import gpt
-from zfunc.corpus import batch_at, read_corpus
-from zfunc.gpt import GPTConfig
-from zfunc.training import Run, make_step, optimizer, validate
+from zfunc.commands.training import Run, make_step, optimizer, validate
+from zfunc.language import gpt
+from zfunc.language.corpus import batch_at, read_corpus
+from zfunc.language.gpt import GPTConfig
 
 STEADY = 10**6  # steps after which theta has arrived
 KINDS = ("full", "dropping")

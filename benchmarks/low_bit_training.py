@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 import zfunc as zf
-from zfunc import gpt, optim, quant
-from zfunc.corpus import batch_at, read_corpus, windows
-from zfunc.gpt import GPTConfig
+from zfunc import optim, quant
+from zfunc.language import gpt
+from zfunc.language.corpus import batch_at, read_corpus, windows
+from zfunc.language.gpt import GPTConfig
 
 CONTEXT, BATCH = 64, 16
 

@@ -32,9 +32,10 @@ from torch import Tensor
 
 import zfunc as zf
 from benchmarks import meters
-from zfunc import gpt, optim
-from zfunc.blocks import BLOCK, Files, Region
-from zfunc.ring import Ring
+from zfunc import optim
+from zfunc.disk.blocks import BLOCK, Files, Region
+from zfunc.disk.ring import Ring
+from zfunc.language import gpt
 
 RESULTS = Path(__file__).parent / "results"
 TIMES, SHARE = 10.0, 0.8  # the promises: state over peak memory, bandwidth over that of a copy

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import zfunc as zf
-from zfunc import optim, world
+from zfunc import optim
 from zfunc.context import LayerInfo
 from zfunc.step import transform_of
+from zfunc.worlds import world
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.optim.base import EmptyState, GradientTransformation, by_path
 from zfunc.optim.moments import wide
-from zfunc.unreduced import linear_map
+from zfunc.placed.unreduced import linear_map
 
 __all__ = ["Rates", "add_decay", "add_decayed_weights", "decay_rates", "map_rates", "needs_params"]
 

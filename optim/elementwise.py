@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from zfunc import tree
-from zfunc.cutting import make_layout
 from zfunc.errors import CompositionError
-from zfunc.sharded import cut
-from zfunc.world import World, entered
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.sharded import cut
+from zfunc.worlds.world import World, entered
 
 __all__ = ["check_elementwise"]
 

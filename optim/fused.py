@@ -24,7 +24,7 @@ from zfunc.context import reuse
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
 from zfunc.optim.updates import Scaled, scale
-from zfunc.unitwise import by_unit, streams
+from zfunc.placed.unitwise import by_unit, streams
 
 __all__ = ["BLOCK", "adamw_", "step"]
 

@@ -12,7 +12,7 @@ from zfunc import tree
 from zfunc.errors import NonFiniteError
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
-from zfunc.unreduced import linear_map
+from zfunc.placed.unreduced import linear_map
 
 __all__ = ["SkipState", "all_finite", "first_nonfinite", "skip_nonfinite"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from zfunc import primitives, tree
 from zfunc.context import reuse
 from zfunc.optim.schedules import plain
-from zfunc.unreduced import linear_map
+from zfunc.placed.unreduced import linear_map
 
 __all__ = ["blend", "first", "second", "wide", "zeros"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.optim.base import GradientTransformation
-from zfunc.unreduced import linear_map
+from zfunc.placed.unreduced import linear_map
 
 __all__ = [
     "Rate",

@@ -12,7 +12,7 @@ from torch import Tensor
 from zfunc import primitives, tree
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Lazy, Placed, carry, register
-from zfunc.unreduced import linear_map
+from zfunc.placed.unreduced import linear_map
 
 __all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
 

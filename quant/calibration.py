@@ -22,9 +22,9 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.functional import Functional
-from zfunc.layout import find_layers
+from zfunc.modules.functional import Functional
 from zfunc.nodes import NAMESPACE, Tree
+from zfunc.placed.layout import find_layers
 from zfunc.quant import grids
 from zfunc.quant.choice import Include
 from zfunc.quant.grids import Format, Grid

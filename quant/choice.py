@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from zfunc.errors import PlacementError
-from zfunc.functional import Functional
+from zfunc.modules.functional import Functional
 
 __all__ = ["Include", "accepts", "linear_weights", "looks_embedded", "transposed_names"]
 

@@ -20,9 +20,9 @@ from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.nodes import NAMESPACE, Layers, Placed, Tree
 from zfunc.passes import Pass
-from zfunc.placement import placed_nodes
+from zfunc.placed.placement import placed_nodes
+from zfunc.placed.sharded import Sharded
 from zfunc.primitives import Mean, Ref, enter
-from zfunc.sharded import Sharded
 from zfunc.tree import dotted
 
 __all__ = ["ROOT", "layer_names", "top_eigenvalues"]

@@ -7,10 +7,10 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from zfunc import carried
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Tree
-from zfunc.placement import Entries
+from zfunc.placed import carried
+from zfunc.placed.placement import Entries
 from zfunc.quant.qtensor import QTensor
 from zfunc.step import Step
 from zfunc.tree import dotted

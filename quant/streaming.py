@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import CheckpointError
-from zfunc.functional import Functional
+from zfunc.files.tensorfiles import SafetensorsFiles
+from zfunc.modules.functional import Functional
+from zfunc.modules.units import Leaf
 from zfunc.nodes import Tree
 from zfunc.quant import files
 from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.trees import format_of
-from zfunc.tensorfiles import SafetensorsFiles
-from zfunc.units import Leaf
 
 __all__ = ["quantize_files"]
 

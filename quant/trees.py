@@ -9,7 +9,7 @@ import optree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.functional import Functional
+from zfunc.modules.functional import Functional
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.grids import BITS, Format

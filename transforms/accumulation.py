@@ -25,11 +25,11 @@ from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.differentiation import checked
 from zfunc.nodes import NAMESPACE
+from zfunc.placed.unreduced import linear_map
 from zfunc.primitives import Mean
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.transforms.microbatches import microbatches, own_leaves
-from zfunc.unreduced import linear_map
 
 __all__ = ["Accumulate", "accumulate"]
 

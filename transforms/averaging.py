@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from zfunc.context import reuse
-from zfunc.dense import Dense, dense_of, spread_part, squeezed_part
-from zfunc.layout import Layout
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.optim import Moved
+from zfunc.placed.dense import Dense, dense_of, spread_part, squeezed_part
+from zfunc.placed.layout import Layout
+from zfunc.placed.unreduced import Unreduced
 from zfunc.pool import empty, pool
 from zfunc.seams import UnitInfo, Waiting
 from zfunc.transforms.error_feedback import Call
 from zfunc.transforms.exchange import Gathered, Scattered
-from zfunc.unreduced import Unreduced
 
 __all__ = ["averaged", "scattered"]
 

@@ -21,9 +21,9 @@ stage    compressed                                               errors, a para
 Integers of eight or four bits leave enough of a gradient that nothing has to freeze: the
 optimizer is the plain one, and there is no warm-up unless ``freeze_step`` says so.
 
-With one bit at stage 0 gradients are :class:`~zfunc.unreduced.Unreduced`, so that nobody takes
-a rank's own for the mean. Parts of a params entry that are differentiated alone at stages 1 to
-3, and small leaves that stage 3 keeps whole, are averaged plainly.
+With one bit at stage 0 gradients are :class:`~zfunc.placed.unreduced.Unreduced`, so that nobody
+takes a rank's own for the mean. Parts of a params entry that are differentiated alone at stages 1
+to 3, and small leaves that stage 3 keeps whole, are averaged plainly.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ import torch
 from torch import Tensor
 
 from zfunc import context, tree
-from zfunc.carried import put, take
 from zfunc.context import Context
-from zfunc.dense import dense_of
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
-from zfunc.estimated import Estimated
-from zfunc.leaves import home_of
 from zfunc.nodes import NAMESPACE, Placed, Tree
-from zfunc.placement import Entries
+from zfunc.placed.carried import put, take
+from zfunc.placed.dense import dense_of
+from zfunc.placed.estimated import Estimated
+from zfunc.placed.leaves import home_of
+from zfunc.placed.placement import Entries
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.unreduced import Unreduced
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
-from zfunc.sharded import Sharded
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.traffic import Traffic
 from zfunc.transforms.averaging import averaged, scattered
@@ -55,7 +56,6 @@ from zfunc.transforms.error_feedback import Call, carried_on, fresh, is_finite, 
 from zfunc.transforms.exchange import Codec, phase_bytes
 from zfunc.transforms.onebit import OneBit
 from zfunc.transforms.quantized import Int4, Int8
-from zfunc.unreduced import Unreduced
 
 __all__ = ["CompressGrads", "compress_grads"]
 

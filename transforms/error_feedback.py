@@ -12,13 +12,13 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.comm import Group
-from zfunc.layout import Layout
-from zfunc.leaves import home_of, is_placed
 from zfunc.nodes import Placed
-from zfunc.pieces import leaves_of
-from zfunc.placement import Entries
-from zfunc.residuals import Residual, nothing_left_out, one_of
-from zfunc.sharded import Sharded, cut
+from zfunc.placed.layout import Layout
+from zfunc.placed.leaves import home_of, is_placed
+from zfunc.placed.pieces import leaves_of
+from zfunc.placed.placement import Entries
+from zfunc.placed.residuals import Residual, nothing_left_out, one_of
+from zfunc.placed.sharded import Sharded, cut
 from zfunc.transforms.exchange import Codec
 
 __all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]

@@ -28,8 +28,8 @@ from zfunc.context import Context, LayerInfo
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.nodes import NAMESPACE, Layers
 from zfunc.passes import Pass
-from zfunc.placement import Entries
-from zfunc.readable import Readable
+from zfunc.placed.placement import Entries
+from zfunc.placed.readable import Readable
 from zfunc.step import Transform, transform_of
 
 __all__ = ["DropLayers", "drop_layers", "keep_probability", "theta_at"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zfunc.differentiation import evaluate
 from zfunc.errors import CompositionError, PlacementError
-from zfunc.functional import Functional
+from zfunc.modules.functional import Functional
 from zfunc.nodes import NAMESPACE
 from zfunc.quant.choice import Include
 from zfunc.quant.grids import Format

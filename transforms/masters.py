@@ -15,10 +15,10 @@ from zfunc.context import Context, spend
 from zfunc.errors import NonFiniteError
 from zfunc.nodes import NAMESPACE, Placed, Tree, register, spent
 from zfunc.optim.guarding import all_finite, first_nonfinite
-from zfunc.pieces import leaves_of
-from zfunc.placement import Entries, reassembled
-from zfunc.sharded import Sharded
-from zfunc.unitwise import streams
+from zfunc.placed.pieces import leaves_of
+from zfunc.placed.placement import Entries, reassembled
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.unitwise import streams
 
 __all__ = ["Mastered", "Masters", "recast", "returned"]
 

@@ -32,16 +32,17 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import carried, context, tree
+from zfunc import context, tree
 from zfunc.context import Context, LayerInfo, uncut
 from zfunc.errors import PlacementError
-from zfunc.leaves import is_frozen, settle_origin
+from zfunc.modules.products import SHORT, products
 from zfunc.nodes import NAMESPACE
 from zfunc.optim.loss_scaling import DynamicScale, next_scale
-from zfunc.placement import Entries
+from zfunc.placed import carried
+from zfunc.placed.leaves import is_frozen, settle_origin
+from zfunc.placed.placement import Entries
 from zfunc.pool import pool
 from zfunc.primitives import Mean
-from zfunc.products import SHORT, products
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.transforms.masters import Mastered, Masters, recast, returned

@@ -20,12 +20,13 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import carried, random
+from zfunc import random
 from zfunc.context import Context
 from zfunc.errors import PlacementError
-from zfunc.layout import Slot
 from zfunc.nodes import NAMESPACE, Placed
-from zfunc.placement import Entries
+from zfunc.placed import carried
+from zfunc.placed.layout import Slot
+from zfunc.placed.placement import Entries
 from zfunc.quant import schedules
 from zfunc.quant.choice import Include, accepts, check_met
 from zfunc.quant.curvature import ROOT, layer_names, top_eigenvalues

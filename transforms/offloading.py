@@ -3,7 +3,7 @@
 Law: ``offload(f)`` is ``f``, bitwise; ``shard(offload(f), stage=s)`` is ``shard(f, stage=s)``,
 bitwise, in either order of wrapping. Only where the state lives differs.
 
-On disk every unit (see :mod:`zfunc.layout`) of parameters and optimizer state passes
+On disk every unit (see :mod:`zfunc.placed.layout`) of parameters and optimizer state passes
 through memory when it is needed: parameters forward and backward, read ahead in the recorded
 order; gradients out, as backward produces them; then parameters, gradients and moments
 in and their successors out, in one pass, whatever elementwise optimizer the step uses.
@@ -22,23 +22,32 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zfunc import tree, world
+from zfunc import tree
 from zfunc.context import PLACING, Context
-from zfunc.cutting import make_layout
+from zfunc.disk.store import Store, open_store
+from zfunc.disk.stored import Spill
+from zfunc.disk.successor import hosted_nodes, lower, settle, stored_nodes, succeed
 from zfunc.errors import CompositionError, PlacementError
-from zfunc.hosted import HostSpill
 from zfunc.intake import copied
-from zfunc.layout import Layout
-from zfunc.leaves import is_frozen
 from zfunc.nodes import Tree
-from zfunc.placement import Entries, Twins, layout_for, marked, packed, placed_nodes, rejoined
-from zfunc.sharded import Sharded
-from zfunc.sources import Cut
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.hosted import HostSpill
+from zfunc.placed.layout import Layout
+from zfunc.placed.leaves import is_frozen
+from zfunc.placed.placement import (
+    Entries,
+    Twins,
+    layout_for,
+    marked,
+    packed,
+    placed_nodes,
+    rejoined,
+)
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.sources import Cut
+from zfunc.placed.streamed import Streamed, rank_in, whole
 from zfunc.step import Step, Transform, transform_of
-from zfunc.store import Store, open_store
-from zfunc.stored import Spill
-from zfunc.streamed import Streamed, rank_in, whole
-from zfunc.successor import hosted_nodes, lower, settle, stored_nodes, succeed
+from zfunc.worlds import world
 
 __all__ = ["Offload", "offload"]
 

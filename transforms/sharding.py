@@ -26,16 +26,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.axes import MESH, Mesh, group
 from zfunc.comm import Group
 from zfunc.context import PLACING, Context
-from zfunc.cutting import make_layout
 from zfunc.errors import PlacementError
-from zfunc.layout import Layout
-from zfunc.leaves import home_of, is_frozen, is_placed
 from zfunc.nodes import Tree
 from zfunc.passes import there_and_back
-from zfunc.placement import (
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.layout import Layout
+from zfunc.placed.leaves import home_of, is_frozen, is_placed
+from zfunc.placed.placement import (
     Entries,
     Twins,
     check_same,
@@ -46,15 +45,16 @@ from zfunc.placement import (
     reassembled,
     rejoined,
 )
+from zfunc.placed.readable import Readable
+from zfunc.placed.sharded import Sharded, cut
+from zfunc.placed.sources import Cut
+from zfunc.placed.streamed import Streamed, whole
 from zfunc.pool import empty, pool
-from zfunc.readable import Readable
 from zfunc.rounds import Rounds, in_rounds
 from zfunc.seams import Pending, UnitInfo, Waiting
-from zfunc.sharded import Sharded, cut
-from zfunc.sources import Cut
 from zfunc.step import Transform, transform_of
-from zfunc.streamed import Streamed, whole
 from zfunc.traffic import Traffic, gathered, joined, reduced
+from zfunc.worlds.axes import MESH, Mesh, group
 
 __all__ = ["Shard", "shard"]
 

@@ -14,11 +14,10 @@ import importlib
 from typing import Any
 
 from zfunc import comm, errors, random, tree
-from zfunc.axes import Mesh, mesh
 from zfunc.batches import local_batch
-from zfunc.checkpoint import checkpoints, restore, save
 from zfunc.collectives import axis_index, pmean, psum
 from zfunc.differentiation import evaluate, value_and_grad
+from zfunc.disk.recovery import recover
 from zfunc.errors import (
     CheckpointError,
     CompositionError,
@@ -28,20 +27,21 @@ from zfunc.errors import (
     PlacementError,
     ZfuncError,
 )
-from zfunc.functional import Functional, functionalize
-from zfunc.generation import generate
-from zfunc.launching import init, launch
-from zfunc.pretrained import export_safetensors, import_safetensors
+from zfunc.files.checkpoint import checkpoints, restore, save
+from zfunc.files.pretrained import export_safetensors, import_safetensors
+from zfunc.language.generation import generate
+from zfunc.modules.functional import Functional, functionalize
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.unreduced import linear_map
 from zfunc.primitives import Mean, layer, reduced, scan, settled
 from zfunc.recipe import train_step
-from zfunc.recovery import recover
-from zfunc.sharded import Sharded
-from zfunc.simulation import simulate
 from zfunc.state import TrainState
 from zfunc.step import Step, Transform
 from zfunc.tree import Layers, full
-from zfunc.unreduced import linear_map
-from zfunc.world import rank, world_size
+from zfunc.worlds.axes import Mesh, mesh
+from zfunc.worlds.launching import init, launch
+from zfunc.worlds.simulation import simulate
+from zfunc.worlds.world import rank, world_size
 
 __version__ = "0.1.0"
 

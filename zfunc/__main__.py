@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from zfunc.cli import main
+from zfunc.commands.cli import main
 
 sys.exit(main())

@@ -7,9 +7,9 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from zfunc.axes import MESH, Mesh, group
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE
+from zfunc.worlds.axes import MESH, Mesh, group
 
 __all__ = ["local_batch"]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from .axes import MESH, group
-from .comm import Group
-from .nodes import NAMESPACE
-from .world import current
+from zfunc.comm import Group
+from zfunc.nodes import NAMESPACE
+from zfunc.worlds.axes import MESH, group
+from zfunc.worlds.world import current
 
 __all__ = ["axis_index", "mean_over", "pmean", "psum"]
 

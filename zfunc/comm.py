@@ -2,7 +2,8 @@
 
 :class:`Group` is what the rest of zfunc sees: it checks arguments, counts bytes, announces each
 collective and bounds what is under way. A transport moves the data, one per backend:
-``zfunc.gloo`` (point to point), ``zfunc.nccl`` (native), ``zfunc.simulation`` (threads that meet).
+``zfunc.worlds.gloo`` (point to point), ``zfunc.worlds.nccl`` (native),
+``zfunc.worlds.simulation`` (threads that meet).
 
 Ranks that disagree on what comes next would wait for each other for ever, or add up unrelated
 numbers. So every collective sends each peer a header; one that differs, or that does not come
@@ -21,10 +22,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .accounting import Ledger, ledger
-from .errors import DesyncError
-from .transport import HEADER_BYTES, Call, Steps, Transport, announced
-from .world import World
+from zfunc.errors import DesyncError
+from zfunc.worlds.accounting import Ledger, ledger
+from zfunc.worlds.transport import HEADER_BYTES, Call, Steps, Transport, announced
+from zfunc.worlds.world import World
 
 __all__ = ["Group", "Handle", "Ledger", "even_cuts", "ledger"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc import world
 from zfunc.comm import Group
-from zfunc.cutting import make_layout
 from zfunc.errors import DonatedStateError
-from zfunc.leaves import is_frozen
 from zfunc.nodes import spent
-from zfunc.transport import Alone
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.leaves import is_frozen
 from zfunc.tree import gone
+from zfunc.worlds import world
+from zfunc.worlds.transport import Alone
 
 __all__ = [
     "PLACING",

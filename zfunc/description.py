@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from zfunc import tree, world
-from zfunc.accounting import HEADER
+from zfunc import tree
 from zfunc.errors import PlacementError
-from zfunc.placement import Entries
+from zfunc.placed.placement import Entries
 from zfunc.traffic import PURPOSES
-from zfunc.transport import HEADER_BYTES
+from zfunc.worlds import world
+from zfunc.worlds.accounting import HEADER
+from zfunc.worlds.transport import HEADER_BYTES
 
 if TYPE_CHECKING:
     from zfunc.step import Step

@@ -21,14 +21,14 @@ from zfunc import context, random
 from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.errors import CompositionError, PlacementError
-from zfunc.leaves import is_frozen
+from zfunc.modules.products import SHORT, products
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.passes import Pass, Source, there
+from zfunc.placed.leaves import is_frozen
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.streamed import Streamed
 from zfunc.primitives import Mean, Ref, enter
-from zfunc.products import SHORT, products
 from zfunc.seams import Collector, Finish, Gradients
-from zfunc.sharded import Sharded
-from zfunc.streamed import Streamed
 from zfunc.tree import check_alive, dotted, leaves
 
 __all__ = ["checked", "evaluate", "value_and_grad"]

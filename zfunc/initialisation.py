@@ -1,7 +1,7 @@
 """``step.init``: place a state while it is being made, leaf by leaf.
 
 The initialiser runs twice: once without memory, which gives the structure and with
-it the placed state's buffers, and once for real (:mod:`zfunc.replay`), when each
+it the placed state's buffers, and once for real (:mod:`zfunc.tape.replay`), when each
 leaf's part is copied out as soon as the leaf is final and the rest is dropped.
 """
 
@@ -14,14 +14,14 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import replay
-from zfunc.axes import group
-from zfunc.hosted import Hosted
+from zfunc.disk.stored import Stored
+from zfunc.disk.successor import seal
 from zfunc.nodes import NAMESPACE, Placed, carry
-from zfunc.recording import record
-from zfunc.sharded import Sharded
-from zfunc.stored import Stored
-from zfunc.successor import seal
+from zfunc.placed.hosted import Hosted
+from zfunc.placed.sharded import Sharded
+from zfunc.tape import replay
+from zfunc.tape.recording import record
+from zfunc.worlds.axes import group
 
 __all__ = ["init"]
 

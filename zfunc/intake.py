@@ -8,8 +8,8 @@ import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.leaves import is_placed
 from zfunc.nodes import carry
+from zfunc.placed.leaves import is_placed
 
 __all__ = ["copied", "detached", "first_placed", "key_of"]
 

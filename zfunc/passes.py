@@ -29,14 +29,14 @@ from zfunc import context
 from zfunc.comm import Group
 from zfunc.context import RECOMPUTED, LayerInfo
 from zfunc.errors import PlacementError
-from zfunc.layout import Layout
 from zfunc.nodes import Placed, Tree, register
-from zfunc.pieces import leaves_of
+from zfunc.placed.layout import Layout
+from zfunc.placed.pieces import leaves_of
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.streamed import Streamed
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.seams import Pending, gather
-from zfunc.sharded import Sharded
-from zfunc.streamed import Streamed
 from zfunc.unit_runs import UnitRun, redeem
 
 __all__ = ["Pass", "Source", "there", "there_and_back"]

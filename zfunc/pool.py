@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfunc import world
+from zfunc.worlds import world
 
 __all__ = ["Pool", "empty", "pool"]
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.world import on_wait
+from zfunc.worlds.world import on_wait
 
 __all__ = [
     "as_key",

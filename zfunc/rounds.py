@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zfunc.comm import Group, Handle
-from zfunc.layout import Flat
+from zfunc.placed.layout import Flat
 
 __all__ = ["Rounds", "in_rounds"]
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zfunc.comm import Group
-from zfunc.layout import Layout
 from zfunc.nodes import Tree
+from zfunc.placed.layout import Layout
 from zfunc.pool import pool
 from zfunc.rounds import Rounds
 

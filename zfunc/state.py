@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zfunc import random, tree
 from zfunc.errors import PlacementError
-from zfunc.leaves import freeze, is_frozen
+from zfunc.placed.leaves import freeze, is_frozen
 
 __all__ = ["TrainState"]
 

@@ -28,8 +28,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zfunc import context, tree, world
-from zfunc.axes import MESH
+from zfunc import context, tree
 from zfunc.comm import ledger
 from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
@@ -39,6 +38,8 @@ from zfunc.intake import copied, detached, first_placed, key_of
 from zfunc.passes import Pass
 from zfunc.seams import Gradients, Pending, UnitInfo
 from zfunc.traffic import Traffic
+from zfunc.worlds import world
+from zfunc.worlds.axes import MESH
 
 __all__ = ["Step", "Transform", "as_step", "transform_of"]
 

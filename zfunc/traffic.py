@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zfunc.comm import all_reduce_bytes
-from zfunc.layout import Layout
+from zfunc.placed.layout import Layout
 from zfunc.rounds import in_rounds
 
 __all__ = ["PURPOSES", "Traffic", "gathered", "joined", "reduced"]

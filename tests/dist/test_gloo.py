@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zfunc.world
-from zfunc.axes import group, mesh
+import zfunc.worlds.world
+from zfunc.worlds.axes import group, mesh
 from zfunc.collectives import pmean, psum
 from zfunc.comm import Group, even_cuts, ledger
 from zfunc.errors import DesyncError
-from zfunc.launching import init, launch
-from zfunc.simulation import simulate
+from zfunc.worlds.launching import init, launch
+from zfunc.worlds.simulation import simulate
 
 DTYPES = [
     torch.float64,
@@ -157,11 +157,11 @@ def memory() -> None:
 
 def axes() -> tuple[list[float], bool]:
     grid = mesh(data=2, tensor=2)
-    rank = float(zfunc.world.rank())
+    rank = float(zfunc.worlds.world.rank())
     sums = []
     for axis in ("data", "tensor", "pipe", ("data", "pipe"), ("data", "tensor")):
         sums.append(group(grid, axis).all_reduce(torch.tensor(rank)).wait().item())
-    joined = zfunc.world.current()
+    joined = zfunc.worlds.world.current()
     device_mesh = joined.device_mesh(grid.axes)  # type: ignore[attr-defined]
     shared = dist.get_process_group_ranks(device_mesh["tensor"].get_group())
     return sums, tuple(shared) == grid.members("tensor", joined.rank) and joined is init()
@@ -177,14 +177,14 @@ def test_groups_are_those_of_a_device_mesh() -> None:
 
 def native() -> list[Any]:
     """What runs on GPUs, on CPU tensors: torch's own collectives beside the headers."""
-    from zfunc.distributed import DistributedWorld
-    from zfunc.nccl import Native
+    from zfunc.worlds.distributed import DistributedWorld
+    from zfunc.worlds.nccl import Native
 
     class NativeOnHost(Native):
         def _hosts(self, data: torch.Tensor) -> bool:
             return False
 
-    joined = zfunc.world.current()
+    joined = zfunc.worlds.world.current()
     assert isinstance(joined, DistributedWorld)
     cpu = joined.connect((("data", joined.size),), ("data",))
     joined.memo[("group", tuple(range(joined.size)))] = Group(
@@ -238,10 +238,10 @@ def test_native_collectives_keep_the_contract() -> None:
 
 def test_buffers_are_neither_copied_nor_kept_and_gradients_flow() -> None:
     def body() -> list[float]:
-        if zfunc.world.world_size() == 2:
+        if zfunc.worlds.world.world_size() == 2:
             memory()
         x = torch.tensor([1.0, 2.0], requires_grad=True)
-        weight = zfunc.world.rank() + 1.0
+        weight = zfunc.worlds.world.rank() + 1.0
         return torch.autograd.grad((psum(x) + pmean(x)).sum() * weight, x)[0].tolist()
 
     assert launch(body, nprocs=2) == simulate(2)(body)() == [[4.5, 4.5]] * 2
@@ -254,7 +254,7 @@ def test_launch_takes_what_a_notebook_has_and_shares_the_cores(
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     offset = 10  # a closure
     results = launch(
-        lambda x: (x + offset + zfunc.world.rank(), torch.get_num_threads()), 1, nprocs=2
+        lambda x: (x + offset + zfunc.worlds.world.rank(), torch.get_num_threads()), 1, nprocs=2
     )
     assert results == [(11, share), (12, share)]
     with pytest.raises(ValueError, match="at least one rank"):
@@ -270,7 +270,7 @@ def test_launch_reports_a_result_that_cannot_travel() -> None:
 def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     script = f"""
         import os, pathlib, time
-        from zfunc.launching import launch
+        from zfunc.worlds.launching import launch
         def body():
             pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
             time.sleep(600)

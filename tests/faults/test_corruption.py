@@ -20,7 +20,7 @@ import torch
 
 import zfunc as zf
 from tests.laws.cases import assert_same, numbers
-from zfunc import chunks, manifest
+from zfunc.files import chunks, manifest
 
 Damage = Callable[[random.Random, Path], None]
 CORRUPTIONS = 1000
@@ -48,7 +48,7 @@ def blank() -> dict[str, Any]:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Steps 1 and 2, written by 2 ranks in chunks of 128 bytes."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 128)
-    monkeypatch.setattr("zfunc.inventory.SHARE", 8)
+    monkeypatch.setattr("zfunc.files.inventory.SHARE", 8)
     for n in (1, 2):
         zf.simulate(2)(lambda n=n: zf.save(tmp_path, state(n)).step)()
     return tmp_path

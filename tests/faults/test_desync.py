@@ -13,10 +13,10 @@ import time
 import pytest
 import torch
 
-from zfunc.axes import group
 from zfunc.errors import DesyncError
-from zfunc.launching import launch
-from zfunc.simulation import simulate
+from zfunc.worlds.axes import group
+from zfunc.worlds.launching import launch
+from zfunc.worlds.simulation import simulate
 
 
 def everyone():  # type: ignore[no-untyped-def]
@@ -100,8 +100,8 @@ def fresh_group() -> None:
     import torch.distributed as dist
 
     from zfunc.comm import Group
-    from zfunc.gloo import PointToPoint
-    from zfunc.world import current
+    from zfunc.worlds.gloo import PointToPoint
+    from zfunc.worlds.world import current
 
     joined = current()
     transport = PointToPoint(dist.new_group(), joined.timeout)
@@ -177,8 +177,8 @@ def test_launch_tells_of_a_rank_that_died() -> None:
 
 PLAIN = """
     import os, sys, time, torch
-    from zfunc.launching import init
-    from zfunc.axes import group
+    from zfunc.worlds.launching import init
+    from zfunc.worlds.axes import group
     joined = init(timeout={timeout})
     ranks = group(None, "data")
     x = torch.ones(3_000_000)

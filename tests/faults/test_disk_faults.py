@@ -24,9 +24,9 @@ import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, regression, train
 from tests.laws.models import CASES
 from zfunc import optim, tree
-from zfunc.blocks import Files
-from zfunc.generations import Placement
-from zfunc.world import World, entered
+from zfunc.disk.blocks import Files
+from zfunc.disk.generations import Placement
+from zfunc.worlds.world import World, entered
 
 F64 = torch.float64
 STACK = CASES["stack"]

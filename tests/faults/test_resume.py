@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import zfunc as zf
-from zfunc import cli, report
+from zfunc.commands import cli, report
 
 TINY_WORDS = "--width 16 --depth 2 --heads 2 --context 16 --batch 12 --sample 0 --save-every 4"
 TINY = TINY_WORDS.split()
@@ -43,7 +43,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def simulated(ranks: int, command: list[str]) -> None:
-    from zfunc import training
+    from zfunc.commands import training
 
     zf.simulate(ranks)(training.train_rank)(cli.run_of(cli.parser().parse_args(command)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import zfunc as zf
-from zfunc import locking
+from zfunc.files import locking
 
 HOLD = """
 import sys, zfunc as zf

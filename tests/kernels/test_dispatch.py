@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zfunc import cli, kernels
+from zfunc import kernels
+from zfunc.commands import cli
 from zfunc.kernels import dispatch, verification
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import stack, stack_loss
 from zfunc import optim, tree
-from zfunc.dense import dense_of
+from zfunc.placed.dense import dense_of
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)

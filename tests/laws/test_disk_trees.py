@@ -15,7 +15,7 @@ from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES, mixed, nested, stack, tiny
 from tests.laws.test_shard_laws import SOME, odd_values, uses
 from zfunc import optim, tree
-from zfunc.successor import hosted_nodes, stored_nodes
+from zfunc.disk.successor import hosted_nodes, stored_nodes
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from zfunc import quant
+from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.quant.qtensor import QTensor
-from zfunc.tensorfiles import SafetensorsFiles
 
 
 class Net(nn.Module):
@@ -114,7 +114,7 @@ def test_placing_from_files_holds_one_leaf_in_full(
     def expected_low(name: str) -> bool:
         return isinstance(expected[name], QTensor)
 
-    monkeypatch.setattr("zfunc.tensorfiles.SafetensorsFiles.read", watched)
+    monkeypatch.setattr("zfunc.files.tensorfiles.SafetensorsFiles.read", watched)
     for where in (tmp_path, str(tmp_path)):
         placed = fn.place(where)
         for name, x in zf.tree.flatten_names(placed).items():

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 
 import zfunc as zf
 from zfunc import context, optim, tree
-from zfunc.cutting import make_layout
-from zfunc.sharded import cut
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.sharded import cut
 
 Tree = Any
 

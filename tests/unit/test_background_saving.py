@@ -14,8 +14,8 @@ import torch
 import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.models import CASES
-from zfunc.conversion import OnDisk, Source
-from zfunc.inventory import TensorLeaf
+from zfunc.files.conversion import OnDisk, Source
+from zfunc.files.inventory import TensorLeaf
 
 F64 = torch.float64
 STACK = CASES["stack"]

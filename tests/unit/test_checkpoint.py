@@ -16,7 +16,9 @@ from tests.laws.cases import ADAMW, assert_same, numbers, regression
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.test_shard_laws import odd_values
-from zfunc import chunks, leaves, tree
+from zfunc import tree
+from zfunc.files import chunks
+from zfunc.placed import leaves
 
 F64 = torch.float64
 STACK = READY_MADE["stack"]

@@ -14,8 +14,9 @@ import torch
 from rich.console import Console
 
 import zfunc as zf
-from zfunc import cli, corpus, report, training
-from zfunc.training import Run
+from zfunc.commands import cli, report, training
+from zfunc.commands.training import Run
+from zfunc.language import corpus
 
 TINY_WORDS = "--width 16 --depth 2 --heads 2 --context 16 --batch 4 --steps 6 --sample 20"
 TINY = TINY_WORDS.split()

@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from zfunc import world
-from zfunc.axes import MESH, Mesh, group, mesh
 from zfunc.collectives import axis_index, pmean, psum
 from zfunc.comm import Group, even_cuts, ledger
 from zfunc.errors import DesyncError
-from zfunc.simulation import simulate
+from zfunc.worlds import world
+from zfunc.worlds.axes import MESH, Mesh, group, mesh
+from zfunc.worlds.simulation import simulate
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [

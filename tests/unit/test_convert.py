@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, numbers
 from tests.laws.models import CASES
-from zfunc import cli, conversion, tree
+from zfunc import tree
+from zfunc.commands import cli
+from zfunc.files import conversion
 
 # dcp's own remark that it runs in one process, where this file calls it itself
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

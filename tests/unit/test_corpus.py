@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zfunc import corpus
+from zfunc.language import corpus
 
 
 def text_of(data: bytes) -> torch.Tensor:

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zfunc import random, tree
 from zfunc.errors import PlacementError
-from zfunc.functional import Functional, functionalize
-from zfunc.lazy import LazyTensor
+from zfunc.modules.functional import Functional, functionalize
+from zfunc.modules.lazy import LazyTensor
 from zfunc.primitives import Ref
 from zfunc.tree import Layers
 
@@ -367,8 +367,8 @@ def test_layers_run_through_the_primitive(monkeypatch: pytest.MonkeyPatch) -> No
         calls.append((fn.zfunc_name, sorted(params), len(xs)))
         return fn(tree.map(lambda p: p * 0, params), *xs, **kw)
 
-    monkeypatch.setattr("zfunc.binding.layer", spy)
-    monkeypatch.setattr("zfunc.binding.current", object)  # as inside a step
+    monkeypatch.setattr("zfunc.modules.binding.layer", spy)
+    monkeypatch.setattr("zfunc.modules.binding.current", object)  # as inside a step
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     f = functionalize(module)
     assert torch.equal(f.apply(f.params, X), torch.zeros(5, 2))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from zfunc import random, tree
-from zfunc.functional import functionalize
+from zfunc.modules.functional import functionalize
 from zfunc.primitives import Ref
 from zfunc.tree import Layers
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import zfunc as zf
-from zfunc import gpt
-from zfunc.decoding import decoder_of
-from zfunc.gpt import GPTConfig
-from zfunc.gpt_decoding import GPTDecoder
-from zfunc.sampling import next_token
+from zfunc.language import gpt
+from zfunc.language.decoding import decoder_of
+from zfunc.language.gpt import GPTConfig
+from zfunc.language.gpt_decoding import GPTDecoder
+from zfunc.language.sampling import next_token
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,7 +88,7 @@ def test_chunks_of_the_prompt_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
     functional = zf.functionalize(causal("llama"))
     ids = ids_of(2, 13)
     whole = zf.generate(functional, functional.params, ids, max_new_tokens=6)
-    monkeypatch.setattr("zfunc.generation.CHUNK", 4)
+    monkeypatch.setattr("zfunc.language.generation.CHUNK", 4)
     assert torch.equal(zf.generate(functional, functional.params, ids, max_new_tokens=6), whole)
 
 

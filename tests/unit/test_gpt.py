@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zfunc as zf
-from zfunc import gpt
-from zfunc.gpt import GPTConfig
+from zfunc.language import gpt
+from zfunc.language.gpt import GPTConfig
 
 SMALL = GPTConfig(vocab=11, width=24, depth=3, heads=3)
 

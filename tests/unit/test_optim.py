@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from zfunc import context, optim, tree
-from zfunc.cutting import make_layout
 from zfunc.errors import CompositionError, DonatedStateError, NonFiniteError, PlacementError
-from zfunc.sharded import Sharded, cut
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.sharded import Sharded, cut
 
 SCHEDULE = optim.warmup_cosine(0.05, warmup=3, steps=12, start=0.01)
 TABLE = {

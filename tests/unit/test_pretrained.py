@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, bits, numbers
-from zfunc import chunks, tree
+from zfunc import tree
+from zfunc.files import chunks
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfunc.errors import PlacementError
-from zfunc.recording import record
-from zfunc.replay import Recording
+from zfunc.tape.recording import record
+from zfunc.tape.replay import Recording
 
 
 def leaves(tree: Any) -> list[Any]:

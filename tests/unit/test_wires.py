@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zfunc.wires import TOKEN_BYTES, Wires
+from zfunc.worlds.wires import TOKEN_BYTES, Wires
 
 
 def connected(

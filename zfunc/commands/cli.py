@@ -1,0 +1,274 @@
+"""The command line: ``zfunc train``, ``zfunc doctor``.
+
+Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry it out start here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+import zfunc as zf
+from zfunc.commands.convert_command import add_convert
+from zfunc.commands.report import draw_curve, read_rows
+from zfunc.commands.training import DTYPES, Run, absent, train_rank
+from zfunc.files.locking import hold
+from zfunc.language.corpus import SOURCES, Corpus, entropies, read_corpus
+from zfunc.language.gpt import GPTConfig
+
+__all__ = ["main", "parser", "run_of", "train"]
+
+TRANSFORMS = (
+    "shard",
+    "offload",
+    "compress_grads",
+    "drop_layers",
+    "quantize",
+    "precision",
+    "remat",
+    "accumulate",
+    "donate",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The ``zfunc`` command.
+
+    Args:
+        arguments: as typed after ``zfunc``; by default those of this process.
+
+    Returns:
+        An exit status: 0, 1 after an error, 2 for arguments that mean nothing, 130 after Ctrl-C.
+    """
+    found = parser().parse_args(arguments)
+    return int(found.command(found))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments that ``zfunc`` understands, with their help."""
+    top = argparse.ArgumentParser(
+        prog="zfunc", description="Functional transforms for training steps in PyTorch."
+    )
+    top.add_argument("--version", action="version", version=f"zfunc {zf.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="command", required=True)
+    _add_train(commands)
+    add_convert(commands)
+    _add_doctor(commands)
+    return top
+
+
+def _add_train(commands: Any) -> None:
+    command = commands.add_parser(
+        "train",
+        help="train a small GPT on real text, under any transforms",
+        description="Train a byte-level GPT on the prose that every Python ships (or on a file "
+        "of yours), sharded over local ranks, all GPUs, or the ranks that torchrun started. "
+        "Writes metrics.jsonl and loss.png; ends with the held-out loss beside the text's own "
+        "entropies.",
+    )
+    command.set_defaults(command=lambda found: _train_command(command, found))
+    _add_run(command.add_argument_group("the run"))
+    _add_model(command.add_argument_group("the model and its optimizer"))
+    _add_transforms(command.add_argument_group("the transforms around the step"))
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="say what is installed, and which kernels run where",
+        description="What is installed, which devices there are, and for each kernel whether "
+        "Triton or its twin in torch runs there, and why. The exit status is 1 if --verify finds "
+        "a kernel that is wrong.",
+    )
+    command.add_argument("--verify", help="run kernels beside their twins", action="store_true")
+    command.set_defaults(command=_doctor_command)
+
+
+def _doctor_command(found: argparse.Namespace) -> int:
+    from zfunc.commands.diagnosis import report
+
+    lines = list(report(found.verify))
+    print("\n".join(lines))
+    return int(any(line.startswith("verify") and "WRONG" in line for line in lines))
+
+
+def _add_run(group: Any) -> None:
+    option = _options(group)
+    option("--ranks", "local processes; by default one for each GPU, or 2", type=_positive)
+    option("--steps", "optimizer steps in all", type=_positive, default=Run.steps)
+    option("--batch", f"sequences per step, all ranks together ({Run.batch})", type=_positive)
+    option("--context", "bytes per sequence", type=_positive, default=Run.context)
+    option("--seed", "of the weights and of the data", type=int, default=Run.seed)
+    data = f"a text file, or one of {', '.join(SOURCES)}"
+    option("--data", data, metavar="FILE", default=Run.data)
+    option("--out", "folder for the results", type=Path, metavar="DIR", default=Run.out)
+    every = "steps between checkpoints, 0 for none"
+    option("--save-every", every, type=_natural, metavar="N", default=Run.save_every)
+    option("--keep", "checkpoints to keep", type=_positive, metavar="N", default=Run.keep)
+    option("--resume", "go on from the newest checkpoint in the folder", action="store_true")
+    option("--sample", "bytes to write at the end", type=_natural, metavar="N", default=Run.sample)
+
+
+def _add_model(group: Any) -> None:
+    option, shape = _options(group), GPTConfig()
+    option("--width", "features", type=_positive, default=shape.width)
+    option("--depth", "blocks", type=_positive, default=shape.depth)
+    option("--heads", "attention heads", type=_positive, default=shape.heads)
+    option("--tied", "let one table embed and predict", action="store_true")
+    option("--lr", "peak learning rate of AdamW", type=float, default=Run.lr)
+
+
+def _add_transforms(group: Any) -> None:
+    option = _options(group)
+    stage = "ZeRO: split 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
+    option("--stage", stage, type=int, choices=range(4), default=Run.stage)
+    tiers = ("none", "cpu", "disk")
+    option("--offload", "where the state lives", choices=tiers, default=Run.offload)
+    option("--compress", "how gradients travel", choices=("onebit", "int8", "int4"))
+    option("--drop", "progressive layer dropping, down to THETA", type=float, metavar="THETA")
+    option("--precision", "what layers compute in", choices=tuple(DTYPES))
+    option("--remat", "recompute layers in backward", action="store_true")
+    option("--accumulate", "microbatches per step", type=_positive, metavar="N", default=1)
+
+
+def _options(group: Any) -> Callable[..., None]:
+    """``add_argument`` with the help first, and the default, if there is one, in it."""
+
+    def option(flag: str, text: str, **kw: Any) -> None:
+        group.add_argument(flag, help=f"{text} (%(default)s)" if "default" in kw else text, **kw)
+
+    return option
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return number
+
+
+def run_of(found: argparse.Namespace) -> Run:
+    """The run that parsed arguments describe.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
+    if world and found.ranks not in (None, world):
+        raise ValueError(f"--ranks {found.ranks} under torchrun with {world}: leave --ranks out")
+    ranks = world or found.ranks or torch.cuda.device_count() or 2
+    parts = ranks * found.accumulate
+    batch = found.batch or -(-Run.batch // parts) * parts
+    if batch % parts:
+        raise ValueError(
+            f"--batch {batch} does not split over {ranks} ranks of {found.accumulate} "
+            f"microbatch(es): expected a multiple of {parts}, such as {-(-batch // parts) * parts}"
+        )
+    if found.drop is not None and not 0 < found.drop <= 1:
+        raise ValueError(f"--drop {found.drop:g}: expected a probability, 0 < THETA <= 1")
+    shape = {name: getattr(found, name) for name in ("width", "depth", "heads", "tied")}
+    same = {
+        name: getattr(found, name)
+        for name in Run.__dataclass_fields__
+        if name not in ("model", "ranks", "batch", "resume")
+    }
+    # Under torchrun --max-restarts the job that comes back goes on with what it had.
+    resume = found.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return Run(model=GPTConfig(**shape), ranks=ranks, batch=batch, resume=resume, **same)
+
+
+def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
+    try:
+        run = run_of(found)
+        corpus = read_corpus(run.data, context=run.context)
+    except (ValueError, OSError) as error:
+        command.error(str(error))
+    if names := absent(run):
+        present = ", ".join(name for name in TRANSFORMS if hasattr(zf, name))
+        command.error(
+            f"zfunc {zf.__version__} has no {' and no '.join(names)} yet; "
+            f"its transforms are: {present}"
+        )
+    return train(run, corpus)
+
+
+def train(run: Run, corpus: Corpus) -> int:
+    """Start the ranks of a run, wait for them, and draw its curve whatever ended it.
+
+    Under torchrun this process is one of the ranks; with one rank it is the only one;
+    else ``run.ranks`` local processes are started.
+
+    Returns:
+        An exit status, as :func:`main`.
+    """
+    console, first = Console(highlight=False, stderr=True), os.environ.get("RANK", "0") == "0"
+    try:
+        return _watch(_starter(run, first and not run.resume), console)
+    finally:
+        if first:
+            write_curve(run, corpus, console)
+
+
+def _starter(run: Run, afresh: bool) -> Callable[[], object]:
+    def start() -> object:
+        if afresh:
+            _make_way(run)
+        if run.ranks > 1 and "RANK" not in os.environ:
+            return zf.launch(train_rank, run, nprocs=run.ranks)
+        if "RANK" in os.environ or torch.cuda.is_available():
+            zf.init()
+        return train_rank(run)
+
+    return start
+
+
+def _make_way(run: Run) -> None:
+    """Before a run that begins afresh: rows of an earlier one go, its checkpoints step aside.
+
+    Raises:
+        CheckpointError: the earlier run is still there.
+    """
+    if run.checkpoints.exists():
+        hold(run.checkpoints)
+        aside = run.checkpoints.with_name("checkpoints.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        run.checkpoints.rename(aside)
+    (run.out / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def _watch(start: Callable[[], object], console: Console) -> int:
+    try:
+        start()
+    except KeyboardInterrupt:
+        console.show_cursor(True)  # the rank that drew the bar may not have had the time
+        console.print("\ninterrupted; what was done so far is kept")
+        return 130
+    except zf.ZfuncError as error:
+        text = f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}"
+        console.print(text, soft_wrap=True)
+        return 1
+    return 0
+
+
+def write_curve(run: Run, corpus: Corpus, console: Console) -> None:
+    """Draw ``loss.png`` from the rows on disk, and say where the results are."""
+    rows = read_rows(run.out / "metrics.jsonl")
+    own = entropies(corpus.heldout)
+    levels = {"held-out unigram entropy": own.unigram, "held-out bigram entropy": own.bigram}
+    problem = draw_curve(rows, run.out / "loss.png", levels)
+    console.print(escape(problem or f"curve: {run.out / 'loss.png'}"), soft_wrap=True)
+    if rows:
+        console.print(escape(f"metrics: {run.out / 'metrics.jsonl'}"), soft_wrap=True)

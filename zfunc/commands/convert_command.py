@@ -1,0 +1,44 @@
+"""``zfunc convert``: from one kind of checkpoint to another, in one process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from zfunc.errors import ZfuncError
+from zfunc.files.conversion import KINDS, convert
+
+__all__ = ["add_convert"]
+
+
+def add_convert(commands: Any) -> None:
+    """Add the subcommand."""
+    command = commands.add_parser(
+        "convert",
+        help="turn a checkpoint into safetensors, and back",
+        description="Write a checkpoint in another form, a tensor at a time. SRC may be a folder "
+        "of zf.save (its newest good checkpoint is taken), Hugging Face's safetensors, "
+        "torch.distributed.checkpoint, or DeepSpeed's universal form; what it is is found out. "
+        "safetensors hold the parameters alone. The metadata of torch.distributed.checkpoint is "
+        "pickle, which can run code: convert only what you trust.",
+    )
+    command.add_argument("source", metavar="SRC", type=Path, help="the checkpoint")
+    command.add_argument("target", metavar="DST", type=Path, help="the folder to write")
+    text = "what to write; by default zfunc for safetensors, and safetensors for anything else"
+    command.add_argument("--to", choices=KINDS, help=text)
+    command.set_defaults(command=_convert_command)
+
+
+def _convert_command(found: argparse.Namespace) -> int:
+    try:
+        said = convert(found.source, found.target, found.to)
+    except ZfuncError as error:
+        text = f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}"
+        Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+        return 1
+    Console(highlight=False).print(escape(said), soft_wrap=True)
+    return 0

@@ -1,0 +1,292 @@
+"""The main job: train a small GPT on real text, under any transforms. Read it as an example.
+
+A step written by hand is a pure function of a state and a batch. What it runs under
+(which ZeRO stage, which tier, which precision) is decided around it, in
+:func:`transformed`; the loop in :func:`train_rank` is the same for all of them, on one
+rank or many.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+
+import zfunc as zf
+from zfunc import optim
+from zfunc.commands.report import Live, Metrics, si
+from zfunc.language import gpt
+from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
+from zfunc.language.gpt import GPTConfig
+from zfunc.worlds import world
+
+__all__ = ["DTYPES", "Run", "absent", "make_step", "train_rank", "transformed", "validate"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a rank needs to know about a run; the flags of ``zfunc train``."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: str = "topics"
+    out: Path = Path("runs/train")
+    ranks: int = 2
+    steps: int = 500
+    batch: int = 16
+    context: int = 128
+    lr: float = 3e-3
+    seed: int = 0
+    save_every: int = 100
+    keep: int = 2
+    resume: bool = False
+    stage: int = 3
+    offload: str = "cpu"
+    compress: str | None = None
+    drop: float | None = None
+    precision: str | None = None
+    remat: bool = False
+    accumulate: int = 1
+    sample: int = 300
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.out / "checkpoints"
+
+
+def make_step(run: Run, tx: Any) -> Callable[..., Any]:
+    """The training step, written by hand on plain functions."""
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        return gpt.loss(params, batch, run.model)
+
+    def train_step(state: Any, batch: Tensor) -> tuple[Any, dict[str, Tensor]]:
+        loss, grads = zf.value_and_grad(loss_fn)(state.params, batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optim.apply_updates(state.params, updates)
+        state = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
+        return state, {"loss": loss, "grad_norm": zf.tree.global_norm(grads)}
+
+    return train_step
+
+
+def transformed(step: Callable[..., Any], run: Run) -> Any:
+    """The step under the transforms that the run asks for, in whatever order."""
+    step = zf.donate(zf.shard(step, stage=run.stage))
+    if run.offload != "none":
+        path = run.out / "offload" if run.offload == "disk" else None
+        step = zf.offload(step, to=run.offload, path=path)
+    if run.compress:
+        # One bit needs second moments that have warmed up; integers need nothing.
+        freeze = -(-run.steps * 17 // 100) if run.compress == "onebit" else 0
+        step = zf.compress_grads(step, method=run.compress, freeze_step=freeze)
+    if run.drop is not None:
+        step = zf.drop_layers(step, theta=run.drop, gamma=100 / run.steps)
+    if run.precision in ("bf16", "fp16"):
+        scale = "dynamic" if run.precision == "fp16" else None
+        step = zf.precision(step, compute=DTYPES[run.precision], loss_scale=scale)
+    if run.remat:
+        step = zf.remat(step)
+    if run.accumulate > 1:
+        step = zf.accumulate(step, run.accumulate)
+    return step
+
+
+def absent(run: Run) -> list[str]:
+    """Names that the run needs and this version of zfunc does not have."""
+    needed = {
+        "offload": run.offload != "none",
+        "compress_grads": run.compress,
+        "drop_layers": run.drop is not None,
+        "precision": run.precision,
+        "remat": run.remat,
+        "accumulate": run.accumulate > 1,
+        "save": run.save_every,
+        "restore": run.resume,
+    }
+    return [name for name, wanted in needed.items() if wanted and not hasattr(zf, name)]
+
+
+def optimizer(run: Run) -> Any:
+    """AdamW under a short warm-up and a cosine, gradients clipped by their global norm."""
+    warmup = run.steps // 20
+    start, end = run.lr / (warmup + 1), run.lr / 20
+    schedule = optim.warmup_cosine(run.lr, warmup, run.steps, end=end, start=start)
+    adamw = optim.adamw(schedule, b2=0.95, weight_decay=0.1)
+    return optim.chain(optim.clip_by_global_norm(1.0), adamw)
+
+
+def train_rank(run: Run) -> dict[str, Any]:
+    """Train, as one rank of the current world; every rank calls this alike.
+
+    Returns:
+        The last row of the metrics, with ``val_loss``; {} if there was nothing to do.
+
+    Raises:
+        NonFiniteError: the loss is no longer a number.
+    """
+    console, device, row = Console(quiet=zf.rank() != 0, highlight=False), _device(), {}
+    corpus = read_corpus(run.data, context=run.context)
+    tx = optimizer(run)
+    step = transformed(make_step(run, tx), run)
+    state = _begin(run, step, tx, device)
+    _announce(console, run, corpus, state)
+    with _record(run, state) as record, _live(run, state, console) as live, _sigterm() as asked:
+        for n in range(int(state.step), run.steps):
+            batch = batch_at(n, corpus.train, run.batch, run.context, run.seed)
+            state, metrics = step(state, zf.local_batch(batch).to(device))
+            loss = _finite(float(metrics["loss"]), n + 1, run)
+            judged = (n + 1) % -(-run.steps // 8) == 0 or n + 1 == run.steps
+            val_loss = validate(state.params, corpus.heldout, run, device) if judged else None
+            speed = live.step(n + 1, loss, val=val_loss)
+            more = {"grad_norm": float(metrics["grad_norm"]), "tokens_per_second": round(speed, 1)}
+            row = record.write(n + 1, loss, val_loss=val_loss, **more)
+            stopping = _on_any_rank(asked)
+            if run.save_every and ((n + 1) % run.save_every == 0 or n + 1 == run.steps or stopping):
+                zf.save(run.checkpoints, state, step=n + 1, block=stopping, keep=run.keep)
+            if stopping:
+                console.print(f"asked to stop after step {n + 1}")
+                return row
+    _conclude(console, run, step, state, corpus, row)
+    return row
+
+
+@contextmanager
+def _sigterm() -> Iterator[threading.Event]:
+    """Set once the system asks this process to end; it then does so after the running step."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # of a simulated rank
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _on_any_rank(asked: threading.Event) -> bool:
+    return bool(zf.psum(torch.tensor(int(asked.is_set())), "data"))
+
+
+def _begin(run: Run, step: Any, tx: Any, device: torch.device) -> Any:
+    params = gpt.init(run.model, zf.random.key(run.seed))
+    params = zf.tree.map(lambda x: x.to(device), params)
+    state = step.place(zf.TrainState.create(params, tx, key=run.seed))
+    if run.resume and run.checkpoints.exists() and zf.checkpoints(run.checkpoints, thorough=False):
+        state = zf.restore(run.checkpoints, like=state)
+    return state
+
+
+def _record(run: Run, state: Any) -> Metrics:
+    return Metrics(run.out / "metrics.jsonl" if zf.rank() == 0 else None, keep=int(state.step))
+
+
+def _live(run: Run, state: Any, console: Console) -> Live:
+    size = si(zf.tree.size_bytes(state)) + "B/rank"
+    return Live(console, int(state.step), run.steps, run.batch * run.context, state=size)
+
+
+def _device() -> torch.device:
+    alone = zf.world_size() == 1 and torch.cuda.is_available()
+    return torch.device("cuda") if alone else world.current().device
+
+
+def _finite(loss: float, step: int, run: Run) -> float:
+    if math.isfinite(loss):
+        return loss
+    raise zf.NonFiniteError(
+        f"step {step}: the loss is {loss}, expected a finite number; "
+        f"give a smaller --lr (now {run.lr:g})"
+    )
+
+
+def validate(params: Any, text: Tensor, run: Run, device: torch.device, rows: int = 64) -> float:
+    """Mean loss over a whole text, in nats per byte; each rank scores its share of it.
+
+    Args:
+        params: placed parameters.
+        text: 1-D uint8, the same on all ranks.
+        run: the run.
+        device: where the parameters live.
+        rows: windows scored at once.
+
+    Returns:
+        The same number on all ranks, over every byte but the first.
+    """
+
+    def score(params: Any, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = gpt.apply(params, ids, run.model).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+    ids, targets = windows(text, run.context, multiple=zf.world_size())
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    mine = zip(zf.local_batch(ids).split(rows), zf.local_batch(targets).split(rows), strict=True)
+    for some_ids, some_targets in mine:
+        total += zf.evaluate(score)(params, some_ids.to(device), some_targets.to(device))
+    return float(zf.psum(total, "data")) / (len(text) - 1)
+
+
+def _announce(console: Console, run: Run, corpus: Corpus, state: Any) -> None:
+    console.print(
+        f"[bold]zfunc train[/bold]: {si(gpt.count(run.model))} parameters, "
+        f"ranks: {zf.world_size()}, ZeRO stage {run.stage}, "
+        f"{si(zf.tree.size_bytes(state))}B of state per rank\n"
+        f"{escape(corpus.name)}: {len(corpus.train):,} bytes to train on, "
+        f"{len(corpus.heldout):,} held out"
+    )
+
+
+def _conclude(
+    console: Console, run: Run, step: Any, state: Any, corpus: Corpus, row: dict[str, Any]
+) -> None:
+    """Say what the run reached. Collective: all ranks gather, the first one speaks."""
+    if not row:
+        console.print(f"nothing to do: {escape(str(run.out))} is at step {int(state.step)} already")
+        return
+    params = zf.full(state.params)
+    console.print(verdict(row["val_loss"], corpus))
+    if zf.rank() == 0 and run.sample:
+        console.print("\n[bold]a sample[/bold], after 64 bytes of held-out text")
+        console.print(_sample(params, run, corpus), soft_wrap=True)
+    console.print(f"\n[bold]the step[/bold]\n{escape(step.describe())}")
+
+
+def _sample(params: Any, run: Run, corpus: Corpus) -> str:
+    prompt = corpus.heldout[:64].long().to(params["embed"].device)
+    key = zf.random.key(run.seed)
+    ids = gpt.sample(params, prompt, run.sample, run.model, run.context, key)
+    return f"[dim]{escape(_readable(prompt))}[/dim]{escape(_readable(ids))}"
+
+
+def _readable(ids: Tensor) -> str:
+    """Bytes as text; what could steer a terminal is shown as a dot."""
+    text = bytes(ids.tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+def verdict(val_loss: float, corpus: Corpus) -> str:
+    """The held-out loss beside what byte statistics alone would reach, in nats per byte."""
+    own = entropies(corpus.heldout)
+    whole = entropies(torch.cat([corpus.train, corpus.heldout]))
+    side = "below" if val_loss < own.bigram else "above"
+    return (
+        "\nnats per byte         held-out text   whole corpus\n"
+        f"unigram entropy       {own.unigram:13.3f}   {whole.unigram:12.3f}\n"
+        f"bigram entropy        {own.bigram:13.3f}   {whole.bigram:12.3f}\n"
+        f"this model            {val_loss:13.3f}\n"
+        f"[bold]{abs(own.bigram - val_loss):.3f} {side} the bigram entropy[/bold] of the same text"
+    )

@@ -1,0 +1,245 @@
+"""A store: the folders where a step keeps state on disk, and who may write there.
+
+``path/rank-00003`` is one rank's own. In it a lock file names the process that holds it,
+and each ``place`` makes a folder of its own:
+
+    rank-00003/lock
+    rank-00003/place-0001/index.json          which slot of which column is the state
+    rank-00003/place-0001/0-00002-blocks.2.bin  all columns of one unit
+    rank-00003/spill-0.bin                    gradients on their way through
+
+What another process left there is discarded by the next ``place``; until then
+:func:`zfunc.recover` opens it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import shutil
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zfunc.disk.blocks import Files, Region, refused
+from zfunc.disk.columns import Column, sections
+from zfunc.disk.ring import Buffer, Ring
+from zfunc.errors import PlacementError
+from zfunc.placed.layout import Layout
+from zfunc.worlds import world
+
+__all__ = ["Store", "open_store"]
+
+THREADS = 4
+
+
+class Store:
+    """One rank's folders, open for one step.
+
+    Args:
+        owner: the step, as a value; another step may not use the same folders.
+        paths: the folders that the user named.
+        rank: whose part this is.
+        buffers: how many units of all columns the ring holds.
+    """
+
+    def __init__(self, owner: Any, paths: Sequence[Path], rank: int, buffers: int) -> None:
+        self.owner, self.buffers = owner, buffers
+        self.folders = tuple(path / f"rank-{rank:05d}" for path in paths)
+        self.ring = Ring()
+        self.closed = True
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # placements
+        self.dead: list[str] = []  # folders of placements that nobody holds any more
+        self._spills: list[Column] = []
+        self._made = 0
+        self._pending: set[Future[Any]] = set()
+        self._executor: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+        self.open()
+
+    def open(self) -> None:
+        """Take the lock.
+
+        Raises:
+            PlacementError: somebody else holds it, or the folders cannot be written.
+        """
+        if not self.closed:
+            return
+        for folder in self.folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise refused(folder, "make", 0, error) from error
+        lock = _locked(self.folders[0] / "lock")
+        self.closed = False
+        self.files = Files(self.folders)
+        self._release = weakref.finalize(self, os.close, lock)
+        self._release.atexit = False
+
+    def close(self) -> None:
+        """Let go of threads, memory and the lock; what is on disk stays."""
+        if self.closed:
+            return
+        self.drain()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+        self.ring.clear()
+        self._release()
+        self.closed = True
+
+    # Work under way
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run a read or a write on a thread of the store."""
+        if self.closed:
+            self.open()
+        if self._executor is None or self._pid != os.getpid():
+            self._executor, self._pid = ThreadPoolExecutor(THREADS, "zfunc-offload"), os.getpid()
+            weakref.finalize(self, self._executor.shutdown, wait=False).atexit = False
+        return self._executor.submit(call, *args)
+
+    def behind(self, futures: Iterable[Future[Any]]) -> None:
+        """Let writes end in the background; an error is raised by the next ``settle``."""
+        self._pending.update(futures)
+
+    def settle(self, block: bool = True) -> bool:
+        """Wait for some write behind (all, if ``block``); whether there was one.
+
+        Raises:
+            PlacementError: a write has failed.
+        """
+        if not self._pending:
+            return False
+        done, rest = wait(self._pending, return_when=FIRST_COMPLETED)
+        if block:
+            done, rest = wait(self._pending)
+        self._pending = set(rest)
+        for future in done:
+            future.result()
+        return True
+
+    def drain(self) -> None:
+        """Wait for all writes, whatever becomes of them."""
+        wait(self._pending)
+        self._pending.clear()
+
+    def room(self, nbytes: int) -> Buffer:
+        """A buffer, as soon as a write has freed one."""
+        return self.ring.wait(nbytes, lambda: self.settle(block=False))
+
+    def size_ring(self, columns: Iterable[Column]) -> None:
+        """Make the ring hold ``buffers`` times the largest unit with its gradient."""
+        sizes: dict[int, int] = {}
+        largest = 0
+        for column in columns:
+            for unit, section in enumerate(column.sections):
+                sizes[unit] = sizes.get(unit, 0) + section.nbytes
+                largest = max(largest, section.nbytes)
+        need = self.buffers * (max(sizes.values(), default=0) + largest)
+        self.ring.limit = max(self.ring.limit, need)
+
+    # Gradients
+
+    def spill(self, layout: Layout, rank: int) -> Column:
+        """A column for gradients, one that is free if there is one; see :meth:`unspill`."""
+        for column in self._spills:
+            if column.layout == layout:
+                self._spills.remove(column)
+                return column
+        wide: list[torch.dtype | None] = [  # room for gradients reduced in float32
+            max(flat.dtype, torch.float32, key=lambda t: t.itemsize) if flat.trainable else None
+            for flat in layout.flats
+        ]
+        name, self._made = f"spill-{self._made}.bin", self._made + 1
+        regions, at = [], 0
+        for section in sections(layout, rank, wide):
+            region = Region(name, at, section.nbytes)
+            regions.append(region)
+            at += region.span(len(self.folders))
+        self.files.reserve(name, at)
+        return Column(self, "gradients", layout, rank, wide, [regions])
+
+    def unspill(self, column: Column) -> None:
+        """Nobody holds these gradients any more."""
+        self._spills.append(column)
+
+    # Folders
+
+    def fresh(self) -> str:
+        """Name of a new folder for a placement, made; what nobody holds is swept away."""
+        self.sweep()
+        taken = [int(p.name[6:]) for p in self.folders[0].glob("place-*") if p.name[6:].isdigit()]
+        name = f"place-{max(taken, default=0) + 1:04d}"
+        for folder in self.folders:
+            try:
+                (folder / name).mkdir()
+            except OSError as error:
+                raise refused(folder / name, "make", 0, error) from error
+        return name
+
+    def sweep(self) -> None:
+        """Delete the folders of placements that are gone."""
+        while self.dead:
+            name = self.dead.pop()
+            for folder in self.folders:
+                shutil.rmtree(folder / name, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Delete what earlier processes left."""
+        keep = {placement.folder for placement in self.alive}
+        for folder in self.folders:
+            for found in folder.iterdir():
+                if found.name.startswith("place-") and found.name not in keep:
+                    shutil.rmtree(found, ignore_errors=True)
+                elif found.name.startswith("spill-") and not self._made:
+                    found.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock at ``path`` and names this process in it."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise refused(path, "open", 0, error) from error
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    for _ in range(3):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            if holder != me:
+                break
+            gc.collect()  # of a world that has ended: gradients first, and then what keeps them
+        else:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{me}\n".encode(), 0)
+            return fd
+    os.close(fd)
+    who = "another step of this process" if holder == me else holder
+    raise PlacementError(
+        f"{path.parent} is in use by {who}. A path belongs to one step at a time: give this one "
+        "its own `path`, or close the other (`step.close()`)."
+    )
+
+
+def open_store(owner: Any, paths: Sequence[Path], buffers: int) -> Store:
+    """The store of a step on the calling rank; equal steps of one world share it.
+
+    Raises:
+        PlacementError: the folders belong to another step or process.
+    """
+    here = world.current()
+    paths = tuple(Path(os.path.abspath(path)) for path in paths)
+    stores = here.memo.setdefault("stores", weakref.WeakValueDictionary())
+    store: Store | None = stores.get(paths)
+    if store is None or store.owner != owner:
+        store = stores[paths] = Store(owner, paths, here.rank, buffers)
+    store.open()
+    return store

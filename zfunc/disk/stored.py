@@ -1,0 +1,189 @@
+"""``Stored``: a tree on disk, and how gradients get there while backward is still running."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.disk.columns import Column, Reading, section
+from zfunc.disk.store import Store
+from zfunc.errors import DonatedStateError, PlacementError
+from zfunc.nodes import Span, spent
+from zfunc.placed.hosted import Upload
+from zfunc.placed.layout import Layout
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.streamed import Streamed, rank_in, registered
+from zfunc.placed.streaming import spans_of_flat
+from zfunc.seams import Ready
+from zfunc.tree import gone, square_sum
+
+__all__ = ["Lease", "Spill", "Stored"]
+
+
+class Stored(Streamed):
+    """One generation of a column: this rank's part of a tree, on disk.
+
+    Args:
+        column: where.
+        slot: in which of its slots.
+        home: what keeps the files (a placement, or a lease of gradients).
+    """
+
+    reads = True
+
+    def __init__(self, column: Column, slot: int, home: Any) -> None:
+        self.column, self.slot, self.home = column, slot, home
+        self._tokens = column.tokens[slot]
+        self.skeleton = Sharded(column.layout, _hollow(column))
+
+    def held(self) -> Sequence[Tensor | None]:
+        return self._tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return sum(
+            n * dtype.itemsize for part in self.column.sections for _, dtype, n, _ in part.flats
+        )
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.column.device
+
+    def fetch(self, unit: int, must: bool = True) -> Any:
+        reading = self.begin_read(unit, must)
+        if reading is None or self.device.type == "cpu":
+            return reading
+        return Lifted(reading, self.device)
+
+    def begin_read(self, unit: int, must: bool = True) -> Reading | None:
+        """Start to read one unit.
+
+        Raises:
+            DonatedStateError: a later generation is in the slot.
+        """
+        if spent(self._tokens[0]):
+            story = self._tokens[0].__dict__.get("_zfunc_story")
+            raise DonatedStateError(story or gone(self.column.name))
+        return self.column.read(self.slot, unit, must)
+
+    def arrived(self, unit: int, reading: Reading) -> Sharded:
+        """The part of a unit that was read."""
+        flats: list[Tensor | None] = [None] * len(self.layout.flats)
+        for (i, *_), x in zip(self.column.sections[unit].flats, reading.wait(), strict=True):
+            flats[i] = x
+        return Sharded(self.layout, flats)
+
+    @property
+    def squares(self) -> Callable[[], Any] | None:
+        """The sums of squares that were taken while the gradients were in memory."""
+        column = self.column
+        if not isinstance(self.home, Lease) or spent(self._tokens[0]):
+            return None
+        return lambda: (dict(column.squares), list(column.dtypes))
+
+    def refilled(self, fill: Callable[[Span, Tensor], None]) -> Stored:
+        """A new node in a placement of its own, that of the nodes refilled before it."""
+        home, name = self.home.refilling(self.column.name), self.column.name
+        column: Column = home.columns[name]
+        for unit, made in enumerate(column.sections):
+            if not made.nbytes:
+                continue
+            buffer = column.store.room(made.nbytes)
+            buffer.view[: made.nbytes] = bytes(made.nbytes)
+            flats: list[Tensor | None] = [None] * len(column.layout.flats)
+            for i, dtype, numel, at in made.flats:
+                flats[i] = local = buffer.tensor(at, numel, dtype)
+                for span, a, b in spans_of_flat(column.layout, i, column.rank):
+                    fill(span, local[a:b])
+            column.store.behind(column.write(0, unit, flats))
+        column.store.settle()
+        home.filled(name)
+        return Stored(column, 0, home)
+
+    def writer(self, index: int) -> Callable[[Tensor], None]:
+        """A function that takes the full value of leaf ``index`` and writes this rank's piece."""
+        return self.column.writer(self.slot, index)
+
+
+def _hollow(column: Column) -> list[Tensor | None]:
+    flats: list[Tensor | None] = [None] * len(column.layout.flats)
+    for part in column.sections:
+        for i, dtype, numel, _ in part.flats:
+            flats[i] = torch.empty(numel, dtype=dtype, device="meta")
+    return flats
+
+
+registered(Stored)
+
+
+class Lifted:
+    """One unit on its way from the disk to a device; a ``Pending``."""
+
+    def __init__(self, reading: Reading, device: torch.device) -> None:
+        self._reading, self._device = reading, device
+        self._values: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        if self._values is None:
+            self._values = Upload(self._reading.wait(), self._device).wait()
+        return self._values
+
+    def advance(self) -> None:
+        """There is one round only."""
+
+
+class Lease:
+    """Keeps a column of gradients from being given to others."""
+
+    def __init__(self, store: Store, column: Column) -> None:
+        weakref.finalize(self, store.unspill, column).atexit = False
+
+
+class Spill:
+    """The gradients of one pass on their way to the disk.
+
+    Args:
+        store: where.
+        layout: how they are cut.
+    """
+
+    def __init__(self, store: Store, layout: Layout) -> None:
+        self._store = store
+        self._column = store.spill(layout, rank_in(layout))
+        self._lease = Lease(store, self._column)
+        self._dtypes: list[torch.dtype | None] = list(self._column.dtypes)
+        self._column.begin(0)
+
+    def put(self, unit: int, flats: Sequence[Tensor]) -> Ready:
+        """Let the gradients of one unit's trainable flats go; they are written behind."""
+        column = self._column
+        trainable = [i for i in column.layout.units[unit].flats if column.layout.flats[i].trainable]
+        full: list[Tensor | None] = [None] * len(column.layout.flats)
+        for i, x in zip(trainable, flats, strict=True):
+            full[i] = x
+            self._dtypes[i] = x.dtype
+        column.dtypes = tuple(self._dtypes)
+        column.sections[unit] = made = section(column.layout, unit, column.rank, self._dtypes)
+        region = column.regions[0][unit]
+        if made.nbytes > column.room[unit]:
+            raise PlacementError(
+                f"the gradient of unit {column.layout.units[unit].name} takes {made.nbytes} bytes, "
+                f"{column.room[unit]} are reserved on disk for it (its parameters' dtype, float32 "
+                "at least). Reduce gradients in the dtype of their parameters, or in float32."
+            )
+        column.regions[0][unit] = replace(region, nbytes=made.nbytes)
+        column.squares.update(Sharded(column.layout, full).partial_sums(square_sum))
+        column.device = flats[0].device if flats else column.device
+        self._store.behind(column.write(0, unit, full))
+        return Ready([])
+
+    def node(self) -> Stored:
+        """The gradients, all of them on disk; zero where none came."""
+        self._store.settle()
+        return Stored(self._column, 0, self._lease)

@@ -1,0 +1,282 @@
+"""A state of which parts are on disk, and the state that follows it.
+
+Whatever a step returns where its state was on disk is evaluated in one pass over the units and
+written into the other slots; then the index names them. If anything fails before that,
+the state that the step was given is still the newest one on disk, and whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from zfunc.disk.generations import Placement, Plan
+from zfunc.disk.store import Store
+from zfunc.disk.stored import Stored
+from zfunc.errors import PlacementError
+from zfunc.nodes import NAMESPACE, Lazy, Placed
+from zfunc.placed.evaluation import Collected, Joined, Take, filling, gathered_up, stream
+from zfunc.placed.hosted import Hosted, lowered, page_locked
+from zfunc.placed.placement import marked
+from zfunc.placed.readable import Readable
+from zfunc.placed.sharded import Sharded
+from zfunc.placed.sources import Cut, assembled
+from zfunc.placed.streamed import Streamed
+from zfunc.tree import dotted
+
+__all__ = ["plain_leaves", "seal", "settle", "stored_nodes", "succeed"]
+
+
+def _nodes(state: Any, kinds: Any = Placed) -> tuple[list[str], list[Any], Any]:
+    """Paths, leaves and structure of a state; nodes of ``kinds`` count as leaves."""
+    keys, found, spec = optree.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, kinds), none_is_leaf=True, namespace=NAMESPACE
+    )
+    return [dotted(*key) for key in keys], found, spec
+
+
+def stored_nodes(state: Any) -> dict[str, Stored]:
+    """The trees of a state that are on disk, by their path."""
+    names, found, _ = _nodes(state, Placed | Lazy)
+    return {n: x for n, x in zip(names, found, strict=True) if isinstance(x, Stored)}
+
+
+def hosted_nodes(state: Any) -> list[Hosted]:
+    """The trees of a state that are in host memory, apart from the device's."""
+    return [x for x in _nodes(state, Placed | Lazy)[1] if isinstance(x, Hosted)]
+
+
+def lower(
+    state: Any, keep: Callable[[str], bool], back: Callable[[str, Cut], Any], pin: bool
+) -> Any:
+    """As :func:`settle`, to host memory."""
+    names, found, spec = _nodes(state)
+    out: list[Any] = []
+    for name, node in zip(names, found, strict=True):
+        if not isinstance(node, Cut):
+            out.append(node)
+        elif not keep(name):
+            out.append(back(name, node))
+        else:
+            local = node.sharded() if node.on_meta else gathered_up(node)
+            flats = [x if node.on_meta else lowered(x, pin) for x in local.flats]
+            out.append(Hosted(Sharded(node.layout, flats), node.home, pin))
+    return optree.tree_unflatten(spec, out)
+
+
+def plain_leaves(state: Any) -> dict[str, Tensor]:
+    """The tensors of a state that are neither placed nor parameters of a model."""
+    names, found, _ = _nodes(state)
+    return {
+        name: x
+        for name, x in zip(names, found, strict=True)
+        if isinstance(x, Tensor) and "_zfunc_placed" not in x.__dict__ and not x.is_meta
+    }
+
+
+def settle(
+    state: Any, store: Store, keep: Callable[[str], bool], back: Callable[[str, Cut], Any]
+) -> Any:
+    """Write the parts of a new state that are cut lazily to the disk, unit by unit.
+
+    Args:
+        state: with :class:`Cut` nodes.
+        keep: whether the one at a path belongs on disk.
+        back: what takes its place in memory otherwise.
+    """
+    names, found, spec = _nodes(state)
+    plans = [
+        Plan(name, node.layout, node.group.rank, tuple(_dtypes(node)))
+        for name, node in zip(names, found, strict=True)
+        if isinstance(node, Cut) and keep(name)
+    ]
+    home = Placement(store, plans) if plans else None
+    out = []
+    for name, node in zip(names, found, strict=True):
+        if not isinstance(node, Cut):
+            out.append(node)
+        elif home is None or name not in home.columns:
+            out.append(back(name, node))
+        else:
+            column = home.columns[name]
+            column.device = node.home
+            if not node.on_meta:
+                for unit in range(len(node.layout.units)):
+                    store.behind(column.write(0, unit, node.part(unit).flats))
+            out.append(Stored(column, 0, home))
+    new = optree.tree_unflatten(spec, out)
+    store.settle()
+    if home is not None and not any(x.on_meta for x in found if isinstance(x, Cut)):
+        home.commit(dict.fromkeys(home.columns, 0), plain_leaves(new))
+    return new
+
+
+def _dtypes(node: Streamed) -> list[Any]:
+    return [None if x is None else x.dtype for x in node.skeleton.flats]
+
+
+def seal(state: Any) -> None:
+    """Commit a state that was written leaf by leaf."""
+    nodes = stored_nodes(state).values()
+    for home in {id(node.home): node.home for node in nodes}.values():
+        for column in home.columns.values():
+            column.seal(0)
+        home.commit(dict.fromkeys(home.columns, 0), plain_leaves(state))
+
+
+def succeed(old: Any, new: Any) -> Any:
+    """The state after ``old``, with what a step put off done, and on disk what was there.
+
+    Raises:
+        PlacementError: the device is full; or the state has changed its structure.
+        CheckpointError: what is read is damaged.
+    """
+    lazies = [x for x in _nodes(new, Placed | Lazy)[1] if isinstance(x, Joined)]
+    targets: list[tuple[Streamed, Take]] = []
+    for lazy in lazies:
+        if lazy.made is None:
+            targets.append((lazy.node, filling(lazy)))
+    names, before, spec = _nodes(old)
+    after = _along(old, _unveiled(new, lambda lazy: lazy.params), "")
+    writes: dict[str, tuple[Stored, int]] = {}
+    collected: dict[int, Collected] = {}
+    for i, (name, was, now) in enumerate(zip(names, before, after, strict=True)):
+        if isinstance(was, Stored):
+            if now is not was:
+                node = _checked(name, was, assembled(was.layout, now))
+                slot = 1 - was.slot
+                writes[name] = (was, slot)
+                targets.append((node, _writing(was, slot)))
+        elif isinstance(was, Hosted):
+            if now is not was:
+                node = _checked(name, was, assembled(was.layout, now))
+                collected[i] = Collected(node)
+                targets.append((node, collected[i]))
+        elif isinstance(now, Streamed):
+            collected[i] = Collected(now, now.device)
+            targets.append((now, collected[i]))
+    if not targets:
+        return new
+    _advance(old, writes, targets)
+    after = _along(old, _unveiled(new, lambda lazy: marked(lazy.made)), "")
+    for i, name in enumerate(names):
+        if name in writes:
+            was, slot = writes[name]
+            after[i] = Stored(was.column, slot, was.home)
+        elif i in collected:
+            after[i] = _back(before[i], collected[i].result())
+    out = optree.tree_unflatten(spec, after)
+    _commit(out, old, writes)
+    return out
+
+
+def _back(was: Any, now: Sharded) -> Any:
+    """What was evaluated, as the state held it before."""
+    if not isinstance(was, Hosted):
+        return now
+    flats = [
+        x if x is None else page_locked(x, was.pin and was.device.type == "cuda") for x in now.flats
+    ]
+    return Hosted(Sharded(now.layout, flats), was.device, was.pin)
+
+
+def _along(old: Any, new: Any, path: str) -> list[Any]:
+    """The subtrees of ``new`` where ``old`` has its leaves and placed nodes, in their order."""
+    if isinstance(old, Placed) or optree.tree_is_leaf(old, none_is_leaf=True, namespace=NAMESPACE):
+        return [new]
+    mine, _, entries, _ = optree.tree_flatten_one_level(old, none_is_leaf=True, namespace=NAMESPACE)
+    theirs: Any = None
+    if isinstance(new, Readable) and set(entries) <= set(new.keys()):
+        theirs = [new[entry] for entry in entries]  # one node for all of it
+    elif type(new) is type(old):
+        theirs, _, others, _ = optree.tree_flatten_one_level(
+            new, none_is_leaf=True, namespace=NAMESPACE
+        )
+        theirs = theirs if entries == others else None
+    if theirs is None:
+        raise PlacementError(
+            f"the step returned a state of another structure than it was given: {path or 'it'} is "
+            f"a {type(new).__name__}, and was a {type(old).__name__} of {list(entries)}. Part of "
+            "the state is on disk: keep its structure, or give `place` a state that has it."
+        )
+    out = []
+    for entry, a, b in zip(entries, mine, theirs, strict=True):
+        out += _along(a, b, dotted(path, entry))
+    return out
+
+
+def _unveiled(state: Any, what: Callable[[Joined], Any]) -> Any:
+    """A state with something in the place of each tree that is to be filled."""
+    return optree.tree_map(
+        lambda x: what(x) if isinstance(x, Joined) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, Placed | Lazy),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+def _writing(was: Stored, slot: int) -> Take:
+    column = was.column
+
+    def take(unit: int, part: Sharded) -> None:
+        _same_kind(column.name, column.sections[unit].flats, part)
+        column.store.behind(column.write(slot, unit, part.flats))
+
+    return take
+
+
+def _same_kind(name: str, rows: Any, part: Sharded) -> None:
+    for i, dtype, _, _ in rows:
+        x = part.flats[i]
+        if x is None or x.dtype != dtype:
+            leaf = part.layout.by_flat[i][0].path if part.layout.by_flat[i] else "(padding)"
+            raise PlacementError(
+                f"{name}.{leaf} is kept on disk as {dtype}, but the step returned "
+                f"{'nothing' if x is None else x.dtype} for it. A state keeps its dtypes."
+            )
+
+
+def _checked(name: str, was: Stored | Hosted, node: Streamed) -> Streamed:
+    if node.layout != was.layout:
+        raise PlacementError(
+            f"state entry {name!r} came back with another structure than it has on disk: "
+            f"{node.layout.spec} instead of {was.layout.spec}. A step keeps its state's structure."
+        )
+    return node
+
+
+def _advance(
+    old: Any, writes: dict[str, tuple[Stored, int]], targets: list[tuple[Streamed, Take]]
+) -> None:
+    """Evaluate everything; what cannot be finished leaves the old state as it was."""
+    for home in _homes(writes):
+        mine = {n: (was, slot) for n, (was, slot) in writes.items() if was.home is home}
+        slots = {
+            node.column.name: node.slot for node in stored_nodes(old).values() if node.home is home
+        }
+        home.begin(slots, {was.column.name: slot for was, slot in mine.values()})
+    stores = {id(was.column.store): was.column.store for was, _ in writes.values()}
+    try:
+        stream(targets, final=True)
+        for store in stores.values():
+            store.settle()
+    except BaseException:
+        for store in stores.values():
+            store.drain()
+        raise
+
+
+def _homes(writes: dict[str, tuple[Stored, int]]) -> list[Placement]:
+    return list({id(was.home): was.home for was, _ in writes.values()}.values())
+
+
+def _commit(out: Any, old: Any, writes: dict[str, tuple[Stored, int]]) -> None:
+    nodes = stored_nodes(out).values()
+    for home in _homes(writes):
+        slots = dict(home.newest[-1].slots)
+        slots.update({node.column.name: node.slot for node in nodes if node.home is home})
+        home.commit(slots, plain_leaves(out))

@@ -1,0 +1,305 @@
+"""From one kind of checkpoint to another, a leaf at a time: what ``zfunc convert`` does.
+
+Kinds: ``zfunc`` (what ``zf.save`` writes), ``safetensors`` (Hugging Face's files, params
+alone), ``dcp`` (torch.distributed.checkpoint) and, to be read only, ``deepspeed``
+(DeepSpeed's universal checkpoints). Two of them are partly pickle: dcp keeps its metadata
+in it, which is executed on reading, so read only what you trust; DeepSpeed's tensors are
+read with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import CheckpointError
+from zfunc.files.checkpoint import save
+from zfunc.files.folder import MANIFEST, inspect, list_steps, read_manifest
+from zfunc.files.inventory import TensorLeaf
+from zfunc.files.pretrained import export_safetensors
+from zfunc.files.reading import Reader
+from zfunc.files.tensorfiles import SafetensorsFiles
+from zfunc.nodes import LeafInfo, Placed, Span
+
+__all__ = ["KINDS", "Source", "convert", "kind_of", "open_source"]
+
+PathLike = str | os.PathLike[str]
+KINDS = ("zfunc", "safetensors", "dcp")
+STATIC = "__zfunc_static__"  # where dcp keeps numbers and strings, as JSON in a uint8 tensor
+MOMENTS = {"fp32": "params", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that can be read leaf by leaf.
+
+    Attributes:
+        tensors: name -> shape and dtype.
+        read: name -> the full leaf.
+        static: leaves that are no tensors.
+        step: the step count, where it is known.
+    """
+
+    tensors: dict[str, TensorLeaf]
+    read: Callable[[str], Tensor]
+    static: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+
+    def renamed(self, names: dict[str, str]) -> Source:
+        """These tensors alone, under new names: ``{new: old}``."""
+        tensors = {new: self.tensors[old] for new, old in names.items()}
+        return Source(tensors, lambda new: self.read(names[new]), {}, self.step)
+
+
+class OnDisk(Placed):
+    """A node that stands for the tensors of a source; one leaf at a time is in memory."""
+
+    resident = False
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.paths = source, list(source.tensors)
+
+    def held(self) -> Sequence[Tensor | None]:
+        return ()
+
+    def names(self) -> list[str]:
+        return self.paths
+
+    def leaf_infos(self) -> list[LeafInfo]:
+        leaves = self.source.tensors
+        return [LeafInfo((name,), leaves[name].shape, leaves[name].dtype) for name in self.paths]
+
+    def spans(self) -> list[Span]:
+        numels = (self._numel(name) for name in self.paths)
+        return [Span(i, 0, n, (0,)) for i, n in enumerate(numels)]
+
+    def _numel(self, name: str) -> int:
+        leaf = self.source.tensors[name]
+        return leaf.nbytes // leaf.dtype.itemsize
+
+    def streamed(self) -> Iterator[tuple[Span, Tensor]]:
+        for span in self.spans():
+            yield span, self.source.read(self.paths[span.index]).reshape(-1)
+
+
+def convert(source: PathLike, target: PathLike, to: str | None = None) -> str:
+    """Write a checkpoint in another form.
+
+    Args:
+        source: a folder, or a single safetensors file; its kind is found out.
+        target: a folder, made if need be.
+        to: one of ``KINDS``; by default ``safetensors`` for what zfunc, dcp or DeepSpeed
+            wrote, and ``zfunc`` for safetensors.
+
+    Returns:
+        One line that says what was done.
+
+    Raises:
+        CheckpointError: the source is damaged or of no known kind, or the target cannot be
+            written.
+        ValueError: ``to`` is no kind that can be written.
+    """
+    kind = kind_of(Path(source))
+    to = to or ("zfunc" if kind == "safetensors" else "safetensors")
+    if to not in KINDS:
+        raise ValueError(f"to={to!r}: expected one of {', '.join(KINDS)}")
+    opened = open_source(source)
+    if to == "safetensors":
+        opened = _params_of(opened)
+        export_safetensors(target, OnDisk(opened))
+    elif to == "zfunc":
+        if kind == "safetensors":
+            opened = opened.renamed({f"params.{name}": name for name in opened.tensors})
+        save(target, {"": OnDisk(opened), **opened.static}, step=opened.step or 0)
+    else:
+        _write_dcp(target, opened)
+    size = sum(leaf.nbytes for leaf in opened.tensors.values())
+    return f"{kind} -> {to}: {len(opened.tensors)} tensors, {size:,} bytes, in {target}"
+
+
+def _params_of(source: Source) -> Source:
+    """The entries below ``params``, under their own names; everything, if there is no such."""
+    names = {n.removeprefix("params."): n for n in source.tensors if n.startswith("params.")}
+    return source.renamed(names or {name: name for name in source.tensors})
+
+
+def kind_of(path: Path) -> str:
+    """What kind of checkpoint lies there.
+
+    Raises:
+        CheckpointError: none that is known.
+    """
+    if path.is_file() and path.suffix == ".safetensors":
+        return "safetensors"
+    if path.is_dir():
+        if (path / MANIFEST).exists() or any(path.glob("step-*/" + MANIFEST)):
+            return "zfunc"
+        if (path / ".metadata").exists():
+            return "dcp"
+        if any(path.glob("zero/*/fp32.pt")):
+            return "deepspeed"
+        if any(path.glob("*.safetensors")):
+            return "safetensors"
+    raise CheckpointError(
+        f"{path} is no checkpoint that zfunc can read: neither its own (step-00000012), nor "
+        "*.safetensors, nor torch.distributed.checkpoint (.metadata), nor DeepSpeed's universal "
+        "form (zero/*/fp32.pt; ds_to_universal.py makes it)."
+    )
+
+
+def open_source(path: PathLike) -> Source:
+    """A checkpoint of whatever kind, to be read leaf by leaf.
+
+    Raises:
+        CheckpointError: it is damaged, or of no known kind.
+    """
+    opening = {
+        "zfunc": _open_zfunc,
+        "safetensors": _open_safetensors,
+        "dcp": _open_dcp,
+        "deepspeed": _open_deepspeed,
+    }
+    return opening[kind_of(Path(path))](Path(path))
+
+
+def _open_zfunc(path: Path) -> Source:
+    """The newest good one."""
+    for step, folder in list_steps(path).items():
+        if inspect(step, folder, thorough=False).good:
+            break
+    else:
+        raise CheckpointError(f"{path} has no good checkpoint: zf.checkpoints(path) says why.")
+    manifest = read_manifest(folder)
+    tensors = {name: TensorLeaf(leaf.shape, leaf.dtype) for name, leaf in manifest.leaves.items()}
+
+    def read(name: str) -> Tensor:
+        out = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
+        with Reader(folder, manifest) as reader:
+            reader.fill(name, 0, out.view(-1))
+        return out
+
+    return Source(tensors, read, manifest.static, manifest.step)
+
+
+def _open_safetensors(path: Path) -> Source:
+    files = SafetensorsFiles(path)
+    return Source(files.tensors, files.read)
+
+
+# --- torch.distributed.checkpoint ---------------------------------------------------------------
+
+
+def _open_dcp(path: Path) -> Source:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # unpickling may raise anything
+        raise CheckpointError(f"{path / '.metadata'} cannot be read: {error!r}") from None
+    found = metadata.state_dict_metadata.items()
+    tensors = {
+        name: TensorLeaf(tuple(meta.size), meta.properties.dtype)
+        for name, meta in found
+        if isinstance(meta, TensorStorageMetadata)
+    }
+    lost = [name for name, meta in found if not isinstance(meta, TensorStorageMetadata)]
+
+    def read(name: str) -> Tensor:
+        out = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
+        try:
+            _load_dcp({name: out}, path)
+        except Exception as error:
+            raise CheckpointError(f"{path}: {name} cannot be read: {error!r:.300}") from None
+        return out
+
+    static, step = _noted(read(STATIC)) if STATIC in tensors else ({}, None)
+    static |= {name: _pickled(path, name) for name in lost}
+    return Source({n: x for n, x in tensors.items() if n != STATIC}, read, static, step)
+
+
+def _pickled(path: Path, name: str) -> Any:
+    """A number or string that dcp has pickled."""
+    holder: dict[str, Any] = {name: None}
+    try:
+        _load_dcp(holder, path)
+    except Exception as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {error!r:.300}") from None
+    return holder[name]
+
+
+def _load_dcp(into: dict[str, Any], path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with warnings.catch_warnings():  # that it runs in one process, which is what it is told
+        warnings.simplefilter("ignore", UserWarning)
+        load(into, checkpoint_id=path, no_dist=True)
+
+
+def _noted(data: Tensor) -> tuple[dict[str, Any], int | None]:
+    document = json.loads(bytes(data.tolist()))
+    return document["static"], document["step"]
+
+
+def _write_dcp(target: PathLike, source: Source) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+    class Streaming(DefaultSavePlanner):
+        """Knows shapes alone, and reads a leaf when it is written."""
+
+        def resolve_data(self, write_item: Any) -> Any:
+            name = write_item.index.fqn
+            return note if name == STATIC else source.read(name)
+
+    note = _note(source)
+    empty = {
+        name: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        for name, leaf in source.tensors.items()
+    }
+    state = {**empty, STATIC: note}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        save_dcp(state, checkpoint_id=target, planner=Streaming(), no_dist=True)
+
+
+def _note(source: Source) -> Tensor:
+    text = json.dumps({"step": source.step, "static": source.static}).encode()
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+# --- DeepSpeed's universal checkpoints ----------------------------------------------------------
+
+
+def _open_deepspeed(path: Path) -> Source:
+    """``zero/<name>/fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` under ``params.<name>``, ..."""
+    files = {
+        f"{entry}.{folder.name}": folder / f"{kind}.pt"
+        for kind, entry in MOMENTS.items()
+        for folder in sorted((path / "zero").iterdir())
+        if (folder / f"{kind}.pt").exists()
+    }
+    tensors = {}
+    for name, file in files.items():
+        x = _tensor_in(file)
+        tensors[name] = TensorLeaf(tuple(x.shape), x.dtype)
+    return Source(tensors, lambda name: _tensor_in(files[name]))
+
+
+def _tensor_in(file: Path) -> Tensor:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle may raise anything
+        raise CheckpointError(f"{file} cannot be read: {error!r:.300}") from None
+    tensor = found.get("param") if isinstance(found, dict) else found
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{file} holds a {type(tensor).__name__}, expected a tensor.")
+    return tensor

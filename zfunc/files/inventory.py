@@ -1,0 +1,237 @@
+"""What a state consists of, by the names that its leaves have in files.
+
+Names are those of the full, plain tree, however it is placed here: that is why a state
+saved by any world and stage can be restored into any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.comm import even_cuts
+from zfunc.errors import CheckpointError
+from zfunc.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry
+from zfunc.tree import check_alive, dotted
+from zfunc.worlds.world import current
+
+__all__ = ["Inventory", "TensorLeaf", "full_names", "own_share", "rebuilt", "take_stock"]
+
+SHARE = 1 << 12  # elements: what ranks hold in common is divided in multiples of it
+Fill = Callable[[str, int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """A full tensor leaf: its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The leaves of a state.
+
+    Attributes:
+        tensors: name -> shape and dtype of every full tensor, on all ranks the same.
+        static: name -> value of every other leaf: numbers, strings, ``None``.
+        rows: the tree's nodes (``Placed`` ones count as one leaf), each with the names
+            of its leaves.
+        spec: the structure above the rows.
+    """
+
+    tensors: dict[str, TensorLeaf]
+    static: dict[str, Any]
+    rows: tuple[tuple[Any, tuple[str, ...]], ...]
+    spec: optree.PyTreeSpec
+
+    def spans(self) -> list[tuple[str, Span]]:
+        """What this rank holds, in the order in which ``streamed`` gives it."""
+        return [(name, span) for node, names in self.rows for name, span in _spans(node, names)]
+
+    def streamed(self, resident: bool | None = None) -> Iterator[tuple[str, Span, Tensor]]:
+        """The values, each a 1-D tensor that is valid until the next.
+
+        Args:
+            resident: only those of nodes that lie in memory (or only the others).
+        """
+        for node, names in self.rows:
+            if resident is not None and resident != getattr(node, "resident", True):
+                continue
+            if isinstance(node, Placed):
+                for span, x in node.streamed():
+                    yield names[span.index], span, x
+            elif isinstance(node, Tensor):
+                ((name, span),) = _spans(node, names)
+                yield name, span, node.detach().reshape(-1)
+
+
+def take_stock(state: Any) -> Inventory:
+    """The inventory of a plain or placed state.
+
+    Raises:
+        DonatedStateError: its memory belongs to a later state.
+        CheckpointError: it holds something that cannot be written without pickle.
+    """
+    check_alive(state)
+    keys, nodes, spec = _flatten(state)
+    infos = [_infos_of(node) for node in nodes]
+    full_keys = [(*key, *info.keys) for key, row in zip(keys, infos, strict=True) for info in row]
+    names = iter(full_names(full_keys))
+    tensors: dict[str, TensorLeaf] = {}
+    static: dict[str, Any] = {}
+    rows = []
+    for node, row in zip(nodes, infos, strict=True):
+        mine = tuple(next(names) for _ in row)
+        rows.append((node, mine))
+        for name, info in zip(mine, row, strict=True):
+            if info.shape is not None and info.dtype is not None:
+                tensors[name] = TensorLeaf(info.shape, info.dtype)
+            else:
+                static[name] = None if isinstance(node, Placed) else _checked(name, node)
+    return Inventory(tensors, static, tuple(rows), spec)
+
+
+def _flatten(state: Any) -> tuple[list[tuple[Any, ...]], list[Any], optree.PyTreeSpec]:
+    keys, nodes, spec = optree.tree_flatten_with_path(
+        state,
+        is_leaf=lambda x: isinstance(x, Placed | Lazy),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+    if any(isinstance(node, Lazy) for node in nodes):
+        forced = [node.force() if isinstance(node, Lazy) else node for node in nodes]
+        return _flatten(optree.tree_unflatten(spec, forced))
+    return keys, nodes, spec
+
+
+def _infos_of(node: Any) -> list[LeafInfo]:
+    if isinstance(node, Placed):
+        return node.leaf_infos()
+    if isinstance(node, Tensor):
+        return [LeafInfo((), tuple(node.shape), node.dtype)]
+    return [LeafInfo((), None, None)]
+
+
+def _checked(name: str, value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise CheckpointError(
+        f"{name or 'the state'} is a {type(value).__module__}.{type(value).__qualname__}, which a "
+        "checkpoint cannot hold: its leaves are tensors, numbers, strings and None (nothing is "
+        "pickled). Make it a tensor, or keep it out of the state."
+    )
+
+
+def _spans(node: Any, names: Sequence[str]) -> list[tuple[str, Span]]:
+    if isinstance(node, Placed):
+        return [(names[span.index], span) for span in node.spans()]
+    if isinstance(node, Tensor):
+        return [(names[0], Span(0, 0, node.numel(), tuple(range(current().size))))]
+    return []
+
+
+def full_names(keys: Sequence[tuple[Any, ...]]) -> list[str]:
+    """The dotted paths; leaves whose dotted paths are the same are told apart by their keys.
+
+    >>> full_names([("a", "b"), ("c",), ("a.b",)])
+    ["'a'/'b'", 'c', "'a.b'"]
+    """
+    names = [dotted(*key) for key in keys]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    return [
+        "/".join(map(repr, key)) if name in twice else name
+        for name, key in zip(names, keys, strict=True)
+    ]
+
+
+def own_share(span: Span) -> tuple[int, int]:
+    """The elements of a span that this rank writes, so that each is written exactly once."""
+    numel, ranks = span.stop - span.start, span.replicas
+    cuts = even_cuts(-(-numel // SHARE), len(ranks))
+    i = ranks.index(current().rank)
+    start, stop = (min(cut * SHARE, numel) for cut in cuts[i : i + 2])
+    return span.start + start, span.start + stop
+
+
+def rebuilt(stock: Inventory, static: dict[str, Any], fill: Fill) -> Any:
+    """A state placed like the one in ``stock``, with new values.
+
+    Args:
+        static: the values of its leaves that are no tensors.
+        fill: ``fill(name, start, out)`` writes elements ``start`` and following of the
+            full leaf to the 1-D tensor ``out``.
+    """
+    plain = iter(_arranged([node for node, _ in stock.rows if isinstance(node, Tensor)]))
+    nodes = []
+    for node, names in stock.rows:
+        if isinstance(node, Placed):
+            nodes.append(node.refilled(_filling(fill, names)))
+        elif isinstance(node, Tensor):
+            new = next(plain)
+            _fill_whole(fill, names[0], new)
+            nodes.append(carry(new, node))
+        else:
+            nodes.append(static[names[0]])
+    return optree.tree_unflatten(stock.spec, nodes)
+
+
+def _filling(fill: Fill, names: Sequence[str]) -> Callable[[Span, Tensor], None]:
+    return lambda span, out: fill(names[span.index], span.start, out)
+
+
+def _fill_whole(fill: Fill, name: str, out: Tensor) -> None:
+    if out.is_contiguous():
+        fill(name, 0, out.view(-1))
+        return
+    flat = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+    fill(name, 0, flat)
+    out.copy_(flat.view(out.shape))
+
+
+def _arranged(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Fresh tensors like these; those that lie in one buffer lie in one buffer again.
+
+    ``place`` packs the leaves of a unit into one flat, which the step counts on where it
+    can. Leaves that overlap, or use little of their buffer, get memory of their own.
+    """
+    together: dict[int, list[Tensor]] = {}
+    for x in leaves:
+        if x.numel():
+            together.setdefault(x.untyped_storage().data_ptr(), []).append(x)
+    buffers: dict[int, Tensor] = {}
+    for at, row in together.items():
+        whole = row[0].untyped_storage().nbytes()
+        if _apart(row) and whole <= 2 * sum(x.nbytes for x in row) + 4096:
+            buffers[at] = torch.zeros(whole, dtype=torch.uint8, device=row[0].device)
+    return [_placed_in(buffers, x) for x in leaves]
+
+
+def _apart(row: Sequence[Tensor]) -> bool:
+    """Whether no byte belongs to two elements."""
+    end = 0
+    for x in sorted(row, key=lambda x: x.data_ptr()):
+        start = int(x.storage_offset()) * x.element_size()
+        if not x.is_contiguous() or start < end:
+            return False
+        end = start + x.nbytes
+    return True
+
+
+def _placed_in(buffers: dict[int, Tensor], x: Tensor) -> Tensor:
+    base = buffers.get(x.untyped_storage().data_ptr()) if x.numel() else None
+    if base is None or base.numel() % x.element_size():
+        return torch.zeros_like(x)  # keeps the strides, too
+    return base.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())

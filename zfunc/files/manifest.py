@@ -1,0 +1,268 @@
+"""``manifest.json``: everything about a checkpoint but the numbers themselves.
+
+A JSON document that names every leaf by its dotted path, with shape, dtype and chunks
+(file, first element, number of elements, byte offset, digest). Its last entry is the
+digest of the bytes before it. Nothing in it is trusted before it has been checked: a
+manifest that gets past :func:`parse` describes files that are tiled by chunks without a
+gap, and leaves that are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zfunc.errors import CheckpointError
+from zfunc.files.chunks import DTYPES, NAMES, digest
+
+__all__ = ["FORMAT", "VERSION", "DataFile", "Manifest", "NewerVersion", "StoredLeaf", "parse"]
+
+FORMAT, VERSION = "zfunc checkpoint", 1
+MOST = 1 << 62  # of elements, bytes, steps
+SEAL = re.compile(rb',\n"digest": "([0-9a-f]{32})"}\n')
+SEAL_BYTES = len(b',\n"digest": ""}\n') + 32
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+Row = tuple[int, int, int, int, str]
+
+
+class NewerVersion(CheckpointError):
+    """A checkpoint that a later version of zfunc has written; nothing is wrong with it."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One safetensors file: its name, its size, and length and digest of its header."""
+
+    name: str
+    size: int
+    header: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """A leaf: its chunks are ``(file, start, count, offset, digest)`` in order of ``start``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Row, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Attributes:
+        step: the state's step count.
+        world: how many ranks wrote it (of no importance to readers).
+        id: a random word, different for each save.
+        files, leaves, static: see the module; ``static`` are leaves that are no tensors.
+    """
+
+    step: int
+    world: int
+    id: str
+    files: tuple[DataFile, ...]
+    leaves: dict[str, StoredLeaf]
+    static: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        files = [
+            {"name": f.name, "size": f.size, "header": f.header, "digest": f.digest}
+            for f in self.files
+        ]
+        leaves = {
+            name: {"dtype": NAMES[leaf.dtype], "shape": leaf.shape, "chunks": leaf.chunks}
+            for name, leaf in self.leaves.items()
+        }
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "world": self.world,
+            "id": self.id,
+        }
+        lines = [_entry(name, value) for name, value in head.items()]
+        lines.append('"files": [\n' + ",\n".join(map(_dumps, files)) + "\n]")
+        lines.append(_block("leaves", leaves))
+        lines.append(_block("static", {k: _encoded(v) for k, v in self.static.items()}))
+        body = ("{\n" + ",\n".join(lines)).encode()
+        return body + f',\n"digest": "{digest(body)}"}}\n'.encode()
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+
+
+def _entry(name: str, value: Any) -> str:
+    return f"{_dumps(name)}: {_dumps(value)}"
+
+
+def _block(name: str, entries: dict[str, Any]) -> str:
+    rows = ",\n".join(_entry(key, value) for key, value in entries.items())
+    return f"{_dumps(name)}: {{\n{rows}\n}}"
+
+
+def _encoded(value: Any) -> Any:
+    """JSON has no infinities and no NaN."""
+    return {"float": repr(value)} if isinstance(value, float) else value
+
+
+def _decoded(name: str, value: Any) -> Any:
+    if isinstance(value, dict) and list(value) == ["float"] and isinstance(value["float"], str):
+        try:
+            return float(value["float"])
+        except ValueError:
+            pass
+    elif value is None or type(value) in (bool, int, str):
+        return value
+    raise _Bad(f"static {name!r} is {value!r:.60}")
+
+
+class _Bad(Exception):
+    """What is wrong with a manifest."""
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        NewerVersion: a later version wrote it.
+        CheckpointError: it is damaged, or no manifest at all; ``where`` is named.
+    """
+    seal = SEAL.fullmatch(data[-SEAL_BYTES:]) if len(data) > SEAL_BYTES else None
+    if seal is None:
+        raise CheckpointError(f"{where} is truncated or no manifest: it does not end in its digest")
+    if digest(data[:-SEAL_BYTES]) != seal[1].decode():
+        raise CheckpointError(f"{where} is damaged: its digest does not fit its contents")
+    try:
+        document = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return _checked(document)
+    except (NewerVersion, _Bad, ValueError, RecursionError) as error:
+        if isinstance(error, NewerVersion):
+            raise NewerVersion(f"{where} {error}") from None
+        raise CheckpointError(f"{where} is no manifest of a checkpoint: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Bad("a name stands twice in one object")
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise _Bad(f"{word} is no JSON")
+
+
+def _checked(document: Any) -> Manifest:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise _Bad(f'its "format" is not "{FORMAT}"')
+    version = _natural(document.get("version"), "version")
+    if version > VERSION:
+        raise NewerVersion(
+            f"has version {version}, this zfunc reads up to {VERSION}. It is not damaged: install "
+            "the zfunc that wrote it, or a later one."
+        )
+    files = tuple(_file(row) for row in _list(document.get("files"), "files"))
+    if len({f.name for f in files}) != len(files):
+        raise _Bad("a file stands twice in it")
+    rows = _object(document.get("leaves"), "leaves")
+    leaves = {name: _leaf(name, row, len(files)) for name, row in rows.items()}
+    _check_tiles(files, leaves)
+    static = _object(document.get("static"), "static")
+    if both := leaves.keys() & static.keys():
+        raise _Bad(f"{min(both)!r} is both a tensor and none")
+    return Manifest(
+        step=_natural(document.get("step"), "step"),
+        world=_natural(document.get("world"), "world"),
+        id=_string(document.get("id"), "id"),
+        files=files,
+        leaves=leaves,
+        static={name: _decoded(name, value) for name, value in static.items()},
+    )
+
+
+def _file(row: Any) -> DataFile:
+    row = _object(row, "a file")
+    name = _string(row.get("name"), "a file's name")
+    if not FILE_NAME.fullmatch(name):
+        raise _Bad(f"a file is called {name!r:.60}")
+    size, header = _natural(row.get("size"), name), _natural(row.get("header"), name)
+    if not 8 < header <= size:
+        raise _Bad(f"{name} has {size} bytes and a header of {header}")
+    return DataFile(name, size, header, _string(row.get("digest"), "a digest"))
+
+
+def _leaf(name: str, row: Any, files: int) -> StoredLeaf:
+    row = _object(row, name)
+    dtype = _string(row.get("dtype"), name)
+    if dtype not in DTYPES:
+        raise _Bad(f"{name} has the dtype {dtype!r:.60}")
+    shape = tuple(_natural(n, name) for n in _list(row.get("shape"), name))
+    if len(shape) > 64:
+        raise _Bad(f"{name} has {len(shape)} dimensions")
+    chunks = tuple(_chunk(name, c, files) for c in _list(row.get("chunks"), name))
+    leaf = StoredLeaf(shape, DTYPES[dtype], chunks)
+    ends = [0, *(start + count for _, start, count, _, _ in chunks)]
+    if [start for _, start, *_ in chunks] != ends[:-1] or ends[-1] != leaf.numel:
+        raise _Bad(f"the chunks of {name} do not make up its {leaf.numel} elements")
+    return leaf
+
+
+def _chunk(name: str, row: Any, files: int) -> Row:
+    row = _list(row, name)
+    if len(row) != 5:
+        raise _Bad(f"a chunk of {name} has {len(row)} entries")
+    file, start, count, offset = (_natural(n, name) for n in row[:4])
+    if file >= files or not count:
+        raise _Bad(f"a chunk of {name} is {row!r:.80}")
+    return file, start, count, offset, _string(row[4], "a digest")
+
+
+def _check_tiles(files: Sequence[DataFile], leaves: dict[str, StoredLeaf]) -> None:
+    """Every byte behind a file's header belongs to exactly one chunk."""
+    extents: list[list[tuple[int, int]]] = [[(0, f.header)] for f in files]
+    for leaf in leaves.values():
+        for file, _, count, offset, _ in leaf.chunks:
+            extents[file].append((offset, offset + count * leaf.dtype.itemsize))
+    for f, found in zip(files, extents, strict=True):
+        found.sort()
+        if any(a[1] != b[0] for a, b in pairwise(found)) or found[-1][1] != f.size:
+            raise _Bad(f"its chunks do not make up {f.name}")
+
+
+def _natural(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise _Bad(f"{what}: {value!r:.60} is no size")
+    return value
+
+
+def _string(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise _Bad(f"{what} is {value!r:.60}")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Bad(f"{what} is {value!r:.60}")
+    return value
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Bad(f"{what} is {value!r:.60}")
+    return value

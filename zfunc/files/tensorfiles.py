@@ -1,0 +1,162 @@
+"""Reading safetensors files that others have written, block by block."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import CheckpointError
+from zfunc.files import chunks
+from zfunc.files.chunks import DTYPES
+from zfunc.files.inventory import TensorLeaf
+
+__all__ = ["INDEX", "SINGLE", "SafetensorsFiles", "blocks"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+PathLike = str | os.PathLike[str]
+
+
+def blocks(start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Elements ``start`` to ``stop`` in runs of at most ``chunks.CHUNK_BYTES``."""
+    step = max(1, chunks.CHUNK_BYTES // dtype.itemsize)
+    for a in range(start, stop, step):
+        yield a, min(a + step, stop)
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a tensor lies in a file."""
+
+    path: Path
+    leaf: TensorLeaf
+    offset: int
+
+
+class SafetensorsFiles:
+    """The tensors of a safetensors file, or of a folder of them, read block by block.
+
+    Attributes:
+        tensors: name -> shape and dtype.
+
+    Raises:
+        CheckpointError: there are no such files, or they are damaged.
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        self._homes: dict[str, _Home] = {}
+        for file in _files(Path(path)):
+            for name, home in _header(file).items():
+                if name in self._homes:
+                    raise CheckpointError(
+                        f"{name} is in {self._homes[name].path} and in {file}: which one counts?"
+                    )
+                self._homes[name] = home
+        self.tensors = {name: home.leaf for name, home in self._homes.items()}
+
+    def fill(self, name: str, start: int, out: Tensor) -> None:
+        """Write elements ``start`` and following to the 1-D tensor ``out``, in its dtype."""
+        home = self._homes[name]
+        dtype = home.leaf.dtype
+        with _opened(home.path) as fd:
+            for a, b in blocks(start, start + out.numel(), dtype):
+                target = out[a - start : b - start]
+                direct = target.dtype == dtype and target.device.type == "cpu"
+                block = target if direct else torch.empty(b - a, dtype=dtype)
+                view: Any = chunks.as_bytes(block)
+                chunks.read_exactly(fd, view, home.offset + a * dtype.itemsize, home.path)
+                if not direct:
+                    target.copy_(block)
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        leaf = self.tensors[name]
+        out = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self.fill(name, 0, out.view(-1))
+        return out
+
+    def same(self, a: str, b: str) -> bool:
+        """Whether two tensors are the same, bit by bit."""
+        first, second = self._homes[a], self._homes[b]
+        if first.leaf != second.leaf:
+            return False
+        numel, dtype = first.leaf.nbytes // first.leaf.dtype.itemsize, first.leaf.dtype
+        for start, stop in blocks(0, numel, dtype):
+            x, y = (torch.empty(stop - start, dtype=dtype) for _ in range(2))
+            self.fill(a, start, x)
+            self.fill(b, start, y)
+            if chunks.as_bytes(x) != chunks.as_bytes(y):
+                return False
+        return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd, _ = chunks.open_for_reading(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / SINGLE).exists():
+        return [path / SINGLE]
+    if (path / INDEX).exists():
+        return _of_index(path / INDEX)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} holds no *.safetensors file.")
+    return files
+
+
+def _of_index(index: Path) -> list[Path]:
+    try:
+        document = json.loads(index.read_bytes())
+        names = sorted(set(document["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file outside the folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of shards: {error}") from None
+    return [index.parent / name for name in names]
+
+
+def _header(path: Path) -> dict[str, _Home]:
+    fd, size = chunks.open_for_reading(path)
+    try:
+        length = bytearray(8)
+        chunks.read_exactly(fd, length, 0, path)
+        n = int.from_bytes(length, "little")
+        if n > min(size - 8, LARGEST_HEADER):
+            raise CheckpointError(f"{path} is truncated, or no safetensors file.")
+        text = bytearray(n)
+        chunks.read_exactly(fd, text, 8, path)
+    finally:
+        os.close(fd)
+    try:
+        rows = json.loads(bytes(text))
+        rows.pop("__metadata__", None)
+        return {name: _home(path, row, 8 + n, size) for name, row in rows.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has no safetensors header: {error!r:.100}") from None
+
+
+def _home(path: Path, row: dict[str, Any], base: int, size: int) -> _Home:
+    leaf = TensorLeaf(tuple(map(int, row["shape"])), DTYPES[row["dtype"]])
+    start, stop = map(int, row["data_offsets"])
+    if min((0, *leaf.shape)) < 0 or stop - start != leaf.nbytes:
+        raise ValueError(f"shape {leaf.shape} in {stop - start} bytes")
+    if start < 0 or base + stop > size:
+        raise ValueError("data beyond the end of the file")
+    return _Home(path, leaf, base + start)

@@ -1,0 +1,5 @@
+"""Language models: a small GPT, text to train it on, and ``generate`` for any causal model.
+
+In the order of reading: ``gpt``, ``corpus``, ``decoding``, ``gpt_decoding``, ``sampling``,
+``generation``.
+"""

@@ -1,0 +1,171 @@
+"""``generate``: continue texts, one token at a time, with any causal model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import random
+from zfunc.differentiation import evaluate
+from zfunc.language.decoding import Decoder, decoder_of
+from zfunc.language.sampling import check_sampling, next_token
+
+__all__ = ["generate"]
+
+CHUNK = 512  # prompt tokens taken in at once: bounds what prefill holds
+
+
+def generate(
+    functional: Any,
+    params: Any,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Tensor | int | None = None,
+    attention_mask: Tensor | None = None,
+    stop: int | Iterable[int] = (),
+    stream: Callable[[Tensor], Any] | None = None,
+) -> Tensor:
+    """Continue texts.
+
+    Args:
+        functional: ``zf.functionalize(model)`` of a causal language model, of Hugging Face
+            or any that maps ids to logits; or a decoder (``GPTDecoder(config)``).
+        params: its parameters, plain, quantised or placed; with placed ones it is a
+            collective, and all ranks get the same texts.
+        ids: ``[b, t]`` int64 prompts, or ``[t]`` for one.
+        max_new_tokens: how many to add at most.
+        temperature: 0 takes the likeliest token each time; 1 draws from the model.
+        top_k, top_p: draw from the likeliest tokens only, see
+            :func:`zfunc.language.sampling.next_token`.
+        key: a random key, needed where ``temperature > 0``.
+        attention_mask: ``[b, t]``, 0 at padding (on either side) and 1 elsewhere.
+        stop: token ids at which a text ends. It then goes on with that token; once all
+            texts have ended generation stops.
+        stream: called with each new column of tokens, ``[b]``.
+
+    Returns:
+        ``[b, t + n]`` int64: the prompts as given, and what follows.
+
+    Raises:
+        ValueError: no room in the model's positions, ids outside its vocabulary, empty
+            prompts, or settings that mean nothing.
+        PlacementError: ``functional`` is no causal language model.
+
+    >>> import zfunc as zf
+    >>> count = zf.functionalize(torch.nn.Embedding(4, 4))  # token i is followed by i + 1
+    >>> params = {"weight": torch.eye(4).roll(1, dims=1)}
+    >>> generate(count, params, torch.tensor([[0], [2]]), max_new_tokens=3)
+    tensor([[0, 1, 2, 3],
+            [2, 3, 0, 1]])
+    """
+    check_sampling(temperature, top_k, top_p, key)
+    if ids.ndim == 1:
+        return generate(
+            functional,
+            params,
+            ids[None],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            key=key,
+            attention_mask=None if attention_mask is None else attention_mask[None],
+            stop=stop,
+            stream=stream,
+        )[0]
+    decoder, ends = decoder_of(functional), {stop} if isinstance(stop, int) else {*stop}
+    _check(decoder, ids, attention_mask, max_new_tokens)
+    prompt, mask = _aligned(ids, attention_mask, max_new_tokens)
+    return evaluate(_run)(
+        params,
+        decoder,
+        ids,
+        prompt,
+        mask,
+        max_new_tokens,
+        lambda logits, n: next_token(
+            logits, temperature, top_k, top_p, None if key is None else random.fold_in(key, n)
+        ),
+        torch.tensor(sorted(ends), dtype=torch.int64, device=ids.device),
+        stream,
+    )
+
+
+def _run(
+    params: Any,
+    decoder: Decoder,
+    ids: Tensor,
+    prompt: Tensor,
+    mask: Tensor | None,
+    count: int,
+    choose: Callable[[Tensor, int], Tensor],
+    ends: Tensor,
+    stream: Callable[[Tensor], Any] | None,
+) -> Tensor:
+    if not count:
+        return ids.clone()
+    cache = decoder.start(len(ids), prompt.shape[1] + count, mask)
+    for part in prompt.split(CHUNK, dim=1):
+        logits, cache = decoder.step(params, cache, part)
+    out, done = [ids], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    last = prompt[:, -1]
+    for n in range(count):
+        # A text that has ended repeats the token at which it did.
+        last = torch.where(done, last, choose(logits, n).to(ids.device))
+        out.append(last[:, None])
+        if stream is not None:
+            stream(last)
+        done |= torch.isin(last, ends)
+        if bool(done.all()) or n + 1 == count:
+            break
+        logits, cache = decoder.step(params, cache, last[:, None])
+    return torch.cat(out, dim=1)
+
+
+def _aligned(ids: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
+    """Prompts whose padding, if they have any, is on the left; and the mask of the whole cache."""
+    if mask is None or bool(mask.bool().all()):
+        return ids, None
+    real = mask.bool()
+    width = int(real.sum(dim=1).max())
+    # Stable: real tokens keep their order and go to the right end.
+    order = real.to(torch.int8).argsort(dim=1, stable=True)[:, -width:]
+    ones = real.new_ones(len(ids), count)
+    return ids.gather(1, order), torch.cat([real.gather(1, order), ones], dim=1)
+
+
+def _check(decoder: Decoder, ids: Tensor, mask: Tensor | None, count: int) -> None:
+    if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        raise ValueError(
+            f"ids: a {ids.dtype} tensor of shape {tuple(ids.shape)}; expected integers [b, t] with "
+            "at least one token each (start empty texts with the model's first token)."
+        )
+    if type(count) is not int or count < 0:
+        raise ValueError(f"max_new_tokens={count!r}: expected a number of tokens, at least 0.")
+    if decoder.limit is not None and ids.shape[1] + count > decoder.limit:
+        raise ValueError(
+            f"{ids.shape[1]} tokens of prompt and {count} new ones are more than the "
+            f"{decoder.limit} positions that the model knows: shorten the prompt, or pass "
+            f"max_new_tokens={max(0, decoder.limit - ids.shape[1])}."
+        )
+    if int(ids.min()) < 0 or (decoder.vocab is not None and int(ids.max()) >= decoder.vocab):
+        raise ValueError(
+            f"ids lie between {int(ids.min())} and {int(ids.max())}; the model's vocabulary has "
+            f"{decoder.vocab} tokens. Is this the tokenizer of this model?"
+        )
+    if mask is None:
+        return
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, ids have {tuple(ids.shape)}."
+        )
+    if not bool(mask.bool().any(dim=1).all()):
+        row = int((~mask.bool().any(dim=1)).nonzero()[0])
+        raise ValueError(f"attention_mask: text {row} is nothing but padding.")

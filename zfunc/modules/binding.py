@@ -1,0 +1,311 @@
+"""Running a module on given tensors: copies of it on ``meta``, filled for one call.
+
+A :class:`Template` is a copy of the module without data. For a call its parameters
+and buffers are written straight into the submodules' dicts, and afterwards taken
+out again, so that nothing keeps a gathered weight alive and a leak fails loudly on
+``meta`` instead of giving stale numbers.
+
+One template serves one call at a time: :class:`Pool` lends out another where calls
+overlap (ranks that are threads, a model called inside its own loss, a backward pass
+that recomputes a layer when the model's call is over).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zfunc.context import current
+from zfunc.modules.lazy import Cell, lazy_tensor
+from zfunc.modules.slots import BufferSlot, Slot, compile_tree, write
+from zfunc.modules.units import Anatomy, Leaf, Path
+from zfunc.nodes import Tree
+from zfunc.primitives import Ref, layer
+
+__all__ = ["LayerCall", "Pool", "Template", "skeleton"]
+
+Filled = tuple[dict[str, Any], str, Any]
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """A deep copy with every parameter and buffer on ``meta``; the data are never copied."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for p in part._parameters.values():
+            if p is not None:
+                memo[id(p)] = nn.Parameter(_on_meta(p), requires_grad=p.requires_grad)
+        for b in part._buffers.values():
+            if b is not None:
+                memo[id(b)] = _on_meta(b)
+        for x in part.__dict__.values():
+            # A result kept between calls (weight_norm's) cannot be copied, and need not be.
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                memo[id(x)] = _on_meta(x)
+    return copy.deepcopy(module, memo)
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+class LayerCall:
+    """``fn(params, *args)`` of one layer: binds plain params into the layer and runs it.
+
+    It stays valid when the model's call is over, because backward may recompute the
+    layer then; so it carries what the layer takes from outside itself.
+    """
+
+    __slots__ = ("buffers", "mode", "serial", "shared", "template", "unit")
+
+    def __init__(self, template: Template, unit: int) -> None:
+        self.template, self.unit = template, unit
+        self.serial, self.mode = template.serial, template.mode
+        if template.reaching[unit]:
+            self.shared, self.buffers = template.around(unit)
+
+    def __call__(self, params: Tree, *args: Any, **kwargs: Any) -> Any:
+        template, unit = self.template, self.unit
+        if template.serial != self.serial or template.thread != get_ident():
+            with template.pool.lend() as other:
+                other.bind_around(self)
+                return other.run(unit, params, args, kwargs)
+        if template.bound[unit] is params:
+            return template.forwards[unit](*args, **kwargs)
+        return template.run(unit, params, args, kwargs)
+
+    @property
+    def zfunc_name(self) -> str:
+        """The layer's name in the module."""
+        return self.template.anatomy.units[self.unit].name
+
+    def __repr__(self) -> str:
+        return f"LayerCall({self.zfunc_name})"
+
+
+class Template:
+    """A copy of the module without data, bound to tensors for the time of one call."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.anatomy = pool, pool.anatomy
+        self.module = copy.deepcopy(pool.skeleton)
+        self.modules = dict(self.module.named_modules())
+        self.flags = [(part, part.training) for part in self.modules.values()]
+        self.mode: bool | None = None
+        self.serial, self.thread = 0, 0
+        self.facade: Any = None
+        self.sources: dict[str, Tensor] = {}
+        units = self.anatomy.units
+        self.values: list[Any] = [None] * len(units)
+        self.bound: list[Any] = [None] * len(units)
+        self.cells = [Cell() for _ in units]
+        self.reaching = [bool(unit.shared or unit.buffers) for unit in units]
+        self._find_slots()
+        self._compile()
+        self.forwards = [self._route(i, self.modules[unit.module]) for i, unit in enumerate(units)]
+
+    # --- construction ---
+
+    def _slots(self, leaf: Leaf, kind: str = "_parameters") -> tuple[Slot, ...]:
+        return tuple((getattr(self.modules[m], kind), attribute) for m, attribute in leaf.homes)
+
+    def _filled(self, leaves: Iterable[Leaf]) -> list[Filled]:
+        return [(h, a, h[a]) for leaf in leaves for h, a in self._slots(leaf)]
+
+    def _find_slots(self) -> None:
+        self.rest = self._filled(self.anatomy.root)
+        self.unit_rest = [self._filled(unit.leaves) for unit in self.anatomy.units]
+        self.buffers = {
+            leaf.name: BufferSlot(self._slots(leaf, "_buffers")) for leaf in self.anatomy.buffers
+        }
+        parts = list(self.modules.values())
+        self.holders = [(part._buffers, dict(part._buffers)) for part in parts]
+        self.rnns = [
+            (part, part._flat_weights, part._flat_weight_refs)
+            for part in parts
+            if isinstance(part, nn.RNNBase)
+        ]
+        for (
+            rnn,
+            _,
+            _,
+        ) in self.rnns:  # it would move the weights it is given into a buffer of its own
+            rnn.__dict__["flatten_parameters"] = _leave_alone
+
+    def _compile(self) -> None:
+        self.unit_nodes = [compile_tree(self._placed(u.leaves)) for u in self.anatomy.units]
+        self.node = compile_tree(
+            self._placed(self.anatomy.root),
+            self.anatomy.stacks,
+            [(unit.stack, unit.index) for unit in self.anatomy.units],
+        )
+        if self.anatomy.is_stack:
+            ((_, self.node),) = self.node[3]
+
+    def _placed(self, leaves: Iterable[Leaf]) -> list[tuple[Path, torch.Size, tuple[Slot, ...]]]:
+        return [(leaf.path, leaf.shape, self._slots(leaf)) for leaf in leaves]
+
+    def _route(self, i: int, part: nn.Module) -> Callable[..., Any]:
+        """Send calls of a unit through ``layer``; returns what it did before."""
+        forward = part.forward
+
+        @functools.wraps(forward)
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            params = self.values[i]
+            if type(params) is dict and current() is None:
+                return forward(*args, **kwargs)  # what layer() comes to, without its price
+            return layer(LayerCall(self, i), params, *args, **kwargs)
+
+        part.__dict__["forward"] = routed
+        return forward
+
+    # --- one call ---
+
+    def bind(self, params: Tree, buffers: dict[str, Tensor], mode: bool | None) -> None:
+        """Fill the whole template. :meth:`release` afterwards, whatever happens."""
+        self._open(mode)
+        name = type(self.module).__name__
+        write(params, self.node, self.values, self.anatomy.leaves, name)
+        if any(isinstance(value, Ref) for value in self.values):
+            self._face()
+        for i, value in enumerate(self.values):
+            self._bind_unit(i, value)
+        self.sources = buffers
+        for key, buffer in self.buffers.items():
+            buffer.bind(buffers[key])
+
+    def bind_around(self, call: LayerCall) -> None:
+        """Fill what one layer takes from outside itself."""
+        self._open(call.mode)
+        unit = self.anatomy.units[call.unit]
+        if not self.reaching[call.unit]:
+            return
+        for leaf, x in zip(unit.shared, call.shared, strict=True):
+            for holder, attribute in self._slots(leaf):
+                holder[attribute] = x
+        for name in unit.buffers:
+            self.buffers[name].bind(call.buffers[name])
+
+    def run(self, i: int, params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's own forward on plain params; what was bound before comes back after."""
+        before = self.bound[i]
+        try:
+            self._bind_unit(i, params)
+            return self.forwards[i](*args, **kwargs)
+        finally:
+            self._bind_unit(i, before)
+
+    def new_buffers(self) -> dict[str, Tensor]:
+        """The buffers as the call left them."""
+        return {name: buffer.result() for name, buffer in self.buffers.items()}
+
+    def around(self, i: int) -> tuple[list[Any], dict[str, Tensor]]:
+        """What layer ``i`` takes from outside itself: the root's tensors, and its buffers."""
+        unit = self.anatomy.units[i]
+        homes = [leaf.homes[0] for leaf in unit.shared]
+        shared = [self.modules[m]._parameters[attribute] for m, attribute in homes]
+        return shared, {name: self.sources[name] for name in unit.buffers}
+
+    def release(self) -> None:
+        """Take every tensor out again."""
+        self.serial += 1
+        _fill(self.rest)
+        for i in range(len(self.values)):
+            self._bind_unit(i, None)
+            self.values[i] = None
+        for buffer in self.buffers.values():
+            buffer.release()
+        for holder, names in self.holders:
+            if len(holder) != len(names):
+                holder.clear()
+                holder.update(names)
+        for rnn, weights, refs in self.rnns:
+            rnn._flat_weights, rnn._flat_weight_refs = weights, refs
+        self.sources = {}
+
+    def _open(self, mode: bool | None) -> None:
+        self.serial += 1
+        self.thread = get_ident()
+        if mode is not self.mode:
+            self.mode = mode
+            for part, training in self.flags:
+                part.training = training
+            if mode is not None:
+                self.module.train(mode)
+
+    def _bind_unit(self, i: int, value: Any) -> None:
+        """Bind a unit's plain params; a ``Ref`` or nothing leaves its resting tensors."""
+        if value is None or isinstance(value, Ref):
+            _fill(self.unit_rest[i])
+            if self.cells[i].ref is not value:
+                self.cells[i].hold(value)
+        else:
+            unit = self.anatomy.units[i]
+            write(value, self.unit_nodes[i], [], unit.leaves, f"layer {unit.name}")
+        self.bound[i] = value
+
+    def _face(self) -> None:
+        """Let layers' parameters rest as lazy tensors of the kind that the root's are now."""
+        device, dtypes = None, {}
+        for leaf in self.anatomy.root:
+            holder, attribute = self._slots(leaf)[0]
+            device, dtypes[leaf.dtype] = holder[attribute].device, holder[attribute].dtype
+        if (device, dtypes) == self.facade:
+            return
+        self.facade = (device, dtypes)
+        for i, unit in enumerate(self.anatomy.units):
+            lazies = [
+                lazy_tensor(
+                    self.cells[i],
+                    leaf.name,
+                    leaf.path,
+                    leaf.shape,
+                    dtypes.get(leaf.dtype, leaf.dtype),
+                    device or leaf.device,
+                )
+                for leaf in unit.leaves
+            ]
+            self.unit_rest[i] = [
+                (*slot, lazy)
+                for leaf, lazy in zip(unit.leaves, lazies, strict=True)
+                for slot in self._slots(leaf)
+            ]
+
+
+def _fill(slots: Iterable[Filled]) -> None:
+    for holder, attribute, x in slots:
+        holder[attribute] = x
+
+
+def _leave_alone() -> None:
+    return None
+
+
+class Pool:
+    """The idle templates of one module. Pickles as its skeleton alone."""
+
+    def __init__(self, skeleton: nn.Module, anatomy: Anatomy) -> None:
+        self.skeleton, self.anatomy = skeleton, anatomy
+        self.idle: list[Template] = []
+
+    @contextmanager
+    def lend(self) -> Iterator[Template]:
+        """A template for one call; others may borrow theirs meanwhile, in any thread."""
+        try:
+            template = self.idle.pop()
+        except IndexError:
+            template = Template(self)
+        try:
+            yield template
+        finally:
+            template.release()
+            self.idle.append(template)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"skeleton": self.skeleton, "anatomy": self.anatomy, "idle": []}

@@ -1,0 +1,252 @@
+"""Any ``nn.Module`` as a pure function of its parameters.
+
+``functionalize(module)`` gives ``Functional(params, buffers, apply)``. What is new
+against ``torch.func.functional_call``: the parameters come as a tree whose stacks of
+layers are :class:`zfunc.Layers`, and during ``apply`` each layer runs through
+:func:`zfunc.layer`, so that a transform can gather, cast, drop, recompute or
+profile it, in unmodified Hugging Face models too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zfunc import context, primitives, tree
+from zfunc.errors import PlacementError
+from zfunc.modules.binding import Pool, skeleton
+from zfunc.modules.slots import misfit
+from zfunc.modules.units import Choice, dissect
+
+__all__ = ["Functional", "functionalize"]
+
+_META_NOTE = (
+    "zfunc: the module ran into a tensor on meta. A parameter or buffer was reached in another way "
+    "than as an attribute of its module (a plain list of parameters, a closure, a cache built in "
+    "__init__). Use nn.ParameterList / register_buffer, or read it from self in forward."
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Functional:
+    """A module without its state: ``apply`` is a pure function of ``params`` and ``buffers``.
+
+    Attributes:
+        params: nested dict of tensors under the names of ``named_parameters()``, tied
+            ones once; each stack of layers in it is a ``zf.Layers``. They share the
+            memory of the module's parameters, and require no gradient.
+        buffers: name -> tensor, non-persistent ones included.
+        config: the module's ``config`` (Hugging Face), or None.
+    """
+
+    params: Any
+    buffers: dict[str, Tensor]
+    config: Any
+    _name: str
+    _train: bool | None
+    _pool: Pool = field(repr=False)
+
+    def apply(
+        self,
+        params: Any,
+        /,
+        *args: Any,
+        buffers: dict[str, Tensor] | None = None,
+        mutable: bool = False,
+        train: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the module on these parameters.
+
+        Args:
+            params: a tree like ``self.params``, plain or placed.
+            *args, **kwargs: the module's own.
+            buffers: values for all buffers; by default ``self.buffers``.
+            mutable: also return what the call made of the buffers. They are never
+                changed in place, and without ``mutable`` changes are dropped.
+            train: the mode for this call; None leaves every submodule in its own.
+
+        Returns:
+            What the module returns; with ``mutable``, ``(output, new_buffers)``.
+
+        Raises:
+            PlacementError: ``params`` or ``buffers`` do not fit the module; the leaves
+                that differ are named.
+        """
+        entered = primitives.enter(params)
+        given = self._checked(buffers)
+        sources = self._in_compute_dtype(given)
+        with self._pool.lend() as template:
+            template.bind(entered, sources, self._train if train is None else train)
+            try:
+                out = template.module(*args, **kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" in str(error):
+                    error.add_note(_META_NOTE)
+                raise
+            return (out, _restored(template.new_buffers(), sources, given)) if mutable else out
+
+    def to_module(self, params: Any, buffers: dict[str, Tensor] | None = None) -> nn.Module:
+        """A real module with copies of these values; tied weights are tied again.
+
+        Args:
+            params: a tree like ``self.params``; a placed one is gathered (a collective).
+            buffers: by default ``self.buffers``.
+        """
+        sources, anatomy = self._checked(buffers), self._pool.anatomy
+        full = tree.full(params)
+        values = tree.flatten_names(full)
+        shapes = {name: getattr(x, "shape", None) for name, x in values.items()}
+        if shapes != {leaf.name: leaf.shape for leaf in anatomy.leaves}:
+            raise misfit(full, anatomy.leaves, self._name)
+        memo: dict[int, Any] = {}
+        modules = dict(self._pool.skeleton.named_modules())
+        for leaf in anatomy.leaves:
+            home, attribute = leaf.homes[0]
+            p = nn.Parameter(values[leaf.name], requires_grad=leaf.requires_grad)
+            memo[id(modules[home]._parameters[attribute])] = p
+        for leaf in anatomy.buffers:
+            home, attribute = leaf.homes[0]
+            memo[id(modules[home]._buffers[attribute])] = sources[leaf.name].detach().clone()
+        return copy.deepcopy(self._pool.skeleton, memo)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of the module's ``forward``."""
+        return inspect.signature(self._pool.skeleton.forward)
+
+    def _checked(self, buffers: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        if buffers is None:
+            return self.buffers
+        if buffers.keys() != self.buffers.keys():
+            missing = sorted(self.buffers.keys() - buffers.keys())
+            extra = sorted(buffers.keys() - self.buffers.keys())
+            raise PlacementError(
+                f"these buffers do not fit {self._name}: missing {missing[:5]}, "
+                f"unexpected {extra[:5]}. Pass {{**functional.buffers, ...}}."
+            )
+        return buffers
+
+    def _in_compute_dtype(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Buffers as the running step computes: persistent floats in 16 bits under ``precision``.
+
+        Statistics of norms and what is not saved (rotary tables) stay as they are.
+        """
+        running = context.current()
+        dtype = None if running is None else running.compute
+        if dtype is None:
+            return buffers
+        return {
+            name: x.to(dtype) if name in self._constants and x.is_floating_point() else x
+            for name, x in buffers.items()
+        }
+
+    @functools.cached_property
+    def _constants(self) -> frozenset[str]:
+        """Names of the buffers that are saved with the module and are no statistics."""
+        modules = dict(self._pool.skeleton.named_modules())
+        return frozenset(
+            leaf.name
+            for leaf in self._pool.anatomy.buffers
+            if not any(
+                attribute in modules[home]._non_persistent_buffers_set
+                or attribute in ("running_mean", "running_var")
+                for home, attribute in leaf.homes
+            )
+        )
+
+    def __repr__(self) -> str:
+        anatomy = self._pool.anatomy
+        numel = sum(leaf.shape.numel() for leaf in anatomy.leaves)
+        stacks = ", ".join(
+            f"{'.'.join(map(str, path)) or 'itself'} x {n}" for path, n in anatomy.stacks.items()
+        )
+        return (
+            f"Functional({self._name}: {numel:,} parameters in {len(anatomy.leaves)} leaves, "
+            f"layers: {stacks or 'none'}, {len(self.buffers)} buffers)"
+        )
+
+
+def _restored(
+    new: dict[str, Tensor], used: dict[str, Tensor], given: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """New buffers in the dtypes of those given; one that the call left alone is the given one."""
+    out = {}
+    for name, x in new.items():
+        was = given[name]
+        if used[name] is was:
+            out[name] = x
+        else:
+            out[name] = was if torch.equal(x, used[name]) else x.to(was.dtype)
+    return out
+
+
+def functionalize(module: nn.Module, units: Choice = None, train: bool | None = None) -> Functional:
+    """Turn a module into a pure function of its parameters.
+
+    The module is not changed, and may be deleted: only the memory of its parameters
+    and buffers is shared (no copy is made), its code is copied.
+
+    Args:
+        module: any ``nn.Module``, an unmodified Hugging Face model included.
+        units: which submodules are layers, the units of gather, offload, drop and
+            recompute. By default the children of the outermost ``nn.ModuleList`` and
+            ``nn.Sequential``. A predicate ``(name, module) -> bool`` or patterns such
+            as ``"encoder.block*"`` choose others; the outermost matches count. One
+            that is no child of a list becomes a stack of one, under its own name.
+        train: the mode in which ``apply`` runs the module; by default every submodule
+            keeps the one that it is in now.
+
+    Returns:
+        A :class:`Functional`.
+
+    Raises:
+        PlacementError: a parameter that is not floating-point, has no shape yet or is
+            sharded already; a module wrapped for data parallelism; ``units`` that
+            match nothing.
+
+    >>> import torch
+    >>> model = functionalize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    >>> sorted(tree.flatten_names(model.params))
+    ['0.bias', '0.weight', '2.bias', '2.weight']
+    >>> model.apply(model.params, torch.ones(2, 3)).shape
+    torch.Size([2, 1])
+    """
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise PlacementError(
+            f"functionalize() got a {type(module).__name__}. Give it the module inside "
+            "(module.module); zf.shard does the data parallelism."
+        )
+    anatomy = dissect(module, units)
+    bare = skeleton(module)
+    _switch_off_checkpointing(bare)
+    return Functional(
+        params=anatomy.tree({name: p.detach() for name, p in module.named_parameters()}),
+        buffers={name: b.detach() for name, b in module.named_buffers()},
+        config=getattr(module, "config", None),
+        _name=type(module).__name__,
+        _train=train,
+        _pool=Pool(bare, anatomy),
+    )
+
+
+def _switch_off_checkpointing(module: nn.Module) -> None:
+    """A module's own recomputation would run after its parameters have been taken out."""
+    found = [
+        part for part in module.modules() if getattr(part, "gradient_checkpointing", None) is True
+    ]
+    for part in found:
+        part.__dict__["gradient_checkpointing"] = False
+    if found:
+        warnings.warn(
+            f"{type(module).__name__} checkpoints itself (gradient_checkpointing), which is now "
+            "switched off in the functionalized copy. Wrap the step instead: zf.remat(step).",
+            stacklevel=3,
+        )

@@ -1,0 +1,194 @@
+"""Slots: places in a module's dicts, and how a tree or a set of buffers gets into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+from zfunc.modules.units import Leaf, Path
+from zfunc.nodes import NAMESPACE, Tree
+from zfunc.primitives import Ref
+
+__all__ = ["BufferSlot", "Node", "Slot", "compile_tree", "misfit", "write"]
+
+Slot = tuple[dict[str, Any], str]
+"""``holder, attribute``: ``holder`` is a module's ``_parameters`` or ``_buffers``."""
+
+
+Node = tuple[int, list[Any], list[Any], list[Any]]
+"""One dict or stack of a params tree, compiled: its length, its leaves as (key, shape, holder,
+attribute), its units as (index, number) and its other children as (key, node)."""
+
+
+def compile_tree(
+    leaves: Iterable[tuple[Path, torch.Size, Iterable[Slot]]],
+    stacks: Mapping[Path, int] = MappingProxyType({}),
+    units: Iterable[tuple[Path, int]] = (),
+) -> Node:
+    """The program that :func:`write` runs: where the leaf under each path goes.
+
+    Args:
+        leaves: path, shape and slots of each leaf.
+        stacks: path -> length of each ``Layers``.
+        units: path of its ``Layers`` and index in it of each unit, in the order of ``values``.
+    """
+    top: dict[Any, Any] = {}
+    for path, shape, slots in leaves:
+        _dict_at(top, path[:-1])[path[-1]] = (shape, tuple(slots))
+    for path, length in stacks.items():
+        _dict_at(top, path[:-1])[path[-1]] = (length, [])
+    for number, (path, index) in enumerate(units):
+        _dict_at(top, path[:-1])[path[-1]][1].append((index, number))
+    return _compile(top)
+
+
+def _dict_at(node: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    for key in path:
+        node = node.setdefault(key, {})
+    return node
+
+
+def _compile(tree: dict[Any, Any]) -> Node:
+    leaves: list[Any] = []
+    children: list[Any] = []
+    for key, entry in tree.items():
+        if isinstance(entry, dict):
+            children.append((key, _compile(entry)))
+        elif isinstance(entry[1], list):
+            children.append((key, (entry[0], [], entry[1], [])))
+        else:
+            shape, slots = entry
+            leaves.extend((key, shape, holder, attribute) for holder, attribute in slots)
+    return len(tree), leaves, [], children
+
+
+def write(tree: Tree, node: Node, values: list[Any], want: Iterable[Leaf], where: str) -> None:
+    """Put the leaves of ``tree`` into their slots, and its units' subtrees into ``values``.
+
+    Raises:
+        PlacementError: the tree is not made of the leaves ``want``; says which differ.
+    """
+    try:
+        _write(tree, node, values)
+    except (LookupError, TypeError, AttributeError):
+        raise misfit(tree, want, where) from None
+
+
+def _write(tree: Any, node: Node, values: list[Any]) -> None:
+    size, leaves, units, children = node
+    if len(tree) != size:
+        raise LookupError
+    for key, shape, holder, attribute in leaves:
+        x = tree[key]
+        if x.shape != shape:
+            raise LookupError
+        holder[attribute] = x
+    for index, unit in units:
+        values[unit] = tree[index]
+    for key, child in children:
+        _write(tree[key], child, values)
+
+
+def _shapes(tree: Tree, prefix: str) -> dict[str, Any]:
+    """name -> shape of each leaf; a layer that has not entered yet counts as ``...``."""
+    keys, items, _ = optree.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, Ref), none_is_leaf=True, namespace=NAMESPACE
+    )
+    names = [".".join(part for part in (prefix, *map(str, key)) if part) for key in keys]
+    return {
+        name: ... if isinstance(x, Ref) else tuple(getattr(x, "shape", ("no tensor",)))
+        for name, x in zip(names, items, strict=True)
+    }
+
+
+def misfit(tree: Tree, leaves: Iterable[Leaf], where: str) -> PlacementError:
+    """The error that names the leaves in which ``tree`` differs from ``leaves``."""
+    want = {leaf.name: leaf for leaf in leaves}
+    have = _shapes(tree, where.removeprefix("layer ") if where.startswith("layer ") else "")
+    waiting = tuple(name + "." for name, shape in have.items() if shape is ...)
+    wrong = [
+        f"{name} {have[name]} instead of {tuple(leaf.shape)}"
+        for name, leaf in want.items()
+        if name in have and have[name] != tuple(leaf.shape)
+    ]
+    kinds = {
+        "missing": [n for n in want if n not in have and not n.startswith(waiting)],
+        "unexpected": [n for n in have if n not in want and have[n] is not ...],
+        "of another shape": wrong,
+    }
+    listed = "; ".join(
+        f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for kind, names in kinds.items()
+        if names
+    )
+    return PlacementError(
+        f"these params do not fit {where}: {listed or 'they are nested differently'}. "
+        "Pass a tree of the structure of Functional.params."
+    )
+
+
+_SMALL = 1 << 16
+
+
+def _blind() -> bool:
+    """In inference mode and inside torch.func, versions and identities say nothing."""
+    if torch.is_inference_mode_enabled():
+        return True
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+class BufferSlot:
+    """One buffer, bound as a working copy: a call may do with it what it likes.
+
+    Small buffers are copied for every call: the kernels behind ``F.batch_norm`` write
+    running statistics without counting a version. The copy of a large one (a causal
+    mask) is kept for the next call while neither it nor the caller's has changed.
+    """
+
+    def __init__(self, slots: tuple[Slot, ...]) -> None:
+        self.slots = slots
+        self.rest: Tensor = slots[0][0][slots[0][1]]
+        self.small = self.rest.numel() <= _SMALL
+        self.source, self.work = self.rest, self.rest
+        self.versions: tuple[int, int] | None = None  # of both, where the copy may be kept
+
+    def bind(self, source: Tensor) -> None:
+        blind = _blind()
+        if (
+            blind
+            or source is not self.source
+            or self.versions is None
+            or self.versions[0] != source._version
+        ):
+            self.source, self.work = source, source.detach().clone()
+            keep = not (self.small or blind or source.is_inference())
+            self.versions = (source._version, self.work._version) if keep else None
+        for holder, attribute in self.slots:
+            holder[attribute] = self.work
+
+    def result(self) -> Tensor:
+        """The value after a call; the source itself if it is large and was not written."""
+        for holder, attribute in self.slots:
+            now = holder.get(attribute)
+            if now is not self.work:  # assigned anew
+                return self.source if now is None else now.detach()
+        if self.untouched():
+            return self.source
+        self.versions = None  # the copy is the caller's now
+        return self.work
+
+    def untouched(self) -> bool:
+        """Whether the copy is known to be as it was made."""
+        return self.versions is not None and self.versions[1] == self.work._version
+
+    def release(self) -> None:
+        for holder, attribute in self.slots:
+            holder[attribute] = self.rest
+        if _blind() or not self.untouched():
+            self.versions, self.source, self.work = None, self.rest, self.rest

@@ -1,0 +1,156 @@
+"""Deciding how a tree is cut: which leaves travel together, and where each one lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+from zfunc.nodes import NAMESPACE, Encoded, Tree
+from zfunc.placed.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
+from zfunc.placed.leaves import origin_of
+from zfunc.tree import dotted
+from zfunc.worlds.axes import Mesh
+
+__all__ = ["make_layout"]
+
+
+def _check_leaf(path: str, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor):
+        raise PlacementError(
+            f"parameter {path} is a {type(leaf).__name__}, not a tensor. Keep what is no "
+            "parameter out of the params tree (close over it, or make it an entry of the state)."
+        )
+    if not leaf.is_floating_point():
+        raise PlacementError(
+            f"parameter {path} has dtype {leaf.dtype}; only floating-point parameters can be "
+            "trained and cut. Keep integer tensors in the state's `buffers`."
+        )
+
+
+def _groups(
+    layers: Sequence[Layer],
+    root: Sequence[int],
+    sizes: Sequence[int],
+    unit_bytes: int,
+    merge: bool,
+) -> list[tuple[str, list[int]]]:
+    """Leaf indices that travel together, named: the root's first, then the layers'."""
+    small = unit_bytes // 8
+    groups: list[tuple[str, list[int]]] = []
+    spans = [("", list(root))] if root else []
+    run: list[Layer] = []
+
+    def flush() -> None:
+        if not run:
+            return
+        first, last = run[0].name, run[-1].name.rpartition(".")[2]
+        name = first if len(run) == 1 else f"{first}-{last}"
+        spans.append((name, [i for layer in run for i in range(layer.start, layer.stop)]))
+        run.clear()
+
+    def stack(layer: Layer) -> str:
+        return layer.name.rpartition(".")[0]
+
+    def weight(some: Sequence[Layer]) -> int:
+        return sum(sum(sizes[layer.start : layer.stop]) for layer in some)
+
+    for layer in layers:
+        fits = merge and weight([*run, layer]) <= small
+        if run and not (fits and stack(run[0]) == stack(layer)):
+            flush()
+        run.append(layer)
+    flush()
+    for name, leaves in spans:
+        # The root's leaves (embedding, head) have little to do with each other in time.
+        groups.extend(_split(name, leaves, sizes, unit_bytes if name else small))
+    return groups
+
+
+def _split(
+    name: str, leaves: list[int], sizes: Sequence[int], unit_bytes: int
+) -> list[tuple[str, list[int]]]:
+    """Cut a huge group between leaves, so that no part but a single leaf exceeds the limit."""
+    parts: list[list[int]] = [[]]
+    for i in leaves:
+        if parts[-1] and sum(sizes[j] for j in parts[-1]) + sizes[i] > unit_bytes:
+            parts.append([])
+        parts[-1].append(i)
+    label = name or "root"
+    if len(parts) == 1:
+        return [(label, parts[0])]
+    return [(f"{label}[{k}]", part) for k, part in enumerate(parts)]
+
+
+def make_layout(
+    tree: Tree,
+    *,
+    world: int = 1,
+    mesh: Mesh | None = None,
+    axis: str | tuple[str, ...] = "data",
+    unit_bytes: int = 1 << 26,
+    persist_below: int = 0,
+    merge: bool = True,
+    frozen: Callable[[Tensor], bool] = lambda leaf: False,
+) -> Layout:
+    """Decide how a plain tree of parameters is cut over ``world`` ranks.
+
+    Args:
+        tree: plain tree of floating-point tensors (real or on ``meta``).
+        unit_bytes: a layer that is larger is split between leaves, the root at an eighth
+            of it; consecutive layers of one stack are merged up to an eighth of it.
+        merge: whether tiny layers travel together, as said.
+        persist_below: leaves of fewer elements are kept whole on every rank.
+        frozen: which leaves have no gradient.
+
+    Raises:
+        PlacementError: a leaf that is no floating-point tensor, named by its path.
+    """
+    keys, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
+    names = [dotted(*key) for key in keys]
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf is not None:
+            _check_leaf(name, leaf)
+    sizes = [0 if leaf is None else leaf.nbytes for leaf in leaves]
+    outer, layers = find_layers(tree)
+    inside = {i for layer in layers for i in range(layer.start, layer.stop)}
+    root = [i for i in range(len(leaves)) if i not in inside]
+    slots: list[Slot | None] = [None] * len(leaves)
+    flats: list[Flat] = []
+    units: list[Unit] = []
+    for name, members in _groups(layers, root, sizes, unit_bytes, merge):
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        kind: tuple[Any, ...]
+        for i in members:
+            if (leaf := leaves[i]) is not None:
+                if isinstance(leaf, Encoded):
+                    kind = (torch.uint8, False, leaf.code.bytes < persist_below, None)
+                else:
+                    small = leaf.numel() < persist_below
+                    kind = (leaf.dtype, not frozen(leaf), small, origin_of(leaf))
+                kinds.setdefault(kind, []).append(i)
+        mine = []
+        for (dtype, trainable, whole, _), some in kinds.items():
+            end = 0
+            for i in some:
+                slots[i] = _slot(names[i], leaves[i], len(flats), end, i)
+                end += aligned(slots[i].numel)  # type: ignore[union-attr]
+            mine.append(len(flats))
+            flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
+        units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
+    return Layout(spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world)
+
+
+def _slot(name: str, leaf: Any, flat: int, start: int, index: int) -> Slot:
+    if isinstance(leaf, Encoded):
+        return Slot(name, (leaf.code.bytes,), flat, start, index, leaf.code)
+    return Slot(name, tuple(leaf.shape), flat, start, index)
+
+
+def _even_cuts(length: int, world: int) -> tuple[int, ...]:
+    part = -(-length // (ALIGN * world)) * ALIGN
+    return tuple(part * r for r in range(world + 1))

@@ -1,0 +1,356 @@
+"""How a tree is cut: leaves into units, units into flat buffers, buffers over ranks.
+
+A *unit* (a layer, some tiny layers together, or a part of the root, which is
+everything outside ``Layers``) is what is gathered, reduced and moved at once. Its
+leaves lie one behind the other in one 1-D *flat* per dtype and kind (trainable or
+frozen, cut or kept whole). Every rank owns one contiguous, equal part of a flat,
+so a gathered flat yields zero-copy views of the leaves, and an elementwise
+optimizer needs to know nothing of leaves at all.
+
+Leaves start at multiples of 64 elements and so do cuts: matrix kernels find
+aligned rows, and a vectorised update rounds an element in the same way however
+the tree is cut. The padding is zero, and visible nowhere outside this module and
+``sharded``.
+
+A :class:`Layout` is static: it is hashable, comparable, knows shapes and offsets,
+and holds no data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.nodes import NAMESPACE, Layers, Tree
+from zfunc.pool import empty
+from zfunc.tree import dotted
+from zfunc.worlds.axes import Mesh
+
+__all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "aligned", "find_layers"]
+
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one leaf lies: ``flat[start : start + numel]``, ``shape`` outside.
+
+    ``code`` makes the leaf of what lies there, if it is stored as bytes (``nodes.Encoded``).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    flat: int
+    start: int
+    index: int
+    code: Any = None
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One 1-D buffer; rank r owns ``[cuts[r], cuts[r + 1])``, or all of it if ``whole``."""
+
+    dtype: torch.dtype
+    trainable: bool
+    whole: bool
+    cuts: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.cuts[-1]
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        return (0, self.cuts[-1]) if self.whole else (self.cuts[rank], self.cuts[rank + 1])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What travels together: ``flats`` and ``slots`` are indices into the layout's."""
+
+    name: str
+    flats: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One child of a ``Layers``: its leaves are ``[start, stop)`` of the tree's."""
+
+    name: str
+    start: int
+    stop: int
+    spec: optree.PyTreeSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The cut of one tree.
+
+    Attributes:
+        spec: structure of the tree, ``None`` being a leaf.
+        slots: one per leaf in leaf order; ``None`` where the tree has no value.
+        flats, units: see the module's docstring.
+        outer: the structure with a hole at each layer.
+        layers: the holes, in order.
+        mesh, axis: over which ranks the flats are cut.
+    """
+
+    spec: optree.PyTreeSpec
+    slots: tuple[Slot | None, ...]
+    flats: tuple[Flat, ...]
+    units: tuple[Unit, ...]
+    outer: optree.PyTreeSpec
+    layers: tuple[Layer, ...]
+    mesh: Mesh | None
+    axis: str | tuple[str, ...]
+    world: int
+    _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, hash=False)
+
+    @cached_property
+    def present(self) -> tuple[Slot, ...]:
+        """The slots that exist."""
+        return tuple(slot for slot in self.slots if slot is not None)
+
+    @cached_property
+    def by_flat(self) -> tuple[tuple[Slot, ...], ...]:
+        """For each flat its slots, in order of their offset."""
+        rows: list[list[Slot]] = [[] for _ in self.flats]
+        for slot in self.present:
+            rows[slot.flat].append(slot)
+        return tuple(tuple(sorted(row, key=lambda slot: slot.start)) for row in rows)
+
+    @cached_property
+    def unit_of_flat(self) -> tuple[int, ...]:
+        owner = {flat: i for i, unit in enumerate(self.units) for flat in unit.flats}
+        return tuple(owner[i] for i in range(len(self.flats)))
+
+    @cached_property
+    def root_leaves(self) -> tuple[int, ...]:
+        """Indices of the leaves outside every layer."""
+        inside = {i for layer in self.layers for i in range(layer.start, layer.stop)}
+        return tuple(i for i in range(len(self.slots)) if i not in inside)
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[str, int, int], ...]:
+        """For each layer its stack's path, its depth in the stack (from 0), and how many it has."""
+        parents = [layer.name.rpartition(".")[0] for layer in self.layers]
+        return tuple(
+            (parent, parents[:k].count(parent), parents.count(parent))
+            for k, parent in enumerate(parents)
+        )
+
+    def segments(self, flat: int, rank: int) -> list[tuple[Slot, int, int, int]]:
+        """This rank's pieces of a flat's leaves: ``(slot, start, stop, offset)``.
+
+        ``local[start:stop]`` is ``leaf.view(-1)[offset : offset + stop - start]``.
+        """
+        key = (flat, rank)
+        if key not in self._memo:
+            low, high = self.flats[flat].bounds(rank)
+            rows = []
+            for slot in self.by_flat[flat]:
+                a, b = max(slot.start, low), min(slot.start + slot.numel, high)
+                if a < b:
+                    rows.append((slot, a - low, b - low, a - slot.start))
+            self._memo[key] = rows
+        return self._memo[key]
+
+    def views(self, flat: int, full: Tensor) -> list[Tensor]:
+        """Zero-copy leaves of a full flat, in the order of ``by_flat``."""
+        parts = [
+            full.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.by_flat[flat]
+        ]
+        return [
+            part if slot.code is None else slot.code.read(part)
+            for slot, part in zip(self.by_flat[flat], parts, strict=True)
+        ]
+
+    def pack(
+        self,
+        flat: int,
+        leaves: Sequence[Tensor | None],
+        take: Callable[[int, torch.dtype, torch.device | None], Tensor] | None = None,
+    ) -> Tensor:
+        """A full flat with the leaves (in the order of ``by_flat``); ``None`` is zero.
+
+        A copy in memory that ``take`` provides, except that a leaf which is a whole flat
+        by itself stays where it is if ``take`` is given.
+        """
+        spec = self.flats[flat]
+        some = next((x for x in leaves if x is not None), None)
+        dtype, device = (some.dtype, some.device) if some is not None else (spec.dtype, None)
+        alone = take is not None and len(leaves) == 1
+        if alone and some is not None and some.is_contiguous() and some.numel() == spec.length:
+            return some.detach().view(-1)
+        full = (take or empty)(spec.length, dtype, device)
+        end = 0
+        for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
+            if slot.start > end:
+                full[end : slot.start].zero_()
+            end = slot.start + slot.numel
+            target = full.narrow(0, slot.start, slot.numel)
+            if leaf is None:
+                target.zero_()
+            else:
+                target.view(slot.shape).copy_(leaf)
+        full[end:].zero_()
+        return full
+
+    def cut(self, flat: int, leaves: Sequence[Tensor], rank: int, copy: bool = False) -> Tensor:
+        """This rank's part of a flat, from full leaves in the order of ``by_flat``.
+
+        Unless ``copy``, a view where the leaves already lie in one buffer of this layout.
+        """
+        spec = self.flats[flat]
+        low, high = spec.bounds(rank)
+        base = None if copy else self.buffer_under(flat, leaves)
+        if base is not None:
+            return base.narrow(0, low, high - low)
+        local = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
+        by_index = {s.index: x for s, x in zip(self.by_flat[flat], leaves, strict=True)}
+        for slot, a, b, offset in self.segments(flat, rank):
+            local[a:b] = by_index[slot.index].reshape(-1)[offset : offset + b - a]
+        return local
+
+    def buffer_under(self, flat: int, leaves: Sequence[Tensor]) -> Tensor | None:
+        """The full flat that the leaves are views of, if they are."""
+        first, spec = leaves[0], self.flats[flat]
+        start = first.storage_offset() - self.by_flat[flat][0].start
+        storage = first.untyped_storage()
+        if start < 0 or (start + spec.length) * first.element_size() > storage.nbytes():
+            return None
+        where = storage.data_ptr()
+        for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
+            if (
+                leaf.untyped_storage().data_ptr() != where
+                or leaf.storage_offset() != start + slot.start
+                or not leaf.is_contiguous()
+                or leaf.dtype != first.dtype
+            ):
+                return None
+        return first.detach().as_strided((spec.length,), (1,), start)
+
+    def select(self, keep: Callable[[int], bool]) -> Layout:
+        """The layout of the kept leaves alone, every piece staying on its rank."""
+        slots: list[Slot | None] = [None] * len(self.slots)
+        flats = []
+        for spec, row in zip(self.flats, self.by_flat, strict=True):
+            kept = [slot for slot in row if keep(slot.index)]
+            if len(kept) == len(row):
+                flats.append(spec)
+                moved = kept
+            else:
+                flats.append(replace(spec, cuts=tuple(_before(kept, at) for at in spec.cuts)))
+                moved = [replace(slot, start=_before(kept, slot.start)) for slot in kept]
+            for slot in moved:
+                slots[slot.index] = slot
+        return replace(self, slots=tuple(slots), flats=tuple(flats), _memo={})
+
+    def subtree(self, entry: Any) -> tuple[Layout, Layout, tuple[int, ...]]:
+        """The layout of the child under a key, an index or an attribute name.
+
+        Returns:
+            ``(child, selected, flats)``: the child's own layout, this layout
+            restricted to the child's leaves, and which of its flats the child has.
+
+        Raises:
+            KeyError: there is no such child.
+        """
+        entries, children = self.spec.entries(), self.spec.children()
+        if isinstance(entry, int) and entry not in entries and -len(entries) <= entry < 0:
+            entry += len(entries)
+        if entry not in entries:
+            raise KeyError(entry)
+        k = entries.index(entry)
+        start = sum(child.num_leaves for child in children[:k])
+        stop = start + children[k].num_leaves
+        kept = self.select(lambda i: start <= i < stop)
+        used = tuple(sorted({slot.flat for slot in kept.slots[start:stop] if slot}))
+        renumber = {old: new for new, old in enumerate(used)}
+        cut = len(str(entry)) + 1 if str(entry) else 0
+        slots = tuple(
+            slot
+            and replace(
+                slot, path=slot.path[cut:], index=slot.index - start, flat=renumber[slot.flat]
+            )
+            for slot in kept.slots[start:stop]
+        )
+        units = tuple(
+            Unit(
+                unit.name,
+                tuple(renumber[f] for f in unit.flats if f in renumber),
+                tuple(i - start for i in unit.slots if start <= i < stop),
+            )
+            for unit in self.units
+            if any(f in renumber for f in unit.flats)
+        )
+        outer, layers = find_layers(optree.tree_unflatten(children[k], list(range(stop - start))))
+        child = replace(
+            kept,
+            spec=children[k],
+            slots=slots,
+            flats=tuple(kept.flats[f] for f in used),
+            units=units,
+            outer=outer,
+            layers=layers,
+            _memo={},
+        )
+        return child, kept, used
+
+    def state_bytes(self, rank: int) -> int:
+        """Bytes that one tree of this layout takes on a rank."""
+        return sum(
+            (b - a) * flat.dtype.itemsize for flat in self.flats for a, b in [flat.bounds(rank)]
+        )
+
+
+def aligned(numel: int) -> int:
+    """``numel`` and its padding."""
+    return -(-numel // ALIGN) * ALIGN
+
+
+def _before(kept: Sequence[Slot], at: int) -> int:
+    """How many elements of the kept slots lie before ``at``, padding included."""
+    return sum(min(max(at - slot.start, 0), aligned(slot.numel)) for slot in kept)
+
+
+class _Hole:
+    """Stands for a layer in ``Layout.outer``."""
+
+
+def find_layers(tree: Tree) -> tuple[optree.PyTreeSpec, tuple[Layer, ...]]:
+    """The outermost ``Layers``' children, and the structure with holes in their place."""
+    layers: list[Layer] = []
+    at = 0
+
+    def visit(name: str, node: Any) -> Any:
+        nonlocal at
+        if not isinstance(node, Layers):
+            at += 1
+            return node
+        holes = Layers()
+        for i, child in enumerate(node):
+            spec = optree.tree_structure(child, none_is_leaf=True, namespace=NAMESPACE)
+            label = f"{name}.{i}" if name else str(i)
+            layers.append(Layer(label, at, at + spec.num_leaves, spec))
+            at += spec.num_leaves
+            holes.append(_Hole())
+        return holes
+
+    keys, items, spec = optree.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, Layers), none_is_leaf=True, namespace=NAMESPACE
+    )
+    nodes = [visit(dotted(*key), item) for key, item in zip(keys, items, strict=True)]
+    holed = optree.tree_unflatten(spec, nodes)
+    return optree.tree_structure(holed, none_is_leaf=True, namespace=NAMESPACE), tuple(layers)

@@ -1,0 +1,161 @@
+"""What a backend provides, and how ranks find out that they disagree.
+
+A :class:`Transport` moves data between the ranks of one group. It writes each collective as a
+generator with a single ``yield``: what stands above it happens when the collective is issued,
+what stands below when it is waited for; its return value is the result.
+
+Every collective announces itself to the peers as a :class:`Call`: a digest of its kind, label,
+dtype and sizes. Announcements arrive in the order of issue, so one that differs means that the
+ranks took different paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from zfunc.errors import DesyncError
+
+__all__ = ["HEADER_BYTES", "Alone", "Call", "Steps", "Transport", "announced"]
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+HEADER_BYTES = 16  # a digest and the number of elements that follow
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as it is announced to the peers.
+
+    Attributes:
+        kind: such as ``"all_gather"``.
+        label: what it is for, such as the unit's name.
+        digest: a 63-bit hash of kind, label, dtype and sizes; equal on ranks that agree.
+        number: counts the group's collectives.
+    """
+
+    kind: str
+    label: str
+    digest: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.label!r})"
+
+
+class Transport(Protocol):
+    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D."""
+
+    rank: int
+    size: int
+
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        """How many peers a collective on ``data`` sends its header to."""
+
+    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+        """Fill ``full``, whose own segment is in place."""
+
+    def reduce_scatter(
+        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+    ) -> Steps[Tensor]:
+        """The own segment of the sum, in rank order, in ``out`` or in new memory."""
+
+    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
+        """Sum in place: by segments, or whole tensors where ``cuts`` is ``None``."""
+
+    def all_to_all(
+        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Steps[list[Tensor]]:
+        """New tensors, of these sizes, one from each rank."""
+
+    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+        """Overwrite ``flat`` with that of ``src``."""
+
+    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+        """Every rank's bytes."""
+
+
+class Alone:
+    """The transport of a group of one: every collective is the identity."""
+
+    rank, size = 0, 1
+
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        return 0
+
+    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+        yield
+        return full
+
+    def reduce_scatter(
+        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+    ) -> Steps[Tensor]:
+        yield
+        return full.clone() if out is None else out.copy_(full)
+
+    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
+        yield
+        return flat
+
+    def all_to_all(
+        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Steps[list[Tensor]]:
+        yield
+        return [chunk.clone() for chunk in chunks]
+
+    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+        yield
+        return flat
+
+    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+        yield
+        return [data]
+
+
+_SEEN: dict[int, str] = {}
+
+
+@lru_cache(maxsize=65536)
+def announced(kind: str, label: str, what: tuple[Any, ...]) -> int:
+    """The digest of a collective; remembered, so that a peer's can be told by name."""
+    text = f"{kind}({label!r}) of {' '.join(str(part) for part in what) or 'nothing'}"
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    _SEEN[digest] = text
+    return digest
+
+
+def told(digest: int) -> str:
+    """The collective behind a digest, if this process has ever issued it."""
+    return _SEEN.get(digest, f"a collective unknown to this rank (digest {digest:#x})")
+
+
+def mismatch(call: Call, peer: int, theirs: str) -> DesyncError:
+    """The error for a peer that is in another collective, ``theirs``, than this rank."""
+    return DesyncError(
+        f"{call}: this rank is in {told(call.digest)}, but rank {peer} is in {theirs}. "
+        "All ranks must run the same units in the same order with the same sizes: look for a "
+        "branch that depends on the rank or on its data"
+    )
+
+
+def missized(call: Call, peer: int, found: int, expected: int) -> DesyncError:
+    """The error for a peer that sends another number of elements than this rank expects."""
+    return DesyncError(
+        f"{call}: rank {peer} sends {found} elements, this rank expects {expected}: "
+        "pass the sizes= that the peers' chunks have"
+    )
+
+
+def silence(call: Call, peers: Sequence[int], seconds: float) -> DesyncError:
+    """The error for peers that did not take part within the timeout."""
+    who = f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
+    return DesyncError(
+        f"{call}: {who} did not take part within {seconds:g} s. It hangs, is slow, or took "
+        "another path; raise timeout= (or ZFUNC_TIMEOUT) if it only needs longer"
+    )

@@ -1,0 +1,154 @@
+"""The world a rank lives in: who it is, how many there are, and what it may remember.
+
+There are three kinds. A plain Python process is rank 0 of 1 (:class:`World` itself). A thread
+of ``zf.simulate(n)`` is a rank of a simulated world (``zfunc.worlds.simulation``). A process
+started by ``torchrun`` or ``zf.launch`` is a rank of a distributed one
+(``zfunc.worlds.distributed``). A simulated world is found through a context variable; the others
+are facts about the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from zfunc.worlds.accounting import Ledger
+    from zfunc.worlds.transport import Transport
+
+__all__ = ["World", "adopt", "current", "default_timeout", "entered", "rank", "world_size"]
+
+on_wait: list[Callable[[], AbstractContextManager[Any]]] = []
+"""Entered around every blocking wait of a simulated rank. Whoever holds a lock that all ranks
+of one process share registers a context manager here that gives it up meanwhile."""
+
+on_leave: list[Callable[[], None]] = []
+"""Called by each simulated or launched rank once its function has returned: what is still under
+way, such as a checkpoint being written, is completed while the world is there."""
+
+
+def default_timeout() -> float:
+    """Seconds a collective waits for a silent peer: ``ZFUNC_TIMEOUT``, else 600.
+
+    Raises:
+        ValueError: ``ZFUNC_TIMEOUT`` is not a positive number.
+    """
+    text = os.environ.get("ZFUNC_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"ZFUNC_TIMEOUT={text!r}: expected a positive number of seconds")
+    return seconds
+
+
+class World:
+    """One rank's view of all ranks; on its own, the world of a single process.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: the number of ranks.
+        timeout: seconds a collective waits for a silent peer before it raises.
+        memo: this rank's scratch space for caches that live as long as the world.
+        ledgers: the open ledgers, which every collective of this rank reports to.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, timeout: float | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = default_timeout() if timeout is None else float(timeout)
+        self.memo: dict[Any, Any] = {}
+        self.ledgers: list[Ledger] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return torch.get_default_device()
+
+    def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
+        """The transport between the ranks that differ only along ``axes`` of a mesh.
+
+        Args:
+            sizes: the mesh's axes as ``(name, size)`` pairs, row-major.
+            axes: names of the axes that the group spans.
+        """
+        raise NotImplementedError(f"{self!r} has no peers to connect to")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+
+_ENTERED: ContextVar[World | None] = ContextVar("zfunc_world", default=None)
+_process: World | None = None
+
+finders: list[Callable[[], World | None]] = []
+"""Each looks for a world that this process has joined by other means than ``zf.init``."""
+
+
+def current() -> World:
+    """The world of the calling rank; a single-process world where there is no other.
+
+    >>> current().rank, current().size
+    (0, 1)
+    """
+    world = _ENTERED.get()
+    return world if world is not None else _of_process()
+
+
+def _of_process() -> World:
+    global _process
+    if _process is None:
+        _process = World()
+    if type(_process) is World:
+        for find in finders:
+            _process = find() or _process
+    return _process
+
+
+def adopt(world: World | None) -> None:
+    """Make ``world`` the world of this process; ``None`` forgets it."""
+    global _process
+    _process = world
+
+
+@contextmanager
+def entered(world: World) -> Iterator[World]:
+    """Be a rank of ``world`` inside the block, in this thread and this context only."""
+    token = _ENTERED.set(world)
+    try:
+        yield world
+    finally:
+        _ENTERED.reset(token)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around a blocking wait: everything in ``on_wait`` is given up inside the block."""
+    with ExitStack() as stack:
+        for release in on_wait:
+            stack.enter_context(release())
+        yield
+
+
+def rank() -> int:
+    """This rank in its world; 0 outside one.
+
+    >>> rank()
+    0
+    """
+    return current().rank
+
+
+def world_size() -> int:
+    """The number of ranks; 1 outside a world.
+
+    >>> world_size()
+    1
+    """
+    return current().size
