@@ -127,7 +127,7 @@ def record(benchmark: str, settings: dict[str, Any], order: Iterable[str]) -> di
 def headline(found: dict[str, Any]) -> str:
     """One paragraph above the table: the machine, the versions, the settings that matter."""
     machine, settings = found["hardware"], found["settings"]
-    pinned = settings["environment"]["MALLOC_MMAP_THRESHOLD_"]
+    pinned = settings["environment"].get("MALLOC_MMAP_THRESHOLD_", "as each comes")
     pages = "all" if settings.get("large_pages") else "zfunc (zf.init asks for them)"
     return (
         f"{found['date']} · {machine['cpu']}, {machine['cores']} cores · "

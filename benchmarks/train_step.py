@@ -6,6 +6,7 @@ of the yardstick right beside it: a shared machine may drift, neighbours in time
 
     python -m benchmarks.train_step --size small --rounds 3
     python -m benchmarks.train_step --peers ddp zfunc3 fsdp2 --size medium --steps 5
+    python -m benchmarks.train_step --mode turns          # one step each in turn, in the same ranks
     python -m benchmarks.train_step --mode single         # bare value_and_grad against backward()
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import report, single
+from benchmarks import report, single, turns
 from benchmarks.models import SIZES
 from benchmarks.peers import CONTESTANTS
 
@@ -33,15 +34,18 @@ ROOT = Path(__file__).resolve().parents[1]
 # from the kernel's count of resident memory. Pinned, for every contestant alike.
 MMAP_THRESHOLD = 1 << 20
 FIXED = {
-    "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD),
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "MASTER_ADDR": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-
-
 Rank = subprocess.Popen[bytes]
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """What every contestant runs under: one thread, this machine's loopback, and the allocator."""
+    pinned = {"MALLOC_MMAP_THRESHOLD_": str(args.mmap_threshold)} if args.mmap_threshold else {}
+    return {**FIXED, **pinned, **({"THP_MEM_ALLOC_ENABLE": "1"} if args.large_pages else {})}
 
 
 def free_port() -> int:
@@ -52,8 +56,7 @@ def free_port() -> int:
 
 def start_rank(name: str, rank: int, port: int, args: argparse.Namespace, out: Path) -> Rank:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.ranks, "MASTER_PORT": port}
-    pages = {"THP_MEM_ALLOC_ENABLE": "1"} if args.large_pages else {}
-    env = {**os.environ, **FIXED, **pages, **{key: str(value) for key, value in place.items()}}
+    env = {**os.environ, **{key: str(value) for key, value in place.items()}}
     flags = {"name": name, "size": args.size, "warmup": args.warmup, "steps": args.steps}
     given = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "benchmarks.rank", *given, "--out", str(out)]
@@ -129,7 +132,7 @@ def compare(args: argparse.Namespace, console: Console) -> int:
         runs.append(run(name, args))
         console.print(f"[dim]{i}/{len(order)}[/] {name}: {runs[-1].median:.3f} s per step")
     facts = {key: value for key, value in vars(args).items() if key not in ("out", "peers")}
-    record = report.record("train_step", {**facts, "environment": FIXED}, order)
+    record = report.record("train_step", {**facts, "environment": environment(args)}, order)
     record |= report.summarise(runs, yardstick=peers[0], tokens=args.ranks * tokens_of(args.size))
     record["runs"] = [{"name": each.name, "ranks": each.ranks} for each in runs]
     report.print_table(record, console)
@@ -149,7 +152,9 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--mode", choices=("ranks", "single"), default="ranks", help="default: %(default)s")
+    add(
+        "--mode", choices=("ranks", "turns", "single"), default="ranks", help="default: %(default)s"
+    )
     add("--size", choices=SIZES, default="small", help="default: %(default)s")
     add("--peers", nargs="+", choices=CONTESTANTS, help="yardstick first; default: all installed")
     add("--rounds", type=int, default=3, help="times that each contestant runs (%(default)s)")
@@ -161,6 +166,14 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="large pages for all contestants; else only zf.init asks torch for them",
     )
+    add(
+        "--mmap-threshold",
+        type=int,
+        default=MMAP_THRESHOLD,
+        metavar="BYTES",
+        help="freed blocks of this size go back to the system, for all contestants (%(default)s); "
+        "0: each as it comes, glibc's own rule or what zf.init chooses",
+    )
     add("--timeout", type=float, default=900, help="seconds for one run (%(default)s)")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON")
     return parser.parse_args()
@@ -169,8 +182,12 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     console = Console(width=max(Console().width, 120))  # the table is wide, also into a file
-    os.environ.update(FIXED)
-    sys.exit(single.compare(args, console) if args.mode == "single" else compare(args, console))
+    os.environ.update(environment(args))
+    if args.mode == "single":
+        sys.exit(single.compare(args, console))
+    if args.mode == "turns":
+        sys.exit(turns.compare(args, chosen_peers(args.peers, console), console))
+    sys.exit(compare(args, console))
 
 
 if __name__ == "__main__":
