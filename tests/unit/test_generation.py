@@ -26,6 +26,17 @@ CONFIGS: dict[str, Any] = {
     "mistral sliding": lambda: transformers.MistralConfig(**SIZES, **HEADS, sliding_window=8),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, **HEADS, head_dim=8),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, **HEADS),
+    "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64),
+    "opt": lambda: transformers.OPTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        ffn_dim=48,
+        num_attention_heads=4,
+        vocab_size=64,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+    ),
     "gptneox": lambda: transformers.GPTNeoXConfig(
         **SIZES, num_attention_heads=4, vocab_size=64, max_position_embeddings=64
     ),
@@ -69,7 +80,7 @@ def test_greedy_is_what_transformers_generates(name: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "opt"])
 def test_padded_texts_are_continued_as_alone(name: str, side: str) -> None:
     functional = zf.functionalize(causal(name))
     params, texts = functional.params, [ids_of(n) for n in (5, 9, 2)]

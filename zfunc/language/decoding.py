@@ -63,7 +63,7 @@ def decoder_of(functional: Any) -> Decoder:
             f"{functional!r} is an encoder-decoder; zf.generate continues texts with causal "
             "language models."
         )
-    if hasattr(config, "get_text_config"):
+    if hasattr(config, "get_text_config") and "past_key_values" in functional.signature.parameters:
         return HuggingFace(functional)
     return Replay(functional)
 
@@ -125,11 +125,14 @@ class HuggingFace:
         stop = cache.used + tokens.shape[1]
         layers = self._layers(cache)
         given: dict[str, Any] = {"past_key_values": layers, "use_cache": True}
+        taken = (torch.arange(cache.length, device=tokens.device) < stop).expand(len(tokens), -1)
         if mask is not None:
-            given["attention_mask"] = mask[:, :stop].long()
-            if "position_ids" in self._takes:
-                positions = (mask[:, :stop].long().cumsum(dim=1) - 1).clamp_min(0)
-                given["position_ids"] = positions[:, cache.used :]
+            taken = taken & mask
+        # As long as the cache, since some models (ALiBi) take the number of keys from it.
+        given["attention_mask"] = taken.long()
+        if "position_ids" in self._takes:
+            positions = (given["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
+            given["position_ids"] = positions[:, cache.used : stop]
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
         out = self._functional.apply(params, tokens, train=False, **given)
