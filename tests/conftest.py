@@ -15,6 +15,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.laws.covering import Covering
+
 torch.set_num_threads(1)
 
 # A deadline measures the neighbours' load, not the code. CI draws the same examples every time,
@@ -28,3 +30,15 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
 def _seeded() -> None:
     """Start every test from one generator state, so that their order cannot matter."""
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="every combination of what the laws hold for, every kill: hours instead of minutes",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    Covering.whole = config.getoption("whole")

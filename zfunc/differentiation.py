@@ -322,8 +322,8 @@ def _sources(
             "the params given to value_and_grad mix placed and plain tensors. Place all of them "
             "(name their entries in `roles`), or pass the plain ones as further arguments."
         )
-    sources = [
-        owner.add(node.layout, node, running.group, cut=True, differentiated=True)
+    sources = [  # a tree may be on disk and whole on every rank
+        owner.add(node.layout, node, running.group, cut=node.layout.axis != (), differentiated=True)
         for node in placed
     ]
 

@@ -19,9 +19,8 @@ WORTHWHILE = 1 << 16  # bytes; below, one exchange of whole tensors is quicker t
 
 def in_rounds(spec: Flat, device: torch.device) -> bool:
     """Whether a flat is reduced in two rounds; on a GPU the backend overlaps its own."""
-    return (
-        device.type == "cpu" and not spec.whole and spec.length * spec.dtype.itemsize > WORTHWHILE
-    )
+    cut = not spec.whole and len(spec.cuts) > 2
+    return device.type == "cpu" and cut and spec.length * spec.dtype.itemsize > WORTHWHILE
 
 
 class Rounds:

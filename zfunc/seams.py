@@ -140,7 +140,7 @@ def gather(value: Pending, unit: UnitInfo) -> Pending:
     parts: list[Any] = []
     for i, local in zip(unit.flats, value.wait(), strict=True):
         spec = unit.layout.flats[i]
-        if unit.group.size == 1 or spec.whole:
+        if unit.group.size == 1 or spec.whole or not unit.cut:
             parts.append(local)
             continue
         full = pool().take(spec.length, local.dtype, local.device)

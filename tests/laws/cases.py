@@ -15,11 +15,12 @@ from zfunc import optim, tree
 
 Tree = Any
 ADAMW = optim.adamw(0.02, weight_decay=0.1)
+STEPS = 3  # the second step runs on moments and on a recorded order, the third on reused memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A state, a plain step, and data.
+    """A state, a plain step, and data; equal to itself alone, so that its runs are found again.
 
     Attributes:
         state: ``state(tx, dtype)``, the same numbers whenever it is called.
@@ -91,6 +92,39 @@ def train(
         state, out = step(state, zf.local_batch(case.batch(i, dtype)))
         metrics.append(out)
     return metrics, state
+
+
+_PLAIN: dict[Any, Run] = {}
+_CUT: dict[Any, list[Run]] = {}
+
+
+def plain_run(
+    case: Case, tx: Any = ADAMW, steps: int = STEPS, dtype: torch.dtype = torch.float64
+) -> Run:
+    """``alone``, run once for all tests of the process: what comes out is only read."""
+    key = (case, tx, steps, dtype)
+    if key not in _PLAIN:
+        _PLAIN[key] = alone(case, tx, steps, dtype)
+    return _PLAIN[key]
+
+
+def usual(stage: int, ranks: int) -> dict[str, Any]:
+    """How ``shard`` is asked for in each place: on two ranks all layers share a unit, elsewhere
+    those of ``stack`` are split and merged; on one and three ranks the state is donated."""
+    unit_bytes = 1 << 26 if ranks == 2 else 600
+    return {"ranks": ranks, "stage": stage, "unit_bytes": unit_bytes, "donated": ranks % 2 == 1}
+
+
+def sharded_runs(case: Case, stage: int, ranks: int) -> list[Run]:
+    """``cut_up`` as usual, run once for all tests of the process.
+
+    The law of ``shard`` compares it with ``plain_run``; those of transforms that change no
+    bit compare themselves with it.
+    """
+    key = (case, stage, ranks)
+    if key not in _CUT:
+        _CUT[key] = cut_up(case, steps=STEPS, **usual(stage, ranks))
+    return _CUT[key]
 
 
 def cut_up(

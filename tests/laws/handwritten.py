@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
-from tests.laws.cases import Case, Tree, regression
+from tests.laws.cases import Case, Tree, numbers, regression
 from tests.laws.models import block, dense, forward, mean_square, stack, stack_loss
 from zfunc import optim, tree
 
@@ -212,6 +212,11 @@ def whole_state(tx: Any, dtype: torch.dtype) -> Any:
     return zf.TrainState.create(stack(dtype), tx, key=3, aux={"seen": torch.zeros(2), "gap": None})
 
 
+def wide_state(tx: Any, dtype: torch.dtype) -> Any:
+    """With a leaf so long that its gradient is reduced in two rounds."""
+    return zf.TrainState.create({**stack(dtype), "wide": numbers((17000,), 5, dtype)}, tx)
+
+
 class Named(NamedTuple):
     """A named tuple as a state."""
 
@@ -268,6 +273,7 @@ CASES: dict[str, Case] = {
     "gan": Case(gan_state, gan_step, regression, roles=GAN),
     "joint": Case(gan_state, joint_step, regression, roles=GAN),
     "two gradients": Case(whole_state, two_gradients_step, regression),
+    "two wide gradients": Case(wide_state, two_gradients_step, regression),
     "summed gradients": Case(whole_state, summed_gradients_step, regression),
     "named tuple": Case(named_state, named_step, regression),
     "by path": Case(whole_state, half_by_path_step, regression),

@@ -12,7 +12,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import zfunc as zf
-from tests.laws.cases import ADAMW, Case, assert_same, cut_up, numbers, regression, train, trained
+from tests.laws.cases import (
+    ADAMW,
+    STEPS,
+    Case,
+    alone,
+    assert_same,
+    cut_up,
+    numbers,
+    plain_run,
+    regression,
+    sharded_runs,
+    train,
+    trained,
+    usual,
+)
+from tests.laws.covering import places, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, mean_square, stack, stack_loss
@@ -35,33 +50,21 @@ def rematerialised(case: Case, policy: Any = "layer") -> Case:
     )
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_no_bit_changes(name: str) -> None:
+@pytest.mark.parametrize(("name", "turn"), turns(ALL))
+def test_no_bit_changes(name: str, turn: int) -> None:
     """On one rank and on several, where small layers share a unit and where they do not."""
     case = ALL[name]
-    for stage in STAGES:
-        for ranks, unit_bytes in ((1, 600), (3, 600), (2, 1 << 26)):
-            how = {"stage": stage, "unit_bytes": unit_bytes, "donated": ranks == 3}
-            expected = cut_up(case, ranks, steps=2, **how)
-            found = cut_up(rematerialised(case), ranks, steps=2, **how)
-            assert_same(found, expected, f"stage {stage} on {ranks} ranks")
+    for stage, ranks in places(turn):
+        found = cut_up(rematerialised(case), steps=STEPS, **usual(stage, ranks))
+        assert_same(found, sharded_runs(case, stage, ranks), f"stage {stage} on {ranks} ranks")
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_bit_changes_without_shard(name: str) -> None:
     case = ALL[name]
-    results = []
-    # Layers that the loss itself runs again are counted again: they have no fixed numbers.
-    some = "layer" if name == "checkpoint" else 2
-    for one in (case, rematerialised(case), rematerialised(case, some)):
-        step = one.step(ADAMW)
-        state, metrics = one.state(ADAMW, F64), []
-        for i in range(3):
-            state, out = step(state, one.batch(i, F64))
-            metrics.append(out)
-        results.append((metrics, state))
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
+    assert_same(alone(rematerialised(case), steps=STEPS), plain_run(case))
+    if name != "checkpoint":  # a layer that the loss itself runs again has no fixed number
+        assert_same(alone(rematerialised(case, 2), steps=STEPS), plain_run(case))
 
 
 def counted(calls: list[int]) -> Callable[[Any, Any], Tensor]:
