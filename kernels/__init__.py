@@ -11,6 +11,7 @@ from zfunc.kernels.dispatch import Choice, choose, use
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
 from zfunc.kernels.lion import lion_flat, lion_flat_, lion_hyper
+from zfunc.kernels.normalization import layer_norm, rms_norm
 from zfunc.kernels.onebit import (
     onebit_bytes,
     onebit_mean,
@@ -46,6 +47,7 @@ __all__ = [
     "lamb_hyper",
     "lamb_moments_",
     "lamb_ratios",
+    "layer_norm",
     "lion_flat",
     "lion_flat_",
     "lion_hyper",
@@ -60,6 +62,7 @@ __all__ = [
     "quantize_groups",
     "quantize_payload",
     "quantize_payload_",
+    "rms_norm",
     "use",
     "verify",
 ]

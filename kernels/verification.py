@@ -14,6 +14,7 @@ from zfunc.kernels.adamw import adamw_flat, adamw_hyper
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_moments_, lamb_ratios
 from zfunc.kernels.lion import lion_flat, lion_hyper
+from zfunc.kernels.normalization import layer_norm, rms_norm
 from zfunc.kernels.onebit import onebit_mean, onebit_pack, onebit_unpack
 from zfunc.kernels.operators import KernelError
 from zfunc.kernels.payloads import Payload, mean_payloads, quantize_payload
@@ -192,7 +193,38 @@ def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], 
     return run
 
 
+def _pulled(
+    f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32
+) -> Sample:
+    """What a layer gives, and its gradients for all that it takes."""
+
+    def sample(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+        args = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+
+        def run() -> tuple[Tensor, ...]:
+            leaves = [x.detach().requires_grad_() for x in args]
+            out = f(*leaves)
+            several = out if isinstance(out, tuple) else (out,)
+            found = torch.autograd.grad([y.square().sum() for y in several], leaves)
+            return *(y.detach() for y in several), *found
+
+        return run
+
+    return sample
+
+
+def _rms_of(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return rms_norm(x, weight, residual=residual)
+
+
+_RMS = _pulled(_rms_of, ((37, 257), (37, 257), (257,)))
+_LAYER = _pulled(layer_norm, ((37, 257), (257,), (257,)))
+
 SAMPLES: dict[str, Sample] = {
+    "rms_norm": _RMS,
+    "rms_norm_backward": _RMS,
+    "layer_norm": _LAYER,
+    "layer_norm_backward": _LAYER,
     "adamw_flat": _adamw,
     "lamb_apply": _lamb,
     "lamb_moments": _lamb,
