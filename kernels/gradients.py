@@ -93,7 +93,8 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def forward(name: str, factor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part * factor.to(part.dtype) for part in parts)
+        # In the dtype of the factor, which in that of a part would be rounded.
+        return tuple((part.to(factor.dtype) * factor).to(part.dtype) for part in parts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

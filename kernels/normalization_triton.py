@@ -21,6 +21,7 @@ __all__ = [
     "forward",
     "norm_backward_kernel",
     "norm_kernel",
+    "processors",
     "wide_norm_backward_kernel",
     "wide_norm_kernel",
     "wide_sums_kernel",
@@ -296,7 +297,7 @@ def backward(
     rows, length = s.shape
     name = "rms_norm_backward" if mean is None else "layer_norm_backward"
     how = dict(dispatch.config(name, s.device))
-    most = how.pop("PROGRAMS") * _processors(s.device)
+    most = how.pop("PROGRAMS") * processors(s.device)
     narrow = length <= LONGEST_BACKWARD
     tiles = tile(length, how["BLOCK"], 512) if narrow else SUMS
     programs = min(triton.cdiv(rows, tiles["ROWS"]), most if narrow else 8)
@@ -327,7 +328,8 @@ def backward(
             p.copy_(share.sum(0))
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """How many programs run at a time, one on each."""
     if device.type != "cuda":
         return 2  # in the interpreter, so that programs walk over more than one tile
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
