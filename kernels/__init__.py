@@ -6,11 +6,15 @@ where is decided in :mod:`zfunc.kernels.dispatch`.
 
 from __future__ import annotations
 
+from zfunc.kernels.activations import bias_gelu, geglu, swiglu
 from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import Choice, choose, use
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
+from zfunc.kernels.linear_losses import linear_cross_entropy
 from zfunc.kernels.lion import lion_flat, lion_flat_, lion_hyper
+from zfunc.kernels.losses import cross_entropy
+from zfunc.kernels.normalization import layer_norm, rms_norm
 from zfunc.kernels.onebit import (
     onebit_bytes,
     onebit_mean,
@@ -28,6 +32,7 @@ from zfunc.kernels.payloads import (
     quantize_payload,
     quantize_payload_,
 )
+from zfunc.kernels.rotation import rotary
 from zfunc.kernels.verification import Verdict, verify
 
 __all__ = [
@@ -38,14 +43,19 @@ __all__ = [
     "adamw_flat",
     "adamw_flat_",
     "adamw_hyper",
+    "bias_gelu",
     "choose",
+    "cross_entropy",
     "dequantize_groups",
     "dequantize_payload",
     "fake_quant",
+    "geglu",
     "lamb_apply_",
     "lamb_hyper",
     "lamb_moments_",
     "lamb_ratios",
+    "layer_norm",
+    "linear_cross_entropy",
     "lion_flat",
     "lion_flat_",
     "lion_hyper",
@@ -60,6 +70,9 @@ __all__ = [
     "quantize_groups",
     "quantize_payload",
     "quantize_payload_",
+    "rms_norm",
+    "rotary",
+    "swiglu",
     "use",
     "verify",
 ]

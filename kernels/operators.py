@@ -29,6 +29,7 @@ __all__ = [
     "define",
     "dense",
     "folded",
+    "fronted",
     "looped",
     "undifferentiated",
 ]
@@ -77,8 +78,9 @@ def folded(op: Callable[[], Callable[..., Any]], elementwise: int) -> Callable[.
 
     Args:
         op: gives the operator (which is defined after its rule).
-        elementwise: how many of the first arguments are tensors of one shape. The others
-            are shared by all elements; if one of them is batched, the calls are made one by one.
+        elementwise: how many of the first arguments are tensors of one shape, or None. The
+            others are shared by all elements; if one of them is batched, the calls are made
+            one by one.
 
     Its tensor results of that shape are batched; others may not be returned.
     """
@@ -86,8 +88,9 @@ def folded(op: Callable[[], Callable[..., Any]], elementwise: int) -> Callable[.
     def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
         if any(dim is not None for dim in dims[elementwise:]):
             return looped(op)(info, dims, *args)
-        flats = _fronted(info.batch_size, dims[:elementwise], args[:elementwise])
-        out = op()(*(x.contiguous() for x in flats), *args[elementwise:])
+        flats = fronted(info.batch_size, dims[:elementwise], args[:elementwise])
+        dense = (None if x is None else x.contiguous() for x in flats)
+        out = op()(*dense, *args[elementwise:])
         return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
 
     return rule
@@ -110,12 +113,17 @@ def looped(op: Callable[[], Callable[..., Any]]) -> Callable[..., Batched]:
     return rule
 
 
-def _fronted(size: int, dims: Sequence[Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+def fronted(
+    size: int, dims: Sequence[Any], tensors: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """Every tensor with the batch first, expanded where it is not batched."""
-    return [
-        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(tensors, dims, strict=True)
-    ]
+
+    def front(x: Tensor | None, dim: Any) -> Tensor | None:
+        if x is None:
+            return None
+        return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    return [front(x, dim) for x, dim in zip(tensors, dims, strict=True)]
 
 
 def undifferentiated(name: str, instead: str, *tensors: Tensor | None) -> None:

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.activations import bias_gelu, geglu
 from zfunc.kernels.adamw import adamw_flat, adamw_hyper
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_moments_, lamb_ratios
+from zfunc.kernels.linear_losses import linear_cross_entropy
 from zfunc.kernels.lion import lion_flat, lion_hyper
+from zfunc.kernels.losses import cross_entropy
+from zfunc.kernels.normalization import layer_norm, rms_norm
 from zfunc.kernels.onebit import onebit_mean, onebit_pack, onebit_unpack
 from zfunc.kernels.operators import KernelError
 from zfunc.kernels.payloads import Payload, mean_payloads, quantize_payload
+from zfunc.kernels.rotation import rotary
 
 __all__ = ["Verdict", "verify"]
 
@@ -192,7 +197,66 @@ def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], 
     return run
 
 
+def _pulled(
+    f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32
+) -> Sample:
+    """What a layer gives, and its gradients for all that it takes."""
+
+    def sample(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+        args = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+
+        def run() -> tuple[Tensor, ...]:
+            leaves = [x.detach().requires_grad_() for x in args]
+            out = f(*leaves)
+            several = out if isinstance(out, tuple) else (out,)
+            found = torch.autograd.grad([y.square().sum() for y in several], leaves)
+            return *(y.detach() for y in several), *found
+
+        return run
+
+    return sample
+
+
+def _rms_of(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return rms_norm(x, weight, residual=residual)
+
+
+_RMS = _pulled(_rms_of, ((37, 257), (37, 257), (257,)))
+_GLU = _pulled(geglu, ((3, 1031), (3, 1031)))
+_BIAS_GELU = _pulled(bias_gelu, ((37, 257), (257,)))
+
+
+def _turned(q: Tensor, k: Tensor) -> Any:
+    turn = torch.arange(11 * 24, device=q.device).view(11, 24).float()
+    return rotary(q, k, turn.cos(), turn.sin())
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    classes = torch.arange(len(logits), device=logits.device) * 7 % logits.shape[1]
+    return cross_entropy(logits, classes, ignore_index=7, label_smoothing=0.1, z_loss=0.01)
+
+
+def _linear_entropy(x: Tensor, weight: Tensor) -> Tensor:
+    classes = torch.arange(len(x), device=x.device) * 7 % len(weight)
+    return linear_cross_entropy(x, weight, classes, chunk=8)
+
+
+_ENTROPY = _pulled(_entropy, ((23, 1031),))
+_LAYER = _pulled(layer_norm, ((37, 257), (257,), (257,)))
+
 SAMPLES: dict[str, Sample] = {
+    "rms_norm": _RMS,
+    "rms_norm_backward": _RMS,
+    "layer_norm": _LAYER,
+    "layer_norm_backward": _LAYER,
+    "glu": _GLU,
+    "glu_backward": _GLU,
+    "bias_gelu": _BIAS_GELU,
+    "bias_gelu_backward": _BIAS_GELU,
+    "cross_entropy": _ENTROPY,
+    "cross_entropy_backward": _ENTROPY,
+    "cross_entropy_grad": _pulled(_linear_entropy, ((23, 16), (257, 16))),
+    "rotary": _pulled(_turned, ((2, 3, 11, 50), (2, 1, 11, 50))),
     "adamw_flat": _adamw,
     "lamb_apply": _lamb,
     "lamb_moments": _lamb,

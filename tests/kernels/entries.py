@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.kernels.layer_entries import LAYERS
 from tests.kernels.machine_code import Entry
 from zfunc.kernels import (
     adamw_triton,
@@ -220,4 +221,5 @@ ENTRIES = [
         bytes=2.53,
         narrow=8,
     ),
+    *LAYERS,
 ]

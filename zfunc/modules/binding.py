@@ -95,6 +95,10 @@ class Template:
     def __init__(self, pool: Pool) -> None:
         self.pool, self.anatomy = pool, pool.anatomy
         self.module = copy.deepcopy(pool.skeleton)
+        if pool.fused:
+            from zfunc.modules import fusion  # kernels are imported where they are asked for
+
+            fusion.fuse(self.module)
         self.modules = dict(self.module.named_modules())
         self.flags = [(part, part.training) for part in self.modules.values()]
         self.mode: bool | None = None
@@ -288,10 +292,13 @@ def _leave_alone() -> None:
 
 
 class Pool:
-    """The idle templates of one module. Pickles as its skeleton alone."""
+    """The idle templates of one module. Pickles as its skeleton alone.
 
-    def __init__(self, skeleton: nn.Module, anatomy: Anatomy) -> None:
-        self.skeleton, self.anatomy = skeleton, anatomy
+    ``fused``: kernels take over what they can in each template; the skeleton stays as it is.
+    """
+
+    def __init__(self, skeleton: nn.Module, anatomy: Anatomy, fused: bool = False) -> None:
+        self.skeleton, self.anatomy, self.fused = skeleton, anatomy, fused
         self.idle: list[Template] = []
 
     @contextmanager
@@ -308,4 +315,5 @@ class Pool:
             self.idle.append(template)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"skeleton": self.skeleton, "anatomy": self.anatomy, "idle": []}
+        kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fused": self.fused}
+        return {**kept, "idle": []}

@@ -168,9 +168,11 @@ class Functional:
         stacks = ", ".join(
             f"{'.'.join(map(str, path)) or 'itself'} x {n}" for path, n in anatomy.stacks.items()
         )
+        fused = _fusible(self._pool.skeleton) if self._pool.fused else {}
+        parts = "".join(f", fused: {name} x {n}" for name, n in fused.items())
         return (
             f"Functional({self._name}: {numel:,} parameters in {len(anatomy.leaves)} leaves, "
-            f"layers: {stacks or 'none'}, {len(self.buffers)} buffers)"
+            f"layers: {stacks or 'none'}, {len(self.buffers)} buffers{parts})"
         )
 
 
@@ -188,7 +190,9 @@ def _restored(
     return out
 
 
-def functionalize(module: nn.Module, units: Choice = None, train: bool | None = None) -> Functional:
+def functionalize(
+    module: nn.Module, units: Choice = None, train: bool | None = None, *, fuse: bool = False
+) -> Functional:
     """Turn a module into a pure function of its parameters.
 
     The module is not changed, and may be deleted: only the memory of its parameters
@@ -203,6 +207,11 @@ def functionalize(module: nn.Module, units: Choice = None, train: bool | None = 
             that is no child of a list becomes a stack of one, under its own name.
         train: the mode in which ``apply`` runs the module; by default every submodule
             keeps the one that it is in now.
+        fuse: let kernels take over norms, activations, rotary positions and losses of known
+            module types (``zfunc.modules.fusion``): unmodified Hugging Face models of the
+            Llama, Mistral and Qwen families, GPT-2 and BERT, ``nn.LayerNorm``, ``nn.GELU``.
+            Numbers are the same but for rounding. On a CPU their torch twins run. Unknown
+            types are left alone; if there is no known one, a warning says so.
 
     Returns:
         A :class:`Functional`.
@@ -227,14 +236,27 @@ def functionalize(module: nn.Module, units: Choice = None, train: bool | None = 
     anatomy = dissect(module, units)
     bare = skeleton(module)
     _switch_off_checkpointing(bare)
+    fused = _fusible(bare) if fuse else {}
+    if fuse and not fused:
+        warnings.warn(
+            f"functionalize(fuse=True) found nothing in {type(module).__name__} that a kernel "
+            "takes over; it runs as it is.",
+            stacklevel=2,
+        )
     return Functional(
         params=anatomy.tree({name: p.detach() for name, p in module.named_parameters()}),
         buffers={name: b.detach() for name, b in module.named_buffers()},
         config=getattr(module, "config", None),
         _name=type(module).__name__,
         _train=train,
-        _pool=Pool(bare, anatomy),
+        _pool=Pool(bare, anatomy, fused=bool(fused)),
     )
+
+
+def _fusible(module: nn.Module) -> dict[str, int]:
+    from zfunc.modules import fusion  # kernels are imported where they are asked for
+
+    return fusion.fusible(module)
 
 
 def _switch_off_checkpointing(module: nn.Module) -> None:

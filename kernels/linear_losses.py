@@ -1,0 +1,201 @@
+r"""Cross-entropy of ``x @ weight.T`` that never holds all the logits.
+
+Rows are taken a chunk at a time: a product makes the chunk's logits, one launch turns them into
+losses and, in the same memory, into their gradient, and two more products make of that the
+gradients of ``x`` and of ``weight``. So the forward pass computes the gradients, nothing is
+computed twice, and backward multiplies them by a number (in 16 bits that is one more rounding,
+but for powers of two, which loss scales are). Losses, and the sum of the weight's gradient over
+chunks, are in float32.
+
+**Work** for M rows of H features and V classes: 6 M H V operations, three products; held are one
+chunk of logits and the gradients, instead of logits of M V and their gradient. No step waits for
+the device.
+
+Source: the chunking is that of Liger Kernel (Hsu et al., 2024) and of Cut Your Losses (Wijmans et
+al., 2024), the formula that of :mod:`zfunc.kernels.losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.gradients import once
+from zfunc.kernels.losses import Reduction, check, check_classes, reduced
+from zfunc.kernels.normalization_torch import wide
+from zfunc.kernels.operators import KernelError, define, looped
+
+__all__ = ["linear_cross_entropy"]
+
+CHUNK_BYTES = 1 << 28  # of logits: 1024 rows of 128 thousand classes in 16 bits
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross-entropy of the logits ``x @ weight.T`` with targets, in nats.
+
+    Args:
+        x: ``[..., H]``, bfloat16, float16, float32 or float64.
+        weight: ``[V, H]`` of the same dtype.
+        target, ignore_index, label_smoothing, z_loss: see :func:`zfunc.kernels.cross_entropy`.
+        reduction: ``"mean"`` or ``"sum"``; with ``"none"`` nothing can be differentiated, since
+            the weight's gradient is summed over rows before theirs is known.
+        chunk: rows at a time; by default as many as have 256 MiB of logits.
+
+    Returns:
+        0-d (``[...]`` with ``"none"``), float32 (float64 for float64). It has a first derivative
+        under every transform; a second one is refused.
+
+    Raises:
+        KernelError: shapes or dtypes do not fit, ``reduction="none"`` while gradients are
+            recorded, or on a CPU a target is no class.
+
+    >>> x, weight = torch.zeros(2, 3, requires_grad=True), torch.eye(3)
+    >>> loss = linear_cross_entropy(x, weight, torch.tensor([0, 2]))
+    >>> loss, torch.autograd.grad(loss, x)[0]
+    (tensor(1.0986, grad_fn=<...>), tensor([[-0.3333,  0.1667,  0.1667],
+            [ 0.1667,  0.1667, -0.3333]]))
+    """
+    name = "linear_cross_entropy"
+    check(name, x, target, label_smoothing, reduction, weight.shape[0])
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
+        raise KernelError(
+            f"kernels.{name}: weight is {weight.dtype}{list(weight.shape)}, x is "
+            f"{x.dtype}{list(x.shape)}; expected one dtype and weight [V, {x.shape[-1]}]."
+        )
+    if chunk is not None and chunk < 1:
+        raise KernelError(f"kernels.{name}: chunk={chunk}; expected rows, at least 1.")
+    recorded = torch.is_grad_enabled()
+    if reduction == "none" and recorded and (x.requires_grad or weight.requires_grad):
+        raise KernelError(f"kernels.{name}: {_NONE}")
+    rule = (ignore_index, label_smoothing, z_loss, chunk or 0)
+    grads = recorded and reduction != "none"
+    loss: Tensor = LinearCrossEntropy.apply(x, weight, target, reduction, grads, *rule)[0]
+    return loss
+
+
+_NONE = (
+    'reduction="none" cannot be differentiated; take "sum" or "mean", or apply the head by itself '
+    "and use kernels.cross_entropy."
+)
+
+
+@torch._dynamo.allow_in_graph
+class LinearCrossEntropy(torch.autograd.Function):
+    """``(loss, its gradients)``; those are for the backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        reduction: str,
+        grads: bool,
+        ignore: int,
+        smoothing: float,
+        z: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scale = None
+        if grads:
+            scale = torch.ones((), dtype=wide(x), device=x.device)
+            if reduction == "mean":
+                scale = scale / (target != ignore).sum()
+        losses, dx, dw = _losses(x, weight, target, scale, ignore, smoothing, z, chunk)
+        return reduced(losses, target, ignore, reduction), dx, dw
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, dx, dw = output
+        ctx.grads = inputs[4]
+        ctx.mark_non_differentiable(dx, dw)
+        ctx.save_for_backward(dx, dw)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        if not ctx.grads:
+            raise KernelError(f"kernels.linear_cross_entropy: {_NONE}")
+        dx, dw = once("linear_cross_entropy", grad, *ctx.saved_tensors)
+        return dx, dw, None, None, None, None, None, None, None
+
+
+def rows_of_a_chunk(rows: int, classes: int, itemsize: int) -> int:
+    """As many as have :data:`CHUNK_BYTES` of logits, a multiple of 128 if not all."""
+    fit = CHUNK_BYTES // max(1, classes * itemsize)
+    return rows if rows <= fit else max(128, fit - fit % 128)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """A product of 16-bit matrices that is not rounded to 16 bits where that can be had."""
+    if not a.is_cuda:
+        return a.float() @ b.float()
+    return a @ b if torch.version.hip else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _rooms(
+    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, *rule: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    losses = x.new_empty(target.shape, dtype=wide(x))
+    if scale is None:
+        return losses, x.new_empty(0), x.new_empty(0)
+    return losses, x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    scale: Tensor | None,
+    ignore: int,
+    smoothing: float,
+    z: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    losses, dx, dw = _rooms(x, weight, target, scale)
+    classes = weight.shape[0]
+    check_classes("linear_cross_entropy", target, ignore, classes)
+    rows = x.reshape(target.numel(), x.shape[-1])
+    goals, sums = target.reshape(-1).contiguous(), losses.view(-1)
+    chunk = max(1, chunk or rows_of_a_chunk(len(rows), classes, x.element_size()))
+    how = {"ignore": ignore, "smoothing": smoothing, "z": z}
+    exact = x.dtype == wide(x) or chunk >= len(rows)  # sums of chunks need no wider dtype
+    total = dw.zero_() if exact else torch.zeros_like(dw, dtype=wide(x))
+    for part in (slice(a, a + chunk) for a in range(0, len(rows), chunk)):
+        logits = rows[part] @ weight.t()
+        if scale is None:
+            room = sums.new_empty((len(logits), 2))
+            dispatch.run("cross_entropy", logits, goals[part], sums[part], room, **how)
+            continue
+        dispatch.run("cross_entropy_grad", logits, goals[part], scale, sums[part], **how)
+        torch.mm(logits, weight, out=dx.view(rows.shape)[part])
+        if exact:
+            total.addmm_(logits.t(), rows[part])
+        else:
+            total += _wide_product(logits.t(), rows[part])
+    if not exact:
+        dw.copy_(total)
+    return losses, dx, dw
+
+
+_losses: Callable[..., Any] = define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? scale, int ignore,"
+    " float smoothing, float z, int chunk) -> (Tensor, Tensor, Tensor)",
+    _run,
+    _rooms,
+    looped(lambda: _losses),
+)

@@ -1,0 +1,98 @@
+"""Twins in plain torch of :mod:`zfunc.kernels.losses`, and its formula for autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zfunc.kernels.normalization_torch import wide
+
+__all__ = ["backward_formula", "backward_twin", "forward_twin", "grad_twin"]
+
+
+def forward_twin(
+    logits: Tensor,
+    target: Tensor,
+    losses: Tensor,
+    total: Tensor,
+    *,
+    ignore: int,
+    smoothing: float,
+    z: float,
+) -> None:
+    """Rows ``[M, V]``; ``total`` is ``[M, 2]``: the greatest logit, the sum relative to it."""
+    x = logits.to(wide(logits))
+    top = x.amax(-1)
+    exps = (x - top[:, None]).exp_().sum(-1)
+    total.copy_(torch.stack([top, exps], -1))
+    sums = exps.log_().add_(top)
+    counts = target != ignore
+    at = x.gather(-1, target.where(counts, 0)[:, None])[:, 0]
+    loss = sums - (1 - smoothing) * at
+    if smoothing:
+        loss -= smoothing * x.mean(-1)
+    if z:
+        loss += z * sums * sums
+    losses.copy_(loss.where(counts, 0.0))
+
+
+def backward_twin(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    total: Tensor,
+    new: Tensor,
+    *,
+    ignore: int,
+    smoothing: float,
+    z: float,
+) -> None:
+    """Rows ``[M, V]``, ``total`` ``[M, 2]``, the rest ``[M]``; ``new`` may be ``logits``."""
+    x = logits.to(wide(logits), copy=True)
+    top, exps = total.unbind(-1)
+    lift = 1 + 2 * z * (top + exps.log()) if z else torch.ones_like(exps)
+    x.sub_(top[:, None]).exp_().mul_((lift / exps)[:, None])
+    if smoothing:
+        x.sub_(smoothing / x.shape[-1])
+    counts = target != ignore
+    at = target.where(counts, 0)[:, None]
+    x.scatter_add_(-1, at, torch.full_like(at, smoothing - 1, dtype=x.dtype))
+    x.mul_(grad[:, None]).masked_fill_(~counts[:, None], 0.0)
+    new.copy_(x)
+
+
+def grad_twin(
+    logits: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    losses: Tensor,
+    *,
+    ignore: int,
+    smoothing: float,
+    z: float,
+) -> None:
+    """Losses ``[M]``, and ``logits`` ``[M, V]`` made into ``scale`` times their gradient."""
+    total = losses.new_empty((len(losses), 2))
+    how = {"smoothing": smoothing, "z": z}
+    forward_twin(logits, target, losses, total, ignore=ignore, **how)
+    backward_twin(scale.expand_as(losses), logits, target, total, logits, ignore=ignore, **how)
+
+
+def backward_formula(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    total: Tensor,
+    ignore: int,
+    smoothing: float,
+    z: float,
+) -> Tensor:
+    """The gradient as a function that autograd can follow, ``total`` of the logits too."""
+    x = logits.to(wide(logits))
+    total = torch.logsumexp(x, -1, keepdim=True)
+    counts = (target != ignore)[..., None]
+    at = target[..., None].where(counts, 0)
+    one = torch.arange(x.shape[-1], device=x.device) == at
+    new = torch.exp(x - total) * (1 + 2 * z * total)
+    new = torch.where(one, new - (1 - smoothing), new) - smoothing / x.shape[-1]
+    return (new * grad[..., None]).where(counts, 0.0).to(logits.dtype)

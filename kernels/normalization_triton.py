@@ -1,0 +1,335 @@
+"""Triton for :mod:`zfunc.kernels.normalization`: rows in tiles, and rows too long for one.
+
+A row of up to ``LONGEST`` elements is held by one program, short rows several at a time
+(``ROWS``): read once, written once. Longer rows are passed over twice, the second time from the
+L2 cache. Backward, a fixed number of programs walk over the rows in stripes and keep the sums for
+weight and bias in registers; one more sum over programs makes them whole. Rows beyond
+``LONGEST_BACKWARD`` leave no room for that: their sums are taken by a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+
+__all__ = [
+    "backward",
+    "forward",
+    "norm_backward_kernel",
+    "norm_kernel",
+    "processors",
+    "wide_norm_backward_kernel",
+    "wide_norm_kernel",
+    "wide_sums_kernel",
+]
+
+LONGEST, LONGEST_BACKWARD = 16384, 8192
+SUMS = {"ROWS": 16, "BLOCK": 128, "num_warps": 4}
+
+
+@triton.jit
+def norm_kernel(
+    x, residual, weight, bias, y, s, mean, rstd, M, N, eps, offset,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    start = first * N
+    at = tl.arange(0, ROWS)[:, None] * N + column
+    real = column < N
+    inside = (row < M)[:, None] & real
+
+    v = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        low = (v + tl.load(residual + start + at, mask=inside, other=0.0).to(tl.float32)).to(
+            s.dtype.element_ty
+        )
+        tl.store(s + start + at, low, mask=inside)
+        v = low.to(tl.float32)
+    if CENTER:
+        mu = tl.sum(v, 1) / N
+        tl.store(mean + row, mu, mask=row < M)
+        v = tl.where(real, v - mu[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(v * v, 1) / N + eps)
+    tl.store(rstd + row, scale, mask=row < M)
+    v = v * scale[:, None]
+    if WEIGHT:
+        v = v * (tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset)
+    if BIAS:
+        v = v + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(y + start + at, v.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def wide_norm_kernel(
+    x, residual, weight, bias, y, s, mean, rstd, M, N, eps, offset,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = row * N
+    lanes = tl.arange(0, BLOCK)
+    mu = 0.0
+    squares = 0.0
+    for c in range(0, N, BLOCK):
+        real = c + lanes < N
+        v = tl.load(x + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            more = tl.load(residual + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+            low = (v + more).to(s.dtype.element_ty)
+            tl.store(s + start + c + lanes, low, mask=real)
+            v = low.to(tl.float32)
+        if CENTER:
+            # Mean and squares about it of this block, joined to those of the blocks before it.
+            n = tl.minimum(N - c, BLOCK).to(tl.float32)
+            here = tl.sum(v, 0) / n
+            d = tl.where(real, v - here, 0.0)
+            share = n / (c + n)
+            apart = here - mu
+            squares += tl.sum(d * d, 0) + apart * apart * share * c
+            mu += apart * share
+        else:
+            squares += tl.sum(v * v, 0)
+    scale = tl.rsqrt(squares / N + eps)
+    tl.store(rstd + row, scale)
+    if CENTER:
+        tl.store(mean + row, mu)
+    if RESIDUAL:
+        tl.debug_barrier()  # another thread may have written what is read here
+    for c in range(0, N, BLOCK):
+        real = c + lanes < N
+        if RESIDUAL:
+            v = tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        else:
+            v = tl.load(x + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        v = (v - mu) * scale
+        if WEIGHT:
+            v = v * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
+        if BIAS:
+            v = v + tl.load(bias + c + lanes, mask=real, other=0.0).to(tl.float32)
+        tl.store(y + start + c + lanes, v.to(y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def norm_backward_kernel(
+    grad, grad_s, s, weight, mean, rstd, dx, sums_w, sums_b, M, N, offset,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, DW: tl.constexpr,
+    DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    zero = program.to(tl.int64) * 0  # makes addresses of 64 bits
+    lanes = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    offsets = lanes[:, None] * N + column
+    real = column < N
+    total_w = tl.zeros((ROWS, BLOCK), tl.float32)
+    total_b = tl.zeros((ROWS, BLOCK), tl.float32)
+    if WEIGHT:
+        w = tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset
+    for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + lanes
+        here = row < M
+        start = (tile + zero) * ROWS * N
+        inside = here[:, None] & real
+        g = tl.load(grad + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(s + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row, mask=here, other=0.0)[:, None]
+        if CENTER:
+            v = tl.where(real, v - tl.load(mean + row, mask=here, other=0.0)[:, None], 0.0)
+        v = v * scale
+        if DB:
+            total_b += g
+        if DW:
+            total_w += g * v
+        if WEIGHT:
+            g = g * w
+        new = g - v * (tl.sum(g * v, 1) / N)[:, None]
+        if CENTER:
+            new = new - (tl.sum(g, 1) / N)[:, None]
+        new = new * scale
+        if RESIDUAL:
+            new += tl.load(grad_s + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + start + offsets, new.to(dx.dtype.element_ty), mask=inside)
+    lane = tl.arange(0, BLOCK)
+    if DW:
+        tl.store(sums_w + program * N + lane, tl.sum(total_w, 0), mask=lane < N)
+    if DB:
+        tl.store(sums_b + program * N + lane, tl.sum(total_b, 0), mask=lane < N)
+
+
+@triton.jit
+def wide_norm_backward_kernel(
+    grad, grad_s, s, weight, mean, rstd, dx, N, offset,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = row * N
+    lanes = tl.arange(0, BLOCK)
+    scale = tl.load(rstd + row)
+    mu = 0.0
+    if CENTER:
+        mu = tl.load(mean + row)
+    along = tl.zeros((BLOCK,), tl.float32)
+    level = tl.zeros((BLOCK,), tl.float32)
+    for c in range(0, N, BLOCK):
+        real = c + lanes < N
+        g = tl.load(grad + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        v = (tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32) - mu) * scale
+        if WEIGHT:
+            g = g * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
+        along += g * v
+        level += g
+    shared = tl.sum(along, 0) / N
+    even = tl.sum(level, 0) / N
+    for c in range(0, N, BLOCK):
+        real = c + lanes < N
+        g = tl.load(grad + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        v = (tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32) - mu) * scale
+        if WEIGHT:
+            g = g * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
+        new = g - v * shared
+        if CENTER:
+            new = new - even
+        new = new * scale
+        if RESIDUAL:
+            new += tl.load(grad_s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        tl.store(dx + start + c + lanes, new.to(dx.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def wide_sums_kernel(
+    grad, s, mean, rstd, sums_w, sums_b, M, N,
+    CENTER: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(1)
+    zero = program.to(tl.int64) * 0
+    lanes = tl.arange(0, ROWS)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offsets = lanes[:, None] * N + column[None, :]
+    total_w = tl.zeros((ROWS, BLOCK), tl.float32)
+    total_b = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(1)):
+        row = tile * ROWS + lanes
+        here = row < M
+        start = (tile + zero) * ROWS * N
+        inside = here[:, None] & (column < N)[None, :]
+        g = tl.load(grad + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        if DW:
+            v = tl.load(s + start + offsets, mask=inside, other=0.0).to(tl.float32)
+            if CENTER:
+                v = v - tl.load(mean + row, mask=here, other=0.0)[:, None]
+            total_w += g * v * tl.load(rstd + row, mask=here, other=0.0)[:, None]
+        if DB:
+            total_b += g
+    if DW:
+        tl.store(sums_w + program * N + column, tl.sum(total_w, 0), mask=column < N)
+    if DB:
+        tl.store(sums_b + program * N + column, tl.sum(total_b, 0), mask=column < N)
+
+
+def tile(length: int, block: int, warp: int) -> dict[str, int]:
+    """How many rows a program takes, in what power of two, with how many warps.
+
+    Args:
+        length: of a row.
+        block: elements of a tile, if a row leaves room for more than one.
+        warp: elements that a warp holds.
+    """
+    wide = triton.next_power_of_2(length)
+    warps = max(4, min(16, wide // warp))
+    return {"ROWS": max(1, block // wide), "BLOCK": wide, "num_warps": warps}
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    s: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    eps: float,
+    offset: float,
+) -> None:
+    """Launch over rows ``[M, N]``."""
+    rows, length = x.shape
+    how = dispatch.config("rms_norm" if mean is None else "layer_norm", x.device)
+    kernel = norm_kernel if length <= LONGEST else wide_norm_kernel
+    how = how | (tile(length, how["BLOCK"], 1024) if length <= LONGEST else {"ROWS": 1})
+    kernel[(triton.cdiv(rows, how["ROWS"]),)](
+        *(y if some is None else some for some in (x, residual, weight, bias, y, s, mean)),
+        rstd,
+        rows,
+        length,
+        eps,
+        offset,
+        CENTER=mean is not None,
+        RESIDUAL=residual is not None,
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        **how,
+    )
+
+
+def backward(
+    grad: Tensor,
+    grad_s: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor,
+    dw: Tensor | None,
+    db: Tensor | None,
+    *,
+    offset: float,
+) -> None:
+    """Launch over rows ``[M, N]``; each program leaves its share of the sums."""
+    rows, length = s.shape
+    name = "rms_norm_backward" if mean is None else "layer_norm_backward"
+    how = dict(dispatch.config(name, s.device))
+    most = how.pop("PROGRAMS") * processors(s.device)
+    narrow = length <= LONGEST_BACKWARD
+    tiles = tile(length, how["BLOCK"], 512) if narrow else SUMS
+    programs = min(triton.cdiv(rows, tiles["ROWS"]), most if narrow else 8)
+    shares = [
+        None if p is None else p.new_empty((programs, length), dtype=torch.float32)
+        for p in (dw, db)
+    ]
+    flags = {"CENTER": mean is not None}
+    sums = {"DW": dw is not None, "DB": db is not None}
+    extras = {"RESIDUAL": grad_s is not None, "WEIGHT": weight is not None}
+    *inputs, mean = (dx if p is None else p for p in (grad, grad_s, s, weight, mean))
+    rooms = [dx if p is None else p for p in shares]
+    if narrow:
+        norm_backward_kernel[(programs,)](
+            *(*inputs, mean, rstd, dx, *rooms, rows, length, offset),
+            **(flags | extras | sums | tiles),
+        )
+    else:
+        wide_norm_backward_kernel[(rows,)](
+            *(*inputs, mean, rstd, dx, length, offset), **(flags | extras | how)
+        )
+        if any(sums.values()):
+            wide_sums_kernel[(triton.cdiv(length, SUMS["BLOCK"]), programs)](
+                *(grad, s, mean, rstd, *rooms, rows, length), **(flags | sums | SUMS)
+            )
+    for p, share in zip((dw, db), shares, strict=True):
+        if p is not None and share is not None:
+            p.copy_(share.sum(0))
+
+
+def processors(device: torch.device) -> int:
+    """How many programs run at a time, one on each."""
+    if device.type != "cuda":
+        return 2  # in the interpreter, so that programs walk over more than one tile
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,141 @@
+"""Layers of a transformer: as near as the rule says, differentiable under every transform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.kernels.closeness import assert_near
+from tests.kernels.layer_cases import BY_NAME, CASES, Case, loss, outputs
+
+pytestmark = [
+    # torch.func.jvp loads its rules through torch.jit.script, 2.13
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=BY_NAME)
+# Row length and rows: primes, one row, no rows. Enough numbers that two ways to round them are as
+# far from the truth as each other; tiny shapes are held against the twins in the interpreter.
+SHAPES = ((31, 37), (512, 1), (257, 4), (8, 0))
+
+
+def _cotangent(y: Tensor) -> Tensor:
+    """Random; 2 for a loss, as a loss scale is: other factors are one more rounding."""
+    return torch.randn_like(y) if y.dim() else torch.full_like(y, 2.0)
+
+
+def gradients(f: Any, args: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+    """Outputs, then gradients."""
+    leaves = [x.detach().requires_grad_() for x in args]
+    out = outputs(f(*leaves))
+    grads = [c.to(y.dtype) for c, y in zip(cotangents, out, strict=True)]
+    return [y.detach() for y in out] + list(torch.autograd.grad(out, leaves, grads))
+
+
+def same(found: Any, expected: Any) -> None:
+    for x, y in zip(outputs(found), outputs(expected), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+@every_case
+def test_it_is_as_near_as_the_rule_says(case: Case):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for n, rows in SHAPES:
+            args = case.tensors(n, rows, dtype)
+            exact = [x.double() for x in args]
+            cotangents = [_cotangent(y).to(dtype) for y in outputs(case.plain(*exact))]
+            expected = gradients(case.plain, exact, [c.double() for c in cotangents])
+            eager = gradients(case.plain, args, cotangents)
+            found = gradients(case.fused, args, cotangents)
+            for x, y, z in zip(found, expected, eager, strict=True):
+                assert_near(x, y, z)
+
+
+@every_case
+def test_gradcheck(case: Case):
+    args = [x.requires_grad_() for x in case.tensors(5, 3)]
+    assert torch.autograd.gradcheck(case.fused, args)
+    if case.second:
+        assert torch.autograd.gradgradcheck(case.fused, args)
+
+
+@every_case
+def test_under_func(case: Case):
+    args, every = case.tensors(5, 3), tuple(range(len(case.batched)))
+    fused, plain = loss(case.fused), loss(case.plain)
+    same(torch.func.grad(fused, every)(*args), torch.func.grad(plain, every)(*args))
+    several = [
+        torch.stack([x * (i + 1) for i in range(3)], 1 if rows else 0)
+        for x, rows in zip(args, case.batched, strict=True)
+    ]
+    dims = tuple(1 if rows else 0 for rows in case.batched)
+    shared = [x if rows else y for x, y, rows in zip(several, args, case.batched, strict=True)]
+    some = tuple(1 if rows else None for rows in case.batched)
+    for tensors, where in ((several, dims), (shared, some)):
+        found, expected = (
+            torch.vmap(torch.func.grad(f, every), where)(*tensors) for f in (fused, plain)
+        )
+        same(found, expected)
+    found, expected = (
+        torch.func.grad(lambda *a, f=f: torch.vmap(f, some)(*a).sum(), every)(*shared)
+        for f in (fused, plain)
+    )
+    same(found, expected)
+    if case.second:
+        found, expected = (
+            torch.func.grad(lambda x, f=f: torch.func.grad(f)(x, *args[1:]).square().sum())(args[0])
+            for f in (fused, plain)
+        )
+        same(found, expected)
+
+
+@every_case
+def test_forward_mode_is_right_or_refused(case: Case):
+    args = case.tensors(5, 3)
+    tangents = [torch.ones_like(x) for x in args]
+    try:
+        found = torch.func.jvp(case.fused, tuple(args), tuple(tangents))[1]
+    except RuntimeError as error:
+        if "jvp" not in str(error):
+            raise
+    else:
+        same(found, torch.func.jvp(case.plain, tuple(args), tuple(tangents))[1])
+
+
+@every_case
+def test_compiled(case: Case):
+    """Of a gradient, whole: a backward that is dropped without a word shows here."""
+    torch._dynamo.reset()
+    args, every = case.tensors(6, 3), tuple(range(len(case.batched)))
+    expected = torch.func.grad(loss(case.plain), every)(*args)
+    compile: Any = torch.compile(backend="aot_eager", fullgraph=True)
+    same(compile(torch.func.grad(loss(case.fused), every))(*args), expected)
+    leaves = [x.requires_grad_() for x in args]
+    compile(loss(case.fused))(*leaves).backward()
+    same(tuple(x.grad for x in leaves), expected)
+
+
+@every_case
+def test_checkpoint_and_layouts(case: Case):
+    """Recomputed; of transposed arguments, with cotangents that were expanded."""
+    args = case.tensors(6, 3)
+    expected = torch.func.grad(loss(case.plain))(*args)
+    first = args[0].mT.contiguous().mT.requires_grad_()
+    again = checkpoint(loss(case.fused), first, *args[1:], use_reentrant=False)
+    same(torch.autograd.grad(again, first), (expected,))
+    total = sum(y.sum() for y in outputs(case.fused(first, *args[1:])))
+    plainly = sum(y.sum() for y in outputs(case.plain(first, *args[1:])))
+    same(torch.autograd.grad(total, first), torch.autograd.grad(plainly, first))
+
+
+@every_case
+def test_nan_and_infinity_spread_as_in_torch(case: Case):
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        args = case.tensors(6, 3)
+        args[0].view(-1)[2] = bad
+        found, expected = outputs(case.fused(*args)), outputs(case.plain(*args))
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, equal_nan=True)
