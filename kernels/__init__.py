@@ -7,7 +7,16 @@ where is decided in :mod:`zfunc.kernels.dispatch`.
 from __future__ import annotations
 
 from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
+from zfunc.kernels.adamw8 import (
+    Moments8,
+    adamw8_flat,
+    adamw8_flat_,
+    moments8,
+    split24,
+    whole24,
+)
 from zfunc.kernels.dispatch import Choice, choose, use
+from zfunc.kernels.gradient_norm import Clip, norm_clip, sum_squares
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
 from zfunc.kernels.lion import lion_flat, lion_flat_, lion_hyper
@@ -32,9 +41,13 @@ from zfunc.kernels.verification import Verdict, verify
 
 __all__ = [
     "Choice",
+    "Clip",
     "KernelError",
+    "Moments8",
     "Payload",
     "Verdict",
+    "adamw8_flat",
+    "adamw8_flat_",
     "adamw_flat",
     "adamw_flat_",
     "adamw_hyper",
@@ -51,6 +64,8 @@ __all__ = [
     "lion_hyper",
     "mean_payloads",
     "mean_payloads_",
+    "moments8",
+    "norm_clip",
     "onebit_bytes",
     "onebit_mean",
     "onebit_mean_",
@@ -60,6 +75,9 @@ __all__ = [
     "quantize_groups",
     "quantize_payload",
     "quantize_payload_",
+    "split24",
+    "sum_squares",
     "use",
     "verify",
+    "whole24",
 ]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.adamw import adamw_flat, adamw_hyper
+from zfunc.kernels.adamw8 import Moments8, adamw8_flat, split24, whole24
+from zfunc.kernels.gradient_norm import norm_clip
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_moments_, lamb_ratios
 from zfunc.kernels.lion import lion_flat, lion_hyper
@@ -23,7 +25,7 @@ __all__ = ["Verdict", "verify"]
 N = 3001  # a prime, beyond a block
 BOUND = 1e-5
 # A level at a tie may fall either way on a GPU, whose division is not rounded exactly.
-TIES = {"quantize_groups", "fake_quant", "mean_payloads"}
+TIES = {"adamw8_flat", "quantize_groups", "fake_quant", "mean_payloads"}
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,28 @@ def _adamw(generator: torch.Generator, device: torch.device) -> Callable[[], Any
     return lambda: adamw_flat(g.bfloat16(), p, m, v.abs(), hyper, torch.bfloat16)
 
 
+def _adamw8(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    """Values, not bytes: a code at a tie may fall either way."""
+    g, p, m, v = _numbers(generator, device, 4)
+    hyper = adamw_hyper(0.1, 3, factor=0.5, device=device)
+    scales = torch.rand(-(-N // 128), 2, generator=generator).to(device)
+    codes = (40 * m).clamp(-127, 127).to(torch.int8), (40 * v.abs()).clamp(0, 255).to(torch.uint8)
+    low, tail = split24(p)
+
+    def run() -> tuple[Tensor, ...]:
+        state = Moments8(*codes, scales)
+        new, rest, after, _ = adamw8_flat(g.bfloat16(), low, state, hyper, tail=tail)
+        assert rest is not None
+        return whole24(new, rest), after.mu.float(), after.nu.float(), after.scales
+
+    return run
+
+
+def _squares(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    x, y = _numbers(generator, device, 2)
+    return lambda: tuple(norm_clip([x, y.bfloat16()], 1.0))
+
+
 def _lion(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
     g, p, m = _numbers(generator, device, 3)
     hyper = lion_hyper(0.1, weight_decay=0.1, device=device)
@@ -193,10 +217,12 @@ def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], 
 
 
 SAMPLES: dict[str, Sample] = {
+    "adamw8_flat": _adamw8,
     "adamw_flat": _adamw,
     "lamb_apply": _lamb,
     "lamb_moments": _lamb,
     "lion_flat": _lion,
+    "sum_squares": _squares,
     "onebit_pack": _pack,
     "onebit_mean": _mean,
     "onebit_unpack": _unpack,
