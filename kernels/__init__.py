@@ -37,6 +37,15 @@ from zfunc.kernels.payloads import (
     quantize_payload,
     quantize_payload_,
 )
+from zfunc.kernels.skinny import (
+    Packed,
+    pack_words,
+    skinny_mm,
+    unpack_words,
+    w4_mm,
+    w8_mm,
+    w8a8_mm,
+)
 from zfunc.kernels.verification import Verdict, verify
 
 __all__ = [
@@ -44,6 +53,7 @@ __all__ = [
     "Clip",
     "KernelError",
     "Moments8",
+    "Packed",
     "Payload",
     "Verdict",
     "adamw8_flat",
@@ -72,12 +82,18 @@ __all__ = [
     "onebit_pack",
     "onebit_pack_",
     "onebit_unpack",
+    "pack_words",
     "quantize_groups",
     "quantize_payload",
     "quantize_payload_",
+    "skinny_mm",
     "split24",
     "sum_squares",
+    "unpack_words",
     "use",
     "verify",
+    "w4_mm",
+    "w8_mm",
+    "w8a8_mm",
     "whole24",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.kernels.machine_code import Entry
+from tests.kernels.product_entries import PRODUCTS
 from zfunc.kernels import (
     adamw8_triton,
     adamw_triton,
@@ -252,4 +253,5 @@ ENTRIES = [
         bytes=2.53,
         narrow=8,
     ),
+    *PRODUCTS,
 ]

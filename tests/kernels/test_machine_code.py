@@ -41,6 +41,7 @@ def test_it_fits(name: str, target: str):
     found = code(name, target)
     assert found.spills == 0 and found.stack == 0, found
     assert found.shared <= SHARED[target], found
+    assert found.dots > 0 or not BY_NAME[name].dots, found
 
 
 @pytest.mark.parametrize("name", BY_NAME)
