@@ -20,10 +20,10 @@ __all__ = ["finish_kernel", "int8_product_kernel", "product_kernel"]
 
 
 @triton.jit
-def _pairs(words, J: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+def _pairs(words, J: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr):
     """Nibbles ``J`` and ``J + 4`` of words ``[n, r]`` as floats ``[n, 2 r]``, with an offset."""
     shifted = words >> (4 * J)
-    if ASM and T == tl.bfloat16:
+    if ASM and kind == tl.bfloat16:
         two = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;",
             "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1,
@@ -34,9 +34,9 @@ def _pairs(words, J: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
             "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        two = (shifted & 0x000F000F) | (0x43004300 if T == tl.bfloat16 else 0x64006400)
-    low = (two & 0xFFFF).to(tl.uint16).to(T, bitcast=True)
-    high = ((two >> 16) & 0xFFFF).to(tl.uint16).to(T, bitcast=True)
+        two = (shifted & 0x000F000F) | (0x43004300 if kind == tl.bfloat16 else 0x64006400)
+    low = (two & 0xFFFF).to(tl.uint16).to(kind, bitcast=True)
+    high = ((two >> 16) & 0xFFFF).to(tl.uint16).to(kind, bitcast=True)
     return tl.reshape(tl.join(low, high), (words.shape[0], 2 * words.shape[1]))
 
 
@@ -66,8 +66,8 @@ def product_kernel(
     ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """``x W^T``; ``width`` is the length of a row of ``w`` in its own elements."""
-    T: tl.constexpr = x.dtype.element_ty
-    OFFSET: tl.constexpr = 136.0 if T == tl.bfloat16 else 1032.0
+    kind: tl.constexpr = x.dtype.element_ty
+    OFFSET: tl.constexpr = 136.0 if kind == tl.bfloat16 else 1032.0
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(rn, N - 1)  # beyond the end the last row is read again, and nothing written
     rm = tl.arange(0, BM)
@@ -81,7 +81,7 @@ def product_kernel(
     PIECE: tl.constexpr = BK // 4 if BITS == 4 else BK  # inputs of one dot
     square = tl.zeros((BM, PIECE), tl.float32)
     sums = tl.zeros((BM, BN), tl.float32)
-    ones = tl.full((PIECE, BN), 1.0, tl.float32).to(T)
+    ones = tl.full((PIECE, BN), 1.0, tl.float32).to(kind)
     RUN: tl.constexpr = (G if G < BK else BK) if GROUPS else BK  # inputs that share a scale
     shift = tl.zeros((BN,), tl.float32)
     if BITS == 4:
@@ -101,9 +101,9 @@ def product_kernel(
             if NORM:
                 square += plain.to(tl.float32) * plain.to(tl.float32)
             if BITS == 4:
-                piece = _pairs(ws, j, T, ASM)
+                piece = _pairs(ws, j, kind, ASM)
             else:
-                piece = ws.to(T)
+                piece = ws.to(kind)
             if GROUPS:
                 if (j * PIECE) % RUN == 0:
                     dots = tl.zeros((BM, BN), tl.float32)
@@ -139,8 +139,8 @@ def product_kernel(
         part = tl.program_id(1).to(tl.int64)
         tl.store(parts + part * M * N + place, acc, mask=inside)
         if NORM:
-            if tl.program_id(0) == 0:
-                tl.store(squares + part * M + rm, tl.sum(square, 1), mask=rm < M)
+            mine = (rm < M) & (tl.program_id(0) == 0)
+            tl.store(squares + part * M + rm, tl.sum(square, 1), mask=mine)
     else:
         if NORM:
             acc = acc * tl.rsqrt(tl.sum(square, 1) / K + eps)[:, None]
@@ -214,7 +214,7 @@ def int8_product_kernel(
 def _scale_of_norm(squares, splits, M, m, K, eps):
     """What the norm divides row ``m`` by, from the squares of all shares."""
     total = 0.0
-    for part in range(0, splits):
+    for part in range(splits):
         total += tl.load(squares + part * M + m)
     return tl.rsqrt(total / K + eps)
 
