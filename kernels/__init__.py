@@ -15,6 +15,7 @@ from zfunc.kernels.adamw8 import (
     split24,
     whole24,
 )
+from zfunc.kernels.decode import norm_gate_up, norm_qkv_rope
 from zfunc.kernels.dispatch import Choice, choose, use
 from zfunc.kernels.gradient_norm import Clip, norm_clip, sum_squares
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
@@ -76,6 +77,8 @@ __all__ = [
     "mean_payloads_",
     "moments8",
     "norm_clip",
+    "norm_gate_up",
+    "norm_qkv_rope",
     "onebit_bytes",
     "onebit_mean",
     "onebit_mean_",

@@ -79,7 +79,7 @@ def split24(x: Tensor) -> tuple[Tensor, Tensor]:
 
     >>> p, tail = split24(torch.tensor([1.0, 0.1]))
     >>> p, tail
-    (tensor([1.0000, 0.1001], dtype=torch.bfloat16), tensor([ 0, -51], dtype=torch.int8))
+    (tensor([1.0000, 0.1001], dtype=torch.bfloat16), tensor([  0, -51], dtype=torch.int8))
     >>> whole24(p, tail)
     tensor([1.0000, 0.1000])
     """

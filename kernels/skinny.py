@@ -53,8 +53,8 @@ def pack_words(codes: Tensor) -> Tensor:
         the code ``32 j + 2 r + h``, plus 8; codes beyond the end are 0.
 
     >>> words = pack_words(torch.tensor([[1, -8, 7]], dtype=torch.int8))
-    >>> words.shape, hex(words[0, 0]), hex(words[0, 1] & 0xFFFFFFFF)
-    (torch.Size([1, 16]), '-0x77777777', '0x8888888f')
+    >>> words.shape, [hex(w & 0xFFFFFFFF) for w in words[0, :2].tolist()]
+    (torch.Size([1, 16]), ['0x88808889', '0x8888888f'])
     """
     n, k = codes.shape
     wide = F.pad(codes.to(torch.int32) + 8, (0, -k % BLOCK), value=8)

@@ -50,6 +50,7 @@ class Entry:
         share: of the issue budget that the hot loop may need.
         options: ``num_warps``, ``num_stages``.
         dots: whether tensor cores are to do the products.
+        tiny: what it reads is little and in the cache, so that only its fit is checked.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Entry:
     share: float = 0.75
     options: dict[str, int] = field(default_factory=dict)
     dots: bool = False
+    tiny: bool = False
 
 
 @dataclass(frozen=True)
