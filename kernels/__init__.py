@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from zfunc.kernels.activations import bias_gelu, geglu, swiglu
 from zfunc.kernels.adamw import adamw_flat, adamw_flat_, adamw_hyper
+from zfunc.kernels.adamw8 import (
+    Moments8,
+    adamw8_flat,
+    adamw8_flat_,
+    moments8,
+    split24,
+    whole24,
+)
+from zfunc.kernels.decode import norm_gate_up, norm_qkv_rope
 from zfunc.kernels.dispatch import Choice, choose, use
+from zfunc.kernels.gradient_norm import Clip, norm_clip, sum_squares
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
 from zfunc.kernels.linear_losses import linear_cross_entropy
@@ -33,13 +43,27 @@ from zfunc.kernels.payloads import (
     quantize_payload_,
 )
 from zfunc.kernels.rotation import rotary
+from zfunc.kernels.skinny import (
+    Packed,
+    pack_words,
+    skinny_mm,
+    unpack_words,
+    w4_mm,
+    w8_mm,
+    w8a8_mm,
+)
 from zfunc.kernels.verification import Verdict, verify
 
 __all__ = [
     "Choice",
+    "Clip",
     "KernelError",
+    "Moments8",
+    "Packed",
     "Payload",
     "Verdict",
+    "adamw8_flat",
+    "adamw8_flat_",
     "adamw_flat",
     "adamw_flat_",
     "adamw_hyper",
@@ -61,18 +85,31 @@ __all__ = [
     "lion_hyper",
     "mean_payloads",
     "mean_payloads_",
+    "moments8",
+    "norm_clip",
+    "norm_gate_up",
+    "norm_qkv_rope",
     "onebit_bytes",
     "onebit_mean",
     "onebit_mean_",
     "onebit_pack",
     "onebit_pack_",
     "onebit_unpack",
+    "pack_words",
     "quantize_groups",
     "quantize_payload",
     "quantize_payload_",
     "rms_norm",
     "rotary",
+    "skinny_mm",
+    "split24",
+    "sum_squares",
     "swiglu",
+    "unpack_words",
     "use",
     "verify",
+    "w4_mm",
+    "w8_mm",
+    "w8a8_mm",
+    "whole24",
 ]

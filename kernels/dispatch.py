@@ -78,6 +78,7 @@ def register(kernel: Kernel) -> Kernel:
     return kernel
 
 
+@functools.cache
 def installed() -> bool:
     """Whether Triton can be imported (there is none for macOS or Windows)."""
     return importlib.util.find_spec("triton") is not None

@@ -41,8 +41,11 @@ def _rmatmul(weight: Any, x: Any) -> Any:
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     if beta != 1 or alpha != 1 or isinstance(bias, QTensor):
         return NotImplemented
-    y = _matmul(x, weight)
-    return y if y is NotImplemented else y + bias
+    if not isinstance(weight, QTensor) or not weight.transposed or isinstance(x, QTensor):
+        return NotImplemented
+    if bias.ndim == 1:
+        return products.product(x, weight, bias)
+    return products.product(x, weight, None) + bias
 
 
 def _embedding(

@@ -1,9 +1,9 @@
 """Products with low-bit weights: which route is taken, and their gradients.
 
 ``y[m, n] = x[m, k] W[n, k]^T``. On the CPU codes are multiplied as they are, with sums in int32
-(:mod:`zfunc.quant.int8_products`) or in a 4-bit kernel (:mod:`zfunc.quant.int4_products`);
-elsewhere, in float64 and for shapes that neither takes, weights are dequantised a block of rows
-at a time.
+(:mod:`zfunc.quant.int8_products`) or in a 4-bit kernel (:mod:`zfunc.quant.int4_products`), on a
+GPU by the kernels for a few rows (:mod:`zfunc.quant.kernel_products`); in float64 and for shapes
+that none of them takes, weights are dequantised a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zfunc.quant import grids, int4_products, int8_products
+from zfunc.quant import grids, int4_products, int8_products, kernel_products
 from zfunc.quant.grids import Grid
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, k)
     if torch.is_grad_enabled() and x.requires_grad:
         y: Tensor = _Product.apply(rows, weight)
+    elif route(rows, weight) == "kernel":
+        return kernel_products.product(rows, weight, bias).reshape(*x.shape[:-1], n)
     else:
         y = _forward(rows, weight)
     y = y.reshape(*x.shape[:-1], n)
@@ -43,7 +45,9 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
 
 
 def route(x: Tensor, weight: QTensor) -> str:
-    """Which way a product goes: ``"int8"``, ``"int4"`` or ``"dequantised"``."""
+    """Which way a product goes: ``"kernel"``, ``"int8"``, ``"int4"`` or ``"dequantised"``."""
+    if kernel_products.takes(x, weight):
+        return "kernel"
     if x.device.type != "cpu" or weight.device.type != "cpu" or x.dtype == torch.float64:
         return "dequantised"
     if weight.format.dynamic or not weight.format.packed:
@@ -53,6 +57,8 @@ def route(x: Tensor, weight: QTensor) -> str:
 
 def _forward(x: Tensor, weight: QTensor) -> Tensor:
     way = route(x, weight)
+    if way == "kernel":
+        return kernel_products.product(x, weight)
     if way == "int8":
         return int8_products.product(x.float(), weight).to(x.dtype)
     if way == "int4":

@@ -6,9 +6,12 @@ from typing import Any
 
 from tests.kernels.layer_entries import LAYERS
 from tests.kernels.machine_code import Entry
+from tests.kernels.product_entries import PRODUCTS
 from zfunc.kernels import (
+    adamw8_triton,
     adamw_triton,
     dispatch,
+    gradient_norm_triton,
     groupwise_triton,
     lamb_triton,
     lion_triton,
@@ -56,6 +59,7 @@ def entry(
 
 
 ADAM = "p:*fp32 m:*fp32 v:*fp32 p_new:*fp32 m_new:*fp32 v_new:*fp32 low:*bf16 hyper:*fp64 n:i32!"
+ADAM8 = "m:*i8 v:*u8 scales:*fp32 m_new:*i8 v_new:*u8 scales_new:*fp32 hyper:*fp64 n:i32!"
 ONEBIT = (
     "x:*fp32 e:*fp32 bits:*u8 shares:*fp32 workers:i32 width:i32! groups:i32 n:i32! sums:*fp32 "
     "e_new:*fp32 bits_new:*u8 scale:*fp32"
@@ -96,6 +100,28 @@ ENTRIES = [
         narrow=8,
     ),
     entry(
+        "adamw8_flat",
+        adamw8_triton.adamw8_kernel,
+        f"g:*bf16 p:*i16 tail:*i8 p_new:*i16 tail_new:*i8 low:*bf16 {ADAM8}",
+        TAIL=True,
+        LOW=False,
+        GROUP=128,
+        bytes=12.1,
+        narrow=12,
+        narrow_stores=2,
+    ),
+    entry(
+        "adamw8_flat, float32 master",
+        adamw8_triton.adamw8_kernel,
+        f"g:*bf16 p:*fp32 tail:*i8 p_new:*fp32 tail_new:*i8 low:*bf16 {ADAM8}",
+        TAIL=False,
+        LOW=True,
+        GROUP=128,
+        bytes=16.1,
+        narrow=12,
+        narrow_stores=2,
+    ),
+    entry(
         "lion_flat",
         lion_triton.lion_kernel,
         "g:*bf16 p:*fp32 m:*fp32 p_new:*fp32 m_new:*fp32 low:*bf16 hyper:*fp64 n:i32!",
@@ -122,6 +148,13 @@ ENTRIES = [
         bytes=18,
         narrow=40,
         narrow_stores=20,
+    ),
+    entry(
+        "sum_squares",
+        gradient_norm_triton.squares_kernel,
+        "x:*bf16 parts:*fp32 most:*i32 n:i32! stride:i32!",
+        bytes=2,
+        narrow_stores=2,
     ),
     entry(
         "onebit_pack",
@@ -222,4 +255,5 @@ ENTRIES = [
         narrow=8,
     ),
     *LAYERS,
+    *PRODUCTS,
 ]

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Entry:
         narrow_stores: likewise.
         share: of the issue budget that the hot loop may need.
         options: ``num_warps``, ``num_stages``.
+        dots: whether tensor cores are to do the products.
+        tiny: what it reads is little and in the cache, so that only its fit is checked.
     """
 
     name: str
@@ -62,11 +64,14 @@ class Entry:
     narrow_stores: int = 0
     share: float = 0.75
     options: dict[str, int] = field(default_factory=dict)
+    dots: bool = False
+    tiny: bool = False
 
 
 @dataclass(frozen=True)
 class Code:
-    """What was found: ``slots`` are the instructions in the hot loop for each element."""
+    """What was found: ``slots`` are the instructions in the hot loop for each element, ``dots``
+    those in the whole kernel that multiply tiles."""
 
     registers: int
     stack: int
@@ -77,12 +82,15 @@ class Code:
     stores: int
     wide_stores: int
     slots: float
+    dots: int
     loop: dict[str, int]
 
 
 def compiled(entry: Entry, target: str) -> Code:
     """Compile for ``"sm_90"`` or ``"gfx942"``."""
     names = entry.kernel.arg_names
+    if "ASM" in entry.constants and target == "gfx942":  # as launched there
+        entry = replace(entry, constants={**entry.constants, "ASM": False})
     signature = {k: "constexpr" if k in entry.constants else entry.signature[k] for k in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -112,11 +120,12 @@ def _nvidia(found: Any, entry: Entry) -> Code:
         stack=int(registers[2]),
         spills=len(re.findall(r"\b(?:LDL|STL)\b", text)),
         shared=found.metadata.shared,
-        loads=len(re.findall(r"\bLDG\.E", text)),
-        wide_loads=len(re.findall(r"\bLDG\.E\S*\.128", text)),
+        loads=len(re.findall(r"\bLDG(?:STS)?\.E", text)),
+        wide_loads=len(re.findall(r"\bLDG(?:STS)?\.E\S*\.128", text)),
         stores=len(re.findall(r"\bSTG\.E", text)),
         wide_stores=len(re.findall(r"\bSTG\.E\S*\.128", text)),
         slots=sum(loop.values()) / entry.each,
+        dots=len(re.findall(r"\b(?:HGMMA|HMMA|IMMA)\b", text)),
         loop=dict(loop.most_common(8)),
     )
 
@@ -139,6 +148,7 @@ def _amd(found: Any, entry: Entry) -> Code:
         stores=len(re.findall(r"\b(?:global|buffer)_store_", text)),
         wide_stores=len(re.findall(r"\b(?:global|buffer)_store_dwordx4", text)),
         slots=0.0,
+        dots=text.count("v_mfma_"),
         loop={},
     )
 

@@ -1,0 +1,327 @@
+r"""The blocks of a decoder layer between its attention and itself, one token of each sequence.
+
+- :func:`norm_qkv_rope`: RMS norm, the products for queries, keys and values, their rotation, and
+  the keys and values into the cache;
+- :func:`norm_gate_up`: RMS norm, the gated half of the feed-forward network;
+- the output and the down projection with their residual: any product of
+  :mod:`zfunc.kernels.skinny`, with its ``residual``.
+
+.. math::
+    \mathrm{norm}(x) = \frac{x \odot g}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \qquad
+    (a, b) \mapsto (a \cos\theta - b \sin\theta, \; b \cos\theta + a \sin\theta)
+
+with ``a`` and ``b`` the halves of a head. The scale of the norm is one number a row, so it passes
+through the product: the first launch multiplies :math:`x \odot g` and adds up the squares of
+:math:`x` on the way, the second sums shares, scales, rotates (or activates) and writes. Two
+launches in place of some ten, and nothing between them but float32 sums of a few rows.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; Su et al., RoFormer, 2021;
+Shazeer, GLU Variants Improve Transformer, 2020.
+
+**Traffic**: the weights, once: 2, 1 or 0.5 bytes each.
+
+Nothing here has a gradient. For LayerNorm, or rotation of neighbours in place of halves, write
+the block of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.operators import KernelError, define, looped, undifferentiated
+from zfunc.kernels.skinny import BLOCK, ROWS, Packed, dequantized
+
+__all__ = ["norm_gate_up", "norm_qkv_rope"]
+
+HALVES = (16, 32, 64, 128)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+INSTEAD = "the same of torch operations"
+
+
+def norm_qkv_rope(
+    x: Tensor,
+    norm: Tensor,
+    weight: Packed,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Queries of one token of each sequence; its key and value go into the cache.
+
+    Args:
+        x: ``[M, K]``, a row for each sequence.
+        norm: ``[K]``, the weight of the norm.
+        weight: ``[(H + 2 G) D, K]``: H heads of queries, G of keys, G of values, below each other;
+            16 bits, int8 or words (:class:`Packed`).
+        cos, sin: ``[positions, D / 2]`` float32.
+        positions: ``[M]`` int64, which token of its sequence each row is.
+        keys, values: the cache, ``[M, G, S, D]``; row ``m`` is written at ``positions[m]``, and a
+            position that is not below S is not written.
+        bias: ``[(H + 2 G) D]``.
+        eps: of the norm.
+
+    Returns:
+        ``[M, H, D]``, rotated, in the dtype of ``x``.
+
+    Raises:
+        KernelError: shapes or dtypes do not fit, or gradients are being recorded.
+
+    >>> cache = torch.zeros(2, 1, 1, 2, 2).unbind()
+    >>> turn = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])  # by 0, by 90 degrees
+    >>> weight = Packed.of(torch.eye(2).repeat(3, 1))
+    >>> x, at = torch.tensor([[1.0, 1.0]]), torch.tensor([1])
+    >>> norm_qkv_rope(x, torch.ones(2), weight, *turn, at, *cache, eps=0.0)
+    tensor([[[-1.,  1.]]])
+    >>> cache[1][0, 0, 1]
+    tensor([1., 1.])
+    """
+    undifferentiated("norm_qkv_rope", INSTEAD, x, norm, cos, sin, keys, values, bias)
+    weight.check("norm_qkv_rope")
+    (m, k), n = x.shape, weight.data.shape[0]
+    groups, length, width = keys.shape[1:]
+    heads = n // width - 2 * groups
+    fits = {
+        "norm": norm.shape == (k,) and weight.length == k,
+        "weight": n % width == 0 and heads > 0 and width % 2 == 0,
+        "bias": bias is None or bias.shape == (n,),
+        "cos and sin": cos.shape == sin.shape == (len(cos), width // 2) and len(cos) >= length,
+        "positions": positions.shape == (m,) and positions.dtype == torch.int64,
+        "keys and values": keys.shape == values.shape == (m, groups, length, width),
+        "dtypes": keys.dtype == values.dtype == x.dtype and cos.dtype == torch.float32,
+    }
+    if not all(fits.values()):
+        raise KernelError(
+            f"kernels.norm_qkv_rope: {', '.join(k for k, good in fits.items() if not good)} do not "
+            f"fit x {tuple(x.shape)}, weights of {n} rows of {weight.length}, and caches "
+            f"{tuple(keys.shape)}, {tuple(values.shape)}; see its arguments."
+        )
+    for label, cache in (("keys", keys), ("values", values)):
+        if cache.stride(-1) != 1 or cache.stride() != keys.stride():
+            raise KernelError(
+                f"kernels.norm_qkv_rope: {label} have strides {cache.stride()}; expected heads to "
+                "lie in one piece, and both caches alike."
+            )
+    parts = (weight.data, weight.scale, weight.zero, bias, cos, sin, positions, keys, values)
+    q: Tensor = _qkv(x, norm, *parts, weight.kind, weight.group or 0, eps)
+    return q
+
+
+def norm_gate_up(
+    x: Tensor, norm: Tensor, weight: Packed, *, activation: str = "silu", eps: float = 1e-6
+) -> Tensor:
+    """``act(n(x) W_gate^T) * (n(x) W_up^T)``, rounded once.
+
+    Args:
+        x: ``[M, K]``.
+        norm: ``[K]``, the weight of the norm.
+        weight: ``[2 F, K]``, the rows of the gate above those of the other half.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        eps: of the norm.
+
+    Returns:
+        ``[M, F]`` in the dtype of ``x``.
+
+    Raises:
+        KernelError: shapes do not fit, the activation is unknown, or gradients are being recorded.
+
+    >>> weight = Packed.of(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    >>> norm_gate_up(torch.tensor([[1.0, 1.0]]), torch.ones(2), weight, eps=0.0)  # 2 silu(1)
+    tensor([[1.4621]])
+    """
+    undifferentiated("norm_gate_up", INSTEAD, x, norm)
+    weight.check("norm_gate_up")
+    good = x.dim() == 2 and norm.shape == (x.shape[1],) and weight.length == x.shape[1]
+    if not good or weight.data.shape[0] % 2 or activation not in ACTIVATIONS:
+        raise KernelError(
+            f"kernels.norm_gate_up: x {tuple(x.shape)}, norm {tuple(norm.shape)}, weights of "
+            f"{weight.data.shape[0]} rows of {weight.length}, {activation!r}; expected [M, K], "
+            f"[K], an even number of rows of K, and one of {', '.join(ACTIVATIONS)}."
+        )
+    parts = (weight.data, weight.scale, weight.zero)
+    y: Tensor = _gate_up(x, norm, *parts, weight.kind, weight.group or 0, eps, activation)
+    return y
+
+
+def _room_qkv(x: Tensor, norm: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    keys = rest[6]
+    width = keys.shape[3]
+    return x.new_empty(x.shape[0], w.shape[0] // width - 2 * keys.shape[1], width)
+
+
+def _run_qkv(
+    x: Tensor,
+    norm: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kind: str,
+    group: int,
+    eps: float,
+) -> Tensor:
+    q = x.new_empty(len(x), w.shape[0] // keys.shape[3] - 2 * keys.shape[1], keys.shape[3])
+    if len(x):
+        held = (t.contiguous() for t in (x, norm, w))
+        rest = (t.contiguous() for t in (cos, sin, positions))
+        how = {"kind": kind, "group": group, "eps": eps, "rows": len(x), "dtype": x.dtype}
+        added = None if bias is None else bias.contiguous()
+        dispatch.run(
+            *("norm_qkv_rope", *held, scale, zero, added, *rest, keys, values, q),
+            half=keys.shape[3] // 2,
+            **how,
+        )
+    return q
+
+
+def _room_gate_up(x: Tensor, norm: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0] // 2)
+
+
+def _run_gate_up(
+    x: Tensor,
+    norm: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    kind: str,
+    group: int,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    y = _room_gate_up(x, norm, w)
+    if y.numel():
+        held = (t.contiguous() for t in (x, norm, w))
+        how = {"kind": kind, "group": group, "eps": eps, "activation": activation}
+        dispatch.run("norm_gate_up", *held, scale, zero, y, rows=len(x), dtype=x.dtype, **how)
+    return y
+
+
+_qkv: Callable[..., Any] = define(
+    "norm_qkv_rope(Tensor x, Tensor norm, Tensor w, Tensor? scale, Tensor? zero, Tensor? bias,"
+    " Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, Tensor(b!) values, str kind,"
+    " int group, float eps) -> Tensor",
+    _run_qkv,
+    _room_qkv,
+)
+_gate_up: Callable[..., Any] = define(
+    "norm_gate_up(Tensor x, Tensor norm, Tensor w, Tensor? scale, Tensor? zero, str kind,"
+    " int group, float eps, str activation) -> Tensor",
+    _run_gate_up,
+    _room_gate_up,
+    looped(lambda: _gate_up),
+)
+
+
+def limit(
+    *, kind: str, group: int, rows: int, dtype: torch.dtype, half: int = 16, **how: Any
+) -> str | None:
+    """Why Triton does not take a block; ``None`` if it does."""
+    if rows > ROWS:
+        return f"its Triton kernel takes up to {ROWS} rows, not {rows}"
+    if dtype != torch.bfloat16:  # x times the norm's weight may be too large for float16
+        return f"its Triton kernel takes bfloat16, not {dtype}"
+    if kind == "w8a8_mm":
+        return "its Triton kernel takes inputs of 16 bits, not w8a8_mm"
+    if group and group % BLOCK and group not in (32, 64):
+        return f"its Triton kernel takes groups of 32, 64 or multiples of {BLOCK}, not {group}"
+    return None if half in HALVES else f"its Triton kernel takes no heads of {2 * half}"
+
+
+def _normed_product(
+    x: Tensor,
+    norm: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    kind: str,
+    group: int,
+    eps: float,
+) -> Tensor:
+    """The product of the normed rows, in float32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = x.to(wide)
+    rows = rows * (rows.square().mean(1, keepdim=True) + eps).rsqrt()
+    normed = (rows * norm.to(wide)).to(x.dtype)
+    plain = dequantized(w, scale, zero, kind, group, x.shape[1]).to(x.dtype)
+    return F.linear(normed, plain).to(wide)
+
+
+def qkv_twin(
+    x: Tensor,
+    norm: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    q: Tensor,
+    *,
+    kind: str,
+    group: int,
+    eps: float,
+    half: int,
+    **how: Any,
+) -> None:
+    """In torch, an operation after the other."""
+    y = _normed_product(x, norm, w, scale, zero, kind, group, eps)
+    y = y if bias is None else y + bias
+    (m, heads, width), groups = q.shape, keys.shape[1]
+    parts = y.view(m, -1, width)
+    low = torch.where((positions >= 0) & (positions < keys.shape[2]), positions, 0)
+    c, s = cos[low][:, None], sin[low][:, None]
+    a, b = parts[:, : heads + groups].split(half, 2)
+    turned = torch.cat([a * c - b * s, b * c + a * s], 2)
+    q.copy_(turned[:, :heads])
+    rows = torch.arange(m, device=x.device)
+    inside = ((positions >= 0) & (positions < keys.shape[2]))[:, None, None]
+    at = positions.clamp(0, keys.shape[2] - 1)
+    for cache, new in ((keys, turned[:, heads:]), (values, parts[:, heads + groups :])):
+        cache[rows, :, at] = torch.where(inside, new.to(cache.dtype), cache[rows, :, at])
+
+
+def gate_up_twin(
+    x: Tensor,
+    norm: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    y: Tensor,
+    *,
+    kind: str,
+    group: int,
+    eps: float,
+    activation: str,
+    **how: Any,
+) -> None:
+    """In torch, an operation after the other."""
+    gate, up = _normed_product(x, norm, w, scale, zero, kind, group, eps).chunk(2, 1)
+    if activation == "silu":
+        y.copy_(F.silu(gate) * up)
+    else:
+        y.copy_(F.gelu(gate, approximate="none" if activation == "gelu" else "tanh") * up)
+
+
+for _name, _twin in (("norm_qkv_rope", qkv_twin), ("norm_gate_up", gate_up_twin)):
+    _launch = f"zfunc.kernels.decode_triton:{_name}"
+    _traffic = "2, 1 or 0.5 B a weight"
+    dispatch.register(dispatch.Kernel(_name, _twin, _launch, _traffic, limit=limit))

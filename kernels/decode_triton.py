@@ -1,0 +1,139 @@
+"""Triton for :mod:`zfunc.kernels.decode`: what follows the products of a decoder layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.skinny_launch import partial_products
+from zfunc.kernels.skinny_triton import _scale_of_norm, _summed
+
+__all__ = ["gate_up_kernel", "norm_gate_up", "norm_qkv_rope", "rope_kernel"]
+
+
+@triton.jit
+def rope_kernel(
+    parts, squares, bias, cos, sin, positions, q, keys, values,
+    M, N, K, eps, splits, heads, groups, length, row_stride, head_stride, token_stride,
+    BIAS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: sums shares, scales, rotates, and stores where it belongs."""
+    head = tl.program_id(0)
+    m = tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, HALF)
+    every = i < HALF
+    at = m * N + head * 2 * HALF + i
+    stride = M.to(tl.int64) * N
+    scale = _scale_of_norm(squares, splits, M, m, K, eps)
+    a = _summed(parts, at, every, splits, stride) * scale
+    b = _summed(parts, at + HALF, every, splits, stride) * scale
+    if BIAS:
+        a += tl.load(bias + head * 2 * HALF + i).to(tl.float32)
+        b += tl.load(bias + head * 2 * HALF + HALF + i).to(tl.float32)
+    position = tl.load(positions + m)
+    inside = (position >= 0) & (position < length)
+    c = tl.load(cos + tl.where(inside, position, 0) * HALF + i)
+    s = tl.load(sin + tl.where(inside, position, 0) * HALF + i)
+    turned = head < heads + groups
+    low = tl.where(turned, a * c - b * s, a)
+    high = tl.where(turned, b * c + a * s, b)
+    kind = q.dtype.element_ty
+    if head < heads:
+        to = q + (m * heads + head) * 2 * HALF + i
+        tl.store(to, low.to(kind))
+        tl.store(to + HALF, high.to(kind))
+    elif turned:
+        to = keys + m * row_stride + (head - heads) * head_stride + position * token_stride + i
+        tl.store(to, low.to(kind), mask=inside & every)
+        tl.store(to + HALF, high.to(kind), mask=inside & every)
+    else:
+        mine = head - heads - groups
+        to = values + m * row_stride + mine * head_stride + position * token_stride + i
+        tl.store(to, low.to(kind), mask=inside & every)
+        tl.store(to + HALF, high.to(kind), mask=inside & every)
+
+
+@triton.jit
+def gate_up_kernel(
+    parts, squares, y, M, F, K, eps, splits, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Some columns of one row: sums shares, scales, activates, multiplies."""
+    m = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    stride = M.to(tl.int64) * 2 * F
+    scale = _scale_of_norm(squares, splits, M, m, K, eps)
+    gate = _summed(parts, m * 2 * F + n, n < F, splits, stride) * scale
+    up = _summed(parts, m * 2 * F + F + n, n < F, splits, stride) * scale
+    if ACTIVATION == "silu":
+        act = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        act = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        act = gate / (1.0 + tl.exp(-2.0 * z))
+    tl.store(y + m * F + n, (act * up).to(y.dtype.element_ty), mask=n < F)
+
+
+def norm_qkv_rope(
+    x: Tensor,
+    norm: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    q: Tensor,
+    *,
+    kind: str,
+    group: int,
+    eps: float,
+    half: int,
+    **how: Any,
+) -> None:
+    """Launch the product, then heads."""
+    made = partial_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
+    assert made is not None
+    (parts, squares), (m, heads, _) = made, q.shape
+    splits, _, n = parts.shape
+    groups, length = keys.shape[1:3]
+    rope_kernel[(heads + 2 * groups, m)](
+        *(parts, squares, parts if bias is None else bias, cos, sin, positions, q, keys, values),
+        *(m, n, x.shape[1], eps, splits, heads, groups, length, *keys.stride()[:3]),
+        BIAS=bias is not None,
+        HALF=half,
+        num_warps=dispatch.config("norm_qkv_rope", x.device)["num_warps"],
+    )
+
+
+def norm_gate_up(
+    x: Tensor,
+    norm: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    y: Tensor,
+    *,
+    kind: str,
+    group: int,
+    eps: float,
+    activation: str,
+    **how: Any,
+) -> None:
+    """Launch the product, then columns."""
+    made = partial_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
+    assert made is not None
+    (parts, squares), (m, f) = made, y.shape
+    table = dispatch.config("norm_gate_up", x.device)
+    gate_up_kernel[(triton.cdiv(f, table["BLOCK"]), m)](
+        *(parts, squares, y, m, f, x.shape[1], eps, parts.shape[0]),
+        ACTIVATION=activation,
+        **table,
+    )

@@ -1,0 +1,418 @@
+r"""Products of a few rows with a matrix that is read once: decoding, 1 to 16 rows.
+
+:math:`y_{mn} = \sum_k x_{mk} W_{nk} + b_n + r_{mn}`, sums in float32, one rounding at the end.
+``W`` is ``[N, K]`` in one of these kinds (:class:`Packed`):
+
+- ``skinny_mm``: 16 bits, as it is;
+- ``w8_mm``: int8 codes, :math:`W = s (q - z)`, a scale for each row or each group of its elements;
+- ``w4_mm``: codes of 4 bits in words (:func:`pack_words`), likewise;
+- ``w8a8_mm``: int8 codes, and the rows of ``x`` are rounded to 8 bits as well (nearest, scale
+  :math:`\max|x| / 127`): sums within a group are exact.
+
+Codes are widened in registers; nothing but codes and scales is read from memory. More rows, other
+dtypes and other groups go to the twin, which widens the weights and calls ``F.linear``.
+
+Source: Dettmers et al., LLM.int8(), 2022 (W8A8 with a scale for each row); Frantar and Alistarh,
+MARLIN, 2024 (4-bit words in the order of the tensor cores).
+
+**Traffic** a weight: 2, 1, 0.5 and 1 bytes, and those of the scales. Operations: 2 M a weight, so
+bound by memory up to 16 rows on any GPU with tensor cores; what limits the 4-bit kind is the
+number of instructions (``docs/kernels.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.groupwise import quantize_groups
+from zfunc.kernels.operators import KernelError, define, looped
+
+__all__ = ["Packed", "pack_words", "skinny_mm", "unpack_words", "w4_mm", "w8_mm", "w8a8_mm"]
+
+ROWS = 16  # what the tensor cores take at once
+BLOCK = 128  # codes of a row whose words lie together
+BITS = {"skinny_mm": 16, "w8_mm": 8, "w4_mm": 4, "w8a8_mm": 8}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def pack_words(codes: Tensor) -> Tensor:
+    """Codes of 4 bits as words, in the order in which :func:`w4_mm` reads them.
+
+    Args:
+        codes: ``[N, K]`` int8, -8 to 7.
+
+    Returns:
+        ``[N, 16 * ceil(K / 128)]`` int32. Of each 128 codes, word ``r`` has at bit ``4 j + 16 h``
+        the code ``32 j + 2 r + h``, plus 8; codes beyond the end are 0.
+
+    >>> words = pack_words(torch.tensor([[1, -8, 7]], dtype=torch.int8))
+    >>> words.shape, [hex(w & 0xFFFFFFFF) for w in words[0, :2].tolist()]
+    (torch.Size([1, 16]), ['0x88808889', '0x8888888f'])
+    """
+    n, k = codes.shape
+    wide = F.pad(codes.to(torch.int32) + 8, (0, -k % BLOCK), value=8)
+    nibbles = wide.view(n, -1, 4, 16, 2)
+    shifts = 4 * torch.arange(4, device=codes.device)[:, None, None]
+    shifts = (shifts + 16 * torch.arange(2, device=codes.device)).to(torch.int32)
+    words = (nibbles.long() << shifts).sum((2, 4))  # no two nibbles share a bit
+    return (words - ((words >> 31) << 32)).to(torch.int32).view(n, -1)
+
+
+def unpack_words(words: Tensor, length: int) -> Tensor:
+    """The codes ``[N, length]`` int8 of :func:`pack_words`.
+
+    >>> unpack_words(pack_words(torch.tensor([[1, -8, 7]], dtype=torch.int8)), 3)
+    tensor([[ 1, -8,  7]], dtype=torch.int8)
+    """
+    n = words.shape[0]
+    shifts = 4 * torch.arange(4, device=words.device)[:, None, None]
+    shifts = (shifts + 16 * torch.arange(2, device=words.device)).to(torch.int32)
+    nibbles = (words.view(n, -1, 1, 16, 1) >> shifts) & 15
+    return (nibbles.view(n, -1)[:, :length] - 8).to(torch.int8)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix ``[N, K]`` as a product reads it.
+
+    Attributes:
+        kind: ``"skinny_mm"``, ``"w8_mm"``, ``"w4_mm"`` or ``"w8a8_mm"``.
+        data: ``[N, K]`` of 16 bits or int8; words of 4-bit codes.
+        length: K.
+        scale: ``[N, groups]`` floating-point, for codes.
+        zero: ``[N, groups]`` int8, the code that stands for 0; ``None`` where it is 0.
+        group: elements of a row that share a scale; ``None``: all.
+    """
+
+    kind: str
+    data: Tensor
+    length: int
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    group: int | None = None
+
+    @staticmethod
+    def of(weight: Tensor) -> Packed:
+        """A plain matrix."""
+        return Packed("skinny_mm", weight, weight.shape[1])
+
+    def check(self, name: str) -> None:
+        """Refuse parts that do not fit together.
+
+        Raises:
+            KernelError: so it is.
+        """
+        n, k = self.data.shape[0], self.length
+        bits = BITS[self.kind]
+        width = -(-k // BLOCK) * 16 if bits == 4 else k
+        kinds = {4: (torch.int32,), 8: (torch.int8,), 16: ()}[bits]
+        groups = -(-k // self.group) if self.group else 1
+        parts = [x for x in (self.scale, self.zero) if x is not None]
+        good = self.data.shape == (n, width) and (not kinds or self.data.dtype in kinds)
+        if not good or (bits < 16) != bool(parts) or any(x.shape != (n, groups) for x in parts):
+            raise KernelError(
+                f"kernels.{name}: weights {self.data.dtype}{list(self.data.shape)} with scales and "
+                f"zeros {[tuple(x.shape) for x in parts]}; expected "
+                f"{kinds[0] if kinds else 'floating-point'}{[n, width]} for rows of {k}"
+                + (f" with scales {(n, groups)} (group={self.group})." if bits < 16 else ".")
+            )
+
+
+def skinny_mm(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """``x W^T + bias + residual`` for weights of 16 bits.
+
+    Args:
+        x: ``[..., K]``, bfloat16 or float16 (others are taken by the twin).
+        w: ``[N, K]`` of the dtype of ``x``.
+        bias: ``[N]``.
+        residual: ``[..., N]``, added before the one rounding.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``. Differentiable in all arguments, forward and backward.
+
+    Raises:
+        KernelError: the shapes do not fit.
+
+    >>> skinny_mm(torch.ones(1, 3), torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1))
+    tensor([[7.]])
+    """
+    return _product("skinny_mm", x, Packed.of(w), bias, residual)
+
+
+def w8_mm(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    group: int | None = None,
+) -> Tensor:
+    """``x W^T + bias + residual`` for int8 codes, widened in registers.
+
+    Args:
+        x, bias, residual: see :func:`skinny_mm`; only they have gradients.
+        q: ``[N, K]`` int8.
+        scale, zero: ``[N, ceil(K / group)]``, see :class:`Packed`; any strides.
+        group: elements of a row that share a scale; all of them if left out.
+
+    >>> q, scale = torch.tensor([[127, -127]], dtype=torch.int8), torch.tensor([[0.5]])
+    >>> w8_mm(torch.tensor([[2.0, 1.0]]), q, scale)
+    tensor([[63.5000]])
+    """
+    weight = Packed("w8_mm", q, x.shape[-1], scale, zero, group)
+    return _product("w8_mm", x, weight, bias, residual)
+
+
+def w4_mm(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    group: int | None = None,
+) -> Tensor:
+    """``x W^T + bias + residual`` for codes of 4 bits in words, widened in registers.
+
+    Args:
+        x, bias, residual: see :func:`skinny_mm`; only they have gradients.
+        words: from :func:`pack_words`.
+        scale, zero, group: see :func:`w8_mm`.
+
+    >>> words = pack_words(torch.tensor([[7, -7]], dtype=torch.int8))
+    >>> w4_mm(torch.tensor([[2.0, 1.0]]), words, torch.tensor([[0.5]]))
+    tensor([[3.5000]])
+    """
+    weight = Packed("w4_mm", words, x.shape[-1], scale, zero, group)
+    return _product("w4_mm", x, weight, bias, residual)
+
+
+def w8a8_mm(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    group: int | None = None,
+) -> Tensor:
+    """``x W^T + bias + residual`` for int8 codes and rows of ``x`` rounded to 8 bits.
+
+    The gradient of ``x`` is straight through its rounding.
+
+    Args:
+        x, q, scale, zero, bias, residual, group: see :func:`w8_mm`.
+
+    >>> q, scale = torch.tensor([[127, -127]], dtype=torch.int8), torch.tensor([[0.5]])
+    >>> w8a8_mm(torch.tensor([[127.0, 1.4]]), q, scale)  # 1.4 becomes 1
+    tensor([[8001.]])
+    """
+    weight = Packed("w8a8_mm", q, x.shape[-1], scale, zero, group)
+    return _product("w8a8_mm", x, weight, bias, residual)
+
+
+def _product(
+    name: str, x: Tensor, weight: Packed, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    weight.check(name)
+    n, k = weight.data.shape[0], weight.length
+    shape = (*x.shape[:-1], n)
+    bad = x.shape[-1] != k or (bias is not None and bias.shape != (n,))
+    if bad or (residual is not None and residual.shape != shape):
+        shapes = [None if t is None else tuple(t.shape) for t in (x, bias, residual)]
+        raise KernelError(
+            f"kernels.{name}: x, bias, residual are {shapes}; expected (..., {k}), ({n},) and "
+            f"{shape} for weights of {n} rows of {k}."
+        )
+    rows = x.shape[:-1].numel()
+    rest = None if residual is None else residual.reshape(rows, n)
+    parts = (weight.data, weight.scale, weight.zero, bias, rest)
+    y: Tensor = Product.apply(x.reshape(rows, k), *parts, weight.kind, weight.group or 0)
+    return y.reshape(shape)
+
+
+def dequantized(
+    w: Tensor, scale: Tensor | None, zero: Tensor | None, kind: str, group: int, length: int
+) -> Tensor:
+    """The matrix ``[N, K]`` that codes stand for, in the wide dtype of its scales."""
+    if scale is None:
+        return w
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    codes = (unpack_words(w, length) if BITS[kind] == 4 else w).to(wide)
+    if not group:
+        return (codes if zero is None else codes - zero) * scale.to(wide)
+    grouped = F.pad(codes, (0, -length % group)).view(len(w), -1, group)
+    if zero is not None:
+        grouped = grouped - zero[:, :, None]
+    return (grouped * scale.to(wide)[:, :, None]).flatten(1)[:, :length]
+
+
+@torch._dynamo.allow_in_graph
+class Product(torch.autograd.Function):
+    """The operator forward; products of plain torch backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        w: Tensor,
+        scale: Tensor | None,
+        zero: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        kind: str,
+        group: int,
+    ) -> Tensor:
+        y: Tensor = _mm(x, w, scale, zero, bias, residual, kind, group)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, scale, zero, bias, residual, ctx.kind, ctx.group = inputs
+        ctx.dtypes = [None if t is None else t.dtype for t in (bias, residual)]
+        ctx.save_for_backward(x, w, scale, zero)
+        ctx.save_for_forward(x, w, scale, zero)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, w, scale, zero = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        plain = dequantized(w, scale, zero, ctx.kind, ctx.group, x.shape[-1]).to(grad.dtype)
+        dx = (grad @ plain).to(x.dtype) if need[0] else None
+        dw = (grad.transpose(-1, -2) @ x.to(grad.dtype)).to(w.dtype) if need[1] else None
+        db = grad.sum(0).to(ctx.dtypes[0]) if need[4] else None
+        dr = grad.to(ctx.dtypes[1]) if need[5] else None
+        return dx, dw, None, None, db, dr, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        x, w, scale, zero = ctx.saved_tensors
+        tx, tw, _, _, tb, tr, *_ = tangents
+        plain = dequantized(w, scale, zero, ctx.kind, ctx.group, x.shape[-1]).to(x.dtype)
+        total = x.new_zeros(len(x), len(plain)) if tx is None else F.linear(tx, plain)
+        if tw is not None:
+            total = total + F.linear(x, tw)
+        for t in (tb, tr):
+            total = total if t is None else total + t
+        return total
+
+
+def _room(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _run(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    kind: str,
+    group: int,
+) -> Tensor:
+    y = _room(x, w)
+    if not y.numel():
+        return y
+    x, w = x.contiguous(), w.contiguous()
+    bias, residual = (None if t is None else t.contiguous() for t in (bias, residual))
+    how = {"group": group, "rows": len(x), "dtype": x.dtype}
+    dispatch.run(kind, x, w, scale, zero, bias, residual, y, **how)
+    return y
+
+
+def _batch(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    """Rows of a batch are rows, where it is only inputs that have one."""
+    if dims[0] is None or any(dim is not None for dim in dims[1:5]) or dims[5] is not None:
+        return looped(lambda: _mm)(info, dims, *args)
+    x = args[0].movedim(dims[0], 0)
+    residual = args[5]
+    if residual is not None:
+        residual = residual.expand(len(x), *residual.shape).flatten(0, 1)
+    y = _mm(x.flatten(0, 1), *args[1:5], residual, *args[6:])
+    return y.view(*x.shape[:2], -1), 0
+
+
+_mm: Callable[..., Any] = define(
+    "packed_mm(Tensor x, Tensor w, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? residual,"
+    " str kind, int group) -> Tensor",
+    _run,
+    _room,
+    _batch,
+)
+
+
+def limit(*, group: int, rows: int, dtype: torch.dtype, **how: Any) -> str | None:
+    """Why Triton does not take a product; ``None`` if it does."""
+    if rows > ROWS:
+        return f"its Triton kernel takes up to {ROWS} rows, not {rows}"
+    if dtype not in HALVES:
+        return f"its Triton kernel takes inputs of 16 bits, not {dtype}"
+    if group and group % BLOCK and group not in (32, 64):
+        return f"its Triton kernel takes groups of 32, 64 or multiples of {BLOCK}, not {group}"
+    return None
+
+
+def twin(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    *,
+    group: int,
+    rows: int,
+    dtype: torch.dtype,
+    kind: str,
+) -> None:
+    """In torch: weights widened, then the product that torch has."""
+    if kind == "w8a8_mm" and x.shape[1]:
+        codes, step, _ = quantize_groups(x, group=None)
+        wide = dequantized(w, scale, zero, kind, group, x.shape[1])
+        total = F.linear(codes.to(wide.dtype), wide) * step
+    else:
+        plain = dequantized(w, scale, zero, kind, group, x.shape[1]).to(dtype)
+        total = F.linear(x, plain)
+    if bias is not None:
+        total = total + bias
+    y.copy_(total if residual is None else total + residual)
+
+
+def _twin_of(kind: str) -> Callable[..., None]:
+    def run(*args: Any, **how: Any) -> None:
+        twin(*args, kind=kind, **how)
+
+    return run
+
+
+for _kind, _traffic in (
+    ("skinny_mm", "2 B a weight"),
+    ("w8_mm", "1 B a weight and its scales"),
+    ("w4_mm", "0.5 B a weight and its scales"),
+    ("w8a8_mm", "1 B a weight and its scales"),
+):
+    dispatch.register(
+        dispatch.Kernel(
+            _kind,
+            _twin_of(_kind),
+            f"zfunc.kernels.skinny_launch:{_kind}",
+            _traffic,
+            limit=limit,
+        )
+    )

@@ -1,0 +1,194 @@
+"""How the kernels of :mod:`zfunc.kernels.skinny_triton` are launched: tiles, shares, second steps.
+
+The length of the weights is shared out until some ``PROGRAMS`` programs read at once, each at
+least ``DEPTH`` blocks: a GPU is not kept busy by 64 programs, and loads of one program that wait
+for each other do not fill its memory's pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from zfunc.kernels import dispatch
+from zfunc.kernels.groupwise import quantize_groups
+from zfunc.kernels.skinny import BITS, BLOCK
+from zfunc.kernels.skinny_triton import finish_kernel, int8_product_kernel, product_kernel
+
+__all__ = ["partial_products", "shares", "skinny_mm", "w4_mm", "w8_mm", "w8a8_mm"]
+
+DEPTH = 4
+ASSEMBLER = torch.version.hip is None and not dispatch.interpreting()
+
+
+def shares(tiles: int, blocks: int, programs: int) -> tuple[int, int]:
+    """How many shares, and blocks in each: as many as keep ``programs`` busy, none empty.
+
+    >>> shares(64, 32, 264), shares(448, 32, 264), shares(64, 5, 264)
+    ((4, 8), (1, 32), (1, 5))
+    """
+    wanted = max(1, min(blocks // DEPTH, programs // max(tiles, 1)))
+    each = max(1, -(-blocks // wanted))
+    return max(1, -(-blocks // each)), each
+
+
+def _tile(kind: str, group: int, device: torch.device) -> dict[str, int]:
+    how = dict(dispatch.config(kind, device))
+    how["BN"], how["BM"] = how.pop("BLOCK"), 16
+    how["BK"] = BLOCK if BITS[kind] == 4 or not group else min(BLOCK, group)
+    return how
+
+
+def _scales(scale: Tensor | None, zero: Tensor | None, some: Tensor) -> tuple[Any, ...]:
+    """Scales, zeros, and their two strides, which they share."""
+    if scale is None:
+        return some, some, 0, 0
+    if zero is not None and zero.stride() != scale.stride():
+        scale, zero = scale.contiguous(), zero.contiguous()
+    return scale, some if zero is None else zero, *scale.stride()
+
+
+def partial_products(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    *,
+    kind: str,
+    group: int,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    y: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """The first launch: partial sums and, before a norm, squares of the inputs.
+
+    Args:
+        x, w, scale, zero, kind, group: see :class:`zfunc.kernels.skinny.Packed`.
+        norm: the weight of an RMS norm of ``x``; its scale is left to what follows.
+        eps: of the norm.
+        bias, residual, y: where one share does, the first launch writes the result.
+
+    Returns:
+        ``(parts [S, M, N], squares [S, M])`` in float32, or ``None`` where ``y`` is written.
+    """
+    (m, k), n = x.shape, w.shape[0]
+    how = _tile(kind, group, x.device)
+    if norm is not None and BITS[kind] == 4:  # what the norm costs is shared by twice the columns
+        how["BN"], how["num_warps"] = 2 * how["BN"], 2 * how["num_warps"]
+    tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
+    splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
+    split = splits > 1 or y is None
+    parts = x.new_empty((splits, m, n) if split else (1,), dtype=torch.float32)
+    squares = x.new_empty((splits, m), dtype=torch.float32)
+    scales, zeros, step_n, step_g = _scales(scale, zero, w)
+    product_kernel[(tiles, splits)](
+        *(x, w, scales, zeros, x if norm is None else norm, eps),
+        *(x if t is None else t for t in (bias, residual, y)),
+        *(parts, squares, m, n, k, w.shape[1], step_n, step_g, blocks, share),
+        BITS=BITS[kind],
+        G=group,
+        ZERO=zero is not None,
+        NORM=norm is not None,
+        SPLIT=split,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        EVEN=k % how["BK"] == 0,
+        ASM=ASSEMBLER,
+        **how,
+    )
+    return (parts, squares) if split else None
+
+
+def finish(parts: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
+    """The second launch: sums over shares."""
+    splits, m, n = parts.shape
+    block = min(1024, triton.next_power_of_2(n))
+    finish_kernel[(triton.cdiv(n, block), m)](
+        *(parts, parts, parts if bias is None else bias, parts if residual is None else residual),
+        *(y, m, n, 1, 0.0, splits),
+        NORM=False,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=max(1, min(4, block // 256)),
+    )
+
+
+def _launch(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    *,
+    kind: str,
+    group: int,
+    rows: int,
+    dtype: torch.dtype,
+) -> None:
+    rest = {"bias": bias, "residual": residual, "y": y}
+    left = partial_products(x, w, scale, zero, kind=kind, group=group, **rest)
+    if left is not None:
+        finish(left[0], bias, residual, y)
+
+
+def skinny_mm(*args: Any, **how: Any) -> None:
+    """Weights of 16 bits."""
+    _launch(*args, kind="skinny_mm", **how)
+
+
+def w8_mm(*args: Any, **how: Any) -> None:
+    """Int8 codes."""
+    _launch(*args, kind="w8_mm", **how)
+
+
+def w4_mm(*args: Any, **how: Any) -> None:
+    """Words of 4-bit codes."""
+    _launch(*args, kind="w4_mm", **how)
+
+
+def w8a8_mm(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    *,
+    group: int,
+    rows: int,
+    dtype: torch.dtype,
+) -> None:
+    """Rounds the inputs, then multiplies codes with codes."""
+    (m, k), n = x.shape, w.shape[0]
+    if k:
+        codes, step, _ = quantize_groups(x, group=None)
+    else:
+        codes, step = x.to(torch.int8), x.new_zeros((m, 1), dtype=torch.float32)
+    how = _tile("w8a8_mm", group, x.device)
+    tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
+    splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
+    parts = y if splits == 1 else x.new_empty((splits, m, n), dtype=torch.float32)
+    scales, zeros, step_n, step_g = _scales(scale, zero, w)
+    int8_product_kernel[(tiles, splits)](
+        *(codes, step, w, scales, zeros, y if bias is None else bias),
+        *(y if residual is None else residual, y, parts),
+        *(m, n, k, step_n, step_g, blocks, share),
+        G=group,
+        ZERO=zero is not None,
+        SPLIT=splits > 1,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        EVEN=k % how["BK"] == 0,
+        **how,
+    )
+    if splits > 1:
+        finish(parts, bias, residual, y)

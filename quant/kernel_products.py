@@ -1,0 +1,68 @@
+"""Products of a few rows with low-bit weights on a GPU, by :mod:`zfunc.kernels.skinny`.
+
+Codes of 4 bits are put in the order of the kernel once; it replaces the stored one, so memory
+holds them once. Where the kernels do not apply (more rows, other groups, no Triton), the dispatch
+says so and the weights are dequantised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zfunc import kernels
+
+if TYPE_CHECKING:
+    from zfunc.quant.qtensor import QTensor
+
+__all__ = ["Words", "product", "takes"]
+
+
+@dataclass(frozen=True)
+class Words:
+    """4-bit codes as :func:`zfunc.kernels.w4_mm` reads them."""
+
+    data: Tensor
+    length: int
+
+    def codes(self) -> Tensor:
+        """``[n, k]`` int8."""
+        return kernels.unpack_words(self.data, self.length)
+
+
+def kernel_of(weight: QTensor) -> str:
+    """Which kernel multiplies with such weights."""
+    if weight.format.dynamic:
+        return "w8a8_mm"
+    return "w4_mm" if weight.format.packed else "w8_mm"
+
+
+def takes(x: Tensor, weight: QTensor) -> bool:
+    """Whether the dispatch has a kernel for this product here."""
+    if (weight.format.dynamic and weight.format.packed) or x.device != weight.device:
+        return False
+    how = {"group": weight.format.group_size or 0, "rows": len(x), "dtype": x.dtype}
+    tensors = (x, weight.scale, weight.zero)
+    return kernels.choose(kernel_of(weight), *tensors, **how).route == "triton"
+
+
+def product(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + bias`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
+    name, group = kernel_of(weight), weight.format.group_size
+    if weight.scale.stride(0) != 1:  # a group's scales are read together
+        weight.scale = weight.scale.t().contiguous().t()
+        weight.zero = None if weight.zero is None else weight.zero.t().contiguous().t()
+    if name == "w8a8_mm":
+        return kernels.w8a8_mm(x, weight.codes, weight.scale, weight.zero, bias, group=group)
+    if name == "w8_mm":
+        return kernels.w8_mm(x, weight.codes, weight.scale, weight.zero, bias, group=group)
+    words = weight.ready(lambda: _words(weight))
+    if not isinstance(words, Words):  # in another kernel's order, as on a CPU
+        words = _words(weight)
+    return kernels.w4_mm(x, words.data, weight.scale, weight.zero, bias, group=group)
+
+
+def _words(weight: QTensor) -> Words:
+    return Words(kernels.pack_words(weight.codes), weight.rows[1])
