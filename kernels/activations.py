@@ -41,6 +41,7 @@ from zfunc.kernels.activations_torch import (
 )
 from zfunc.kernels.gradients import gradient
 from zfunc.kernels.operators import KernelError, agree, define, folded, looped
+from zfunc.kernels.tracing import in_graph
 
 __all__ = ["bias_gelu", "geglu", "swiglu"]
 
@@ -139,7 +140,7 @@ def _gated(name: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
     return Gated.apply(gate, up, act)
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 class Gated(torch.autograd.Function):
     """``act(gate) * up``."""
 
@@ -160,7 +161,7 @@ class Gated(torch.autograd.Function):
         return *gradient(_glu_backward, glu_formula, grad, *ctx.saved_tensors, ctx.act), None
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 class BiasGelu(torch.autograd.Function):
     """``gelu(x + bias)``."""
 

@@ -28,6 +28,7 @@ from zfunc.kernels.gradients import once
 from zfunc.kernels.losses import Reduction, check, check_classes, reduced
 from zfunc.kernels.normalization_torch import wide
 from zfunc.kernels.operators import KernelError, define, looped
+from zfunc.kernels.tracing import in_graph
 
 __all__ = ["linear_cross_entropy"]
 
@@ -93,7 +94,7 @@ _NONE = (
 )
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 class LinearCrossEntropy(torch.autograd.Function):
     """``(loss, its gradients)``; those are for the backward."""
 

@@ -31,6 +31,7 @@ from zfunc.kernels.gradients import gradient
 from zfunc.kernels.losses_torch import backward_formula, backward_twin, forward_twin, grad_twin
 from zfunc.kernels.normalization_torch import wide
 from zfunc.kernels.operators import KernelError, define, fronted
+from zfunc.kernels.tracing import in_graph
 
 __all__ = ["cross_entropy"]
 
@@ -122,7 +123,7 @@ def check_classes(name: str, target: Tensor, ignore: int, classes: int) -> None:
         )
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 class CrossEntropy(torch.autograd.Function):
     """``(losses, total)``: that is, for the backward, of each row the greatest logit and the sum of
     exponentials relative to it. (Their sum as a logarithm would be rounded where logits are great.)

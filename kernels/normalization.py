@@ -43,6 +43,7 @@ from zfunc.kernels.normalization_torch import (
     wide,
 )
 from zfunc.kernels.operators import KernelError, agree, define, folded, looped
+from zfunc.kernels.tracing import in_graph
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -143,7 +144,7 @@ def _check(
             )
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 class Norm(torch.autograd.Function):
     """``(y, s, mean, rstd)``; the last two are for the backward, and ``s`` may be empty."""
 

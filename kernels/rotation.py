@@ -26,6 +26,7 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.normalization_torch import wide
 from zfunc.kernels.operators import KernelError, define, fronted, undifferentiated
+from zfunc.kernels.tracing import in_graph
 
 __all__ = ["rotary"]
 
@@ -91,7 +92,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
         )
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 class Rotary(torch.autograd.Function):
     """The turn; its derivatives are turns."""
 

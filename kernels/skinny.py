@@ -33,6 +33,7 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise import quantize_groups
 from zfunc.kernels.operators import KernelError, define, looped
+from zfunc.kernels.tracing import in_graph
 
 __all__ = ["Packed", "pack_words", "skinny_mm", "unpack_words", "w4_mm", "w8_mm", "w8a8_mm"]
 
@@ -260,7 +261,7 @@ def dequantized(
     return (grouped * scale.to(wide)[:, :, None]).flatten(1)[:, :length]
 
 
-@torch._dynamo.allow_in_graph
+@in_graph
 class Product(torch.autograd.Function):
     """The operator forward; products of plain torch backward."""
 

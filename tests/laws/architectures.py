@@ -153,7 +153,7 @@ def model_of(name: str) -> Any:
 def loss_of(name: str) -> Callable[[Any], Tensor]:
     """From the model's output to a mean over the batch."""
     if name == "clip":  # its own loss compares all pairs of a batch
-        return lambda out: 1 - (out.text_embeds * out.image_embeds).sum(dim=-1).mean()
+        return lambda out: 2 - (out.text_embeds * out.image_embeds).sum(dim=-1).mean()
     return lambda out: out.loss
 
 
