@@ -135,7 +135,7 @@ def _gated(name: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
     agree(name, gate=gate, up=up)
     if gate.dtype != up.dtype:
         raise KernelError(
-            f"kernels.{name}: gate is {gate.dtype}, up {up.dtype}; expected one dtype."
+            f"kernels.{name}: gate is {gate.dtype}, up is {up.dtype}; expected one dtype."
         )
     return Gated.apply(gate, up, act)
 

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.kernels.operators import KernelError
-
-__all__ = ["gradient", "once"]
+__all__ = ["gradient"]
 
 
 def gradient(op: Callable[..., Any], formula: Callable[..., Any], *args: Any) -> Any:
@@ -68,42 +66,3 @@ class Gradient(torch.autograd.Function):
         pull = torch.func.vjp(varied, *(args[i] for i in places))[1]
         found = dict(zip(places, pull(grads if len(grads) > 1 else grads[0]), strict=True))
         return None, None, *(found.get(i) for i in range(len(args)))
-
-
-def once(name: str, factor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Gradients that were computed beforehand, times that of what came out.
-
-    Args:
-        name: of the function, for the error.
-        factor: 0-d.
-        parts: of any shape.
-
-    Returns:
-        ``factor * part`` for each, in the dtype of the part. Nothing can be
-        differentiated through that.
-    """
-    out: tuple[Tensor, ...] = Once.apply(name, factor, *parts)
-    return out
-
-
-class Once(torch.autograd.Function):
-    """A product that refuses to be differentiated."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(name: str, factor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-        # In the dtype of the factor, which in that of a part would be rounded.
-        return tuple((part.to(factor.dtype) * factor).to(part.dtype) for part in parts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise KernelError(
-            f"kernels.{ctx.name} has a first derivative and no second one: its gradients are "
-            "computed in the forward pass, so that the logits need not be kept. Where a second "
-            "one is wanted, apply the head by itself and use kernels.cross_entropy."
-        )

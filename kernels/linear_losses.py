@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.gradients import once
 from zfunc.kernels.losses import Reduction, check, check_classes, reduced
 from zfunc.kernels.normalization_torch import wide
 from zfunc.kernels.operators import KernelError, define, looped
@@ -92,6 +91,11 @@ _NONE = (
     'reduction="none" cannot be differentiated; take "sum" or "mean", or apply the head by itself '
     "and use kernels.cross_entropy."
 )
+_SECOND = (
+    "has a first derivative and no second one: its gradients are computed in the forward pass, so "
+    "that the logits need not be kept. Where a second one is wanted, apply the head by itself and "
+    "use kernels.cross_entropy."
+)
 
 
 @in_graph
@@ -122,17 +126,21 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, dx, dw = output
         ctx.grads = inputs[4]
-        ctx.mark_non_differentiable(dx, dw)
-        ctx.save_for_backward(dx, dw)
+        # The gradients are results like the loss: one that arrives for them is a second one.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[Any, ...]:
         if not ctx.grads:
             raise KernelError(f"kernels.linear_cross_entropy: {_NONE}")
-        dx, dw = once("linear_cross_entropy", grad, *ctx.saved_tensors)
-        return dx, dw, None, None, None, None, None, None, None
+        if any(x is not None for x in second):
+            raise KernelError(f"kernels.linear_cross_entropy {_SECOND}")
+        parts = [None, None]
+        if grad is not None:  # multiplied in its dtype; in that of a part it would be rounded
+            parts = [(x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors]
+        return *parts, None, None, None, None, None, None, None
 
 
 def rows_of_a_chunk(rows: int, classes: int, itemsize: int) -> int:

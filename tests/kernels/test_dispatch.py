@@ -111,7 +111,5 @@ def test_doctor(capsys: pytest.CaptureFixture[str]):
 
 
 def test_an_unknown_kernel_is_named():
-    with pytest.raises(
-        kernels.KernelError, match="no kernel 'soap'; expected some of .*adamw_flat"
-    ):
+    with pytest.raises(kernels.KernelError, match=r"no kernel 'soap'; .* some of .*adamw_flat"):
         kernels.verify(["soap"])

@@ -115,6 +115,6 @@ def test_a_second_derivative_of_the_head_is_refused():
 
     with pytest.raises(kernels.KernelError, match="a first derivative and no second one"):
         torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(X)
+    weight = torch.eye(6, requires_grad=True)
     with pytest.raises(kernels.KernelError, match='"none" cannot be differentiated'):
-        weight = torch.eye(6, requires_grad=True)
         kernels.linear_cross_entropy(X, weight, TARGET, reduction="none")
