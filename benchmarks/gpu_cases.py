@@ -247,30 +247,44 @@ def low_bit_module(kind: str, w: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 
 def layers(size: Size, device: torch.device) -> Iterator[Case]:
-    """Norms, activations and losses, beside torch, torch.compile and Liger."""
+    """Norms, activations and losses, forward and with their gradients, beside torch and Liger."""
     x = torch.randn(size.tokens, size.width, device=device).bfloat16()
     gate, up = (torch.randn(size.tokens, 4 * size.width, device=device).bfloat16() for _ in "ab")
     weight = torch.randn(size.width, device=device).bfloat16()
     logits = torch.randn(size.tokens, size.classes, device=device).bfloat16()
     target = torch.zeros(size.tokens, dtype=torch.int64, device=device)
     liger = liger_functions() if device.type == "cuda" else {}
-    rows: list[tuple[str, tuple[Any, ...], float, Callable[..., Any]]] = [
-        ("rms_norm", (x, weight), 4.0 * x.numel(), lambda x, w: F.rms_norm(x, w.shape, w)),
-        ("swiglu", (gate, up), 6.0 * gate.numel(), lambda a, b: F.silu(a) * b),
-        ("cross_entropy", (logits, target), 4.0 * logits.numel(), F.cross_entropy),
-    ]
-    for name, given, moved, plain in rows:
-        ours = getattr(kernels, name, None)
-        if ours is None:
-            continue
+    rows: list[tuple[str, str, tuple[Any, ...], tuple[float, float], Any, Any]] = [
+        ("rms_norm", "rms_norm", (x, weight), (4, 6), kernels.rms_norm,
+         lambda x, w: F.rms_norm(x, w.shape, w, 1e-6)),
+        ("swiglu", "glu", (gate, up), (6, 10), kernels.swiglu, lambda a, b: F.silu(a) * b),
+        ("cross_entropy", "cross_entropy", (logits, target), (2, 4), kernels.cross_entropy,
+         F.cross_entropy),
+    ]  # fmt: skip
+    for name, kernel, given, (forward, backward), ours, plain in rows:
         ways = {"torch": plain, "torch.compile": compiled(plain, size)}
         ways |= {"Liger": liger[name]} if name in liger else {}
-        baselines: dict[str, Call] = {
-            label: lambda i, f=f, given=given: f(*given)  # type: ignore[misc]
-            for label, f in ways.items()
-        }
-        yield Case(f"{name}, forward", name, moved, lambda i, f=ours, given=given: f(*given),  # type: ignore[misc]
-                   baselines, predicted=predicted(moved, 0.92))  # fmt: skip
+        for full in (False, True):
+            moved = (forward + backward * full) * given[0].numel()
+            baselines: dict[str, Call] = {k: whole(f, given, full) for k, f in ways.items()}
+            label = "with gradients" if full else "forward"
+            share = predicted(moved, 0.85 if full else 0.92, 1 + 2 * full)
+            call = whole(ours, given, full)
+            yield Case(f"{name}, {label}", kernel, moved, call, baselines, predicted=share)
+
+
+def whole(f: Callable[..., Any], given: tuple[Any, ...], full: bool) -> Call:
+    """A call of ``f``, with the gradients of what is floating-point in ``given`` if ``full``."""
+    if not full:
+        return lambda i: f(*given)
+    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
+    asked = [t for t in inputs if t.requires_grad]
+
+    def run(i: int) -> object:
+        y = f(*inputs)
+        return torch.autograd.grad(y, asked, torch.ones_like(y))
+
+    return run
 
 
 def liger_functions() -> dict[str, Callable[..., Any]]:
