@@ -177,15 +177,13 @@ def _run_qkv(
 ) -> Tensor:
     q = x.new_empty(len(x), w.shape[0] // keys.shape[3] - 2 * keys.shape[1], keys.shape[3])
     if len(x):
-        held = (t.contiguous() for t in (x, norm, w))
-        rest = (t.contiguous() for t in (cos, sin, positions))
-        how = {"kind": kind, "group": group, "eps": eps, "rows": len(x), "dtype": x.dtype}
+        held = [t.contiguous() for t in (x, norm, w)]
+        rest = [t.contiguous() for t in (cos, sin, positions)]
         added = None if bias is None else bias.contiguous()
-        dispatch.run(
-            *("norm_qkv_rope", *held, scale, zero, added, *rest, keys, values, q),
-            half=keys.shape[3] // 2,
-            **how,
-        )
+        how: dict[str, Any] = {"kind": kind, "group": group, "eps": eps}
+        how |= {"rows": len(x), "dtype": x.dtype, "half": keys.shape[3] // 2}
+        name = "norm_qkv_rope"
+        dispatch.run(name, *held, scale, zero, added, *rest, keys, values, q, **how)
     return q
 
 
@@ -207,7 +205,8 @@ def _run_gate_up(
     y = _room_gate_up(x, norm, w)
     if y.numel():
         held = (t.contiguous() for t in (x, norm, w))
-        how = {"kind": kind, "group": group, "eps": eps, "activation": activation}
+        how: dict[str, Any] = {"kind": kind, "group": group, "eps": eps}
+        how["activation"] = activation
         dispatch.run("norm_gate_up", *held, scale, zero, y, rows=len(x), dtype=x.dtype, **how)
     return y
 

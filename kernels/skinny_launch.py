@@ -133,8 +133,9 @@ def _launch(
     rows: int,
     dtype: torch.dtype,
 ) -> None:
-    rest = {"bias": bias, "residual": residual, "y": y}
-    left = partial_products(x, w, scale, zero, kind=kind, group=group, **rest)
+    left = partial_products(
+        x, w, scale, zero, kind=kind, group=group, bias=bias, residual=residual, y=y
+    )
     if left is not None:
         finish(left[0], bias, residual, y)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.optim.base import EmptyState, GradientTransformation
-from zfunc.optim.schedules import plain
+from zfunc.optim.schedules import plain, symbolic
 from zfunc.optim.updates import Scaled, scale
 
 __all__ = ["clip_by_global_norm"]
@@ -41,8 +41,8 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         norm = tree.global_norm(grads)
         # NaN is not within the norm, and spreads through the factor.
         factor = plain(torch.where(norm <= max_norm, 1.0, max_norm / norm))
-        if isinstance(factor, Tensor):
-            return scale(grads, factor), state
+        if isinstance(factor, Tensor):  # on a GPU whoever comes next multiplies on its way
+            return scale(grads, factor) if symbolic(factor) else Scaled(grads, factor), state
         return (grads if factor == 1.0 else Scaled(grads, factor)), state
 
     def update(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:

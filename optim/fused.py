@@ -7,6 +7,9 @@ only: the flats of a placed tree are such already; of a plain leaf the blocks ar
 updated where they are, and the ends of all leaves are staged together in one
 padded buffer. Threads share a buffer out in whole vectors, so their number does
 not matter either.
+
+Where :mod:`zfunc.kernels` has a kernel for the tensors, on a GPU, each buffer goes to
+``adamw_flat_``, which scales the gradients on its way and waits for no number.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import primitives, tree
+from zfunc import kernels, primitives, tree
 from zfunc.context import reuse
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
@@ -85,7 +88,7 @@ def _step(
     params: Tree,
     mu: Tree,
     nu: Tree,
-    factor: float | None,
+    factor: float | Tensor | None,
     decay: Rates,
     how: dict[str, Any],
 ) -> tuple[Tree, Tree, Tree] | None:
@@ -181,7 +184,7 @@ def adamw_(
     rows: Sequence[Row],
     stretches: Sequence[Sequence[Stretch]],
     *,
-    factor: float | None = None,
+    factor: float | Tensor | None = None,
     count: Tensor,
     lr: float | Tensor,
     b1: float,
@@ -194,7 +197,7 @@ def adamw_(
         rows: ``(params, grads, mu, nu)`` buffers; those of a row agree in shape,
             dtype and device.
         stretches: for each row ``(start, stop, weight decay)``.
-        factor: multiplies the gradients first.
+        factor: multiplies the gradients first; a number, or 0-d on their device.
         count: number of this step, from 1; 0-d.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
@@ -210,6 +213,14 @@ def adamw_(
         number = count.to(device=device, dtype=torch.float32)
         scale = lr.to(device) if isinstance(lr, Tensor) else lr
         blocks = group.stage()
+        if kernels.choose("adamw_flat", *blocks[0]).route == "triton":
+            how = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": rate, "device": device}
+            gain = 1.0 if factor is None else factor
+            hyper = kernels.adamw_hyper(lr, count, factor=gain, **how)  # type: ignore[arg-type]
+            for param, grad, mu, nu in blocks:
+                kernels.adamw_flat_(grad, param, mu, nu, hyper)
+            group.unstage()
+            continue
         for batch in [blocks] if factor is None else _scaled(blocks, factor):
             p, g, m, v = (list(column) for column in zip(*batch, strict=True))
             torch._fused_adamw_(
@@ -230,7 +241,7 @@ def adamw_(
         group.unstage()
 
 
-def _scaled(blocks: Sequence[Row], factor: float) -> Iterator[list[Row]]:
+def _scaled(blocks: Sequence[Row], factor: float | Tensor) -> Iterator[list[Row]]:
     """The blocks a batch at a time, their gradients multiplied in memory that stays in cache."""
     scratch = torch.empty(SCRATCH, dtype=blocks[0][1].dtype, device=blocks[0][1].device)
     batch: list[Row] = []

@@ -83,7 +83,7 @@ class Moved(_Deferred):
 class Scaled(_Deferred):
     """``factor * grads``, for a fused kernel that multiplies on its way through memory."""
 
-    def __init__(self, grads: Tree, factor: float) -> None:
+    def __init__(self, grads: Tree, factor: float | Tensor) -> None:
         super().__init__(lambda: scale(grads, factor))
         self.grads = grads
         self.factor = factor

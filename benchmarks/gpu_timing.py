@@ -1,0 +1,98 @@
+"""How long a call takes on a GPU, and what copies and products reach there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from benchmarks.gpu_cases import Size
+
+__all__ = ["Ceilings", "Clock", "ceilings"]
+
+CALLS, REPLAYS = 20, 20
+Call = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """TB/s of a copy (read and written), TFLOP/s of a product in bfloat16."""
+
+    copy: float
+    product: float
+
+    def si(self) -> Ceilings:
+        """In bytes and operations a second."""
+        return Ceilings(self.copy * 1e12, self.product * 1e12)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls on the current GPU; where it is not ``real`` it only runs them, once.
+
+    >>> Clock(real=False)(lambda i: print("copy", i), 2)
+    copy 0
+    (0.0, True)
+    """
+
+    real: bool
+
+    def __call__(self, call: Call, copies: int = 1) -> tuple[float, bool]:
+        """Seconds of a call, and whether two medians agree within 2 %.
+
+        Args:
+            call: gets the number of the copy of its buffers that it is to use.
+            copies: how many there are.
+        """
+        if not self.real:
+            call(0)
+            return 0.0, True
+        turn = itertools.cycle(range(copies))
+        for _ in range(max(3, copies)):
+            call(next(turn))
+        torch.cuda.synchronize()
+        replay = graphed(lambda: [call(next(turn)) for _ in range(CALLS)])
+        halves = [median(timed(replay) for _ in range(REPLAYS)) / CALLS for _ in range(2)]
+        return min(halves), abs(halves[0] - halves[1]) <= 0.02 * min(halves)
+
+
+def graphed(body: Callable[[], object]) -> Callable[[], object]:
+    """``body`` as a CUDA graph; as it is, if something in it cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            body()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                body()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return body
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+def timed(body: Callable[[], object]) -> float:
+    """Seconds between two events around ``body``."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    body()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def ceilings(clock: Clock, size: Size, device: torch.device) -> Ceilings:
+    """A copy of several GB and a square product of random numbers."""
+    x = torch.empty(size.copy, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    seconds, _ = clock(lambda i: y.copy_(x))
+    a, b = (torch.randn(size.square, size.square, device=device).bfloat16() for _ in range(2))
+    square, _ = clock(lambda i: a @ b)
+    if not clock.real:
+        return Ceilings(0.0, 0.0)
+    return Ceilings(2 * size.copy / seconds / 1e12, 2 * size.square**3 / square / 1e12)
