@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 import zfunc as zf
+from tests.laws.covering import Covering
 from zfunc.commands import cli, report
 
 TINY_WORDS = "--width 16 --depth 2 --heads 2 --context 16 --batch 12 --sample 0 --save-every 4"
@@ -150,14 +153,48 @@ def test_torchrun_restarts_a_killed_rank_from_the_newest_checkpoint(
     assert rows(tmp_path / "out") == rows(tmp_path / "whole")
 
 
-def rank_of(agent: int, rank: int) -> int:
-    """The process of a rank that torchrun has started."""
+def torchrun_goes_on_with_fewer_ranks(text: Path, tmp_path: Path) -> None:
+    """A node is gone with its rank; torchrun starts the other one again, alone."""
+    out = tmp_path / "out"
+    command = words(text, out, "--steps", 150, "--save-every", 10, "--keep", 99, "--resume")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meet = f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 2 --rdzv-id \
+        {port} --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-conf \
+        last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=2,is_host".split()
+    first, second = (started(command, *meet[:-1], f"{meet[-1]}={host}") for host in (1, 0))
+    try:
+        wait_for(out / "checkpoints" / "step-00000010")
+        second.send_signal(signal.SIGSTOP)  # lest it start its rank again
+        os.kill(rank_of(second.pid), signal.SIGKILL)
+        second.kill()
+        said, _ = first.communicate(timeout=120)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+    assert first.returncode == 0, said[-3000:]
+    assert re.findall(r"ranks: (\d)", said)[-1] == "1"
+    simulated(2, words(text, tmp_path / "whole", "--ranks", 2, "--steps", 150))
+    assert [row["step"] for row in rows(out)] == [*range(1, 151)]
+    assert [row["loss"] for row in rows(out)] == pytest.approx(
+        [row["loss"] for row in rows(tmp_path / "whole")], rel=1e-4
+    )
+
+
+if Covering.whole:  # nodes take half a minute to miss each other
+    test_torchrun_goes_on_with_fewer_ranks = torchrun_goes_on_with_fewer_ranks
+
+
+def rank_of(agent: int, rank: int | None = None) -> int:
+    """The process of a rank, or of its one rank, that torchrun has started."""
+    mark = "\0RANK=" if rank is None else f"\0RANK={rank}\0"
     for entry in os.listdir("/proc"):
         try:
             if (
                 entry.isdigit()
-                and f"\0RANK={rank}\0".encode()
-                in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()
+                and mark.encode() in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()
             ):
                 status = Path(f"/proc/{entry}/status").read_text()
                 if f"PPid:\t{agent}\n" in status:
