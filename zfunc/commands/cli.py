@@ -1,4 +1,4 @@
-"""The command line: ``zfunc train``, ``zfunc doctor``.
+"""The command line: ``zfunc train``, ``generate``, ``convert``, ``doctor``.
 
 Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry it out start here.
 """
@@ -18,6 +18,7 @@ from rich.markup import escape
 
 import zfunc as zf
 from zfunc.commands.convert_command import add_convert
+from zfunc.commands.generate_command import add_generate
 from zfunc.commands.report import draw_curve, read_rows
 from zfunc.commands.training import DTYPES, Run, absent, train_rank
 from zfunc.files.locking import hold
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"zfunc {zf.__version__}")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     _add_train(commands)
+    add_generate(commands)
     add_convert(commands)
     _add_doctor(commands)
     return top

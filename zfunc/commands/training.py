@@ -25,7 +25,8 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc import optim
-from zfunc.commands.report import Live, Metrics, si
+from zfunc.commands.report import Live, Metrics, readable, si
+from zfunc.commands.text_models import write_config
 from zfunc.language import gpt
 from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
@@ -143,6 +144,8 @@ def train_rank(run: Run) -> dict[str, Any]:
     tx = optimizer(run)
     step = transformed(make_step(run, tx), run)
     state = _begin(run, step, tx, device)
+    if zf.rank() == 0:
+        write_config(run.out, run.model, run.context)
     _announce(console, run, corpus, state)
     with _record(run, state) as record, _live(run, state, console) as live, _sigterm() as asked:
         for n in range(int(state.step), run.steps):
@@ -269,13 +272,8 @@ def _sample(params: Any, run: Run, corpus: Corpus) -> str:
     prompt = corpus.heldout[:64].long().to(params["embed"].device)
     key = zf.random.key(run.seed)
     ids = gpt.sample(params, prompt, run.sample, run.model, run.context, key)
-    return f"[dim]{escape(_readable(prompt))}[/dim]{escape(_readable(ids))}"
-
-
-def _readable(ids: Tensor) -> str:
-    """Bytes as text; what could steer a terminal is shown as a dot."""
-    text = bytes(ids.tolist()).decode(errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+    before, after = (readable(bytes(x.tolist()).decode(errors="replace")) for x in (prompt, ids))
+    return f"[dim]{escape(before)}[/dim]{escape(after)}"
 
 
 def verdict(val_loss: float, corpus: Corpus) -> str:
