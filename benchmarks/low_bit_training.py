@@ -4,7 +4,7 @@ The same GPT trains on the corpus that every Python ships, in full precision and
 what is scored is the exported low-bit model, beside the full model rounded after training.
 
     python -m benchmarks.low_bit_training
-    python -m benchmarks.low_bit_training --steps 2000 --width 128 --depth 4
+    python -m benchmarks.low_bit_training --steps 2800
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ CONTEXT, BATCH = 64, 16
 
 
 def schedules(steps: int) -> dict[str, dict[str, Any]]:
-    """Settings whose last bit falls well before the end: eight drops take 2**7 periods."""
-    short = max(1, steps // 300)
+    """Settings whose last bit falls well before the end: n drops take 2**(n-1) periods.
+
+    From 16 bits to 4 they take 2048, so a run of fewer than 2731 steps begins at fewer bits.
+    """
+    short, most = max(1, steps // 300), max(1, steps * 3 // 4)
+    first = min(16, 4 + most.bit_length())
     return {
         "16 to 8 bits, 8 groups": {"target_bits": 8, "period": short, "groups": 8},
         "16 to 8 bits, 1 group": {"target_bits": 8, "period": short},
-        "8 to 4 bits, groups of 32": {
-            "start_bits": 8,
+        f"{first} to 4 bits, groups of 32": {
+            "start_bits": first,
             "target_bits": 4,
-            "period": max(1, steps // 30),
+            "period": most >> (first - 5),
             "group_size": 32,
         },
     }

@@ -23,7 +23,7 @@ from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 from zfunc.tree import dotted, flatten_names
 
-__all__ = ["is_low_bit", "load", "save"]
+__all__ = ["is_low_bit", "load", "save", "stored_bits"]
 
 PathLike = str | os.PathLike[str]
 HEADER = "zfunc.quant"
@@ -114,15 +114,30 @@ def load(path: PathLike, like: Any = None) -> Tree:
 
 def is_low_bit(path: PathLike) -> bool:
     """Whether a path is a file that :func:`save` wrote."""
+    return stored_bits(path) is not None
+
+
+def stored_bits(path: PathLike) -> int | None:
+    """Whether a file that :func:`save` wrote stores its codes in 8 or in 4 bits.
+
+    Returns:
+        The wider one, if there are both; None for any other path.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
-        return False
+        return None
     try:
         with safe_open(path, framework="pt") as opened:
-            return HEADER in (opened.metadata() or {})
+            text = (opened.metadata() or {}).get(HEADER)
     except (SafetensorError, OSError, ValueError):
-        return False
+        return None
+    if text is None:
+        return None
+    try:
+        return 4 if all(entry["bits"] <= 4 for entry in json.loads(text).values()) else 8
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 8  # a damaged header: `load` says so
 
 
 def _leaves(file: Path, text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

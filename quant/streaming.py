@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.trees import format_of
 
-__all__ = ["quantize_files"]
+__all__ = ["quantize_files", "read_files"]
 
 PathLike = str | os.PathLike[str]
 
@@ -50,29 +51,47 @@ def quantize_files(
     if files.is_low_bit(path):
         return files.load(path, like=model)
     form = format_of(bits, group_size, symmetric, dynamic)
-    source, anatomy = SafetensorsFiles(path), model._pool.anatomy
     wanted, turned = accepts(include, model), transposed_names(model)
-    shapes = {leaf.name: leaf.shape for leaf in anatomy.leaves}
+    shapes = {leaf.name: leaf.shape for leaf in model._pool.anatomy.leaves}
     chosen = {name for name, shape in shapes.items() if wanted(name, len(shape))}
     check_met(include, {name: len(shape) for name, shape in shapes.items()}, sorted(chosen))
-    called = {leaf.name: _called(leaf, source, path) for leaf in anatomy.leaves}
 
-    def read(leaf: Leaf) -> Tensor:
-        x = source.read(called[leaf.name])
-        if leaf.name not in chosen:
-            return x.to(leaf.dtype)
-        return QTensor.quantize(x, form, leaf.name in turned, leaf.name).to(leaf.dtype)
+    def low(name: str, x: Tensor) -> Tensor:
+        return QTensor.quantize(x, form, name in turned, name) if name in chosen else x
 
+    return read_files(path, model, low)
+
+
+def read_files(
+    path: PathLike, model: Functional, make: Callable[[str, Tensor], Tensor] = lambda name, x: x
+) -> Tree:
+    """The params of a functionalized module from files, one tensor in full at a time.
+
+    Args:
+        path: a safetensors file, or a folder of them.
+        model: the module; its own parameters are not looked at (they may lie on ``meta``).
+        make: ``(name, tensor as stored) -> leaf``, which then gets the model's dtype.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or lack a tensor of the model.
+    """
+    source, anatomy = SafetensorsFiles(path), model._pool.anatomy
+    prefix = getattr(model._pool.skeleton, "base_model_prefix", "") or ""
+    called = {leaf.name: _called(leaf, source, path, prefix) for leaf in anatomy.leaves}
     tensors: dict[str, Any] = {}
     for leaf in anatomy.leaves:
-        tensors[leaf.name] = read(leaf)
+        tensors[leaf.name] = make(leaf.name, source.read(called[leaf.name])).to(leaf.dtype)
     return anatomy.tree(tensors)
 
 
-def _called(leaf: Leaf, source: SafetensorsFiles, path: PathLike) -> str:
-    """The name of a leaf in the files: its own, or another one that it is tied to."""
+def _called(leaf: Leaf, source: SafetensorsFiles, path: PathLike, prefix: str) -> str:
+    """The name of a leaf in the files: its own, or another one that it is tied to.
+
+    Files of the model without its head (GPT-2's) leave the prefix of its names out.
+    """
     aliases = [f"{home}.{attribute}" if home else attribute for home, attribute in leaf.homes]
-    for name in (leaf.name, *aliases):
+    names = [leaf.name, *aliases]
+    for name in (*names, *(name.removeprefix(f"{prefix}.") for name in names)):
         if name in source.tensors:
             found = torch.Size(source.tensors[name].shape)
             if found != leaf.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zfunc as zf
-from zfunc import quant
+from zfunc import quant, transforms
 from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.quant.qtensor import QTensor
 
@@ -146,9 +147,13 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         zf.quantize(lambda p, x: x, bits=8).place(tmp_path)
 
 
+MORE: dict[str, Any] = {"accumulate": {"n": 2}}
+
+
 def test_training_transforms_are_told_apart() -> None:
     step = zf.train_step(lambda p, b: p["w"].sum(), zf.optim.sgd(0.1))
-    for wrap in (zf.donate, zf.remat, zf.precision):
+    training = sorted({*transforms.__all__} - {"shard", "quantize"})
+    for wrap in (functools.partial(getattr(zf, name), **MORE.get(name, {})) for name in training):
         for make in (
             lambda f, w=wrap: zf.quantize(w(f), bits=8),
             lambda f, w=wrap: w(zf.quantize(f, bits=8)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from rich.console import Console
 
 import zfunc as zf
 from zfunc.commands import cli, report, training
+from zfunc.commands.text_models import LOW_BIT
 from zfunc.commands.training import Run
 from zfunc.language import corpus
+from zfunc.quant.schedules import Rules, advance, start
 
 TINY_WORDS = "--width 16 --depth 2 --heads 2 --context 16 --batch 4 --steps 6 --sample 20"
 TINY = TINY_WORDS.split()
@@ -51,7 +54,9 @@ def test_every_flag_reaches_the_run() -> None:
     words = (
         "--ranks 4 --steps 7 --batch 8 --context 32 --seed 3 --data f.txt --out o --save-every 2 "
         "--keep 4 --resume --sample 5 --width 32 --depth 3 --heads 4 --tied --lr 0.1 --stage 1 "
-        "--offload disk --compress onebit --drop 0.5 --precision bf16 --remat --accumulate 2"
+        "--offload disk --compress onebit --drop 0.5 --precision bf16 --remat --accumulate 2 "
+        "--quantize 4 --quantize-from 8 --quantize-period 3 --quantize-group 16 "
+        "--quantize-curvature"
     )
     assert cli.run_of(parsed(*words.split())) == Run(
         model=cli.GPTConfig(width=32, depth=3, heads=4, tied=True),
@@ -73,6 +78,11 @@ def test_every_flag_reaches_the_run() -> None:
         precision="bf16",
         remat=True,
         accumulate=2,
+        quantize=4,
+        quantize_from=8,
+        quantize_period=3,
+        quantize_group=16,
+        quantize_curvature=True,
         sample=5,
     )
 
@@ -90,6 +100,9 @@ def test_the_default_batch_splits_over_any_number_of_ranks() -> None:
         ("--width 30 --heads 4", "width 30 with 4 heads"),
         ("--data /no/such/file", "No such file"),
         ("--stage 4", "invalid choice: 4"),
+        ("--quantize 3", "invalid choice: 3"),
+        ("--quantize 8 --quantize-from 4", "bits only fall"),
+        ("--quantize-period 4", "need --quantize 8 or 4"),
         ("--steps 0", "0: expected at least 1"),
         ("--save-every -1", "-1: expected 0 or more"),
         ("--offlaod cpu", "unrecognized arguments"),
@@ -265,6 +278,42 @@ def test_ctrl_c_keeps_what_was_done(
     assert [row["step"] for row in report.read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert (tmp_path / "loss.png").exists()
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 100, 500, 5000])
+@pytest.mark.parametrize("target", [8, 4])
+def test_the_last_bit_falls_by_the_middle_of_the_run(target: int, steps: int) -> None:
+    how = training.low_bits(Run(steps=steps, quantize=target))
+    rules = Rules(how["start_bits"], target, how["period"])
+    schedule = start(rules, 1)
+    for _ in range(max(1, steps // 2)):
+        schedule = advance(schedule, rules)
+    assert int(schedule["bits"]) == target
+    assert how["start_bits"] == 16 or steps < 2 ** (16 - target)
+
+
+def test_low_bits_are_resumed_and_exported(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped and resumed the run is the same, and ends in the file that is generated from."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    def trained(out: Path, *more: str) -> str:
+        words = ["--quantize", "4", "--quantize-group", "16", "--save-every", "2", *more]
+        flags = ["--ranks", "1", "--data", str(text), "--out", str(out), *TINY, *words]
+        assert cli.main(["train", *flags]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "(9 of 9 weights at 4 bits), in " in trained(whole, "--keep", "3")
+    early = whole / "checkpoints" / "step-00000002"
+    shutil.copytree(early, parts / "checkpoints" / early.name)
+    trained(parts, "--resume")
+    assert (parts / LOW_BIT).read_bytes() == (whole / LOW_BIT).read_bytes()
+    words = ["--prompt", "line", "--bits", "4", "--max-new-tokens", "20"]
+    assert cli.main(["generate", str(parts), *words]) == 0
+    assert "as low-bit.safetensors has them" in capsys.readouterr().err
+    late = trained(parts, "--steps", "1", "--quantize-period", "9", "--quantize-curvature")
+    assert "(0 of 9 weights at 4 bits; the others need more steps, or a shorter" in late
 
 
 def test_two_real_ranks(text: Path, tmp_path: Path) -> None:

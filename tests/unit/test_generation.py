@@ -24,6 +24,7 @@ GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions"
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, **HEADS),
     "mistral sliding": lambda: transformers.MistralConfig(**SIZES, **HEADS, sliding_window=8),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, **HEADS),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, **HEADS, head_dim=8),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, **HEADS),
@@ -93,6 +94,57 @@ def test_padded_texts_are_continued_as_alone(name: str, side: str) -> None:
     for row, text in enumerate(texts):
         alone = zf.generate(functional, params, text, max_new_tokens=7)
         assert torch.equal(out[row, 9:], alone[len(text) :])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+def test_left_padding_is_what_transformers_makes_of_it(name: str) -> None:
+    model = causal(name)
+    functional, ids = zf.functionalize(model), ids_of(4, 9)
+    mask = (torch.arange(9) >= torch.tensor([[0], [4], [7], [2]])).long()
+    ids = ids * mask
+    out = zf.generate(functional, functional.params, ids, max_new_tokens=9, attention_mask=mask)
+    assert torch.equal(out, own(model, ids, mask, 9))
+
+
+def test_draws_do_not_depend_on_the_other_texts_of_a_batch() -> None:
+    functional = zf.functionalize(causal("llama"))
+    ids, how = ids_of(4, 6), {"max_new_tokens": 8, "temperature": 1.0, "top_k": 40}
+
+    def drawn(ids: Tensor, key: Any, **more: Any) -> Tensor:
+        return zf.generate(functional, functional.params, ids, key=key, **how, **more)
+
+    whole, keys = drawn(ids, 3), zf.random.split(5, 4)
+    assert torch.equal(torch.cat([drawn(ids[:1], 3), drawn(ids[1:], 3)]), whole)
+    padded = torch.cat([torch.zeros(4, 2, dtype=torch.int64), ids], dim=1)
+    mask = (torch.arange(8) >= 2).expand(4, 8)
+    assert torch.equal(drawn(padded, 3, attention_mask=mask)[:, 2:], whole)
+    each = drawn(ids, keys)
+    assert torch.equal(torch.cat([drawn(ids[:2], keys[:2]), drawn(ids[2:], keys[2:])]), each)
+    assert not torch.equal(each, whole)
+    same = drawn(ids[:1].expand(3, 6), 3)  # one prompt several times: other texts each time
+    assert torch.equal(same[:1], whole[:1]) and len(same.unique(dim=0)) == 3
+    with pytest.raises(ValueError, match=r"key has shape \(4,\) for 2 texts"):
+        drawn(ids[:2], keys)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral sliding", "gpt"])
+def test_a_cache_stays_where_it_is_and_as_large_as_it_is(name: str) -> None:
+    if name == "gpt":
+        decoder: Any = GPTDecoder(SMALL)
+        params = gpt.init(SMALL, zf.random.key(0))
+    else:
+        functional = zf.functionalize(causal(name))
+        decoder, params = decoder_of(functional), functional.params
+    cache, held = decoder.start(2, 30, None), []
+    with torch.no_grad():
+        for i in range(28):
+            _, cache = decoder.step(params, cache, ids_of(2, 2 if i == 0 else 1, vocab=11))
+            held.append(
+                [(x.data_ptr(), x.nbytes) for x in zf.tree.leaves(cache) if isinstance(x, Tensor)]
+            )
+    large = [[row for row in rows if row[1] > 100] for rows in held]
+    assert all(rows == large[0] for rows in large) and large[0]
+    assert sum(size for _, size in held[-1]) == sum(size for _, size in held[0])
 
 
 def test_chunks_of_the_prompt_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``zfunc train``, ``zfunc doctor``.
+"""The command line: ``zfunc train``, ``generate``, ``convert``, ``doctor``.
 
 Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry it out start here.
 """
@@ -18,7 +18,9 @@ from rich.markup import escape
 
 import zfunc as zf
 from zfunc.commands.convert_command import add_convert
+from zfunc.commands.generate_command import add_generate
 from zfunc.commands.report import draw_curve, read_rows
+from zfunc.commands.text_models import LOW_BIT
 from zfunc.commands.training import DTYPES, Run, absent, train_rank
 from zfunc.files.locking import hold
 from zfunc.language.corpus import SOURCES, Corpus, entropies, read_corpus
@@ -60,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"zfunc {zf.__version__}")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     _add_train(commands)
+    add_generate(commands)
     add_convert(commands)
     _add_doctor(commands)
     return top
@@ -137,6 +140,15 @@ def _add_transforms(group: Any) -> None:
     option("--precision", "what layers compute in", choices=tuple(DTYPES))
     option("--remat", "recompute layers in backward", action="store_true")
     option("--accumulate", "microbatches per step", type=_positive, metavar="N", default=1)
+    low = "train weights into so many bits, for `zfunc generate --bits`"
+    option("--quantize", low, type=int, choices=(8, 4))
+    bits = "bits to begin with; by default 16, or what the run has time for"
+    option("--quantize-from", bits, type=int, choices=range(4, 17), metavar="BITS")
+    period = "steps until the first bit falls, each further one takes twice as long"
+    option("--quantize-period", period, type=_positive, metavar="N")
+    group = "weights that share a scale, 0 for a whole matrix"
+    option("--quantize-group", group, type=_natural, metavar="G", default=Run.quantize_group)
+    option("--quantize-curvature", "sensitive layers lose their bits later", action="store_true")
 
 
 def _options(group: Any) -> Callable[..., None]:
@@ -179,6 +191,7 @@ def run_of(found: argparse.Namespace) -> Run:
         )
     if found.drop is not None and not 0 < found.drop <= 1:
         raise ValueError(f"--drop {found.drop:g}: expected a probability, 0 < THETA <= 1")
+    _check_low_bits(found)
     shape = {name: getattr(found, name) for name in ("width", "depth", "heads", "tied")}
     same = {
         name: getattr(found, name)
@@ -188,6 +201,17 @@ def run_of(found: argparse.Namespace) -> Run:
     # Under torchrun --max-restarts the job that comes back goes on with what it had.
     resume = found.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     return Run(model=GPTConfig(**shape), ranks=ranks, batch=batch, resume=resume, **same)
+
+
+def _check_low_bits(found: argparse.Namespace) -> None:
+    start = found.quantize_from
+    if found.quantize is None:
+        if start or found.quantize_period or found.quantize_curvature:
+            raise ValueError("--quantize-from, -period and -curvature need --quantize 8 or 4")
+    elif start is not None and start < found.quantize:
+        raise ValueError(
+            f"--quantize-from {start} lies below --quantize {found.quantize}: bits only fall"
+        )
 
 
 def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
@@ -246,7 +270,8 @@ def _make_way(run: Run) -> None:
         aside = run.checkpoints.with_name("checkpoints.old")
         shutil.rmtree(aside, ignore_errors=True)
         run.checkpoints.rename(aside)
-    (run.out / "metrics.jsonl").unlink(missing_ok=True)
+    for name in ("metrics.jsonl", LOW_BIT):
+        (run.out / name).unlink(missing_ok=True)
 
 
 def _watch(start: Callable[[], object], console: Console) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Live", "Metrics", "draw_curve", "read_rows", "si"]
+__all__ = ["Live", "Metrics", "draw_curve", "read_rows", "readable", "si"]
 
 Row = Mapping[str, Any]
 
@@ -140,6 +140,15 @@ def si(number: float) -> str:
             return f"{number:.3g}{prefix}"
         number /= 1000
     return f"{number:.3g}T"
+
+
+def readable(text: str) -> str:
+    r"""A text in which whatever could steer a terminal is shown as a dot.
+
+    >>> readable("red: \x1b[31m\n")
+    'red: ·[31m\n'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
 
 
 def smoothed(values: Iterable[float], keep: float = 0.9) -> list[float]:

@@ -24,8 +24,9 @@ from rich.markup import escape
 from torch import Tensor
 
 import zfunc as zf
-from zfunc import optim
-from zfunc.commands.report import Live, Metrics, si
+from zfunc import optim, quant
+from zfunc.commands.report import Live, Metrics, readable, si
+from zfunc.commands.text_models import LOW_BIT, write_config
 from zfunc.language import gpt
 from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
@@ -59,6 +60,11 @@ class Run:
     precision: str | None = None
     remat: bool = False
     accumulate: int = 1
+    quantize: int | None = None
+    quantize_from: int | None = None
+    quantize_period: int | None = None
+    quantize_group: int = 32
+    quantize_curvature: bool = False
     sample: int = 300
 
     @property
@@ -102,7 +108,32 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
         step = zf.remat(step)
     if run.accumulate > 1:
         step = zf.accumulate(step, run.accumulate)
+    if run.quantize:
+        step = zf.quantize(step, **low_bits(run))
     return step
+
+
+def low_bits(run: Run) -> dict[str, Any]:
+    """What `quantize` is told; if nothing else is said, the last bit falls by the half of the run.
+
+    Bits fall after P, 2P, 4P, ... steps, so n of them take 2**(n-1) periods. A run that is too
+    short for the way from 16 bits starts at fewer.
+
+    >>> low_bits(Run(steps=2000, quantize=8))["period"], low_bits(Run(quantize=4))["start_bits"]
+    (7, 12)
+    """
+    target, half = run.quantize or 16, max(1, run.steps // 2)
+    start = run.quantize_from or min(16, target + half.bit_length())
+    period = run.quantize_period or max(1, half >> max(0, start - target - 1))
+    group = run.quantize_group or None
+    curvature = "power_iteration" if run.quantize_curvature else None
+    return {
+        "start_bits": start,
+        "target_bits": target,
+        "period": period,
+        "group_size": group,
+        "curvature": curvature,
+    }
 
 
 def absent(run: Run) -> list[str]:
@@ -114,6 +145,7 @@ def absent(run: Run) -> list[str]:
         "precision": run.precision,
         "remat": run.remat,
         "accumulate": run.accumulate > 1,
+        "quantize": run.quantize,
         "save": run.save_every,
         "restore": run.resume,
     }
@@ -143,6 +175,8 @@ def train_rank(run: Run) -> dict[str, Any]:
     tx = optimizer(run)
     step = transformed(make_step(run, tx), run)
     state = _begin(run, step, tx, device)
+    if zf.rank() == 0:
+        write_config(run.out, run.model, run.context)
     _announce(console, run, corpus, state)
     with _record(run, state) as record, _live(run, state, console) as live, _sigterm() as asked:
         for n in range(int(state.step), run.steps):
@@ -259,23 +293,33 @@ def _conclude(
         return
     params = zf.full(state.params)
     console.print(verdict(row["val_loss"], corpus))
+    if run.quantize:
+        console.print(_export(run, step, state, corpus))
     if zf.rank() == 0 and run.sample:
         console.print("\n[bold]a sample[/bold], after 64 bytes of held-out text")
         console.print(_sample(params, run, corpus), soft_wrap=True)
     console.print(f"\n[bold]the step[/bold]\n{escape(step.describe())}")
 
 
+def _export(run: Run, step: Any, state: Any, corpus: Corpus) -> str:
+    """Write the rounded model that ``zfunc generate --bits`` loads. Collective."""
+    low = quant.exported(step, state)
+    loss = validate(quant.dequantize_tree(low), corpus.heldout, run, _device())
+    if zf.rank() == 0:
+        quant.save(run.out / LOW_BIT, zf.tree.map(lambda x: x.cpu(), low))
+    bits = state.aux["quantize"]["bits"]
+    at = f"{int((bits == run.quantize).sum())} of {len(bits)} weights at {run.quantize} bits"
+    late = "; the others need more steps, or a shorter --quantize-period"
+    at += "" if bool((bits == run.quantize).all()) else late
+    return f"with rounded weights  {loss:13.3f}   ({at}), in {escape(str(run.out / LOW_BIT))}"
+
+
 def _sample(params: Any, run: Run, corpus: Corpus) -> str:
     prompt = corpus.heldout[:64].long().to(params["embed"].device)
     key = zf.random.key(run.seed)
     ids = gpt.sample(params, prompt, run.sample, run.model, run.context, key)
-    return f"[dim]{escape(_readable(prompt))}[/dim]{escape(_readable(ids))}"
-
-
-def _readable(ids: Tensor) -> str:
-    """Bytes as text; what could steer a terminal is shown as a dot."""
-    text = bytes(ids.tolist()).decode(errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+    before, after = (readable(bytes(x.tolist()).decode(errors="replace")) for x in (prompt, ids))
+    return f"[dim]{escape(before)}[/dim]{escape(after)}"
 
 
 def verdict(val_loss: float, corpus: Corpus) -> str:

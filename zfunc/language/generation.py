@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,7 +46,10 @@ def generate(
         temperature: 0 takes the likeliest token each time; 1 draws from the model.
         top_k, top_p: draw from the likeliest tokens only, see
             :func:`zfunc.language.sampling.next_token`.
-        key: a random key, needed where ``temperature > 0``.
+        key: a random key, needed where ``temperature > 0``; or one for each text,
+            ``zf.random.split(key, b)``. What is drawn for a text depends on the key, on its prompt,
+            and on how many texts above it have the same prompt: not on the other texts of the
+            batch, nor on padding.
         attention_mask: ``[b, t]``, 0 at padding (on either side) and 1 elsewhere.
         stop: token ids at which a text ends. It then goes on with that token; once all
             texts have ended generation stops.
@@ -82,7 +87,13 @@ def generate(
         )[0]
     decoder, ends = decoder_of(functional), {stop} if isinstance(stop, int) else {*stop}
     _check(decoder, ids, attention_mask, max_new_tokens)
+    if isinstance(key, Tensor) and key.ndim and key.shape != ids.shape[:1]:
+        raise ValueError(
+            f"key has shape {tuple(key.shape)} for {len(ids)} texts: pass one key, or one for each "
+            "text, zf.random.split(key, len(ids))."
+        )
     prompt, mask = _aligned(ids, attention_mask, max_new_tokens)
+    keys = None if key is None else _keys(key, prompt, mask)
     return evaluate(_run)(
         params,
         decoder,
@@ -91,7 +102,7 @@ def generate(
         mask,
         max_new_tokens,
         lambda logits, n: next_token(
-            logits, temperature, top_k, top_p, None if key is None else random.fold_in(key, n)
+            logits, temperature, top_k, top_p, keys and [random.fold_in(k, n) for k in keys]
         ),
         torch.tensor(sorted(ends), dtype=torch.int64, device=ids.device),
         stream,
@@ -127,6 +138,19 @@ def _run(
             break
         logits, cache = decoder.step(params, cache, last[:, None])
     return torch.cat(out, dim=1)
+
+
+def _keys(key: Tensor | int, prompt: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """A key for each text, the same in whatever batch it comes."""
+    if isinstance(key, Tensor) and key.ndim:
+        return list(key)
+    keys, seen = [], Counter[int]()
+    for i, row in enumerate(prompt.cpu()):
+        text = row if mask is None else row[mask[i, : len(row)].cpu()]
+        print_ = zlib.crc32(text.to(torch.int64).numpy().tobytes())
+        keys.append(random.fold_in(random.fold_in(key, print_), seen[print_]))
+        seen[print_] += 1
+    return keys
 
 
 def _aligned(ids: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:

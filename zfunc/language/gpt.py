@@ -22,7 +22,7 @@ from torch import Tensor
 
 import zfunc as zf
 
-__all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "sample"]
+__all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "sample", "shapes"]
 
 Params = dict[str, Any]
 
@@ -84,6 +84,31 @@ def _init_block(width: int, key: Tensor) -> Params:
         "up": zf.random.normal(up_key, (4 * width, width)) * width**-0.5,
         "down": torch.zeros(width, 4 * width),
     }
+
+
+def shapes(config: GPTConfig) -> Params:
+    """The tree of :func:`init` with tensors on ``meta``: shapes, and no memory."""
+    w = config.width
+
+    def like(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    def one() -> Params:
+        return {
+            "norm1": like(w),
+            "qkv": like(3 * w, w),
+            "out": like(w, w),
+            "norm2": like(w),
+            "up": like(4 * w, w),
+            "down": like(w, 4 * w),
+        }
+
+    params = {
+        "embed": like(config.vocab, w),
+        "blocks": zf.Layers(one() for _ in range(config.depth)),
+        "norm": like(w),
+    }
+    return params if config.tied else {**params, "head": like(config.vocab, w)}
 
 
 def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:

@@ -46,10 +46,18 @@ zf.tree.register(
 
 @dataclass(frozen=True)
 class GPTDecoder:
-    """How ``zf.generate`` continues texts with this GPT: a ``zfunc.language.decoding.Decoder``."""
+    """How ``zf.generate`` continues texts with this GPT: a ``zfunc.language.decoding.Decoder``.
+
+    Attributes:
+        config: its shape.
+        limit: positions that it knows, if it is limited.
+        window: how many positions, its own included, a token attends to. With the context that
+            the model was trained on texts may become longer than that.
+    """
 
     config: GPTConfig
     limit: int | None = None
+    window: int | None = None
 
     @property
     def vocab(self) -> int:
@@ -69,6 +77,8 @@ class GPTDecoder:
         positions = torch.arange(start, stop, device=x.device)
         past = torch.arange(stop, device=x.device)
         allowed = (past <= positions[:, None])[None, None]
+        if self.window is not None:
+            allowed = allowed & (past > positions[:, None] - self.window)
         if seen.mask is None:
             turn = cos[start:stop], sin[start:stop]
         else:

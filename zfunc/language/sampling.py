@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def next_token(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    key: Tensor | int | None = None,
+    key: Tensor | int | Sequence[Tensor] | None = None,
 ) -> Tensor:
     """One token for each row.
 
@@ -48,7 +50,7 @@ def next_token(
         top_k: draw from the ``top_k`` likeliest ones only.
         top_p: draw from the fewest tokens whose probabilities add up to ``top_p``
             (Holtzman et al., The Curious Case of Neural Text Degeneration, 2020).
-        key: a random key; the rows' draws are independent.
+        key: a random key, the rows' draws are independent; or a list with a key for each row.
 
     Returns:
         ``[b]`` int64.
@@ -66,8 +68,15 @@ def next_token(
     if top_p is not None:
         logits = restrict_to_mass(logits, top_p)
     # The largest of logits plus Gumbel noise is a draw from the softmax.
-    noise = random.uniform(key, logits.shape, torch.float64, device=logits.device)
+    noise = _uniform(key, logits)
     return (logits - (-noise.clamp_min(1e-300).log()).log()).argmax(dim=-1)
+
+
+def _uniform(key: Tensor | int | Sequence[Tensor], like: Tensor) -> Tensor:
+    if isinstance(key, Tensor | int):
+        return random.uniform(key, like.shape, torch.float64, device=like.device)
+    rows = [random.uniform(k, like.shape[1:], torch.float64, device=like.device) for k in key]
+    return torch.stack(rows)
 
 
 def restrict_to_top(logits: Tensor, k: int) -> Tensor:

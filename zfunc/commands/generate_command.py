@@ -1,0 +1,189 @@
+"""``zfunc generate``: continue a text with a model on disk, as it is being written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+
+import zfunc as zf
+from zfunc.commands.report import readable, si
+from zfunc.commands.text_models import Storage, TextModel, open_text_model
+from zfunc.language.sampling import check_sampling
+
+__all__ = ["add_generate"]
+
+LONGEST = 8  # tokens that one character may take
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_generate(commands: Any) -> None:
+    """Add the subcommand."""
+    command = commands.add_parser(
+        "generate",
+        help="continue a text with a trained model, in 8 or 4 bits if asked for",
+        description="Continue a text, written out as it comes. MODEL is what `zfunc train` wrote "
+        "(its --out folder), or a folder with config.json, *.safetensors and a tokenizer, as "
+        "Hugging Face's causal models come; nothing is downloaded and no code in it is run. With "
+        "--bits weights are rounded one by one while they are read.",
+        epilog="examples: zfunc generate runs/train --prompt 'The import statement' --bits 8; "
+        "zfunc generate ./Qwen2-0.5B --temperature 0 < question.txt",
+    )
+    command.set_defaults(command=lambda found: _generate_command(command, found))
+    option = command.add_argument
+    option("model", metavar="MODEL", type=Path, help="a folder, or a safetensors file in it")
+    option("--prompt", metavar="TEXT", help="what to continue; by default, or if -, standard input")
+    option("--max-new-tokens", metavar="N", type=int, default=200, help="how many to add (200)")
+    words = _group(command, "how tokens are chosen")
+    words("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
+    words("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens only")
+    words("--top-p", metavar="P", type=float, help="draw from the fewest tokens of probability P")
+    words("--seed", type=int, default=0, help="another one, another text (0)")
+    held = _group(command, "how weights are held")
+    held("--bits", type=int, choices=(8, 4), help="round the weights of linear layers")
+    held("--group-size", metavar="G", type=int, default=128, help="weights that share a scale; "
+         "0 for one in each row (128)")  # fmt: skip
+    held("--dynamic", action="store_true", help="with --bits 8: round inputs too (W8A8), faster")
+    held("--dtype", choices=tuple(DTYPES), help="of all else; by default as stored")
+    held("--device", type=torch.device, help="cpu, cuda, cuda:1, ...; by default a GPU if any")
+
+
+def _group(command: argparse.ArgumentParser, title: str) -> Callable[..., Any]:
+    """``add_argument`` of a group of options."""
+    return command.add_argument_group(title).add_argument
+
+
+def _generate_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
+    try:
+        _check(found)
+        prompt = _prompt(found.prompt)
+        storage = _storage(found)
+    except ValueError as error:
+        command.error(str(error))
+    console = Console(stderr=True, highlight=False)
+    try:
+        with torch.no_grad():
+            _run(found, prompt, storage, console)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted")
+        return 130
+    except BrokenPipeError:  # who reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (zf.ZfuncError, ValueError) as error:
+        name = type(error).__name__
+        console.print(f"[bold red]{name}[/bold red]: {escape(str(error))}", soft_wrap=True)
+        return 1
+    return 0
+
+
+def _check(found: argparse.Namespace) -> None:
+    check_sampling(found.temperature, found.top_k, found.top_p, found.seed)
+    if found.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {found.max_new_tokens}: expected at least 1")
+    if found.group_size < 0:
+        raise ValueError(f"--group-size {found.group_size}: expected 0 or more")
+    if found.dynamic and found.bits != 8:
+        raise ValueError("--dynamic rounds the inputs of 8-bit weights: add --bits 8")
+
+
+def _prompt(given: str | None) -> str:
+    """The text to continue.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if given is None and sys.stdin.isatty():
+        raise ValueError("no text to continue: give --prompt TEXT, or write it to standard input")
+    text = sys.stdin.read() if given in (None, "-") else str(given)
+    if not text:
+        raise ValueError("the text to continue is empty: give at least a character")
+    return text
+
+
+def _storage(found: argparse.Namespace) -> Storage:
+    device = found.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch sees no GPU here")
+    dtype = None if found.dtype is None else DTYPES[found.dtype]
+    return Storage(found.bits, found.group_size or None, found.dynamic, dtype, device)
+
+
+def _run(found: argparse.Namespace, prompt: str, storage: Storage, console: Console) -> None:
+    model = open_text_model(found.model, storage)
+    console.print(f"[dim]{escape(model.said)}, {_size(model)}[/dim]", soft_wrap=True)
+    before = model.encode(prompt)
+    ids = torch.tensor([before], device=storage.device)
+    out = Writer(sys.stdout, model, before)
+    if sys.stdout.isatty():
+        out.show(prompt)
+    start = time.perf_counter()
+    zf.generate(
+        model.decoder,
+        model.params,
+        ids,
+        max_new_tokens=found.max_new_tokens,
+        temperature=found.temperature,
+        top_k=found.top_k,
+        top_p=found.top_p,
+        key=zf.random.key(found.seed),
+        stop=model.stop,
+        stream=out,
+    )
+    out.finish()
+    seconds = time.perf_counter() - start
+    rate = si(out.count / seconds)
+    console.print(f"[dim]{out.count} tokens in {seconds:.1f} s, {rate} tokens/s[/dim]")
+
+
+def _size(model: TextModel) -> str:
+    return f"{si(zf.tree.size_bytes(model.params))}B"
+
+
+class Writer:
+    """Writes tokens as text while they come; a character only once all of it is there.
+
+    Args:
+        file: where to.
+        model: knows how ids are read.
+        before: the ids of the prompt: whether a word begins with a space depends on them.
+    """
+
+    def __init__(self, file: TextIO, model: TextModel, before: Sequence[int]) -> None:
+        self.count = 0
+        self._file, self._decode, self._ends = file, model.decode, set(model.stop)
+        self._ids = list(before[-LONGEST:])
+        # What is decoded begins at the first of these; what is out ends at the second.
+        self._start, self._out = 0, len(self._ids)
+
+    def __call__(self, tokens: Tensor) -> None:
+        self.count += 1
+        if int(tokens[0]) not in self._ends:
+            self._ids.append(int(tokens[0]))
+            self._write(last=False)
+
+    def _write(self, last: bool) -> None:
+        known = self._decode(self._ids[self._start : self._out])
+        text = self._decode(self._ids[self._start :])
+        half = text.endswith("\ufffd") and len(self._ids) - self._out < LONGEST
+        if half and not last:
+            return
+        self.show(text[len(known) :])
+        self._start, self._out = self._out, len(self._ids)
+
+    def show(self, text: str) -> None:
+        self._file.write(readable(text))
+        self._file.flush()
+
+    def finish(self) -> None:
+        self._write(last=True)
+        self.show("\n")
