@@ -43,6 +43,7 @@ class Contest:
         optimizer: ``"adamw"``, ``"lamb"``, ``"momentum"`` or ``"lion"``.
         method: of ``compress_grads``, or ``"plain"``.
         freeze: steps before compression begins.
+        b2: decay of second moments.
         options: of the method.
     """
 
@@ -57,6 +58,7 @@ class Contest:
     width: int
     depth: int
     context: int
+    b2: float
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -73,8 +75,8 @@ def transformation(contest: Contest) -> Any:
     peak, warmup = contest.lr * PEAK[contest.optimizer], max(1, contest.steps // 20)
     rate = optim.warmup_cosine(peak, warmup, contest.steps, end=peak / 20, start=peak / warmup)
     made = {
-        "adamw": lambda: optim.adamw(rate, b2=0.95, weight_decay=0.1),
-        "lamb": lambda: optim.lamb(rate, b2=0.95, weight_decay=0.1),
+        "adamw": lambda: optim.adamw(rate, b2=contest.b2, weight_decay=0.1),
+        "lamb": lambda: optim.lamb(rate, b2=contest.b2, weight_decay=0.1),
         "momentum": lambda: optim.sgd(rate, momentum=0.9),
         "lion": lambda: optim.lion(rate, weight_decay=0.1),
     }[contest.optimizer]()
@@ -119,7 +121,7 @@ def _train(contest: Contest) -> dict[str, Any]:
 def contests(args: argparse.Namespace) -> list[Contest]:
     base = Contest(
         "adamw", "plain", 0, 0, args.steps, int(args.freeze * args.steps), args.batch, args.lr,
-        args.width, args.depth, args.context,
+        args.width, args.depth, args.context, args.b2,
     )  # fmt: skip
     options = tuple((k, json.loads(v)) for k, _, v in (o.partition("=") for o in args.option))
     rows = []
@@ -217,7 +219,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--optimizers", nargs="+", choices=PEAK, default=["adamw", "lamb"])
-    parser.add_argument("--methods", nargs="+", default=["onebit"])
+    parser.add_argument("--methods", nargs="*", default=["onebit"])
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=JSON")
     parser.add_argument("--stages", type=int, nargs="+", default=[0])
     parser.add_argument("--freeze", type=float, default=0.17, help="share of the steps")
@@ -227,6 +229,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--b2", type=float, default=0.95)
     parser.add_argument("--within", type=float, default=0.01)
     parser.add_argument("--out", type=Path, default=RESULTS / "compression.json")
     args = parser.parse_args()
