@@ -1,10 +1,13 @@
 """Does compressed training end where plain training does, and for how many bytes?
 
     python -m benchmarks.compression --steps 1200 --seeds 0 1 2
+    python -m benchmarks.compression --steps 1200 --seeds 1 --optimizers lamb   # a part of it
 
 A byte-level GPT on the built-in corpus, ranks as processes over gloo, every run from the same
 weights and batches of its seed. Writes one JSON (every loss, bytes, the machine) and a PNG of
-the curves. The exit status is 1 where a compressed run ends more than ``--within`` above plain.
+the curves. Runs that are in the JSON are not made again, so that the whole can be done in parts, in
+any order, and goes on after an interruption. The exit status is 1 where a compressed run ends more
+than ``--within`` above plain.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -39,6 +43,7 @@ class Contest:
         optimizer: ``"adamw"``, ``"lamb"``, ``"momentum"`` or ``"lion"``.
         method: of ``compress_grads``, or ``"plain"``.
         freeze: steps before compression begins.
+        b2: decay of second moments.
         options: of the method.
     """
 
@@ -53,6 +58,7 @@ class Contest:
     width: int
     depth: int
     context: int
+    b2: float
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -69,18 +75,18 @@ def transformation(contest: Contest) -> Any:
     peak, warmup = contest.lr * PEAK[contest.optimizer], max(1, contest.steps // 20)
     rate = optim.warmup_cosine(peak, warmup, contest.steps, end=peak / 20, start=peak / warmup)
     made = {
-        "adamw": lambda: optim.adamw(rate, b2=0.95, weight_decay=0.1),
-        "lamb": lambda: optim.lamb(rate, b2=0.95, weight_decay=0.1),
+        "adamw": lambda: optim.adamw(rate, b2=contest.b2, weight_decay=0.1),
+        "lamb": lambda: optim.lamb(rate, b2=contest.b2, weight_decay=0.1),
         "momentum": lambda: optim.sgd(rate, momentum=0.9),
         "lion": lambda: optim.lion(rate, weight_decay=0.1),
     }[contest.optimizer]()
     return optim.chain(optim.clip_by_global_norm(1.0), made)
 
 
-def train(contests: list[Contest]) -> list[dict[str, Any]]:
-    """All runs, one after the other, as one rank; every rank calls this alike."""
+def train(contest: Contest) -> dict[str, Any]:
+    """One run, as one rank; every rank calls this alike."""
     torch.set_num_threads(1)
-    return [_train(contest) for contest in contests]
+    return _train(contest)
 
 
 def _train(contest: Contest) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def _train(contest: Contest) -> dict[str, Any]:
 def contests(args: argparse.Namespace) -> list[Contest]:
     base = Contest(
         "adamw", "plain", 0, 0, args.steps, int(args.freeze * args.steps), args.batch, args.lr,
-        args.width, args.depth, args.context,
+        args.width, args.depth, args.context, args.b2,
     )  # fmt: skip
     options = tuple((k, json.loads(v)) for k, _, v in (o.partition("=") for o in args.option))
     rows = []
@@ -127,6 +133,30 @@ def contests(args: argparse.Namespace) -> list[Contest]:
     return rows
 
 
+def known(path: Path) -> list[dict[str, Any]]:
+    """The runs of earlier calls, which need not be made again."""
+    return json.loads(path.read_text())["runs"] if path.exists() else []
+
+
+def all_runs(wanted: list[Contest], ranks: int, path: Path) -> list[dict[str, Any]]:
+    """What every contest came to; each run is written to the JSON when it ends."""
+    rows = known(path)
+    machine = {**meters.hardware(), **meters.versions(), "ranks": ranks}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number, contest in enumerate(wanted, 1):
+        as_read = json.loads(json.dumps(asdict(contest)))
+        if any(row["contest"] == as_read for row in rows):
+            continue
+        start = time.perf_counter()
+        print(f"{number}/{len(wanted)}: {contest.name}, seed {contest.seed} ...", flush=True)
+        row = json.loads(json.dumps(zf.launch(train, contest, nprocs=ranks)[0]))
+        row["seconds"] = time.perf_counter() - start
+        print(f"  val {_last(row):.4f} in {row['seconds']:.0f} s", flush=True)
+        rows.append(row)
+        path.write_text(json.dumps({"machine": machine, "runs": rows}))
+    return rows
+
+
 def table(rows: list[dict[str, Any]], within: float) -> bool:
     """Print a line for each way of training; whether all compressed ones end near plain."""
     fine = True
@@ -134,9 +164,13 @@ def table(rows: list[dict[str, Any]], within: float) -> bool:
         mine = [row for row in rows if row["name"] == name]
         gaps, less = [], []
         for row in mine:
-            plain = next(r for r in rows if _is_plain_of(r, row))
+            plain = next((r for r in rows if _is_plain_of(r, row)), None)
+            if plain is None:
+                continue
             gaps.append(_last(row) / _last(plain) - 1)
             less.append(plain["bytes"]["all"] / row["bytes"]["all"])
+        if not gaps:
+            continue
         after = mean(row["bytes"]["first"] / row["bytes"]["last"] for row in mine)
         fine &= max(gaps) <= within
         each = " ".join(f"{gap:+.2%}" for gap in gaps)
@@ -149,7 +183,7 @@ def table(rows: list[dict[str, Any]], within: float) -> bool:
 
 def _is_plain_of(row: dict[str, Any], other: dict[str, Any]) -> bool:
     a, b = row["contest"], other["contest"]
-    same = all(a[key] == b[key] for key in ("seed", "optimizer"))
+    same = all(a[key] == b[key] for key in a.keys() - {"method", "stage", "options"})
     return bool(same and a["method"] == "plain")
 
 
@@ -185,7 +219,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--optimizers", nargs="+", choices=PEAK, default=["adamw", "lamb"])
-    parser.add_argument("--methods", nargs="+", default=["onebit"])
+    parser.add_argument("--methods", nargs="*", default=["onebit"])
     parser.add_argument("--option", nargs="*", default=[], metavar="NAME=JSON")
     parser.add_argument("--stages", type=int, nargs="+", default=[0])
     parser.add_argument("--freeze", type=float, default=0.17, help="share of the steps")
@@ -195,13 +229,11 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--b2", type=float, default=0.95)
     parser.add_argument("--within", type=float, default=0.01)
     parser.add_argument("--out", type=Path, default=RESULTS / "compression.json")
     args = parser.parse_args()
-    rows = zf.launch(train, contests(args), nprocs=args.ranks)[0]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {**meters.hardware(), **meters.versions()}
-    args.out.write_text(json.dumps({"machine": machine, "runs": rows}))
+    rows = all_runs(contests(args), args.ranks, args.out)
     draw(rows, args.out.with_suffix(".png"))
     return 0 if table(rows, args.within) else 1
 

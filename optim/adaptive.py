@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
-from zfunc.optim import fused, moments
+from zfunc.optim import frozen, fused, moments
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
 from zfunc.optim.moments import wide
@@ -110,13 +110,35 @@ def _adam(
         needs_params("adamw", weight_decay, params)
         count = state.count + 1
         mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2, count)
-        f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
+        return onwards(mu, nu, state, params)
+
+    def onwards(mu: Tree, nu: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        count = state.count + 1
+        f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count, masked=primitives.frozen())
         step = add_decay(rates, tree.map(f, mu, nu), params)
         rate = at(lr, state.count)
         updates = tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu)
         return updates, AdamState(count, mu, nu)
 
+    def compressed(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        rate, count = at(lr, state.count), state.count + 1
+        nu = primitives.settled(state.nu, state.nu, b2)
+        mu = moments.first(grads, state.mu, b1)
+        done = None
+        if not isinstance(rate, Tensor) and rate * weight_decay < 1:
+            done = frozen.step(
+                params, mu, nu, decay=rates, count=count, lr=rate, b1=b1, b2=b2, eps=eps
+            )
+        if done is None:
+            return onwards(mu, moments.second(grads, state.nu, b2, count), state, params)
+        new, nu = done
+        f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count, masked=True)
+        updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
+        return updates, AdamState(count, mu, nu)
+
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        if params is not None and primitives.frozen():
+            return compressed(grads, state, params)
         rate, count = at(lr, state.count), state.count + 1
         done = None
 
@@ -149,17 +171,19 @@ def _can_fuse(rate: Number, weight_decay: float) -> bool:
     return rate * weight_decay < 1
 
 
-def _direction(m: Tensor, v: Tensor, *, b1: float, b2: float, eps: float, count: Tensor) -> Tensor:
+def _direction(
+    m: Tensor, v: Tensor, *, b1: float, b2: float, eps: float, count: Tensor, masked: bool = False
+) -> Tensor:
     """``m̂ / (sqrt(v̂) + eps)``, in float32 at least.
 
-    Once second moments are frozen, an element that never had a gradient has no direction,
-    even where its mean is not quite zero: one bit cannot encode a zero.
+    ``masked``: second moments are frozen. Then an element that never had a gradient has no
+    direction, even where its mean is not quite zero: one bit cannot encode a zero.
     """
     number = plain(count)
     m_hat = wide(m) / (1 - b1**number)
     v_hat = wide(v) / (1 - b2**number)
     step = m_hat / (v_hat.sqrt() + eps)
-    return torch.where(v > 0, step, 0.0) if primitives.frozen() else step
+    return torch.where(v > 0, step, 0.0) if masked else step
 
 
 def _retrace(
@@ -183,9 +207,10 @@ def lamb(
 
     The trust ratio ``r = |p| / |u|`` is taken over each full leaf (on placed trees
     two small collectives), and is 1 where either norm is 0. The means are bias
-    corrected, as in ``optax.lamb``; the ratio is not bounded. Under ``compress_grads``
-    each leaf's ratio is frozen, with the second moments, at its mean over recent steps
-    (Li et al., 1-bit LAMB, 2021).
+    corrected, as in ``optax.lamb``; the ratio is not bounded. Under ``compress_grads``,
+    once second moments are frozen, momentum travels in units of their roots and each leaf's
+    ratio is its mean over recent steps. (1-bit LAMB, Li et al. 2021, scales whole leaves and
+    freezes ratios; here that ended 6 % above the plain loss.)
 
     Args:
         lr, b1, b2, eps, weight_decay, mask: see :func:`adamw`.
@@ -211,8 +236,9 @@ def lamb(
     def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
         needs_params("lamb", True, params)
         rate, count = at(lr, state.count), state.count + 1
-        mu, nu = moments.first(grads, state.mu, b1), moments.second(grads, state.nu, b2, count)
-        f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count)
+        mu = moments.first(grads, state.mu, b1, state.nu if primitives.frozen() else None)
+        nu = moments.second(grads, state.nu, b2, count)
+        f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count, masked=primitives.frozen())
         step = add_decay(rates, tree.map(f, mu, nu), params)
         ratios = tree.map(_trust, tree.leaf_norms(step), tree.leaf_norms(params))
         ratios, mean = _steady(ratios, state.ratio, count)
@@ -225,16 +251,17 @@ def lamb(
 def _steady(ratios: Tree, mean: Tensor, count: Tensor) -> tuple[Tree, Tensor]:
     """The trust ratios to use, and their running mean.
 
-    Once second moments are frozen it is the mean of the ratios until then, as in 1-bit LAMB:
-    the norm of a compressed step says little of the step's.
+    Once second moments are frozen it is the mean that is used: the norm of one compressed
+    step says little.
     """
     leaves, spec = optree.tree_flatten(ratios, namespace=NAMESPACE)
+    gain = (1 - COEFF) / (1 - COEFF ** plain(count))  # so that the zero at first does not count
+    new = torch.stack([x.to(mean) for x in leaves])[None] if leaves else mean
+    mean = mean + (new - mean) * gain
     if not primitives.frozen():
-        gain = (1 - COEFF) / (1 - COEFF ** plain(count))  # so that the zero at first does not count
-        new = torch.stack([x.to(mean) for x in leaves])[None] if leaves else mean
-        return ratios, mean + (new - mean) * gain
+        return ratios, mean
     used = [r.to(x) for r, x in zip(mean[0], leaves, strict=True)]
-    return optree.tree_unflatten(spec, used), mean.clone()
+    return optree.tree_unflatten(spec, used), mean
 
 
 def _trust(step: Tensor, param: Tensor) -> Tensor:

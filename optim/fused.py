@@ -29,7 +29,7 @@ from zfunc.optim.base import nodes
 from zfunc.optim.updates import Scaled, scale
 from zfunc.placed.unitwise import by_unit, streams
 
-__all__ = ["BLOCK", "adamw_", "step"]
+__all__ = ["BLOCK", "adamw_", "own", "step", "stretches_of"]
 
 BLOCK = 64
 SCRATCH = 1 << 18
@@ -101,10 +101,10 @@ def _step(
     part = tree.map(collect, grads, params, mu, nu)
     if not all(_fits(row) for row in rows):
         return None
-    stretches = _stretches(decay, part)
+    stretches = stretches_of(decay, part)
     with torch.no_grad():
         p, g, m, v = zip(*rows, strict=True) if rows else ((), (), (), ())
-        new = [_own(column) for column in (p, m, v)]
+        new = [own(column) for column in (p, m, v)]
         fresh = zip(new[0], (x.contiguous() for x in g), new[1], new[2], strict=True)
         adamw_(list(fresh), stretches, factor=factor, **how)
     spec = optree.tree_structure(part, namespace=NAMESPACE)
@@ -130,7 +130,7 @@ def _fits(row: Row) -> bool:
     )
 
 
-def _own(tensors: Sequence[Tensor]) -> list[Tensor]:
+def own(tensors: Sequence[Tensor]) -> list[Tensor]:
     """``reuse`` of each; two that share their elements get memory each."""
     starts = [x.data_ptr() for x in tensors]
     if len(set(starts)) == len(starts) and not any(x.storage_offset() for x in tensors):
@@ -145,7 +145,7 @@ def _own(tensors: Sequence[Tensor]) -> list[Tensor]:
     return mine
 
 
-def _stretches(decay: Rates, part: Tree) -> list[list[Stretch]]:
+def stretches_of(decay: Rates, part: Tree) -> list[list[Stretch]]:
     """For each buffer of a tree, what stretches of it decay by how much."""
     if not callable(decay):
         return [[(0, x.numel(), decay)] for x in tree.leaves(part)]

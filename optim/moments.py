@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.context import reuse
+from zfunc.nodes import NAMESPACE
 from zfunc.optim.schedules import plain
-from zfunc.placed.unreduced import linear_map
+from zfunc.placed.unreduced import Unreduced, linear_map
 
 __all__ = ["blend", "first", "second", "wide", "zeros"]
 
@@ -50,9 +52,41 @@ def blend(new: Tree, old: Tree, keep: float, gain: float, square: bool = False) 
     return tree.map(f, new, tree.map(lambda a: a.view_as(a), old))
 
 
-def first(grads: Tree, mu: Tree, decay: float) -> Tree:
-    """The running mean of the gradients, averaged over ranks where it is not yet."""
-    return primitives.reduced(blend(grads, mu, decay, 1 - decay))
+def first(grads: Tree, mu: Tree, decay: float, nu: Tree = None) -> Tree:
+    """The running mean of the gradients, averaged over ranks where it is not yet.
+
+    Args:
+        nu: frozen second moments. Then an element travels in units of the root of its own, which
+            makes all of one size: few bits serve them best. The scaling coefficients of 1-bit LAMB
+            do that for each leaf. An element without a second moment becomes 0.
+    """
+    new = blend(grads, mu, decay, 1 - decay)
+    if nu is None or not _are_local(new):
+        return primitives.reduced(new)
+    sizes = _sizes(nu)
+    shares = primitives.reduced(tree.map(_share, new, sizes))
+    return tree.map(lambda x, size: (wide(x) * size).to(x.dtype), shares, sizes)
+
+
+def _sizes(nu: Tree) -> Tree:
+    """Roots of second moments, their root mean square being 1, so that growth does not matter."""
+    roots = tree.map(lambda v: wide(v).sqrt(), nu)
+    count = sum(x.numel() for x in tree.leaves(roots))
+    unit = tree.global_norm(roots) / max(count, 1) ** 0.5
+    unit = torch.where(unit > 0, unit, 1.0)
+    return tree.map(lambda x: x / unit.to(x.dtype), roots)
+
+
+@linear_map
+def _share(x: Tensor, size: Tensor) -> Tensor:
+    return torch.where(size > 0, wide(x) / size, 0.0).to(x.dtype)
+
+
+def _are_local(tree_: Tree) -> bool:
+    found = optree.tree_leaves(
+        tree_, is_leaf=lambda node: isinstance(node, Unreduced), namespace=NAMESPACE
+    )
+    return any(isinstance(node, Unreduced) and not node.done for node in found)
 
 
 def second(grads: Tree, nu: Tree, decay: float, count: Tensor) -> Tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
@@ -13,14 +13,17 @@ from zfunc.context import reuse
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.optim import Moved
 from zfunc.placed.dense import Dense, dense_of, spread_part, squeezed_part
+from zfunc.placed.estimated import Estimated
 from zfunc.placed.layout import Layout
+from zfunc.placed.sharded import Sharded
 from zfunc.placed.unreduced import Unreduced
 from zfunc.pool import empty, pool
 from zfunc.seams import UnitInfo, Waiting
 from zfunc.transforms.error_feedback import Call
-from zfunc.transforms.exchange import Gathered, Scattered
+from zfunc.transforms.exchange import Gathered, Scattered, phase_bytes
+from zfunc.transforms.low_rank import LowRankMean, LowRankPart, PowerSGD, rank_bytes
 
-__all__ = ["averaged", "scattered"]
+__all__ = ["averaged", "estimated", "scattered", "sent_bytes"]
 
 
 def averaged(call: Call, tree: Tree) -> Tree:
@@ -65,15 +68,34 @@ def averaged(call: Call, tree: Tree) -> Tree:
     return optree.tree_unflatten(spec, out)
 
 
-def _begun(call: Call, name: str, values: dict[int, Tensor]) -> list[_Mean]:
+def _begun(call: Call, name: str, values: dict[int, Tensor]) -> Sequence[_Mean | LowRankMean]:
     """The means of one params entry's flats, or of what there is of them, under way."""
     layout = call.layouts[name]
+    if isinstance(call.codec, PowerSGD):
+        return [
+            _low_rank(call, name, i, mine)
+            for i in range(len(layout.flats))
+            if (mine := _values_in(layout, i, values)) and call.worker[name][i] is not None
+        ]
     part = _restricted(layout, frozenset(values))
     return [
         _Mean(call, name, part, i, values)
         for i in range(len(part.flats))
         if dense_of(part, i).length and part.flats[i].trainable
     ]
+
+
+def _values_in(layout: Layout, flat: int, values: dict[int, Tensor]) -> dict[int, Tensor]:
+    slots = dense_of(layout, flat).slots
+    return {slot.index: values[slot.index] for slot in slots if slot.index in values}
+
+
+def _low_rank(call: Call, name: str, flat: int, values: dict[int, Tensor]) -> LowRankMean:
+    layout, old = call.layouts[name], call.worker[name][flat]
+    assert old is not None
+    call.worker[name][flat] = error = reuse(old) if call.stage == 0 else old.clone()
+    label = f"compress {layout.units[layout.unit_of_flat[flat]].name}"
+    return LowRankMean(call, name, flat, values, error, label)
 
 
 def _restricted(layout: Layout, leaves: frozenset[int]) -> Layout:
@@ -188,6 +210,12 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
             parts.append(unit.group.all_reduce(full, label=f"reduce {unit.name}"))
             continue
         dense: Dense = dense_of(unit.layout, i)
+        if isinstance(call.codec, PowerSGD):
+            views = unit.layout.views(i, full.mul_(unit.group.size))
+            values = dict(zip((s.index for s in unit.layout.by_flat[i]), views, strict=True))
+            mean = _low_rank(call, name, i, _values_in(unit.layout, i, values))
+            parts.append(LowRankPart(mean, *unit.layout.flats[i].bounds(unit.group.rank)))
+            continue
         old = call.worker[name][i]
         assert old is not None
         call.worker[name][i] = error = old.clone()
@@ -196,3 +224,38 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
         first = Scattered(unit.group, call.codec, x, dense.cuts, error, label)
         parts.append(_Part(first, unit.layout, i, unit.group.rank))
     return Waiting(parts)
+
+
+def sent_bytes(codec: Any, layout: Layout, stage: int, rank: int, size: int) -> list[int]:
+    """Bytes that ``rank`` of ``size`` sends for one params entry, a number for each collective."""
+    sent: list[int] = []
+    for i, spec in enumerate(layout.flats):
+        dense = dense_of(layout, i)
+        if not spec.trainable or spec.whole or not dense.length:
+            continue
+        if isinstance(codec, PowerSGD):
+            sent += rank_bytes(codec, layout, i, rank, size)
+            continue
+        dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
+        sent += phase_bytes(codec, dense.cuts, dtype, rank)[: 1 if stage else 2]
+    return sent
+
+
+def estimated(call: Call, grads: Tree, squares: Mapping[str, Tensor]) -> Tree:
+    """Cut gradients with the norms that were before compression."""
+
+    def known(node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node
+        name = call.entry_of(node.layout)
+        if name is None or name not in squares:
+            return node
+        return Estimated(node.layout, node.flats, squares[name])
+
+    return optree.tree_map(
+        known,
+        grads,
+        is_leaf=lambda node: isinstance(node, Placed),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )

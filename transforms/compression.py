@@ -18,8 +18,9 @@ stage    compressed                                               errors, a para
          is the reduce-scatter, so that moments stay cut
 =======  =======================================================  =======================
 
-Integers of eight or four bits leave enough of a gradient that nothing has to freeze: the
-optimizer is the plain one, and there is no warm-up unless ``freeze_step`` says so.
+Integers of eight or four bits, and products of low rank (PowerSGD), leave enough of a gradient
+that nothing has to freeze: the optimizer is the plain one, and there is no warm-up unless
+``freeze_step`` says so.
 
 With one bit at stage 0 gradients are :class:`~zfunc.placed.unreduced.Unreduced`, so that nobody
 takes a rank's own for the mean. Parts of a params entry that are differentiated alone at stages 1
@@ -31,6 +32,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import optree
@@ -42,8 +44,6 @@ from zfunc.context import Context
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.placed.carried import put, take
-from zfunc.placed.dense import dense_of
-from zfunc.placed.estimated import Estimated
 from zfunc.placed.leaves import home_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.sharded import Sharded
@@ -51,16 +51,17 @@ from zfunc.placed.unreduced import Unreduced
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.traffic import Traffic
-from zfunc.transforms.averaging import averaged, scattered
+from zfunc.transforms.averaging import averaged, estimated, scattered, sent_bytes
 from zfunc.transforms.error_feedback import Call, carried_on, fresh, is_finite, sums
-from zfunc.transforms.exchange import Codec, phase_bytes
+from zfunc.transforms.exchange import Codec
+from zfunc.transforms.low_rank import PowerSGD, bases_of
 from zfunc.transforms.onebit import OneBit
 from zfunc.transforms.quantized import Int4, Int8
 
 __all__ = ["CompressGrads", "compress_grads"]
 
 NAME = "compress_grads"
-METHODS: dict[str, Any] = {"onebit": OneBit, "int8": Int8, "int4": Int4}
+METHODS: dict[str, Any] = {"onebit": OneBit, "int8": Int8, "int4": Int4, "powersgd": PowerSGD}
 SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
 _log = logging.getLogger("zfunc")
 
@@ -71,7 +72,7 @@ class CompressGrads(Transform):
 
     method: str = "onebit"
     freeze_step: int | str = "auto"
-    codec: Codec = field(default_factory=OneBit, repr=False)
+    codec: Codec | PowerSGD = field(default_factory=OneBit, repr=False)
     shard: Any = field(default=None, repr=False)
 
     position: ClassVar[int] = 150  # nearer to storage than shard: it takes over what shard leaves
@@ -99,7 +100,9 @@ class CompressGrads(Transform):
         else:
             step = Entries(state).get("step")
             count = int(step) if isinstance(step, int | Tensor) else 0
-        begun = fresh(state, count, self._reached(count), serving=self.shard.stage == 0)
+        bases = partial(bases_of, self.codec) if isinstance(self.codec, PowerSGD) else None
+        serving = self.shard.stage == 0 and bases is None
+        begun = fresh(state, count, self._reached(count), serving, bases)
         return put(state, NAME, begun if full is None else carried_on(begun, full))
 
     def _reached(self, count: int) -> bool:
@@ -167,7 +170,7 @@ class CompressGrads(Transform):
             if call.skipped:
                 grads = tree.map(lambda g: torch.full_like(g, torch.nan), grads)
             elif call.stage:
-                grads = _estimated(call, grads, squares)
+                grads = estimated(call, grads, squares)
         if call.stage:
             return grads
         done = call.skipped or not call.active
@@ -286,7 +289,8 @@ class CompressGrads(Transform):
         stage, ranks = self.shard.stage, self._ranks
         whole = stage or not self.codec.freezes
         what = "gradients" if whole else "momentum (or what the optimizer averages)"
-        held = "4 bytes a parameter" + ("" if stage else f" and 4/{ranks} as an owner")
+        alone = stage or isinstance(self.codec, PowerSGD)
+        held = "4 bytes a parameter" + ("" if alone else f" and 4/{ranks} as an owner")
         lines = [f"compress_grads: {self.method} {what} {when}; errors take {held}"]
         if "compressed" in memo:
             sent = sum(self.traffic({**memo, "kept": True}).payload.values())
@@ -296,40 +300,14 @@ class CompressGrads(Transform):
     def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
         traffic, rank = Traffic(), self.shard.group.rank if self.shard else 0
         for layout in memo.get("compressed", ()) if memo.get("kept") else ():
-            for i, spec in enumerate(layout.flats):
-                dense = dense_of(layout, i)
-                if not spec.trainable or spec.whole or not dense.length:
-                    continue
-                dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
-                phases = phase_bytes(self.codec, dense.cuts, dtype, rank)
-                for nbytes in phases[: 1 if self.shard.stage else 2]:
-                    traffic.add("compressed gradients", nbytes)
+            for nbytes in sent_bytes(self.codec, layout, self.shard.stage, rank, self._ranks):
+                traffic.add("compressed gradients", nbytes)
         return traffic
 
 
 def _call() -> Call | None:
     running = context.current()
     return running.notes.get(NAME) if running is not None else None
-
-
-def _estimated(call: Call, grads: Tree, squares: Mapping[str, Tensor]) -> Tree:
-    """Cut gradients with the norms that were before compression."""
-
-    def known(node: Any) -> Any:
-        if not isinstance(node, Sharded):
-            return node
-        name = call.entry_of(node.layout)
-        if name is None or name not in squares:
-            return node
-        return Estimated(node.layout, node.flats, squares[name])
-
-    return optree.tree_map(
-        known,
-        grads,
-        is_leaf=lambda node: isinstance(node, Placed),
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
 
 
 def _total(call: Call, moments: Tree) -> float:
@@ -362,12 +340,12 @@ def compress_grads(
     beside ``shard``; without it, or on one rank, there is nothing to send.
 
     Args:
-        method: ``"onebit"``, ``"int8"`` or ``"int4"``.
+        method: ``"onebit"``, ``"int8"``, ``"int4"`` or ``"powersgd"``.
         freeze_step: how many steps are plain before compression begins and, with one bit,
             second moments freeze. ``"auto"`` waits until these have settled.
         method_options: ``group``, elements that share a scale: 2048 for ``"onebit"`` (``None``
             for all that travel to one rank together), 256 for ``"int8"``, 128 for ``"int4"``.
-            ``"onebit"`` also has ``scaling="mean"`` or ``"rms"``.
+            ``"onebit"`` also has ``scaling="mean"`` or ``"rms"``. ``"powersgd"`` has ``rank=4``.
 
     Returns:
         A :class:`~zfunc.Step`. A step in which some rank meets a gradient that is not finite

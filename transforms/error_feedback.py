@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,11 @@ from zfunc.placed.pieces import leaves_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.residuals import Residual, nothing_left_out, one_of
 from zfunc.placed.sharded import Sharded, cut
-from zfunc.transforms.exchange import Codec
 
 __all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]
 
 Carried = Mapping[str, Any]
+Bases = Callable[[Layout, Sequence[Tensor | None]], dict[str, Tensor]]
 
 
 def layouts_of(state: Any) -> dict[str, tuple[Layout, list[Tensor | None]]]:
@@ -43,20 +43,25 @@ def layouts_of(state: Any) -> dict[str, tuple[Layout, list[Tensor | None]]]:
     return found
 
 
-def fresh(state: Any, count: int, frozen: bool, serving: bool) -> dict[str, Any]:
+def fresh(
+    state: Any, count: int, frozen: bool, serving: bool, bases: Bases | None = None
+) -> dict[str, Any]:
     """The carried state of a placed state before anything was compressed.
 
     Args:
         count: steps taken.
         frozen: whether compression begins with the next one.
         serving: whether ranks have errors as owners of a part too.
+        bases: what a low-rank method starts from, given a layout and a tensor for each flat.
     """
-    worker, server = {}, {}
+    worker, server, started = {}, {}, {}
     for name, (layout, like) in layouts_of(state).items():
         worker[name] = nothing_left_out(layout, like)
         if serving:
             rank = worker[name].group.rank
             server[name] = Sharded(layout, [_part(layout, i, rank, x) for i, x in enumerate(like)])
+        if bases is not None:
+            started[name] = bases(layout, like)
     return {
         "count": torch.tensor(count, dtype=torch.int64),
         "frozen": torch.tensor(frozen),
@@ -64,6 +69,7 @@ def fresh(state: Any, count: int, frozen: bool, serving: bool) -> dict[str, Any]
         "norm": torch.zeros((), dtype=torch.float64),
         "worker": worker,
         "server": server,
+        "bases": started,
     }
 
 
@@ -101,6 +107,9 @@ def carried_on(begun: dict[str, Any], full: Carried) -> dict[str, Any]:
                 other = one_of(empty, alike)
                 mine = mine.map(torch.add, [mine, other])
         out["worker"] = {**out["worker"], name: mine}
+        known = full.get("bases", {}).get(name, {})
+        if out["bases"].get(name, {}).keys() == known.keys() and known:
+            out["bases"] = {**out["bases"], name: {k: q.clone() for k, q in known.items()}}
     return out
 
 
@@ -110,11 +119,12 @@ class Call:
 
     Attributes:
         group: the ranks.
-        codec: how numbers become bytes.
+        codec: a ``Codec``, how numbers become bytes, or a ``PowerSGD``.
         stage: of ZeRO.
         active: whether this call compresses.
         carried: as it was before the call.
         worker, server: by params entry, the flats of the errors as they are now.
+        bases: by params entry and leaf path, what the next low-rank step starts from.
         used: which leaves' errors this call has used, as ``(entry, leaf index)``.
         squares: by params entry, squares of the norms of this rank's gradients by leaf.
         finite: whether all numbers that this rank has seen are.
@@ -123,12 +133,13 @@ class Call:
     """
 
     group: Group
-    codec: Codec
+    codec: Any
     stage: int
     active: bool
     carried: Carried
     worker: dict[str, list[Tensor | None]] = field(default_factory=dict)
     server: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    bases: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     used: set[tuple[str, int]] = field(default_factory=set)
     squares: dict[str, Tensor] = field(default_factory=dict)
     finite: bool = True
@@ -144,6 +155,7 @@ class Call:
         """Errors as they were before the call."""
         self.worker = {name: list(node.flats) for name, node in self.carried["worker"].items()}
         self.server = {name: list(node.flats) for name, node in self.carried["server"].items()}
+        self.bases = {name: dict(row) for name, row in self.carried["bases"].items()}
 
     def see(self, name: str, flats: Sequence[int], fulls: Sequence[Tensor]) -> None:
         """Note the norms of gradients that are about to leave, and whether they are finite."""
@@ -182,7 +194,8 @@ class Call:
                 for name, flats in now.items()
             }
 
-        return {"worker": nodes(self.worker, Residual), "server": nodes(self.server, Sharded)}
+        worker, server = nodes(self.worker, Residual), nodes(self.server, Sharded)
+        return {"worker": worker, "server": server, "bases": self.bases}
 
 
 def sums(values: Sequence[Tensor]) -> float:

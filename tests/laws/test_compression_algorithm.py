@@ -151,8 +151,8 @@ def test_second_moments_stay_what_they_were_after_correction(stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_trust_ratios_stay_at_their_running_means(stage: int) -> None:
-    """1-bit LAMB: each leaf keeps its mean over the warm-up, the latest weighing most."""
+def test_trust_ratios_are_running_means_once_frozen(stage: int) -> None:
+    """Each leaf's is the mean over all steps so far, the latest weighing most."""
     tx, freeze = optim.lamb(0.02), 3
 
     def body() -> list[Any]:
@@ -174,18 +174,40 @@ def test_trust_ratios_stay_at_their_running_means(stage: int) -> None:
             both = p.norm() * u.norm() > 0
             ratios.append(p.norm() / u.norm() if both else torch.ones((), dtype=F64))
             steps.append(u)
-        if t <= freeze:
-            means.append(torch.stack(ratios))
-            weights = torch.tensor([0.9 ** (t - 1 - k) for k in range(t)], dtype=F64)
-            mean = (torch.stack(means) * weights[:, None]).sum(0) / weights.sum()
-            used = torch.stack(ratios)
-        else:
-            used = mean
+        means.append(torch.stack(ratios))
+        weights = torch.tensor([0.9 ** (t - 1 - k) for k in range(t)], dtype=F64)
+        mean = (torch.stack(means) * weights[:, None]).sum(0) / weights.sum()
+        used = torch.stack(ratios) if t <= freeze else mean
         torch.testing.assert_close(after.opt_state.ratio[0].double(), mean, rtol=1e-6, atol=0)
         for p, q, r, u in zip(
             tree.leaves(old), tree.leaves(after.params), used, steps, strict=True
         ):
             torch.testing.assert_close(q, p - 0.02 * r * u, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lamb_sends_momentum_in_units_of_second_moments(ranks: int) -> None:
+    """Literally: two phases of ``m / sqrt(v)``, roots of a root mean square of 1."""
+    tx, freeze = optim.lamb(0.02, weight_decay=0.0), 3
+    layout, cuts = layout_of(ranks)
+
+    def body() -> Any:
+        step = zf.compress_grads(zf.shard(zf.train_step(one_loss, tx), stage=0), freeze_step=freeze)
+        state, seen = step.place(zf.TrainState.create(one(), tx)), []
+        for i in range(7):
+            before = [flat(layout, zf.full(x)) for x in (state.params, *state.opt_state[1:3])]
+            state, _ = step(state, zf.local_batch(regression(i, F64)))
+            seen.append((before, flat(layout, zf.full(state.opt_state.mu))))
+        return seen
+
+    phases = TwoPhases(cuts)
+    for i, ((p, m, v), after) in enumerate(zf.simulate(ranks)(body)()[0]):
+        own = [0.9 * m + 0.1 * flat(layout, gradient(layout, p, i, ranks, r)) for r in range(ranks)]
+        want = torch.stack(own).mean(0)
+        if i >= freeze:
+            size = v.sqrt() / (v.sqrt().norm() / len(v) ** 0.5)
+            want = phases.mean([torch.where(size > 0, x / size, 0.0) for x in own]) * size
+        torch.testing.assert_close(after, want, rtol=1e-9, atol=1e-12)
 
 
 def test_a_parameter_that_never_had_a_gradient_stays() -> None:

@@ -1,0 +1,104 @@
+"""AdamW once second moments are frozen: one walk over the tree, in place where memory is donated.
+
+Compressed steps are worth most where networks are slow and models small, and there the passes of
+the general form (moments, direction, decay, update, sum, each over all leaves) take longer than
+what is sent. Elementwise multiplications, divisions, roots and sums alone: each is rounded alike
+however a tree is cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.nodes import NAMESPACE
+from zfunc.optim.decay import Rates
+from zfunc.optim.fused import own, stretches_of
+from zfunc.optim.schedules import plain
+from zfunc.placed.unitwise import streams
+
+__all__ = ["step"]
+
+CHUNK = 1 << 15  # elements that stay in cache between the operations
+
+Tree = Any
+
+
+def step(
+    params: Tree,
+    mu: Tree,
+    nu: Tree,
+    *,
+    decay: Rates,
+    count: Tensor,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+) -> tuple[Tree, Tree] | None:
+    """Parameters after one step, and the frozen second moments, grown as their correction does.
+
+    Args:
+        params: parameters before the step.
+        mu: momentum of this step, averaged.
+        nu: second moments as they were frozen.
+        decay: weight decay, of all leaves or by leaf path.
+        count: number of this step, from 2; 0-d.
+
+    Returns:
+        ``(params, nu)``, or ``None``, with nothing touched, where the general form is needed.
+    """
+    if streams(params, mu, nu) or (torch.is_grad_enabled() and _tracked(params)):
+        return None
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def collect(m: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        rows.append((p, m, v))
+        return m
+
+    part = tree.map(collect, mu, params, nu)
+    if any(x.dtype != row[0].dtype or x.dtype.itemsize < 4 for row in rows for x in row):
+        return None
+    number, spec = plain(count), optree.tree_structure(part, namespace=NAMESPACE)
+    how = {
+        "grown": (1 - b2**number) / (1 - b2 ** (number - 1)),
+        "rate": lr / (1 - b1**number),
+        "correction": 1 - b2**number,
+        "eps": eps,
+    }
+    p, m, v = zip(*rows, strict=True) if rows else ((), (), ())
+    new = [[x.contiguous() for x in own(column)] for column in (p, v)]
+    for p_, m_, v_, stretches in zip(new[0], m, new[1], stretches_of(decay, part), strict=True):
+        flat = [x.view(-1) for x in (p_, m_.contiguous(), v_)]
+        for start, stop, rate in stretches:
+            for a in range(start, stop, CHUNK):
+                _chunk(*(x[a : min(a + CHUNK, stop)] for x in flat), kept=1 - lr * rate, **how)
+    return optree.tree_unflatten(spec, new[0]), optree.tree_unflatten(spec, new[1])
+
+
+def _tracked(params: Tree) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(params))
+
+
+def _chunk(
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    grown: float,
+    rate: float,
+    correction: float,
+    eps: float,
+    kept: float,
+) -> None:
+    """An element whose second moment is 0 never had a gradient: it has no direction."""
+    v.mul_(grown)
+    size = (v / correction).sqrt_().add_(eps)
+    move = (m * rate).div_(size).masked_fill_(v == 0, 0.0)
+    if kept != 1:
+        p.mul_(kept)
+    p.sub_(move)
