@@ -72,6 +72,8 @@ def dequantised_product(x: Tensor, weight: QTensor) -> Tensor:
     """``x W^T``, holding :data:`BLOCK` dequantised weights at a time."""
     n, k = weight.rows
     step = max(1, BLOCK // max(1, k)) if x.device.type == "cpu" else max(1, n)
+    if step >= n > 0:
+        return F.linear(x, weight.dequantized_rows(x.dtype))
     parts = [F.linear(x, part.to(x.dtype)) for part in _blocks(weight, step, x.dtype)]
     return torch.cat(parts, dim=1) if parts else x.new_zeros(len(x), 0)
 

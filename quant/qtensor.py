@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
+from zfunc import kernels
 from zfunc.errors import PlacementError
 from zfunc.nodes import Encoded
 from zfunc.quant import grids, packing
@@ -155,8 +156,21 @@ class QTensor(Encoded, Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain tensor that it stands for, in its own dtype or the one given."""
-        rows = grids.dequantize(self.codes, self.grid, self.format, dtype or self.dtype)
-        return self.shaped(rows)
+        return self.shaped(self.dequantized_rows(dtype or self.dtype))
+
+    def dequantized_rows(self, dtype: torch.dtype) -> Tensor:
+        """The matrix ``[n, k]`` that it stands for.
+
+        A kernel writes it in one pass where it has these grids, with the same bits: symmetric
+        ones whose groups are even, while the codes are in the order in which they were stored.
+        """
+        data, size = self._store.data, self.format.group_size
+        if data is None or self.zero is not None or (size or 0) % 2 or dtype == torch.float64:
+            return grids.dequantize(self.codes, self.grid, self.format, dtype)
+        bits, (_, k) = 4 if self.format.packed else 8, self.rows
+        return kernels.dequantize_groups(
+            data, self.scale.float(), None, k, bits=bits, group=size, dtype=dtype
+        )
 
     @property
     def code(self) -> Code:
