@@ -34,6 +34,7 @@ from zfunc.kernels.onebit import (
     onebit_unpack,
 )
 from zfunc.kernels.operators import KernelError
+from zfunc.kernels.packed import Packed, pack_words, unpack_words
 from zfunc.kernels.payloads import (
     Payload,
     dequantize_payload,
@@ -43,15 +44,7 @@ from zfunc.kernels.payloads import (
     quantize_payload_,
 )
 from zfunc.kernels.rotation import rotary
-from zfunc.kernels.skinny import (
-    Packed,
-    pack_words,
-    skinny_mm,
-    unpack_words,
-    w4_mm,
-    w8_mm,
-    w8a8_mm,
-)
+from zfunc.kernels.skinny import skinny_mm, w4_mm, w8_mm, w8a8_mm
 from zfunc.kernels.verification import Verdict, verify
 
 __all__ = [

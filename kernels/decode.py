@@ -35,7 +35,8 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.operators import KernelError, define, looped, undifferentiated
-from zfunc.kernels.skinny import BLOCK, ROWS, Packed, dequantized
+from zfunc.kernels.packed import BLOCK, Packed, dequantized
+from zfunc.kernels.skinny import ROWS
 
 __all__ = ["norm_gate_up", "norm_qkv_rope"]
 

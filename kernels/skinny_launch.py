@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise import quantize_groups
-from zfunc.kernels.skinny import BITS, BLOCK
+from zfunc.kernels.packed import BITS, BLOCK
 from zfunc.kernels.skinny_triton import finish_kernel, int8_product_kernel, product_kernel
 
 __all__ = ["partial_products", "shares", "skinny_mm", "w4_mm", "w8_mm", "w8a8_mm"]
@@ -68,7 +68,7 @@ def partial_products(
     """The first launch: partial sums and, before a norm, squares of the inputs.
 
     Args:
-        x, w, scale, zero, kind, group: see :class:`zfunc.kernels.skinny.Packed`.
+        x, w, scale, zero, kind, group: see :class:`zfunc.kernels.packed.Packed`.
         norm: the weight of an RMS norm of ``x``; its scale is left to what follows.
         eps: of the norm.
         bias, residual, y: where one share does, the first launch writes the result.

@@ -23,9 +23,10 @@ from zfunc.kernels.losses import cross_entropy
 from zfunc.kernels.normalization import layer_norm, rms_norm
 from zfunc.kernels.onebit import onebit_mean, onebit_pack, onebit_unpack
 from zfunc.kernels.operators import KernelError
+from zfunc.kernels.packed import Packed, pack_words
 from zfunc.kernels.payloads import Payload, mean_payloads, quantize_payload
 from zfunc.kernels.rotation import rotary
-from zfunc.kernels.skinny import Packed, pack_words, skinny_mm, w4_mm, w8_mm, w8a8_mm
+from zfunc.kernels.skinny import skinny_mm, w4_mm, w8_mm, w8a8_mm
 
 __all__ = ["Verdict", "verify"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.kernels.machine_code import Entry
 from zfunc.kernels import decode_triton, dispatch, skinny_triton
-from zfunc.kernels.skinny import BITS
+from zfunc.kernels.packed import BITS
 
 __all__ = ["PRODUCTS", "product"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zfunc import kernels
-from zfunc.kernels.skinny import BITS
+from zfunc.kernels.packed import BITS
 
 
 @dataclass(frozen=True)

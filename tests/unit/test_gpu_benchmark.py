@@ -69,7 +69,7 @@ def test_a_fused_token_is_that_of_plain_operations(kind: str):
 
 
 def _plain(w: kernels.Packed) -> torch.Tensor:
-    from zfunc.kernels.skinny import dequantized
+    from zfunc.kernels.packed import dequantized
 
     return dequantized(w.data, w.scale, w.zero, w.kind, w.group or 0, w.length)
 
