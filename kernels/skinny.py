@@ -107,6 +107,7 @@ def w4_mm(
         words: from :func:`~zfunc.kernels.pack_words`.
         scale, zero, group: see :func:`w8_mm`.
 
+    >>> from zfunc.kernels import pack_words
     >>> words = pack_words(torch.tensor([[7, -7]], dtype=torch.int8))
     >>> w4_mm(torch.tensor([[2.0, 1.0]]), words, torch.tensor([[0.5]]))
     tensor([[3.5000]])
