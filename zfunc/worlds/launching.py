@@ -118,8 +118,8 @@ def launch(
     """Run ``fn(*args)`` on ``nprocs`` local processes, each of them a rank of one world.
 
     Works from scripts and notebooks. SIGTERM is passed on to the ranks, which may end in their own
-    time, and ends them where they do not catch it. On the CPU the cores are divided between the ranks, unless
-    ``OMP_NUM_THREADS`` says otherwise.
+    time, and ends them where they do not catch it. On the CPU the cores are divided between the
+    ranks, unless ``OMP_NUM_THREADS`` says otherwise.
 
     Args:
         fn: any function, a lambda or one defined in a notebook included.
