@@ -35,6 +35,7 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise_torch import dequantize_twin, fake_quant_twin, quantize_twin
 from zfunc.kernels.operators import KernelError, define, looped, undifferentiated
+from zfunc.kernels.tracing import in_graph
 
 __all__ = ["dequantize_groups", "fake_quant", "quantize_groups"]
 
@@ -156,15 +157,11 @@ def fake_quant(
     """
     _check("fake_quant", x, bits, group, range(2, 17))
     size = _size(x.shape[-1], group)
-    if torch.compiler.is_compiling():
-        # torch.compile follows no derivative of a Function. Of finite numbers this is the same
-        # (but for the sign of a zero), and where x is not finite the levels are NaN anyhow.
-        levels: Tensor = _fake(x.detach(), bits, size, symmetric, seed_tensor(seed))
-        return levels + (x - x.detach())
     out: Tensor = StraightThrough.apply(x, bits, size, symmetric, seed_tensor(seed))
     return out
 
 
+@in_graph
 class StraightThrough(torch.autograd.Function):
     """The operator forward, the identity backward."""
 

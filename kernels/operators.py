@@ -3,12 +3,10 @@
 An operator here is defined with the low-level ``torch.library.Library``: opaque to
 tracing, with a fake (shapes only) and a rule for ``vmap``. It has no autograd rule
 of its own. One that is differentiable is called by an ``autograd.Function`` with
-``setup_context``, and where ``torch.compile`` traces by code that says the same (dynamo
-takes a ``Function`` into a graph under ``torch.func`` only if told so by a module that
-costs a second to import); one that is not refuses arguments that are being
-differentiated. The other ways to define an operator (``custom_op``, ``triton_op``,
-``register_autograd``) raise under ``torch.func`` or give gradients of zero without a
-word, in torch 2.11 to 2.13.
+``setup_context``, marked ``in_graph``; one that is not refuses arguments that
+are being differentiated. The other ways to define an operator (``custom_op``,
+``triton_op``, ``register_autograd``) raise under ``torch.func`` or give gradients of
+zero without a word, in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations

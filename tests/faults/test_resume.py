@@ -120,8 +120,9 @@ def started(command: list[str], *before: str, **env: str) -> subprocess.Popen[st
 
 
 def test_sigterm_saves_the_last_step(text: Path, tmp_path: Path) -> None:
+    """Sent to the process that was started, which passes it on to the ranks."""
     out = tmp_path / "out"
-    process = started(words(text, out, "--ranks", 1, "--steps", 100_000))
+    process = started(words(text, out, "--ranks", 2, "--steps", 100_000))
     try:
         wait_for(out / "checkpoints" / "step-00000008")
         process.send_signal(signal.SIGTERM)

@@ -17,6 +17,7 @@ from tests.laws.cases import (
     assert_same,
     cut_up,
     plain_run,
+    regression,
     sharded_runs,
     train,
     usual,
@@ -115,31 +116,37 @@ def test_alone(name: str, turn: int, tmp_path: Path) -> None:
             assert_same((metrics, step.unplace(state)), plain_run(case), str(what))
 
 
+EVEN = Case(STACK.state, STACK.step, lambda i, dtype: regression(i, dtype, rows=24))
 BESIDE: dict[str, Callable[[Any], Any]] = {
     "precision": zf.precision,
     "a loss scale": lambda f: zf.precision(f, compute=torch.float16, loss_scale="dynamic"),
-    "accumulate": lambda f: zf.accumulate(f, 3),
+    "accumulate": lambda f: zf.accumulate(f, 2),
     "remat": zf.remat,
+    "donate": zf.donate,
     "drop_layers": lambda f: zf.drop_layers(f, theta=0.5, gamma=1.0),
-    "all": lambda f: zf.precision(zf.accumulate(zf.remat(f), 3)),
+    "all": lambda f: zf.donate(zf.precision(zf.accumulate(zf.remat(f), 2))),
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("stage", STAGES)
-def test_beside_other_transforms(name: str, stage: int, tmp_path: Path) -> None:
-    """On disk and in memory alike, whatever else the step is wrapped in."""
+@pytest.mark.parametrize(("name", "turn"), turns(BESIDE))
+def test_beside_other_transforms(name: str, turn: int, tmp_path: Path) -> None:
+    """On disk and in memory alike, whatever else the step is wrapped in, before or behind."""
     dtype = torch.float32 if name in ("precision", "a loss scale", "all") else F64
 
-    def body(on_disk: bool) -> Any:
-        step = BESIDE[name](STACK.step(ADAMW))
-        step = disk(step, tmp_path) if on_disk else step
-        with zf.shard(step, stage=stage, unit_bytes=600) as step:
+    def body(stage: int, on_disk: bool, first: bool) -> Any:
+        step = STACK.step(ADAMW)
+        step = disk(step, tmp_path) if on_disk and first else step
+        step = zf.shard(BESIDE[name](step), stage=stage, unit_bytes=600)
+        step = disk(step, tmp_path) if on_disk and not first else step
+        with step:
             state = step.place(STACK.state(ADAMW, dtype))
-            metrics, state = train(step, state, STACK, 2, dtype)
+            metrics, state = train(step, state, EVEN, 2, dtype)
             return metrics, step.unplace(state)
 
-    assert_same(zf.simulate(2)(body)(True), zf.simulate(2)(body)(False))
+    for stage, ranks in places(turn):
+        ranked = zf.simulate(ranks)(body)
+        mine = ranked(stage, True, (stage + turn) % 2 == 0)
+        assert_same(mine, ranked(stage, False, False), f"stage {stage} on {ranks} ranks")
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -27,6 +27,7 @@ import zfunc as zf
 from zfunc import optim, quant
 from zfunc.commands.report import Live, Metrics, readable, si
 from zfunc.commands.text_models import LOW_BIT, write_config
+from zfunc.disk.successor import stored_nodes
 from zfunc.language import gpt
 from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
@@ -230,8 +231,14 @@ def _record(run: Run, state: Any) -> Metrics:
 
 
 def _live(run: Run, state: Any, console: Console) -> Live:
-    size = si(zf.tree.size_bytes(state)) + "B/rank"
+    size = _size(state) + "/rank"
     return Live(console, int(state.step), run.steps, run.batch * run.context, state=size)
+
+
+def _size(state: Any) -> str:
+    on_disk = sum(node.nbytes for node in stored_nodes(state).values())
+    in_memory = f"{si(zf.tree.size_bytes(state))}B"
+    return f"{in_memory} + {si(on_disk)}B on disk" if on_disk else in_memory
 
 
 def _device() -> torch.device:
@@ -278,7 +285,7 @@ def _announce(console: Console, run: Run, corpus: Corpus, state: Any) -> None:
     console.print(
         f"[bold]zfunc train[/bold]: {si(gpt.count(run.model))} parameters, "
         f"ranks: {zf.world_size()}, ZeRO stage {run.stage}, "
-        f"{si(zf.tree.size_bytes(state))}B of state per rank\n"
+        f"{_size(state)} of state per rank\n"
         f"{escape(corpus.name)}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.heldout):,} held out"
     )

@@ -12,14 +12,15 @@ import atexit
 import ctypes
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,8 +117,9 @@ def launch(
 ) -> list[T]:
     """Run ``fn(*args)`` on ``nprocs`` local processes, each of them a rank of one world.
 
-    Works from scripts and notebooks. On the CPU the cores are divided between the ranks, unless
-    ``OMP_NUM_THREADS`` says otherwise.
+    Works from scripts and notebooks. SIGTERM is passed on to the ranks, which may end in their own
+    time, and ends them where they do not catch it. On the CPU the cores are divided between the
+    ranks, unless ``OMP_NUM_THREADS`` says otherwise.
 
     Args:
         fn: any function, a lambda or one defined in a notebook included.
@@ -144,9 +146,10 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="zfunc-") as folder:
         ranks = [_Rank(rank, nprocs, store.port, Path(folder)) for rank in range(nprocs)]
         try:
-            for rank in ranks:
-                rank.send(payload)
-            outcomes = _gather(ranks)
+            with _passing_on_sigterm(ranks):
+                for rank in ranks:
+                    rank.send(payload)
+                outcomes = _gather(ranks)
         finally:
             for rank in ranks:
                 rank.dismiss()
@@ -200,6 +203,25 @@ class _Rank:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+@contextmanager
+def _passing_on_sigterm(ranks: list[_Rank]) -> Iterator[None]:
+    """What the system, or a scheduler, asks of this process, it asks of the ranks."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield  # signals belong to the main thread, and handlers to whoever has set them
+        return
+
+    def pass_on(number: int, frame: object) -> None:
+        for rank in ranks:
+            rank.process.terminate()
+
+    signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _gather(ranks: list[_Rank]) -> dict[int, Any]:
