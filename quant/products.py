@@ -44,7 +44,7 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
 
 def route(x: Tensor, weight: QTensor) -> str:
     """Which way a product goes: ``"int8"``, ``"int4"`` or ``"dequantised"``."""
-    if x.device.type != "cpu" or weight.device.type != "cpu" or x.dtype == torch.float64:
+    if x.device.type != "cpu" or weight.scale.device.type != "cpu" or x.dtype == torch.float64:
         return "dequantised"
     if weight.format.dynamic or not weight.format.packed:
         return "int8" if int8_products.takes(weight, len(x)) else "dequantised"
