@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Pieces", "product", "rounded", "takes"]
 
 ROWS = 512  # of the input at once: bounds the 16-bit halves and the sums
+TINY = 1e-30  # inputs below it are rounded to zero
 PIECE = 1 << 14  # codes in a piece: below, a call costs more than it saves
 
 
@@ -65,6 +66,10 @@ def product(x: Tensor, weight: QTensor) -> Tensor:
     if len(x) > ROWS:
         return torch.cat([product(part, weight) for part in x.split(ROWS)])
     ready: Pieces = weight.ready(lambda: _pieces(weight))
+    if weight.format.dynamic and len(ready.pieces) == 1 and weight.zero is None:
+        # Nothing but the product: next to a narrow layer's, every call of torch counts.
+        codes, _, scale = _rounded_to_8(x)
+        return _multiply(codes, ready.pieces[0], ready.scales[0]).mul_(scale)
     width = weight.format.width(weight.rows[1])
     high, low, scale = _rounded_to_8(x) if weight.format.dynamic else _rounded_to_16(x)
     halves = high if low is None else torch.cat([high, low])
@@ -108,20 +113,21 @@ def _zeros(n: int) -> Tensor:
 
 
 def _scale(x: Tensor, top: int) -> Tensor:
-    scale = x.abs().amax(dim=-1, keepdim=True) / top
-    return torch.where(scale > 0, scale, 1.0)
+    """``max|x| / top`` of each row; of a row of zeros a number that is no zero."""
+    return x.abs().amax(dim=-1, keepdim=True).div_(top).clamp_min_(TINY)
 
 
 def _rounded_to_8(x: Tensor) -> tuple[Tensor, None, Tensor]:
     scale = _scale(x, 127)
-    return (x / scale).round_().add_(128).to(torch.uint8), None, scale
+    return x.div(scale).round_().add_(128).to(torch.uint8), None, scale
 
 
 def _rounded_to_16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = _scale(x, 127 * 256)
-    codes = (x / scale).round_().to(torch.int32)
-    high = (codes + 128) >> 8
-    return (high + 128).to(torch.uint8), (codes - (high << 8) + 128).to(torch.uint8), scale
+    codes = x.div(scale).round_().to(torch.int32)
+    high = codes.add(128).bitwise_right_shift_(8)
+    low = codes.sub_(high, alpha=256).add_(128).to(torch.uint8)
+    return high.add_(128).to(torch.uint8), low, scale
 
 
 def rounded(x: Tensor) -> Tensor:

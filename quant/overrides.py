@@ -20,9 +20,9 @@ __all__ = ["ROUTES"]
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(weight, QTensor) or isinstance(x, QTensor) or weight.ndim != 2:
+    if not isinstance(weight, QTensor) or isinstance(x, QTensor):
         return NotImplemented
-    if weight.transposed:
+    if weight.depth != 2 or weight.transposed:
         return NotImplemented
     bias = bias.dequantize() if isinstance(bias, QTensor) else bias
     return products.product(x, weight, bias)

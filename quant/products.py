@@ -48,7 +48,7 @@ def route(x: Tensor, weight: QTensor) -> str:
     """Which way a product goes: ``"kernel"``, ``"int8"``, ``"int4"`` or ``"dequantised"``."""
     if kernel_products.takes(x, weight):
         return "kernel"
-    if x.device.type != "cpu" or weight.device.type != "cpu" or x.dtype == torch.float64:
+    if x.device.type != "cpu" or weight.scale.device.type != "cpu" or x.dtype == torch.float64:
         return "dequantised"
     if weight.format.dynamic or not weight.format.packed:
         return "int8" if int8_products.takes(weight, len(x)) else "dequantised"

@@ -49,6 +49,8 @@ class QTensor(Encoded, Tensor):
     zero: Tensor | None
     format: Format
     transposed: bool
+    rows: tuple[int, int]  # (n, k), the matrix that the codes form
+    depth: int  # the number of its dimensions; like `rows` read without a detour through torch
 
     @staticmethod
     def __new__(
@@ -65,6 +67,8 @@ class QTensor(Encoded, Tensor):
         self: QTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self._store = _Store(data)
         self.scale, self.zero, self.format, self.transposed = scale, zero, format, transposed
+        self.rows = (shape[1], shape[0]) if transposed else (scale.shape[0], shape[-1])
+        self.depth = len(shape)
         return self
 
     @staticmethod
@@ -105,14 +109,6 @@ class QTensor(Encoded, Tensor):
         return QTensor(data, grid.scale, grid.zero, form, like.shape, like.dtype, transposed)
 
     # What it holds
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """``(n, k)``: the matrix that the codes form."""
-        shape = tuple(self.shape)
-        if self.transposed:
-            return shape[1], shape[0]
-        return self.scale.shape[0], shape[-1]
 
     @property
     def grid(self) -> Grid:
