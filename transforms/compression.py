@@ -22,6 +22,8 @@ Integers of eight or four bits, and products of low rank (PowerSGD), leave enoug
 that nothing has to freeze: the optimizer is the plain one, and there is no warm-up unless
 ``freeze_step`` says so.
 
+At stages 1 and 2 ``gather`` packs what parameters are gathered as, too.
+
 With one bit at stage 0 gradients are :class:`~zfunc.placed.unreduced.Unreduced`, so that nobody
 takes a rank's own for the mean. Parts of a params entry that are differentiated alone at stages 1
 to 3, and small leaves that stage 3 keeps whole, are averaged plainly.
@@ -54,6 +56,7 @@ from zfunc.traffic import Traffic
 from zfunc.transforms.averaging import averaged, estimated, scattered, sent_bytes
 from zfunc.transforms.error_feedback import Call, carried_on, fresh, is_finite, sums
 from zfunc.transforms.exchange import Codec
+from zfunc.transforms.gathering import GATHERS, before, check_gather, gathered_bytes, joined
 from zfunc.transforms.low_rank import PowerSGD, bases_of
 from zfunc.transforms.onebit import OneBit
 from zfunc.transforms.quantized import Int4, Int8
@@ -73,6 +76,7 @@ class CompressGrads(Transform):
     method: str = "onebit"
     freeze_step: int | str = "auto"
     codec: Codec | PowerSGD = field(default_factory=OneBit, repr=False)
+    gather: str | None = None
     shard: Any = field(default=None, repr=False)
 
     position: ClassVar[int] = 150  # nearer to storage than shard: it takes over what shard leaves
@@ -83,7 +87,10 @@ class CompressGrads(Transform):
         return f"compress_grads({self.method!r}, freeze_step={self.freeze_step!r})"
 
     def beside(self, others: Sequence[Transform]) -> CompressGrads:
-        return replace(self, shard=next((t for t in others if t.name == "shard"), None))
+        made = replace(self, shard=next((t for t in others if t.name == "shard"), None))
+        if self.gather is not None:
+            check_gather(self.gather, made.shard, others)
+        return made
 
     @property
     def _ranks(self) -> int:
@@ -102,7 +109,8 @@ class CompressGrads(Transform):
             count = int(step) if isinstance(step, int | Tensor) else 0
         bases = partial(bases_of, self.codec) if isinstance(self.codec, PowerSGD) else None
         serving = self.shard.stage == 0 and bases is None
-        begun = fresh(state, count, self._reached(count), serving, bases)
+        updating = self.gather is not None
+        begun = fresh(state, count, self._reached(count), serving, bases, updating)
         return put(state, NAME, begun if full is None else carried_on(begun, full))
 
     def _reached(self, count: int) -> bool:
@@ -133,6 +141,9 @@ class CompressGrads(Transform):
         running.notes[NAME] = call
         if active:
             running.frozen = self.codec.freezes
+            if self.gather is not None:
+                old = before(state, self.shard.group.rank)
+                running.join = partial(joined, call, GATHERS[self.gather], old)
             running.keeps = lambda unit: not unit.cut or call.entry_of(unit.layout) is not None
 
     def open(self, state: Any) -> Any:
@@ -279,6 +290,7 @@ class CompressGrads(Transform):
             return
         memo["compressed"] = [node.layout for node in carried["worker"].values()]
         memo["kept"] = bool(carried["frozen"])
+        memo["gathered otherwise"] = memo["kept"] and self.gather is not None
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         when = "once second moments have settled" if self.codec.freezes else "from the start"
@@ -293,7 +305,7 @@ class CompressGrads(Transform):
         held = "4 bytes a parameter" + ("" if alone else f" and 4/{ranks} as an owner")
         lines = [f"compress_grads: {self.method} {what} {when}; errors take {held}"]
         if "compressed" in memo:
-            sent = sum(self.traffic({**memo, "kept": True}).payload.values())
+            sent = self.traffic({**memo, "kept": True}).payload["compressed gradients"]
             lines.append(f"compressed gradients: {sent} bytes sent per step, headers not counted")
         return lines
 
@@ -302,6 +314,9 @@ class CompressGrads(Transform):
         for layout in memo.get("compressed", ()) if memo.get("kept") else ():
             for nbytes in sent_bytes(self.codec, layout, self.shard.stage, rank, self._ranks):
                 traffic.add("compressed gradients", nbytes)
+            if self.gather is not None:
+                nbytes = gathered_bytes(GATHERS[self.gather], layout, rank)
+                traffic.add("compressed updates", nbytes)
         return traffic
 
 
@@ -332,7 +347,10 @@ def _advanced(old: Any, new: Any) -> Any:
 
 @transform_of
 def compress_grads(
-    method: str = "onebit", freeze_step: int | str = "auto", **method_options: Any
+    method: str = "onebit",
+    freeze_step: int | str = "auto",
+    gather: str | None = None,
+    **method_options: Any,
 ) -> CompressGrads:
     """Send one bit (or 4, or 8) an element in place of gradients, and keep what is left out.
 
@@ -343,6 +361,9 @@ def compress_grads(
         method: ``"onebit"``, ``"int8"``, ``"int4"`` or ``"powersgd"``.
         freeze_step: how many steps are plain before compression begins and, with one bit,
             second moments freeze. ``"auto"`` waits until these have settled.
+        gather: at ZeRO stages 1 and 2, what parameters are gathered as once compression has begun:
+            ``None``, as they are; or updates of them as ``"bf16"``, ``"int8"``, ``"int4"`` or
+            ``"onebit"``, what these lack being kept (4 bytes a parameter, cut over the ranks).
         method_options: ``group``, elements that share a scale: 2048 for ``"onebit"`` (``None``
             for all that travel to one rank together), 256 for ``"int8"``, 128 for ``"int4"``.
             ``"onebit"`` also has ``scaling="mean"`` or ``"rms"``. ``"powersgd"`` has ``rank=4``.
@@ -356,7 +377,7 @@ def compress_grads(
     Raises:
         ValueError: an unknown method or option, or a ``freeze_step`` that is neither
             ``"auto"`` nor a number of steps.
-        CompositionError: the step is compressed already.
+        CompositionError: the step is compressed already, or ``gather`` has nothing to gather.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: there are {', '.join(map(repr, METHODS))}.")
@@ -366,10 +387,12 @@ def compress_grads(
             f"freeze_step={freeze_step!r}: expected 'auto', or how many steps come before "
             "compression (15 to 20 % of all is usual)."
         )
+    if gather is not None and gather not in GATHERS:
+        raise ValueError(f"gather={gather!r}: None, or {', '.join(map(repr, GATHERS))}.")
     known = {f.name for f in fields(METHODS[method])}
     if unknown := method_options.keys() - known:
         raise ValueError(
             f"{method!r} has no option {', '.join(sorted(unknown))}; it has "
             f"{', '.join(sorted(known))}."
         )
-    return CompressGrads(method, freeze_step, METHODS[method](**method_options))
+    return CompressGrads(method, freeze_step, METHODS[method](**method_options), gather)

@@ -44,7 +44,12 @@ def layouts_of(state: Any) -> dict[str, tuple[Layout, list[Tensor | None]]]:
 
 
 def fresh(
-    state: Any, count: int, frozen: bool, serving: bool, bases: Bases | None = None
+    state: Any,
+    count: int,
+    frozen: bool,
+    serving: bool,
+    bases: Bases | None = None,
+    updating: bool = False,
 ) -> dict[str, Any]:
     """The carried state of a placed state before anything was compressed.
 
@@ -53,13 +58,17 @@ def fresh(
         frozen: whether compression begins with the next one.
         serving: whether ranks have errors as owners of a part too.
         bases: what a low-rank method starts from, given a layout and a tensor for each flat.
+        updating: whether new parameters travel as compressed updates.
     """
-    worker, server, started = {}, {}, {}
+    worker, started = {}, {}
+    server: dict[str, Sharded] = {}
+    updates: dict[str, Sharded] = {}
     for name, (layout, like) in layouts_of(state).items():
         worker[name] = nothing_left_out(layout, like)
-        if serving:
+        if serving or updating:
             rank = worker[name].group.rank
-            server[name] = Sharded(layout, [_part(layout, i, rank, x) for i, x in enumerate(like)])
+            mine = server if serving else updates
+            mine[name] = Sharded(layout, [_part(layout, i, rank, x) for i, x in enumerate(like)])
         if bases is not None:
             started[name] = bases(layout, like)
     return {
@@ -70,6 +79,7 @@ def fresh(
         "worker": worker,
         "server": server,
         "bases": started,
+        "updates": updates,
     }
 
 
@@ -107,6 +117,11 @@ def carried_on(begun: dict[str, Any], full: Carried) -> dict[str, Any]:
                 other = one_of(empty, alike)
                 mine = mine.map(torch.add, [mine, other])
         out["worker"] = {**out["worker"], name: mine}
+        if name in begun["updates"] and name in full.get("updates", {}):
+            zero = begun["updates"][name]
+            plain = tree.full(full["updates"][name])
+            again = cut(zero.layout, plain, zero.group.rank, copy=True)
+            out["updates"] = {**out["updates"], name: Sharded(zero.layout, again.flats)}
         known = full.get("bases", {}).get(name, {})
         if out["bases"].get(name, {}).keys() == known.keys() and known:
             out["bases"] = {**out["bases"], name: {k: q.clone() for k, q in known.items()}}
@@ -124,6 +139,8 @@ class Call:
         active: whether this call compresses.
         carried: as it was before the call.
         worker, server: by params entry, the flats of the errors as they are now.
+        updates: likewise, what parameters gathered as updates lack.
+        joined: params entries that have been gathered so in this call.
         bases: by params entry and leaf path, what the next low-rank step starts from.
         used: which leaves' errors this call has used, as ``(entry, leaf index)``.
         squares: by params entry, squares of the norms of this rank's gradients by leaf.
@@ -140,6 +157,8 @@ class Call:
     worker: dict[str, list[Tensor | None]] = field(default_factory=dict)
     server: dict[str, list[Tensor | None]] = field(default_factory=dict)
     bases: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    updates: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    joined: set[str] = field(default_factory=set)
     used: set[tuple[str, int]] = field(default_factory=set)
     squares: dict[str, Tensor] = field(default_factory=dict)
     finite: bool = True
@@ -155,6 +174,7 @@ class Call:
         """Errors as they were before the call."""
         self.worker = {name: list(node.flats) for name, node in self.carried["worker"].items()}
         self.server = {name: list(node.flats) for name, node in self.carried["server"].items()}
+        self.updates = {name: list(node.flats) for name, node in self.carried["updates"].items()}
         self.bases = {name: dict(row) for name, row in self.carried["bases"].items()}
 
     def see(self, name: str, flats: Sequence[int], fulls: Sequence[Tensor]) -> None:
@@ -195,7 +215,8 @@ class Call:
             }
 
         worker, server = nodes(self.worker, Residual), nodes(self.server, Sharded)
-        return {"worker": worker, "server": server, "bases": self.bases}
+        updates = nodes(self.updates, Sharded)
+        return {"worker": worker, "server": server, "bases": self.bases, "updates": updates}
 
 
 def sums(values: Sequence[Tensor]) -> float:

@@ -337,7 +337,8 @@ class Shard(Transform):
                 left = [unit for source, unit in memo.get(("left", call), plan) if source == i]
                 if not memo.get("kept"):
                     reduced(traffic, layout, cutting, left, rank, memo.get("reduce dtype"))
-                if cutting and self.stage < 3 and ("microbatch", call) not in memo:
+                whole = cutting and self.stage < 3 and ("microbatch", call) not in memo
+                if whole and not memo.get("gathered otherwise"):
                     joined(traffic, layout, rank)
             call += 1
         return traffic

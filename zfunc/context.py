@@ -131,6 +131,8 @@ class Context:
         layer_key, layer_calls: randomness of the layers of the running loss.
         reduce_once: whether whole gradients are summed before they are reduced.
         compute: the 16-bit dtype in which layers compute, if there is one.
+        join: ``(node, params)`` -> the plain params with the values of all ranks, or ``None``
+            for the usual way; see :meth:`zfunc.placed.sharded.Sharded.join`.
         notes: what transforms note down for the time of this call.
     """
 
@@ -153,6 +155,7 @@ class Context:
     layer_calls: int = 0
     reduce_once: bool = False
     compute: torch.dtype | None = None
+    join: Callable[[Any, Any], Any] = lambda node, params: None
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
