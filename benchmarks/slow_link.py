@@ -7,8 +7,8 @@ Two ranks in network namespaces of their own, joined by a veth pair whose ends `
 token bucket (tbf) to 100 Mbit/s, to 1 Gbit/s, and not at all; and two ranks over the loopback.
 Needs Linux, root, and iproute2; elsewhere it says so and ends. On each link all contestants take
 turns, a step each, in the same two processes. Bytes are what the kernel counts on the device (over
-the loopback: of both ranks). What compression costs is time per parameter, whatever the batch: over
-the loopback, where it saves nothing, the batch is larger.
+the loopback: of both ranks). Over the loopback, where compression saves nothing and costs time for
+each parameter, the batch is larger, so that a step is nearer to what people train.
 
 The exit status is 1 where, at 100 Mbit/s, 1-bit Adam trains fewer than 2.8 times the samples per
 second of the uncompressed run, warm-up included, or over the loopback is over 1.1 times slower.

@@ -209,8 +209,8 @@ def lamb(
     two small collectives), and is 1 where either norm is 0. The means are bias
     corrected, as in ``optax.lamb``; the ratio is not bounded. Under ``compress_grads``,
     once second moments are frozen, momentum travels in units of their roots and each leaf's
-    ratio is its mean over recent steps. (1-bit LAMB, Li et al. 2021, scales whole leaves and
-    freezes ratios; here that ended 6 % above the plain loss.)
+    ratio is its mean over recent steps. (1-bit LAMB, Li et al. 2021, instead scales whole
+    leaves, and freezes and clamps their ratios.)
 
     Args:
         lr, b1, b2, eps, weight_decay, mask: see :func:`adamw`.
