@@ -162,20 +162,19 @@ def test_ranks_killed_a_step_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """One rank has committed the step, the other has not: both open the one before."""
     real = Placement.commit
 
+    def commit(self: Any, slots: Any, plain: Any) -> int:
+        if zf.rank() == 1 and int(plain["step"]) == 3:
+            raise Killed
+        return real(self, slots, plain)
+
     def body() -> None:
         step, state = begun(tmp_path, 2)
-
-        def commit(self: Any, slots: Any, plain: Any) -> int:
-            if zf.rank() == 1:
-                raise Killed
-            return real(self, slots, plain)
-
-        patched.setattr(Placement, "commit", commit)
         with suppress(Killed):
             step(state, zf.local_batch(STACK.batch(2, F64)))
         step.close()
 
     with monkeypatch.context() as patched:
+        patched.setattr(Placement, "commit", commit)
         zf.simulate(2)(body)()
 
     def again() -> Any:
