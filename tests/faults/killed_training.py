@@ -194,5 +194,6 @@ def killed(root: Path, kills: int, draw: random.Random) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     made = killed(Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3])))
     print(json.dumps(made))
