@@ -128,9 +128,10 @@ class Column:
 
     def _buffer_under(self, section: Section, values: Sequence[Tensor | None]) -> Buffer | None:
         """The buffer of which the values are the flats, if they are just where they were read."""
-        start = values[0].data_ptr() if isinstance(values[0], Tensor) else 0
-        buffer = self.store.ring.at(start)
-        for (_, dtype, numel, at), value in zip(section.flats, values, strict=True):
+        rows = list(zip(section.flats, values, strict=True))
+        starts = (x.data_ptr() - at for (*_, at), x in rows if x is not None and x.numel())
+        buffer = self.store.ring.at(start := next(starts, 0))
+        for (_, dtype, numel, at), value in rows:
             if value is None or value.dtype != dtype or value.numel() != numel:
                 return None
             if numel and (value.data_ptr() != start + at or not value.is_contiguous()):

@@ -20,14 +20,15 @@ import os
 import shutil
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zfunc.disk.blocks import Files, Region, refused
+from zfunc.disk.blocks import Files, Region, aligned, refused
 from zfunc.disk.columns import Column, sections
 from zfunc.disk.ring import Buffer, Ring
 from zfunc.errors import PlacementError
@@ -133,6 +134,18 @@ class Store:
     def room(self, nbytes: int) -> Buffer:
         """A buffer, as soon as a write has freed one."""
         return self.ring.wait(nbytes, lambda: self.settle(block=False))
+
+    @contextmanager
+    def thrifty(self, nbytes: int) -> Iterator[None]:
+        """Within, units pass through ``nbytes`` of memory, whatever the ring may take else."""
+        self.settle()
+        self.ring.clear()  # what steps left idle there would come on top
+        limit, self.ring.limit = self.ring.limit, aligned(nbytes)
+        try:
+            yield
+            self.settle()
+        finally:
+            self.ring.limit = limit
 
     def size_ring(self, columns: Iterable[Column]) -> None:
         """Make the ring hold ``buffers`` times the largest unit with its gradient."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -88,27 +89,37 @@ class Stored(Streamed):
         return lambda: (dict(column.squares), list(column.dtypes))
 
     def refilled(self, fill: Callable[[Span, Tensor], None]) -> Stored:
-        """A new node in a placement of its own, that of the nodes refilled before it."""
+        """A new node in a placement of its own, that of the nodes refilled before it.
+
+        The memory of the largest unit is all that it takes: smaller ones are written while the
+        next is filled.
+        """
         home, name = self.home.refilling(self.column.name), self.column.name
         column: Column = home.columns[name]
-        for unit, made in enumerate(column.sections):
-            if not made.nbytes:
-                continue
-            buffer = column.store.room(made.nbytes)
-            buffer.view[: made.nbytes] = bytes(made.nbytes)
-            flats: list[Tensor | None] = [None] * len(column.layout.flats)
-            for i, dtype, numel, at in made.flats:
-                flats[i] = local = buffer.tensor(at, numel, dtype)
-                for span, a, b in spans_of_flat(column.layout, i, column.rank):
-                    fill(span, local[a:b])
-            column.store.behind(column.write(0, unit, flats))
-        column.store.settle()
+        with column.store.thrifty(max((made.nbytes for made in column.sections), default=0)):
+            for unit in range(len(column.sections)):
+                column.store.behind(_refilled(column, unit, fill))
         home.filled(name)
         return Stored(column, 0, home)
 
     def writer(self, index: int) -> Callable[[Tensor], None]:
         """A function that takes the full value of leaf ``index`` and writes this rank's piece."""
         return self.column.writer(self.slot, index)
+
+
+def _refilled(
+    column: Column, unit: int, fill: Callable[[Span, Tensor], None]
+) -> list[Future[Any]]:
+    """Fill this rank's part of one unit, and start to write it."""
+    made = column.sections[unit]
+    buffer = column.store.room(made.nbytes)
+    buffer.tensor(0, made.nbytes, torch.uint8).zero_()
+    flats: list[Tensor | None] = [None] * len(column.layout.flats)
+    for i, dtype, numel, at in made.flats:
+        flats[i] = local = buffer.tensor(at, numel, dtype)
+        for span, a, b in spans_of_flat(column.layout, i, column.rank):
+            fill(span, local[a:b])
+    return column.write(0, unit, flats)
 
 
 def _hollow(column: Column) -> list[Tensor | None]:
