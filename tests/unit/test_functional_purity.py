@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.unit.functional_models import (
     MODULES,
@@ -26,6 +27,7 @@ from tests.unit.functional_models import (
     square,
 )
 from zfunc import tree
+from zfunc.errors import PlacementError
 from zfunc.modules.functional import functionalize
 
 
@@ -43,6 +45,31 @@ def test_nothing_stays_in_the_template(name: str, way: str) -> None:
     del params, out
     gc.collect()
     assert not any(ref() is not None for ref in held)
+
+
+class Recomputing(nn.Module):
+    """Recomputes by itself a layer of the root, or one of a stack."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        part = nn.Linear(4, 4)
+        self.parts = nn.ModuleList([part]) if stacked else nn.Sequential()
+        self.part = nn.Identity() if stacked else part
+        self.stacked = stacked
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.parts[0] if self.stacked else self.part
+        return checkpoint(part, x, use_reentrant=False).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_recomputes_itself_is_told_to_leave_it(way: str, stacked: bool) -> None:
+    f = functionalize(Recomputing(stacked))
+    params = tree.map(lambda x: x.requires_grad_(), f.params)
+    loss = f.apply(WAYS[way](params), torch.ones(2, 4))
+    with pytest.raises(PlacementError, match=r"weight was read after.*zf\.remat\(step\)"):
+        loss.backward()
 
 
 def test_nothing_stays_after_an_exception() -> None:

@@ -109,6 +109,8 @@ def test_simulated_ranks_see_their_callers_context_and_grad_mode() -> None:
     ]
     with pytest.raises(ValueError, match="at least one rank"):
         simulate(0)
+    with pytest.raises(TypeError, match=r"Write simulate\(4\)\(fn\)"):
+        simulate(torch.is_grad_enabled)  # type: ignore[arg-type]
 
 
 def test_a_waiting_rank_gives_up_what_on_wait_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,12 +119,21 @@ class Template:
     def _slots(self, leaf: Leaf, kind: str = "_parameters") -> tuple[Slot, ...]:
         return tuple((getattr(self.modules[m], kind), attribute) for m, attribute in leaf.homes)
 
-    def _filled(self, leaves: Iterable[Leaf]) -> list[Filled]:
-        return [(h, a, h[a]) for leaf in leaves for h, a in self._slots(leaf)]
+    def _resting(self, leaves: Iterable[Leaf]) -> list[Filled]:
+        """What is in the slots between calls: tensors that say so when they are looked at."""
+        closed = Cell()
+        return [
+            (
+                *slot,
+                lazy_tensor(closed, leaf.name, leaf.path, leaf.shape, leaf.dtype, leaf.device),
+            )
+            for leaf in leaves
+            for slot in self._slots(leaf)
+        ]
 
     def _find_slots(self) -> None:
-        self.rest = self._filled(self.anatomy.root)
-        self.unit_rest = [self._filled(unit.leaves) for unit in self.anatomy.units]
+        self.rest = self._resting(self.anatomy.root)
+        self.unit_rest = [self._resting(unit.leaves) for unit in self.anatomy.units]
         self.buffers = {
             leaf.name: BufferSlot(self._slots(leaf, "_buffers")) for leaf in self.anatomy.buffers
         }

@@ -74,7 +74,9 @@ class Cell:
         if self.ref is None:
             raise PlacementError(
                 f"parameter {name} was read after its apply() had returned. Read it inside the "
-                "model's forward, or take it from the params tree: zf.tree.get(params, path)."
+                "model's forward, or take it from the params tree: zf.tree.get(params, path). A "
+                "module that recomputes itself (torch.utils.checkpoint) reads it in backward: "
+                "switch that off, and wrap the step instead, zf.remat(step)."
             )
         node = self.ref.resolve()
         for key in path:

@@ -251,6 +251,7 @@ def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Call
         A function that turns ``fn`` into one returning ``[result of rank 0, ...]``.
 
     Raises:
+        TypeError: ``n`` is no number.
         ValueError: ``n`` is not positive.
         Exception: what a rank raised, as it is; the other ranks are woken up and end.
 
@@ -258,6 +259,10 @@ def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Call
     >>> simulate(3)(lambda x: x + rank())(10)
     [10, 11, 12]
     """
+    if not isinstance(n, int):
+        raise TypeError(
+            f"simulate() got {n!r} for the number of ranks. Write simulate(4)(fn)(*args)."
+        )
     if n < 1:
         raise ValueError(f"simulate({n}): expected at least one rank")
 
