@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -74,8 +75,14 @@ def test_a_transform_of_ones_own_sees_every_layer(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", [path.name for path in SCRIPTS if "argparse" in path.read_text()])
-def test_the_help_of(name: str, tmp_path: Path):
-    assert "--" in run(name, "--help", folder=tmp_path)
+def test_the_help_of(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert ended.value.code == 0
+    assert "--" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
