@@ -104,8 +104,10 @@ def test_the_default_batch_splits_over_any_number_of_ranks() -> None:
         ("--quantize 3", "invalid choice: 3"),
         ("--quantize 8 --quantize-from 4", "bits only fall"),
         ("--quantize-period 4", "need --quantize 8 or 4"),
-        ("--steps 0", "0: expected at least 1"),
-        ("--save-every -1", "-1: expected 0 or more"),
+        ("--steps 0", "0: expected a whole number, at least 1"),
+        ("--ranks two", "two: expected a whole number, at least 1"),
+        ("--lr -1", "-1: expected a number, 0 or more"),
+        ("--save-every -1", "-1: expected a whole number, at least 0"),
         ("--offlaod cpu", "unrecognized arguments"),
     ],
 )

@@ -6,6 +6,7 @@ Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -126,7 +127,7 @@ def _add_model(group: Any) -> None:
     option("--depth", "blocks", type=_positive, default=shape.depth)
     option("--heads", "attention heads", type=_positive, default=shape.heads)
     option("--tied", "let one table embed and predict", action="store_true")
-    option("--lr", "peak learning rate of AdamW", type=float, default=Run.lr)
+    option("--lr", "peak learning rate of AdamW", type=_rate, default=Run.lr)
 
 
 def _add_transforms(group: Any) -> None:
@@ -161,14 +162,30 @@ def _options(group: Any) -> Callable[..., None]:
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return number
+    return _at_least(1, text)
 
 
 def _natural(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least {least}")
+    return number
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number, 0 or more")
     return number
 
 

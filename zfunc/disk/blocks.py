@@ -210,6 +210,6 @@ def refused(path: Path, what: str, nbytes: int, error: OSError) -> PlacementErro
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         room = f": this user (uid {os.getuid()}) may not write there. Choose another path"
     return PlacementError(
-        f"cannot {what} {path} ({error.strerror}){room}. The state that the step was given is as "
-        "it was."
+        f"cannot {what} {path} ({error.strerror}){room}. A state that "
+        "was there before is as it was."
     )
