@@ -179,6 +179,7 @@ def train_rank(run: Run) -> dict[str, Any]:
     if zf.rank() == 0:
         write_config(run.out, run.model, run.context)
     _announce(console, run, corpus, state)
+    saving = None
     with _record(run, state) as record, _live(run, state, console) as live, _sigterm() as asked:
         for n in range(int(state.step), run.steps):
             batch = batch_at(n, corpus.train, run.batch, run.context, run.seed)
@@ -191,11 +192,13 @@ def train_rank(run: Run) -> dict[str, Any]:
             row = record.write(n + 1, loss, val_loss=val_loss, **more)
             stopping = _on_any_rank(asked)
             if run.save_every and ((n + 1) % run.save_every == 0 or n + 1 == run.steps or stopping):
-                zf.save(run.checkpoints, state, step=n + 1, block=stopping, keep=run.keep)
+                saving = zf.save(run.checkpoints, state, step=n + 1, block=stopping, keep=run.keep)
             if stopping:
                 console.print(f"asked to stop after step {n + 1}")
                 return row
     _conclude(console, run, step, state, corpus, row)
+    if saving is not None:
+        saving.wait()  # the run has not ended well unless its last checkpoint is there
     return row
 
 
