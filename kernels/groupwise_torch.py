@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["Grid", "dequantize_twin", "fake_quant_twin", "mean_twin", "quantize_twin"]
 
-CHUNK = 1 << 17
+CHUNK = 1 << 17  # for each thread: two float32 buffers of it stay in the second cache of a core
 # The constants of `lowbias32` (Wellons, Prospecting for Hash Functions, 2018), as signed integers.
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 GOLDEN = 0x9E3779B9
@@ -292,7 +292,7 @@ def _blocks(shape: torch.Size, size: int) -> Iterator[Block]:
     rows, width = shape
     if width and width % size == 0:
         rows, width = 1, rows * width
-    step = max(CHUNK - CHUNK % size, size)
+    step = _most(size)
     groups, stride = -(-width // size), -(-width // 2)
     whole = width - width % size
     for row in range(rows):
@@ -306,7 +306,13 @@ def _blocks(shape: torch.Size, size: int) -> Iterator[Block]:
 def _room(shape: torch.Size | tuple[int, int], size: int, like: Tensor) -> Tensor:
     """Scratch for the largest block."""
     total = shape[0] * (-(-shape[1] // size)) * size
-    return like.new_empty(min(max(CHUNK - CHUNK % size, size), total))
+    return like.new_empty(min(_most(size), total))
+
+
+def _most(size: int) -> int:
+    """Elements of a block, whole groups; more for more threads, which begin together."""
+    chunk = CHUNK * min(torch.get_num_threads(), 8)
+    return max(chunk - chunk % size, size)
 
 
 def _word(seed: Tensor | None) -> int | None:
