@@ -70,6 +70,18 @@ def _each(column, TURN: tl.constexpr):
 
 
 @triton.jit
+def _finished(
+    acc, bias, row, residual, y, place, inside, BIAS: tl.constexpr, RESIDUAL: tl.constexpr
+):
+    """What follows a product whose sum is whole."""
+    if BIAS:
+        acc += tl.load(bias + row).to(tl.float32)[None, :]
+    if RESIDUAL:
+        acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def product_kernel(
     x, w, scale, zero, norm, eps, bias, residual, y, parts, squares,
     M, N, K, width, scale_n, scale_g, blocks, share,
@@ -164,11 +176,7 @@ def product_kernel(
     else:
         if NORM:
             acc = acc * tl.rsqrt(tl.sum(square, 1) / K + eps)[:, None]
-        if BIAS:
-            acc += tl.load(bias + row).to(tl.float32)[None, :]
-        if RESIDUAL:
-            acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+        _finished(acc, bias, row, residual, y, place, inside, BIAS, RESIDUAL)
 
 
 @triton.jit
@@ -223,11 +231,7 @@ def int8_product_kernel(
     if SPLIT:
         tl.store(parts + tl.program_id(1).to(tl.int64) * M * N + place, acc, mask=inside)
     else:
-        if BIAS:
-            acc += tl.load(bias + row).to(tl.float32)[None, :]
-        if RESIDUAL:
-            acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+        _finished(acc, bias, row, residual, y, place, inside, BIAS, RESIDUAL)
 
 
 @triton.jit
