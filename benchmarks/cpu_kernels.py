@@ -3,9 +3,9 @@
     python -m benchmarks.cpu_kernels            # one thread, 16.8M elements
     python -m benchmarks.cpu_kernels --threads 2 --only adamw_flat
 
-Every pair runs interleaved, in one process; the table has the least time of each, in
-nanoseconds an element, and their ratio. Beside them stands the speed of memory as this
-process sees it: a copy, and an update in place.
+Every pair runs interleaved with STREAM's triad (McCalpin, 1995), in one process; the table has the
+least time of each, in nanoseconds an element, their ratio, and the speed at which ours moves the
+bytes that it must, as a share of the triad's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from zfunc import kernels
 
 @dataclass(frozen=True)
 class Race:
-    """Two ways to the same numbers, each a function without arguments."""
+    """Two ways to the same numbers, each a function without arguments.
+
+    ``bytes`` of an element must move, read and written.
+    """
 
     name: str
     ours: Callable[[], object]
     naive: Callable[[], object]
+    bytes: float
 
 
 def adamw_flat(n: int) -> Iterator[Race]:
@@ -46,7 +50,8 @@ def adamw_flat(n: int) -> Iterator[Race]:
         )
         low.copy_(state[0])
 
-    yield Race("adamw_flat", lambda: kernels.adamw_flat_(grad, *state, hyper, low), three_passes)
+    ours = functools.partial(kernels.adamw_flat_, grad, *state, hyper, low)
+    yield Race("adamw_flat", ours, three_passes, 28)
 
 
 def onebit(n: int) -> Iterator[Race]:
@@ -63,7 +68,7 @@ def onebit(n: int) -> Iterator[Race]:
 
     for group in (None, 2048):
         ours = functools.partial(kernels.onebit_pack_, x, error, group=group)
-        yield Race(f"onebit_pack, group={group}", ours, sequence)
+        yield Race(f"onebit_pack, group={group}", ours, sequence, 12.1 if group else 20.1)
     bits, scale = kernels.onebit_pack_(x, error)
     received, scales = torch.stack([bits] * 4), torch.stack([scale] * 4)
 
@@ -75,9 +80,9 @@ def onebit(n: int) -> Iterator[Race]:
         left.copy_(c - c.norm() / n**0.5 * c.sign())
 
     mean = functools.partial(kernels.onebit_mean_, received, scales, error)
-    yield Race("onebit_mean of 4 (naive: unpacked)", mean, average)
+    yield Race("onebit_mean of 4 (naive: unpacked)", mean, average, 4 / 8 + 8.1)
     unpack = functools.partial(kernels.onebit_unpack, bits, scale, n)
-    yield Race("onebit_unpack", unpack, lambda: scale * expand(bits))
+    yield Race("onebit_unpack", unpack, lambda: scale * expand(bits), 4.1)
 
 
 def groupwise(n: int) -> Iterator[Race]:
@@ -90,11 +95,11 @@ def groupwise(n: int) -> Iterator[Race]:
         scale = rows.abs().amax(1, keepdim=True) / 127
         return (rows / scale).round().clamp(-127, 127).to(torch.int8), scale
 
-    for name, y in (("bf16", x), ("fp32", wide)):
+    for name, y, moved in (("bf16", x, 3.02), ("fp32", wide, 5.02)):
         ours = functools.partial(kernels.quantize_groups, y)
-        yield Race(f"quantize_groups, 8 bits, {name}", ours, functools.partial(sequence, y))
+        yield Race(f"quantize_groups, 8 bits, {name}", ours, functools.partial(sequence, y), moved)
     four = functools.partial(kernels.quantize_groups, x, bits=4)
-    yield Race("quantize_groups, 4 bits (naive: 8)", four, lambda: sequence(x))
+    yield Race("quantize_groups, 4 bits (naive: 8)", four, lambda: sequence(x), 2.52)
     random = functools.partial(kernels.quantize_groups, x, seed=1)
 
     def noisy() -> object:
@@ -102,10 +107,12 @@ def groupwise(n: int) -> Iterator[Race]:
         scale = rows.abs().amax(1, keepdim=True) / 127
         return (rows / scale + torch.rand_like(rows)).floor().to(torch.int8)
 
-    yield Race("quantize_groups, stochastic", random, noisy)
+    yield Race("quantize_groups, stochastic", random, noisy, 3.02)
     q, scale, _ = kernels.quantize_groups(x)
     back = functools.partial(kernels.dequantize_groups, q, scale, None, n)
-    yield Race("dequantize_groups, 8 bits", back, lambda: q.view(-1, 256).float() * scale[:, None])
+    yield Race(
+        "dequantize_groups, 8 bits", back, lambda: q.view(-1, 256).float() * scale[:, None], 5.02
+    )
 
 
 RACES: dict[str, Callable[[int], Iterator[Race]]] = {
@@ -127,11 +134,10 @@ def least(functions: list[Callable[[], object]], rounds: int) -> list[float]:
     return best
 
 
-def memory(n: int, rounds: int) -> str:
-    """What this process moves, read plus written."""
-    x, y = torch.randn(n), torch.randn(n)
-    copy, inplace = least([lambda: y.copy_(x), lambda: y.add_(1.0)], rounds)
-    return f"memory: copy {8 * n / copy / 1e9:.1f} GB/s, in place {8 * n / inplace / 1e9:.1f} GB/s"
+def triad(n: int) -> Callable[[], object]:
+    """``c = a + 3 b`` over float32: 12 bytes an element."""
+    a, b, c = torch.randn(n), torch.randn(n), torch.empty(n)
+    return lambda: torch.add(a, b, alpha=3.0, out=c)
 
 
 def main() -> None:
@@ -144,13 +150,16 @@ def main() -> None:
     torch.set_num_threads(found.threads)
     n = found.elements
     print(f"{n:,} elements, {found.threads} thread(s), least of {found.rounds}")
-    print(memory(n, found.rounds))
-    print(f"{'kernel':34s} {'ours':>8s} {'naive':>8s}  ns/element  naive over ours")
+    print(f"{'kernel':34s} {'ours':>8s} {'naive':>8s}  ns/element  naive over ours  of STREAM")
+    stream, speeds = triad(n), []
     for name in found.only:
         for race in RACES[name](n):
-            ours, naive = least([race.ours, race.naive], found.rounds)
+            ours, naive, pure = least([race.ours, race.naive, stream], found.rounds)
+            speeds.append(12 * n / pure / 1e9)
+            share = race.bytes / ours / (12 / pure)
             row = f"{race.name:34s} {ours / n * 1e9:8.2f} {naive / n * 1e9:8.2f}"
-            print(f"{row}              {naive / ours:5.2f}")
+            print(f"{row}              {naive / ours:5.2f}           {share:9.0%}")
+    print(f"STREAM's triad beside them: {min(speeds):.1f} to {max(speeds):.1f} GB/s")
 
 
 if __name__ == "__main__":

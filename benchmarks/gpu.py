@@ -34,15 +34,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases import CASES, COPY, Case, Size
+from benchmarks.gpu_cases import CASES as FLAT
+from benchmarks.gpu_cases import COPY, PRODUCT, Case, Size
 from benchmarks.gpu_checks import correctness, transforms
 from benchmarks.gpu_decode import end_to_end
+from benchmarks.gpu_layers import layers
 from benchmarks.gpu_timing import Ceilings, Clock, ceilings
 from benchmarks.meters import versions
 from zfunc.kernels import dispatch
 
 __all__ = ["Run", "main"]
 
+CASES = FLAT | {"layers": layers}
 # Shares of the budget; what a stage leaves over goes to those behind it.
 STAGES = {"ceilings": 0.03, "transforms": 0.07, "correctness": 0.17, "timing": 0.58, "decode": 0.15}
 
@@ -221,7 +224,7 @@ def predictions() -> Iterator[str]:
     size, device = Size(shapes=Size.shapes[:2], rows=(1,)), torch.device("meta")
     for cases in CASES.values():
         for case in cases(size, device):
-            floor = case.bytes / COPY * 1e6
+            floor = max(case.bytes / COPY, case.operations / PRODUCT) * 1e6
             yield (
                 f"| {case.name} | {case.bytes / 1e9:.3g} | {floor:.3g} | {case.predicted:.0%} "
                 f"| {floor / case.predicted:.3g} |"

@@ -185,6 +185,62 @@ def compression(size: Size, device: torch.device) -> Iterator[Case]:
                predicted=predicted(3.02 * n, 0.93))  # fmt: skip
 
 
+def payloads(size: Size, device: torch.device) -> Iterator[Case]:
+    """What a collective carries: made, averaged and opened, beside torch in separate passes."""
+    n = size.elements - size.elements % 256 or 256
+    x, error = torch.randn(n, device=device), torch.zeros(n, device=device)
+    low = x.bfloat16()
+
+    def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.view(-1, 256).float()
+        scale = rows.abs().amax(1, keepdim=True) / 7
+        q = (rows / scale).round().to(torch.int8)
+        return q[:, ::2] & 15 | q[:, 1::2] << 4, scale
+
+    def opened(q: Tensor, scale: Tensor) -> Tensor:
+        both = torch.stack([q << 4 >> 4, q >> 4], -1).flatten(-2)
+        return both.float() * scale
+
+    def row(name: str, kernel: str, moved: float, ours: Callable[[], object], plain: Any,
+            *given: Tensor) -> Case:  # fmt: skip
+        quick = compiled(plain, size)
+        ways: dict[str, Call] = {
+            "torch": lambda i: plain(*given),
+            "torch.compile": lambda i: quick(*given),
+        }
+        return Case(name, kernel, moved, lambda i: ours(), ways, predicted=predicted(moved, 0.9, 2))
+
+    form, senders = kernels.Payload(n, bits=4), 8
+    made = partial(kernels.quantize_payload, low, form)
+    yield row("quantize_payload, 4 bits", "quantize_groups", 2.52 * n, made, rounded, low)
+    fed = partial(kernels.quantize_payload_, x, form, error)
+
+    def feeding(x: Tensor, error: Tensor) -> Tensor:
+        c = x + error
+        q, scale = rounded(c)
+        return c.sub_(opened(q, scale).view(-1))
+
+    yield row("quantize_payload, 4 bits with an error", "quantize_groups", 12.52 * n, fed, feeding,
+              x, error)  # fmt: skip
+    received = torch.zeros(senders, form.bytes, dtype=torch.uint8, device=device)
+    q = torch.zeros(senders, n // 256, 128, dtype=torch.int8, device=device)
+    scale = torch.ones(senders, n // 256, 1, device=device)
+
+    def averaging(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return rounded(opened(q, scale).mean(0))
+
+    mean = partial(kernels.mean_payloads, received, form)
+    yield row(f"mean_payloads, 4 bits from {senders}", "mean_payloads", 0.516 * (senders + 1) * n,
+              mean, averaging, q, scale)  # fmt: skip
+    part = kernels.Payload(n // senders)
+    parts = torch.zeros(senders, part.bytes, dtype=torch.uint8, device=device)
+    levels = torch.zeros(senders, max(n // senders // 256, 1), 256, dtype=torch.int8, device=device)
+    their = torch.ones(*levels.shape[:2], 1, device=device)
+    back = partial(kernels.dequantize_payload, parts, part, torch.bfloat16)
+    yield row(f"dequantize_payload, 8 bits from {senders}", "dequantize_groups", 3.02 * n, back,
+              lambda q, s: (q * s).bfloat16(), levels, their)  # fmt: skip
+
+
 REACH = {"skinny_mm": 0.85, "w8_mm": 0.85, "w8a8_mm": 0.85, "w4_mm": 0.7}
 
 
@@ -246,62 +302,9 @@ def low_bit_module(kind: str, w: Tensor) -> Callable[[Tensor], Tensor] | None:
     return layer
 
 
-def layers(size: Size, device: torch.device) -> Iterator[Case]:
-    """Norms, activations and losses, forward and with their gradients, beside torch and Liger."""
-    x = torch.randn(size.tokens, size.width, device=device).bfloat16()
-    gate, up = (torch.randn(size.tokens, 4 * size.width, device=device).bfloat16() for _ in "ab")
-    weight = torch.randn(size.width, device=device).bfloat16()
-    logits = torch.randn(size.tokens, size.classes, device=device).bfloat16()
-    target = torch.zeros(size.tokens, dtype=torch.int64, device=device)
-    liger = liger_functions() if device.type == "cuda" else {}
-    rows: list[tuple[str, str, tuple[Any, ...], tuple[float, float], Any, Any]] = [
-        ("rms_norm", "rms_norm", (x, weight), (4, 6), kernels.rms_norm,
-         lambda x, w: F.rms_norm(x, w.shape, w, 1e-6)),
-        ("swiglu", "glu", (gate, up), (6, 10), kernels.swiglu, lambda a, b: F.silu(a) * b),
-        ("cross_entropy", "cross_entropy", (logits, target), (2, 4), kernels.cross_entropy,
-         F.cross_entropy),
-    ]  # fmt: skip
-    for name, kernel, given, (forward, backward), ours, plain in rows:
-        ways = {"torch": plain, "torch.compile": compiled(plain, size)}
-        ways |= {"Liger": liger[name]} if name in liger else {}
-        for full in (False, True):
-            moved = (forward + backward * full) * given[0].numel()
-            baselines: dict[str, Call] = {k: whole(f, given, full) for k, f in ways.items()}
-            label = "with gradients" if full else "forward"
-            share = predicted(moved, 0.85 if full else 0.92, 1 + 2 * full)
-            call = whole(ours, given, full)
-            yield Case(f"{name}, {label}", kernel, moved, call, baselines, predicted=share)
-
-
-def whole(f: Callable[..., Any], given: tuple[Any, ...], full: bool) -> Call:
-    """A call of ``f``, with the gradients of what is floating-point in ``given`` if ``full``."""
-    if not full:
-        return lambda i: f(*given)
-    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
-    asked = [t for t in inputs if t.requires_grad]
-
-    def run(i: int) -> object:
-        y = f(*inputs)
-        return torch.autograd.grad(y, asked, torch.ones_like(y))
-
-    return run
-
-
-def liger_functions() -> dict[str, Callable[..., Any]]:
-    """Liger's, by our names, if it is installed."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        return {}
-    found = importlib.import_module("liger_kernel.transformers.functional")
-    return {
-        "rms_norm": lambda x, w: found.liger_rms_norm(x, w, 1e-6),
-        "swiglu": found.liger_swiglu,
-        "cross_entropy": found.liger_cross_entropy,
-    }
-
-
 CASES: dict[str, Callable[[Size, torch.device], Iterator[Case]]] = {
     "optimizers": flat_optimizers,
     "compression": compression,
     **{kind: partial(few_rows, kind) for kind in REACH},
-    "layers": layers,
+    "payloads": payloads,
 }

@@ -28,37 +28,67 @@ __all__ = [
 ]
 
 SUMS = {"ROWS": 16, "BLOCK": 128, "num_warps": 4}
+TO_BITS = tl.constexpr(-1.4426950408889634)  # -log2(e): what `exp2` takes of a sigmoid
 SCALE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 CUBE = tl.constexpr(0.044715)
 SLOPE = tl.constexpr(3 * 0.044715)
-HALF_ROOT = tl.constexpr(0.7071067811865476)
-DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 * pi)
+HALF_BITS = tl.constexpr(-0.7213475204444817)  # -log2(e) / 2
+DENSITY = tl.constexpr(-1.3257480647361593)  # log2(1 / sqrt(2 * pi))
+
+
+@triton.jit
+def _logistic(bits):
+    """``1 / (1 + 2**bits)``: the squared reciprocal root is one instruction and a product, where a
+    quotient is eight, and ``exp`` four more than ``exp2``."""
+    root = tl.rsqrt(1.0 + tl.exp2(bits))
+    return root * root
+
+
+@triton.jit
+def _normal_below(x):
+    """The normal distribution function within 1.5e-7, and within 1e-4 of itself down to -5.
+
+    ``log2`` of a tail is smooth: this is its polynomial of least greatest error for a weight of
+    ``max(tail, 1e-3)`` on 0 to 6, which falls for ever from there. The error function takes three
+    times as many instructions.
+    """
+    a = tl.abs(x)
+    bits = 1.0841135008377023e-05 - 6.04109231971961e-07 * a
+    bits = bits * a - 4.36559748777654e-05
+    bits = bits * a - 0.0004895008751191199
+    bits = bits * a + 0.007519056089222431
+    bits = bits * a - 0.05279447138309479
+    bits = bits * a - 0.4591207504272461
+    bits = bits * a - 1.1511133909225464
+    tail = tl.exp2(bits * a - 1.0)
+    return tl.where(x > 0.0, 1.0 - tail, tail)
 
 
 @triton.jit
 def _activated(x, ACT: tl.constexpr):
     if ACT == "silu":
-        return x * tl.sigmoid(x)
+        return x * _logistic(x * TO_BITS)
     elif ACT == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * HALF_ROOT))
+        return x * _normal_below(x)
     else:
-        return x * tl.sigmoid((x * x * x * CUBE + x) * SCALE)
+        return x * _logistic((x * x * (CUBE * SCALE * TO_BITS) + SCALE * TO_BITS) * x)
 
 
 @triton.jit
 def _both(x, ACT: tl.constexpr):
     """The activation and its derivative."""
     if ACT == "silu":
-        s = tl.sigmoid(x)
-        return x * s, s * (1.0 + x * (1.0 - s))
+        s = _logistic(x * TO_BITS)
+        y = x * s
+        return y, s + y * (1.0 - s)
     elif ACT == "gelu":
-        below = 0.5 * (1.0 + tl.erf(x * HALF_ROOT))
-        return x * below, below + x * (tl.exp(-0.5 * x * x) * DENSITY)
+        below = _normal_below(x)
+        return x * below, below + x * tl.exp2(x * x * HALF_BITS + DENSITY)
     else:
         square = x * x
-        s = tl.sigmoid((x * square * CUBE + x) * SCALE)
+        s = _logistic((square * (CUBE * SCALE * TO_BITS) + SCALE * TO_BITS) * x)
         y = x * s
-        return y, s + y * (1.0 - s) * (square * SLOPE + 1.0) * SCALE
+        return y, s + y * (1.0 - s) * (square * (SLOPE * SCALE) + SCALE)
 
 
 @triton.jit

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from zfunc.kernels import dispatch
+from zfunc.kernels.flat_launch import over_flat
 
 __all__ = ["adamw_kernel", "launch"]
 
@@ -44,27 +43,4 @@ def adamw_kernel(
         tl.store(low + at, ps.to(low.dtype.element_ty), mask=inside)
 
 
-def launch(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    new_param: Tensor,
-    new_mu: Tensor,
-    new_nu: Tensor,
-    low: Tensor | None,
-    *,
-    hyper: Tensor,
-) -> None:
-    """Launch over contiguous buffers of one length."""
-    if not (n := param.numel()):
-        return
-    how = dispatch.config("adamw_flat", param.device)
-    adamw_kernel[(triton.cdiv(n, how["BLOCK"]),)](
-        *(grad, param, mu, nu, new_param, new_mu, new_nu),
-        low if low is not None else param,
-        hyper,
-        n,
-        LOW=low is not None,
-        **how,
-    )
+launch = over_flat("adamw_flat", adamw_kernel)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.activations_triton import _activated
 from zfunc.kernels.skinny_launch import partial_products
 from zfunc.kernels.skinny_triton import _scale_of_norm, _summed
 
@@ -68,14 +69,7 @@ def gate_up_kernel(
     scale = _scale_of_norm(squares, splits, M, m, K, eps)
     gate = _summed(parts, m * 2 * F + n, n < F, splits, stride) * scale
     up = _summed(parts, m * 2 * F + F + n, n < F, splits, stride) * scale
-    if ACTIVATION == "silu":
-        act = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        act = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        act = gate / (1.0 + tl.exp(-2.0 * z))
-    tl.store(y + m * F + n, (act * up).to(y.dtype.element_ty), mask=n < F)
+    tl.store(y + m * F + n, (_activated(gate, ACTIVATION) * up).to(y.dtype.element_ty), mask=n < F)
 
 
 def norm_qkv_rope(

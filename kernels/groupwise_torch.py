@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["Grid", "dequantize_twin", "fake_quant_twin", "mean_twin", "quantize_twin"]
 
-CHUNK = 1 << 17
+CHUNK = 1 << 17  # for each thread: two float32 buffers of it stay in the second cache of a core
 # The constants of `lowbias32` (Wellons, Prospecting for Hash Functions, 2018), as signed integers.
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 GOLDEN = 0x9E3779B9
@@ -170,7 +170,7 @@ def _quantize(
             values[n : rows * size] = values[n - 1]  # changes neither least nor greatest
         its = scale.view(-1)[block.groups]
         low = None if zero is None else zero.view(-1)[block.groups]
-        _to_levels(c, y, its, low, grid, block.groups.start * size)
+        _to_levels(c, y, its, low, grid, block.groups.start)
         if q is not None:
             _store(block, levels[:n], whole, q.view(-1), grid)
         y.mul_(its[:, None])
@@ -209,20 +209,25 @@ def _to_levels(
 
 
 def _dither(seed: int, first: int, like: Tensor) -> Tensor:
-    """Numbers between -1/2 and 1/2, of 16 bits, a function of the seed and the place alone.
+    """Numbers between -1/2 and 1/2, of 15 bits: of the seed, the group and the place in it alone.
 
-    One hash of 32 bits serves two neighbours.
+    ``like`` is ``[rows, size]``, its first row the group ``first``. Each group begins at a hash
+    of its number; from there two neighbours share one step and one round of mixing. Odd
+    numbers over 2**16 are as often above zero as below, and never a half.
     """
-    pairs = first // 2
-    base = (pairs + (pairs >> 32) * GOLDEN + (seed & 0xFFFFFFFF)) & 0xFFFFFFFF
-    h = torch.arange(like.numel() // 2, dtype=torch.int32, device=like.device)
+    rows, size = like.shape
+    base = (first + (first >> 32) * GOLDEN + (seed & 0xFFFFFFFF)) & 0xFFFFFFFF
+    key = torch.arange(rows, dtype=torch.int32, device=like.device).add_(_signed(base))
+    t = torch.empty_like(key)
+    _fold(key, t, 16).mul_(FIRST).bitwise_xor_(_signed(seed >> 32))
+    _fold(key, t, 15).mul_(SECOND)
+    _fold(key, t, 16)
+    steps = torch.arange(-(-size // 2), dtype=torch.int32, device=like.device)
+    h = key[:, None] + steps.mul_(_signed(GOLDEN))
     t = torch.empty_like(h)
-    h.add_(_signed(base))
-    _fold(h, t, 16).mul_(FIRST).bitwise_xor_(_signed(seed >> 32))
     _fold(h, t, 15).mul_(SECOND)
-    _fold(h, t, 16)
-    u = torch.empty_like(like).view(-1).copy_(h.view(torch.uint16))
-    return u.mul_(2**-16).sub_(0.5 - 2**-17).view_as(like)
+    _fold(h, t, 16).bitwise_or_(0x00010001)
+    return torch.empty_like(like).copy_(h.view(torch.int16)[:, :size]).mul_(2**-16)
 
 
 def _fold(h: Tensor, t: Tensor, by: int) -> Tensor:
@@ -287,7 +292,7 @@ def _blocks(shape: torch.Size, size: int) -> Iterator[Block]:
     rows, width = shape
     if width and width % size == 0:
         rows, width = 1, rows * width
-    step = max(CHUNK - CHUNK % size, size)
+    step = _most(size)
     groups, stride = -(-width // size), -(-width // 2)
     whole = width - width % size
     for row in range(rows):
@@ -301,7 +306,13 @@ def _blocks(shape: torch.Size, size: int) -> Iterator[Block]:
 def _room(shape: torch.Size | tuple[int, int], size: int, like: Tensor) -> Tensor:
     """Scratch for the largest block."""
     total = shape[0] * (-(-shape[1] // size)) * size
-    return like.new_empty(min(max(CHUNK - CHUNK % size, size), total))
+    return like.new_empty(min(_most(size), total))
+
+
+def _most(size: int) -> int:
+    """Elements of a block, whole groups; more for more threads, which begin together."""
+    chunk = CHUNK * min(torch.get_num_threads(), 8)
+    return max(chunk - chunk % size, size)
 
 
 def _word(seed: Tensor | None) -> int | None:

@@ -20,7 +20,9 @@ from zfunc.kernels import dispatch
 __all__ = ["dequantize", "dequantize_kernel", "fake_quant", "mean", "quantize", "quantize_kernel"]
 
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, it leaves the nearest integer as low bits
-MIDDLE = tl.constexpr(1.5 - 2**-17)
+FIRST = tl.constexpr(0x7FEB352D)
+SECOND = tl.constexpr(0x846CA68B)
+GOLDEN = tl.constexpr(0x9E3779B9)
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _places(
 ):
     """Where the tile begins, each element's offset from there, and whether it exists.
 
-    Also the same of each two neighbours: of their byte, and their number for the dither.
+    Also the same of the byte of each two neighbours.
     ``width`` is the bytes in a row of pairs: an argument, so that its divisibility is known.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -46,7 +48,7 @@ def _places(
         if SIZE < GROUP:
             inside = inside & (j < SIZE)
             real = real & (p < SIZE // 2)
-        return start, at, inside, half, byte, real, byte
+        return start, at, inside, half, byte, real
     else:
         row = (first + r) // groups
         column = (first + r - row * groups) * size
@@ -55,7 +57,7 @@ def _places(
         real = (2 * p < size) & (column + 2 * p < K) & there
         byte = row * width + column // 2 + p
         zero = first * 0
-        return zero, row * K + column + j, inside, zero, byte, real, (first + r) * (size // 2) + p
+        return zero, row * K + column + j, inside, zero, byte, real
 
 
 @triton.jit
@@ -78,18 +80,21 @@ def _expanded(
 
 
 @triton.jit
-def _dither(seed, half, pair):
-    """Between -1/2 and 1/2, of 16 bits: a hash of 32 bits serves two neighbours."""
+def _dither(seed, group, GROUP: tl.constexpr):
+    """Odd numbers of 16 bits, ``[ROWS, GROUP]``: of the seed, the group and the place in it.
+
+    Each group begins at a hash of its number, and two neighbours share one round of mixing.
+    """
     word = tl.load(seed)
-    h = (half + (half >> 32) * 0x9E3779B9 + word).to(tl.uint32) + pair.to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = h ^ (word >> 32).to(tl.uint32)
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    h = h ^ (h >> 16)
-    # 16 bits below a leading 1 are a float between 1 and 2.
-    low = ((h & 0xFFFF) << 7) | 0x3F800000
-    high = ((h >> 16) << 7) | 0x3F800000
-    return tl.interleave(low, high).to(tl.float32, bitcast=True) - MIDDLE
+    key = (group + (group >> 32) * GOLDEN + word).to(tl.uint32)
+    key = (key ^ (key >> 16)) * FIRST
+    key = key ^ (word >> 32).to(tl.uint32)
+    key = (key ^ (key >> 15)) * SECOND
+    key = key ^ (key >> 16)
+    h = key[:, None] + (tl.arange(0, GROUP // 2).to(tl.uint32) * GOLDEN)[None, :]
+    h = (h ^ (h >> 15)) * SECOND
+    h = (h ^ (h >> 16)) | 0x00010001  # odd: as often above zero as below, and never a half
+    return tl.interleave(h.to(tl.int16), (h >> 16).to(tl.int16)).to(tl.float32)
 
 
 @triton.jit
@@ -100,9 +105,7 @@ def quantize_kernel(
     ERROR: tl.constexpr, FAKE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    start, at, inside, half, byte, real, pair = _places(
-        K, width, size, groups, total, SIZE, ROWS, GROUP
-    )
+    start, at, inside, half, byte, real = _places(K, width, size, groups, total, SIZE, ROWS, GROUP)
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = group < total
     if MEAN:
@@ -137,7 +140,7 @@ def quantize_kernel(
     REACH: tl.constexpr = TOP * (1 - 2**-20) if STOCHASTIC else TOP
     y = tl.where(usable[:, None], y * tl.where(usable, REACH / span, 0.0)[:, None], 0.0)
     if STOCHASTIC:
-        y = y + _dither(seed, half, pair)
+        y = tl.fma(_dither(seed, group, GROUP), 2**-16, y)  # the product is exact
     t = y + NEAREST
 
     if not FAKE:
@@ -168,9 +171,7 @@ def dequantize_kernel(
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    start, at, inside, half, byte, real, _ = _places(
-        K, width, size, groups, total, SIZE, ROWS, GROUP
-    )
+    start, at, inside, half, byte, real = _places(K, width, size, groups, total, SIZE, ROWS, GROUP)
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     y = _expanded(
         q, scale, zero, group, group < total, start, at, inside, half, byte, real, BITS, SYMMETRIC

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from zfunc.kernels import dispatch
+from zfunc.kernels.flat_launch import over_flat
 
 __all__ = ["launch", "lion_kernel"]
 
@@ -36,25 +35,4 @@ def lion_kernel(g, p, m, p_new, m_new, low, hyper, n, LOW: tl.constexpr, BLOCK: 
         tl.store(low + at, ps.to(low.dtype.element_ty), mask=inside)
 
 
-def launch(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    new_param: Tensor,
-    new_mu: Tensor,
-    low: Tensor | None,
-    *,
-    hyper: Tensor,
-) -> None:
-    """Launch over contiguous buffers of one length."""
-    if not (n := param.numel()):
-        return
-    how = dispatch.config("lion_flat", param.device)
-    lion_kernel[(triton.cdiv(n, how["BLOCK"]),)](
-        *(grad, param, mu, new_param, new_mu),
-        low if low is not None else param,
-        hyper,
-        n,
-        LOW=low is not None,
-        **how,
-    )
+launch = over_flat("lion_flat", lion_kernel)

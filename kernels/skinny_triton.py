@@ -58,6 +58,30 @@ def _inputs(x, norm, rm, at, M, K, NORM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _times(xs, ws, acc, TURN: tl.constexpr):
+    """``acc`` and inputs times weights: ``[BM, BN]``, or turned ``[BN, BM]``."""
+    return tl.dot(ws, xs.T, acc) if TURN else tl.dot(xs, ws.T, acc)
+
+
+@triton.jit
+def _each(column, TURN: tl.constexpr):
+    """A number for each row of the weights, for what :func:`_times` gives."""
+    return column[:, None] if TURN else column[None, :]
+
+
+@triton.jit
+def _finished(
+    acc, bias, row, residual, y, place, inside, BIAS: tl.constexpr, RESIDUAL: tl.constexpr
+):
+    """What follows a product whose sum is whole."""
+    if BIAS:
+        acc += tl.load(bias + row).to(tl.float32)[None, :]
+    if RESIDUAL:
+        acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def product_kernel(
     x, w, scale, zero, norm, eps, bias, residual, y, parts, squares,
     M, N, K, width, scale_n, scale_g, blocks, share,
@@ -75,14 +99,18 @@ def product_kernel(
     last = tl.minimum(first + share, blocks)
     W: tl.constexpr = BK // 8 if BITS == 4 else BK
     base = w + row.to(tl.int64)[:, None] * width + tl.arange(0, W)[None, :]
-    acc = tl.zeros((BM, BN), tl.float32)
+    TURN: tl.constexpr = BITS == 4
+    acc = tl.zeros((BN, BM) if TURN else (BM, BN), tl.float32)
     SUMS: tl.constexpr = ZERO or BITS == 4
     GROUPS: tl.constexpr = G > 0
     PIECE: tl.constexpr = BK // 4 if BITS == 4 else BK  # inputs of one dot
     square = tl.zeros((BM, PIECE), tl.float32)
-    sums = tl.zeros((BM, BN), tl.float32)
-    ones = tl.full((PIECE, BN), 1.0, tl.float32).to(kind)
+    sums = tl.zeros_like(acc)
+    ones = tl.full((BN, PIECE), 1.0, tl.float32).to(kind)
+    away = tl.full((BN, PIECE), -OFFSET, tl.float32).to(kind)
     RUN: tl.constexpr = (G if G < BK else BK) if GROUPS else BK  # inputs that share a scale
+    # A group of one piece begins with the offset taken off: the same for all rows of weights.
+    SHORT: tl.constexpr = BITS == 4 and GROUPS and RUN == PIECE and not ZERO
     shift = tl.zeros((BN,), tl.float32)
     if BITS == 4:
         shift += OFFSET
@@ -106,11 +134,13 @@ def product_kernel(
                 piece = ws.to(kind)
             if GROUPS:
                 if (j * PIECE) % RUN == 0:
-                    dots = tl.zeros((BM, BN), tl.float32)
-                    ins = tl.zeros((BM, BN), tl.float32)
-                dots = tl.dot(xs, piece.T, dots)
-                if SUMS:
-                    ins = tl.dot(xs, ones, ins)
+                    dots = tl.zeros_like(acc)
+                    ins = tl.zeros_like(acc)
+                if SHORT:
+                    dots = _times(xs, away, dots, TURN)
+                dots = _times(xs, piece, dots, TURN)
+                if SUMS and not SHORT:
+                    ins = _times(xs, ones, ins, TURN)
                 if ((j + 1) * PIECE) % RUN == 0:
                     group = (k + j * PIECE) // G
                     if not EVEN:
@@ -120,19 +150,21 @@ def product_kernel(
                         shift = tl.load(zero + where).to(tl.float32)
                         if BITS == 4:
                             shift += OFFSET
-                    if SUMS:
-                        dots = dots - ins * shift[None, :]
-                    acc += dots * tl.load(scale + where).to(tl.float32)[None, :]
+                    if SUMS and not SHORT:
+                        dots = dots - ins * _each(shift, TURN)
+                    acc += dots * _each(tl.load(scale + where).to(tl.float32), TURN)
             else:
-                acc = tl.dot(xs, piece.T, acc)
+                acc = _times(xs, piece, acc, TURN)
                 if SUMS:
-                    sums = tl.dot(xs, ones, sums)
+                    sums = _times(xs, ones, sums, TURN)
 
     if not GROUPS:
         if SUMS:
-            acc = acc - sums * shift[None, :]
+            acc = acc - sums * _each(shift, TURN)
         if BITS < 16:
-            acc = acc * tl.load(scale + row * scale_n).to(tl.float32)[None, :]
+            acc = acc * _each(tl.load(scale + row * scale_n).to(tl.float32), TURN)
+    if TURN:
+        acc = acc.T
     inside = (rm < M)[:, None] & (rn < N)[None, :]
     place = rm[:, None].to(tl.int64) * N + rn[None, :]
     if SPLIT:
@@ -144,11 +176,7 @@ def product_kernel(
     else:
         if NORM:
             acc = acc * tl.rsqrt(tl.sum(square, 1) / K + eps)[:, None]
-        if BIAS:
-            acc += tl.load(bias + row).to(tl.float32)[None, :]
-        if RESIDUAL:
-            acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+        _finished(acc, bias, row, residual, y, place, inside, BIAS, RESIDUAL)
 
 
 @triton.jit
@@ -203,11 +231,7 @@ def int8_product_kernel(
     if SPLIT:
         tl.store(parts + tl.program_id(1).to(tl.int64) * M * N + place, acc, mask=inside)
     else:
-        if BIAS:
-            acc += tl.load(bias + row).to(tl.float32)[None, :]
-        if RESIDUAL:
-            acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+        _finished(acc, bias, row, residual, y, place, inside, BIAS, RESIDUAL)
 
 
 @triton.jit

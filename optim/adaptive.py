@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
-from zfunc.optim import frozen, fused, moments
+from zfunc.optim import flat, frozen, fused, moments
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
 from zfunc.optim.moments import wide
@@ -236,6 +236,24 @@ def lamb(
     def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
         needs_params("lamb", True, params)
         rate, count = at(lr, state.count), state.count + 1
+        how: dict[str, Any] = {"count": count, "b1": b1, "b2": b2, "eps": eps}
+        done = flat.lamb_step(
+            *(grads, params, state.mu, state.nu),
+            decay=rates,
+            lr=rate,
+            steady=lambda ratios: _steady(ratios, state.ratio, count),
+            **how,
+        )
+        if done is None:
+            return additive(grads, state, params)
+        new, mu, nu, ratios, mean = done
+        f = partial(_lamb_retrace, rate=rate, **how)
+        updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu, ratios))
+        return updates, LambState(count, mu, nu, mean)
+
+    def additive(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
+        needs_params("lamb", True, params)
+        rate, count = at(lr, state.count), state.count + 1
         mu = moments.first(grads, state.mu, b1, state.nu if primitives.frozen() else None)
         nu = moments.second(grads, state.nu, b2, count)
         f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count, masked=primitives.frozen())
@@ -245,7 +263,17 @@ def lamb(
         updates = tree.map(lambda u, r, m: (u * (r * -rate)).to(m.dtype), step, ratios, mu)
         return updates, LambState(count, mu, nu, mean)
 
-    return GradientTransformation(init, update, checked=True)
+    return GradientTransformation(init, update, additive=additive, checked=True)
+
+
+def _lamb_retrace(
+    decay: float, new: Tensor, m: Tensor, v: Tensor, ratio: Tensor, *, rate: Number, **how: Any
+) -> Tensor:
+    """As :func:`_retrace`."""
+    gain = ratio * rate
+    step = _direction(m, v, **how) * gain
+    old = (wide(new) + step) / (1 - gain * decay)
+    return (-step - old * (gain * decay)).to(new.dtype)
 
 
 def _steady(ratios: Tree, mean: Tensor, count: Tensor) -> tuple[Tree, Tensor]:

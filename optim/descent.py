@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zfunc import primitives, tree
-from zfunc.optim import moments
+from zfunc.optim import flat, moments
 from zfunc.optim.base import GradientTransformation
-from zfunc.optim.decay import add_decay, decay_rates, needs_params
+from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
 from zfunc.optim.moments import wide
 from zfunc.optim.schedules import Rate, at, started
+from zfunc.optim.updates import Moved
 
 __all__ = ["LionState", "SgdState", "lion", "sgd"]
 
@@ -106,6 +108,19 @@ def lion(
         return LionState(started(), moments.zeros(params))
 
     def update(grads: Tree, state: LionState, params: Tree) -> tuple[Tree, LionState]:
+        rate, done = at(lr, state.count), None
+        if params is not None and b2 > 0 and (isinstance(rate, Tensor) or rate * weight_decay < 1):
+            done = flat.lion_step(grads, params, state.mu, decay=rates, lr=rate, b1=b1, b2=b2)
+        if done is None:
+            return additive(grads, state, params)
+        new, mu = done
+        f = partial(_retrace, rate=rate, b1=b1, b2=b2)
+        updates = Moved(
+            new, params, lambda: map_rates(f, rates, new, mu, primitives.reduced(grads))
+        )
+        return updates, LionState(state.count + 1, mu)
+
+    def additive(grads: Tree, state: LionState, params: Tree) -> tuple[Tree, LionState]:
         needs_params("lion", weight_decay, params)
         rate, grads = at(lr, state.count), primitives.reduced(grads)
         step = tree.map(lambda g, m: torch.sign(_mean(g, m, b1)), grads, state.mu)
@@ -114,8 +129,18 @@ def lion(
         updates = tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu)
         return updates, LionState(state.count + 1, mu)
 
-    return GradientTransformation(init, update, checked=True)
+    return GradientTransformation(init, update, additive=additive, checked=True)
 
 
 def _mean(new: Tensor, old: Tensor, decay: float) -> Tensor:
     return wide(old) * decay + wide(new) * (1 - decay)
+
+
+def _retrace(
+    decay: float, new: Tensor, m: Tensor, g: Tensor, *, rate: Any, b1: float, b2: float
+) -> Tensor:
+    """The update that led to ``new``: what it started from may have been overwritten."""
+    before = (wide(m) - wide(g) * (1 - b2)) / b2
+    step = torch.sign(_mean(g, before, b1)) * rate
+    old = (wide(new) + step) / (1 - rate * decay)
+    return (-step - old * (rate * decay)).to(new.dtype)

@@ -29,7 +29,6 @@ def entry(
     bytes: float,
     narrow: int = 0,
     narrow_stores: int = 0,
-    share: float = 0.75,
     **constants: Any,
 ) -> Entry:
     """An entry, launched as the table of configurations says.
@@ -37,7 +36,6 @@ def entry(
     Args:
         name: of the kernel in the dispatch, and after a comma what is special.
         signature: ``"g:*bf16 n:i32"``; integers with a ``!`` are multiples of 16.
-        share: of the issue budget that its hot loop may need.
     """
     how = dict(dispatch.config(name.split(",")[0]))
     options = {k: how.pop(k) for k in OPTIONS if k in how}
@@ -53,9 +51,7 @@ def entry(
         size = how["ROWS"] * how["GROUP"]
     each = size / (32 * options["num_warps"])
     known = {k: v for k, v in (how | constants).items() if k in kernel.arg_names}
-    return Entry(
-        name, kernel, types, known, each, bytes, divisible, narrow, narrow_stores, share, options
-    )
+    return Entry(name, kernel, types, known, each, bytes, divisible, narrow, narrow_stores, options)
 
 
 ADAM = "p:*fp32 m:*fp32 v:*fp32 p_new:*fp32 m_new:*fp32 v_new:*fp32 low:*bf16 hyper:*fp64 n:i32!"
@@ -221,12 +217,10 @@ ENTRIES = [
     grid("quantize_groups", bytes=3.02, narrow_stores=1),
     grid("quantize_groups, 4 bits", bytes=2.53, BITS=4, narrow_stores=1),
     grid("quantize_groups, asymmetric", bytes=3.03, SYMMETRIC=False, narrow_stores=2),
-    # Random bits cost as much as all the rest: copy speed is in reach, and no more than that.
     grid(
         "quantize_groups, stochastic",
         bytes=3.02,
         STOCHASTIC=True,
-        share=0.95,
         narrow=1,
         narrow_stores=1,
     ),

@@ -168,13 +168,12 @@ LAYERS = [
         DB=True,
     ),
     gated("glu", "silu"),
-    # The error function costs as much as all the rest: copy speed is in reach, and no more.
-    gated("glu, erf", "gelu", share=0.9),
+    gated("glu, erf", "gelu"),
     gated("glu_backward", "silu"),
     gated("glu_backward, tanh", "gelu_tanh"),
     gated("glu_backward, erf", "gelu"),
-    biased("bias_gelu", "gelu_tanh", GRAD=False, BIAS=True, share=0.85),
-    biased("bias_gelu_backward, erf without bias", "gelu", GRAD=True, BIAS=False, share=1.05),
+    biased("bias_gelu", "gelu_tanh", GRAD=False, BIAS=True),
+    biased("bias_gelu_backward, erf without bias", "gelu", GRAD=True, BIAS=False),
     entry(
         "bias_gelu_backward",
         activations_triton.bias_gelu_backward_kernel,
@@ -187,8 +186,8 @@ LAYERS = [
     ),
     turn("rotary", False),
     turn("rotary, interleaved", True),
-    entropy("cross_entropy", bytes=2, LOSS=True, share=0.8),
-    entropy("cross_entropy, smooth", bytes=2, LOSS=True, SMOOTH=True, share=0.9),
+    entropy("cross_entropy", bytes=2, LOSS=True),
+    entropy("cross_entropy, smooth", bytes=2, LOSS=True, SMOOTH=True),
     entropy("cross_entropy_backward", bytes=4, GRAD=True),
     entropy("cross_entropy_grad", bytes=4, LOSS=True, GRAD=True, SCALE=True),
 ]

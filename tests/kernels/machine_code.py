@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ class Entry:
         narrow: loads that may be shorter than 16 bytes: scalars, and buffers whose part in
             the traffic is small (signs).
         narrow_stores: likewise.
-        share: of the issue budget that the hot loop may need.
         options: ``num_warps``, ``num_stages``.
         dots: whether tensor cores are to do the products.
         tiny: what it reads is little and in the cache, so that only its fit is checked.
+        amd: the entry for gfx942, where the launcher chooses otherwise.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Entry:
     divisible: tuple[str, ...] = ()
     narrow: int = 0
     narrow_stores: int = 0
-    share: float = 0.75
     options: dict[str, int] = field(default_factory=dict)
     dots: bool = False
     tiny: bool = False
+    amd: Entry | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Code:
 
 def compiled(entry: Entry, target: str) -> Code:
     """Compile for ``"sm_90"`` or ``"gfx942"``."""
+    if target == "gfx942" and entry.amd is not None:
+        entry = entry.amd
     names = entry.kernel.arg_names
-    if "ASM" in entry.constants and target == "gfx942":  # as launched there
-        entry = replace(entry, constants={**entry.constants, "ASM": False})
     signature = {k: "constexpr" if k in entry.constants else entry.signature[k] for k in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.kernels.machine_code import Entry
 from zfunc.kernels import decode_triton, dispatch, skinny_triton
 from zfunc.kernels.packed import BITS
+from zfunc.kernels.skinny_launch import tile
 
 __all__ = ["PRODUCTS", "product"]
 
@@ -25,40 +27,42 @@ def product(
     narrow: int,
     kind: str | None = None,
     narrow_stores: int = 0,
-    share: float = 0.75,
     G: int = 0,
+    rows: int = 8,
     **how: Any,
 ) -> Entry:
     """An entry of a kind of product (the first word of ``name``); codes and scales are counted."""
     kind = kind or name.split(",")[0]
-    table = dict(dispatch.config(kind))
     bits, dynamic = BITS[kind], kind == "w8a8_mm"
-    wide = 2 if bits == 4 and how.get("NORM") else 1  # as the launcher has it
-    warps, columns = table["num_warps"] * wide, table["BLOCK"] * wide
-    constants = {**FLAGS, "G": G, "EVEN": True, "BM": 16, "BN": columns, "BK": 128, **how}
+    scales = 0.0 if not G else (2 if bits == 4 else 4) / G + (1 / G if how.get("ZERO") else 0)
+    constants = {**FLAGS, "G": G, "EVEN": True, **how}
     text = f"{INT8} parts:*fp32"
     if not dynamic:
         weights = {16: "*bf16", 8: "*i8", 4: "*i32"}[bits]
         text = f"x:*bf16 w:{weights} scale:{'*bf16' if bits == 4 else '*fp32'} {PRODUCT}"
-        constants |= {"BITS": bits, "ASM": True}
+        constants |= {"BITS": bits}
     else:
         constants.pop("NORM")
-    kernel = skinny_triton.int8_product_kernel if dynamic else skinny_triton.product_kernel
-    scales = 0.0 if not G else (2 if bits == 4 else 4) / G + (1 / G if how.get("ZERO") else 0)
-    return Entry(
-        name,
-        kernel,
-        dict(word.split(":") for word in text.split()),
-        constants,
-        columns * 128 / (32 * warps),
-        bits / 8 + scales,
-        ("N", "K", "width"),
-        narrow,
-        narrow_stores,
-        share,
-        {"num_warps": warps, "num_stages": table["num_stages"]},
-        dots=True,
-    )
+
+    def launched(amd: bool) -> Entry:
+        table = tile(kind, G, rows, norm=how.get("NORM", False), amd=amd)
+        warps, stages = table.pop("num_warps"), table.pop("num_stages")
+        del table["PROGRAMS"]
+        return Entry(
+            name,
+            skinny_triton.int8_product_kernel if dynamic else skinny_triton.product_kernel,
+            dict(word.split(":") for word in text.split()),
+            constants | table | ({} if dynamic else {"ASM": not amd}),
+            table["BN"] * table["BK"] / (32 * warps),
+            bits / 8 + scales,
+            ("N", "K", "width"),
+            narrow,
+            narrow_stores,
+            options={"num_warps": warps, "num_stages": stages},
+            dots=True,
+        )
+
+    return replace(launched(amd=False), amd=launched(amd=True))
 
 
 def tiny(name: str, kernel: Any, text: str, **constants: Any) -> Entry:
@@ -79,11 +83,14 @@ PRODUCTS = [
     product("w8_mm", SPLIT=True, narrow=4),
     product("w8_mm, groups of 128", G=128, SPLIT=True, narrow=4),
     product("w8_mm, groups of 128 with zeros", G=128, SPLIT=True, ZERO=True, narrow=8),
-    product("w4_mm", SPLIT=True, narrow=2),
-    product("w4_mm, groups of 128", G=128, SPLIT=True, narrow=2),
-    product("w4_mm, groups of 128 with zeros", G=128, SPLIT=True, ZERO=True, narrow=4),
-    # A scale for each 32 codes is as much work as the codes themselves.
-    product("w4_mm, groups of 32", G=32, SPLIT=True, share=0.95, narrow=8),
+    product("w4_mm", SPLIT=True, narrow=6),
+    product("w4_mm, groups of 128", G=128, SPLIT=True, narrow=6),
+    product("w4_mm, groups of 128 with zeros", G=128, SPLIT=True, ZERO=True, narrow=8),
+    product("w4_mm, groups of 32", G=32, SPLIT=True, narrow=12),
+    product("w4_mm, groups of 32 with zeros", G=32, SPLIT=True, ZERO=True, narrow=20),
+    product("w4_mm, 16 rows", SPLIT=True, rows=16, narrow=2),
+    product("w4_mm, 16 rows, groups of 128", G=128, SPLIT=True, rows=16, narrow=2),
+    product("w4_mm, 16 rows, groups of 32", G=32, SPLIT=True, rows=16, narrow=8),
     product("w8a8_mm", SPLIT=True, narrow=6),
     product("w8a8_mm, groups of 128", G=128, SPLIT=True, narrow=6),
     tiny(
@@ -99,14 +106,20 @@ PRODUCTS = [
     *(
         product(
             f"norm_qkv_rope, {kind}",
-            kind=kind,
+            kind=kind.split(",")[0],
             NORM=True,
             SPLIT=True,
             G=G,
+            rows=rows,
             narrow=narrow,
             narrow_stores=1,
         )
-        for kind, G, narrow in (("skinny_mm", 0, 1), ("w8_mm", 128, 5), ("w4_mm", 128, 22))
+        for kind, G, rows, narrow in (
+            ("skinny_mm", 0, 8, 1),
+            ("w8_mm", 128, 8, 5),
+            ("w4_mm", 128, 8, 22),
+            ("w4_mm, 16 rows", 128, 16, 2),
+        )
     ),
     tiny(
         "norm_qkv_rope, heads",

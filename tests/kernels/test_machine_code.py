@@ -47,7 +47,7 @@ def test_it_fits(name: str, target: str):
 @pytest.mark.parametrize("name", [name for name, entry in BY_NAME.items() if not entry.tiny])
 def test_it_keeps_up_with_memory(name: str):
     entry, found = BY_NAME[name], code(name, "sm_90")
-    assert found.slots <= entry.share * SLOTS_PER_BYTE * entry.bytes, found
+    assert found.slots <= 0.75 * SLOTS_PER_BYTE * entry.bytes, found
     assert 0 <= found.loads - found.wide_loads <= entry.narrow, found
     assert 0 <= found.stores - found.wide_stores <= entry.narrow_stores, found
     assert found.wide_loads + found.wide_stores > 0, found

@@ -27,7 +27,7 @@ def integers(c: Tensor, group: int, top: int) -> Tensor:
     out = torch.zeros_like(c)
     for a in range(0, len(c), group):
         run = c[a : a + group]
-        scale = (run.abs().max() / top).float().double()
+        scale = run.abs().max() / top
         if scale > 0:
             out[a : a + len(run)] = scale * (run / scale).round().clamp(-top, top)
     return out

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.closeness import assert_near, poisoned
@@ -47,6 +48,19 @@ def test_it_is_its_twin(case: Case):
 def test_rows_longer_than_a_program(name: str):
     """Beyond what one holds, forward and backward."""
     held(BY_NAME[name].fused, BY_NAME[name].tensors(16411, 17, torch.bfloat16))
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelu_element_by_element(approximate: Literal["tanh", "none"]):
+    """Small values too, and what is not finite: norms of the whole would hide both."""
+    x = torch.cat([torch.linspace(-5, 8, 4001), torch.tensor([-1e4, 1e4, -40.0, torch.inf])])
+    exact = F.gelu(x.double(), approximate=approximate)
+    with kernels.use("triton"):
+        found = kernels.bias_gelu(x, None, approximate)
+        lost = kernels.bias_gelu(torch.tensor([torch.nan, -torch.inf]), None, approximate)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-12)
+    assert (found.double() - exact).abs()[:-4].max() < 1e-6
+    assert lost.isnan().all()  # as in torch
 
 
 def test_a_bias_whose_gradient_is_summed_over_several_tiles():

@@ -15,12 +15,14 @@ from zfunc.kernels import skinny_launch
 KINDS = ("skinny_mm", "w8_mm", "w4_mm", "w8a8_mm")
 # Rows, columns, length: one; primes; whole blocks; several of them.
 SHAPES = [(1, 1, 1), (5, 67, 131), (16, 128, 256), (3, 130, 700), (2, 3, 0)]
-GROUPS = [(None, False), (32, True), (64, False), (128, True), (256, False)]
+GROUPS = [(None, False), (32, False), (32, True), (64, False), (128, True), (256, False)]
 CASES = [(kind, shape, None, False) for kind, shape in itertools.product(KINDS, SHAPES)]
 CASES += [
     (kind, (3, 66, 300), group, zeros)
     for kind, (group, zeros) in itertools.product(KINDS[1:], GROUPS)
 ]
+# Words have a tile for 8 rows and one for 16.
+CASES += [("w4_mm", (9, 66, 300), group, zeros) for group, zeros in GROUPS]
 
 
 @pytest.mark.parametrize(("kind", "shape", "group", "zeros"), CASES)
