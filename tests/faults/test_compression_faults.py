@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_everywhere(
 def test_bad_arguments_say_what_there_is() -> None:
     step = STACK.step(ADAMW)
     for arguments, message in (
-        ({"method": "twobit"}, "there are 'onebit', 'int8', 'int4', 'powersgd'"),
+        ({"method": "twobit"}, "there are 'onebit', 'zero_one', 'int8', 'int4', 'powersgd'"),
         ({"method": "powersgd", "rank": 0}, "rank=0"),
         ({"freeze_step": -1}, "freeze_step=-1: expected"),
         ({"freeze_step": 0.2}, "freeze_step=0.2: expected"),
