@@ -64,6 +64,7 @@ __all__ = ["NAME", "SETTLED", "CompressGrads", "as_unreduced", "current_call", "
 
 NAME = "compress_grads"
 SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
+EARLY = 0.1  # of the steps that second moments look back, the fewest before a freeze
 _log = logging.getLogger("zfunc")
 
 
@@ -225,12 +226,28 @@ class CompressGrads(Transform):
                     f"{self!r} freezes second moments that nothing has gone into yet. Give it a "
                     "freeze_step of 1 at least: 15 to 20 % of all steps is usual."
                 )
+            self.warn_if_early(count, decay)
             return old
         if self.freeze_step == "auto" and decay is not None:
             call.window = max(call.window, round(1 / (1 - decay)))
             if (count + 1) % call.window == 0:
                 call.norm += sum_of(call, new) / (1 - decay ** (count + 1))
         return new
+
+    def warn_if_early(self, count: int, decay: float | None) -> None:
+        """Say once that too little has gone into second moments that stay what they are."""
+        running = context.current()
+        if decay is None or running is None or self.shard.group.rank:
+            return
+        least = max(10, round(EARLY / (1 - decay)))
+        if count < least and "early" not in running.memo:
+            running.memo["early"] = True
+            _log.warning(
+                "%r: second moments are frozen after %d steps of a mean over some %d (b2=%g). "
+                "Steps may become far too large, and training diverge. Give it 15 to 20 %% of all steps, "
+                "%d at least, or freeze_step='auto'.",
+                self, count, round(1 / (1 - decay)), decay, least,
+            )  # fmt: skip
 
     def finish(self, old: Any, out: Any) -> Any:
         call = current_call()

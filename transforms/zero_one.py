@@ -204,6 +204,7 @@ class ZeroOneAdam(CompressGrads):
         call.number = int(how["count"])
         if call.skipped or call.kind in ("dense", "compressed"):
             return None
+        self.warn_if_early(int(call.carried["zero_one"]["variances"]), how["b2"])
         return local_step(call, grads, params, mu, nu, **how)
 
     def reduce(self, grads: Any) -> Any:
