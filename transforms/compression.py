@@ -244,8 +244,8 @@ class CompressGrads(Transform):
             running.memo["early"] = True
             _log.warning(
                 "%r: second moments are frozen after %d steps of a mean over some %d (b2=%g). "
-                "Steps may become far too large, and training diverge. Give it 15 to 20 %% of all steps, "
-                "%d at least, or freeze_step='auto'.",
+                "Steps may become far too large, and training diverge. Give it 15 to 20 %% of all "
+                "steps, %d at least, or freeze_step='auto'.",
                 self, count, round(1 / (1 - decay)), decay, least,
             )  # fmt: skip
 
