@@ -137,9 +137,15 @@ def _adam(
         return updates, AdamState(count, mu, nu)
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
-        if params is not None and primitives.frozen():
-            return compressed(grads, state, params)
         rate, count = at(lr, state.count), state.count + 1
+        if params is not None:
+            how = {"decay": rates, "count": count, "lr": rate, "b1": b1, "b2": b2, "eps": eps}
+            own = primitives.own_step(grads, params, state.mu, state.nu, **how)
+            if own is not None:
+                new, mu, nu, updates = own
+                return Moved(new, params, updates), AdamState(count, mu, nu)
+            if primitives.frozen():
+                return compressed(grads, state, params)
         done = None
 
         def otherwise(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:

@@ -1,7 +1,7 @@
 """Transforms: functions from step to step, one file each, each opening with the law it keeps."""
 
 from zfunc.transforms.accumulation import accumulate
-from zfunc.transforms.compression import compress_grads
+from zfunc.transforms.compressing import compress_grads
 from zfunc.transforms.donation import donate
 from zfunc.transforms.layer_drop import drop_layers
 from zfunc.transforms.mixed_precision import precision

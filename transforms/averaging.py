@@ -119,9 +119,12 @@ class _Mean:
         self.whole = dense_of(call.layouts[name], flat)
         self.label = f"compress {part.units[part.unit_of_flat[flat]].name}"
         x = self._buffer(values)
-        self.dtype, self.device = x.dtype, x.device
         worker = call.worker[name][flat]
         assert worker is not None
+        self.given = x.dtype
+        if x.dtype == torch.float64:  # of masters, whose parameters may be in 16 bits
+            x = x.to(worker.dtype)
+        self.dtype, self.device = x.dtype, x.device
         call.worker[name][flat] = worker = reuse(worker)
         error = worker
         if self.dense != self.whole:
@@ -177,7 +180,7 @@ class _Mean:
             self.second.write(dense)
             self.dense.spread(dense, full)
         return {
-            slot.index: full.narrow(0, slot.start, slot.numel).view(slot.shape)
+            slot.index: full.narrow(0, slot.start, slot.numel).view(slot.shape).to(self.given)
             for slot in self.dense.slots
         }
 

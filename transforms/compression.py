@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -51,7 +51,7 @@ from zfunc.placed.placement import Entries
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.unreduced import Unreduced
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
-from zfunc.step import Differentiate, Transform, transform_of
+from zfunc.step import Differentiate, Transform
 from zfunc.traffic import Traffic
 from zfunc.transforms.averaging import averaged, estimated, scattered, sent_bytes
 from zfunc.transforms.error_feedback import Call, carried_on, fresh, is_finite, sums
@@ -59,13 +59,12 @@ from zfunc.transforms.exchange import Codec
 from zfunc.transforms.gathering import GATHERS, before, check_gather, gathered_bytes, joined
 from zfunc.transforms.low_rank import PowerSGD, bases_of
 from zfunc.transforms.onebit import OneBit
-from zfunc.transforms.quantized import Int4, Int8
 
-__all__ = ["CompressGrads", "compress_grads"]
+__all__ = ["NAME", "SETTLED", "CompressGrads", "as_unreduced", "current_call", "sum_of"]
 
 NAME = "compress_grads"
-METHODS: dict[str, Any] = {"onebit": OneBit, "int8": Int8, "int4": Int4, "powersgd": PowerSGD}
 SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
+EARLY = 0.1  # of the steps that second moments look back, the fewest before a freeze
 _log = logging.getLogger("zfunc")
 
 
@@ -87,6 +86,11 @@ class CompressGrads(Transform):
         return f"compress_grads({self.method!r}, freeze_step={self.freeze_step!r})"
 
     def beside(self, others: Sequence[Transform]) -> CompressGrads:
+        if any(other.name == NAME for other in others):
+            raise CompositionError(
+                "this step is wrapped in compress_grads already. A transform acts once: choose one "
+                "method."
+            )
         made = replace(self, shard=next((t for t in others if t.name == "shard"), None))
         if self.gather is not None:
             check_gather(self.gather, made.shard, others)
@@ -187,13 +191,7 @@ class CompressGrads(Transform):
         done = call.skipped or not call.active
         if not self.codec.freezes and done:
             return grads
-        local = optree.tree_map(
-            lambda g, p: None if g is None else Unreduced(g, home_of(p), done),
-            grads,
-            params,
-            none_is_leaf=True,
-            namespace=NAMESPACE,
-        )
+        local = as_unreduced(grads, params, done)
         return local if self.codec.freezes else averaged(call, local)
 
     def _agree(self, running: Context, call: Call) -> dict[str, Tensor]:
@@ -214,11 +212,11 @@ class CompressGrads(Transform):
         return squares
 
     def reduce(self, grads: Any) -> Any:
-        call = _call()
+        call = current_call()
         return grads if call is None or call.stage else averaged(call, grads)
 
     def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
-        call = _call()
+        call = current_call()
         if call is None or not self.codec.freezes:
             return new
         count = int(call.carried["count"])
@@ -228,15 +226,31 @@ class CompressGrads(Transform):
                     f"{self!r} freezes second moments that nothing has gone into yet. Give it a "
                     "freeze_step of 1 at least: 15 to 20 % of all steps is usual."
                 )
+            self.warn_if_early(count, decay)
             return old
         if self.freeze_step == "auto" and decay is not None:
             call.window = max(call.window, round(1 / (1 - decay)))
             if (count + 1) % call.window == 0:
-                call.norm += _total(call, new) / (1 - decay ** (count + 1))
+                call.norm += sum_of(call, new) / (1 - decay ** (count + 1))
         return new
 
+    def warn_if_early(self, count: int, decay: float | None) -> None:
+        """Say once that too little has gone into second moments that stay what they are."""
+        running = context.current()
+        if decay is None or running is None or self.shard.group.rank:
+            return
+        least = max(10, round(EARLY / (1 - decay)))
+        if count < least and "early" not in running.memo:
+            running.memo["early"] = True
+            _log.warning(
+                "%r: second moments are frozen after %d steps of a mean over some %d (b2=%g). "
+                "Steps may become far too large, and training diverge. Give it 15 to 20 %% of all "
+                "steps, %d at least, or freeze_step='auto'.",
+                self, count, round(1 / (1 - decay)), decay, least,
+            )  # fmt: skip
+
     def finish(self, old: Any, out: Any) -> Any:
-        call = _call()
+        call = current_call()
         if call is None:
             return out
         several = isinstance(out, tuple) and len(out) > 0 and type(out[0]) is type(old)
@@ -320,12 +334,24 @@ class CompressGrads(Transform):
         return traffic
 
 
-def _call() -> Call | None:
+def current_call() -> Any:
+    """The running step's ``Call``, or ``None`` where nothing compresses."""
     running = context.current()
     return running.notes.get(NAME) if running is not None else None
 
 
-def _total(call: Call, moments: Tree) -> float:
+def as_unreduced(grads: Tree, params: Tree, done: bool) -> Tree:
+    """Gradients as nodes that say to which of the parameters they belong."""
+    return optree.tree_map(
+        lambda g, p: None if g is None else Unreduced(g, home_of(p), done),
+        grads,
+        params,
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+def sum_of(call: Call, moments: Tree) -> float:
     """The sum of second moments, the same on all ranks."""
     nodes = optree.tree_leaves(
         moments, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
@@ -343,56 +369,3 @@ def _advanced(old: Any, new: Any) -> Any:
     if "step" in entries and "step" in after:
         entries["step"] = after["step"]
     return entries.rebuild()
-
-
-@transform_of
-def compress_grads(
-    method: str = "onebit",
-    freeze_step: int | str = "auto",
-    gather: str | None = None,
-    **method_options: Any,
-) -> CompressGrads:
-    """Send one bit (or 4, or 8) an element in place of gradients, and keep what is left out.
-
-    Call it as ``compress_grads(step, ...)`` or as the decorator ``@compress_grads(...)``,
-    beside ``shard``; without it, or on one rank, there is nothing to send.
-
-    Args:
-        method: ``"onebit"``, ``"int8"``, ``"int4"`` or ``"powersgd"``.
-        freeze_step: how many steps are plain before compression begins and, with one bit,
-            second moments freeze. ``"auto"`` waits until these have settled.
-        gather: at ZeRO stages 1 and 2, what parameters are gathered as once compression has begun:
-            ``None``, as they are; or updates of them as ``"bf16"``, ``"int8"``, ``"int4"`` or
-            ``"onebit"``, what these lack being kept (4 bytes a parameter, cut over the ranks).
-        method_options: ``group``, elements that share a scale: 2048 for ``"onebit"`` (``None``
-            for all that travel to one rank together), 256 for ``"int8"``, 128 for ``"int4"``.
-            ``"onebit"`` also has ``scaling="mean"`` or ``"rms"``. ``"powersgd"`` has ``rank=4``.
-
-    Returns:
-        A :class:`~zfunc.Step`. A step in which some rank meets a gradient that is not finite
-        changes nothing but the step count, once compression has begun; ``aux`` counts them.
-        With one bit, norms of gradients are the root mean square of the ranks' own, an upper
-        bound on the norm of the mean.
-
-    Raises:
-        ValueError: an unknown method or option, or a ``freeze_step`` that is neither
-            ``"auto"`` nor a number of steps.
-        CompositionError: the step is compressed already, or ``gather`` has nothing to gather.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: there are {', '.join(map(repr, METHODS))}.")
-    fits = freeze_step == "auto" or (type(freeze_step) is int and freeze_step >= 0)
-    if not fits:
-        raise ValueError(
-            f"freeze_step={freeze_step!r}: expected 'auto', or how many steps come before "
-            "compression (15 to 20 % of all is usual)."
-        )
-    if gather is not None and gather not in GATHERS:
-        raise ValueError(f"gather={gather!r}: None, or {', '.join(map(repr, GATHERS))}.")
-    known = {f.name for f in fields(METHODS[method])}
-    if unknown := method_options.keys() - known:
-        raise ValueError(
-            f"{method!r} has no option {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(known))}."
-        )
-    return CompressGrads(method, freeze_step, METHODS[method](**method_options), gather)

@@ -19,6 +19,7 @@ from zfunc.placed.pieces import leaves_of
 from zfunc.placed.placement import Entries, reassembled
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.unitwise import streams
+from zfunc.placed.unreduced import linear_map
 
 __all__ = ["Mastered", "Masters", "recast", "returned"]
 
@@ -106,8 +107,8 @@ class Masters:
             return g if factor == 1.0 else g * factor
 
         if (dtype := self._dtype) is not None:
-            return tree.map(lambda g: unscaled(g, dtype), grads)
-        return tree.map(lambda g, p: unscaled(g, p.dtype), grads, params)
+            return tree.map(linear_map(lambda g: unscaled(g, dtype)), grads)
+        return tree.map(linear_map(lambda g, p: unscaled(g, p.dtype)), grads, params)
 
     def look(self, grads: Tree, running: Context, scaled: Tree) -> None:
         """Find out, on all ranks alike, whether a gradient is not finite; a collective.

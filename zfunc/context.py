@@ -128,6 +128,7 @@ class Context:
         differentiated: the same, each microbatch counted.
         keeps: which units' gradients are left for another transform than shard to average.
         frozen: whether second moments stay as they are in this call.
+        unsettled: whether ``settled`` must be given the second moments before the step.
         layer_key, layer_calls: randomness of the layers of the running loss.
         reduce_once: whether whole gradients are summed before they are reduced.
         compute: the 16-bit dtype in which layers compute, if there is one.
@@ -150,6 +151,7 @@ class Context:
     differentiated: int = 0
     keeps: Callable[[Any], bool] = lambda unit: False
     frozen: bool = False
+    unsettled: bool = False
     axis: str | tuple[str, ...] = "data"
     layer_key: Tensor | None = None
     layer_calls: int = 0

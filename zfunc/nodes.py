@@ -93,12 +93,14 @@ register(
 class LeafInfo:
     """One full leaf of a placed tree: its keys from the node on, its shape and dtype.
 
-    ``shape`` and ``dtype`` are ``None`` where the tree has no value.
+    ``shape`` and ``dtype`` are ``None`` where the tree has no value. ``each``: its first
+    dimension is the ranks, each of which has a row of its own.
     """
 
     keys: tuple[Any, ...]
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
+    each: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ __all__ = [
     "enter",
     "frozen",
     "layer",
+    "own_step",
     "reduced",
     "scan",
     "settled",
@@ -195,6 +196,27 @@ def settled(old: Tree, new: Tree, decay: float | None = None) -> Tree:
     return new
 
 
+def own_step(grads: Tree, params: Tree, mu: Tree, nu: Tree, **how: Any) -> Any:
+    """Adam's step, where a transform takes it: one whose ranks go their own ways for a while.
+
+    Args:
+        grads: as Adam was given them.
+        params, mu, nu: plain trees; means of gradients and of squares before the step.
+        how: ``lr``, ``b1``, ``b2``, ``eps``; ``decay``, a number or a function of leaf paths;
+            ``count``, the number of this step, from 1.
+
+    Returns:
+        ``(params, mu, nu, updates)``, the last a function that gives what was added to the
+        parameters; or ``None``, with nothing touched: then Adam takes it.
+    """
+    running = context.current()
+    for transform in running.transforms if running else ():
+        done = transform.own_step(grads, params, mu, nu, **how)
+        if done is not None:
+            return done
+    return None
+
+
 def frozen() -> bool:
     """Whether second moments stay as they are in this call of a step."""
     running = context.current()
@@ -205,5 +227,7 @@ def compressing() -> bool:
     """Whether ``reduced`` or ``settled`` may be more than the identity."""
     running = context.current()
     return running is not None and (
-        running.frozen or any(transform.compresses for transform in running.transforms)
+        running.frozen
+        or running.unsettled
+        or any(transform.compresses for transform in running.transforms)
     )

@@ -11,6 +11,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``leave``              how does one unit's gradient get out?
 ``differentiate``      what surrounds a ``value_and_grad``? and ``evaluate``?
 ``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
+``own_step``           who takes Adam's step, if not Adam?
 ====================  =========================================================
 
 At a seam transforms act in the order in which data flows (``position``), never in
@@ -153,6 +154,10 @@ class Transform:
     def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
         """See :func:`zfunc.settled`."""
         return new
+
+    def own_step(self, grads: Any, params: Any, mu: Any, nu: Any, **how: Any) -> Any:
+        """See :func:`zfunc.primitives.own_step`."""
+        return None
 
     def finish(self, old: Any, out: Any) -> Any:
         """Put the result of a call in order; ``old`` is what ``open`` was given."""

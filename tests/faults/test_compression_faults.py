@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_everywhere(
 def test_bad_arguments_say_what_there_is() -> None:
     step = STACK.step(ADAMW)
     for arguments, message in (
-        ({"method": "twobit"}, "there are 'onebit', 'int8', 'int4', 'powersgd'"),
+        ({"method": "twobit"}, "there are 'onebit', 'zero_one', 'int8', 'int4', 'powersgd'"),
         ({"method": "powersgd", "rank": 0}, "rank=0"),
         ({"freeze_step": -1}, "freeze_step=-1: expected"),
         ({"freeze_step": 0.2}, "freeze_step=0.2: expected"),
@@ -120,6 +120,22 @@ def test_second_moments_that_nothing_went_into_are_refused() -> None:
     with pytest.raises(zf.CompositionError, match="freeze_step of 1 at least"):
         runs_of(STACK, 2, 1, 0)
     runs_of(STACK, 2, 1, 0, optim.sgd(0.01))
+
+
+@pytest.mark.parametrize("method", ["onebit", "zero_one"])
+def test_an_early_freeze_is_warned_of_once(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where second moments look back 20 steps, ten are the fewest; without any there is none."""
+    for freeze, tx, said in ((3, optim.adam(0.01, b2=0.95), 1), (10, optim.adam(0.01, b2=0.95), 0)):
+
+        def body(freeze: int = freeze, tx: Any = tx) -> None:
+            step = wrapped(STACK, tx, 0, freeze, method=method)
+            train(step, step.place(STACK.state(tx, F64)), STACK, freeze + 3)
+
+        caplog.clear()
+        zf.simulate(2)(body)()
+        found = [r for r in caplog.records if f"frozen after {freeze} steps" in r.getMessage()]
+        assert len(found) == said
+        assert all("freeze_step='auto'" in r.getMessage() for r in found)
 
 
 def test_a_state_of_another_step_is_refused() -> None:

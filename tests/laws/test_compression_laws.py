@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,45 @@ def test_full_states_go_on_bitwise(stage: int) -> None:
         return step.unplace(state)
 
     assert_same(zf.simulate(3)(body)(True), zf.simulate(3)(body)(False))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("method", ["onebit", "int8", "powersgd"])
+def test_saved_states_go_on_bitwise(method: str, stage: int, tmp_path: Path) -> None:
+    """Placed states, saved by every rank and restored in the compression phase."""
+
+    def body(saving: bool) -> Any:
+        step = wrapped(STACK, ADAMW, stage, 2, method=method)
+        state = step.place(STACK.state(ADAMW, F64))
+        for i in range(7):
+            if saving and i == 4:
+                zf.save(tmp_path, state, step=i)
+                state = zf.restore(tmp_path, step.place(STACK.state(ADAMW, F64)))
+            state, _ = step(state, zf.local_batch(STACK.batch(i, F64)))
+        return step.unplace(state)
+
+    assert_same(zf.simulate(2)(body)(True), zf.simulate(2)(body)(False))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_saved_errors_keep_their_mean_on_other_ranks(stage: int, tmp_path: Path) -> None:
+    def begin() -> Any:
+        step = wrapped(STACK, ADAMW, stage, 2)
+        _, state = train(step, step.place(STACK.state(ADAMW, F64)), STACK, 5)
+        zf.save(tmp_path, state, step=5)
+        return step.unplace(state)
+
+    full = zf.simulate(4)(begin)()[0]
+
+    def go_on() -> Any:
+        step = wrapped(STACK, ADAMW, stage, 2)
+        state = zf.restore(tmp_path, step.place(STACK.state(ADAMW, F64)))
+        step(state, zf.local_batch(STACK.batch(5, F64)))
+        return step.unplace(state)
+
+    for after in zf.simulate(3)(go_on)():
+        assert_near(owed(after), owed(full), 1e-12)
+        assert_same((after.params, after.opt_state), (full.params, full.opt_state))
 
 
 @pytest.mark.parametrize("stages", [(0, 0), (0, 3), (2, 2), (3, 0), (1, 0)])

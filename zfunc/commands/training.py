@@ -98,7 +98,7 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
         step = zf.offload(step, to=run.offload, path=path)
     if run.compress:
         # One bit needs second moments that have warmed up; integers need nothing.
-        freeze = -(-run.steps * 17 // 100) if run.compress == "onebit" else 0
+        freeze = -(-run.steps * 17 // 100) if run.compress in ("onebit", "zero_one") else 0
         step = zf.compress_grads(step, method=run.compress, freeze_step=freeze)
     if run.drop is not None:
         step = zf.drop_layers(step, theta=run.drop, gamma=100 / run.steps)

@@ -16,9 +16,11 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfunc.comm import Group
@@ -36,7 +38,7 @@ from zfunc.files.folder import (
     read_manifest,
     said,
 )
-from zfunc.files.inventory import Inventory, rebuilt, take_stock
+from zfunc.files.inventory import Inventory, TensorLeaf, rebuilt, take_stock
 from zfunc.files.locking import hold
 from zfunc.files.manifest import Manifest, NewerVersion
 from zfunc.files.reading import Reader
@@ -295,7 +297,7 @@ def _attempt(ranks: Group, folder: Path, stock: Inventory) -> tuple[Any, str | N
     state, verdict = None, None
     try:
         with Reader(folder, manifest) as reader:
-            state = rebuilt(stock, manifest.static, reader.fill)
+            state = rebuilt(stock, manifest.static, partial(_fill, reader, stock))
     except CheckpointError as error:
         verdict = ("damaged", str(error))
     return state, _first(ranks, verdict)
@@ -320,10 +322,30 @@ def _differences(stock: Inventory, manifest: Manifest) -> str:
         "Differing": [
             f"{name} ({_kind(there[name])} there, {_kind(leaf)} here)"
             for name, leaf in here.items()
-            if name in there and _kind(there[name]) != _kind(leaf)
+            if name in there and _kind(there[name]) != _kind(leaf) and not _alike(there[name], leaf)
         ],
     }
     return " ".join(f"{what}: {', '.join(some)}." for what, some in groups.items() if some)
+
+
+def _alike(there: Any, here: Any) -> bool:
+    """Whether two leaves differ in nothing but the number of ranks that have a row each."""
+    each = isinstance(here, TensorLeaf) and here.each and there is not None
+    return each and there.dtype == here.dtype and tuple(there.shape[1:]) == here.shape[1:]
+
+
+def _fill(reader: Reader, stock: Inventory, name: str, start: int, out: Tensor) -> None:
+    """Elements of a leaf; of a row of another number of ranks, the mean of theirs."""
+    here, there = stock.tensors[name], reader.manifest.leaves[name]
+    if not here.each or there.shape[0] == here.shape[0]:
+        reader.fill(name, start, out)
+        return
+    row = torch.empty_like(out)
+    mean = torch.zeros_like(out, dtype=torch.float64)
+    for i in range(there.shape[0]):
+        reader.fill(name, i * len(out), row)
+        mean += row
+    out.copy_(mean / there.shape[0])
 
 
 def _kind(leaf: Any) -> str:

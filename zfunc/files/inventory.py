@@ -30,10 +30,14 @@ Fill = Callable[[str, int, Tensor], None]
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A full tensor leaf: its shape and dtype."""
+    """A full tensor leaf: its shape and dtype.
+
+    ``each``: it has a row for each rank, and starts from their mean on other numbers of ranks.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    each: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +102,7 @@ def take_stock(state: Any) -> Inventory:
         rows.append((node, mine))
         for name, info in zip(mine, row, strict=True):
             if info.shape is not None and info.dtype is not None:
-                tensors[name] = TensorLeaf(info.shape, info.dtype)
+                tensors[name] = TensorLeaf(info.shape, info.dtype, info.each)
             else:
                 static[name] = None if isinstance(node, Placed) else _checked(name, node)
     return Inventory(tensors, static, tuple(rows), spec)

@@ -7,7 +7,7 @@ the mean of all, which leaves the mean what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
-from zfunc.nodes import Placed, Tree, register
+from zfunc.nodes import LeafInfo, Placed, Span, Tree, register
 from zfunc.placed.dense import dense_of
 from zfunc.placed.layout import Layout
 from zfunc.placed.pieces import leaves_of
+from zfunc.placed.streaming import replicas
 from zfunc.worlds.axes import group as group_of
 
 __all__ = ["Residual", "nothing_left_out", "one_of"]
@@ -90,6 +91,37 @@ class Residual(Placed):
             ranks.all_gather(every, local, label="full errors").wait()
             rows.append(every.view(ranks.size, -1))
         return optree.tree_unflatten(self.layout.spec, self._leaves(rows))
+
+    # To and from files: each rank writes and reads a row of its own
+
+    def leaf_infos(self) -> list[LeafInfo]:
+        ranks, infos = self.group.size, []
+        for slot, keys in zip(self.layout.slots, self.layout.spec.paths(), strict=True):
+            flat = None if slot is None else self.flats[slot.flat]
+            if slot is None or flat is None:
+                infos.append(LeafInfo(tuple(keys), None, None))
+            else:
+                infos.append(LeafInfo(tuple(keys), (ranks, *slot.shape), flat.dtype, each=True))
+        return infos
+
+    def spans(self) -> list[Span]:
+        return [span for span, _ in self.streamed()]
+
+    def streamed(self) -> Iterator[tuple[Span, Tensor]]:
+        rank, same = self.group.rank, replicas(self.layout, whole=False)
+        for i, flat in enumerate(self.flats):
+            if flat is None:
+                continue
+            dense = dense_of(self.layout, i)
+            for slot, start in zip(dense.slots, dense.starts, strict=True):
+                span = Span(slot.index, rank * slot.numel, (rank + 1) * slot.numel, same)
+                yield span, flat[start : start + slot.numel]
+
+    def refilled(self, fill: Callable[[Span, Tensor], None]) -> Residual:
+        new = self.map(torch.zeros_like, [self])
+        for span, out in new.streamed():
+            fill(span, out)
+        return new
 
     def _leaves(self, flats: Sequence[Tensor | None]) -> list[Any]:
         leaves: list[Any] = [None] * len(self.layout.slots)

@@ -1,0 +1,450 @@
+"""0/1 Adam, step by step, against the formulae of its paper; and the laws of ``compress_grads``."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc as zf
+from tests.laws.cases import ADAMW, assert_near, assert_same, cut_up, regression, train
+from tests.laws.compression import TwoPhases
+from tests.laws.handwritten import CASES as HAND_WRITTEN
+from tests.laws.models import CASES as READY_MADE
+from tests.laws.models import stack, stack_loss
+from zfunc import optim, tree
+from zfunc.placed.dense import dense_of
+
+F64 = torch.float64
+STACK = READY_MADE["stack"]
+HOW = {"var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4}
+FREEZE, STEPS = 7, 20
+LR, DECAY = 0.02, 0.1
+
+
+def wrapped(case: Any, tx: Any, freeze: int | str = FREEZE, **how: Any) -> Any:
+    step = zf.shard(case.step(tx), stage=0, unit_bytes=600, roles=case.roles)
+    return zf.compress_grads(step, "zero_one", freeze_step=freeze, **{**HOW, **how})
+
+
+# The algorithm, literally
+
+
+def one() -> Any:
+    """The stack without its ``Layers``, so that one buffer holds the model."""
+    params = stack(F64)
+    return {**params, "blocks": list(params["blocks"])}
+
+
+def one_loss(params: Any, batch: Any) -> Tensor:
+    return stack_loss({**params, "blocks": zf.Layers(params["blocks"])}, batch)
+
+
+def layout_of(ranks: int) -> Any:
+    make = zf.simulate(ranks)(lambda: zf.shard(lambda s, b: (s, {})).transforms[0].layout(one()))
+    return make()[0]
+
+
+def flat(layout: Any, params: Any) -> Tensor:
+    leaves = tree.flatten_names(params)
+    return torch.cat([leaves[slot.path].reshape(-1) for slot in dense_of(layout, 0).slots])
+
+
+def gradient(layout: Any, p: Tensor, i: int, ranks: int, rank: int) -> Tensor:
+    dense = dense_of(layout, 0)
+    views = {slot.index: view for slot, view in zip(dense.slots, dense.views(p), strict=True)}
+    params = layout.spec.unflatten([views[k] for k in range(len(views))])
+    rows = 12 // ranks
+    mine = {name: x[rank * rows : (rank + 1) * rows] for name, x in regression(i, F64).items()}
+    return flat(layout, zf.value_and_grad(one_loss)(params, mine)[1])
+
+
+def policy() -> list[tuple[int, str]]:
+    """What each step does, with the counters of the published code."""
+    out, interval, counter, between, steps = [], 1, 0, 1, 0
+    for t in range(1, STEPS + 1):
+        if t <= FREEZE:
+            out.append((t, "dense" if t % interval == 0 else "compressed"))
+            counter += t % interval == 0
+            if counter == HOW["var_update_scaler"]:
+                counter, interval = 0, 2 * interval
+            continue
+        out.append((t, "average" if t % between == 0 else "local"))
+        steps += 1
+        if steps == HOW["local_step_scaler"]:
+            steps, between = 0, min(HOW["local_step_clipper"], 2 * between)
+    return out
+
+
+def simulated(ranks: int, rate: Any) -> list[tuple[Tensor, list[Tensor]]]:
+    """After each step: parameters that all share, and those that each rank is at."""
+    layout = layout_of(ranks)
+    cuts = dense_of(layout, 0).cuts
+    b1, b2 = 0.9, 0.999
+    x = flat(layout, one())
+    m, v, learnt, seen = torch.zeros_like(x), torch.zeros_like(x), 0, []
+    gradients, movements = TwoPhases(cuts), TwoPhases(cuts)
+    at, mine = [x] * ranks, [m] * ranks
+    u, lrs = [torch.zeros_like(x)] * ranks, 0.0
+    for t, kind in policy():
+        own = [gradient(layout, at[r], t - 1, ranks, r) for r in range(ranks)]
+        lr = rate(t - 1)
+        if kind in ("dense", "compressed"):
+            g = torch.stack(own).mean(0) if kind == "dense" else gradients.mean(own)
+            m = b1 * m + (1 - b1) * g
+            if kind == "dense":
+                v, learnt = b2 * v + (1 - b2) * g**2, learnt + 1
+            d = (v / (1 - b2**learnt)).sqrt() + 1e-8
+            x = x - lr * (m / (1 - b1**t) / d + DECAY * x)
+            at, mine = [x] * ranks, [m] * ranks
+        else:
+            mine = [b1 * m_ + (1 - b1) * g for m_, g in zip(mine, own, strict=True)]
+            u = [u_ + lr * m_ / (1 - b1**t) for u_, m_ in zip(u, mine, strict=True)]
+            x, lrs = x - lr * DECAY * x, lrs + lr
+            at = [x - u_ / d for u_ in u]
+            if kind == "average":
+                mean = movements.mean(u)
+                x, m = x - mean / d, mean / lrs * (1 - b1**t)
+                at, mine = [x] * ranks, [m] * ranks
+                u, lrs = [torch.zeros_like(x)] * ranks, 0.0
+        seen.append((x, at))
+    return seen
+
+
+def rate(count: Any) -> Any:
+    """A rate that falls, so that sums of rates are not multiples of one."""
+    return LR * 0.97 ** torch.as_tensor(count, dtype=F64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_it_is_the_published_algorithm(ranks: int) -> None:
+    tx = optim.adamw(rate, weight_decay=DECAY)
+    layout = layout_of(ranks)
+
+    def body() -> Any:
+        step = zf.compress_grads(
+            zf.shard(zf.train_step(one_loss, tx), stage=0), "zero_one", freeze_step=FREEZE, **HOW
+        )
+        state, seen = step.place(zf.TrainState.create(one(), tx)), []
+        for i in range(STEPS):
+            state, _ = step(state, zf.local_batch(regression(i, F64)))
+            drift = state.aux["compress_grads"]["zero_one"]["drift"]["params"].flats[0]
+            seen.append((flat(layout, zf.full(state.params)), drift.clone()))
+        return seen
+
+    kinds = {kind for _, kind in policy()}
+    assert kinds == {"dense", "compressed", "local", "average"}
+    expected = simulated(ranks, lambda t: float(rate(t)))
+    for rank, seen in enumerate(zf.simulate(ranks)(body)()):
+        for (x, drift), (shared, at) in zip(seen, expected, strict=True):
+            torch.testing.assert_close(x, shared, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(x - drift, at[rank], rtol=1e-9, atol=1e-9)
+
+
+# Laws of every method
+
+
+@pytest.mark.parametrize("name", ["stack", "frozen", "mixed dtypes", "uneven batch", "tiny leaves"])
+def test_ranks_agree_and_donating_changes_nothing(name: str) -> None:
+    case = {**READY_MADE, **HAND_WRITTEN}[name]
+
+    def body(donated: bool) -> Any:
+        step = wrapped(case, ADAMW)
+        step = zf.donate(step) if donated else step
+        metrics, state = train(step, step.place(case.state(ADAMW, F64)), case, 14)
+        return metrics, step.unplace(state)
+
+    runs = zf.simulate(3)(body)(False)
+    for run in runs:
+        assert_same(run, runs[0])
+    assert_same(zf.simulate(3)(body)(True), runs)
+
+
+@pytest.mark.parametrize("name", ["gan", "the head"])
+def test_several_optimizers_and_parts_of_a_tree(name: str) -> None:
+    case = HAND_WRITTEN[name]
+
+    def body() -> Any:
+        step = wrapped(case, ADAMW)
+        metrics, state = train(step, step.place(case.state(ADAMW, F64)), case, 12)
+        return metrics, step.unplace(state)
+
+    runs = zf.simulate(2)(body)()
+    for run in runs:
+        assert_same(run, runs[0])
+    assert all(torch.isfinite(x).all() for x in tree.leaves(runs[0][1]) if x.is_floating_point())
+
+
+def test_before_compression_begins_it_is_the_plain_step() -> None:
+    plain = cut_up(STACK, 3, ADAMW, steps=4, stage=0, unit_bytes=600)
+
+    def body() -> Any:
+        step = wrapped(STACK, ADAMW, freeze=9, var_update_scaler=4)
+        metrics, state = train(step, step.place(STACK.state(ADAMW, F64)), STACK, 4)
+        return metrics, state.params, state.opt_state
+
+    for (metrics, params, opt_state), (expected, full) in zip(
+        zf.simulate(3)(body)(), plain, strict=True
+    ):
+        assert_same(metrics, expected)
+        assert_same(zf.full(params), full.params)
+        assert_same(zf.full(opt_state), full.opt_state)
+
+
+def test_on_one_rank_nothing_ever_changes() -> None:
+    plain = cut_up(STACK, 1, ADAMW, steps=12, stage=0, unit_bytes=600)[0]
+
+    def body() -> Any:
+        step = wrapped(STACK, ADAMW)
+        metrics, state = train(step, step.place(STACK.state(ADAMW, F64)), STACK, 12)
+        return metrics, step.unplace(state)
+
+    assert_same(zf.simulate(1)(body)()[0], plain)
+
+
+def test_a_step_is_pure() -> None:
+    def body() -> None:
+        step = wrapped(STACK, ADAMW)
+        state = step.place(STACK.state(ADAMW, F64))
+        for i in range(14):
+            batch = zf.local_batch(STACK.batch(i, F64))
+            kept = [x.clone() for x in tree.leaves(state)]
+            first, second = step(state, batch), step(state, batch)
+            assert_same(step.unplace(first[0]), step.unplace(second[0]))
+            for x, y in zip(tree.leaves(state), kept, strict=True):
+                assert torch.equal(x, y)
+            state = first[0]
+
+    zf.simulate(2)(body)()
+
+
+@pytest.mark.parametrize("pause", [5, 10, 12, 13])
+def test_full_states_go_on_bitwise(pause: int) -> None:
+    """Unplaced and placed again while gradients are compressed, and between averages."""
+
+    def body(again: bool) -> Any:
+        step = wrapped(STACK, ADAMW)
+        state = step.place(STACK.state(ADAMW, F64))
+        for i in range(18):
+            if again and i == pause:
+                state = step.place(step.unplace(state))
+            state, _ = step(state, zf.local_batch(STACK.batch(i, F64)))
+        return step.unplace(state)
+
+    assert_same(zf.simulate(3)(body)(True), zf.simulate(3)(body)(False))
+
+
+def test_saved_states_go_on_bitwise(tmp_path: Any) -> None:
+    def body(saving: bool) -> Any:
+        step = wrapped(STACK, ADAMW)
+        state = step.place(STACK.state(ADAMW, F64))
+        for i in range(16):
+            if saving and i == 13:
+                zf.save(tmp_path, state, step=i)
+                state = zf.restore(tmp_path, state)
+            state, _ = step(state, zf.local_batch(STACK.batch(i, F64)))
+        return step.unplace(state)
+
+    assert_same(zf.simulate(2)(body)(True), zf.simulate(2)(body)(False))
+
+
+def test_drift_and_momentum_keep_their_mean_on_other_ranks() -> None:
+    def begin() -> Any:
+        step = wrapped(STACK, ADAMW)
+        _, state = train(step, step.place(STACK.state(ADAMW, F64)), STACK, 13)
+        return step.unplace(state)
+
+    full = zf.simulate(4)(begin)()[0]
+    assert float(full.aux["compress_grads"]["zero_one"]["rates"]["params"].max()) > 0
+
+    def go_on() -> Any:
+        step = wrapped(STACK, ADAMW)
+        state = step.place(full)
+        after = step.unplace(state)
+        step(state, zf.local_batch(STACK.batch(13, F64)))
+        return after
+
+    for after in zf.simulate(3)(go_on)():
+        mine, theirs = (x.aux["compress_grads"]["zero_one"] for x in (after, full))
+        for kind in ("drift", "momentum"):
+            means = [tree.map(lambda e: e.mean(0), x[kind]["params"]) for x in (mine, theirs)]
+            assert_near(means[0], means[1], 1e-12)
+        assert_same(mine["rates"], theirs["rates"])
+        assert_same((after.params, after.opt_state), (full.params, full.opt_state))
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("steps", [3, 12, 14])
+def test_a_gradient_that_is_not_finite_is_skipped_everywhere(steps: int, donated: bool) -> None:
+    """In a step with compressed gradients, in a local one and in one that averages."""
+    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.02))
+
+    def body() -> None:
+        step = wrapped(STACK, tx, freeze=6, local_step_scaler=2)
+        step = zf.donate(step) if donated else step
+        state = step.place(STACK.state(tx, F64))
+        for i in range(steps - 1):
+            state, _ = step(state, zf.local_batch(STACK.batch(i, F64)))
+        before = step.unplace(state)
+        batch = zf.local_batch(STACK.batch(4, F64))
+        if zf.rank() == 1:
+            batch["x"][0, 0] = math.nan
+        state, _ = step(state, batch)
+        after = step.unplace(state)
+        was, now = (x.aux["compress_grads"] for x in (before, after))
+        assert int(after.step) == steps
+        assert int(now["skipped"]) == 1
+        for name in ("worker", "server", "zero_one"):
+            assert_same(now[name], was[name])
+        assert_same((after.params, after.opt_state), (before.params, before.opt_state))
+        state, metrics = step(state, zf.local_batch(STACK.batch(5, F64)))
+        assert bool(metrics["loss"].isfinite())
+
+    zf.simulate(3)(body)()
+
+
+# What is sent, and what it says
+
+
+def two_phases(layout: Any, ranks: int) -> int:
+    """n/8 bytes and 8 for each 2,048 elements, to others, of others' parts and of one's own."""
+    total, rank = 0, zf.rank()
+    for i in range(len(layout.flats)):
+        cuts = dense_of(layout, i).cuts
+        sizes = [-(-(b - a) // 8) + 8 * -(-(b - a) // 2048) for a, b in pairwise(cuts)]
+        total += sum(sizes) - sizes[rank] + (ranks - 1) * sizes[rank]
+    return total
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_what_is_sent_is_what_it_says(ranks: int) -> None:
+    """Plain gradients, two phases of signs, or nothing of the size of the model."""
+
+    def body() -> None:
+        step = wrapped(STACK, ADAMW)
+        told = zf.donate(step)  # never runs, so that it must compute what the next step sends
+        state = step.place(STACK.state(ADAMW, F64))
+        for t, kind in policy():
+            told.place(step.unplace(state))
+            with zf.comm.ledger() as led:
+                state, _ = step(state, zf.local_batch(STACK.batch(t, F64)))
+            assert step.describe().sent_bytes == led.total_bytes
+            sent, headers = {"reduce": 0, "compress": 0}, 0
+            for label, n in led.by_label.items():
+                if label.split()[0] in sent:
+                    sent[label.split()[0]] += n
+                    headers += 16 * (ranks - 1) * led.calls_by_label[label]
+            assert told.describe().sent_bytes == sum(sent.values()) + headers, t
+            if ranks == 1:
+                assert not any(sent.values())
+                continue
+            signs = two_phases(state.aux["compress_grads"]["worker"]["params"].layout, ranks)
+            assert bool(sent["reduce"]) == (kind == "dense"), t
+            assert sent["compress"] == (signs if kind in ("compressed", "average") else 0), t
+            assert f"gradients or movements: {signs} bytes" in str(told.describe())
+
+    zf.simulate(ranks)(body)()
+
+
+@pytest.mark.parametrize("rest", [True, False])
+def test_auto_freezes_when_second_moments_have_settled(rest: bool) -> None:
+    """Gradients that keep their size settle at once; those that shrink do not."""
+    tx = optim.adamw(1e-9, b2=0.9)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return (params["w"] * batch).sum()
+
+    def body() -> int:
+        step = zf.compress_grads(zf.shard(zf.train_step(loss, tx), stage=0), "zero_one")
+        state = step.place(zf.TrainState.create({"w": torch.ones(64, dtype=F64)}, tx))
+        for i in range(30):
+            if int(state.aux["compress_grads"]["zero_one"]["frozen_at"]) >= 0:
+                return i
+            state, _ = step(state, torch.ones(64, dtype=F64) * (1.0 if rest else 0.8**i))
+        return 30
+
+    assert set(zf.simulate(2)(body)()) == {20 if rest else 30}
+
+
+def test_updates_are_what_was_added() -> None:
+    """An optimizer's updates can be looked at, also those of steps that a rank takes alone."""
+
+    def step(state: Any, batch: Any) -> Any:
+        _, grads = zf.value_and_grad(stack_loss)(state.params, batch)
+        updates, opt_state = ADAMW.update(grads, state.opt_state, state.params)
+        looked = tree.map(torch.clone, updates)
+        params = optim.apply_updates(state.params, updates)
+        new = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
+        return new, {"updates": looked}
+
+    def body() -> None:
+        wrap = zf.compress_grads(zf.shard(step, stage=0), "zero_one", freeze_step=FREEZE, **HOW)
+        state = wrap.place(STACK.state(ADAMW, F64))
+        for i in range(14):
+            new, metrics = wrap(state, zf.local_batch(STACK.batch(i, F64)))
+            moved = tree.map(torch.sub, zf.full(new.params), zf.full(state.params))
+            assert_near(metrics["updates"], moved, 1e-12)
+            state = new
+
+    zf.simulate(2)(body)()
+
+
+# Bad input
+
+
+def test_only_adam_takes_steps_of_its_own() -> None:
+    refused = (
+        optim.sgd(0.1, momentum=0.9),
+        optim.lamb(0.1),
+        optim.lion(0.1),
+        optim.chain(optim.adamw(0.1), optim.scale_by_schedule(0.5)),
+        optim.masked(optim.adam(0.1), lambda path: "head" in path),
+    )
+    for tx in refused:
+
+        def body(tx: Any = tx) -> None:
+            step = wrapped(STACK, tx)
+            state = step.place(STACK.state(tx, F64))
+            step(state, zf.local_batch(STACK.batch(0, F64)))
+
+        with pytest.raises(zf.CompositionError, match=r"optim\.adamw.*method='onebit'"):
+            zf.simulate(2)(body)()
+
+
+def test_gradients_averaged_before_are_refused_in_the_first_step() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        _, grads = zf.value_and_grad(stack_loss)(state.params, batch)
+        updates, _ = ADAMW.update(zf.reduced(grads), state.opt_state, state.params)
+        return state.replace(params=optim.apply_updates(state.params, updates)), {}
+
+    def body() -> None:
+        wrap = zf.compress_grads(zf.shard(step, stage=0), "zero_one", freeze_step=FREEZE)
+        wrap(wrap.place(STACK.state(ADAMW, F64)), zf.local_batch(STACK.batch(0, F64)))
+
+    with pytest.raises(zf.CompositionError, match="averaged before the optimizer"):
+        zf.simulate(2)(body)()
+
+
+def test_what_cannot_keep_its_promise_says_what_to_use() -> None:
+    step = STACK.step(ADAMW)
+    for stage in (1, 2, 3):
+        with pytest.raises(zf.CompositionError, match=r"stage=0\), or .*method='onebit'"):
+            zf.compress_grads(zf.shard(step, stage=stage), "zero_one")
+    sharded = zf.compress_grads(zf.shard(step, stage=0), "zero_one")
+    for wrap in (zf.precision, lambda f: zf.quantize(f, target_bits=8)):
+        with pytest.raises(zf.CompositionError, match="method='onebit'"):
+            wrap(sharded)
+    with pytest.raises(zf.CompositionError, match="already"):
+        zf.compress_grads(sharded, "onebit")
+    for arguments, message in (
+        ({"freeze_step": 0}, "must learn first"),
+        ({"var_update_scaler": 0}, "var_update_scaler=0"),
+        ({"local_step_clipper": 1.5}, "local_step_clipper=1.5"),
+        ({"rank": 4}, "has no option rank"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zf.compress_grads(step, "zero_one", **arguments)  # type: ignore[arg-type]
