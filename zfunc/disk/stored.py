@@ -107,9 +107,7 @@ class Stored(Streamed):
         return self.column.writer(self.slot, index)
 
 
-def _refilled(
-    column: Column, unit: int, fill: Callable[[Span, Tensor], None]
-) -> list[Future[Any]]:
+def _refilled(column: Column, unit: int, fill: Callable[[Span, Tensor], None]) -> list[Future[Any]]:
     """Fill this rank's part of one unit, and start to write it."""
     made = column.sections[unit]
     buffer = column.store.room(made.nbytes)

@@ -7,6 +7,7 @@ by running the whole text again. :mod:`zfunc.language.gpt_decoding` has that of 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -116,6 +117,8 @@ class HuggingFace:
         self._takes = functional.signature.parameters
         self.limit = getattr(text, "max_position_embeddings", None)
         self.vocab = getattr(text, "vocab_size", None)
+        # Containers of layers by length: to build one out of a config takes as long as a layer.
+        self._shells: dict[int, Any] = {}
 
     def start(self, batch: int, length: int, mask: Tensor | None) -> Cache:
         return Cache(() if mask is None else (mask,), (), length, 0)
@@ -143,11 +146,19 @@ class HuggingFace:
     def _layers(self, cache: Cache) -> Any:
         from transformers import StaticCache
 
-        layers = StaticCache(config=self._functional.config, max_cache_len=cache.length)
+        config, length = self._functional.config, cache.length
+        if not cache.rows:
+            return StaticCache(config=config, max_cache_len=length)
+        if length not in self._shells:
+            self._shells[length] = StaticCache(config=config, max_cache_len=length)
+        layers = copy.copy(self._shells[length])
         tensors = iter(cache.tensors)
-        for layer, row in zip(layers.layers, cache.rows, strict=False):
+        layers.layers = []
+        for row in cache.rows:
+            layer = row.kind.__new__(row.kind)
             layer.__dict__.update(row.rest)
             layer.__dict__.update((name, next(tensors)) for name in row.names)
+            layers.layers.append(layer)
         return layers
 
 
