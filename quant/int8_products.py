@@ -29,6 +29,7 @@ __all__ = ["Piece", "Pieces", "product", "rounded", "takes"]
 ROWS = 512  # of the input at once: bounds the 16-bit halves and the sums
 TINY = 1e-30  # inputs below it are rounded to zero
 GROUPS = 8  # groups in a piece: more would need more zeros, fewer more calls
+PIECE = 1 << 14  # codes in a piece of several groups: below, a call costs more than it saves
 FEW = 16  # rows of the input that pieces of several groups are worth it for
 
 
@@ -49,7 +50,10 @@ def exact() -> bool:
 def takes(weight: QTensor, m: int) -> bool:
     """Whether this route is there and worth it."""
     n, k = weight.rows
-    return bool(n and k and m) and (m <= FEW or weight.format.groups(k) == 1) and exact()
+    if not (n and k and m and exact()):
+        return False
+    width, groups = weight.format.width(k), weight.format.groups(k)
+    return groups == 1 or (m <= FEW and n * width * min(groups, GROUPS) >= PIECE)
 
 
 @dataclass(frozen=True)

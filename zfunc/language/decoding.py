@@ -19,7 +19,7 @@ from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.nodes import register
 
-__all__ = ["Decoder", "HuggingFace", "Replay", "decoder_of"]
+__all__ = ["Decoder", "HuggingFace", "Replay", "check_room", "decoder_of"]
 
 
 @runtime_checkable
@@ -42,7 +42,19 @@ class Decoder(Protocol):
         Returns:
             Logits of the position behind the last token, ``[b, vocab]``, and the new
             cache. The old one's memory may have been reused.
+
+        Raises:
+            ValueError: the cache has no room for them.
         """
+
+
+def check_room(used: int, taken: int, length: int) -> None:
+    """Raise ``ValueError`` where a cache with ``used`` positions cannot take ``taken`` more."""
+    if used + taken > length:
+        raise ValueError(
+            f"the cache is full: {used} of its {length} positions are taken and {taken} more were "
+            "given. Start it for as many positions as prompt and new tokens have together."
+        )
 
 
 def decoder_of(functional: Any) -> Decoder:
@@ -126,6 +138,7 @@ class HuggingFace:
     def step(self, params: Any, cache: Cache, tokens: Tensor) -> tuple[Tensor, Cache]:
         mask = cache.tensors[-1] if len(cache.tensors) > _count(cache.rows) else None
         stop = cache.used + tokens.shape[1]
+        check_room(cache.used, tokens.shape[1], cache.length)
         layers = self._layers(cache)
         given: dict[str, Any] = {"past_key_values": layers, "use_cache": True}
         taken = (torch.arange(cache.length, device=tokens.device) < stop).expand(len(tokens), -1)
@@ -139,6 +152,11 @@ class HuggingFace:
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
         out = self._functional.apply(params, tokens, train=False, **given)
+        if not isinstance(getattr(out, "logits", None), Tensor):
+            raise PlacementError(
+                f"{self._functional!r} returned {type(out).__name__}, without logits: generate "
+                "needs the model with its language head (AutoModelForCausalLM)."
+            )
         tensors, rows = _taken_apart(layers)
         new = Cache([*tensors, *([] if mask is None else [mask])], rows, cache.length, stop)
         return out.logits[:, -1], new
@@ -155,7 +173,7 @@ class HuggingFace:
         tensors = iter(cache.tensors)
         layers.layers = []
         for row in cache.rows:
-            layer = row.kind.__new__(row.kind)
+            layer: Any = object.__new__(row.kind)
             layer.__dict__.update(row.rest)
             layer.__dict__.update((name, next(tensors)) for name in row.names)
             layers.layers.append(layer)
