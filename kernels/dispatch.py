@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zfunc.kernels.operators import KernelError
 
-__all__ = ["KERNELS", "Choice", "Kernel", "choose", "config", "register", "run", "use"]
+__all__ = ["KERNELS", "Choice", "Kernel", "choose", "config", "forced", "register", "run", "use"]
 
 Route = Literal["triton", "torch"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +87,11 @@ def installed() -> bool:
 def interpreting() -> bool:
     """Whether Triton was asked to interpret: then its kernels take CPU tensors, slowly."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def forced() -> Route | None:
+    """The route that :func:`use` insists on, if there is one."""
+    return _forced.get()
 
 
 def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:

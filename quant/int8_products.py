@@ -1,12 +1,15 @@
 """Products of 8-bit codes on the CPU, with exact sums in int32.
 
 oneDNN multiplies unsigned 8-bit inputs with signed 8-bit weights that it has reordered once. The
-reordered codes replace the stored ones, so memory holds them once. Rows with several scales are
-cut into one piece for each group: sums are exact within a group and fp32 between groups.
+reordered codes replace the stored ones, so memory holds them once. It knows one scale for a row,
+so rows with several are cut into pieces of a few groups, and the inputs of a piece are laid out
+block by block: ``[x1 0; 0 x2]`` times ``[W1 W2]^T`` has the sums of each group in a row of its
+own, exact in int32, which are scaled and added in fp32. A product that waits for weights (1 to 16
+rows) takes the zeros for nothing; with more rows they cost more than weights that are dequantised.
 
 Inputs are rounded row by row. Weight-only formats round them to 16 bits, as
-``x = scale * (256 * high + low)``: two rows of 8-bit inputs, which a product that waits for
-weights (1 to 16 rows) takes for little more than one. ``dynamic`` formats (W8A8) round to 8.
+``x = scale * (256 * high + low)``: two rows of 8-bit inputs, which such a product takes for little
+more than one. ``dynamic`` formats (W8A8) round to 8.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from zfunc.quant.qtensor import QTensor
 
-__all__ = ["Pieces", "product", "rounded", "takes"]
+__all__ = ["Piece", "Pieces", "product", "rounded", "takes"]
 
 ROWS = 512  # of the input at once: bounds the 16-bit halves and the sums
 TINY = 1e-30  # inputs below it are rounded to zero
-PIECE = 1 << 14  # codes in a piece: below, a call costs more than it saves
+GROUPS = 8  # groups in a piece: more would need more zeros, fewer more calls
+PIECE = 1 << 14  # codes in a piece of several groups: below, a call costs more than it saves
+FEW = 16  # rows of the input that pieces of several groups are worth it for
 
 
 @functools.cache
@@ -45,45 +50,55 @@ def exact() -> bool:
 def takes(weight: QTensor, m: int) -> bool:
     """Whether this route is there and worth it."""
     n, k = weight.rows
-    many = weight.format.groups(k) > 1
-    return bool(n and k and m) and exact() and (not many or n * weight.format.width(k) >= PIECE)
+    if not (n and k and m and exact()):
+        return False
+    width, groups = weight.format.width(k), weight.format.groups(k)
+    return groups == 1 or (m <= FEW and n * width * min(groups, GROUPS) >= PIECE)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some columns as oneDNN reads them.
+
+    Attributes:
+        codes: the reordered matrix.
+        scales: ``[groups, n]`` fp32.
+        zeros: ``[groups, n]`` int8, or None.
+        width: columns of a group.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    width: int
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Codes as oneDNN reads them, one piece for each group of columns, with its scales ``[n]``."""
+    """All columns, in pieces of up to :data:`GROUPS` groups of the same width."""
 
-    pieces: tuple[Tensor, ...]
-    scales: tuple[Tensor, ...]
+    pieces: tuple[Piece, ...]
 
     def codes(self) -> Tensor:
         """``[n, k]`` int8."""
-        return torch.cat([piece.to_dense().t() for piece in self.pieces], dim=1).contiguous()
+        return torch.cat([p.codes.to_dense().t() for p in self.pieces], dim=1).contiguous()
 
 
 def product(x: Tensor, weight: QTensor) -> Tensor:
     """``x W^T`` for fp32 ``x`` ``[m, k]``."""
-    if len(x) > ROWS:
+    if x.shape[0] > ROWS:
         return torch.cat([product(part, weight) for part in x.split(ROWS)])
     ready: Pieces = weight.ready(lambda: _pieces(weight))
-    if weight.format.dynamic and len(ready.pieces) == 1 and weight.zero is None:
-        # Nothing but the product: next to a narrow layer's, every call of torch counts.
-        codes, _, scale = _rounded_to_8(x)
-        return _multiply(codes, ready.pieces[0], ready.scales[0]).mul_(scale)
-    width = weight.format.width(weight.rows[1])
-    high, low, scale = _rounded_to_8(x) if weight.format.dynamic else _rounded_to_16(x)
-    halves = high if low is None else torch.cat([high, low])
+    rounding = _rounded_to_8 if weight.format.dynamic else _rounded_to_16
+    inputs, scale = rounding(x)
+    if len(ready.pieces) == 1:
+        return _sums(inputs, ready.pieces[0]).mul_(scale)
+    sizes = [p.width * p.scales.shape[0] for p in ready.pieces]
     total: Tensor | None = None
-    inputs = halves.split(width, dim=1)
-    for g, (part, piece, scales) in enumerate(zip(inputs, ready.pieces, ready.scales, strict=True)):
-        y = _multiply(part.contiguous(), piece, scales)
-        if weight.zero is not None:
-            sums = (part.to(torch.int32) - 128).sum(dim=1, keepdim=True)
-            y -= sums * (scales * weight.zero[:, g])
+    for part, piece in zip(inputs.split(sizes, dim=2), ready.pieces, strict=True):
+        y = _sums(part, piece)
         total = y if total is None else total.add_(y)
     assert total is not None
-    if low is not None:
-        total = total[len(x) :].add_(total[: len(x)], alpha=256.0)
     return total.mul_(scale)
 
 
@@ -93,16 +108,66 @@ def _pieces(weight: QTensor) -> Pieces:
     # A group's scales are read together; where they are fp32 already, nothing is kept twice.
     columns = weight.scale.t().contiguous()
     weight.scale = columns.t()
-    return Pieces(
-        tuple(prepack(part.contiguous(), None) for part in codes.split(width, dim=1)),
-        columns.float().unbind(),
-    )
+    scales, found = columns.float(), []
+    for at, groups, size in _cuts(weight.rows[1], width):
+        part = codes[:, at : at + groups * size]
+        first = at // width
+        zeros = None if weight.zero is None else weight.zero.t()[first : first + groups]
+        packed = prepack(part.contiguous(), None)
+        found.append(Piece(packed, scales[first : first + groups], zeros, size))
+    return Pieces(tuple(found))
 
 
-def _multiply(inputs: Tensor, piece: Tensor, scale: Tensor) -> Tensor:
+def _cuts(k: int, width: int) -> list[tuple[int, int, int]]:
+    """Pieces of rows of ``k``: first column, groups, columns of a group.
+
+    >>> _cuts(1100, 100)
+    [(0, 8, 100), (800, 3, 100)]
+    >>> _cuts(70, 32)
+    [(0, 2, 32), (64, 1, 6)]
+    """
+    full = k // width
+    cuts = [(g * width, min(GROUPS, full - g), width) for g in range(0, full, GROUPS)]
+    return cuts + ([(full * width, 1, k % width)] if k % width else [])
+
+
+def _sums(inputs: Tensor, piece: Piece) -> Tensor:
+    """``codes(inputs) W^T`` ``[m, n]``, up to the scales of the inputs.
+
+    Args:
+        inputs: ``[halves, m, columns]`` uint8, the low ones first; 128 stands for 0.
+    """
+    (halves, m, k), groups = inputs.shape, piece.scales.shape[0]
+    if groups == 1:
+        y = _multiply(inputs.reshape(halves * m, k), piece.codes, piece.scales[0])
+    else:
+        blocks = inputs.new_full((halves, groups, m, groups, piece.width), 128)
+        each = inputs.view(halves, m, groups, piece.width).permute(0, 1, 3, 2)
+        blocks.diagonal(dim1=1, dim2=3).copy_(each)
+        y = _multiply(blocks.view(-1, k), piece.codes, _ones(piece.scales.shape[1]))
+    if halves == 2:
+        low, high = y.view(2, groups * m, -1)
+        y = low.add_(high, alpha=256.0)
+    if groups > 1:
+        y = y.view(groups, m, -1).mul_(piece.scales[:, None]).sum(dim=0)
+    if piece.zeros is not None:
+        taken = inputs.reshape(halves, m, groups, piece.width).sum(dim=3, dtype=torch.int32)
+        taken = taken.sub_(128 * piece.width).float()
+        if halves == 2:
+            taken = taken[:1].add_(taken[1:], alpha=256.0)
+        y.addmm_(taken[0], piece.scales * piece.zeros, alpha=-1)
+    return y
+
+
+@functools.cache
+def _product() -> Any:
+    return torch.ops.onednn.qlinear_pointwise.default
+
+
+def _multiply(inputs: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """``(inputs - 128) codes^T`` in int32, times ``scale`` ``[n]`` in fp32."""
-    return torch.ops.onednn.qlinear_pointwise(
-        inputs, 1.0, 128, piece, scale, _zeros(len(scale)), None, 1.0, 0, torch.float32, "none",
+    return _product()(
+        inputs, 1.0, 128, codes, scale, _zeros(scale.shape[0]), None, 1.0, 0, torch.float32, "none",
         [], "",
     )  # fmt: skip
 
@@ -112,25 +177,37 @@ def _zeros(n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.int64)
 
 
+@functools.cache
+def _ones(n: int) -> Tensor:
+    return torch.ones(n)
+
+
 def _scale(x: Tensor, top: int) -> Tensor:
     """``max|x| / top`` of each row; of a row of zeros a number that is no zero."""
     return x.abs().amax(dim=-1, keepdim=True).div_(top).clamp_min_(TINY)
 
 
-def _rounded_to_8(x: Tensor) -> tuple[Tensor, None, Tensor]:
+def _rounded_to_8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes ``[1, m, k]`` uint8, 128 standing for 0, and the scale ``[m, 1]`` of each row."""
     scale = _scale(x, 127)
-    return x.div(scale).round_().add_(128).to(torch.uint8), None, scale
+    return torch.addcdiv(_half(128), x, scale).to(torch.uint8)[None], scale
 
 
-def _rounded_to_16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded_to_16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of ``256 * high + low``: low and high ones ``[2, m, k]``."""
     scale = _scale(x, 127 * 256)
-    codes = x.div(scale).round_().to(torch.int32)
-    high = codes.add(128).bitwise_right_shift_(8)
-    low = codes.sub_(high, alpha=256).add_(128).to(torch.uint8)
-    return high.add_(128).to(torch.uint8), low, scale
+    codes = torch.addcdiv(_half(128 * 257), x, scale).to(torch.int32)
+    low, high = codes.bitwise_and(255), codes.bitwise_right_shift_(8)
+    return torch.stack([low, high]).to(torch.uint8), scale
+
+
+@functools.cache
+def _half(zero: int) -> Tensor:
+    """What is added before a number is cut off, so that it is rounded to the nearest."""
+    return torch.tensor(zero + 0.5)
 
 
 def rounded(x: Tensor) -> Tensor:
     """``x`` rounded to 8 bits, row by row, and back: what a dynamic format multiplies with."""
     scale = _scale(x, 127)
-    return (x / scale).round_() * scale
+    return (x / scale).add_(128.5).floor_().sub_(128) * scale

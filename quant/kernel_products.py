@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zfunc import kernels
+from zfunc.kernels import dispatch
 
 if TYPE_CHECKING:
     from zfunc.quant.qtensor import QTensor
@@ -41,6 +42,8 @@ def kernel_of(weight: QTensor) -> str:
 
 def takes(x: Tensor, weight: QTensor) -> bool:
     """Whether the dispatch has a kernel for this product here."""
+    if x.is_cpu and dispatch.forced() != "triton":
+        return False  # what the dispatch would say, without the time that it takes
     if (weight.format.dynamic and weight.format.packed) or x.device != weight.device:
         return False
     how = {"group": weight.format.group_size or 0, "rows": len(x), "dtype": x.dtype}

@@ -33,14 +33,15 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
             f"mat1 and mat2 shapes cannot be multiplied: {tuple(x.shape)} with a weight that sums "
             f"over {k} ({weight!r})"
         )
-    rows = x.reshape(-1, k)
+    rows = x if x.ndim == 2 else x.reshape(-1, k)
     if torch.is_grad_enabled() and x.requires_grad:
         y: Tensor = _Product.apply(rows, weight)
-    elif route(rows, weight) == "kernel":
-        return kernel_products.product(rows, weight, bias).reshape(*x.shape[:-1], n)
     else:
-        y = _forward(rows, weight)
-    y = y.reshape(*x.shape[:-1], n)
+        way = route(rows, weight)
+        if way == "kernel":
+            return kernel_products.product(rows, weight, bias).reshape(*x.shape[:-1], n)
+        y = _forward(rows, weight, way)
+    y = y if x.ndim == 2 else y.reshape(*x.shape[:-1], n)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -48,15 +49,15 @@ def route(x: Tensor, weight: QTensor) -> str:
     """Which way a product goes: ``"kernel"``, ``"int8"``, ``"int4"`` or ``"dequantised"``."""
     if kernel_products.takes(x, weight):
         return "kernel"
-    if x.device.type != "cpu" or weight.scale.device.type != "cpu" or x.dtype == torch.float64:
+    if not (x.is_cpu and weight.scale.is_cpu) or x.dtype == torch.float64:
         return "dequantised"
+    # Between narrow layers Python counts: shapes are read past torch's own `len`.
     if weight.format.dynamic or not weight.format.packed:
-        return "int8" if int8_products.takes(weight, len(x)) else "dequantised"
-    return "int4" if int4_products.takes(weight, len(x)) else "dequantised"
+        return "int8" if int8_products.takes(weight, x.shape[0]) else "dequantised"
+    return "int4" if int4_products.takes(weight, x.shape[0]) else "dequantised"
 
 
-def _forward(x: Tensor, weight: QTensor) -> Tensor:
-    way = route(x, weight)
+def _forward(x: Tensor, weight: QTensor, way: str) -> Tensor:
     if way == "kernel":
         return kernel_products.product(x, weight)
     if way == "int8":
@@ -92,7 +93,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: QTensor) -> Tensor:
-        return _forward(x.detach(), weight)
+        return _forward(x.detach(), weight, route(x, weight))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -85,7 +85,8 @@ class QTensor(Encoded, Tensor):
 
         Raises:
             NonFiniteError: a value is NaN or infinite.
-            PlacementError: ``x`` is no floating-point tensor, or has no dimension.
+            PlacementError: ``x`` is no floating-point tensor, has no dimension, or no values
+                (on the meta device).
         """
         if isinstance(x, QTensor):
             raise PlacementError(f"{name} is quantised already ({x.format}).")
@@ -93,6 +94,11 @@ class QTensor(Encoded, Tensor):
             raise PlacementError(
                 f"{name} is a {x.dtype} tensor of shape {tuple(x.shape)}; expected a "
                 "floating-point one of at least one dimension (two, if transposed)."
+            )
+        if x.is_meta:
+            raise PlacementError(
+                f"{name} lies on the meta device, which holds no values to quantise: place the "
+                "parameters from their files (quantize(model.apply, bits=8).place(folder))."
             )
         if form.bits > 8:
             raise PlacementError(f"{name}: {form.bits} bits cannot be stored, at most 8 can.")

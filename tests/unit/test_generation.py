@@ -312,3 +312,28 @@ def test_models_that_do_not_continue_texts() -> None:
             max_new_tokens=1,
             attention_mask=torch.tensor([[0, 1, 1]]),
         )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_a_full_cache_takes_no_more(name: str) -> None:
+    if name == "gpt":
+        decoder: Any = GPTDecoder(SMALL)
+        params = gpt.init(SMALL, zf.random.key(0))
+    else:
+        functional = zf.functionalize(causal(name))
+        decoder, params = decoder_of(functional), functional.params
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="0 of its 4 positions are taken and 6 more"):
+            decoder.step(params, decoder.start(1, 4, None), ids_of(1, 6, vocab=11))
+        _, cache = decoder.step(params, decoder.start(1, 4, None), ids_of(1, 4, vocab=11))
+        with pytest.raises(ValueError, match="the cache is full: 4 of its 4"):
+            decoder.step(params, cache, ids_of(1, 1, vocab=11))
+
+
+def test_a_model_without_a_head_says_so() -> None:
+    from transformers import BertConfig, BertModel
+
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    model = zf.functionalize(BertModel(BertConfig(vocab_size=97, num_hidden_layers=1, **shape)))
+    with pytest.raises(zf.PlacementError, match="without logits"):
+        zf.generate(model, model.params, ids_of(1, 3), max_new_tokens=1)

@@ -156,6 +156,23 @@ def test_the_four_bit_kernel_takes_these(size: int, symmetric: bool) -> None:
     assert float((got - expected).norm() / expected.norm()) < 4e-3
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_pieces_of_several_groups(symmetric: bool, dynamic: bool) -> None:
+    """More groups than a piece has, and a last one that is shorter."""
+    form = Format(8, 32, symmetric, dynamic)
+    q = QTensor.quantize(weight(96, 32 * 19 + 5), form)
+    codes = q.codes.clone()
+    for m in (1, 3, 16):
+        x = weight(m, 32 * 19 + 5, m, 1.0)
+        assert products.route(x, q) == ("int8" if int8_products.exact() else "dequantised")
+        inputs = int8_products.rounded(x) if dynamic else x
+        expected = F.linear(inputs.double(), q.dequantize().double())
+        error = (F.linear(x, q).double() - expected).norm() / expected.norm()
+        assert float(error) < (1e-6 if dynamic else 1e-4)
+    assert torch.equal(q.codes, codes) and torch.equal(copy.deepcopy(q).codes, codes)
+
+
 def test_large_inputs_do_not_mix_rows() -> None:
     q = QTensor.quantize(weight(64, 64), Format(8, None))
     x = torch.cat([weight(600, 64, 1), weight(2, 64, 3, 1e4), torch.zeros(1, 64)])
@@ -334,6 +351,11 @@ def test_bad_weights_are_named() -> None:
         params["a"]["w"][2, 5] = bad
         with pytest.raises(zf.NonFiniteError, match=r"a\.w has 1 value.*row 2, column 5"):
             quant.quantize_tree(params)
+
+
+def test_weights_without_values_are_refused() -> None:
+    with pytest.raises(zf.PlacementError, match=r"w lies on the meta device"):
+        quant.quantize_tree({"w": torch.empty(4, 8, device="meta")})
 
 
 def test_an_include_that_fits_nothing_suggests_paths() -> None:

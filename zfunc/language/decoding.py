@@ -7,6 +7,7 @@ by running the whole text again. :mod:`zfunc.language.gpt_decoding` has that of 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +19,7 @@ from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.nodes import register
 
-__all__ = ["Decoder", "HuggingFace", "Replay", "decoder_of"]
+__all__ = ["Decoder", "HuggingFace", "Replay", "check_room", "decoder_of"]
 
 
 @runtime_checkable
@@ -41,7 +42,19 @@ class Decoder(Protocol):
         Returns:
             Logits of the position behind the last token, ``[b, vocab]``, and the new
             cache. The old one's memory may have been reused.
+
+        Raises:
+            ValueError: the cache has no room for them.
         """
+
+
+def check_room(used: int, taken: int, length: int) -> None:
+    """Raise ``ValueError`` where a cache with ``used`` positions cannot take ``taken`` more."""
+    if used + taken > length:
+        raise ValueError(
+            f"the cache is full: {used} of its {length} positions are taken and {taken} more were "
+            "given. Start it for as many positions as prompt and new tokens have together."
+        )
 
 
 def decoder_of(functional: Any) -> Decoder:
@@ -116,6 +129,8 @@ class HuggingFace:
         self._takes = functional.signature.parameters
         self.limit = getattr(text, "max_position_embeddings", None)
         self.vocab = getattr(text, "vocab_size", None)
+        # Containers of layers by length: to build one out of a config takes as long as a layer.
+        self._shells: dict[int, Any] = {}
 
     def start(self, batch: int, length: int, mask: Tensor | None) -> Cache:
         return Cache(() if mask is None else (mask,), (), length, 0)
@@ -123,6 +138,7 @@ class HuggingFace:
     def step(self, params: Any, cache: Cache, tokens: Tensor) -> tuple[Tensor, Cache]:
         mask = cache.tensors[-1] if len(cache.tensors) > _count(cache.rows) else None
         stop = cache.used + tokens.shape[1]
+        check_room(cache.used, tokens.shape[1], cache.length)
         layers = self._layers(cache)
         given: dict[str, Any] = {"past_key_values": layers, "use_cache": True}
         taken = (torch.arange(cache.length, device=tokens.device) < stop).expand(len(tokens), -1)
@@ -136,6 +152,11 @@ class HuggingFace:
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
         out = self._functional.apply(params, tokens, train=False, **given)
+        if not isinstance(getattr(out, "logits", None), Tensor):
+            raise PlacementError(
+                f"{self._functional!r} returned {type(out).__name__}, without logits: generate "
+                "needs the model with its language head (AutoModelForCausalLM)."
+            )
         tensors, rows = _taken_apart(layers)
         new = Cache([*tensors, *([] if mask is None else [mask])], rows, cache.length, stop)
         return out.logits[:, -1], new
@@ -143,11 +164,19 @@ class HuggingFace:
     def _layers(self, cache: Cache) -> Any:
         from transformers import StaticCache
 
-        layers = StaticCache(config=self._functional.config, max_cache_len=cache.length)
+        config, length = self._functional.config, cache.length
+        if not cache.rows:
+            return StaticCache(config=config, max_cache_len=length)
+        if length not in self._shells:
+            self._shells[length] = StaticCache(config=config, max_cache_len=length)
+        layers = copy.copy(self._shells[length])
         tensors = iter(cache.tensors)
-        for layer, row in zip(layers.layers, cache.rows, strict=False):
+        layers.layers = []
+        for row in cache.rows:
+            layer: Any = object.__new__(row.kind)
             layer.__dict__.update(row.rest)
             layer.__dict__.update((name, next(tensors)) for name in row.names)
+            layers.layers.append(layer)
         return layers
 
 

@@ -129,12 +129,14 @@ def _run(
     last = prompt[:, -1]
     for n in range(count):
         # A text that has ended repeats the token at which it did.
-        last = torch.where(done, last, choose(logits, n).to(ids.device))
+        chosen = choose(logits, n).to(ids.device)
+        last = torch.where(done, last, chosen) if len(ends) else chosen
         out.append(last[:, None])
         if stream is not None:
             stream(last)
-        done |= torch.isin(last, ends)
-        if bool(done.all()) or n + 1 == count:
+        if len(ends):
+            done |= torch.isin(last, ends)
+        if n + 1 == count or (len(ends) and bool(done.all())):
             break
         logits, cache = decoder.step(params, cache, last[:, None])
     return torch.cat(out, dim=1)

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 import zfunc as zf
+from zfunc.language.decoding import check_room
 from zfunc.language.gpt import GPTConfig, Params, mlp, rotate, rotations
 
 __all__ = ["GPTDecoder", "Seen"]
@@ -73,6 +74,7 @@ class GPTDecoder:
         seen = cache if isinstance(cache, Seen) else self._empty(x, *cache)
         start, stop = seen.used, seen.used + tokens.shape[1]
         length, d = seen.keys[0].shape[2:] if seen.keys else (stop, 1)
+        check_room(start, tokens.shape[1], length)
         cos, sin = rotations(length, d, x) if seen.keys else (x, x)
         positions = torch.arange(start, stop, device=x.device)
         past = torch.arange(stop, device=x.device)
