@@ -123,7 +123,8 @@ def _adam(
     def compressed(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         rate, count = at(lr, state.count), state.count + 1
         nu = primitives.settled(state.nu, state.nu, b2)
-        mu = moments.first(grads, state.mu, b1)
+        before = 1 - b2 ** plain(state.count)
+        mu = moments.first(grads, state.mu, b1, state.nu, before)
         done = None
         if not isinstance(rate, Tensor) and rate * weight_decay < 1:
             done = frozen.step(
@@ -260,7 +261,9 @@ def lamb(
     def additive(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
         needs_params("lamb", True, params)
         rate, count = at(lr, state.count), state.count + 1
-        mu = moments.first(grads, state.mu, b1, state.nu if primitives.frozen() else None)
+        before = 1 - b2 ** plain(state.count)
+        known = state.nu if primitives.frozen() else None
+        mu = moments.first(grads, state.mu, b1, known, before)
         nu = moments.second(grads, state.nu, b2, count)
         f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count, masked=primitives.frozen())
         step = add_decay(rates, tree.map(f, mu, nu), params)

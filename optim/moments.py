@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -15,6 +17,8 @@ from zfunc.optim.schedules import plain
 from zfunc.placed.unreduced import Unreduced, linear_map
 
 __all__ = ["blend", "first", "second", "wide", "zeros"]
+
+CHUNK = 1 << 16  # elements that stay in cache between the operations
 
 Tree = Any
 
@@ -52,34 +56,47 @@ def blend(new: Tree, old: Tree, keep: float, gain: float, square: bool = False) 
     return tree.map(f, new, tree.map(lambda a: a.view_as(a), old))
 
 
-def first(grads: Tree, mu: Tree, decay: float, nu: Tree = None) -> Tree:
+def first(
+    grads: Tree, mu: Tree, decay: float, nu: Tree = None, correction: float | Tensor = 1.0
+) -> Tree:
     """The running mean of the gradients, averaged over ranks where it is not yet.
 
     Args:
         nu: frozen second moments. Then an element travels in units of the root of its own, which
             makes all of one size: few bits serve them best. The scaling coefficients of 1-bit LAMB
             do that for each leaf. An element without a second moment becomes 0.
+        correction: of their bias. What is left of one step's rounding goes into the next, so units
+            must not grow as ``nu`` does.
     """
     new = blend(grads, mu, decay, 1 - decay)
     if nu is None or not _are_local(new):
         return primitives.reduced(new)
-    sizes = _sizes(nu)
-    shares = primitives.reduced(tree.map(_share, new, sizes))
-    return tree.map(lambda x, size: (wide(x) * size).to(x.dtype), shares, sizes)
+    shares = primitives.reduced(tree.map(linear_map(partial(_share, correction)), new, nu))
+    return tree.map(partial(_times, correction), shares, nu)
 
 
-def _sizes(nu: Tree) -> Tree:
-    """Roots of second moments, their root mean square being 1, so that growth does not matter."""
-    roots = tree.map(lambda v: wide(v).sqrt(), nu)
-    count = sum(x.numel() for x in tree.leaves(roots))
-    unit = tree.global_norm(roots) / max(count, 1) ** 0.5
-    unit = torch.where(unit > 0, unit, 1.0)
-    return tree.map(lambda x: x / unit.to(x.dtype), roots)
+def _share(correction: float | Tensor, x: Tensor, v: Tensor) -> Tensor:
+    def one(part: Tensor, size: Tensor) -> Tensor:
+        return part.div_(size).masked_fill_(size == 0, 0.0)
+
+    return _by_roots(one, x, v, correction)
 
 
-@linear_map
-def _share(x: Tensor, size: Tensor) -> Tensor:
-    return torch.where(size > 0, wide(x) / size, 0.0).to(x.dtype)
+def _times(correction: float | Tensor, x: Tensor, v: Tensor) -> Tensor:
+    return _by_roots(Tensor.mul_, x, v, correction)
+
+
+def _by_roots(
+    f: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, correction: float | Tensor
+) -> Tensor:
+    """``f(x, sqrt(v / correction))`` in the memory of ``x``, which is ours, chunk by chunk."""
+    out = x.contiguous()
+    flat, seconds = out.view(-1), v.contiguous().view(-1)
+    for a in range(0, flat.numel(), CHUNK):
+        part = flat[a : a + CHUNK]
+        size = (wide(seconds[a : a + CHUNK]) / correction).sqrt_()
+        part.copy_(f(part.to(size.dtype, copy=True), size))
+    return out
 
 
 def _are_local(tree_: Tree) -> bool:

@@ -6,6 +6,8 @@ behind the sum of what should have been by what the errors hold: nothing is lost
 
 1-bit Adam (Tang et al., 2021) warms up, then freezes the second moments. What is left of Adam
 is linear in the gradients, so momentum may be averaged in their place, and its signs suffice.
+Adam and LAMB hand over momentum in units of the roots of the frozen second moments (not in the
+paper): all elements are then of one size, as a sign with a shared scale takes them to be.
 What is compressed depends on what is cut:
 
 =======  =======================================================  =======================

@@ -53,13 +53,13 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
     """Flat parameters after each step: 1-bit Adam, momentum SGD or SGD by the book.
 
     One unit, so that one buffer holds the model; second moments are frozen after their bias
-    is corrected.
+    is corrected. Not by the book: Adam's momentum travels in units of their roots.
     """
     params = stack(F64)
     layout, cuts = layout_of(ranks)
     phases = TwoPhases(cuts, whole=stage == 0)
     p = flat(layout, params)
-    m, v, seen = torch.zeros_like(p), torch.zeros_like(p), []
+    m, v, v_hat, seen = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p), []
     for t in range(1, steps + 1):
         own = [flat(layout, gradient(layout, p, t - 1, ranks, rank)) for rank in range(ranks)]
         begun = t > freeze
@@ -69,7 +69,9 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
             own = [g] * ranks
         decay, gain = (0.9, 0.1) if tx == "adam" else (0.9, 1.0) if tx == "momentum" else (0, 1)
         local = [decay * m + gain * g for g in own]
-        m = phases.mean(local) if begun and momentum else torch.stack(local).mean(0)
+        unit = v_hat.sqrt() if begun and tx == "adam" else torch.ones_like(p)
+        shares = [torch.where(unit > 0, x / unit, 0.0) for x in local]
+        m = phases.mean(shares) * unit if begun and momentum else torch.stack(local).mean(0)
         if tx == "adam":
             if not begun:
                 v = 0.999 * v + 0.001 * torch.stack(own).mean(0) ** 2
