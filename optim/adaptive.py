@@ -184,13 +184,17 @@ def _direction(
     """``m̂ / (sqrt(v̂) + eps)``, in float32 at least.
 
     ``masked``: second moments are frozen. Then an element that never had a gradient has no
-    direction, even where its mean is not quite zero: one bit cannot encode a zero.
+    direction, even where its mean is not quite zero: one bit cannot encode a zero. And one whose
+    gradients have grown since keeps to what Adam allows it (:func:`~zfunc.optim.frozen.reach`).
     """
     number = plain(count)
     m_hat = wide(m) / (1 - b1**number)
     v_hat = wide(v) / (1 - b2**number)
     step = m_hat / (v_hat.sqrt() + eps)
-    return torch.where(v > 0, step, 0.0) if masked else step
+    if not masked:
+        return step
+    most = frozen.reach(b1, b2)
+    return torch.where(v > 0, step.clamp(-most, most), 0.0)
 
 
 def _retrace(

@@ -8,6 +8,7 @@ however a tree is cut.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -21,11 +22,26 @@ from zfunc.optim.fused import own, stretches_of
 from zfunc.optim.schedules import plain
 from zfunc.placed.unitwise import streams
 
-__all__ = ["step"]
+__all__ = ["reach", "step"]
 
 CHUNK = 1 << 15  # elements that stay in cache between the operations
 
 Tree = Any
+
+
+def reach(b1: float, b2: float) -> float:
+    """The most that Adam's direction ``m / sqrt(v)`` can be, whatever the gradients.
+
+    By Cauchy and Schwarz, for means of the same gradients:
+    ``(1 - b1) / sqrt((1 - b2) (1 - b1**2 / b2))``.
+    Where second moments are frozen nothing else holds an element whose gradients grow, and in LAMB
+    a few such elements make up the norm that all others share.
+
+    >>> round(reach(0.9, 0.999), 3), round(reach(0.9, 0.95), 3)
+    (7.27, 1.165)
+    """
+    room = (1 - b2) * (1 - b1 * b1 / b2) if b2 > b1 * b1 else 0.0
+    return (1 - b1) / room**0.5 if room > 0 else math.inf
 
 
 def step(
@@ -67,6 +83,7 @@ def step(
     how = {
         "grown": (1 - b2**number) / (1 - b2 ** (number - 1)),
         "rate": lr / (1 - b1**number),
+        "most": lr * reach(b1, b2),
         "correction": 1 - b2**number,
         "eps": eps,
     }
@@ -91,6 +108,7 @@ def _chunk(
     *,
     grown: float,
     rate: float,
+    most: float,
     correction: float,
     eps: float,
     kept: float,
@@ -98,7 +116,7 @@ def _chunk(
     """An element whose second moment is 0 never had a gradient: it has no direction."""
     v.mul_(grown)
     size = (v / correction).sqrt_().add_(eps)
-    move = (m * rate).div_(size).masked_fill_(v == 0, 0.0)
+    move = (m * rate).div_(size).clamp_(-most, most).masked_fill_(v == 0, 0.0)
     if kept != 1:
         p.mul_(kept)
     p.sub_(move)

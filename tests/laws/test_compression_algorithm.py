@@ -53,7 +53,8 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
     """Flat parameters after each step: 1-bit Adam, momentum SGD or SGD by the book.
 
     One unit, so that one buffer holds the model; second moments are frozen after their bias
-    is corrected. Not by the book: Adam's momentum travels in units of their roots.
+    is corrected. Not by the book: Adam's momentum travels in units of their roots,
+    and its direction keeps to what Adam's can be.
     """
     params = stack(F64)
     layout, cuts = layout_of(ranks)
@@ -76,7 +77,9 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
             if not begun:
                 v = 0.999 * v + 0.001 * torch.stack(own).mean(0) ** 2
                 v_hat = v / (1 - 0.999**t)
-            p = p - 0.02 * torch.where(v_hat > 0, m / (1 - 0.9**t) / (v_hat.sqrt() + 1e-8), 0.0)
+            u = m / (1 - 0.9**t) / (v_hat.sqrt() + 1e-8)
+            most = 0.1 / (0.001 * (1 - 0.81 / 0.999)) ** 0.5 if begun else torch.inf
+            p = p - 0.02 * torch.where(v_hat > 0, u.clamp(-most, most), 0.0)
         else:
             p = p - 0.02 * m
         seen.append(p)
