@@ -19,6 +19,7 @@ from zfunc import tree
 from zfunc.nodes import NAMESPACE
 from zfunc.optim.decay import Rates
 from zfunc.optim.fused import own, stretches_of
+from zfunc.optim.moments import growth
 from zfunc.optim.schedules import plain
 from zfunc.placed.unitwise import streams
 
@@ -81,7 +82,7 @@ def step(
         return None
     number, spec = plain(count), optree.tree_structure(part, namespace=NAMESPACE)
     how = {
-        "grown": (1 - b2**number) / (1 - b2 ** (number - 1)),
+        "grown": growth(b2, count),
         "rate": lr / (1 - b1**number),
         "most": lr * reach(b1, b2),
         "correction": 1 - b2**number,

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.context import reuse
+from zfunc.errors import CompositionError
 from zfunc.nodes import NAMESPACE
 from zfunc.optim.schedules import plain
 from zfunc.placed.unreduced import Unreduced, linear_map
 
-__all__ = ["blend", "first", "second", "wide", "zeros"]
+__all__ = ["blend", "check_begun", "first", "growth", "second", "wide", "zeros"]
 
 CHUNK = 1 << 16  # elements that stay in cache between the operations
 
@@ -116,7 +117,7 @@ def second(grads: Tree, nu: Tree, decay: float, count: Tensor) -> Tree:
         count: the number of this step, from 1; 0-d.
     """
     if primitives.frozen():
-        grown = _growth(decay, count)
+        grown = growth(decay, count)
         kept = tree.map(lambda v: (wide(v) * grown).to(v.dtype), nu)
         return primitives.settled(kept, kept, decay)
     kept = tree.map(torch.clone, nu) if primitives.compressing() else None
@@ -124,10 +125,26 @@ def second(grads: Tree, nu: Tree, decay: float, count: Tensor) -> Tree:
     return primitives.settled(kept, new, decay)
 
 
-def _growth(decay: float, count: Tensor) -> float | Tensor:
-    """By how much a running mean of equal numbers that starts from 0 grows in this step."""
+def growth(decay: float, count: Tensor) -> float | Tensor:
+    """By how much a running mean of equal numbers that starts from 0 grows in this step.
+
+    Raises:
+        CompositionError: it is the first, from nothing.
+    """
     number = plain(count)
     if isinstance(number, Tensor):
         before = 1 - decay ** (number - 1)
         return torch.where(number > 1, (1 - decay**number) / before.clamp_min(1e-38), 1.0)
-    return (1 - decay**number) / (1 - decay ** (number - 1)) if number > 1 else 1.0
+    check_begun(number)
+    return (1 - decay**number) / (1 - decay ** (number - 1))
+
+
+def check_begun(number: float) -> None:
+    """Raise ``CompositionError`` where moments are frozen in step ``number`` 1."""
+    if number <= 1:
+        raise CompositionError(
+            "compress_grads freezes second moments in the first step of an optimizer, before "
+            "anything has gone into them. Give it a freeze_step of 1 at least; it counts from the "
+            "step of the state that it places, so with a new optimizer let that begin at 0: "
+            "state.replace(step=torch.tensor(0))."
+        )

@@ -33,7 +33,7 @@ from zfunc.context import reuse
 from zfunc.errors import CompositionError
 from zfunc.nodes import NAMESPACE, Placed, Tree, carry
 from zfunc.optim.fused import own
-from zfunc.optim.moments import wide
+from zfunc.optim.moments import growth, wide
 from zfunc.placed.dense import dense_of
 from zfunc.placed.leaves import home_of
 from zfunc.placed.residuals import Residual, one_of
@@ -171,7 +171,7 @@ def local_step(
     """
     rate, number = float(lr), float(count)
     m_corrected, v_corrected = 1 - b1**number, 1 - b2**number
-    grown = v_corrected / (1 - b2 ** (number - 1))
+    grown = growth(b2, count)
     nodes, spec = (
         _flat(grads),
         optree.tree_structure(grads, is_leaf=_is_placed, none_is_leaf=True, namespace=NAMESPACE),
@@ -202,7 +202,10 @@ def local_step(
 
 
 def _average(call: LocalCall, leaves: list[_Leaf], corrected: float) -> None:
-    """Everybody where the mean is; the old drift is spent."""
+    """Everybody where the mean is; the old drift is spent.
+
+    Where rates were 0 nothing has moved, which tells nothing of momentum: it stays.
+    """
     sums = [
         Unreduced((leaf.drift * leaf.size).to(leaf.drift.dtype), leaf.grad.home) for leaf in leaves
     ]
@@ -211,7 +214,8 @@ def _average(call: LocalCall, leaves: list[_Leaf], corrected: float) -> None:
         leaf.moved = mean / leaf.size
         leaf.param.sub_(leaf.moved)
         total = float(call.rates[leaf.name][leaf.index])
-        leaf.mu = reuse(leaf.mu).copy_(mean * (corrected / total) if total else mean * 0)
+        if total:
+            leaf.mu = reuse(leaf.mu).copy_(mean * (corrected / total))
         leaf.drift.zero_()
         call.rates[leaf.name][leaf.index] = 0
 

@@ -37,6 +37,7 @@ from zfunc.context import Context
 from zfunc.errors import CompositionError
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.optim import AdamState
+from zfunc.optim.moments import check_begun
 from zfunc.placed.carried import put, take
 from zfunc.placed.unreduced import Unreduced
 from zfunc.seams import Gradients
@@ -83,7 +84,7 @@ class ZeroOne(OneBit):
         for name in ("var_update_scaler", "local_step_scaler", "local_step_clipper"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a positive number.")
+                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
 
     def learning_interval(self, t: int) -> int:
         """The interval of plain steps around step ``t``, from 1.
@@ -131,7 +132,8 @@ class ZeroOneAdam(CompressGrads):
 
     def place(self, state: Any) -> Any:
         full, rest = take(state, NAME)
-        if not _holds_adam(rest):
+        counts = _adam_counts(rest)
+        if not counts:
             raise CompositionError(f"the state has no moments of Adam. {ONLY_ADAM}")
         carried, placed = take(super().place(state), NAME)
         if carried is None:
@@ -139,7 +141,8 @@ class ZeroOneAdam(CompressGrads):
         was = None if full is None else full.get("zero_one")
         own = begun(carried["worker"])
         count = int(carried["count"])
-        variances = torch.tensor(count) if was is None else was["variances"].clone()
+        # Of the optimizer's own count: a run that goes on may count its steps from 0 again.
+        variances = torch.tensor(max(counts)) if was is None else was["variances"].clone()
         frozen = torch.tensor(-1) if was is None else was["frozen_at"].clone()
         if was is None and self._froze_at(count) is not None:
             frozen = torch.tensor(self._froze_at(count))
@@ -230,6 +233,7 @@ class ZeroOneAdam(CompressGrads):
             raise CompositionError(ONLY_ADAM)
         call.window = max(call.window, round(1 / (1 - decay)))
         if call.active:
+            check_begun(call.number)
             new, at = old, call.number - 1
         else:
             call.learnt, at = True, call.number
@@ -295,11 +299,12 @@ class ZeroOneAdam(CompressGrads):
         return lines
 
 
-def _holds_adam(state: Any) -> bool:
+def _adam_counts(state: Any) -> list[int]:
+    """How many updates each Adam in a state has made."""
     found = optree.tree_leaves(
         state, is_leaf=lambda x: isinstance(x, AdamState), namespace=NAMESPACE
     )
-    return any(isinstance(x, AdamState) for x in found)
+    return [int(x.count) for x in found if isinstance(x, AdamState)]
 
 
 def _learnt(old: Tree, new: Tree, decay: float, number: int, before: int) -> Tree:

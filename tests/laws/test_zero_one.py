@@ -393,7 +393,72 @@ def test_updates_are_what_was_added() -> None:
     zf.simulate(2)(body)()
 
 
+def weighted(params: Any, batch: Tensor) -> Tensor:
+    """A loss whose gradient is the batch."""
+    return (params["w"] * batch).sum()
+
+
+def test_a_run_that_goes_on_from_step_0_keeps_what_its_second_moments_know() -> None:
+    """They are as many updates old as the optimizer has made, whatever the state's step."""
+    b2, before, tx = 0.9, 5, optim.adam(1e-3, b2=0.9)
+    sizes = [1.0 + 0.5 * i for i in range(FREEZE)]
+
+    def body() -> list[float]:
+        step = zf.shard(zf.train_step(weighted, tx), stage=0)
+        step = zf.compress_grads(step, "zero_one", freeze_step=FREEZE, **HOW)
+        state, seen = zf.TrainState.create({"w": torch.ones(8, dtype=F64)}, tx), []
+        nu = {"w": torch.full((8,), 1 - b2**before, dtype=F64)}  # of squares that were 1
+        old = state.opt_state._replace(count=torch.tensor(before), nu=nu)
+        state = step.place(state.replace(opt_state=old))
+        for size in sizes:
+            state, _ = step(state, torch.full((8,), size, dtype=F64))
+            nu = zf.full(state.opt_state.nu)["w"] / (1 - b2 ** int(state.opt_state.count))
+            seen.append(float(nu[0]))
+        return seen
+
+    expected, v, learnt = [], 1 - b2**before, before
+    for size, (_, kind) in zip(sizes, policy(), strict=False):
+        if kind == "dense":
+            v, learnt = b2 * v + (1 - b2) * size**2, learnt + 1
+        expected.append(v / (1 - b2**learnt))
+    for seen in zf.simulate(2)(body)():
+        assert seen == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_rate_of_0_leaves_momentum_where_it_is() -> None:
+    """Nothing has moved, so an average would find no momentum in it."""
+    tx = optim.adam(lambda count: 0.01 if int(count) < FREEZE else 0.0)
+
+    def body() -> None:
+        step = zf.shard(zf.train_step(weighted, tx), stage=0)
+        step = zf.compress_grads(step, "zero_one", freeze_step=FREEZE, **HOW)
+        state = step.place(zf.TrainState.create({"w": torch.ones(8, dtype=F64)}, tx))
+        for _ in range(FREEZE):
+            state, _ = step(state, torch.ones(8, dtype=F64))
+        kept = zf.full(state.opt_state.mu)
+        for _ in range(6):
+            state, _ = step(state, torch.ones(8, dtype=F64))
+            assert_same(zf.full(state.opt_state.mu), kept)
+
+    zf.simulate(2)(body)()
+
+
 # Bad input
+
+
+@pytest.mark.parametrize(
+    ("method", "freeze"), [("onebit", 100), ("zero_one", 100), ("zero_one", 5000)]
+)
+def test_a_late_step_with_a_new_optimizer_is_refused(method: str, freeze: int) -> None:
+    """Its second moments would be frozen, or its gradients compressed, with nothing in them."""
+
+    def body() -> None:
+        step = zf.compress_grads(zf.shard(STACK.step(ADAMW), stage=0), method, freeze_step=freeze)
+        state = step.place(STACK.state(ADAMW, F64).replace(step=torch.tensor(1000)))
+        step(state, zf.local_batch(STACK.batch(0, F64)))
+
+    with pytest.raises(zf.CompositionError, match=r"first step of an optimizer.*step=torch"):
+        zf.simulate(2)(body)()
 
 
 def test_only_adam_takes_steps_of_its_own() -> None:
@@ -443,7 +508,7 @@ def test_what_cannot_keep_its_promise_says_what_to_use() -> None:
     for arguments, message in (
         ({"freeze_step": 0}, "must learn first"),
         ({"var_update_scaler": 0}, "var_update_scaler=0"),
-        ({"local_step_clipper": 1.5}, "local_step_clipper=1.5"),
+        ({"local_step_clipper": 1.5}, "local_step_clipper=1.5: expected a whole number"),
         ({"rank": 4}, "has no option rank"),
     ):
         with pytest.raises(ValueError, match=message):
