@@ -1,8 +1,7 @@
-"""0/1 Adam, step by step, against the formulae of its paper; and the laws of ``compress_grads``."""
+"""The laws of ``compress_grads`` under 0/1 Adam: what is kept, saved, sent and said."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -11,141 +10,13 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
-from tests.laws.cases import ADAMW, assert_near, assert_same, cut_up, regression, train
-from tests.laws.compression import TwoPhases
+from tests.laws.cases import ADAMW, assert_near, assert_same, cut_up, train
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
-from tests.laws.models import stack, stack_loss
+from tests.laws.models import stack_loss
+from tests.laws.zero_one import F64, FREEZE, HOW, STACK, policy, wrapped
 from zfunc import optim, tree
 from zfunc.placed.dense import dense_of
-
-F64 = torch.float64
-STACK = READY_MADE["stack"]
-HOW = {"var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4}
-FREEZE, STEPS = 7, 20
-LR, DECAY = 0.02, 0.1
-
-
-def wrapped(case: Any, tx: Any, freeze: int | str = FREEZE, **how: Any) -> Any:
-    step = zf.shard(case.step(tx), stage=0, unit_bytes=600, roles=case.roles)
-    return zf.compress_grads(step, "zero_one", freeze_step=freeze, **{**HOW, **how})
-
-
-# The algorithm, literally
-
-
-def one() -> Any:
-    """The stack without its ``Layers``, so that one buffer holds the model."""
-    params = stack(F64)
-    return {**params, "blocks": list(params["blocks"])}
-
-
-def one_loss(params: Any, batch: Any) -> Tensor:
-    return stack_loss({**params, "blocks": zf.Layers(params["blocks"])}, batch)
-
-
-def layout_of(ranks: int) -> Any:
-    make = zf.simulate(ranks)(lambda: zf.shard(lambda s, b: (s, {})).transforms[0].layout(one()))
-    return make()[0]
-
-
-def flat(layout: Any, params: Any) -> Tensor:
-    leaves = tree.flatten_names(params)
-    return torch.cat([leaves[slot.path].reshape(-1) for slot in dense_of(layout, 0).slots])
-
-
-def gradient(layout: Any, p: Tensor, i: int, ranks: int, rank: int) -> Tensor:
-    dense = dense_of(layout, 0)
-    views = {slot.index: view for slot, view in zip(dense.slots, dense.views(p), strict=True)}
-    params = layout.spec.unflatten([views[k] for k in range(len(views))])
-    rows = 12 // ranks
-    mine = {name: x[rank * rows : (rank + 1) * rows] for name, x in regression(i, F64).items()}
-    return flat(layout, zf.value_and_grad(one_loss)(params, mine)[1])
-
-
-def policy() -> list[tuple[int, str]]:
-    """What each step does, with the counters of the published code."""
-    out, interval, counter, between, steps = [], 1, 0, 1, 0
-    for t in range(1, STEPS + 1):
-        if t <= FREEZE:
-            out.append((t, "dense" if t % interval == 0 else "compressed"))
-            counter += t % interval == 0
-            if counter == HOW["var_update_scaler"]:
-                counter, interval = 0, 2 * interval
-            continue
-        out.append((t, "average" if t % between == 0 else "local"))
-        steps += 1
-        if steps == HOW["local_step_scaler"]:
-            steps, between = 0, min(HOW["local_step_clipper"], 2 * between)
-    return out
-
-
-def simulated(ranks: int, rate: Any) -> list[tuple[Tensor, list[Tensor]]]:
-    """After each step: parameters that all share, and those that each rank is at."""
-    layout = layout_of(ranks)
-    cuts = dense_of(layout, 0).cuts
-    b1, b2 = 0.9, 0.999
-    x = flat(layout, one())
-    m, v, learnt, seen = torch.zeros_like(x), torch.zeros_like(x), 0, []
-    gradients, movements = TwoPhases(cuts), TwoPhases(cuts)
-    at, mine = [x] * ranks, [m] * ranks
-    u, lrs = [torch.zeros_like(x)] * ranks, 0.0
-    for t, kind in policy():
-        own = [gradient(layout, at[r], t - 1, ranks, r) for r in range(ranks)]
-        lr = rate(t - 1)
-        if kind in ("dense", "compressed"):
-            g = torch.stack(own).mean(0) if kind == "dense" else gradients.mean(own)
-            m = b1 * m + (1 - b1) * g
-            if kind == "dense":
-                v, learnt = b2 * v + (1 - b2) * g**2, learnt + 1
-            d = (v / (1 - b2**learnt)).sqrt() + 1e-8
-            x = x - lr * (m / (1 - b1**t) / d + DECAY * x)
-            at, mine = [x] * ranks, [m] * ranks
-        else:
-            mine = [b1 * m_ + (1 - b1) * g for m_, g in zip(mine, own, strict=True)]
-            u = [u_ + lr * m_ / (1 - b1**t) for u_, m_ in zip(u, mine, strict=True)]
-            x, lrs = x - lr * DECAY * x, lrs + lr
-            at = [x - u_ / d for u_ in u]
-            if kind == "average":
-                mean = movements.mean(u)
-                x, m = x - mean / d, mean / lrs * (1 - b1**t)
-                at, mine = [x] * ranks, [m] * ranks
-                u, lrs = [torch.zeros_like(x)] * ranks, 0.0
-        seen.append((x, at))
-    return seen
-
-
-def rate(count: Any) -> Any:
-    """A rate that falls, so that sums of rates are not multiples of one."""
-    return LR * 0.97 ** torch.as_tensor(count, dtype=F64)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_it_is_the_published_algorithm(ranks: int) -> None:
-    tx = optim.adamw(rate, weight_decay=DECAY)
-    layout = layout_of(ranks)
-
-    def body() -> Any:
-        step = zf.compress_grads(
-            zf.shard(zf.train_step(one_loss, tx), stage=0), "zero_one", freeze_step=FREEZE, **HOW
-        )
-        state, seen = step.place(zf.TrainState.create(one(), tx)), []
-        for i in range(STEPS):
-            state, _ = step(state, zf.local_batch(regression(i, F64)))
-            drift = state.aux["compress_grads"]["zero_one"]["drift"]["params"].flats[0]
-            seen.append((flat(layout, zf.full(state.params)), drift.clone()))
-        return seen
-
-    kinds = {kind for _, kind in policy()}
-    assert kinds == {"dense", "compressed", "local", "average"}
-    expected = simulated(ranks, lambda t: float(rate(t)))
-    for rank, seen in enumerate(zf.simulate(ranks)(body)()):
-        for (x, drift), (shared, at) in zip(seen, expected, strict=True):
-            torch.testing.assert_close(x, shared, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(x - drift, at[rank], rtol=1e-9, atol=1e-9)
-
-
-# Laws of every method
 
 
 @pytest.mark.parametrize("name", ["stack", "frozen", "mixed dtypes", "uneven batch", "tiny leaves"])
@@ -275,36 +146,6 @@ def test_drift_and_momentum_keep_their_mean_on_other_ranks() -> None:
             assert_near(means[0], means[1], 1e-12)
         assert_same(mine["rates"], theirs["rates"])
         assert_same((after.params, after.opt_state), (full.params, full.opt_state))
-
-
-@pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("steps", [3, 12, 14])
-def test_a_gradient_that_is_not_finite_is_skipped_everywhere(steps: int, donated: bool) -> None:
-    """In a step with compressed gradients, in a local one and in one that averages."""
-    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.02))
-
-    def body() -> None:
-        step = wrapped(STACK, tx, freeze=6, local_step_scaler=2)
-        step = zf.donate(step) if donated else step
-        state = step.place(STACK.state(tx, F64))
-        for i in range(steps - 1):
-            state, _ = step(state, zf.local_batch(STACK.batch(i, F64)))
-        before = step.unplace(state)
-        batch = zf.local_batch(STACK.batch(4, F64))
-        if zf.rank() == 1:
-            batch["x"][0, 0] = math.nan
-        state, _ = step(state, batch)
-        after = step.unplace(state)
-        was, now = (x.aux["compress_grads"] for x in (before, after))
-        assert int(after.step) == steps
-        assert int(now["skipped"]) == 1
-        for name in ("worker", "server", "zero_one"):
-            assert_same(now[name], was[name])
-        assert_same((after.params, after.opt_state), (before.params, before.opt_state))
-        state, metrics = step(state, zf.local_batch(STACK.batch(5, F64)))
-        assert bool(metrics["loss"].isfinite())
-
-    zf.simulate(3)(body)()
 
 
 # What is sent, and what it says
@@ -441,75 +282,3 @@ def test_a_rate_of_0_leaves_momentum_where_it_is() -> None:
             assert_same(zf.full(state.opt_state.mu), kept)
 
     zf.simulate(2)(body)()
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("method", "freeze"), [("onebit", 100), ("zero_one", 100), ("zero_one", 5000)]
-)
-def test_a_late_step_with_a_new_optimizer_is_refused(method: str, freeze: int) -> None:
-    """Its second moments would be frozen, or its gradients compressed, with nothing in them."""
-
-    def body() -> None:
-        step = zf.compress_grads(zf.shard(STACK.step(ADAMW), stage=0), method, freeze_step=freeze)
-        state = step.place(STACK.state(ADAMW, F64).replace(step=torch.tensor(1000)))
-        step(state, zf.local_batch(STACK.batch(0, F64)))
-
-    with pytest.raises(zf.CompositionError, match=r"first step of an optimizer.*step=torch"):
-        zf.simulate(2)(body)()
-
-
-def test_only_adam_takes_steps_of_its_own() -> None:
-    refused = (
-        optim.sgd(0.1, momentum=0.9),
-        optim.lamb(0.1),
-        optim.lion(0.1),
-        optim.chain(optim.adamw(0.1), optim.scale_by_schedule(0.5)),
-        optim.masked(optim.adam(0.1), lambda path: "head" in path),
-    )
-    for tx in refused:
-
-        def body(tx: Any = tx) -> None:
-            step = wrapped(STACK, tx)
-            state = step.place(STACK.state(tx, F64))
-            step(state, zf.local_batch(STACK.batch(0, F64)))
-
-        with pytest.raises(zf.CompositionError, match=r"optim\.adamw.*method='onebit'"):
-            zf.simulate(2)(body)()
-
-
-def test_gradients_averaged_before_are_refused_in_the_first_step() -> None:
-    def step(state: Any, batch: Any) -> Any:
-        _, grads = zf.value_and_grad(stack_loss)(state.params, batch)
-        updates, _ = ADAMW.update(zf.reduced(grads), state.opt_state, state.params)
-        return state.replace(params=optim.apply_updates(state.params, updates)), {}
-
-    def body() -> None:
-        wrap = zf.compress_grads(zf.shard(step, stage=0), "zero_one", freeze_step=FREEZE)
-        wrap(wrap.place(STACK.state(ADAMW, F64)), zf.local_batch(STACK.batch(0, F64)))
-
-    with pytest.raises(zf.CompositionError, match="averaged before the optimizer"):
-        zf.simulate(2)(body)()
-
-
-def test_what_cannot_keep_its_promise_says_what_to_use() -> None:
-    step = STACK.step(ADAMW)
-    for stage in (1, 2, 3):
-        with pytest.raises(zf.CompositionError, match=r"stage=0\), or .*method='onebit'"):
-            zf.compress_grads(zf.shard(step, stage=stage), "zero_one")
-    sharded = zf.compress_grads(zf.shard(step, stage=0), "zero_one")
-    for wrap in (zf.precision, lambda f: zf.quantize(f, target_bits=8)):
-        with pytest.raises(zf.CompositionError, match="method='onebit'"):
-            wrap(sharded)
-    with pytest.raises(zf.CompositionError, match="already"):
-        zf.compress_grads(sharded, "onebit")
-    for arguments, message in (
-        ({"freeze_step": 0}, "must learn first"),
-        ({"var_update_scaler": 0}, "var_update_scaler=0"),
-        ({"local_step_clipper": 1.5}, "local_step_clipper=1.5: expected a whole number"),
-        ({"rank": 4}, "has no option rank"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            zf.compress_grads(step, "zero_one", **arguments)  # type: ignore[arg-type]
