@@ -46,7 +46,7 @@ def _logistic(bits):
 
 @triton.jit
 def _normal_below(x):
-    """The normal distribution function within 1.5e-7, and within 1e-4 of itself down to -5.
+    """The normal distribution function within 1.6e-7, and within 1e-4 of itself down to -5.
 
     ``log2`` of a tail is smooth: this is its polynomial of least greatest error for a weight of
     ``max(tail, 1e-3)`` on 0 to 6, which falls for ever from there. The error function takes three

@@ -184,6 +184,8 @@ def _ones(n: int) -> Tensor:
 
 def _scale(x: Tensor, top: int) -> Tensor:
     """``max|x| / top`` of each row; of a row of zeros a number that is no zero."""
+    if not x.shape[-1]:
+        return x.new_full((*x.shape[:-1], 1), TINY)
     return x.abs().amax(dim=-1, keepdim=True).div_(top).clamp_min_(TINY)
 
 

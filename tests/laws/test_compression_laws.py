@@ -193,6 +193,32 @@ def test_saved_states_go_on_bitwise(method: str, stage: int, tmp_path: Path) -> 
     assert_same(zf.simulate(2)(body)(True), zf.simulate(2)(body)(False))
 
 
+def test_a_saved_compressed_state_goes_on_alone(tmp_path: Path) -> None:
+    """On one rank there is no place for errors; what to do instead is in the error."""
+
+    def begin() -> Any:
+        step = wrapped(STACK, ADAMW, 0, 2)
+        _, state = train(step, step.place(STACK.state(ADAMW, F64)), STACK, 4)
+        zf.save(tmp_path, state, step=4)
+        return step.unplace(state)
+
+    def placed() -> Any:
+        step = wrapped(STACK, ADAMW, 0, 2)
+        return step, step.place(STACK.state(ADAMW, F64))
+
+    full, (step, alone) = zf.simulate(3)(begin)()[0], placed()
+    with pytest.raises(zf.CheckpointError, match=r"Only in .*simulate\(2\).*unplace it there"):
+        zf.restore(tmp_path, alone)
+
+    def opened() -> Any:
+        step, state = placed()
+        return step.unplace(zf.restore(tmp_path, state))
+
+    state = step.place(zf.simulate(2)(opened)()[0])
+    assert_same((state.params, state.opt_state), (full.params, full.opt_state))
+    step(state, STACK.batch(4, F64))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_errors_keep_their_mean_on_other_ranks(stage: int, tmp_path: Path) -> None:
     def begin() -> Any:

@@ -353,6 +353,13 @@ def test_bad_weights_are_named() -> None:
             quant.quantize_tree(params)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("group", [None, 32])
+def test_a_product_that_sums_over_nothing_is_0(group: int | None, dynamic: bool) -> None:
+    q = QTensor.quantize(weight(7, 0), Format(8, group, True, dynamic))
+    assert torch.equal(F.linear(weight(3, 0), q), torch.zeros(3, 7))
+
+
 def test_weights_without_values_are_refused() -> None:
     with pytest.raises(zf.PlacementError, match=r"w lies on the meta device"):
         quant.quantize_tree({"w": torch.empty(4, 8, device="meta")})

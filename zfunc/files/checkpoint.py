@@ -325,7 +325,14 @@ def _differences(stock: Inventory, manifest: Manifest) -> str:
             if name in there and _kind(there[name]) != _kind(leaf) and not _alike(there[name], leaf)
         ],
     }
-    return " ".join(f"{what}: {', '.join(some)}." for what, some in groups.items() if some)
+    lines = [f"{what}: {', '.join(some)}." for what, some in groups.items() if some]
+    if any(name.startswith(("aux.", "transforms.")) for name in {*here} ^ {*there}):
+        lines.append(
+            "In aux or transforms is what transforms of the step carry, compress_grads on two "
+            "ranks or more: restore into a state that the same ones have placed (zf.simulate(2) "
+            "has two ranks in one process), and unplace it there to go on without them."
+        )
+    return " ".join(lines)
 
 
 def _alike(there: Any, here: Any) -> bool:
