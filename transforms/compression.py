@@ -245,11 +245,14 @@ class CompressGrads(Transform):
         if count < least and "early" not in running.memo:
             running.memo["early"] = True
             _log.warning(
-                "%r: second moments are frozen after %d steps of a mean over some %d (b2=%g). "
+                "%r: second moments are frozen after %d updates of a mean over some %d (b2=%g). "
                 "Steps may become far too large, and training diverge. Give it 15 to 20 %% of all "
-                "steps, %d at least, or freeze_step='auto'.",
-                self, count, round(1 / (1 - decay)), decay, least,
+                "steps, %s, or freeze_step='auto'.",
+                self, count, round(1 / (1 - decay)), decay, self._enough(least),
             )  # fmt: skip
+
+    def _enough(self, least: int) -> str:
+        return f"{least} at least"
 
     def finish(self, old: Any, out: Any) -> Any:
         call = current_call()

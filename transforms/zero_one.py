@@ -244,6 +244,10 @@ class ZeroOneAdam(CompressGrads):
             call.norm += sum_of(call, new) / (1 - decay**at)
         return new
 
+    def _enough(self, least: int) -> str:
+        more = 2 * self.codec.var_update_scaler
+        return f"{least} of them updates at least (var_update_scaler={more} makes more)"
+
     def _next(self, call: Call) -> dict[str, Any]:
         assert isinstance(call, LocalCall)
         was, after = call.carried["zero_one"], super()._next(call)

@@ -133,7 +133,7 @@ def test_an_early_freeze_is_warned_of_once(method: str, caplog: pytest.LogCaptur
 
         caplog.clear()
         zf.simulate(2)(body)()
-        found = [r for r in caplog.records if f"frozen after {freeze} steps" in r.getMessage()]
+        found = [r for r in caplog.records if f"frozen after {freeze} updates" in r.getMessage()]
         assert len(found) == said
         assert all("freeze_step='auto'" in r.getMessage() for r in found)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zfunc as zf
-from tests.laws.cases import ADAMW, assert_same
+from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.models import stack_loss
 from tests.laws.zero_one import F64, FREEZE, STACK, wrapped
 from zfunc import optim
@@ -43,6 +43,22 @@ def test_a_gradient_that_is_not_finite_is_skipped_everywhere(steps: int, donated
         assert bool(metrics["loss"].isfinite())
 
     zf.simulate(3)(body)()
+
+
+def test_too_few_updates_before_a_late_freeze_are_told_from_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """30 steps would be enough, but second moments have learnt in 8 of them."""
+    tx = optim.adam(0.01, b2=0.95)
+
+    def body() -> None:
+        step = wrapped(STACK, tx, freeze=30)
+        train(step, step.place(STACK.state(tx, F64)), STACK, 31)
+
+    zf.simulate(2)(body)()
+    (said,) = [r.getMessage() for r in caplog.records if "second moments" in r.getMessage()]
+    assert "frozen after 8 updates" in said
+    assert "10 of them updates at least (var_update_scaler=4 " in said
 
 
 @pytest.mark.parametrize(
