@@ -117,7 +117,13 @@ class CompressGrads(Transform):
         serving = self.shard.stage == 0 and bases is None
         updating = self.gather is not None
         begun = fresh(state, count, self._reached(count), serving, bases, updating)
-        return put(state, NAME, begun if full is None else carried_on(begun, full))
+        if full is None:
+            return put(state, NAME, begun)
+        errors = carried_on(begun, full)
+        if ("zero_one" in full) != (self.method == "zero_one"):
+            # Movements are smaller than momentum by the learning rate: its errors would be leaps.
+            errors |= {kind: begun[kind] for kind in ("worker", "server", "updates")}
+        return put(state, NAME, errors)
 
     def _reached(self, count: int) -> bool:
         if isinstance(self.freeze_step, int):

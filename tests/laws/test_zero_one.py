@@ -123,6 +123,33 @@ def test_saved_states_go_on_bitwise(tmp_path: Any) -> None:
     assert_same(zf.simulate(2)(body)(True), zf.simulate(2)(body)(False))
 
 
+@pytest.mark.parametrize("first", ["onebit", "zero_one"])
+def test_errors_do_not_outlive_a_change_of_method(first: str) -> None:
+    """Movements are smaller than momentum by the learning rate: errors would be leaps."""
+    second = {"onebit": "zero_one", "zero_one": "onebit"}[first]
+
+    def made(method: str) -> Any:
+        options = HOW if method == "zero_one" else {}
+        return zf.compress_grads(
+            zf.shard(STACK.step(ADAMW), stage=0), method, freeze_step=FREEZE, **options
+        )
+
+    def body() -> None:
+        step, other = made(first), made(second)
+        _, state = train(step, step.place(STACK.state(ADAMW, F64)), STACK, 13)
+        full = step.unplace(state)
+        assert any(bool(x.any()) for x in tree.leaves(full.aux["compress_grads"]["worker"]))
+        state = other.place(full)
+        carried = state.aux["compress_grads"]
+        assert int(carried["count"]) == 13 and bool(carried["frozen"])
+        assert not any(x.any() for x in tree.leaves((carried["worker"], carried["server"])))
+        moved, _ = other(state, zf.local_batch(STACK.batch(13, F64)))
+        far = tree.map(torch.sub, zf.full(moved.params), full.params)
+        assert max(float(x.abs().max()) for x in tree.leaves(far)) < 0.3  # 15 times the rate
+
+    zf.simulate(2)(body)()
+
+
 def test_drift_and_momentum_keep_their_mean_on_other_ranks() -> None:
     def begin() -> Any:
         step = wrapped(STACK, ADAMW)
