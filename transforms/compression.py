@@ -120,8 +120,10 @@ class CompressGrads(Transform):
         if full is None:
             return put(state, NAME, begun)
         errors = carried_on(begun, full)
-        if ("zero_one" in full) != (self.method == "zero_one"):
-            # Movements are smaller than momentum by the learning rate: its errors would be leaps.
+        other = ("zero_one" in full) != (self.method == "zero_one")
+        if other or (self.codec.freezes and bool(full["server"]) != bool(begun["server"])):
+            # Movements, momentum in units of its own (stage 0 alone) and gradients are of different
+            # sizes: the errors of one would be leaps to another.
             errors |= {kind: begun[kind] for kind in ("worker", "server", "updates")}
         return put(state, NAME, errors)
 

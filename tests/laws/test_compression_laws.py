@@ -242,6 +242,9 @@ def test_saved_errors_keep_their_mean_on_other_ranks(stage: int, tmp_path: Path)
 
 @pytest.mark.parametrize("stages", [(0, 0), (0, 3), (2, 2), (3, 0), (1, 0)])
 def test_errors_keep_their_mean_on_other_ranks(stages: tuple[int, int]) -> None:
+    """But those of momentum, at stage 0, and of gradients mean nothing to each other."""
+    alike = bool(stages[0]) == bool(stages[1])
+
     def begin() -> Any:
         step = wrapped(STACK, ADAMW, stages[0], 2)
         state = step.place(STACK.state(ADAMW, F64))
@@ -260,7 +263,8 @@ def test_errors_keep_their_mean_on_other_ranks(stages: tuple[int, int]) -> None:
         return step.unplace(state)
 
     for after in zf.simulate(3)(go_on)():
-        assert_near(owed(after), owed(full), 1e-12)
+        kept = owed(full) if alike else tree.map(torch.zeros_like, owed(full))
+        assert_near(owed(after), kept, 1e-12)
         assert_same(after.opt_state, full.opt_state)
 
 
