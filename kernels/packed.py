@@ -90,7 +90,11 @@ class Packed:
         groups = -(-k // self.group) if self.group else 1
         parts = [x for x in (self.scale, self.zero) if x is not None]
         good = self.data.shape == (n, width) and (not kinds or self.data.dtype in kinds)
-        if not good or (bits < 16) != bool(parts) or any(x.shape != (n, groups) for x in parts):
+        if (
+            not good
+            or (bits < 16) != (len(parts) > 0)
+            or any(x.shape != (n, groups) for x in parts)
+        ):
             raise KernelError(
                 f"kernels.{name}: weights {self.data.dtype}{list(self.data.shape)} with scales and "
                 f"zeros {[tuple(x.shape) for x in parts]}; expected "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -50,7 +51,7 @@ def test_every_kernel_has_a_configuration_a_launcher_and_a_sample():
         assert dispatch.config(name)["BLOCK"] > 0
         module, _, function = kernel.launch.partition(":")
         path = ROOT / "kernels" / f"{module.rpartition('.')[2]}.py"
-        assert f"def {function}(" in path.read_text()
+        assert re.search(rf"^(def {function}\(|{function} = )", path.read_text(), re.MULTILINE)
     assert set(verification.SAMPLES) == set(dispatch.KERNELS)
     assert set(dispatch.tables("")) == set(dispatch.KERNELS)
 
@@ -105,7 +106,7 @@ def test_without_triton_everything_runs():
 def test_doctor(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["doctor", "--verify"]) == 0
     said = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in said
+    assert f"torch {torch.__version__.partition('+')[0]}" in said
     for name in dispatch.KERNELS:
         assert f"\n  {name} " in said and f"verify {name}: " in said
 
