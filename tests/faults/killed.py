@@ -80,13 +80,10 @@ def kill_at(n: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def at_every_call(
-    root: Path, block: bool, ranks: int, stride: int, again: bool = False
-) -> dict[str, int]:
+def at_every_call(root: Path, block: bool, ranks: int, again: bool = False) -> dict[str, int]:
     """Save, killed before the first call, the second, ... until a save gets through.
 
-    Of each ``stride`` calls one is tried. With ``again`` it is always the same step, the only
-    one that there is.
+    With ``again`` it is always the same step, the only one that there is.
     """
     zf_step, kills = 1, 0
     assert os.waitpid(forked(lambda: first(root)), 0)[1] == 0
@@ -94,7 +91,7 @@ def at_every_call(
         this = zf_step + (not again)
 
         def child(this: int = this, kills: int = kills) -> None:
-            kill_at(kills * stride + 1)
+            kill_at(kills + 1)
             saved(root, this, block, ranks)
 
         status = os.waitpid(forked(child), 0)[1]
@@ -135,8 +132,7 @@ def main() -> None:
     if what == "random":
         found = at_random(root, float(sys.argv[3]), random.Random(int(sys.argv[4])))
     else:
-        ranks, stride = map(int, sys.argv[3:])
-        found = at_every_call(root, what != "background", ranks, stride, what == "again")
+        found = at_every_call(root, what != "background", int(sys.argv[3]), what == "again")
     left = sorted(p.name for p in root.iterdir())
     print(json.dumps({**found, "left": left}))
 

@@ -34,11 +34,3 @@ def places(turn: int, worlds: tuple[int, ...] = WORLDS) -> list[tuple[int, int]]
 def turns(names: Iterable[str]) -> list[tuple[str, int]]:
     """Names, and the turn of each: for ``pytest.mark.parametrize``."""
     return [(name, turn) for turn, name in enumerate(names)]
-
-
-def backends() -> list[str]:
-    """Those of ``torch.compile``: graphs, and with ``--whole`` code made of them.
-
-    Inductor takes 12 seconds to get ready in each process; ``test_groupwise.py`` always pays them.
-    """
-    return ["aot_eager", "inductor"] if Covering.whole else ["aot_eager"]

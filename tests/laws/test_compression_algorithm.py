@@ -19,7 +19,8 @@ from tests.laws.cases import (
 from tests.laws.compression import TwoPhases
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
-from tests.laws.models import stack, stack_loss
+from tests.laws.models import stack
+from tests.laws.one_unit import flat, gradient, layout_of, one, one_loss
 from zfunc import optim, tree
 from zfunc.placed.dense import dense_of
 
@@ -57,12 +58,13 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
     and its direction keeps to what Adam's can be.
     """
     params = stack(F64)
-    layout, cuts = layout_of(ranks)
+    layout = layout_of(ranks)
+    cuts = dense_of(layout, 0).cuts
     phases = TwoPhases(cuts, whole=stage == 0)
     p = flat(layout, params)
     m, v, v_hat, seen = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p), []
     for t in range(1, steps + 1):
-        own = [flat(layout, gradient(layout, p, t - 1, ranks, rank)) for rank in range(ranks)]
+        own = [gradient(layout, p, t - 1, ranks, rank) for rank in range(ranks)]
         begun = t > freeze
         momentum = tx != "sgd" and stage == 0
         if begun and not momentum:
@@ -86,43 +88,12 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
     return seen
 
 
-def layout_of(ranks: int) -> tuple[Any, tuple[int, ...]]:
-    layout = zf.simulate(ranks)(lambda: zf.shard(lambda s, b: (s, {})).transforms[0].layout(one()))
-    made = layout()[0]
-    return made, dense_of(made, 0).cuts
-
-
-def one() -> Any:
-    """The stack without its ``Layers``, so that it is one unit."""
-    params = stack(F64)
-    return {**params, "blocks": list(params["blocks"])}
-
-
-def one_loss(params: Any, batch: Any) -> Tensor:
-    return stack_loss({**params, "blocks": zf.Layers(params["blocks"])}, batch)
-
-
-def flat(layout: Any, params: Any) -> Tensor:
-    leaves = tree.flatten_names(params)
-    return torch.cat([leaves[slot.path].reshape(-1) for slot in dense_of(layout, 0).slots])
-
-
-def gradient(layout: Any, p: Tensor, i: int, ranks: int, rank: int) -> Any:
-    dense = dense_of(layout, 0)
-    views = {slot.index: view for slot, view in zip(dense.slots, dense.views(p), strict=True)}
-    params = layout.spec.unflatten([views[k] for k in range(len(views))])
-    batch = regression(i, F64)
-    rows = 12 // ranks
-    mine = {name: x[rank * rows : (rank + 1) * rows] for name, x in batch.items()}
-    return zf.value_and_grad(one_loss)(params, mine)[1]
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["adam", "momentum", "sgd"])
 def test_it_is_the_published_algorithm(name: str, stage: int, ranks: int) -> None:
     tx = {"adam": optim.adam(0.02), "momentum": optim.sgd(0.02, 0.9), "sgd": optim.sgd(0.02)}[name]
-    layout, _ = layout_of(ranks)
+    layout = layout_of(ranks)
 
     def body() -> list[Tensor]:
         step = zf.compress_grads(zf.shard(zf.train_step(one_loss, tx), stage=stage), freeze_step=3)
@@ -194,7 +165,8 @@ def test_trust_ratios_are_running_means_once_frozen(stage: int) -> None:
 def test_lamb_sends_momentum_in_units_of_second_moments(ranks: int) -> None:
     """Literally: two phases of ``m / sqrt(v)``, roots of a root mean square of 1."""
     tx, freeze = optim.lamb(0.02, weight_decay=0.0), 3
-    layout, cuts = layout_of(ranks)
+    layout = layout_of(ranks)
+    cuts = dense_of(layout, 0).cuts
 
     def body() -> Any:
         step = zf.compress_grads(zf.shard(zf.train_step(one_loss, tx), stage=0), freeze_step=freeze)
@@ -207,7 +179,7 @@ def test_lamb_sends_momentum_in_units_of_second_moments(ranks: int) -> None:
 
     phases = TwoPhases(cuts)
     for i, ((p, m, v), after) in enumerate(zf.simulate(ranks)(body)()[0]):
-        own = [0.9 * m + 0.1 * flat(layout, gradient(layout, p, i, ranks, r)) for r in range(ranks)]
+        own = [0.9 * m + 0.1 * gradient(layout, p, i, ranks, r) for r in range(ranks)]
         want = torch.stack(own).mean(0)
         if i >= freeze:
             size = v.sqrt() / (v.sqrt().norm() / len(v) ** 0.5)

@@ -105,7 +105,7 @@ def test_the_mean_over_keys_is_the_full_stack() -> None:
     tx = optim.sgd(0.0)
     step = zf.drop_layers(zf.train_step(loss, tx), theta=0.4, gamma=50.0)
     start = zf.TrainState.create(params, tx).replace(step=torch.tensor(1000))
-    count = 1000
+    count = 3000
     for seed in range(count):
         step(start.replace(key=zf.random.key(seed)), x)
     outs = torch.stack(seen)

@@ -126,14 +126,17 @@ def test_draws_do_not_depend_on_the_other_texts_of_a_batch() -> None:
         drawn(ids[:2], keys)
 
 
+def decoding(name: str) -> tuple[Any, Any]:
+    """A decoder and its parameters."""
+    if name == "gpt":
+        return GPTDecoder(SMALL), gpt.init(SMALL, zf.random.key(0))
+    functional = zf.functionalize(causal(name))
+    return decoder_of(functional), functional.params
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral sliding", "gpt"])
 def test_a_cache_stays_where_it_is_and_as_large_as_it_is(name: str) -> None:
-    if name == "gpt":
-        decoder: Any = GPTDecoder(SMALL)
-        params = gpt.init(SMALL, zf.random.key(0))
-    else:
-        functional = zf.functionalize(causal(name))
-        decoder, params = decoder_of(functional), functional.params
+    decoder, params = decoding(name)
     cache, held = decoder.start(2, 30, None), []
     with torch.no_grad():
         for i in range(28):
@@ -316,12 +319,7 @@ def test_models_that_do_not_continue_texts() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_a_full_cache_takes_no_more(name: str) -> None:
-    if name == "gpt":
-        decoder: Any = GPTDecoder(SMALL)
-        params = gpt.init(SMALL, zf.random.key(0))
-    else:
-        functional = zf.functionalize(causal(name))
-        decoder, params = decoder_of(functional), functional.params
+    decoder, params = decoding(name)
     with torch.no_grad():
         with pytest.raises(ValueError, match="0 of its 4 positions are taken and 6 more"):
             decoder.step(params, decoder.start(1, 4, None), ids_of(1, 6, vocab=11))

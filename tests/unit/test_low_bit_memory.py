@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
-if not Path("/proc/self/clear_refs").exists():
-    pytest.skip("needs Linux's account of a process's memory", allow_module_level=True)
+from tests.unit.peaks import measured, needs_peaks
 
-MARKS = """
-import sys, torch, zfunc as zf
-def mark(what):
-    for line in open("/proc/self/status"):
-        if line.startswith(what): return int(line.split()[1]) * 1024
-def held():
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-    return mark("VmRSS")
-torch.set_num_threads(1)
-"""
+pytestmark = needs_peaks
+
 PLACING = """
 with torch.device("meta"):
     net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)])
@@ -46,14 +34,6 @@ zf.generate(GPTDecoder(shape), params, ids, max_new_tokens=160, stream=seen)
 # kept what it was before, would add 8 texts * 4 blocks * 2 * 1 KiB for each token.
 print(peaks[31], peaks[-1])
 """
-
-
-def measured(script: str, *args: str) -> list[int]:
-    ran = subprocess.run(
-        [sys.executable, "-c", MARKS + script, *args], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    return [int(word) for word in ran.stdout.split()]
 
 
 def test_placing_files_holds_one_weight_in_full(tmp_path: Path) -> None:

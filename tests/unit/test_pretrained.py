@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, bits, numbers
+from tests.unit.peaks import measured, needs_peaks
 from zfunc import tree
 from zfunc.files import chunks
 
@@ -210,14 +209,6 @@ def test_only_tensors_are_exported(tmp_path: Path) -> None:
 
 
 PEAK = """
-import sys, torch, zfunc as zf
-def mark(what):
-    for line in open("/proc/self/status"):
-        if line.startswith(what): return int(line.split()[1]) * 1024
-def held():
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-    return mark("VmRSS")
-torch.set_num_threads(1)
 n = 4_000_000  # 16 MB a layer, 128 MB in all
 def make():
     layers = zf.Layers([{"w": torch.ones(n)} for _ in range(8)])
@@ -239,14 +230,11 @@ print(exported, mark("VmHWM") - before)
 """
 
 
+@needs_peaks
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_nobody_holds_more_than_a_unit_besides(tier: str, tmp_path: Path) -> None:
     """Besides this rank's part, that is, which on disk takes no memory."""
-    ran = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path), tier], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    exported, imported = map(int, ran.stdout.split())
+    exported, imported = measured(PEAK, str(tmp_path), tier)
     unit, slack = 16_000_000, 2_000_000
     assert exported < unit + slack
     assert imported < {"memory": 8 * unit, "disk": 0}[tier] + unit + slack
