@@ -219,9 +219,10 @@ def lamb(
     The trust ratio ``r = |p| / |u|`` is taken over each full leaf (on placed trees
     two small collectives), and is 1 where either norm is 0. The means are bias
     corrected, as in ``optax.lamb``; the ratio is not bounded. Under ``compress_grads``,
-    once second moments are frozen, momentum travels in units of their roots and each leaf's
-    ratio is its mean over recent steps. (1-bit LAMB, Li et al. 2021, instead scales whole
-    leaves, and freezes and clamps their ratios.)
+    once second moments are frozen, momentum travels in units of their roots, the direction of an
+    element keeps to the bound that Adam's has by itself, and each leaf's ratio is its mean over
+    recent steps. (1-bit LAMB, Li et al. 2021, instead scales whole leaves, and freezes and clamps
+    their ratios.)
 
     Args:
         lr, b1, b2, eps, weight_decay, mask: see :func:`adamw`.

@@ -19,13 +19,11 @@ from zfunc import tree
 from zfunc.nodes import NAMESPACE
 from zfunc.optim.decay import Rates
 from zfunc.optim.fused import own, stretches_of
-from zfunc.optim.moments import growth
+from zfunc.optim.moments import CHUNK, growth
 from zfunc.optim.schedules import plain
 from zfunc.placed.unitwise import streams
 
 __all__ = ["reach", "step"]
-
-CHUNK = 1 << 15  # elements that stay in cache between the operations
 
 Tree = Any
 

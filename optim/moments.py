@@ -17,9 +17,9 @@ from zfunc.nodes import NAMESPACE
 from zfunc.optim.schedules import plain
 from zfunc.placed.unreduced import Unreduced, linear_map
 
-__all__ = ["blend", "check_begun", "first", "growth", "second", "wide", "zeros"]
+__all__ = ["CHUNK", "blend", "check_begun", "first", "growth", "second", "wide", "zeros"]
 
-CHUNK = 1 << 16  # elements that stay in cache between the operations
+CHUNK = 1 << 15  # elements that stay in cache between the operations
 
 Tree = Any
 

@@ -251,7 +251,7 @@ def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Call
         A function that turns ``fn`` into one returning ``[result of rank 0, ...]``.
 
     Raises:
-        TypeError: ``n`` is no number.
+        TypeError: ``n`` is a function, as :func:`launch` would take it.
         ValueError: ``n`` is not positive.
         Exception: what a rank raised, as it is; the other ranks are woken up and end.
 
@@ -259,7 +259,7 @@ def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Call
     >>> simulate(3)(lambda x: x + rank())(10)
     [10, 11, 12]
     """
-    if not isinstance(n, int):
+    if callable(n):
         raise TypeError(
             f"simulate() got {n!r} for the number of ranks. Write simulate(4)(fn)(*args)."
         )
