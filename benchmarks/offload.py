@@ -176,7 +176,9 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; others read, write, check")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch; others read, write, check"
+    )
     parser.add_argument("--buffers", type=int, default=3)
     parser.add_argument("--unit-bytes", type=int, default=1 << 25)
     parser.add_argument("--path", default=".", help="folder on the device to be used")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -74,8 +75,10 @@ class Donation:
 
 def _bytes_of(x: Tensor) -> range:
     """Where in its storage a tensor lies, from its first byte to behind its last."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = x.storage_offset() * x.element_size()
+    if x.is_contiguous():
+        return range(start, start + x.nbytes)
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return range(start, start + (last + 1) * x.element_size() if x.numel() else start)
 
 
@@ -188,8 +191,17 @@ def pop(token: Token[Context | None]) -> None:
 
 def blank(x: Tensor) -> None:
     """Leave a donated tensor without its memory, and marked."""
-    x.data = x.new_empty(0)
-    x.__dict__["_zfunc_donated"] = True
+    if not spent(x):
+        plain = type(x) in (Tensor, torch.nn.Parameter)
+        x.data = _nothing(x.dtype, x.device) if plain else x.new_empty(0)
+        x.__dict__["_zfunc_donated"] = True
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is left of all spent tensors: a step spends hundreds."""
+    with torch.inference_mode(False):  # it outlives the mode that it is made in
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def reuse(x: Tensor) -> Tensor:

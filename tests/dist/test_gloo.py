@@ -259,6 +259,8 @@ def test_launch_takes_what_a_notebook_has_and_shares_the_cores(
     assert results == [(11, share), (12, share)]
     with pytest.raises(ValueError, match="at least one rank"):
         launch(lambda: None, nprocs=0)
+    with pytest.raises(TypeError, match=r"Write launch\(fn, \*args, nprocs=2\)"):
+        launch(2)(len)  # type: ignore
 
 
 def test_launch_reports_a_result_that_cannot_travel() -> None:

@@ -131,11 +131,14 @@ def launch(
         The results, by rank.
 
     Raises:
+        TypeError: ``fn`` cannot be called.
         ValueError: ``nprocs`` is not positive.
         DesyncError: a rank ended without a word, or a collective failed.
         Exception: what a rank raised, with its rank and traceback as a note; the other ranks
             have been ended.
     """
+    if not callable(fn):
+        raise TypeError(f"launch() got {fn!r} for a function. Write launch(fn, *args, nprocs=2).")
     if nprocs < 1:
         raise ValueError(f"launch(nprocs={nprocs}): expected at least one rank")
     seconds = world.default_timeout() if timeout is None else float(timeout)
