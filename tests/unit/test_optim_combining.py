@@ -170,3 +170,12 @@ def test_ema_of_parameters():
     raw = optim.ema(0.8, debias=False)
     average, _ = raw.update(values[0], raw.init(values[0]))
     torch.testing.assert_close(average, 0.2 * values[0])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-4)])
+def test_the_norm_of_a_large_leaf_keeps_its_digits(dtype, bound):
+    leaf = torch.randn(12_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = math.sqrt(sum(float(x.double().square().sum()) for x in leaf.split(1 << 20)))
+    assert tree.global_norm({"w": leaf, "none": torch.zeros(0)}).item() == pytest.approx(
+        exact, rel=bound
+    )
