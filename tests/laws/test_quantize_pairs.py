@@ -87,6 +87,29 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], int, torch.dtype]] = {
         3,
         F64,
     ),
+    **{
+        f"shard {stage}, compress_grads {how}": (
+            lambda f, stage=stage, how=how: zf.shard(
+                zf.compress_grads(f, **how), stage=stage, unit_bytes=64
+            ),
+            2,
+            F64,
+        )
+        for stage, how in (
+            (0, {"method": "int4", "freeze_step": 1}),
+            (1, {"method": "int8", "freeze_step": 1}),
+            (2, {"freeze_step": 2, "gather": "int8"}),
+            (3, {"method": "powersgd", "rank": 1, "freeze_step": 1}),
+        )
+    },
+    "shard 1, offload to cpu": (lambda f: zf.shard(zf.offload(f), stage=1), 2, F64),
+    "shard 3, offload to disk, remat": (
+        lambda f: zf.shard(
+            zf.offload(zf.remat(f), to="disk", path=tempfile.mkdtemp(dir=FOLDER.name)), stage=3
+        ),
+        2,
+        F64,
+    ),
     "shard 3, compress_grads, drop_layers, remat, accumulate, precision": (
         lambda f: zf.shard(
             zf.compress_grads(
