@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zfunc.quant.large_pages import into_large_pages
+
 if TYPE_CHECKING:
     from zfunc.quant.qtensor import QTensor
 
@@ -82,7 +84,7 @@ def _blocks(weight: QTensor) -> Blocks:
     # The kernel's weight is scale * (code - 8) + shift, the codes counted from 0.
     shift = torch.zeros_like(scale) if weight.zero is None else -scale * weight.zero
     return Blocks(
-        data,
+        into_large_pages(data),
         torch.stack([scale, shift], dim=-1).transpose(0, 1).contiguous(),
         weight.format.width(weight.rows[1]),
     )

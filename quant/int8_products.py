@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zfunc.quant.large_pages import into_large_pages
+
 if TYPE_CHECKING:
     from zfunc.quant.qtensor import QTensor
 
@@ -113,7 +115,7 @@ def _pieces(weight: QTensor) -> Pieces:
         part = codes[:, at : at + groups * size]
         first = at // width
         zeros = None if weight.zero is None else weight.zero.t()[first : first + groups]
-        packed = prepack(part.contiguous(), None)
+        packed = into_large_pages(prepack(part.contiguous(), None))
         found.append(Piece(packed, scales[first : first + groups], zeros, size))
     return Pieces(tuple(found))
 
