@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
-from zfunc.optim import flat, frozen, fused, moments
+from zfunc.optim import flat, frozen, fused, moments, units
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
 from zfunc.optim.moments import wide
@@ -124,15 +124,19 @@ def _adam(
         rate, count = at(lr, state.count), state.count + 1
         nu = primitives.settled(state.nu, state.nu, b2)
         before = 1 - b2 ** plain(state.count)
-        mu = moments.first(grads, state.mu, b1, state.nu, before)
+        if scaled := units.local(grads):
+            mu = primitives.reduced(units.shares(grads, state.mu, state.nu, b1, before))
+        else:
+            mu = moments.first(grads, state.mu, b1)
         done = None
         if not isinstance(rate, Tensor) and rate * weight_decay < 1:
-            done = frozen.step(
-                params, mu, nu, decay=rates, count=count, lr=rate, b1=b1, b2=b2, eps=eps
-            )
+            how: dict[str, Any] = {"decay": rates, "count": count, "lr": rate}
+            how |= {"b1": b1, "b2": b2, "eps": eps}
+            done = frozen.step(params, mu, nu, units=before if scaled else None, **how)
         if done is None:
+            mu = units.momentum(mu, state.nu, before) if scaled else mu
             return onwards(mu, moments.second(grads, state.nu, b2, count), state, params)
-        new, nu = done
+        new, mu, nu = done
         f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count, masked=True)
         updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
         return updates, AdamState(count, mu, nu)

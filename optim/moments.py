@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.context import reuse
 from zfunc.errors import CompositionError
-from zfunc.nodes import NAMESPACE
+from zfunc.optim import units
 from zfunc.optim.schedules import plain
-from zfunc.placed.unreduced import Unreduced, linear_map
+from zfunc.optim.units import wide
+from zfunc.placed.unreduced import linear_map
 
-__all__ = ["CHUNK", "blend", "check_begun", "first", "growth", "second", "wide", "zeros"]
-
-CHUNK = 1 << 15  # elements that stay in cache between the operations
+__all__ = ["blend", "check_begun", "first", "growth", "second", "wide", "zeros"]
 
 Tree = Any
 
@@ -27,11 +23,6 @@ Tree = Any
 def zeros(params: Tree) -> Tree:
     """Moments of nothing seen yet, of the parameters' shapes and dtypes."""
     return tree.map(lambda p: torch.zeros_like(p), params)
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` in the precision in which updates are computed: at least float32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def blend(new: Tree, old: Tree, keep: float, gain: float, square: bool = False) -> Tree:
@@ -63,48 +54,12 @@ def first(
     """The running mean of the gradients, averaged over ranks where it is not yet.
 
     Args:
-        nu: frozen second moments. Then an element travels in units of the root of its own, which
-            makes all of one size: few bits serve them best. The scaling coefficients of 1-bit LAMB
-            do that for each leaf. An element without a second moment becomes 0.
-        correction: of their bias. What is left of one step's rounding goes into the next, so units
-            must not grow as ``nu`` does.
+        nu, correction: frozen second moments; see :mod:`zfunc.optim.units`.
     """
-    new = blend(grads, mu, decay, 1 - decay)
-    if nu is None or not _are_local(new):
-        return primitives.reduced(new)
-    shares = primitives.reduced(tree.map(linear_map(partial(_share, correction)), new, nu))
-    return tree.map(partial(_times, correction), shares, nu)
-
-
-def _share(correction: float | Tensor, x: Tensor, v: Tensor) -> Tensor:
-    def one(part: Tensor, size: Tensor) -> Tensor:
-        return part.div_(size).masked_fill_(size == 0, 0.0)
-
-    return _by_roots(one, x, v, correction)
-
-
-def _times(correction: float | Tensor, x: Tensor, v: Tensor) -> Tensor:
-    return _by_roots(Tensor.mul_, x, v, correction)
-
-
-def _by_roots(
-    f: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, correction: float | Tensor
-) -> Tensor:
-    """``f(x, sqrt(v / correction))`` in the memory of ``x``, which is ours, chunk by chunk."""
-    out = x.contiguous()
-    flat, seconds = out.view(-1), v.contiguous().view(-1)
-    for a in range(0, flat.numel(), CHUNK):
-        part = flat[a : a + CHUNK]
-        size = (wide(seconds[a : a + CHUNK]) / correction).sqrt_()
-        part.copy_(f(part.to(size.dtype, copy=True), size))
-    return out
-
-
-def _are_local(tree_: Tree) -> bool:
-    found = optree.tree_leaves(
-        tree_, is_leaf=lambda node: isinstance(node, Unreduced), namespace=NAMESPACE
-    )
-    return any(isinstance(node, Unreduced) and not node.done for node in found)
+    if nu is None or not units.local(grads):
+        return primitives.reduced(blend(grads, mu, decay, 1 - decay))
+    shares = primitives.reduced(units.shares(grads, mu, nu, decay, correction))
+    return units.momentum(shares, nu, correction)
 
 
 def second(grads: Tree, nu: Tree, decay: float, count: Tensor) -> Tree:
