@@ -300,13 +300,24 @@ def _steady(ratios: Tree, mean: Tensor, count: Tensor) -> tuple[Tree, Tensor]:
     Once second moments are frozen it is the mean that is used: the norm of one compressed
     step says little.
     """
-    leaves, spec = optree.tree_flatten(ratios, namespace=NAMESPACE)
+    leaves, spec = optree.tree_flatten(ratios, none_is_leaf=True, namespace=NAMESPACE)
+    if len(leaves) != mean.shape[1]:  # parameters that are None themselves have no ratio
+        leaves, spec = optree.tree_flatten(ratios, namespace=NAMESPACE)
+    if len(leaves) != mean.shape[1]:
+        raise ValueError(
+            f"optim.lamb keeps {mean.shape[1]} trust ratios, one for each leaf of the params that "
+            f"init saw; this step has {len(leaves)} leaves. Give it gradients of the same "
+            "structure, None where a parameter has none."
+        )
     gain = (1 - COEFF) / (1 - COEFF ** plain(count))  # so that the zero at first does not count
-    new = torch.stack([x.to(mean) for x in leaves])[None] if leaves else mean
-    mean = mean + (new - mean) * gain
+    new = mean
+    if leaves:
+        rows = zip(mean[0], leaves, strict=True)
+        new = torch.stack([old if x is None else x.to(mean) for old, x in rows])[None]
+    mean = torch.where(mean == 0, new, mean + (new - mean) * gain)  # nor that of a late leaf
     if not primitives.frozen():
         return ratios, mean
-    used = [r.to(x) for r, x in zip(mean[0], leaves, strict=True)]
+    used = [None if x is None else r.to(x) for r, x in zip(mean[0], leaves, strict=True)]
     return optree.tree_unflatten(spec, used), mean
 
 

@@ -12,6 +12,7 @@ import zfunc as zf
 from tests.dist.test_shard_gloo import kernel_bytes_sent, wide, wide_loss
 from tests.laws.cases import ADAMW, assert_same, numbers, regression, train
 from tests.laws.models import CASES
+from zfunc import tree
 
 STACK = CASES["stack"]
 
@@ -33,6 +34,29 @@ def test_real_ranks_end_where_simulated_ones_do() -> None:
     real = zf.launch(every_way, nprocs=2, timeout=120)
     for got, expected in zip(real, zf.simulate(2)(every_way)(), strict=True):
         assert_same(got, expected)
+
+
+def all_phases() -> list[Any]:
+    """The kinds of 0/1 Adam's steps, and the metrics and full states after each of them."""
+    step = zf.shard(STACK.step(ADAMW), stage=0, unit_bytes=600)
+    often = {"var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 2}
+    step = zf.donate(zf.compress_grads(step, method="zero_one", freeze_step=6, **often))
+    state, seen = step.place(STACK.state(ADAMW, torch.float32)), []
+    for i in range(12):
+        with zf.comm.ledger() as led:
+            state, metrics = step(state, regression(10 * i + zf.rank(), torch.float32))
+        seen.append((led.total_bytes, metrics, tree.map(torch.clone, step.unplace(state))))
+    return seen
+
+
+def test_0_1_adam_on_real_ranks_is_the_simulated_one() -> None:
+    real = zf.launch(all_phases, nprocs=2, timeout=120)
+    for got, expected in zip(real, zf.simulate(2)(all_phases)(), strict=True):
+        assert_same(got, expected)
+    for mine, theirs in zip(*real, strict=True):  # what is shared is so in every step
+        assert_same(mine[1:], theirs[1:])
+    sent = {nbytes for nbytes, *_ in real[0]}
+    assert len(sent) >= 3  # plain, one bit, and nothing but flags
 
 
 def wires() -> list[tuple[float, float, float]]:
