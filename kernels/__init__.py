@@ -32,6 +32,7 @@ from zfunc.kernels.onebit import (
     onebit_pack,
     onebit_pack_,
     onebit_unpack,
+    onebit_unpack_,
 )
 from zfunc.kernels.operators import KernelError
 from zfunc.kernels.packed import Packed, pack_words, unpack_words
@@ -88,6 +89,7 @@ __all__ = [
     "onebit_pack",
     "onebit_pack_",
     "onebit_unpack",
+    "onebit_unpack_",
     "pack_words",
     "quantize_groups",
     "quantize_payload",

@@ -50,6 +50,7 @@ __all__ = [
     "onebit_pack",
     "onebit_pack_",
     "onebit_unpack",
+    "onebit_unpack_",
 ]
 
 GROUPS = tuple(2**k for k in range(7, 14))
@@ -198,6 +199,35 @@ def onebit_unpack(
     return out
 
 
+def onebit_unpack_(bits: Tensor, scale: Tensor, out: Tensor, *, group: int | None = None) -> Tensor:
+    """As :func:`onebit_unpack`, into memory that is there already.
+
+    Args:
+        bits, scale, group: of one sender, or of several.
+        out: ``[n]`` or ``[senders, n]``, contiguous, of any floating dtype; overwritten.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        KernelError: as :func:`onebit_unpack`, or ``out`` is not contiguous.
+
+    >>> onebit_unpack_(torch.tensor([1], dtype=torch.uint8), torch.tensor([2.0]), torch.zeros(2))
+    tensor([ 2., -2.])
+    """
+    undifferentiated("onebit_unpack_", INSTEAD, scale, out)
+    dense("onebit_unpack_", out=out)
+    _check_group("onebit_unpack_", group)
+    _check_bits("onebit_unpack_", bits, scale, out.shape[-1] if out.dim() else 1, group)
+    if out.shape[:-1] != bits.shape[:-1]:
+        raise KernelError(
+            f"kernels.onebit_unpack_: out is {tuple(out.shape)}, but bits {tuple(bits.shape)}; "
+            "expected a row for each sender."
+        )
+    _unpack_(bits, scale, out, group or 0)
+    return out
+
+
 def _check(name: str, x: Tensor, error: Tensor, group: int | None, scaling: str) -> None:
     undifferentiated(name, INSTEAD, x, error)
     agree(name, x=x, error=error)
@@ -310,6 +340,10 @@ def _unpack_fresh(bits: Tensor, scale: Tensor, n: int, group: int, dtype: torch.
     return out
 
 
+def _unpack_inplace(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
+    dispatch.run("onebit_unpack", bits.contiguous(), scale.contiguous(), out, group=group)
+
+
 def _contiguous(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -343,6 +377,11 @@ _unpack: Callable[..., Any] = define(
     _unpack_fresh,
     lambda bits, scale, n, group, dtype: scale.new_empty((*bits.shape[:-1], n), dtype=dtype),
     looped(lambda: _unpack),
+)
+_unpack_ = define(
+    "onebit_unpack_(Tensor bits, Tensor scale, Tensor(a!) out, int group) -> ()",
+    _unpack_inplace,
+    lambda bits, scale, out, group: None,
 )
 
 for _name, _twin, _traffic in (

@@ -1,5 +1,7 @@
 """Torch for :mod:`zfunc.kernels.onebit`: blocks that stay in cache, a pass or two over memory.
 
+What lies in a CPU's memory goes to :mod:`zfunc.kernels.onebit_numpy`, the same in half the time.
+
 Signs are taken and put on as bits of the floats themselves. Eight of them, one a byte, are
 packed by one multiplication of a 64-bit integer, and unpacked by a table of 256 rows.
 """
@@ -9,11 +11,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["mean_twin", "pack_twin", "unpack_twin"]
+from zfunc.kernels import onebit_numpy
+
+__all__ = ["mean_torch", "mean_twin", "pack_torch", "pack_twin", "unpack_torch", "unpack_twin"]
 
 CHUNK = 1 << 17  # a multiple of every group; a buffer of 512 KiB
 # Byte i of a 64-bit integer, 0 or 1, ends up as bit 56 + i of the product (little-endian).
@@ -33,6 +36,22 @@ def pack_twin(
     scaling: str,
 ) -> None:
     """``new`` may be ``error``. All contiguous; ``group`` is 0 for one scale."""
+    if error.device.type == "cpu":
+        onebit_numpy.pack(x, error, new, bits, scale, group, scaling)
+        return
+    pack_torch(x, error, new, bits, scale, group, scaling)
+
+
+def pack_torch(
+    x: Tensor,
+    error: Tensor,
+    new: Tensor,
+    bits: Tensor,
+    scale: Tensor,
+    group: int,
+    scaling: str,
+) -> None:
+    """On any device."""
     room = error.new_empty(_room(x.numel()))
 
     def fill(a: int, b: int, out: Tensor) -> None:
@@ -54,6 +73,23 @@ def mean_twin(
     scaling: str,
 ) -> None:
     """``new`` may be ``error``. ``received`` and ``scales`` have a row for each worker."""
+    if error.device.type == "cpu":
+        onebit_numpy.mean(received, scales, error, new, bits, scale, group, scaling)
+        return
+    mean_torch(received, scales, error, new, bits, scale, group, scaling)
+
+
+def mean_torch(
+    received: Tensor,
+    scales: Tensor,
+    error: Tensor,
+    new: Tensor,
+    bits: Tensor,
+    scale: Tensor,
+    group: int,
+    scaling: str,
+) -> None:
+    """On any device."""
     room = error.new_empty(_room(error.numel()))
     shares = scales / received.shape[0]
 
@@ -70,6 +106,14 @@ def mean_twin(
 
 def unpack_twin(bits: Tensor, scale: Tensor, out: Tensor, *, group: int) -> None:
     """Bits to values, of one sender or of one in each row."""
+    if out.device.type == "cpu":
+        onebit_numpy.unpack(bits, scale, out, group)
+        return
+    unpack_torch(bits, scale, out, group)
+
+
+def unpack_torch(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
+    """On any device."""
     if not out.numel():
         return
     n = out.shape[-1]
@@ -150,11 +194,7 @@ def _signs(bits: Tensor, a: int, b: int, room: Tensor) -> Tensor:
     """1 or -1 for elements ``a`` to ``b``, in ``room``."""
     mine = bits[a // 8 : -(-b // 8)]
     out = room[: 8 * mine.numel()].view(-1, 8)
-    if room.device.type == "cpu":
-        table = _table(room.dtype).numpy()
-        np.take(table, mine.numpy(), axis=0, out=out.numpy(), mode="clip")
-    else:
-        out.copy_(_table(room.dtype).to(room.device)[mine.int()])
+    out.copy_(_table(room.dtype).to(room.device)[mine.int()])
     return room[: b - a]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
-from zfunc.optim import flat, frozen, fused, moments
+from zfunc.optim import flat, frozen, fused, moments, units
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
 from zfunc.optim.moments import wide
@@ -124,15 +124,19 @@ def _adam(
         rate, count = at(lr, state.count), state.count + 1
         nu = primitives.settled(state.nu, state.nu, b2)
         before = 1 - b2 ** plain(state.count)
-        mu = moments.first(grads, state.mu, b1, state.nu, before)
+        if scaled := units.local(grads):
+            mu = primitives.reduced(units.shares(grads, state.mu, state.nu, b1, before))
+        else:
+            mu = moments.first(grads, state.mu, b1)
         done = None
         if not isinstance(rate, Tensor) and rate * weight_decay < 1:
-            done = frozen.step(
-                params, mu, nu, decay=rates, count=count, lr=rate, b1=b1, b2=b2, eps=eps
-            )
+            how: dict[str, Any] = {"decay": rates, "count": count, "lr": rate}
+            how |= {"b1": b1, "b2": b2, "eps": eps}
+            done = frozen.step(params, mu, nu, units=before if scaled else None, **how)
         if done is None:
+            mu = units.momentum(mu, state.nu, before) if scaled else mu
             return onwards(mu, moments.second(grads, state.nu, b2, count), state, params)
-        new, nu = done
+        new, mu, nu = done
         f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count, masked=True)
         updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
         return updates, AdamState(count, mu, nu)
@@ -296,13 +300,24 @@ def _steady(ratios: Tree, mean: Tensor, count: Tensor) -> tuple[Tree, Tensor]:
     Once second moments are frozen it is the mean that is used: the norm of one compressed
     step says little.
     """
-    leaves, spec = optree.tree_flatten(ratios, namespace=NAMESPACE)
+    leaves, spec = optree.tree_flatten(ratios, none_is_leaf=True, namespace=NAMESPACE)
+    if len(leaves) != mean.shape[1]:  # parameters that are None themselves have no ratio
+        leaves, spec = optree.tree_flatten(ratios, namespace=NAMESPACE)
+    if len(leaves) != mean.shape[1]:
+        raise ValueError(
+            f"optim.lamb keeps {mean.shape[1]} trust ratios, one for each leaf of the params that "
+            f"init saw; this step has {len(leaves)} leaves. Give it gradients of the same "
+            "structure, None where a parameter has none."
+        )
     gain = (1 - COEFF) / (1 - COEFF ** plain(count))  # so that the zero at first does not count
-    new = torch.stack([x.to(mean) for x in leaves])[None] if leaves else mean
-    mean = mean + (new - mean) * gain
+    new = mean
+    if leaves:
+        rows = zip(mean[0], leaves, strict=True)
+        new = torch.stack([old if x is None else x.to(mean) for old, x in rows])[None]
+    mean = torch.where(mean == 0, new, mean + (new - mean) * gain)  # nor that of a late leaf
     if not primitives.frozen():
         return ratios, mean
-    used = [r.to(x) for r, x in zip(mean[0], leaves, strict=True)]
+    used = [None if x is None else r.to(x) for r, x in zip(mean[0], leaves, strict=True)]
     return optree.tree_unflatten(spec, used), mean
 
 

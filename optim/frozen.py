@@ -17,10 +17,12 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.nodes import NAMESPACE
+from zfunc.optim.adjacent import chunks, joined
 from zfunc.optim.decay import Rates
 from zfunc.optim.fused import own, stretches_of
-from zfunc.optim.moments import CHUNK, growth
+from zfunc.optim.moments import growth
 from zfunc.optim.schedules import plain
+from zfunc.optim.units import roots
 from zfunc.placed.unitwise import streams
 
 __all__ = ["reach", "step"]
@@ -48,24 +50,27 @@ def step(
     mu: Tree,
     nu: Tree,
     *,
+    units: float | None,
     decay: Rates,
     count: Tensor,
     lr: float,
     b1: float,
     b2: float,
     eps: float,
-) -> tuple[Tree, Tree] | None:
-    """Parameters after one step, and the frozen second moments, grown as their correction does.
+) -> tuple[Tree, Tree, Tree] | None:
+    """Parameters and moments after one step; second moments grow as their correction does.
 
     Args:
         params: parameters before the step.
-        mu: momentum of this step, averaged.
+        mu: momentum of this step, averaged; in memory that becomes the new momentum's.
         nu: second moments as they were frozen.
+        units: the correction of second moments, if ``mu`` is in units of their roots
+            (:mod:`zfunc.optim.units`).
         decay: weight decay, of all leaves or by leaf path.
         count: number of this step, from 2; 0-d.
 
     Returns:
-        ``(params, nu)``, or ``None``, with nothing touched, where the general form is needed.
+        ``(params, mu, nu)``, or ``None``, with nothing touched, where the general form is needed.
     """
     if streams(params, mu, nu) or (torch.is_grad_enabled() and _tracked(params)):
         return None
@@ -80,6 +85,7 @@ def step(
         return None
     number, spec = plain(count), optree.tree_structure(part, namespace=NAMESPACE)
     how = {
+        "units": units,
         "grown": growth(b2, count),
         "rate": lr / (1 - b1**number),
         "most": lr * reach(b1, b2),
@@ -87,13 +93,18 @@ def step(
         "eps": eps,
     }
     p, m, v = zip(*rows, strict=True) if rows else ((), (), ())
-    new = [[x.contiguous() for x in own(column)] for column in (p, v)]
-    for p_, m_, v_, stretches in zip(new[0], m, new[1], stretches_of(decay, part), strict=True):
-        flat = [x.view(-1) for x in (p_, m_.contiguous(), v_)]
+    new = [[x.contiguous() for x in column] for column in (own(p), m, own(v))]
+    by_rate: dict[float, list[tuple[Tensor, ...]]] = {}
+    for row, stretches in zip(zip(*new, strict=True), stretches_of(decay, part), strict=True):
         for start, stop, rate in stretches:
-            for a in range(start, stop, CHUNK):
-                _chunk(*(x[a : min(a + CHUNK, stop)] for x in flat), kept=1 - lr * rate, **how)
-    return optree.tree_unflatten(spec, new[0]), optree.tree_unflatten(spec, new[1])
+            piece = tuple(x.view(-1)[start:stop] for x in row)
+            by_rate.setdefault(rate, []).append(piece)
+    for rate, pieces in by_rate.items():
+        for row in joined(pieces):
+            for chunk in chunks(row):
+                _chunk(*chunk, kept=1 - lr * rate, **how)
+    done = [optree.tree_unflatten(spec, column) for column in new]
+    return done[0], done[1], done[2]
 
 
 def _tracked(params: Tree) -> bool:
@@ -105,6 +116,7 @@ def _chunk(
     m: Tensor,
     v: Tensor,
     *,
+    units: float | None,
     grown: float,
     rate: float,
     most: float,
@@ -113,9 +125,13 @@ def _chunk(
     kept: float,
 ) -> None:
     """An element whose second moment is 0 never had a gradient: it has no direction."""
-    v.mul_(grown)
-    size = (v / correction).sqrt_().add_(eps)
-    move = (m * rate).div_(size).clamp_(-most, most).masked_fill_(v == 0, 0.0)
+    if units is None:
+        size = roots(v.mul_(grown), correction)
+    else:  # a frozen second moment without its bias is the same before this step and after
+        size = roots(v, units)
+        m.mul_(size)
+        v.mul_(grown)
+    move = (m * rate).div_(torch.threshold_(size, 0.0, math.inf).add_(eps)).clamp_(-most, most)
     if kept != 1:
         p.mul_(kept)
     p.sub_(move)

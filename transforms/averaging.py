@@ -214,6 +214,10 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
             continue
         dense: Dense = dense_of(unit.layout, i)
         if isinstance(call.codec, PowerSGD):
+            if not dense.length:  # nothing but leaves without elements
+                low, high = unit.layout.flats[i].bounds(unit.group.rank)
+                parts.append(full[low:high])
+                continue
             views = unit.layout.views(i, full.mul_(unit.group.size))
             values = dict(zip((s.index for s in unit.layout.by_flat[i]), views, strict=True))
             mean = _low_rank(call, name, i, _values_in(unit.layout, i, values))

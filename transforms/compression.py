@@ -47,7 +47,7 @@ from zfunc import context, tree
 from zfunc.context import Context
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.nodes import NAMESPACE, Placed, Tree
-from zfunc.placed.carried import put, take
+from zfunc.placed.carried import may_lose, put, take
 from zfunc.placed.leaves import home_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.sharded import Sharded
@@ -67,7 +67,10 @@ __all__ = ["NAME", "SETTLED", "CompressGrads", "as_unreduced", "current_call", "
 NAME = "compress_grads"
 SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
 EARLY = 0.1  # of the steps that second moments look back, the fewest before a freeze
+# What errors are left out of. The sizes differ: errors of one would be leaps to another.
+FORMS = ("gradients", "momentum in units of its own", "movements")
 _log = logging.getLogger("zfunc")
+may_lose(NAME, ("worker", "server", "bases", "updates"))
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,25 @@ class CompressGrads(Transform):
         serving = self.shard.stage == 0 and bases is None
         updating = self.gather is not None
         begun = fresh(state, count, self._reached(count), serving, bases, updating)
+        begun["form"] = torch.tensor(self._form)
         if full is None:
             return put(state, NAME, begun)
-        errors = carried_on(begun, full)
-        other = ("zero_one" in full) != (self.method == "zero_one")
-        if other or (self.codec.freezes and bool(full["server"]) != bool(begun["server"])):
-            # Movements, momentum in units of its own (stage 0 alone) and gradients are of different
-            # sizes: the errors of one would be leaps to another.
-            errors |= {kind: begun[kind] for kind in ("worker", "server", "updates")}
-        return put(state, NAME, errors)
+        return put(state, NAME, self._ours(carried_on(begun, full)))
+
+    @property
+    def _form(self) -> int:
+        """What errors are left out of, as an index of ``FORMS``."""
+        return 0 if self.shard.stage or not self.codec.freezes else 1
+
+    def _ours(self, carried: dict[str, Any]) -> dict[str, Any]:
+        """The carried state of another stage or method, without errors of other sizes."""
+        if int(carried["form"]) == self._form:
+            return carried
+        none = {
+            kind: {name: node.map(torch.zeros_like, [node]) for name, node in carried[kind].items()}
+            for kind in ("worker", "server")
+        }
+        return {**carried, **none, "form": torch.tensor(self._form)}
 
     def _reached(self, count: int) -> bool:
         if isinstance(self.freeze_step, int):
@@ -149,7 +162,7 @@ class CompressGrads(Transform):
     def configure(self, running: Context, state: Any) -> None:
         if self._ranks == 1:
             return
-        carried, _ = take(state, NAME)
+        carried = self._ours(take(state, NAME)[0])
         active = bool(carried["frozen"]) or self._reached(int(carried["count"]))
         call = Call(self.shard.group, self.codec, self.shard.stage, active, carried)
         running.notes[NAME] = call
@@ -282,6 +295,7 @@ class CompressGrads(Transform):
         begins, norm = self._begins(call, count)
         return {
             "count": was["count"] + 1,
+            "form": torch.tensor(self._form),
             "frozen": torch.tensor(begins),
             "skipped": was["skipped"] + int(call.skipped),
             "norm": torch.tensor(norm, dtype=torch.float64),

@@ -22,6 +22,8 @@ from zfunc.placed.sharded import Sharded, cut
 
 __all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]
 
+SCALARS = ("count", "form", "frozen", "skipped", "norm")
+
 Carried = Mapping[str, Any]
 Bases = Callable[[Layout, Sequence[Tensor | None]], dict[str, Tensor]]
 
@@ -101,7 +103,7 @@ def carried_on(begun: dict[str, Any], full: Carried) -> dict[str, Any]:
         begun: what :func:`fresh` gives.
         full: what ``unplace`` left, its params-like trees placed by ``shard``.
     """
-    out = {**begun, **{k: full[k].clone() for k in ("count", "frozen", "skipped", "norm")}}
+    out = {**begun, **{k: full[k].clone() for k in SCALARS if k in full}}
     for name, empty in begun["worker"].items():
         if name not in full["worker"]:
             continue

@@ -38,6 +38,8 @@ class Codec(Protocol):
 
     def unpack(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor: ...
 
+    def unpack_(self, data: Tensor, out: Tensor) -> None: ...
+
 
 class Scattered:
     """The first phase: this rank's part of the mean.
@@ -99,7 +101,7 @@ class Gathered:
         """Fill the 1-D ``out``, as long as ``x`` was, with the mean."""
         data, first = self._handle.wait(), self.first
         for (a, b), (low, high) in zip(pairwise(first.cuts), pairwise(self._cuts), strict=True):
-            out[a:b] = first.codec.unpack(data[low:high], b - a, out.dtype)
+            first.codec.unpack_(data[low:high], out[a:b])
 
 
 def phase_bytes(

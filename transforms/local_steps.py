@@ -171,7 +171,6 @@ def local_step(
     """
     rate, number = float(lr), float(count)
     m_corrected, v_corrected = 1 - b1**number, 1 - b2**number
-    grown = growth(b2, count)
     nodes, spec = (
         _flat(grads),
         optree.tree_structure(grads, is_leaf=_is_placed, none_is_leaf=True, namespace=NAMESPACE),
@@ -181,7 +180,7 @@ def local_step(
         if not float(call.rates[leaf.name][leaf.index]):
             leaf.momentum.copy_(leaf.mu)
         leaf.momentum.mul_(b1).add_(leaf.grad.value, alpha=1 - b1)
-        leaf.nu.mul_(grown)
+        leaf.nu.mul_(growth(b2, count, leaf.nu.dtype))
         leaf.size = (wide(leaf.nu) / v_corrected).sqrt_().add_(eps)
         step = (leaf.momentum * (rate / m_corrected)).div_(leaf.size)
         leaf.drift.add_(step.masked_fill_(leaf.nu == 0, 0.0))

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zfunc.kernels import onebit_bytes, onebit_mean_, onebit_pack_, onebit_unpack
+from zfunc.kernels import onebit_bytes, onebit_mean_, onebit_pack_, onebit_unpack, onebit_unpack_
 
 __all__ = ["OneBit"]
 
@@ -65,6 +65,11 @@ class OneBit:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         bits, scale = self._split(data, n, wide)
         return onebit_unpack(bits, scale, n, group=self.group, dtype=dtype)
+
+    def unpack_(self, data: Tensor, out: Tensor) -> None:
+        """The same into the 1-D ``out``."""
+        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        onebit_unpack_(*self._split(data, len(out), wide), out, group=self.group)
 
     def _scales(self, n: int) -> int:
         return -(-n // self.group) if self.group else 1

@@ -49,6 +49,10 @@ class Int8:
         """The numbers, of ``dtype``, that bytes stand for: ``[n]``, or one row each."""
         return dequantize_payload(data, self._form(n, dtype), dtype)
 
+    def unpack_(self, data: Tensor, out: Tensor) -> None:
+        """The same into the 1-D ``out``."""
+        out.copy_(self.unpack(data, len(out), out.dtype))
+
     def _form(self, n: int, dtype: torch.dtype) -> Payload:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return Payload(n, self.bits, self.group, dtype=wide)

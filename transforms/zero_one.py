@@ -153,6 +153,10 @@ class ZeroOneAdam(CompressGrads):
             {**carried, "zero_one": {"variances": variances, "frozen_at": frozen, **own}},
         )
 
+    @property
+    def _form(self) -> int:
+        return 2
+
     def _froze_at(self, count: int) -> int | None:
         step = self.freeze_step
         return step if isinstance(step, int) and count >= step else None
@@ -171,7 +175,7 @@ class ZeroOneAdam(CompressGrads):
     def configure(self, running: Context, state: Any) -> None:
         if self._ranks == 1:
             return
-        carried, _ = take(state, NAME)
+        carried = self._ours(take(state, NAME)[0])
         kind = self._kind(carried)
         call = LocalCall(self.shard.group, self.codec, 0, kind != "dense", carried, kind=kind)
         running.notes[NAME] = call

@@ -12,6 +12,7 @@ import zfunc as zf
 from tests.dist.test_shard_gloo import kernel_bytes_sent, wide, wide_loss
 from tests.laws.cases import ADAMW, assert_same, numbers, regression, train
 from tests.laws.models import CASES
+from zfunc import tree
 
 STACK = CASES["stack"]
 
@@ -29,10 +30,33 @@ def every_way() -> list[Any]:
     return runs
 
 
+def all_phases() -> list[Any]:
+    """The kinds of 0/1 Adam's steps, and the metrics and full states after each of them."""
+    step = zf.shard(STACK.step(ADAMW), stage=0, unit_bytes=600)
+    often = {"var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 2}
+    step = zf.donate(zf.compress_grads(step, method="zero_one", freeze_step=6, **often))
+    state, seen = step.place(STACK.state(ADAMW, torch.float32)), []
+    for i in range(12):
+        with zf.comm.ledger() as led:
+            state, metrics = step(state, regression(10 * i + zf.rank(), torch.float32))
+        seen.append((led.total_bytes, metrics, tree.map(torch.clone, step.unplace(state))))
+    return seen
+
+
+def all_of_it() -> Any:
+    return every_way(), all_phases()
+
+
 def test_real_ranks_end_where_simulated_ones_do() -> None:
-    real = zf.launch(every_way, nprocs=2, timeout=120)
-    for got, expected in zip(real, zf.simulate(2)(every_way)(), strict=True):
+    real = zf.launch(all_of_it, nprocs=2, timeout=120)
+    for got, expected in zip(real, zf.simulate(2)(all_of_it)(), strict=True):
         assert_same(got, expected)
+    a, b = (phases for _, phases in real)
+    for mine, theirs in zip(a, b, strict=True):  # what 0/1 Adam shares is so in every step
+        assert_same(mine[1:], theirs[1:])
+    sent = [nbytes for nbytes, *_ in a]
+    # Of the third step one bit a gradient, of the ninth flags, norms and losses.
+    assert sent[8] < sent[2] < sent[0] / 4
 
 
 def wires() -> list[tuple[float, float, float]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.kernels.closeness import LENGTHS, assert_near, poisoned
 from zfunc import kernels
+from zfunc.kernels import onebit_torch
 
 GROUPS = (None, 128, 2048)
 WIDE = {torch.float64: torch.float64}
@@ -44,6 +45,41 @@ def test_pack_is_its_definition(n: int, dtype: torch.dtype, group: int | None, s
     values = kernels.onebit_unpack(bits, scale, n, group=group, dtype=error.dtype)
     assert_near(values, sent.to(values.dtype))
     assert torch.equal(left, c - values)  # nothing is lost: what was sent and what is kept
+
+
+@pytest.mark.parametrize("scaling", ["rms", "mean"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("n", [9, 2047, 140000])
+def test_other_devices_take_the_same_signs(n: int, group: int | None, scaling: str):
+    """The form of torch operations, which a CPU leaves to NumPy."""
+    x, error = torch.randn(n), torch.randn(n)
+    bits, scale, left = kernels.onebit_pack(x, error, group=group, scaling=scaling)
+    theirs = [torch.empty_like(t) for t in (left, bits, scale)]
+    onebit_torch.pack_torch(x, error, *theirs, group or 0, scaling)
+    assert torch.equal(theirs[1], bits)
+    assert_near(theirs[0], left)
+    assert_near(theirs[2], scale)
+    out, values = torch.empty(n), kernels.onebit_unpack(bits, scale, n, group=group)
+    onebit_torch.unpack_torch(bits, scale, out, group or 0)
+    assert torch.equal(out, values)
+    received = torch.stack([bits, bits]), torch.stack([scale, 3 * scale])
+    mean = kernels.onebit_mean(*received, error, group=group, scaling=scaling)
+    onebit_torch.mean_torch(*received, error, *theirs, group or 0, scaling)
+    assert torch.equal(theirs[1], mean[0])
+    assert_near(theirs[0], mean[2])
+    assert_near(theirs[2], mean[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("n", [9, 140001])
+def test_unpacks_into_memory(n: int, dtype: torch.dtype):
+    room = torch.full((n + 1,), 7.0).to(dtype)
+    bits, scale, _ = kernels.onebit_pack(torch.randn(n), torch.zeros(n), group=128)
+    assert kernels.onebit_unpack_(bits, scale, room[:n], group=128).data_ptr() == room.data_ptr()
+    assert torch.equal(room[:n], kernels.onebit_unpack(bits, scale, n, group=128, dtype=dtype))
+    assert room[n] == 7
+    with pytest.raises(kernels.KernelError, match="row for each sender"):
+        kernels.onebit_unpack_(bits, scale, torch.zeros(2, n), group=128)
 
 
 @pytest.mark.parametrize("group", GROUPS)

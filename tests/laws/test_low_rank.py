@@ -165,3 +165,26 @@ def test_it_bears_all_kinds_of_trees(name: str) -> None:
         plain = zf.simulate(2)(body)()
         assert_same(plain[0], plain[1])
         assert_same(zf.simulate(2)(body)(donated=True), plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_unit_of_empty_leaves_has_nothing_to_send(stage: int) -> None:
+    params = {"blocks": zf.Layers([{"none": torch.zeros(0, 4)}, {"none": torch.zeros(0)}])}
+    params["w"] = numbers((8, 8), 3)
+
+    def body() -> Any:
+        def loss(p: Any, x: Tensor) -> Tensor:
+            x = zf.scan(lambda q, x: x + q["none"].sum(), p["blocks"], x @ p["w"])
+            return x.square().mean()
+
+        step = zf.shard(zf.train_step(loss, SGD), stage=stage, unit_bytes=64)
+        step = zf.compress_grads(step, method="powersgd", rank=1)
+        state = step.place(zf.TrainState.create(params, SGD))
+        for i in range(2):
+            state, _ = step(state, numbers((2, 8), i + zf.rank()))
+        return step.unplace(state).params
+
+    a, b = zf.simulate(2)(body)()
+    assert_same(a, b)
+    assert not torch.equal(a["w"], params["w"])
+    assert a["blocks"][0]["none"].shape == (0, 4)

@@ -43,6 +43,7 @@ from zfunc.files.locking import hold
 from zfunc.files.manifest import Manifest, NewerVersion
 from zfunc.files.reading import Reader
 from zfunc.files.saving import Task, agreed, conclude, write_now
+from zfunc.placed.carried import may_lack
 from zfunc.placed.placement import Entries
 from zfunc.tree import leaves
 from zfunc.worlds.axes import group
@@ -223,7 +224,9 @@ def restore(path: PathLike, like: Any, step: int | None = None) -> Any:
             with a warning.
 
     Returns:
-        A state placed like ``like``, bitwise the one that was saved.
+        A state placed like ``like``, bitwise the one that was saved, but for what transforms
+        carry that has no place there, or that the checkpoint lacks: errors of compression of
+        another stage or method are dropped, and begin at zero.
 
     Raises:
         CheckpointError: there is none, the one asked for is damaged or of a newer
@@ -297,7 +300,8 @@ def _attempt(ranks: Group, folder: Path, stock: Inventory) -> tuple[Any, str | N
     state, verdict = None, None
     try:
         with Reader(folder, manifest) as reader:
-            state = rebuilt(stock, manifest.static, partial(_fill, reader, stock))
+            lacking = _lacking(stock, manifest)
+            state = rebuilt(stock, manifest.static, partial(_fill, reader, stock), lacking)
     except CheckpointError as error:
         verdict = ("damaged", str(error))
     return state, _first(ranks, verdict)
@@ -316,6 +320,7 @@ def _differences(stock: Inventory, manifest: Manifest) -> str:
     """Every path in which a state and a checkpoint differ; empty if none does."""
     here = {**stock.tensors, **dict.fromkeys(stock.static)}
     there = {**manifest.leaves, **dict.fromkeys(manifest.static)}
+    here, there = ({k: v for k, v in x.items() if not may_lack(k)} for x in (here, there))
     groups = {
         "Only in the checkpoint": [name for name in there if name not in here],
         "Only in this state": [name for name in here if name not in there],
@@ -333,6 +338,16 @@ def _differences(stock: Inventory, manifest: Manifest) -> str:
             "has two ranks in one process), and unplace it there to go on without them."
         )
     return " ".join(lines)
+
+
+def _lacking(stock: Inventory, manifest: Manifest) -> set[str]:
+    """What the state has, may do without, and will not find in the checkpoint."""
+
+    def fits(name: str, leaf: TensorLeaf) -> bool:
+        there = manifest.leaves.get(name)
+        return there is not None and (_kind(there) == _kind(leaf) or _alike(there, leaf))
+
+    return {name for name, x in stock.tensors.items() if may_lack(name) and not fits(name, x)}
 
 
 def _alike(there: Any, here: Any) -> bool:

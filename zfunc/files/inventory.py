@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,30 +170,45 @@ def own_share(span: Span) -> tuple[int, int]:
     return span.start + start, span.start + stop
 
 
-def rebuilt(stock: Inventory, static: dict[str, Any], fill: Fill) -> Any:
+def rebuilt(
+    stock: Inventory, static: dict[str, Any], fill: Fill, lacking: Collection[str] = ()
+) -> Any:
     """A state placed like the one in ``stock``, with new values.
 
     Args:
         static: the values of its leaves that are no tensors.
         fill: ``fill(name, start, out)`` writes elements ``start`` and following of the
             full leaf to the 1-D tensor ``out``.
+        lacking: names of leaves without a new value: plain ones stay as they are, and placed
+            ones, errors that none have been left out of yet, are zero.
     """
     plain = iter(_arranged([node for node, _ in stock.rows if isinstance(node, Tensor)]))
     nodes = []
     for node, names in stock.rows:
         if isinstance(node, Placed):
-            nodes.append(node.refilled(_filling(fill, names)))
+            nodes.append(node.refilled(_filling(fill, names, lacking)))
         elif isinstance(node, Tensor):
             new = next(plain)
-            _fill_whole(fill, names[0], new)
+            if names[0] in lacking:
+                new.copy_(node)
+            else:
+                _fill_whole(fill, names[0], new)
             nodes.append(carry(new, node))
         else:
             nodes.append(static[names[0]])
     return optree.tree_unflatten(stock.spec, nodes)
 
 
-def _filling(fill: Fill, names: Sequence[str]) -> Callable[[Span, Tensor], None]:
-    return lambda span, out: fill(names[span.index], span.start, out)
+def _filling(
+    fill: Fill, names: Sequence[str], lacking: Collection[str]
+) -> Callable[[Span, Tensor], None]:
+    def one(span: Span, out: Tensor) -> None:
+        if names[span.index] in lacking:
+            out.zero_()
+        else:
+            fill(names[span.index], span.start, out)
+
+    return one
 
 
 def _fill_whole(fill: Fill, name: str, out: Tensor) -> None:

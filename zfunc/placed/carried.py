@@ -7,14 +7,16 @@ function's eyes, and ``finish`` puts its successor back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from zfunc.errors import PlacementError
 from zfunc.placed.placement import Entries
 
-__all__ = ["put", "take"]
+__all__ = ["may_lack", "may_lose", "put", "take"]
 
 ENTRY = "transforms"
+_LOSABLE: dict[str, frozenset[str]] = {}
 
 
 def put(state: Any, name: str, value: Any) -> Any:
@@ -59,3 +61,18 @@ def take(state: Any, name: str) -> tuple[Any, Any]:
         return carried[name], {key: value for key, value in state.items() if key != ENTRY}
     entries[where] = rest
     return carried[name], entries.rebuild()
+
+
+def may_lose(name: str, kinds: Iterable[str]) -> None:
+    """Say which entries of what transform ``name`` carries a run can go on without.
+
+    A checkpoint then need not have them, or may have others: they are dropped, and those that
+    it lacks begin as ``place`` makes them.
+    """
+    _LOSABLE[name] = frozenset(kinds)
+
+
+def may_lack(path: str) -> bool:
+    """Whether a leaf, by its dotted path in a full state, is of those."""
+    where, name, kind, *_ = [*path.split("."), "", "", ""]
+    return where in ("aux", ENTRY) and kind in _LOSABLE.get(name, ())

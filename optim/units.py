@@ -1,0 +1,94 @@
+"""Momentum in units of the roots of frozen second moments, which is how few bits serve it best.
+
+All elements are then of one size, as a sign with a shared scale takes them to be. (The scaling
+coefficients of 1-bit LAMB, Li et al. 2021, do that for each leaf.) An element without a second
+moment never had a gradient: its share is 0.
+
+What is left of one step's rounding goes into the next, so units must not grow as frozen second
+moments do: their bias is corrected first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.nodes import NAMESPACE
+from zfunc.optim.adjacent import chunks, joined
+from zfunc.optim.fused import own
+from zfunc.placed.unreduced import Unreduced, linear_map
+
+__all__ = ["local", "momentum", "roots", "shares", "sizes", "wide"]
+
+Tree = Any
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x`` in the precision in which updates are computed: at least float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def local(grads: Tree) -> bool:
+    """Whether a tree holds gradients that are a rank's own."""
+    found = optree.tree_leaves(
+        grads, is_leaf=lambda node: isinstance(node, Unreduced), namespace=NAMESPACE
+    )
+    return any(isinstance(node, Unreduced) and not node.done for node in found)
+
+
+def shares(grads: Tree, mu: Tree, nu: Tree, decay: float, correction: float | Tensor) -> Tree:
+    """The running mean of gradients, in units; in the memory of ``mu`` where that is donated.
+
+    Args:
+        grads: gradients, perhaps ``Unreduced``: the result is as they are.
+        mu: the mean before this step.
+        nu: second moments as they were frozen.
+        decay: of the mean.
+        correction: of the bias of ``nu``.
+    """
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def collect(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        rows.append((m, g, v))
+        return m
+
+    part = tree.map(linear_map(collect), grads, mu, nu)
+    m, g, v = zip(*rows, strict=True) if rows else ((), (), ())
+    new = [x.contiguous() for x in own(m)]
+    flat = [[x.contiguous() for x in column] for column in (g, v)]
+    for row in joined(list(zip(new, *flat, strict=True))):
+        for m_, g_, v_ in chunks(row):
+            mean = wide(m_).mul_(decay).add_(wide(g_) * (1 - decay))
+            m_.copy_(wide(mean.to(m_.dtype)).div_(sizes(v_, correction)))
+    return optree.tree_unflatten(optree.tree_structure(part, namespace=NAMESPACE), new)
+
+
+def momentum(shares: Tree, nu: Tree, correction: float | Tensor) -> Tree:
+    """What shares stand for, in their memory, which must be the caller's."""
+    rows: list[tuple[Tensor, Tensor]] = []
+
+    def collect(x: Tensor, v: Tensor) -> Tensor:
+        out = x.contiguous()
+        rows.append((out, v.contiguous()))
+        return out
+
+    out = tree.map(collect, shares, nu)
+    for row in joined(rows):
+        for x, v in chunks(row):
+            x.copy_(wide(x).mul_(roots(v, correction)))
+    return out
+
+
+def roots(v: Tensor, correction: float | Tensor) -> Tensor:
+    """The units: roots of second moments, their bias corrected."""
+    return (wide(v) / correction).sqrt_()
+
+
+def sizes(v: Tensor, correction: float | Tensor) -> Tensor:
+    """What to divide by: the units, infinite where there is none."""
+    return torch.threshold_(roots(v, correction), 0.0, math.inf)
