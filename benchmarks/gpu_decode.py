@@ -2,7 +2,8 @@
 
 The layers have the sizes of Llama 3 8B and random weights. A token goes through each of them in
 fused blocks with torch's attention in between, all in one CUDA graph, against the same layers in
-torch operations, eager and compiled.
+torch operations, eager and compiled. A step of ``zf.generate`` on a model of Hugging Face, in fused
+blocks and without, is what of that is left with everything around it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import zfunc as zf
 from benchmarks.gpu_cases import Size, compiled
 from benchmarks.gpu_timing import Ceilings, Clock
 from zfunc import kernels, optim
+from zfunc.language.decoding import HuggingFace
 
 __all__ = ["Decoder", "decoder", "end_to_end"]
 
@@ -148,7 +151,57 @@ def end_to_end(
                 }
             moved = sum(m.data.numel() * m.data.itemsize for row in model.matrices for m in row)
             report(add, name, clock, roof, lambda i, f=model.fused, x=x: f(x), calls, moved, kind)  # type: ignore[misc]
+    if time.monotonic() > deadline:
+        add("decode", GENERATE, skipped="no time left")
+    else:
+        generating(add, clock, roof, size, device)
     optimizer(add, clock, roof, size, device)
+
+
+GENERATE = "a step of zf.generate, unmodified Llama, 1 sequence"
+
+
+def generating(
+    add: Callable[..., None], clock: Clock, roof: Ceilings, size: Size, device: torch.device
+) -> None:
+    """A token through up to 8 layers of Hugging Face's Llama: in fused blocks and without."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        add("decode", GENERATE, skipped="transformers is not installed")
+        return
+    heads = max(size.width // 128, 1)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=size.width,
+        intermediate_size=7 * size.width // 2,
+        num_hidden_layers=min(size.layers, 8),
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        max_position_embeddings=CONTEXT,
+    )
+    with device:
+        model = zf.functionalize(LlamaForCausalLM(config).bfloat16().eval())
+    length = CONTEXT if device.type == "cuda" else 16
+    ids = torch.randint(1024, (1, length - 1), device=device)
+
+    def step(fused: bool) -> Callable[[int], Tensor]:
+        decoder = HuggingFace(model, fused=fused)
+        with torch.no_grad():
+            _, cache = decoder.step(model.params, decoder.start(1, length, None), ids)
+
+        def call(i: int) -> Tensor:
+            # From the same cache each time: the token is written where it was before.
+            with torch.no_grad(), kernels.use(None if device.type == "cuda" else "torch"):
+                return decoder.step(model.params, cache, ids[:, :1])[0]
+
+        return call
+
+    ours, plain = step(True), step(False)
+    distance = apart(ours(0), plain(0))
+    add("decode", f"{GENERATE}: as without blocks", right=distance < 0.05, distance=distance)
+    moved = 2.0 * sum(x.numel() for x in zf.tree.leaves(model.params)) - 2.0 * 1024 * size.width
+    report(add, GENERATE, clock, roof, ours, {"without blocks": plain}, moved, "skinny_mm")
 
 
 def apart(x: Tensor, y: Tensor) -> float:

@@ -45,7 +45,7 @@ from zfunc.kernels.payloads import (
     quantize_payload_,
 )
 from zfunc.kernels.rotation import rotary
-from zfunc.kernels.skinny import skinny_mm, w4_mm, w8_mm, w8a8_mm
+from zfunc.kernels.skinny import packed_mm, skinny_mm, w4_mm, w8_mm, w8a8_mm
 from zfunc.kernels.verification import Verdict, verify
 
 __all__ = [
@@ -91,6 +91,7 @@ __all__ = [
     "onebit_unpack",
     "onebit_unpack_",
     "pack_words",
+    "packed_mm",
     "quantize_groups",
     "quantize_payload",
     "quantize_payload_",

@@ -26,7 +26,7 @@ the block of its parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +48,14 @@ INSTEAD = "the same of torch operations"
 def norm_qkv_rope(
     x: Tensor,
     norm: Tensor,
-    weight: Packed,
+    weight: Packed | Sequence[Packed],
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
     *,
+    slots: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
@@ -64,11 +65,13 @@ def norm_qkv_rope(
         x: ``[M, K]``, a row for each sequence.
         norm: ``[K]``, the weight of the norm.
         weight: ``[(H + 2 G) D, K]``: H heads of queries, G of keys, G of values, below each other;
-            16 bits, int8 or words (:class:`Packed`).
-        cos, sin: ``[positions, D / 2]`` float32.
-        positions: ``[M]`` int64, which token of its sequence each row is.
-        keys, values: the cache, ``[M, G, S, D]``; row ``m`` is written at ``positions[m]``, and a
-            position that is not below S is not written.
+            16 bits, int8 or words (:class:`Packed`). Or several of one kind, whose rows follow
+            each other: a launch for each, and no copy.
+        cos, sin: ``[P, D / 2]`` float32.
+        positions: ``[M]`` int64, the row of ``cos`` and ``sin`` that each row of ``x`` turns by.
+        keys, values: the cache, ``[M, G, S, D]``.
+        slots: ``[M]`` int64, where in the cache each row is written: at ``positions`` if left out.
+            One that is not below S is not written.
         bias: ``[(H + 2 G) D]``.
         eps: of the norm.
 
@@ -88,23 +91,24 @@ def norm_qkv_rope(
     tensor([1., 1.])
     """
     undifferentiated("norm_qkv_rope", INSTEAD, x, norm, cos, sin, keys, values, bias)
-    weight.check("norm_qkv_rope")
-    (m, k), n = x.shape, weight.data.shape[0]
+    parts = _listed("norm_qkv_rope", weight)
+    (m, k), n = x.shape, sum(len(w.data) for w in parts)
     groups, length, width = keys.shape[1:]
     heads = n // width - 2 * groups
+    rows = length if slots is None else 1
     fits = {
-        "norm": norm.shape == (k,) and weight.length == k,
+        "norm": norm.shape == (k,) and parts[0].length == k,
         "weight": n % width == 0 and heads > 0 and width % 2 == 0,
         "bias": bias is None or bias.shape == (n,),
-        "cos and sin": cos.shape == sin.shape == (len(cos), width // 2) and len(cos) >= length,
-        "positions": positions.shape == (m,) and positions.dtype == torch.int64,
+        "cos and sin": cos.shape == sin.shape == (len(cos), width // 2) and len(cos) >= rows,
+        "positions": _indices(positions, m) and (slots is None or _indices(slots, m)),
         "keys and values": keys.shape == values.shape == (m, groups, length, width),
         "dtypes": keys.dtype == values.dtype == x.dtype and cos.dtype == torch.float32,
     }
     if not all(fits.values()):
         raise KernelError(
             f"kernels.norm_qkv_rope: {', '.join(k for k, good in fits.items() if not good)} do not "
-            f"fit x {tuple(x.shape)}, weights of {n} rows of {weight.length}, and caches "
+            f"fit x {tuple(x.shape)}, weights of {n} rows of {parts[0].length}, and caches "
             f"{tuple(keys.shape)}, {tuple(values.shape)}; see its arguments."
         )
     for label, cache in (("keys", keys), ("values", values)):
@@ -113,20 +117,26 @@ def norm_qkv_rope(
                 f"kernels.norm_qkv_rope: {label} have strides {cache.stride()}; expected heads to "
                 "lie in one piece, and both caches alike."
             )
-    parts = (weight.data, weight.scale, weight.zero, bias, cos, sin, positions, keys, values)
-    q: Tensor = _qkv(x, norm, *parts, weight.kind, weight.group or 0, eps)
+    at = (positions, positions if slots is None else slots)
+    how = (parts[0].kind, parts[0].group or 0, eps)
+    q: Tensor = _qkv(x, norm, *_tensors(parts), bias, cos, sin, *at, keys, values, *how)
     return q
 
 
 def norm_gate_up(
-    x: Tensor, norm: Tensor, weight: Packed, *, activation: str = "silu", eps: float = 1e-6
+    x: Tensor,
+    norm: Tensor,
+    weight: Packed | Sequence[Packed],
+    *,
+    activation: str = "silu",
+    eps: float = 1e-6,
 ) -> Tensor:
     """``act(n(x) W_gate^T) * (n(x) W_up^T)``, rounded once.
 
     Args:
         x: ``[M, K]``.
         norm: ``[K]``, the weight of the norm.
-        weight: ``[2 F, K]``, the rows of the gate above those of the other half.
+        weight: ``[2 F, K]``, the rows of the gate above those of the other half; or two.
         activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
         eps: of the norm.
 
@@ -141,63 +151,87 @@ def norm_gate_up(
     tensor([[1.4621]])
     """
     undifferentiated("norm_gate_up", INSTEAD, x, norm)
-    weight.check("norm_gate_up")
-    good = x.dim() == 2 and norm.shape == (x.shape[1],) and weight.length == x.shape[1]
-    if not good or weight.data.shape[0] % 2 or activation not in ACTIVATIONS:
+    parts = _listed("norm_gate_up", weight)
+    n, length = sum(len(w.data) for w in parts), parts[0].length
+    good = x.dim() == 2 and norm.shape == (x.shape[1],) and length == x.shape[1]
+    if not good or n % 2 or activation not in ACTIVATIONS:
         raise KernelError(
             f"kernels.norm_gate_up: x {tuple(x.shape)}, norm {tuple(norm.shape)}, weights of "
-            f"{weight.data.shape[0]} rows of {weight.length}, {activation!r}; expected [M, K], "
-            f"[K], an even number of rows of K, and one of {', '.join(ACTIVATIONS)}."
+            f"{n} rows of {length}, {activation!r}; expected [M, K], [K], an even number of rows "
+            f"of K, and one of {', '.join(ACTIVATIONS)}."
         )
-    parts = (weight.data, weight.scale, weight.zero)
-    y: Tensor = _gate_up(x, norm, *parts, weight.kind, weight.group or 0, eps, activation)
+    how = (parts[0].kind, parts[0].group or 0, eps, activation)
+    y: Tensor = _gate_up(x, norm, *_tensors(parts), *how)
     return y
 
 
-def _room_qkv(x: Tensor, norm: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    keys = rest[6]
-    width = keys.shape[3]
-    return x.new_empty(x.shape[0], w.shape[0] // width - 2 * keys.shape[1], width)
+def _listed(name: str, weight: Packed | Sequence[Packed]) -> Sequence[Packed]:
+    """Matrices whose rows follow each other, checked."""
+    parts = (weight,) if isinstance(weight, Packed) else weight
+    for w in parts:
+        w.check(name)
+    if len({(w.kind, w.length, w.group, w.zero is None) for w in parts}) != 1:
+        raise KernelError(
+            f"kernels.{name}: weights {[(w.kind, w.length, w.group) for w in parts]} differ; "
+            "expected at least one, all of one kind, length and group, with zeros or without."
+        )
+    return parts
+
+
+def _tensors(parts: Sequence[Packed]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Their data, scales and zeros, as the operators take them."""
+    scales = [w.scale for w in parts if w.scale is not None]
+    return [w.data for w in parts], scales, [w.zero for w in parts if w.zero is not None]
+
+
+def _indices(x: Tensor, m: int) -> bool:
+    return x.shape == (m,) and x.dtype == torch.int64
+
+
+def _room_qkv(x: Tensor, norm: Tensor, w: list[Tensor], *rest: Any) -> Tensor:
+    _, groups, _, width = rest[7].shape
+    return x.new_empty(x.shape[0], sum(len(t) for t in w) // width - 2 * groups, width)
 
 
 def _run_qkv(
     x: Tensor,
     norm: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
     bias: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    slots: Tensor,
     keys: Tensor,
     values: Tensor,
     kind: str,
     group: int,
     eps: float,
 ) -> Tensor:
-    q = x.new_empty(len(x), w.shape[0] // keys.shape[3] - 2 * keys.shape[1], keys.shape[3])
+    q = _room_qkv(x, norm, w, scale, zero, bias, cos, sin, positions, slots, keys)
     if len(x):
-        held = [t.contiguous() for t in (x, norm, w)]
-        rest = [t.contiguous() for t in (cos, sin, positions)]
+        rest = [t.contiguous() for t in (cos, sin, positions, slots)]
         added = None if bias is None else bias.contiguous()
         how: dict[str, Any] = {"kind": kind, "group": group, "eps": eps}
         how |= {"rows": len(x), "dtype": x.dtype, "half": keys.shape[3] // 2}
-        name = "norm_qkv_rope"
-        dispatch.run(name, *held, scale, zero, added, *rest, keys, values, q, **how)
+        weights = [t.contiguous() for t in w], scale, zero
+        held = x.contiguous(), norm.contiguous()
+        dispatch.run("norm_qkv_rope", *held, *weights, added, *rest, keys, values, q, **how)
     return q
 
 
-def _room_gate_up(x: Tensor, norm: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0] // 2)
+def _room_gate_up(x: Tensor, norm: Tensor, w: list[Tensor], *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], sum(len(t) for t in w) // 2)
 
 
 def _run_gate_up(
     x: Tensor,
     norm: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
     kind: str,
     group: int,
     eps: float,
@@ -205,7 +239,7 @@ def _run_gate_up(
 ) -> Tensor:
     y = _room_gate_up(x, norm, w)
     if y.numel():
-        held = (t.contiguous() for t in (x, norm, w))
+        held = x.contiguous(), norm.contiguous(), [t.contiguous() for t in w]
         how: dict[str, Any] = {"kind": kind, "group": group, "eps": eps}
         how["activation"] = activation
         dispatch.run("norm_gate_up", *held, scale, zero, y, rows=len(x), dtype=x.dtype, **how)
@@ -213,14 +247,14 @@ def _run_gate_up(
 
 
 _qkv: Callable[..., Any] = define(
-    "norm_qkv_rope(Tensor x, Tensor norm, Tensor w, Tensor? scale, Tensor? zero, Tensor? bias,"
-    " Tensor cos, Tensor sin, Tensor positions, Tensor(a!) keys, Tensor(b!) values, str kind,"
-    " int group, float eps) -> Tensor",
+    "norm_qkv_rope(Tensor x, Tensor norm, Tensor[] w, Tensor[] scale, Tensor[] zero, Tensor? bias,"
+    " Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor(a!) keys, Tensor(b!) values,"
+    " str kind, int group, float eps) -> Tensor",
     _run_qkv,
     _room_qkv,
 )
 _gate_up: Callable[..., Any] = define(
-    "norm_gate_up(Tensor x, Tensor norm, Tensor w, Tensor? scale, Tensor? zero, str kind,"
+    "norm_gate_up(Tensor x, Tensor norm, Tensor[] w, Tensor[] scale, Tensor[] zero, str kind,"
     " int group, float eps, str activation) -> Tensor",
     _run_gate_up,
     _room_gate_up,
@@ -246,9 +280,9 @@ def limit(
 def _normed_product(
     x: Tensor,
     norm: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
     kind: str,
     group: int,
     eps: float,
@@ -258,20 +292,25 @@ def _normed_product(
     rows = x.to(wide)
     rows = rows * (rows.square().mean(1, keepdim=True) + eps).rsqrt()
     normed = (rows * norm.to(wide)).to(x.dtype)
-    plain = dequantized(w, scale, zero, kind, group, x.shape[1]).to(x.dtype)
-    return F.linear(normed, plain).to(wide)
+    found = []
+    for i, part in enumerate(w):
+        codes = (scale[i] if scale else None, zero[i] if zero else None)
+        plain = dequantized(part, *codes, kind, group, x.shape[1]).to(x.dtype)
+        found.append(F.linear(normed, plain))
+    return torch.cat(found, 1).to(wide)
 
 
 def qkv_twin(
     x: Tensor,
     norm: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
     bias: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    slots: Tensor,
     keys: Tensor,
     values: Tensor,
     q: Tensor,
@@ -287,14 +326,14 @@ def qkv_twin(
     y = y if bias is None else y + bias
     (m, heads, width), groups = q.shape, keys.shape[1]
     parts = y.view(m, -1, width)
-    low = torch.where((positions >= 0) & (positions < keys.shape[2]), positions, 0)
-    c, s = cos[low][:, None], sin[low][:, None]
+    turns = torch.where((positions >= 0) & (positions < len(cos)), positions, 0)
+    c, s = cos[turns][:, None], sin[turns][:, None]
     a, b = parts[:, : heads + groups].split(half, 2)
     turned = torch.cat([a * c - b * s, b * c + a * s], 2)
     q.copy_(turned[:, :heads])
     rows = torch.arange(m, device=x.device)
-    inside = ((positions >= 0) & (positions < keys.shape[2]))[:, None, None]
-    at = positions.clamp(0, keys.shape[2] - 1)
+    inside = ((slots >= 0) & (slots < keys.shape[2]))[:, None, None]
+    at = slots.clamp(0, keys.shape[2] - 1)
     for cache, new in ((keys, turned[:, heads:]), (values, parts[:, heads + groups :])):
         cache[rows, :, at] = torch.where(inside, new.to(cache.dtype), cache[rows, :, at])
 
@@ -302,9 +341,9 @@ def qkv_twin(
 def gate_up_twin(
     x: Tensor,
     norm: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
     y: Tensor,
     *,
     kind: str,

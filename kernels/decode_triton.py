@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.activations_triton import _activated
-from zfunc.kernels.skinny_launch import partial_products
+from zfunc.kernels.skinny_launch import normed_products
 from zfunc.kernels.skinny_triton import _scale_of_norm, _summed
 
 __all__ = ["gate_up_kernel", "norm_gate_up", "norm_qkv_rope", "rope_kernel"]
@@ -18,8 +18,8 @@ __all__ = ["gate_up_kernel", "norm_gate_up", "norm_qkv_rope", "rope_kernel"]
 
 @triton.jit
 def rope_kernel(
-    parts, squares, bias, cos, sin, positions, q, keys, values,
-    M, N, K, eps, splits, heads, groups, length, row_stride, head_stride, token_stride,
+    parts, squares, bias, cos, sin, positions, slots, q, keys, values,
+    M, N, K, eps, splits, heads, groups, angles, length, row_stride, head_stride, token_stride,
     BIAS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sums shares, scales, rotates, and stores where it belongs."""
@@ -36,9 +36,11 @@ def rope_kernel(
         a += tl.load(bias + head * 2 * HALF + i).to(tl.float32)
         b += tl.load(bias + head * 2 * HALF + HALF + i).to(tl.float32)
     position = tl.load(positions + m)
-    inside = (position >= 0) & (position < length)
-    c = tl.load(cos + tl.where(inside, position, 0) * HALF + i)
-    s = tl.load(sin + tl.where(inside, position, 0) * HALF + i)
+    turn = tl.where((position >= 0) & (position < angles), position, 0)
+    c = tl.load(cos + turn * HALF + i)
+    s = tl.load(sin + turn * HALF + i)
+    slot = tl.load(slots + m)
+    inside = (slot >= 0) & (slot < length)
     turned = head < heads + groups
     low = tl.where(turned, a * c - b * s, a)
     high = tl.where(turned, b * c + a * s, b)
@@ -48,12 +50,12 @@ def rope_kernel(
         tl.store(to, low.to(kind))
         tl.store(to + HALF, high.to(kind))
     elif turned:
-        to = keys + m * row_stride + (head - heads) * head_stride + position * token_stride + i
+        to = keys + m * row_stride + (head - heads) * head_stride + slot * token_stride + i
         tl.store(to, low.to(kind), mask=inside & every)
         tl.store(to + HALF, high.to(kind), mask=inside & every)
     else:
         mine = head - heads - groups
-        to = values + m * row_stride + mine * head_stride + position * token_stride + i
+        to = values + m * row_stride + mine * head_stride + slot * token_stride + i
         tl.store(to, low.to(kind), mask=inside & every)
         tl.store(to + HALF, high.to(kind), mask=inside & every)
 
@@ -75,13 +77,14 @@ def gate_up_kernel(
 def norm_qkv_rope(
     x: Tensor,
     norm: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
     bias: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    slots: Tensor,
     keys: Tensor,
     values: Tensor,
     q: Tensor,
@@ -92,15 +95,15 @@ def norm_qkv_rope(
     half: int,
     **how: Any,
 ) -> None:
-    """Launch the product, then heads."""
-    made = partial_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
-    assert made is not None
-    (parts, squares), (m, heads, _) = made, q.shape
+    """Launch the products, then heads."""
+    parts, squares = normed_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
+    m, heads, _ = q.shape
     splits, _, n = parts.shape
     groups, length = keys.shape[1:3]
     rope_kernel[(heads + 2 * groups, m)](
-        *(parts, squares, parts if bias is None else bias, cos, sin, positions, q, keys, values),
-        *(m, n, x.shape[1], eps, splits, heads, groups, length, *keys.stride()[:3]),
+        *(parts, squares, parts if bias is None else bias, cos, sin, positions, slots),
+        *(q, keys, values, m, n, x.shape[1], eps, splits, heads, groups, len(cos), length),
+        *keys.stride()[:3],
         BIAS=bias is not None,
         HALF=half,
         num_warps=dispatch.config("norm_qkv_rope", x.device)["num_warps"],
@@ -110,9 +113,9 @@ def norm_qkv_rope(
 def norm_gate_up(
     x: Tensor,
     norm: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
     y: Tensor,
     *,
     kind: str,
@@ -121,10 +124,9 @@ def norm_gate_up(
     activation: str,
     **how: Any,
 ) -> None:
-    """Launch the product, then columns."""
-    made = partial_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
-    assert made is not None
-    (parts, squares), (m, f) = made, y.shape
+    """Launch the products, then columns."""
+    parts, squares = normed_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
+    m, f = y.shape
     table = dispatch.config("norm_gate_up", x.device)
     gate_up_kernel[(triton.cdiv(f, table["BLOCK"]), m)](
         *(parts, squares, y, m, f, x.shape[1], eps, parts.shape[0]),

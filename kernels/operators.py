@@ -100,7 +100,7 @@ def looped(op: Callable[[], Callable[..., Any]]) -> Callable[..., Batched]:
     def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
         def call(i: int) -> Any:
             pairs = zip(args, dims, strict=True)
-            return op()(*(x if dim is None else x.select(dim, i) for x, dim in pairs))
+            return op()(*(_element(x, dim, i) for x, dim in pairs))
 
         calls = [call(i) for i in range(info.batch_size)]
         if isinstance(calls[0], Tensor):
@@ -109,6 +109,13 @@ def looped(op: Callable[[], Callable[..., Any]]) -> Callable[..., Batched]:
         return columns, (0,) * len(columns)
 
     return rule
+
+
+def _element(x: Any, dim: Any, i: int) -> Any:
+    """Element ``i`` of a batched argument, which may be a list of tensors."""
+    if isinstance(dim, list | tuple):
+        return [_element(part, d, i) for part, d in zip(x, dim, strict=True)]
+    return x if dim is None else x.select(dim, i)
 
 
 def fronted(

@@ -35,7 +35,7 @@ from zfunc.kernels.operators import KernelError, define, looped
 from zfunc.kernels.packed import BLOCK, Packed, dequantized
 from zfunc.kernels.tracing import in_graph
 
-__all__ = ["skinny_mm", "w4_mm", "w8_mm", "w8a8_mm"]
+__all__ = ["packed_mm", "skinny_mm", "w4_mm", "w8_mm", "w8a8_mm"]
 
 ROWS = 16  # what the tensor cores take at once
 HALVES = (torch.bfloat16, torch.float16)
@@ -139,6 +139,17 @@ def w8a8_mm(
     """
     weight = Packed("w8a8_mm", q, x.shape[-1], scale, zero, group)
     return _product("w8a8_mm", x, weight, bias, residual)
+
+
+def packed_mm(
+    x: Tensor, weight: Packed, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """``x W^T + bias + residual`` for a matrix of any kind: the function of its name.
+
+    >>> packed_mm(torch.ones(1, 2), Packed.of(torch.tensor([[1.0, 2.0]])))
+    tensor([[3.]])
+    """
+    return _product(weight.kind, x, weight, bias, residual)
 
 
 def _product(

@@ -18,7 +18,16 @@ from zfunc.kernels.groupwise import quantize_groups
 from zfunc.kernels.packed import BITS, BLOCK
 from zfunc.kernels.skinny_triton import finish_kernel, int8_product_kernel, product_kernel
 
-__all__ = ["partial_products", "shares", "skinny_mm", "tile", "w4_mm", "w8_mm", "w8a8_mm"]
+__all__ = [
+    "normed_products",
+    "partial_products",
+    "shares",
+    "skinny_mm",
+    "tile",
+    "w4_mm",
+    "w8_mm",
+    "w8a8_mm",
+]
 
 DEPTH = 4
 AMD = torch.version.hip is not None
@@ -73,47 +82,102 @@ def partial_products(
     *,
     kind: str,
     group: int,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    y: Tensor | None = None,
-) -> tuple[Tensor, Tensor] | None:
-    """The first launch: partial sums and, before a norm, squares of the inputs.
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+) -> Tensor | None:
+    """The first launch of a product.
 
     Args:
         x, w, scale, zero, kind, group: see :class:`zfunc.kernels.packed.Packed`.
-        norm: the weight of an RMS norm of ``x``; its scale is left to what follows.
-        eps: of the norm.
         bias, residual, y: where one share does, the first launch writes the result.
 
     Returns:
-        ``(parts [S, M, N], squares [S, M])`` in float32, or ``None`` where ``y`` is written.
+        Partial sums ``[S, M, N]`` in float32, or ``None`` where ``y`` is written.
     """
     (m, k), n = x.shape, w.shape[0]
-    how = tile(kind, group, m, norm=norm is not None, amd=AMD, device=x.device)
+    how = tile(kind, group, m, norm=False, amd=AMD, device=x.device)
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
-    split = splits > 1 or y is None
-    parts = x.new_empty((splits, m, n) if split else (1,), dtype=torch.float32)
+    parts = x.new_empty((splits, m, n) if splits > 1 else (1,), dtype=torch.float32)
+    rest = (bias, residual, y)
+    _multiply(x, w, (scale, zero), None, parts, None, rest, n, splits, share, kind, group, how)
+    return parts if splits > 1 else None
+
+
+def normed_products(
+    x: Tensor,
+    w: list[Tensor],
+    scale: list[Tensor],
+    zero: list[Tensor],
+    *,
+    kind: str,
+    group: int,
+    norm: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The first launches of products of one RMS norm, whose scale is left to what follows.
+
+    Args:
+        x, kind, group: see :class:`zfunc.kernels.packed.Packed`.
+        w, scale, zero: likewise, of matrices whose rows follow each other. A launch for each, with
+            as many shares as all of them together need.
+        norm: the weight of the norm.
+
+    Returns:
+        Partial sums ``[S, M, N]`` and squares of the inputs ``[S, M]``, in float32.
+    """
+    (m, k), n = x.shape, sum(len(part) for part in w)
+    how = tile(kind, group, m, norm=True, amd=AMD, device=x.device)
+    tiles = sum(triton.cdiv(len(part), how["BN"]) for part in w)
+    splits, share = shares(tiles, triton.cdiv(k, how["BK"]), how.pop("PROGRAMS"))
+    parts = x.new_empty((splits, m, n), dtype=torch.float32)
     squares = x.new_empty((splits, m), dtype=torch.float32)
-    scales, zeros, step_n, step_g = _scales(scale, zero, w)
+    at = 0
+    for i, part in enumerate(w):
+        codes = (scale[i] if scale else None, zero[i] if zero else None)
+        mine, rest = parts[:, :, at:], (None, None, None)
+        _multiply(x, part, codes, norm, mine, squares, rest, n, splits, share, kind, group, how)
+        at += len(part)
+    return parts, squares
+
+
+def _multiply(
+    x: Tensor,
+    w: Tensor,
+    codes: tuple[Tensor | None, Tensor | None],
+    norm: Tensor | None,
+    parts: Tensor,
+    squares: Tensor | None,
+    rest: tuple[Tensor | None, Tensor | None, Tensor | None],
+    stride: int,
+    splits: int,
+    share: int,
+    kind: str,
+    group: int,
+    how: dict[str, int],
+) -> None:
+    """Launch ``x W^T`` into ``parts``, whose rows are ``stride`` apart, or into the last of
+    ``rest``: bias, residual, result."""
+    (m, k), n = x.shape, w.shape[0]
+    tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
+    scales, zeros, step_n, step_g = _scales(*codes, w)
+    bias, residual, y = rest
     product_kernel[(tiles, splits)](
-        *(x, w, scales, zeros, x if norm is None else norm, eps),
+        *(x, w, scales, zeros, x if norm is None else norm, 0.0),
         *(x if t is None else t for t in (bias, residual, y)),
-        *(parts, squares, m, n, k, w.shape[1], step_n, step_g, blocks, share),
+        *(parts, parts if squares is None else squares),
+        *(m, n, k, w.shape[1], stride, step_n, step_g, blocks, share),
         BITS=BITS[kind],
         G=group,
-        ZERO=zero is not None,
+        ZERO=codes[1] is not None,
         NORM=norm is not None,
-        SPLIT=split,
+        SPLIT=splits > 1 or y is None,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         EVEN=k % how["BK"] == 0,
         ASM=ASSEMBLER,
         **how,
     )
-    return (parts, squares) if split else None
 
 
 def finish(parts: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
@@ -149,7 +213,7 @@ def _launch(
         x, w, scale, zero, kind=kind, group=group, bias=bias, residual=residual, y=y
     )
     if left is not None:
-        finish(left[0], bias, residual, y)
+        finish(left, bias, residual, y)
 
 
 def skinny_mm(*args: Any, **how: Any) -> None:

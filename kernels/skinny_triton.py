@@ -84,12 +84,13 @@ def _finished(
 @triton.jit
 def product_kernel(
     x, w, scale, zero, norm, eps, bias, residual, y, parts, squares,
-    M, N, K, width, scale_n, scale_g, blocks, share,
+    M, N, K, width, stride, scale_n, scale_g, blocks, share,
     BITS: tl.constexpr, G: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr,
     SPLIT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``x W^T``; ``width`` is the length of a row of ``w`` in its own elements."""
+    """``x W^T``; ``width`` is the length of a row of ``w`` in its own elements, ``stride`` that of
+    a row of ``parts``, where others' columns may follow."""
     kind: tl.constexpr = x.dtype.element_ty
     OFFSET: tl.constexpr = 136.0 if kind == tl.bfloat16 else 1032.0
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -166,16 +167,17 @@ def product_kernel(
     if TURN:
         acc = acc.T
     inside = (rm < M)[:, None] & (rn < N)[None, :]
-    place = rm[:, None].to(tl.int64) * N + rn[None, :]
+    wide = rm[:, None].to(tl.int64)
     if SPLIT:
         part = tl.program_id(1).to(tl.int64)
-        tl.store(parts + part * M * N + place, acc, mask=inside)
+        tl.store(parts + (part * M + wide) * stride + rn[None, :], acc, mask=inside)
         if NORM:
             mine = (rm < M) & (tl.program_id(0) == 0)
             tl.store(squares + part * M + rm, tl.sum(square, 1), mask=mine)
     else:
         if NORM:
             acc = acc * tl.rsqrt(tl.sum(square, 1) / K + eps)[:, None]
+        place = wide * N + rn[None, :]
         _finished(acc, bias, row, residual, y, place, inside, BIAS, RESIDUAL)
 
 

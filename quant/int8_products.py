@@ -15,6 +15,7 @@ more than one. ``dynamic`` formats (W8A8) round to 8.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from zfunc.quant.large_pages import into_large_pages
 if TYPE_CHECKING:
     from zfunc.quant.qtensor import QTensor
 
-__all__ = ["Piece", "Pieces", "product", "rounded", "takes"]
+__all__ = ["Piece", "Pieces", "product", "rounded", "several", "takes"]
 
 ROWS = 512  # of the input at once: bounds the 16-bit halves and the sums
 TINY = 1e-30  # inputs below it are rounded to zero
@@ -88,20 +89,30 @@ class Pieces:
 
 def product(x: Tensor, weight: QTensor) -> Tensor:
     """``x W^T`` for fp32 ``x`` ``[m, k]``."""
+    return several(x, [weight])[0]
+
+
+def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+    """``x W^T`` for each of several weights, all dynamic or none: ``x`` is rounded once."""
     if x.shape[0] > ROWS:
-        return torch.cat([product(part, weight) for part in x.split(ROWS)])
-    ready: Pieces = weight.ready(lambda: _pieces(weight))
-    rounding = _rounded_to_8 if weight.format.dynamic else _rounded_to_16
+        parts = zip(*(several(part, weights) for part in x.split(ROWS)), strict=True)
+        return [torch.cat(part) for part in parts]
+    rounding = _rounded_to_8 if weights[0].format.dynamic else _rounded_to_16
     inputs, scale = rounding(x)
+    return [_times(inputs, weight).mul_(scale) for weight in weights]
+
+
+def _times(inputs: Tensor, weight: QTensor) -> Tensor:
+    ready: Pieces = weight.ready(lambda: _pieces(weight))
     if len(ready.pieces) == 1:
-        return _sums(inputs, ready.pieces[0]).mul_(scale)
+        return _sums(inputs, ready.pieces[0])
     sizes = [p.width * p.scales.shape[0] for p in ready.pieces]
     total: Tensor | None = None
     for part, piece in zip(inputs.split(sizes, dim=2), ready.pieces, strict=True):
         y = _sums(part, piece)
         total = y if total is None else total.add_(y)
     assert total is not None
-    return total.mul_(scale)
+    return total
 
 
 def _pieces(weight: QTensor) -> Pieces:

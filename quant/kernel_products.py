@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zfunc import kernels
-from zfunc.kernels import dispatch
+from zfunc.kernels import Packed, dispatch
 
 if TYPE_CHECKING:
     from zfunc.quant.qtensor import QTensor
 
-__all__ = ["Words", "product", "takes"]
+__all__ = ["Words", "packed", "product", "readable", "takes"]
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,40 @@ def takes(x: Tensor, weight: QTensor) -> bool:
     """Whether the dispatch has a kernel for this product here."""
     if x.is_cpu and dispatch.forced() != "triton":
         return False  # what the dispatch would say, without the time that it takes
-    if (weight.format.dynamic and weight.format.packed) or x.device != weight.device:
+    if _odd(weight) or x.device != weight.device:
         return False
     how = {"group": weight.format.group_size or 0, "rows": len(x), "dtype": x.dtype}
     tensors = (x, weight.scale, weight.zero)
     return kernels.choose(kernel_of(weight), *tensors, **how).route == "triton"
 
 
-def product(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
+def readable(weight: QTensor) -> bool:
+    """Whether a kernel reads such weights, from rows of the matrix that is given."""
+    return weight.depth == 2 and not (weight.transposed or _odd(weight))
+
+
+def packed(weight: QTensor) -> Packed:
+    """The weights as :mod:`zfunc.kernels.skinny` reads them, without a copy that is kept twice."""
     name, group = kernel_of(weight), weight.format.group_size
     if weight.scale.stride(0) != 1:  # a group's scales are read together
         weight.scale = weight.scale.t().contiguous().t()
         weight.zero = None if weight.zero is None else weight.zero.t().contiguous().t()
-    if name == "w8a8_mm":
-        return kernels.w8a8_mm(x, weight.codes, weight.scale, weight.zero, bias, group=group)
-    if name == "w8_mm":
-        return kernels.w8_mm(x, weight.codes, weight.scale, weight.zero, bias, group=group)
+    if name != "w4_mm":
+        return Packed(name, weight.codes, weight.rows[1], weight.scale, weight.zero, group)
     words = weight.ready(lambda: _words(weight))
     if not isinstance(words, Words):  # in another kernel's order, as on a CPU
         words = _words(weight)
-    return kernels.w4_mm(x, words.data, weight.scale, weight.zero, bias, group=group)
+    return Packed(name, words.data, weight.rows[1], weight.scale, weight.zero, group)
+
+
+def product(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """``x W^T`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
+    return kernels.packed_mm(x, packed(weight), bias)
+
+
+def _odd(weight: QTensor) -> bool:
+    """Whether codes of 4 bits are multiplied with 8-bit inputs, which no kernel does."""
+    return weight.format.dynamic and weight.format.packed
 
 
 def _words(weight: QTensor) -> Words:

@@ -8,6 +8,7 @@ that none of them takes, weights are dequantised a block of rows at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from zfunc.quant.grids import Grid
 if TYPE_CHECKING:
     from zfunc.quant.qtensor import QTensor
 
-__all__ = ["dequantised_product", "product", "route"]
+__all__ = ["dequantised_product", "product", "route", "several"]
 
 BLOCK = 1 << 20  # weights dequantised at once: they stay in a core's cache until they are used
 
@@ -43,6 +44,20 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
         y = _forward(rows, weight, way)
     y = y if x.ndim == 2 else y.reshape(*x.shape[:-1], n)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+    """``x W^T`` for each of several weights and ``x`` ``[m, k]``, which a route prepares once."""
+    if torch.is_grad_enabled() or any(w.rows[1] != x.shape[1] for w in weights):
+        return [product(x, w, None) for w in weights]
+    ways = {(route(x, w), w.format.dynamic) for w in weights}
+    way = ways.pop()[0] if len(ways) == 1 else ""
+    if way == "int8":
+        return [y.to(x.dtype) for y in int8_products.several(x.float(), weights)]
+    if way == "int4":
+        short = x.bfloat16()
+        return [int4_products.product(short, w).to(x.dtype) for w in weights]
+    return [product(x, w, None) for w in weights]
 
 
 def route(x: Tensor, weight: QTensor) -> str:

@@ -105,3 +105,24 @@ def gate_up(case: Layer, activation: str = "silu") -> Tensor:
     return kernels.norm_gate_up(
         case.x, case.norm, case.halves.packed, activation=activation, eps=EPS
     )
+
+
+def cut(weight: kernels.Packed, *rows: int) -> list[kernels.Packed]:
+    """The same matrix as several, of so many rows each."""
+    data, scale, zero = (
+        (None,) * len(rows) if t is None else t.split(rows)
+        for t in (weight.data, weight.scale, weight.zero)
+    )
+    parts = zip(data, scale, zero, strict=True)
+    return [kernels.Packed(weight.kind, d, weight.length, s, z, weight.group) for d, s, z in parts]  # type: ignore[arg-type]
+
+
+def in_parts(case: Layer, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values, and the gated half, of weights in several matrices."""
+    keys, values = torch.zeros(2, len(case.x), GROUPS, LENGTH, WIDTH).bfloat16().unbind()
+    heads = cut(case.heads.packed, HEADS * WIDTH, GROUPS * WIDTH, GROUPS * WIDTH)
+    rest = (case.angles.cos(), case.angles.sin(), case.positions, keys, values)
+    how = {"slots": slots, "bias": case.bias, "eps": EPS}
+    q = kernels.norm_qkv_rope(case.x, case.norm, heads, *rest, **how)  # type: ignore[arg-type]
+    halves = cut(case.halves.packed, 70, 70)
+    return q, keys, values, kernels.norm_gate_up(case.x, case.norm, halves, eps=EPS)

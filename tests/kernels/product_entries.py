@@ -15,7 +15,7 @@ __all__ = ["PRODUCTS", "product"]
 SIZES = "M:i32 N:i32 K:i32 scale_n:i32 scale_g:i32 blocks:i32 share:i32"
 PRODUCT = (
     "zero:*i8 norm:*bf16 eps:fp32 bias:*bf16 residual:*bf16 y:*bf16 parts:*fp32 squares:*fp32 "
-    f"width:i32 {SIZES}"
+    f"width:i32 stride:i32 {SIZES}"
 )
 INT8 = f"x:*i8 x_scale:*fp32 w:*i8 scale:*fp32 zero:*i8 bias:*bf16 residual:*bf16 y:*bf16 {SIZES}"
 FLAGS = dict.fromkeys(("ZERO", "NORM", "SPLIT", "BIAS", "RESIDUAL"), False)
@@ -55,7 +55,7 @@ def product(
             constants | table | ({} if dynamic else {"ASM": not amd}),
             table["BN"] * table["BK"] / (32 * warps),
             bits / 8 + scales,
-            ("N", "K", "width"),
+            ("N", "K", "width", "stride"),
             narrow,
             narrow_stores,
             options={"num_warps": warps, "num_stages": stages},
@@ -124,9 +124,9 @@ PRODUCTS = [
     tiny(
         "norm_qkv_rope, heads",
         decode_triton.rope_kernel,
-        "parts:*fp32 squares:*fp32 bias:*bf16 cos:*fp32 sin:*fp32 positions:*i64 q:*bf16 "
-        "keys:*bf16 values:*bf16 M:i32 N:i32! K:i32 eps:fp32 splits:i32 heads:i32 groups:i32 "
-        "length:i32! row_stride:i32! head_stride:i32! token_stride:i32!",
+        "parts:*fp32 squares:*fp32 bias:*bf16 cos:*fp32 sin:*fp32 positions:*i64 slots:*i64 "
+        "q:*bf16 keys:*bf16 values:*bf16 M:i32 N:i32! K:i32 eps:fp32 splits:i32 heads:i32 "
+        "groups:i32 angles:i32 length:i32! row_stride:i32! head_stride:i32! token_stride:i32!",
         BIAS=True,
         HALF=64,
     ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.blocks import EPS, HEADS, gate_up, layer, qkv
+from tests.kernels.blocks import EPS, HEADS, LENGTH, gate_up, in_parts, layer, qkv
 from tests.kernels.closeness import assert_near, distance
 from zfunc import kernels
 
@@ -39,12 +39,13 @@ def test_a_cache_is_written_where_it_lies_and_nowhere_else():
 def test_under_transforms_of_torch():
     case = layer("w8_mm", None, 2, 40)
     w = case.halves.packed
-    args = (case.x, case.norm, w.data, w.scale, w.zero, "w8_mm", 0, EPS, "silu")
+    args = (case.x, case.norm, [w.data], [w.scale], [], "w8_mm", 0, EPS, "silu")
     torch.library.opcheck(torch.ops.zfunc.norm_gate_up.default, args)
     v = case.heads.packed
     cache = torch.zeros(2, 2, 2, 9, 32).bfloat16().unbind()
-    turn = (case.angles.cos(), case.angles.sin(), case.positions)
-    args = (case.x, case.norm, v.data, v.scale, v.zero, case.bias, *turn, *cache, "w8_mm", 0, EPS)
+    turn = (case.angles.cos(), case.angles.sin(), case.positions, case.positions)
+    parts = ([v.data], [v.scale], [])
+    args = (case.x, case.norm, *parts, case.bias, *turn, *cache, "w8_mm", 0, EPS)
     torch.library.opcheck(torch.ops.zfunc.norm_qkv_rope.default, args)
     batch = torch.stack([case.x, 2 * case.x])
     found = torch.vmap(lambda x: kernels.norm_gate_up(x, case.norm, w))(batch)
@@ -74,3 +75,18 @@ def test_what_does_not_fit_is_named():
         how = {"kind": "w4_mm", "group": 0, "rows": 1, "dtype": torch.bfloat16} | more
         assert reason in kernels.choose("norm_qkv_rope", case.x, **how).why
     assert qkv(case)[0].shape == (2, HEADS, 32)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("skinny_mm", None), ("w8_mm", 128), ("w4_mm", 32)])
+def test_several_matrices_are_one_and_slots_are_not_positions(kind: str, group: int | None):
+    case = layer(kind, group, 3, 300)
+    slots = torch.tensor([6, 0, LENGTH])
+    q, halves = case.eager()
+    found, (_, keys, values) = in_parts(case, slots), qkv(case)
+    assert_near(found[0], case.qkv()[0], q)
+    assert_near(found[3], case.gate_up(), halves)
+    for old, new in ((keys, found[1]), (values, found[2])):
+        written = torch.stack([new[0, :, 6], new[1, :, 0]])
+        assert distance(written, old[:2, :, 4].double()) < 0.01
+        # Of two texts and two groups; the third text has no room.
+        assert int((new != 0).any(-1).sum()) == 4

@@ -304,6 +304,9 @@ def test_models_that_do_not_continue_texts() -> None:
     model = zf.functionalize(transformers.T5ForConditionalGeneration(t5))
     with pytest.raises(zf.PlacementError, match="encoder-decoder"):
         zf.generate(model, model.params, ids_of(1, 2, vocab=9), max_new_tokens=1)
+    image = zf.functionalize(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    with pytest.raises(zf.PlacementError, match=r"does not run on token ids .* no language model"):
+        zf.generate(image, image.params, ids_of(1, 2), max_new_tokens=1)
     with pytest.raises(zf.PlacementError, match="functionalize"):
         zf.generate(nn.Linear(2, 2), {}, ids_of(1, 2), max_new_tokens=1)
     bigram = zf.functionalize(Bigram())

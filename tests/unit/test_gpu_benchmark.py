@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_decode
 from benchmarks.gpu_decode import decoder, packed
 from zfunc import kernels
 from zfunc.kernels import dispatch
@@ -30,6 +30,7 @@ def test_a_dry_run_reaches_every_stage_and_case(ran: tuple[int, Path]):
     assert done == set(gpu.STAGES)
     names = {row["name"] for row in rows}
     assert set(dispatch.KERNELS) <= names and "decode, w4_mm, 8 sequences" in names
+    assert gpu_decode.GENERATE in names
     assert all(row["right"] for row in rows if "right" in row)
     assert json.loads((out / "dry-run.json").read_text()) == {}
 

@@ -381,3 +381,24 @@ def test_what_is_placed_is_not_quantised_in_place() -> None:
     state = step.place(zf.TrainState.create({"w": weight(4, 8)}, zf.optim.sgd(0.1)))
     with pytest.raises(zf.PlacementError, match="placed"):
         quant.quantize_tree(state.params)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 600])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Format(8, None, dynamic=True),
+        Format(8, None),
+        Format(8, 32, symmetric=False),
+        Format(4, 32),
+        Format(4, 24),
+    ],
+)
+def test_products_of_one_input_are_those_of_each(form: Format, rows: int) -> None:
+    weights = [QTensor.quantize(torch.randn(n, 128), form) for n in (64, 192)]
+    x = torch.randn(rows, 128)
+    with torch.no_grad():
+        for y, w in zip(products.several(x, weights), weights, strict=True):
+            assert torch.equal(y, F.linear(x, w))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        products.several(x[:, 1:], weights)

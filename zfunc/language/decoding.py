@@ -1,25 +1,31 @@
 """One step of decoding as a pure function ``(params, cache, tokens) -> (logits, cache)``.
 
 A *decoder* says how a model starts a cache of static size and takes tokens into it:
-Hugging Face models through transformers' own static cache, and any other causal module
+Hugging Face models through transformers' cache interface, and any other causal module
 by running the whole text again. :mod:`zfunc.language.gpt_decoding` has that of the built-in GPT.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.nodes import register
 
-__all__ = ["Decoder", "HuggingFace", "Replay", "check_room", "decoder_of"]
+__all__ = ["Decoder", "HuggingFace", "Replay", "Step", "check_room", "decoder_of", "held"]
+
+
+Step = Callable[[Any, Tensor], tuple[Tensor, Any]]
 
 
 @runtime_checkable
@@ -46,6 +52,20 @@ class Decoder(Protocol):
         Raises:
             ValueError: the cache has no room for them.
         """
+
+
+@contextmanager
+def held(decoder: Decoder, params: Any) -> Iterator[Step]:
+    """A block in which a decoder steps on the same parameters: ``step(cache, tokens)``.
+
+    A decoder may have a ``held(params)`` of its own, that does once what all steps share.
+    """
+    own = getattr(decoder, "held", None)
+    if own is None:
+        yield partial(decoder.step, params)
+        return
+    with own(params) as step:
+        yield step
 
 
 def check_room(used: int, taken: int, length: int) -> None:
@@ -117,15 +137,20 @@ register(
 
 
 class HuggingFace:
-    """Any causal model of transformers that takes a ``StaticCache``.
+    """Any causal model of transformers that takes a cache.
+
+    Its layers are :class:`zfunc.language.prefix.PrefixLayer` where the model keeps keys and values
+    of all positions, else those of a ``StaticCache``.
 
     Args:
         functional: the model, from ``zf.functionalize``.
+        fused: let layers of known types take single tokens in few operations
+            (:mod:`zfunc.modules.decoder_layers`).
     """
 
-    def __init__(self, functional: Functional) -> None:
+    def __init__(self, functional: Functional, *, fused: bool = True) -> None:
         text = functional.config.get_text_config(decoder=True)
-        self._functional = functional
+        self._functional = functional.fused(_single_tokens) if fused else functional
         self._takes = functional.signature.parameters
         self.limit = getattr(text, "max_position_embeddings", None)
         self.vocab = getattr(text, "vocab_size", None)
@@ -136,22 +161,33 @@ class HuggingFace:
         return Cache(() if mask is None else (mask,), (), length, 0)
 
     def step(self, params: Any, cache: Cache, tokens: Tensor) -> tuple[Tensor, Cache]:
+        return self._step(partial(self._functional.apply, params, train=False), cache, tokens)
+
+    @contextmanager
+    def held(self, params: Any) -> Iterator[Step]:
+        with self._functional.held(params, train=False) as call:
+            yield partial(self._step, call)
+
+    def _step(self, call: Callable[..., Any], cache: Cache, tokens: Tensor) -> tuple[Tensor, Cache]:
         mask = cache.tensors[-1] if len(cache.tensors) > _count(cache.rows) else None
         stop = cache.used + tokens.shape[1]
         check_room(cache.used, tokens.shape[1], cache.length)
         layers = self._layers(cache)
         given: dict[str, Any] = {"past_key_values": layers, "use_cache": True}
-        taken = (torch.arange(cache.length, device=tokens.device) < stop).expand(len(tokens), -1)
-        if mask is not None:
-            taken = taken & mask
-        # As long as the cache, since some models (ALiBi) take the number of keys from it.
-        given["attention_mask"] = taken.long()
+        positions = torch.arange(cache.used, stop, device=tokens.device).expand(len(tokens), -1)
+        taken = None if mask is None else mask[:, :stop].long()
+        if taken is not None:
+            positions = (taken.cumsum(dim=1) - 1).clamp_min(0)[:, cache.used :]
+        if not all(hasattr(layer, "used") for layer in layers.layers):
+            # As long as the cache, since some models (ALiBi) take the number of keys from it.
+            taken = positions.new_ones(len(tokens), stop) if taken is None else taken
+            taken = F.pad(taken, (0, cache.length - stop))
+        given["attention_mask"] = taken
         if "position_ids" in self._takes:
-            positions = (given["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
-            given["position_ids"] = positions[:, cache.used : stop]
+            given["position_ids"] = positions
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
-        out = self._functional.apply(params, tokens, train=False, **given)
+        out = call(tokens, **given)
         if not isinstance(getattr(out, "logits", None), Tensor):
             raise PlacementError(
                 f"{self._functional!r} returned {type(out).__name__}, without logits: generate "
@@ -162,13 +198,11 @@ class HuggingFace:
         return out.logits[:, -1], new
 
     def _layers(self, cache: Cache) -> Any:
-        from transformers import StaticCache
-
-        config, length = self._functional.config, cache.length
+        length = cache.length
         if not cache.rows:
-            return StaticCache(config=config, max_cache_len=length)
+            return self._empty(length)
         if length not in self._shells:
-            self._shells[length] = StaticCache(config=config, max_cache_len=length)
+            self._shells[length] = self._empty(length)
         layers = copy.copy(self._shells[length])
         tensors = iter(cache.tensors)
         layers.layers = []
@@ -178,6 +212,21 @@ class HuggingFace:
             layer.__dict__.update((name, next(tensors)) for name in row.names)
             layers.layers.append(layer)
         return layers
+
+    def _empty(self, length: int) -> Any:
+        from transformers import StaticCache
+
+        from zfunc.language.prefix import prefixed
+
+        cache = StaticCache(config=self._functional.config, max_cache_len=length)
+        cache.layers = prefixed(cache.layers, length)
+        return cache
+
+
+def _single_tokens(module: nn.Module) -> None:
+    from zfunc.modules import decoder_layers  # kernels are imported where they are asked for
+
+    decoder_layers.fuse(module)
 
 
 def _count(rows: Sequence[Row]) -> int:
@@ -217,7 +266,16 @@ class Replay:
 
     def step(self, params: Any, cache: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         ids = torch.cat([cache.to(tokens.device), tokens], dim=1)
-        out = self._functional.apply(params, ids, train=False)
+        try:
+            out = self._functional.apply(params, ids, train=False)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            if cache.numel() or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise PlacementError(
+                f"{self._functional!r} does not run on token ids {ids.dtype} {tuple(ids.shape)}, "
+                "so it is no language model that generate could continue texts with. It said: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            ) from error
         logits = getattr(out, "logits", out)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             raise PlacementError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfunc import random
 from zfunc.differentiation import evaluate
-from zfunc.language.decoding import Decoder, decoder_of
+from zfunc.language.decoding import Decoder, decoder_of, held
 from zfunc.language.sampling import check_sampling, next_token
 
 __all__ = ["generate"]
@@ -123,22 +123,23 @@ def _run(
     if not count:
         return ids.clone()
     cache = decoder.start(len(ids), prompt.shape[1] + count, mask)
-    for part in prompt.split(CHUNK, dim=1):
-        logits, cache = decoder.step(params, cache, part)
     out, done = [ids], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    last = prompt[:, -1]
-    for n in range(count):
-        # A text that has ended repeats the token at which it did.
-        chosen = choose(logits, n).to(ids.device)
-        last = torch.where(done, last, chosen) if len(ends) else chosen
-        out.append(last[:, None])
-        if stream is not None:
-            stream(last)
-        if len(ends):
-            done |= torch.isin(last, ends)
-        if n + 1 == count or (len(ends) and bool(done.all())):
-            break
-        logits, cache = decoder.step(params, cache, last[:, None])
+    with held(decoder, params) as step:
+        for part in prompt.split(CHUNK, dim=1):
+            logits, cache = step(cache, part)
+        last = prompt[:, -1]
+        for n in range(count):
+            # A text that has ended repeats the token at which it did.
+            chosen = choose(logits, n).to(ids.device)
+            last = torch.where(done, last, chosen) if len(ends) else chosen
+            out.append(last[:, None])
+            if stream is not None:
+                stream(last)
+            if len(ends):
+                done |= torch.isin(last, ends)
+            if n + 1 == count or (len(ends) and bool(done.all())):
+                break
+            logits, cache = step(cache, last[:, None])
     return torch.cat(out, dim=1)
 
 

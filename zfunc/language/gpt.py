@@ -137,8 +137,13 @@ def block(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) ->
 
 def mlp(params: Params, x: Tensor) -> Tensor:
     """What a block's MLP adds to ``x`` ``[b, t, w]``."""
-    hidden = F.linear(F.layer_norm(x, x.shape[-1:], params["norm2"]), params["up"])
-    return F.linear(F.gelu(hidden, approximate="tanh"), params["down"])
+    return F.linear(hidden(params, x), params["down"])
+
+
+def hidden(params: Params, x: Tensor) -> Tensor:
+    """The MLP's hidden features ``[..., 4 w]``, from ``x`` ``[..., w]``."""
+    y = F.linear(F.layer_norm(x, x.shape[-1:], params["norm2"]), params["up"])
+    return F.gelu(y, approximate="tanh")
 
 
 def _attention(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc.language.decoding import check_room
-from zfunc.language.gpt import GPTConfig, Params, mlp, rotate, rotations
+from zfunc.language.gpt import GPTConfig, Params, hidden, rotate, rotations
+from zfunc.modules import blocks
 
 __all__ = ["GPTDecoder", "Seen"]
 
@@ -128,5 +129,10 @@ def _block_with(
     y = F.scaled_dot_product_attention(
         rotate(q, turn), keys[:, :, :stop], values[:, :, :stop], attn_mask=allowed
     )
-    x = x + F.linear(rearrange(y, "b h t d -> b t (h d)"), params["out"])
-    return x + mlp(params, x), keys, values
+    rows = _added(x.flatten(0, 1), rearrange(y, "b h t d -> (b t) (h d)"), params["out"])
+    rows = _added(rows, hidden(params, rows), params["down"])
+    return rows.view(x.shape), keys, values
+
+
+def _added(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return blocks.added(x, y, {"weight": weight, "bias": None})

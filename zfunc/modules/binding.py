@@ -95,10 +95,8 @@ class Template:
     def __init__(self, pool: Pool) -> None:
         self.pool, self.anatomy = pool, pool.anatomy
         self.module = copy.deepcopy(pool.skeleton)
-        if pool.fused:
-            from zfunc.modules import fusion  # kernels are imported where they are asked for
-
-            fusion.fuse(self.module)
+        for fuse in pool.fuses:
+            fuse(self.module)
         self.modules = dict(self.module.named_modules())
         self.flags = [(part, part.training) for part in self.modules.values()]
         self.mode: bool | None = None
@@ -214,6 +212,12 @@ class Template:
         finally:
             self._bind_unit(i, before)
 
+    def renew(self) -> None:
+        """Buffers for another call on the same parameters, as if there had been none before."""
+        for name, buffer in self.buffers.items():
+            buffer.bind(self.sources[name])
+        self._drop_new_buffers()
+
     def new_buffers(self) -> dict[str, Tensor]:
         """The buffers as the call left them."""
         return {name: buffer.result() for name, buffer in self.buffers.items()}
@@ -234,13 +238,17 @@ class Template:
             self.values[i] = None
         for buffer in self.buffers.values():
             buffer.release()
-        for holder, names in self.holders:
-            if len(holder) != len(names):
-                holder.clear()
-                holder.update(names)
+        self._drop_new_buffers()
         for rnn, weights, refs in self.rnns:
             rnn._flat_weights, rnn._flat_weight_refs = weights, refs
         self.sources = {}
+
+    def _drop_new_buffers(self) -> None:
+        for holder, names in self.holders:
+            if len(holder) != len(names):
+                kept = {name: holder.get(name, rest) for name, rest in names.items()}
+                holder.clear()
+                holder.update(kept)
 
     def _open(self, mode: bool | None) -> None:
         self.serial += 1
@@ -301,14 +309,24 @@ def _leave_alone() -> None:
 
 
 class Pool:
-    """The idle templates of one module. Pickles as its skeleton alone.
+    """The idle templates of one module. Pickles as its skeleton and what is fused in it.
 
-    ``fused``: kernels take over what they can in each template; the skeleton stays as it is.
+    ``fuses``: functions that let kernels take over what they can in a template, in this order; the
+    skeleton stays as it is.
     """
 
-    def __init__(self, skeleton: nn.Module, anatomy: Anatomy, fused: bool = False) -> None:
-        self.skeleton, self.anatomy, self.fused = skeleton, anatomy, fused
+    def __init__(
+        self, skeleton: nn.Module, anatomy: Anatomy, fuses: tuple[Callable[..., None], ...] = ()
+    ) -> None:
+        self.skeleton, self.anatomy, self.fuses = skeleton, anatomy, fuses
         self.idle: list[Template] = []
+        self.variants: dict[Any, Pool] = {}
+
+    def fused(self, fuse: Callable[..., None]) -> Pool:
+        """The pool of the same module with ``fuse`` before all else: always the same one."""
+        if fuse not in self.variants:
+            self.variants[fuse] = Pool(self.skeleton, self.anatomy, (fuse, *self.fuses))
+        return self.variants[fuse]
 
     @contextmanager
     def lend(self) -> Iterator[Template]:
@@ -324,5 +342,5 @@ class Pool:
             self.idle.append(template)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fused": self.fused}
-        return {**kept, "idle": []}
+        kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fuses": self.fuses}
+        return {**kept, "idle": [], "variants": {}}

@@ -13,7 +13,9 @@ import copy
 import functools
 import inspect
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,13 +87,50 @@ class Functional:
         sources = self._in_compute_dtype(given)
         with self._pool.lend() as template:
             template.bind(entered, sources, self._train if train is None else train)
-            try:
-                out = template.module(*args, **kwargs)
-            except (RuntimeError, NotImplementedError) as error:
-                if "meta" in str(error):
-                    error.add_note(_META_NOTE)
-                raise
+            out = _call(template.module, args, kwargs)
             return (out, _restored(template.new_buffers(), sources, given)) if mutable else out
+
+    @contextmanager
+    def held(
+        self,
+        params: Any,
+        /,
+        *,
+        buffers: dict[str, Tensor] | None = None,
+        train: bool | None = None,
+    ) -> Iterator[Callable[..., Any]]:
+        """A block in which the module runs often on the same parameters: they are bound once.
+
+        Args:
+            params, buffers, train: see :meth:`apply`; what calls make of buffers is dropped.
+
+        Yields:
+            ``call(*args, **kwargs)``, which returns what ``apply`` with these parameters would.
+            One call at a time, and none after the block.
+
+        >>> model = functionalize(nn.Linear(2, 1))
+        >>> with model.held({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}) as call:
+        ...     call(torch.ones(2)).item(), call(torch.zeros(2)).item()
+        (2.0, 0.0)
+        """
+        entered = primitives.enter(params)
+        sources = self._in_compute_dtype(self._checked(buffers))
+        with self._pool.lend() as template:
+            template.bind(entered, sources, self._train if train is None else train)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                template.renew()
+                return _call(template.module, args, kwargs)
+
+            yield call
+
+    def fused(self, fuse: Callable[[nn.Module], None]) -> Functional:
+        """The same function, run by copies of the module that ``fuse`` has been let loose on.
+
+        Args:
+            fuse: gives submodules another ``forward`` of the same meaning, in place.
+        """
+        return replace(self, _pool=self._pool.fused(fuse))
 
     def to_module(self, params: Any, buffers: dict[str, Tensor] | None = None) -> nn.Module:
         """A real module with copies of these values; tied weights are tied again.
@@ -168,12 +207,21 @@ class Functional:
         stacks = ", ".join(
             f"{'.'.join(map(str, path)) or 'itself'} x {n}" for path, n in anatomy.stacks.items()
         )
-        fused = _fusible(self._pool.skeleton) if self._pool.fused else {}
+        fused = _fusible(self._pool.skeleton) if _fuse in self._pool.fuses else {}
         parts = "".join(f", fused: {name} x {n}" for name, n in fused.items())
         return (
             f"Functional({self._name}: {numel:,} parameters in {len(anatomy.leaves)} leaves, "
             f"layers: {stacks or 'none'}, {len(self.buffers)} buffers{parts})"
         )
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return module(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" in str(error):
+            error.add_note(_META_NOTE)
+        raise
 
 
 def _restored(
@@ -249,12 +297,18 @@ def functionalize(
         config=getattr(module, "config", None),
         _name=type(module).__name__,
         _train=train,
-        _pool=Pool(bare, anatomy, fused=bool(fused)),
+        _pool=Pool(bare, anatomy, (_fuse,) if fused else ()),
     )
 
 
-def _fusible(module: nn.Module) -> dict[str, int]:
+def _fuse(module: nn.Module) -> None:
     from zfunc.modules import fusion  # kernels are imported where they are asked for
+
+    fusion.fuse(module)
+
+
+def _fusible(module: nn.Module) -> dict[str, int]:
+    from zfunc.modules import fusion
 
     return fusion.fusible(module)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zfunc import kernels
 
-__all__ = ["fuse", "fusible"]
+__all__ = ["activation", "fuse", "fusible"]
 
 Forward = Callable[..., Any]
 Rule = Callable[[nn.Module], Forward | None]
@@ -97,7 +97,7 @@ def _layer_norm(part: nn.Module) -> Forward | None:
     return forward
 
 
-def _act(part: nn.Module) -> str | None:
+def activation(part: nn.Module) -> str | None:
     """The activation that a module is: ``"silu"``, ``"none"`` or ``"tanh"`` (of GELU)."""
     name, inner = type(part).__qualname__, getattr(part, "act", None)
     if isinstance(part, nn.GELU):
@@ -114,14 +114,14 @@ def _act(part: nn.Module) -> str | None:
 
 
 def _gelu(part: nn.Module) -> Forward | None:
-    how = _act(part)
+    how = activation(part)
     if how not in ("none", "tanh"):
         return None
     return lambda input: kernels.bias_gelu(input, None, how)  # type: ignore[arg-type]
 
 
 def _gated(part: nn.Module) -> Forward | None:
-    how = _act(part.act_fn)  # type: ignore[arg-type]
+    how = activation(part.act_fn)  # type: ignore[arg-type]
     if how is None:
         return None
 

@@ -1,0 +1,131 @@
+"""Layers of known types that take a token in few operations, or in fused blocks: the same texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc as zf
+from tests.unit.test_generation import causal, ids_of, own
+from zfunc import kernels, quant
+from zfunc.language.decoding import decoder_of
+from zfunc.language.gpt import GPTConfig, init
+from zfunc.language.gpt_decoding import GPTDecoder
+from zfunc.modules import decoder_layers
+
+FAMILIES = ["llama", "mistral sliding", "qwen2", "qwen3"]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each block was called."""
+    seen: Counter[str] = Counter()
+    for name in ("norm_qkv_rope", "norm_gate_up", "packed_mm"):
+        plain = getattr(kernels, name)
+
+        def counted(*args: Any, name: str = name, plain: Any = plain, **how: Any) -> Any:
+            seen[name] += 1
+            return plain(*args, **how)
+
+        monkeypatch.setattr(kernels, name, counted)
+    return seen
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    mask = (torch.arange(9) >= torch.tensor([[0], [4], [7]])).long()
+    return ids_of(3, 9) * mask, mask
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_of_known_types_are_taken_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal(name)
+    assert decoder_layers.known(model) == 2
+    seen = []
+    plain = decoder_layers._token
+    monkeypatch.setattr(decoder_layers, "_token", lambda *a: seen.append(1) or plain(*a))
+    functional, (ids, mask) = zf.functionalize(model), padded()
+    out = zf.generate(functional, functional.params, ids, max_new_tokens=9, attention_mask=mask)
+    assert len(seen) == 2 * 8  # the first token comes with the prompt
+    assert torch.equal(out, own(model, ids, mask, 9))
+    fused = zf.functionalize(model, fuse=True)  # kernels for the prompt, too
+    again = zf.generate(fused, fused.params, ids, max_new_tokens=9, attention_mask=mask)
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fused_blocks_continue_texts_alike(name: str, calls: Counter[str]) -> None:
+    """By their twins; a window that slides, and norms of heads, leave blocks out."""
+    functional, (ids, mask) = zf.functionalize(causal(name)), padded()
+
+    def out() -> Tensor:
+        return zf.generate(
+            functional, functional.params, ids, max_new_tokens=9, attention_mask=mask
+        )
+
+    expected = out()
+    assert not calls  # on a CPU none is asked for
+    with kernels.use("torch"):
+        assert torch.equal(out(), expected)
+    heads = 16 if name in ("llama", "qwen2") else 0
+    assert calls == Counter(norm_qkv_rope=heads, norm_gate_up=16, packed_mm=32)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 32)])
+def test_fused_blocks_read_low_bit_weights(bits: int, group: Any, calls: Counter[str]) -> None:
+    functional, ids = zf.functionalize(causal("qwen2").double()), ids_of(2, 5)
+    params = quant.quantize_tree(functional.params, bits, group, model=functional)
+    decoder, token = decoder_of(functional), ids_of(2, 1)
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            _, cache = decoder.step(params, decoder.start(2, 8, None), ids)
+            return decoder.step(params, cache, token)[0]
+
+    expected = logits()
+    with kernels.use("torch"):
+        torch.testing.assert_close(logits(), expected, rtol=1e-5, atol=1e-5)
+    assert calls == Counter(norm_qkv_rope=2, norm_gate_up=2, packed_mm=4)
+
+
+def test_the_gpt_adds_products_to_its_residual_stream_at_once(calls: Counter[str]) -> None:
+    config = GPTConfig(vocab=11, width=24, depth=3, heads=3)
+    params = zf.tree.map(
+        lambda x: x + 0.3 * zf.random.normal(7, x.shape), init(config, zf.random.key(0))
+    )
+    decoder, ids = GPTDecoder(config), ids_of(2, 5, vocab=11)
+    expected = zf.generate(decoder, params, ids, max_new_tokens=6)
+    with kernels.use("torch"):
+        assert torch.equal(zf.generate(decoder, params, ids, max_new_tokens=6), expected)
+    assert calls == Counter(packed_mm=6 * 3 * 2)
+
+
+def test_what_differs_is_left_alone() -> None:
+    from transformers.models.llama import modeling_llama
+
+    class Other(modeling_llama.LlamaDecoderLayer):
+        pass
+
+    model = causal("llama")
+    layers = model.model.layers
+    layers[0].__class__ = Other
+    layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert decoder_layers.known(model) == 0
+    model = causal("llama")
+    model.config._attn_implementation = "eager"
+    assert decoder_layers.known(model) == 0 and decoder_layers.known(causal("gpt2")) == 0
+
+
+def test_gradients_go_through_the_layer_itself() -> None:
+    functional = zf.functionalize(causal("llama"))
+    decoder = decoder_of(functional)
+    with torch.no_grad():
+        _, cache = decoder.step(functional.params, decoder.start(1, 8, None), ids_of(1, 4))
+    cache = zf.tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, cache)
+    params = zf.tree.map(lambda x: x.clone().requires_grad_(), functional.params)
+    logits, _ = decoder.step(params, cache, ids_of(1, 1))
+    grads = torch.autograd.grad(logits.sum(), zf.tree.leaves(params), allow_unused=True)
+    assert sum(g is not None and bool(g.any()) for g in grads) > 15

@@ -1,0 +1,256 @@
+"""A token through a decoder layer of a known type, in as few operations as it takes.
+
+Decoding a token, what a layer's modules do around its products takes time that the products of a
+small model cannot hide: calls of modules, and operations on a few numbers each. :func:`fuse` gives
+layers of the Llama, Mistral, Qwen2 and Qwen3 families another ``forward`` for one token of each
+text, which does the same to the same parameters; for all else (more tokens, gradients, training,
+attention that is not torch's) it is the layer's own. Where the dispatch has kernels for blocks of
+the layer (:mod:`zfunc.modules.blocks`), they take it, and torch attends in between. As in
+:mod:`zfunc.modules.fusion`, a type counts only as itself, and a layer with hooks anywhere in it is
+left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zfunc import kernels
+from zfunc.modules import blocks
+from zfunc.modules.blocks import Slots
+from zfunc.modules.fusion import FAMILIES, activation
+from zfunc.quant.kernel_products import readable
+from zfunc.quant.products import several
+from zfunc.quant.qtensor import QTensor
+
+__all__ = ["fuse", "known"]
+
+KINDS = {
+    f"transformers.models.{family}.modeling_{family}.{prefix}DecoderLayer": prefix
+    for family, prefix in FAMILIES.items()
+    if family != "mixtral"  # its feed-forward network has experts
+}
+
+
+def known(module: nn.Module) -> int:
+    """How many layers of a module :func:`fuse` would give another ``forward``."""
+    return sum(_layer(part) is not None for part in module.modules())
+
+
+def fuse(module: nn.Module) -> None:
+    """Let layers of known types take single tokens in few operations, in this very module."""
+    for part in module.modules():
+        layer = _layer(part)
+        if layer is not None:
+            part.__dict__["forward"] = functools.partial(_forward, layer, part, part.forward)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer is made of. Each ``Slots`` holds a submodule's parameters of the moment.
+
+    Attributes:
+        index: which layer of the cache is its own.
+        width: features of a head.
+        scale: of the scores.
+        act: ``"silu"``, or of a GELU ``"none"`` or ``"tanh"``.
+        norms: the weights before attention and before the feed-forward network, and their eps.
+        q, k, v, o, gate, up, down: of the products.
+        q_norm, k_norm: of the norms of heads, and their eps; None where there are none.
+    """
+
+    index: int
+    width: int
+    scale: float
+    act: str
+    norms: tuple[tuple[Slots, float], tuple[Slots, float]]
+    q: Slots
+    k: Slots
+    v: Slots
+    o: Slots
+    gate: Slots
+    up: Slots
+    down: Slots
+    q_norm: tuple[Slots, float] | None
+    k_norm: tuple[Slots, float] | None
+
+
+def _layer(part: nn.Module) -> Layer | None:
+    kind = type(part)
+    prefix = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if prefix is None:
+        return None
+    attention: Any = part.self_attn
+    mlp: Any = part.mlp
+    norms: list[Any] = [part.input_layernorm, part.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+    linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+    how = activation(mlp.act_fn)
+    parts = {attention: "Attention", mlp: "MLP", **dict.fromkeys(norms, "RMSNorm")}
+    if (
+        how is None
+        or any(type(x).__qualname__ != prefix + name for x, name in parts.items())
+        or any(type(x) is not nn.Linear for x in linears)
+        or any(_touched(x) for x in part.modules())
+        or getattr(attention.config, "_attn_implementation", "") != "sdpa"
+    ):
+        return None
+    first, second, *of_heads = [(x._parameters, x.variance_epsilon) for x in norms]
+    return Layer(
+        attention.layer_idx,
+        attention.head_dim,
+        attention.scaling,
+        how,
+        (first, second),
+        *(x._parameters for x in linears),
+        *(of_heads or (None, None)),
+    )
+
+
+def _touched(part: nn.Module) -> bool:
+    """Whether somebody watches a module, or has given it a ``forward`` of its own."""
+    return bool("forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks)
+
+
+def _forward(
+    layer: Layer,
+    part: nn.Module,
+    plain: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    past_key_values: Any = None,
+    use_cache: Any = False,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> Any:
+    x, mask = hidden_states, attention_mask
+    if (
+        x.shape[1] != 1
+        or past_key_values is None
+        or position_embeddings is None
+        or part.training
+        or torch.is_grad_enabled()
+        or x.dtype != layer.norms[0][0]["weight"].dtype
+        or not (mask is None or (isinstance(mask, Tensor) and mask.shape[1:3] == (1, 1)))
+        or any(value is not None and value is not False for value in kwargs.values())
+    ):
+        return plain(
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+    turn = _turn(past_key_values, *position_embeddings)
+    return _token(layer, x[:, 0], mask, past_key_values, turn)[:, None]
+
+
+def _token(layer: Layer, x: Tensor, mask: Tensor | None, cache: Any, turn: Turn) -> Tensor:
+    """``[b, w]``: a token of each text through the layer."""
+    q, keys, values = _heads(layer, x, cache, turn)
+    b, groups = keys.shape[:2]
+    # Queries that share keys are rows of one product; the mask says the same to all of them.
+    q = q.reshape(b, groups, -1, layer.width)
+    y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=layer.scale)
+    x = blocks.added(x, y.reshape(b, -1), layer.o)
+    return blocks.added(x, _hidden(layer, x), layer.down)
+
+
+def _heads(layer: Layer, x: Tensor, cache: Any, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[b, heads, d]``, rotated, and all keys and values, with those of this token."""
+    own = cache.layers[layer.index]
+    rows = (layer.q, layer.k, layer.v)
+    if layer.q_norm is None and getattr(own, "used", None) and len(turn.rows) == len(x):
+        weights = blocks.packed("norm_qkv_rope", x, rows, half=layer.width // 2)
+        if weights is not None:
+            norm, eps = layer.norms[0]
+            slots = torch.full_like(turn.rows, own.used)
+            where = (turn.halves[0], turn.halves[1], turn.rows, own.keys, own.values)
+            how: Any = {"slots": slots, "bias": blocks.bias(rows), "eps": eps}
+            q = kernels.norm_qkv_rope(x, norm["weight"], weights, *where, **how)
+            return q, *own.written()
+    h = _norm(x, layer.norms[0])
+    q, k, v = (y.view(len(x), -1, layer.width) for y in products(h, rows))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = _norm(q, layer.q_norm), _norm(k, layer.k_norm)
+    both = torch.cat([q, k], dim=1)
+    # (a, b) -> (a cos - b sin, b cos + a sin): the halves change places, and the first its sign.
+    turned = torch.addcmul(both * turn.cos, both.roll(layer.width // 2, dims=-1), turn.sin)
+    k = turned[:, q.shape[1] :, None]
+    return turned[:, : q.shape[1]], *cache.update(k, v[:, :, None], layer.index)
+
+
+def _hidden(layer: Layer, x: Tensor) -> Tensor:
+    """``act(n(x) W_gate^T) * (n(x) W_up^T)``."""
+    norm, eps = layer.norms[1]
+    halves = (layer.gate, layer.up)
+    if blocks.bias(halves) is None:
+        weights = blocks.packed("norm_gate_up", x, halves)
+        if weights is not None:
+            act = blocks.ACTIVATIONS[layer.act]
+            return kernels.norm_gate_up(x, norm["weight"], weights, activation=act, eps=eps)
+    gate, up = products(_norm(x, layer.norms[1]), halves)
+    gate = F.silu(gate) if layer.act == "silu" else F.gelu(gate, approximate=layer.act)
+    return gate.mul_(up)
+
+
+def products(x: Tensor, slots: tuple[Slots, ...]) -> list[Tensor]:
+    """Products of one input with several matrices."""
+    if all(type(p["weight"]) is QTensor and readable(p["weight"]) for p in slots):
+        found = several(x, [p["weight"] for p in slots])
+        pairs = zip(found, slots, strict=True)
+        return [y if p["bias"] is None else y + p["bias"] for y, p in pairs]
+    return [F.linear(x, p["weight"], p["bias"]) for p in slots]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """By which angles the heads of a token turn, the same in all layers.
+
+    Attributes:
+        cos: ``[b, 1, d]``, as the model gives it.
+        sin: likewise, with the sign that it has for each half.
+        halves: half of both, ``[b, d / 2]`` float32, as kernels read them.
+        rows: ``[b]``, which row of them a text has.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    halves: tuple[Tensor, Tensor]
+    rows: Tensor
+
+
+def _turn(cache: Any, cos: Tensor, sin: Tensor) -> Turn:
+    """Made in the first layer of a step, and kept with the step's cache for the others."""
+    made = cache.__dict__.get("_zfunc_turn")
+    if made is not None and made[0] is cos:
+        return made[1]
+    half = cos.shape[-1] // 2
+    turn = Turn(
+        cos,
+        sin * _signs(cos.shape[-1], sin.dtype, sin.device),
+        (cos[:, 0, :half].float(), sin[:, 0, :half].float()),
+        torch.arange(len(cos), device=cos.device),
+    )
+    cache.__dict__["_zfunc_turn"] = cos, turn
+    return turn
+
+
+@functools.cache
+def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        ones = torch.ones(width // 2, dtype=dtype, device=device)
+        return torch.cat([-ones, ones])
+
+
+def _norm(x: Tensor, how: tuple[Slots, float]) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], how[0]["weight"], how[1])
