@@ -267,7 +267,6 @@ def flatten_names(tree: Tree) -> dict[str, Any]:
 
 def full(tree: Tree) -> Tree:
     """A plain, full copy of a placed tree; a collective (every rank calls it)."""
-
     check_alive(tree)
 
     def copy(node: Any) -> Any:
