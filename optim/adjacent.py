@@ -25,6 +25,7 @@ def joined(rows: Sequence[Row]) -> Iterator[Row]:
     Args:
         rows: tensors of one number of elements each; all rows of one length.
 
+    >>> import torch
     >>> a, b = torch.zeros(5), torch.ones(5)
     >>> [len(x) for x, _ in joined([(a[:2], b[:2]), (a[2:4], b[2:4]), (a[4:], b[:1])])]
     [4, 1]
