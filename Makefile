@@ -43,7 +43,8 @@ $(READY): pyproject.toml constraints.txt
 	  echo "zfunc needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
 	       "name another one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@# --no-compile: Python compiles what it imports; pip would begin with all of torch.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:

@@ -139,7 +139,7 @@ def test_torchrun_restarts_a_killed_rank_from_the_newest_checkpoint(
     text: Path, tmp_path: Path
 ) -> None:
     """The job that lost a rank ends with the rows of one that did not."""
-    command = words(text, tmp_path / "out", "--steps", 200, "--save-every", 20)
+    command = words(text, tmp_path / "out", "--steps", 120, "--save-every", 20)
     agent = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2"
     process = started(command, *agent.split())
     try:
@@ -149,8 +149,8 @@ def test_torchrun_restarts_a_killed_rank_from_the_newest_checkpoint(
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 0, said[-3000:]
-    assert [row["step"] for row in rows(tmp_path / "out")] == [*range(1, 201)]
-    simulated(2, words(text, tmp_path / "whole", "--ranks", 2, "--steps", 200, "--save-every", 20))
+    assert [row["step"] for row in rows(tmp_path / "out")] == [*range(1, 121)]
+    simulated(2, words(text, tmp_path / "whole", "--ranks", 2, "--steps", 120, "--save-every", 20))
     assert rows(tmp_path / "out") == rows(tmp_path / "whole")
 
 
