@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,23 +24,7 @@ CHUNK = 1 << 17  # a multiple of every group; a buffer of 512 KiB
 GATHER = 0x0102040810204080
 
 Fill = Callable[[int, int, Tensor], None]
-
-
-def pack_twin(
-    x: Tensor,
-    error: Tensor,
-    new: Tensor,
-    bits: Tensor,
-    scale: Tensor,
-    *,
-    group: int,
-    scaling: str,
-) -> None:
-    """``new`` may be ``error``. All contiguous; ``group`` is 0 for one scale."""
-    if error.device.type == "cpu":
-        onebit_numpy.pack(x, error, new, bits, scale, group, scaling)
-        return
-    pack_torch(x, error, new, bits, scale, group, scaling)
+Way = Callable[..., None]
 
 
 def pack_torch(
@@ -51,7 +36,7 @@ def pack_torch(
     group: int,
     scaling: str,
 ) -> None:
-    """On any device."""
+    """``new`` may be ``error``. All contiguous; ``group`` is 0 for one scale."""
     room = error.new_empty(_room(x.numel()))
 
     def fill(a: int, b: int, out: Tensor) -> None:
@@ -59,24 +44,6 @@ def pack_torch(
         torch.add(part, error[a:b], out=out)
 
     _compress(fill, new, bits, scale, group, scaling)
-
-
-def mean_twin(
-    received: Tensor,
-    scales: Tensor,
-    error: Tensor,
-    new: Tensor,
-    bits: Tensor,
-    scale: Tensor,
-    *,
-    group: int,
-    scaling: str,
-) -> None:
-    """``new`` may be ``error``. ``received`` and ``scales`` have a row for each worker."""
-    if error.device.type == "cpu":
-        onebit_numpy.mean(received, scales, error, new, bits, scale, group, scaling)
-        return
-    mean_torch(received, scales, error, new, bits, scale, group, scaling)
 
 
 def mean_torch(
@@ -89,7 +56,7 @@ def mean_torch(
     group: int,
     scaling: str,
 ) -> None:
-    """On any device."""
+    """``new`` may be ``error``. ``received`` and ``scales`` have a row for each worker."""
     room = error.new_empty(_room(error.numel()))
     shares = scales / received.shape[0]
 
@@ -104,16 +71,8 @@ def mean_torch(
     _compress(fill, new, bits, scale, group, scaling)
 
 
-def unpack_twin(bits: Tensor, scale: Tensor, out: Tensor, *, group: int) -> None:
-    """Bits to values, of one sender or of one in each row."""
-    if out.device.type == "cpu":
-        onebit_numpy.unpack(bits, scale, out, group)
-        return
-    unpack_torch(bits, scale, out, group)
-
-
 def unpack_torch(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
-    """On any device."""
+    """Bits to values, of one sender or of one in each row."""
     if not out.numel():
         return
     n = out.shape[-1]
@@ -123,6 +82,21 @@ def unpack_torch(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
         for a, b in _chunks(n, group):
             rows = _rows(_signs(mine, a, b, room), group)
             target[a:b].copy_(rows.mul_(_its(its, a, b, group)).view(-1))
+
+
+def _routed(on_cpu: Way, elsewhere: Way) -> Way:
+    """Two ways of one signature: what lies in a CPU's memory goes the first."""
+
+    @functools.wraps(elsewhere)
+    def twin(*tensors: Tensor, **how: Any) -> None:
+        (on_cpu if tensors[-1].device.type == "cpu" else elsewhere)(*tensors, **how)
+
+    return twin
+
+
+pack_twin = _routed(onebit_numpy.pack, pack_torch)
+mean_twin = _routed(onebit_numpy.mean, mean_torch)
+unpack_twin = _routed(onebit_numpy.unpack, unpack_torch)
 
 
 def _compress(
@@ -150,12 +124,7 @@ def _compress(
 
 def _sums(rows: Tensor, scaling: str, out: Tensor) -> Tensor:
     """The sum of each row's squares, or of its absolute values."""
-    if scaling == "mean":
-        return torch.sum(rows.abs(), 1, out=out)
-    if rows.shape[0] == 1 and rows.device.type == "cpu":
-        torch.dot(rows[0], rows[0], out=out[0])
-        return out
-    return torch.linalg.vector_norm(rows, dim=1, out=out).square_()
+    return torch.sum(rows.abs() if scaling == "mean" else rows.square(), 1, out=out)
 
 
 def _scale(total: Tensor, count: int, scaling: str) -> Tensor:

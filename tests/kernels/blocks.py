@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels.closeness import assert_near, distance
 from tests.kernels.products import Weights, weights
 from zfunc import kernels
 
@@ -126,3 +127,18 @@ def in_parts(case: Layer, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     q = kernels.norm_qkv_rope(case.x, case.norm, heads, *rest, **how)  # type: ignore[arg-type]
     halves = cut(case.halves.packed, 70, 70)
     return q, keys, values, kernels.norm_gate_up(case.x, case.norm, halves, eps=EPS)
+
+
+def assert_parts_are_one(kind: str, group: int | None) -> None:
+    """Several matrices give what one does, in slots that are not the positions."""
+    case = layer(kind, group, 3, 300)
+    q, halves = case.eager()
+    slots = torch.tensor([6, 0, LENGTH])
+    found, (_, keys, values) = in_parts(case, slots), qkv(case)
+    assert_near(found[0], case.qkv()[0], q)
+    assert_near(found[3], case.gate_up(), halves)
+    for old, new in ((keys, found[1]), (values, found[2])):
+        written = torch.stack([new[0, :, 6], new[1, :, 0]])
+        assert distance(written, old[:2, :, 4].double()) < 0.01
+        # Of two texts and two groups; the third text has no room.
+        assert int((new != 0).any(-1).sum()) == 4

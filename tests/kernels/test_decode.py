@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.blocks import EPS, HEADS, LENGTH, gate_up, in_parts, layer, qkv
+from tests.kernels.blocks import EPS, HEADS, assert_parts_are_one, gate_up, layer, qkv
 from tests.kernels.closeness import assert_near, distance
 from zfunc import kernels
 
@@ -79,14 +79,4 @@ def test_what_does_not_fit_is_named():
 
 @pytest.mark.parametrize(("kind", "group"), [("skinny_mm", None), ("w8_mm", 128), ("w4_mm", 32)])
 def test_several_matrices_are_one_and_slots_are_not_positions(kind: str, group: int | None):
-    case = layer(kind, group, 3, 300)
-    slots = torch.tensor([6, 0, LENGTH])
-    q, halves = case.eager()
-    found, (_, keys, values) = in_parts(case, slots), qkv(case)
-    assert_near(found[0], case.qkv()[0], q)
-    assert_near(found[3], case.gate_up(), halves)
-    for old, new in ((keys, found[1]), (values, found[2])):
-        written = torch.stack([new[0, :, 6], new[1, :, 0]])
-        assert distance(written, old[:2, :, 4].double()) < 0.01
-        # Of two texts and two groups; the third text has no room.
-        assert int((new != 0).any(-1).sum()) == 4
+    assert_parts_are_one(kind, group)

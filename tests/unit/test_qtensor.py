@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc import quant
-from zfunc.quant import grids, int4_products, int8_products, packing, products
+from zfunc.quant import grids, packing
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 
@@ -98,116 +98,6 @@ def test_packing_is_exact(n: int, k: int, seed: int) -> None:
     packed = packing.pack(codes)
     assert packed.shape == (n, -(-k // 2)) and packed.dtype == torch.uint8
     assert torch.equal(packing.unpack(packed, k), codes)
-
-
-# --- products ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 384), (5, 192, 256), (3, 33, 47)])
-def test_a_product_is_that_of_the_dequantised_weight(form: Format, m: int, n: int, k: int) -> None:
-    w, x = weight(n, k), weight(m, k, 1, 1.0)
-    q = QTensor.quantize(w, form)
-    inputs = int8_products.rounded(x) if form.dynamic else x
-    expected = F.linear(inputs.double(), q.dequantize().double())
-    bound = {"int4": 4e-3, "int8": 1e-4, "dequantised": 1e-6}[products.route(x, q)]
-    before = q.codes.clone()
-    got = F.linear(x, q)
-    assert got.dtype == x.dtype
-    bound = 1e-6 if form.dynamic else bound
-    assert float((got.double() - expected).norm() / expected.norm()) < bound
-    assert torch.equal(q.codes, before)  # whatever order they are kept in now
-    assert torch.equal(F.linear(x, q), got)
-    t = QTensor.quantize(w.t().contiguous(), form, transposed=True)
-    for way in (x @ t, torch.matmul(x, t), x @ q.t(), x @ q.T, x @ q.transpose(0, 1)):
-        torch.testing.assert_close(way, got, rtol=1e-5, atol=1e-5)
-    bias = torch.arange(n).float()
-    torch.testing.assert_close(torch.addmm(bias, x, t), got + bias, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(F.linear(x, q, bias), got + bias, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(not int8_products.exact(), reason="no exact int8 product on this CPU")
-@pytest.mark.parametrize("m", [1, 4, 17, 600])
-def test_eight_bit_products_are_exact_in_int32(m: int) -> None:
-    """Where 16-bit steps between would overflow: codes at the ends of their range."""
-    n, k = 64, 4096
-    form = Format(8, None, True, dynamic=True)
-    w = torch.where(weight(n, k) > -0.08, 1.0, -1.0)
-    x = torch.where(weight(m, k, 1) > -0.1, 1.0, -1.0)
-    w[:, 0], x[:, 1] = 0.3, 0.3
-    q = QTensor.quantize(w, form)
-    assert products.route(x, q) == "int8"
-    scale = x.abs().amax(dim=1, keepdim=True) / 127
-    sums = (x / scale).round().to(torch.int32).long() @ q.codes.long().t()
-    assert sums.abs().max() > 2**24  # more than fp32 counts to
-    expected = sums.double() * scale.double() * q.scale[:, 0].double()
-    torch.testing.assert_close(F.linear(x, q).double(), expected, rtol=3e-7, atol=0)
-
-
-@pytest.mark.skipif(not int4_products.works(), reason="no 4-bit kernel for this CPU")
-@pytest.mark.parametrize("size", [32, 64, 128, 256])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_the_four_bit_kernel_takes_these(size: int, symmetric: bool) -> None:
-    q, x = QTensor.quantize(weight(64, 512), Format(4, size, symmetric)), weight(600, 512, 2)
-    assert products.route(x, q) == "int4"
-    x = x.bfloat16().float()  # its inputs: then only its sums are rounded
-    expected = F.linear(x, q.dequantize())
-    got = F.linear(x, q)
-    assert float((got - expected).norm() / expected.norm()) < 4e-3
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_pieces_of_several_groups(symmetric: bool, dynamic: bool) -> None:
-    """More groups than a piece has, and a last one that is shorter."""
-    form = Format(8, 32, symmetric, dynamic)
-    q = QTensor.quantize(weight(96, 32 * 19 + 5), form)
-    codes = q.codes.clone()
-    for m in (1, 3, 16):
-        x = weight(m, 32 * 19 + 5, m, 1.0)
-        assert products.route(x, q) == ("int8" if int8_products.exact() else "dequantised")
-        inputs = int8_products.rounded(x) if dynamic else x
-        expected = F.linear(inputs.double(), q.dequantize().double())
-        error = (F.linear(x, q).double() - expected).norm() / expected.norm()
-        assert float(error) < (1e-6 if dynamic else 1e-4)
-    assert torch.equal(q.codes, codes) and torch.equal(copy.deepcopy(q).codes, codes)
-
-
-def test_large_inputs_do_not_mix_rows() -> None:
-    q = QTensor.quantize(weight(64, 64), Format(8, None))
-    x = torch.cat([weight(600, 64, 1), weight(2, 64, 3, 1e4), torch.zeros(1, 64)])
-    got = F.linear(x, q)
-    expected = x @ q.dequantize().t()
-    error = (got - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
-    assert (error < 1e-3).all() and torch.equal(got[-1], torch.zeros(64))
-
-
-def test_gradients_pass_through_to_the_input() -> None:
-    for form in FORMATS:
-        q, x = QTensor.quantize(weight(20, 30), form), weight(4, 30, 1)
-        x.requires_grad_()
-        up = weight(4, 20, 2)
-        (grad,) = torch.autograd.grad(F.linear(x, q), x, up)
-        torch.testing.assert_close(grad, up @ q.dequantize(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_embedding_dequantises_what_is_looked_up(form: Format) -> None:
-    q = QTensor.quantize(weight(11, 40), form)
-    ids = torch.tensor([[3, 3], [0, 10]])
-    assert torch.equal(F.embedding(ids, q), F.embedding(ids, q.dequantize()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    w, x = weight(64, 128).to(dtype), weight(3, 128, 1).to(dtype)
-    q = QTensor.quantize(w, Format(8, 64))
-    assert q.dtype == dtype and q.dequantize().dtype == dtype
-    y = F.linear(x, q)
-    assert y.dtype == dtype
-    bound = {torch.float64: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    expected = x.double() @ q.dequantize(torch.float64).t()
-    assert float((y.double() - expected).norm() / expected.norm()) < bound
 
 
 # --- as a tensor -------------------------------------------------------------------------------
@@ -381,24 +271,3 @@ def test_what_is_placed_is_not_quantised_in_place() -> None:
     state = step.place(zf.TrainState.create({"w": weight(4, 8)}, zf.optim.sgd(0.1)))
     with pytest.raises(zf.PlacementError, match="placed"):
         quant.quantize_tree(state.params)
-
-
-@pytest.mark.parametrize("rows", [1, 5, 600])
-@pytest.mark.parametrize(
-    "form",
-    [
-        Format(8, None, dynamic=True),
-        Format(8, None),
-        Format(8, 32, symmetric=False),
-        Format(4, 32),
-        Format(4, 24),
-    ],
-)
-def test_products_of_one_input_are_those_of_each(form: Format, rows: int) -> None:
-    weights = [QTensor.quantize(torch.randn(n, 128), form) for n in (64, 192)]
-    x = torch.randn(rows, 128)
-    with torch.no_grad():
-        for y, w in zip(products.several(x, weights), weights, strict=True):
-            assert torch.equal(y, F.linear(x, w))
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        products.several(x[:, 1:], weights)
