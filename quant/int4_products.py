@@ -71,7 +71,7 @@ def product(x: Tensor, weight: QTensor) -> Tensor:
     """``x W^T`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
     if len(x) > ROWS:
         return torch.cat([product(part, weight) for part in x.split(ROWS)])
-    blocks: Blocks = weight.ready(lambda: _blocks(weight))
+    blocks: Blocks = weight.ready(Blocks, lambda: _blocks(weight))
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(
         x.bfloat16(), blocks.data, blocks.size, blocks.scales
     )

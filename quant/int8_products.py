@@ -103,7 +103,7 @@ def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
 
 
 def _times(inputs: Tensor, weight: QTensor) -> Tensor:
-    ready: Pieces = weight.ready(lambda: _pieces(weight))
+    ready: Pieces = weight.ready(Pieces, lambda: _pieces(weight))
     if len(ready.pieces) == 1:
         return _sums(inputs, ready.pieces[0])
     sizes = [p.width * p.scales.shape[0] for p in ready.pieces]

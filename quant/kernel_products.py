@@ -64,9 +64,7 @@ def packed(weight: QTensor) -> Packed:
         weight.zero = None if weight.zero is None else weight.zero.t().contiguous().t()
     if name != "w4_mm":
         return Packed(name, weight.codes, weight.rows[1], weight.scale, weight.zero, group)
-    words = weight.ready(lambda: _words(weight))
-    if not isinstance(words, Words):  # in another kernel's order, as on a CPU
-        words = _words(weight)
+    words = weight.ready(Words, lambda: _words(weight))
     return Packed(name, words.data, weight.rows[1], weight.scale, weight.zero, group)
 
 

@@ -1,21 +1,23 @@
 """Products with low-bit weights: which route is taken, and their gradients.
 
-``y[m, n] = x[m, k] W[n, k]^T``. On the CPU codes are multiplied as they are, with sums in int32
-(:mod:`zfunc.quant.int8_products`) or in a 4-bit kernel (:mod:`zfunc.quant.int4_products`), on a
-GPU by the kernels for a few rows (:mod:`zfunc.quant.kernel_products`); in float64 and for shapes
-that none of them takes, weights are dequantised a block of rows at a time.
+``y[m, n] = x[m, k] W[n, k]^T``. On a GPU the kernels for a few rows multiply
+(:mod:`zfunc.quant.kernel_products`), on a CPU with 8-bit dot products ours for it
+(:mod:`zfunc.quant.panel_products`); on other CPUs torch's own, with sums in int32
+(:mod:`zfunc.quant.int8_products`) or for 4 bits (:mod:`zfunc.quant.int4_products`). In float64 and
+for shapes that none of them takes, weights are dequantised a block of rows at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zfunc.quant import grids, int4_products, int8_products, kernel_products
+from zfunc.quant import grids, int4_products, int8_products, kernel_products, panel_products
 from zfunc.quant.grids import Grid
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
             f"over {k} ({weight!r})"
         )
     rows = x if x.ndim == 2 else x.reshape(-1, k)
-    if torch.is_grad_enabled() and x.requires_grad:
-        y: Tensor = _Product.apply(rows, weight)
+    if (torch.is_grad_enabled() and x.requires_grad) or transformed(x):
+        y: Tensor = _Product.apply(rows, _Held(weight))
     else:
         way = route(rows, weight)
         if way == "kernel":
@@ -48,10 +50,12 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
 
 def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
     """``x W^T`` for each of several weights and ``x`` ``[m, k]``, which a route prepares once."""
-    if torch.is_grad_enabled() or any(w.rows[1] != x.shape[1] for w in weights):
+    if torch.is_grad_enabled() or transformed(x) or any(w.rows[1] != x.shape[1] for w in weights):
         return [product(x, w, None) for w in weights]
     ways = {(route(x, w), w.format.dynamic) for w in weights}
     way = ways.pop()[0] if len(ways) == 1 else ""
+    if way == "panels":
+        return [y.to(x.dtype) for y in panel_products.several(x.float(), weights)]
     if way == "int8":
         return [y.to(x.dtype) for y in int8_products.several(x.float(), weights)]
     if way == "int4":
@@ -61,11 +65,18 @@ def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
 
 
 def route(x: Tensor, weight: QTensor) -> str:
-    """Which way a product goes: ``"kernel"``, ``"int8"``, ``"int4"`` or ``"dequantised"``."""
+    """Which way a product goes.
+
+    ``"kernel"``, ``"panels"``, ``"int8"``, ``"int4"`` or ``"dequantised"``.
+    """
     if kernel_products.takes(x, weight):
         return "kernel"
     if not (x.is_cpu and weight.scale.is_cpu) or x.dtype == torch.float64:
         return "dequantised"
+    if panel_products.takes(x, weight):
+        return "panels"
+    if panel_products.holds(weight):
+        return "dequantised"  # to put the codes in order for another route would take longer
     # Between narrow layers Python counts: shapes are read past torch's own `len`.
     if weight.format.dynamic or not weight.format.packed:
         return "int8" if int8_products.takes(weight, x.shape[0]) else "dequantised"
@@ -75,6 +86,8 @@ def route(x: Tensor, weight: QTensor) -> str:
 def _forward(x: Tensor, weight: QTensor, way: str) -> Tensor:
     if way == "kernel":
         return kernel_products.product(x, weight)
+    if way == "panels":
+        return panel_products.product(x.float(), weight).to(x.dtype)
     if way == "int8":
         return int8_products.product(x.float(), weight).to(x.dtype)
     if way == "int4":
@@ -103,16 +116,40 @@ def _blocks(weight: QTensor, step: int, dtype: torch.dtype) -> Any:
         yield grids.dequantize(codes[i : i + step], grid, weight.format, grids.wide(dtype))
 
 
+def transformed(x: Tensor) -> bool:
+    """Whether a transform of torch.func is at work on ``x``."""
+    if torch.compiler.is_compiling():
+        return False  # what is traced is not asked about
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A weight as torch.func leaves it alone: it would take a tensor's place by a plain one."""
+
+    weight: QTensor
+
+
 class _Product(torch.autograd.Function):
     """The gradient of the input; the rounding of a dynamic input is passed straight through."""
 
     @staticmethod
-    def forward(x: Tensor, weight: QTensor) -> Tensor:
-        return _forward(x.detach(), weight, route(x, weight))
+    def forward(x: Tensor, held: _Held) -> Tensor:
+        return _forward(x.detach(), held.weight, route(x, held.weight))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.weight = inputs[1]
+        ctx.weight = inputs[1].weight
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return dequantised_product(tangent, ctx.weight)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, held: _Held) -> tuple[Tensor, int]:
+        rows = x.movedim(in_dims[0], 0)  # a batch of rows is more rows
+        y: Tensor = _Product.apply(rows.flatten(0, 1), held)
+        return y.unflatten(0, rows.shape[:2]), 0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

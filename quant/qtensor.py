@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as torch_pytree
@@ -26,6 +26,8 @@ from zfunc.quant.encoding import Code, padded
 from zfunc.quant.grids import Format, Grid
 
 __all__ = ["QTensor", "attribute", "rows_of"]
+
+R = TypeVar("R")  # codes as some kernel reads them
 
 
 class QTensor(Encoded, Tensor):
@@ -137,13 +139,14 @@ class QTensor(Encoded, Tensor):
             return store.ready.codes()
         return packing.unpack(store.data, self.rows[1]) if self.format.packed else store.data
 
-    def ready(self, make: Callable[[], Any]) -> Any:
-        """The codes in the order that a kernel reads them in, which replaces the stored one."""
+    def ready(self, kind: type[R], make: Callable[[], R]) -> R:
+        """The codes in the order that a kernel reads them in, which replaces the one they had."""
         store = self._store
-        if store.ready is None:
+        if type(store.ready) is not kind:
             store.ready = make()
             store.data = None
-        return store.ready
+        found: R = store.ready
+        return found
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

@@ -202,7 +202,8 @@ class Shard(Transform):
             if isinstance(node, Sharded | Streamed) and node.layout.axis != ()
         ]
         if bool(nodes) != cut:
-            is_, should = ("cut over the ranks", "whole") if nodes else ("whole", "cut over them")
+            pair = ("whole", "cut over the ranks")
+            is_, should = reversed(pair) if nodes else pair
             raise PlacementError(
                 f"state entry {name!r} is {is_}, but {self!r} keeps it {should}. Give the step a "
                 "state that it placed itself: state = step.place(full_state); a state of another "

@@ -15,6 +15,7 @@ from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.differentiation import value_and_grad
 from zfunc.optim import apply_updates
+from zfunc.state import check_optimizer
 from zfunc.step import Step
 
 __all__ = ["train_step"]
@@ -35,6 +36,9 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
         A :class:`Step` on :class:`TrainState`. ``metrics`` holds 0-d tensors: ``loss``
         and those of aux (means over the ranks), and ``grad_norm``.
 
+    Raises:
+        TypeError: ``tx`` is no ``GradientTransformation``.
+
     >>> import torch, zfunc as zf
     >>> tx = zf.optim.sgd(0.5)
     >>> step = train_step(lambda params, batch: (params["w"] - batch).square().sum(), tx)
@@ -43,6 +47,7 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
     >>> state.params["w"], metrics["loss"]
     (tensor([1.]), tensor(1.))
     """
+    check_optimizer(tx, "train_step()")
     parameters = inspect.signature(loss_fn).parameters
     takes_buffers = "buffers" in parameters
     takes_key = "key" in parameters or len([p for p in parameters.values() if _is_needed(p)]) > 2

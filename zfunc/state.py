@@ -66,11 +66,13 @@ class TrainState:
 
         Raises:
             PlacementError: a parameter is no floating-point tensor, or all are frozen.
+            TypeError: ``tx`` is no ``GradientTransformation``.
 
         >>> from zfunc import optim
         >>> TrainState.create({"w": torch.zeros(2)}, optim.sgd(0.1)).step
         tensor(0)
         """
+        check_optimizer(tx, "TrainState.create()")
         paths = tree.paths(params)
         for path, leaf in zip(
             paths,
@@ -106,7 +108,23 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
+def check_optimizer(tx: Any, where: str) -> None:
+    """Raise ``TypeError`` if ``tx`` is no pair of ``init`` and ``update``."""
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return
+    raise TypeError(
+        f"{where} got {type(tx).__module__}.{type(tx).__name__} for the optimizer; expected a "
+        "GradientTransformation with `init` and `update`, such as zf.optim.adamw(1e-3). (Those of "
+        "torch.optim change a module's own parameters.)"
+    )
+
+
 def _check(path: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.nn.Module):
+        raise PlacementError(
+            f"{path or 'params'} is a module ({type(leaf).__name__}); parameters are a tree of "
+            "tensors: model = zf.functionalize(module), and give model.params."
+        )
     if leaf is not None and not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
         what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
         raise PlacementError(

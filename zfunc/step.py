@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zfunc import context, tree
 from zfunc.comm import ledger
@@ -372,7 +372,7 @@ def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
         made = make(*args, **kwargs)
         if step is None:
             return lambda fn: as_step(fn).wrap(made)
-        if not callable(step):
+        if not callable(step) or isinstance(step, nn.Module):
             raise TypeError(
                 f"{make.__name__}() got a {type(step).__name__}; expected the step to wrap, a "
                 "function (state, batch) -> (state, metrics). As a decorator: "

@@ -220,3 +220,25 @@ def test_module_parameters_leave_no_graph_behind() -> None:
             current, metrics = step(current, torch.ones(4))
         assert metrics["loss"].grad_fn is None
         assert all(x.grad_fn is None for x in zf.tree.leaves(current))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tx: zf.train_step(loss_fn, tx),
+        lambda tx: zf.TrainState.create(params(), tx),
+    ],
+    ids=["train_step", "TrainState.create"],
+)
+def test_an_optimizer_of_torch(make: Any) -> None:
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"torch\.optim.*Adam.*zf\.optim\.adamw\(1e-3\)"):
+        make(torch.optim.Adam(module.parameters()))
+
+
+def test_a_module_where_params_or_a_step_belong() -> None:
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(zf.PlacementError, match=r"a module \(Linear\).*zf\.functionalize"):
+        zf.TrainState.create(module, TX)
+    with pytest.raises(TypeError, match=r"shard\(\) got a Linear; expected the step to wrap"):
+        zf.shard(module, stage=1)

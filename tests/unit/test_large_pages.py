@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zfunc.quant import int4_products, int8_products, large_pages
+from zfunc.kernels import panels
+from zfunc.kernels.llvm import Host, host
+from zfunc.quant import int4_products, int8_products, large_pages, panel_products
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 
+NONE = Host("", False, "another CPU")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 needs_large_pages = pytest.mark.skipif(
     not SETTING.exists()
@@ -54,6 +57,11 @@ def test_what_is_within_one_page_stays() -> None:
     ("form", "route"),
     [
         pytest.param(
+            Format(4, 64),
+            panel_products,
+            marks=pytest.mark.skipif(not host().isa, reason=host().why),
+        ),
+        pytest.param(
             Format(8, None),
             int8_products,
             marks=pytest.mark.skipif(not int8_products.exact(), reason="no exact int8 product"),
@@ -64,7 +72,7 @@ def test_what_is_within_one_page_stays() -> None:
             marks=pytest.mark.skipif(not int4_products.works(), reason="no 4-bit kernel"),
         ),
     ],
-    ids=["int8", "int4"],
+    ids=["panels", "int8", "int4"],
 )
 def test_products_ask_for_them(
     form: Format, route: object, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +85,7 @@ def test_products_ask_for_them(
         seen.append(length)
         return real(address, length)
 
+    monkeypatch.setattr(panels, "host", host if route is panel_products else lambda: NONE)
     real = large_pages.collapse
     q, stays = QTensor.quantize(w, form), QTensor.quantize(w, form)
     with monkeypatch.context() as patch:

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.unit.test_qtensor import FORMATS, weight
+from zfunc import kernels
 from zfunc.quant import int4_products, int8_products, products
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 
 
+@pytest.fixture
+def torchs() -> Iterator[None]:
+    """Torch's products, which other CPUs take, in place of ours."""
+    with kernels.use("torch"):
+        yield
+
+
+@pytest.mark.usefixtures("torchs")
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 384), (5, 192, 256), (3, 33, 47)])
+def test_by_torchs_products(form: Format, m: int, n: int, k: int) -> None:
+    check_product(form, m, n, k)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 384), (3, 33, 47)])
 def test_a_product_is_that_of_the_dequantised_weight(form: Format, m: int, n: int, k: int) -> None:
+    check_product(form, m, n, k)
+
+
+def check_product(form: Format, m: int, n: int, k: int) -> None:
     w, x = weight(n, k), weight(m, k, 1, 1.0)
     q = QTensor.quantize(w, form)
     inputs = int8_products.rounded(x) if form.dynamic else x
     expected = F.linear(inputs.double(), q.dequantize().double())
-    bound = {"int4": 4e-3, "int8": 1e-4, "dequantised": 1e-6}[products.route(x, q)]
+    bounds = {"panels": 1e-4, "int4": 4e-3, "int8": 1e-4, "dequantised": 1e-6}
+    bound = bounds[products.route(x, q)]
     before = q.codes.clone()
     got = F.linear(x, q)
     assert got.dtype == x.dtype
@@ -37,6 +58,7 @@ def test_a_product_is_that_of_the_dequantised_weight(form: Format, m: int, n: in
     torch.testing.assert_close(F.linear(x, q, bias), got + bias, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("torchs")
 @pytest.mark.skipif(not int8_products.exact(), reason="no exact int8 product on this CPU")
 @pytest.mark.parametrize("m", [1, 4, 17, 600])
 def test_eight_bit_products_are_exact_in_int32(m: int) -> None:
@@ -55,6 +77,7 @@ def test_eight_bit_products_are_exact_in_int32(m: int) -> None:
     torch.testing.assert_close(F.linear(x, q).double(), expected, rtol=3e-7, atol=0)
 
 
+@pytest.mark.usefixtures("torchs")
 @pytest.mark.skipif(not int4_products.works(), reason="no 4-bit kernel for this CPU")
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -67,6 +90,7 @@ def test_the_four_bit_kernel_takes_these(size: int, symmetric: bool) -> None:
     assert float((got - expected).norm() / expected.norm()) < 4e-3
 
 
+@pytest.mark.usefixtures("torchs")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_pieces_of_several_groups(symmetric: bool, dynamic: bool) -> None:
@@ -100,6 +124,52 @@ def test_gradients_pass_through_to_the_input() -> None:
         up = weight(4, 20, 2)
         (grad,) = torch.autograd.grad(F.linear(x, q), x, up)
         torch.testing.assert_close(grad, up @ q.dequantize(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_transforms_of_functions_pass_through(form: Format) -> None:
+    """``torch.func``: gradients, tangents, batches, and gradients of each of a batch."""
+    q, x, up = QTensor.quantize(weight(20, 32), form), weight(4, 32, 1), weight(4, 20, 2)
+    w, y = q.dequantize(), F.linear(x, q)
+
+    def loss(row: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        return (F.linear(row, q) * to).sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(x, up), up @ w, rtol=1e-5, atol=1e-6)
+    each = torch.func.vmap(torch.func.grad(loss))(x, up)
+    torch.testing.assert_close(each, up @ w, rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.func.vmap(lambda row: F.linear(row, q))(x), y)
+    assert torch.equal(torch.func.vmap(lambda row: F.linear(row, q), 1)(x.t()), y)
+    value, tangent = torch.func.jvp(lambda rows: F.linear(rows, q), (x,), (x + 1,))
+    assert torch.equal(value, y)
+    torch.testing.assert_close(tangent, (x + 1) @ w.t(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("form", FORMATS[::5], ids=str)
+def test_what_is_compiled_multiplies_too(form: Format) -> None:
+    """Before the weights were first multiplied with, and after."""
+    q, x = QTensor.quantize(weight(64, 96), form), weight(3, 96, 1)
+    fresh = copy.deepcopy(q)
+    with torch.no_grad():
+        y = F.linear(x, q)
+        for held in (q, fresh):
+            compiled = torch.compile(lambda rows, held=held: F.linear(rows, held), backend="eager")
+            torch.testing.assert_close(compiled(x), y, rtol=5e-3, atol=5e-3)
+
+
+def test_orders_follow_each_other() -> None:
+    """Codes stay the same whichever route multiplied last."""
+    for form in FORMATS:
+        q, x = QTensor.quantize(weight(64, 128), form), weight(2, 128, 1)
+        codes = q.codes.clone()
+        first = F.linear(x, q)
+        with kernels.use("torch"):
+            second = F.linear(x, q)
+            assert torch.equal(q.codes, codes)
+        assert torch.equal(F.linear(x, q), first) and torch.equal(q.codes, codes)
+        assert float((first - second).norm() / first.norm()) < 5e-3
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 
 from zfunc import kernels
-from zfunc.kernels import dispatch
+from zfunc.kernels import dispatch, panels
 
 __all__ = ["devices", "report"]
 
-PACKAGES = ("torch", "triton", "numpy", "optree", "safetensors", "transformers")
+PACKAGES = ("torch", "triton", "llvmlite", "numpy", "optree", "safetensors", "transformers")
 
 
 def devices() -> list[torch.device]:
@@ -45,6 +45,9 @@ def report(verify: bool = False) -> Iterator[str]:
         for name, kernel in dispatch.KERNELS.items():
             choice = kernels.choose(name, torch.empty(0, device=device))
             yield f"  {name:18s} {choice}; moves {kernel.traffic}"
+        if device.type == "cpu":
+            where = panels.host()
+            yield f"  {'low-bit products':18s} {'llvm' if where.isa else 'torch'}: {where.why}"
     for verdict in kernels.verify() if verify else ():
         yield f"verify {verdict}"
 

@@ -1,0 +1,326 @@
+"""Machine code for the CPU at hand, made in memory by LLVM: nothing is built, no file is written.
+
+Kernels are written with ``llvmlite.ir`` where torch has none that waits for memory alone. One is
+a function of a pointer to its arguments, 8 bytes each, and takes its share of the work: every
+thread of torch's own pool (GNU OpenMP) runs it at the same time and finds out which it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+__all__ = ["Host", "Writer", "compiled", "host"]
+
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_one_at_a_time = threading.RLock()  # LLVM's global context is not made for several threads
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this CPU can do for such kernels.
+
+    Attributes:
+        isa: ``"avx512vnni"``, ``"avxvnni"``, or ``""`` where there are none for it.
+        tiles: whether it also has matrix registers for integers (AMX-INT8).
+        why: in words, for ``zfunc doctor``.
+    """
+
+    isa: str
+    tiles: bool
+    why: str
+
+
+@functools.cache
+def host() -> Host:
+    """What there is here; asked once."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return Host("", False, "written for Linux on x86-64")
+    try:
+        from llvmlite import binding as llvm
+    except ImportError:
+        return Host("", False, "llvmlite is not installed (pip install llvmlite)")
+    if _openmp() is None:
+        return Host("", False, "this torch brings no GNU OpenMP")
+    has = llvm.get_host_cpu_features()
+    for isa, needed in ISAS.items():
+        if all(has.get(feature) for feature in needed):
+            tiles = isa == "avx512vnni" and all(has.get(f) for f in TILES) and _tiles_permitted()
+            return Host(isa, tiles, f"{isa}{' and AMX' if tiles else ''}, through LLVM")
+    return Host("", False, "this CPU has no 8-bit dot products (VNNI)")
+
+
+ISAS = {
+    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512vnni"),
+    "avxvnni": ("avx2", "fma", "avxvnni"),
+}
+TILES = ("amx-tile", "amx-int8")
+
+
+def _tiles_permitted() -> bool:
+    """Ask Linux for the matrix registers, which a process has to (``arch_prctl(2)``)."""
+    SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0)
+
+
+@functools.cache
+def _openmp() -> Any:
+    """The OpenMP that torch runs on: its pool is warm, and no second one takes the cores."""
+    folder = Path(torch.__file__).parent
+    for place in (folder / "lib", folder.parent / "torch.libs"):
+        for path in sorted(place.glob("libgomp*.so*")):
+            try:
+                found = ctypes.CDLL(str(path))
+                if all(hasattr(found, name) for name in OPENMP):
+                    return found
+            except OSError:
+                continue
+    return None
+
+
+Kernel = Callable[[Sequence[int]], None]
+
+
+def compiled(module: ir.Module, name: str, isa: str = "") -> Kernel:
+    """A kernel of a module as a function of its arguments.
+
+    Args:
+        module: has a function ``name(arguments: ptr) -> void``.
+        isa: compile for this one, a key of :data:`ISAS`, without what goes beyond it.
+
+    Returns:
+        Called with addresses and sizes, it runs on all threads that torch computes with. The
+        caller keeps what lies at the addresses alive.
+    """
+    from llvmlite import binding as llvm
+
+    with _one_at_a_time:
+        for symbol in OPENMP:
+            address = ctypes.cast(getattr(_openmp(), symbol), ctypes.c_void_p).value
+            llvm.add_symbol(symbol, address)
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        _with_entry(module, name)
+        machine = _machine(isa)
+        code = llvm.parse_assembly(str(module))
+        code.verify()
+        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+        tuning.loop_unrolling = False  # it is written as it should run
+        passes = llvm.create_pass_builder(machine, tuning)
+        passes.getModulePassManager().run(code, passes)
+        jit = llvm.create_mcjit_compiler(code, machine)
+        jit.finalize_object()
+        entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint)(
+            jit.get_function_address(f"{name}.parallel")
+        )
+    _KEPT.append((jit, machine))
+
+    def run(arguments: Sequence[int], threads: int = 0) -> None:
+        values = (ctypes.c_int64 * len(arguments))(*arguments)
+        entry(ctypes.addressof(values), threads or torch.get_num_threads())
+
+    return run
+
+
+_KEPT: list[Any] = []  # machine code lives as long as the process
+
+
+def _machine(isa: str) -> Any:
+    from llvmlite import binding as llvm
+
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    if isa == "avxvnni":
+        cpu, features = "alderlake", dict.fromkeys(ISAS[isa], True)
+        text = ",".join(f"+{name}" for name in features)
+    else:
+        text = features.flatten()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=cpu, features=text, opt=3, jit=True)
+
+
+def _with_entry(module: ir.Module, name: str) -> None:
+    """``name.parallel(arguments, threads)``: the kernel in that many threads of OpenMP's pool."""
+    from llvmlite import ir
+
+    pointer, number = ir.PointerType(), ir.IntType(32)
+    nothing = ir.VoidType()
+    start = ir.Function(
+        module, ir.FunctionType(nothing, [pointer, pointer, number, number]), "GOMP_parallel"
+    )
+    entry = ir.Function(module, ir.FunctionType(nothing, [pointer, number]), f"{name}.parallel")
+    b = ir.IRBuilder(entry.append_basic_block())
+    b.call(start, [module.get_global(name), entry.args[0], entry.args[1], number(0)])
+    b.ret_void()
+
+
+@dataclass
+class _Loop:
+    """A loop that is being written: its counter, what it carries, and what the next round gets."""
+
+    index: Any
+    values: list[Any]
+    then: list[Any] = field(default_factory=list)
+
+
+class Writer:
+    """Writes one kernel: addresses in bytes, loops, vectors.
+
+    >>> w = Writer("nothing", ["x", "n"])
+    >>> w.done().name
+    'nothing'
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        from llvmlite import binding as llvm
+        from llvmlite import ir
+
+        self.ir = ir
+        self.i8, self.i32, self.i64, self.f32 = (
+            *(ir.IntType(bits) for bits in (8, 32, 64)),
+            ir.FloatType(),
+        )
+        self.pointer = ir.PointerType()
+        self.module = ir.Module(name)
+        self.module.triple = llvm.get_default_triple()
+        kind = ir.FunctionType(ir.VoidType(), [self.pointer])
+        self.function = ir.Function(self.module, kind, name)
+        self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self._first = self.b.block
+        given = self.function.args[0]
+        self.arguments = {
+            name: self.load(self.at(given, 8 * i), self.i64) for i, name in enumerate(arguments)
+        }
+
+    def done(self) -> ir.Module:
+        self.b.ret_void()
+        return self.module
+
+    # Numbers and addresses
+
+    def n(self, value: int) -> Any:
+        """A 64-bit constant, as counters and offsets are."""
+        return self.ir.Constant(self.i64, value)
+
+    def sum(self, *terms: Any) -> Any:
+        return functools.reduce(self.b.add, [self._number(t) for t in terms])
+
+    def times(self, *factors: Any) -> Any:
+        return functools.reduce(self.b.mul, [self._number(f) for f in factors])
+
+    def _number(self, x: Any) -> Any:
+        return self.n(x) if isinstance(x, int) else x
+
+    def at(self, base: Any, offset: Any) -> Any:
+        """The address ``offset`` bytes behind ``base``, a pointer or a number."""
+        if base.type == self.i64:
+            base = self.b.inttoptr(base, self.pointer)
+        return self.b.gep(base, [self._number(offset)], source_etype=self.i8)
+
+    def load(self, address: Any, kind: Any, align: int = 1) -> Any:
+        value = self.b.load(address, typ=kind)
+        value.align = align
+        return value
+
+    def store(self, value: Any, address: Any, align: int = 1) -> None:
+        self.b.store(value, address).align = align
+
+    def room(self, kind: Any, count: int) -> Any:
+        """The address of ``count`` values on the stack, 64 bytes aligned."""
+        here = self.b.block
+        self.b.position_at_start(self._first)
+        address = self.b.alloca(self.ir.ArrayType(kind, count))
+        address.align = 64
+        untyped = self.b.inttoptr(self.b.ptrtoint(address, self.i64), self.pointer)
+        self.b.position_at_end(here)
+        return untyped
+
+    # Control
+
+    @contextmanager
+    def loop(
+        self, start: Any, stop: Any, step: int = 1, carried: Sequence[Any] = ()
+    ) -> Iterator[_Loop]:
+        """``for index in range(start, stop, step)``; ``carried`` values go through ``then``.
+
+        After it, ``values`` are those that came out.
+        """
+        b, start, stop = self.b, self._number(start), self._number(stop)
+        before = b.block
+        head, body, end = (b.append_basic_block(part) for part in ("head", "body", "end"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(self.i64)
+        index.add_incoming(start, before)
+        phis = [b.phi(value.type) for value in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, before)
+        b.cbranch(b.icmp_signed("<", index, stop), body, end)
+        b.position_at_end(body)
+        made = _Loop(index, list(phis))
+        yield made
+        following = b.add(index, self.n(step))
+        b.branch(head)
+        index.add_incoming(following, b.block)
+        for phi, value in zip(phis, made.then or phis, strict=True):
+            phi.add_incoming(value, b.block)
+        b.position_at_end(end)
+
+    def share(self, items: Any) -> tuple[Any, Any]:
+        """First and last (excluded) of this thread's share of ``items``."""
+        mine, all_ = self.thread(), self._ask("omp_get_num_threads")
+        ends = (self.times(items, x) for x in (mine, self.sum(mine, 1)))
+        first, last = (self.b.udiv(end, all_) for end in ends)
+        return first, last
+
+    def thread(self) -> Any:
+        """Which thread this is."""
+        return self._ask("omp_get_thread_num")
+
+    def _ask(self, name: str) -> Any:
+        kind = self.ir.FunctionType(self.i32, [])
+        return self.b.zext(self.b.call(self.declared(name, kind), []), self.i64)
+
+    def declared(self, name: str, kind: Any) -> Any:
+        return self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
+
+    def intrinsic(self, name: str, result: Any, *values: Any) -> Any:
+        """Call LLVM's function of that name."""
+        kind = self.ir.FunctionType(result, [v.type for v in values])
+        return self.b.call(self.declared(name, kind), values)
+
+    # Vectors of 16
+
+    def vector(self, kind: Any, count: int = 16) -> Any:
+        return self.ir.VectorType(kind, count)
+
+    def constant(self, kind: Any, value: Any, count: int = 16) -> Any:
+        values = value if isinstance(value, list) else [value] * count
+        return self.ir.Constant(self.vector(kind, count), values)
+
+    def splat(self, value: Any, count: int = 16) -> Any:
+        kind = self.vector(value.type, count)
+        nothing = self.ir.Constant(kind, self.ir.Undefined)
+        one = self.b.insert_element(nothing, value, self.ir.Constant(self.i32, 0))
+        return self.b.shuffle_vector(one, nothing, self.constant(self.i32, 0, count))
+
+    def below(self, left: Any) -> Any:
+        """A mask of 16: which of 0, 1, ... are below ``left``."""
+        lanes = self.constant(self.i32, list(range(16)))
+        return self.b.icmp_signed("<", lanes, self.splat(self.b.trunc(left, self.i32)))
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        """``a * b + c`` rounded once."""
+        return self.intrinsic(f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)

@@ -1,0 +1,81 @@
+"""Products with low-bit weights on a CPU that multiplies bytes, by :mod:`zfunc.kernels.panels`.
+
+All formats and any number of rows go this way: weights are put into panels when they are first
+multiplied with, and the panels replace the stored codes. ``dynamic`` formats round inputs to 8
+bits, weight-only ones to 16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zfunc.kernels import dispatch, panels
+from zfunc.kernels.panels import Panels, Rounded
+from zfunc.quant.large_pages import into_large_pages
+
+if TYPE_CHECKING:
+    from zfunc.quant.qtensor import QTensor
+
+__all__ = ["holds", "product", "several", "takes"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def takes(x: Tensor, weight: QTensor) -> bool:
+    """Whether this route is there; ``kernels.use("torch")`` closes it.
+
+    It reads memory itself, so tensors without any (traced, or under a transform of torch.func)
+    go elsewhere.
+    """
+    if dispatch.forced() is not None or type(x) not in _PLAIN or torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    if holds(weight):  # between narrow layers Python counts
+        return True
+    n, k = weight.rows
+    return n > 0 and k > 0 and panels.takes(weight.format.width(k), weight.format.groups(k))
+
+
+def holds(weight: QTensor) -> bool:
+    """Whether the codes lie in panels."""
+    return type(weight._store.ready) is Panels
+
+
+def product(x: Tensor, weight: QTensor) -> Tensor:
+    """``x W^T`` for fp32 ``x`` ``[m, k]``."""
+    return several(x, [weight])[0]
+
+
+def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+    """``x W^T`` for each of several weights: ``x`` is rounded once for those of one format."""
+    made: dict[tuple[int, int, int], Rounded] = {}
+    out = []
+    for weight in weights:
+        ready: Panels = weight.ready(Panels, functools.partial(_panels, weight))
+        bits = 8 if weight.format.dynamic else 16
+        key = bits, ready.bits, ready.groups
+        if key not in made:
+            made[key] = panels.rounded(x, ready, bits)
+        out.append(panels.matmul(made[key], ready))
+    return out
+
+
+def _panels(weight: QTensor) -> Panels:
+    (n, k), form = weight.rows, weight.format
+    short = weight.scale.dtype == torch.bfloat16
+    scale = weight.scale if short else weight.scale.float()
+    bits = 4 if form.packed else 8
+    made = panels.panels(weight.codes, scale, weight.zero, bits, form.width(k))
+    into_large_pages(made.data)
+    into_large_pages(made.scale)
+    # The grid is read from where the panels have it, so that nothing is kept twice.
+    weight.scale = made.scale[:, :n].t()
+    if made.zero is not None:
+        weight.zero = made.zero[:, :n].t()
+    return made
