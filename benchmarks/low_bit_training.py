@@ -4,13 +4,14 @@ The same GPT trains on the corpus that every Python ships, in full precision and
 what is scored is the exported low-bit model, beside the full model rounded after training.
 
     python -m benchmarks.low_bit_training
-    python -m benchmarks.low_bit_training --steps 2800
+    python -m benchmarks.low_bit_training --steps 2800 --seeds 0 1 2
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from zfunc.language import gpt
 from zfunc.language.corpus import batch_at, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
 
-CONTEXT, BATCH = 64, 16
+CONTEXT, BATCH, PEAK = 64, 16, 2e-3
 
 
 def schedules(steps: int) -> dict[str, dict[str, Any]]:
@@ -45,52 +46,78 @@ def schedules(steps: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def train(config: GPTConfig, text: torch.Tensor, steps: int, how: dict[str, Any]) -> Any:
+def train(config: GPTConfig, text: torch.Tensor, steps: int, how: dict[str, Any], seed: int) -> Any:
     """The parameters after training: exported in low bits if ``how`` says so."""
-    tx = optim.adamw(2e-3)
+    tx = optim.adamw(optim.warmup_cosine(PEAK, steps // 20, steps, end=PEAK / 20))
     step: Any = zf.train_step(lambda p, batch: gpt.loss(p, batch, config), tx)
     step = zf.donate(zf.quantize(step, **how) if how else step)
-    state = step.place(zf.TrainState.create(gpt.init(config, zf.random.key(0)), tx))
+    state = step.place(zf.TrainState.create(gpt.init(config, zf.random.key(seed)), tx))
     for i in range(steps):
-        state, _ = step(state, batch_at(i, text, BATCH, CONTEXT, 0))
+        state, _ = step(state, batch_at(i, text, BATCH, CONTEXT, seed))
     return quant.exported(step, state) if how else state.params
 
 
 def score(params: Any, config: GPTConfig, heldout: torch.Tensor) -> float:
     """Mean loss on held-out text, in nats per byte."""
     ids, targets = windows(heldout, CONTEXT)
-    rows = torch.cat([ids, targets[:, -1:]], dim=1)[:500]  # whole windows only
+    rows = torch.cat([ids, targets[:, -1:]], dim=1)  # whole windows only
     params = quant.dequantize_tree(params)
     with torch.no_grad():
-        return sum(float(gpt.loss(params, part, config)) for part in rows.split(100)) / 5
+        parts = [(len(part), float(gpt.loss(params, part, config))) for part in rows.split(100)]
+    return sum(n * loss for n, loss in parts) / len(rows)
+
+
+def runs(
+    config: GPTConfig, steps: int, seed: int, progress: Callable[[str], None]
+) -> dict[str, tuple[str, float]]:
+    """Bits and held-out loss of each way to a model, from the same weights and batches."""
+    corpus = read_corpus(context=CONTEXT)
+    progress("full precision")
+    full = train(config, corpus.train, steps, {}, seed)
+    found = {"full precision": ("32", score(full, config, corpus.heldout))}
+    for bits, size in ((8, None), (4, 32)):
+        low = quant.quantize_tree(full, bits=bits, group_size=size)
+        loss = score(low, config, corpus.heldout)
+        found[f"rounded to {bits} bits after training"] = (str(bits), loss)
+    for name, how in schedules(steps).items():
+        progress(name)
+        low = train(config, corpus.train, steps, how, seed)
+        held = {x.format.bits for x in zf.tree.leaves(low) if isinstance(x, quant.QTensor)}
+        found[name] = (", ".join(map(str, sorted(held))), score(low, config, corpus.heldout))
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     given = parser.parse_args()
     config = GPTConfig(width=given.width, depth=given.depth, heads=2)
-    corpus = read_corpus(context=CONTEXT)
-    full = train(config, corpus.train, given.steps, {})
-    base = score(full, config, corpus.heldout)
-    rows = [("full precision", "32", base, 0.0)]
-    for bits, size in ((8, None), (4, 32)):
-        low = quant.quantize_tree(full, bits=bits, group_size=size)
-        rows.append(("rounded after training", str(bits), score(low, config, corpus.heldout), 0.0))
-    for name, how in schedules(given.steps).items():
-        start = time.perf_counter()
-        low = train(config, corpus.train, given.steps, how)
-        found = {x.format.bits for x in zf.tree.leaves(low) if isinstance(x, quant.QTensor)}
-        loss, seconds = score(low, config, corpus.heldout), time.perf_counter() - start
-        rows.append((name, str(sorted(found)), loss, seconds))
-    table = Table(title=f"held-out nats per byte after {given.steps} steps, {corpus.name}")
-    for head in ("training", "bits", "loss", "to full precision", "seconds"):
+    console, found = Console(), []
+    for seed in given.seeds:
+        with console.status("") as status:
+
+            def progress(what: str, status: Any = status, seed: int = seed) -> None:
+                status.update(f"{what}, {seed=}")
+
+            found.append(runs(config, given.steps, seed, progress))
+    table = Table(title=f"held-out nats per byte after {given.steps} steps, seeds {given.seeds}")
+    for head in ("training", "bits", "loss", "to full precision", "each seed"):
         table.add_column(head)
-    for name, text, loss, seconds in rows:
-        table.add_row(name, text, f"{loss:.4f}", f"{loss / base - 1:+.2%}", f"{seconds:.0f}")
-    Console().print(table)
+    for name in found[0]:
+        over = [each[name][1] / each["full precision"][1] - 1 for each in found]
+        table.add_row(
+            name,
+            found[0][name][0],
+            f"{fmean(each[name][1] for each in found):.4f}",
+            f"{fmean(over):+.2%}",
+            " ".join(f"{x:+.2%}" for x in over),
+        )
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -123,14 +123,19 @@ def compiled(module: ir.Module, name: str, isa: str = "") -> Kernel:
         passes.getModulePassManager().run(code, passes)
         jit = llvm.create_mcjit_compiler(code, machine)
         jit.finalize_object()
-        entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint)(
+        alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(jit.get_function_address(name))
+        together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint)(
             jit.get_function_address(f"{name}.parallel")
         )
     _KEPT.append((jit, machine))
 
     def run(arguments: Sequence[int], threads: int = 0) -> None:
         values = (ctypes.c_int64 * len(arguments))(*arguments)
-        entry(ctypes.addressof(values), threads or torch.get_num_threads())
+        threads = threads or torch.get_num_threads()
+        if threads == 1:  # outside of a team a thread is the only one
+            alone(ctypes.addressof(values))
+        else:
+            together(ctypes.addressof(values), threads)
 
     return run
 
@@ -198,7 +203,6 @@ class Writer:
         kind = ir.FunctionType(ir.VoidType(), [self.pointer])
         self.function = ir.Function(self.module, kind, name)
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self._first = self.b.block
         given = self.function.args[0]
         self.arguments = {
             name: self.load(self.at(given, 8 * i), self.i64) for i, name in enumerate(arguments)
@@ -237,15 +241,11 @@ class Writer:
     def store(self, value: Any, address: Any, align: int = 1) -> None:
         self.b.store(value, address).align = align
 
-    def room(self, kind: Any, count: int) -> Any:
-        """The address of ``count`` values on the stack, 64 bytes aligned."""
-        here = self.b.block
-        self.b.position_at_start(self._first)
-        address = self.b.alloca(self.ir.ArrayType(kind, count))
+    def room(self, kind: Any, count: Any) -> Any:
+        """The address of ``count`` values on the stack, 64 bytes aligned; not within a loop."""
+        address = self.b.alloca(kind, self._number(count))
         address.align = 64
-        untyped = self.b.inttoptr(self.b.ptrtoint(address, self.i64), self.pointer)
-        self.b.position_at_end(here)
-        return untyped
+        return self.b.inttoptr(self.b.ptrtoint(address, self.i64), self.pointer)
 
     # Control
 

@@ -24,11 +24,13 @@ from zfunc.kernels.llvm import host
 from zfunc.kernels.panels_llvm import LINE, Product
 from zfunc.kernels.tiles_llvm import EDGE
 
-__all__ = ["Panels", "Rounded", "host", "matmul", "panels", "rounded", "takes"]
+__all__ = ["Panels", "Rounded", "host", "linear", "matmul", "panels", "rounded", "takes"]
 
 OUTPUTS = 16  # of a panel
 CHUNKS = (64, 32, 16)  # columns that rows are cut into: the first that a group is a multiple of
 TILED = {8: 5, 4: 32}  # rows of bytes from which tiles are faster, by the bits of the weights
+ALONE = 1 << 15  # bytes of inputs up to which each thread rounds them for itself
+LITTLE = 1 << 15  # bytes of weights below which a second thread costs more than it saves
 ROWS = {"avx512vnni": (1, 2, 3, 4, 6, 8, 12, 16), "avxvnni": (1, 2, 3, 4, 6)}  # of bytes
 
 
@@ -52,18 +54,34 @@ class Panels:
     rows: tuple[int, int]
     width: int
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         return self.scale.shape[0]
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         return self.scale.shape[1] // OUTPUTS
 
-    @property
+    @functools.cached_property
     def filled(self) -> int:
         """Columns of a group with what fills it up."""
         return _filled(self.width, self.groups)
+
+    @functools.cached_property
+    def lines(self) -> int:
+        """Lines of a group in a panel."""
+        return self.filled * self.bits // 32
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where codes, scales and zero points (or none, 0) lie."""
+        zero = 0 if self.zero is None else self.zero.data_ptr()
+        return self.data.data_ptr(), self.scale.data_ptr(), zero
+
+    @functools.cached_property
+    def kind(self) -> tuple[int, bool, bool]:
+        """Which code multiplies with them."""
+        return self.bits, self.zero is not None, self.scale.dtype == torch.bfloat16
 
     def codes(self) -> Tensor:
         """``[n, k]`` int8."""
@@ -176,18 +194,35 @@ def _rows(m: int, halves: int) -> int:
     return next(size for size in sizes if size * blocks >= m)
 
 
+def linear(x: Tensor, weight: Panels, bits: int) -> Tensor:
+    """``x W^T`` ``[m, n]`` for fp32 ``x`` ``[m, k]``, which is rounded to 8 or 16 ``bits``."""
+    (m, k), halves = x.shape, bits // 8
+    tiled = host().tiles and m * halves >= TILED[weight.bits]
+    if not 0 < m * k * halves <= ALONE or tiled or m * halves > ROWS[host().isa][-1]:
+        return matmul(rounded(x, weight, bits), weight)
+    x = x.contiguous()
+    rows, n = _rows(m, halves), weight.rows[0]
+    out = torch.empty(rows, n)
+    chunk = CHUNKS[-1]
+    _linear(host().isa, rows, halves, *weight.kind, weight.lines)(
+        [
+            *(x.data_ptr(), *weight.addresses, out.data_ptr()),
+            *(weight.count, weight.groups, weight.lines, n, m, k, weight.filled // chunk),
+        ],
+        1 if weight.data.nbytes < LITTLE else 0,
+    )
+    return out if m == rows else out[:m]
+
+
 def matmul(x: Rounded, weight: Panels) -> Tensor:
     """``x W^T`` ``[m, n]`` fp32."""
-    n, groups, count = weight.rows[0], weight.groups, weight.count
+    n, groups, count, room = weight.rows[0], weight.groups, weight.count, None
     out = torch.empty(x.blocks * x.rows, n)
-    lines, zero, room = weight.filled * weight.bits // 32, weight.zero, None
-    short = weight.scale.dtype == torch.bfloat16
-    form = (host().isa, x.rows, x.halves, weight.bits, zero is not None, short)
+    form = (host().isa, x.rows, x.halves, *weight.kind)
     arguments = [
-        *(x.codes.data_ptr(), weight.data.data_ptr(), weight.scale.data_ptr()),
-        0 if zero is None else zero.data_ptr(),
+        *(x.codes.data_ptr(), *weight.addresses),
         *(t.data_ptr() for t in (x.start, x.sums, x.scale, out)),
-        *(count, x.blocks, groups, lines, n),
+        *(count, x.blocks, groups, weight.lines, n),
     ]
     if x.chunk:
         wide = 2 - count % 2
@@ -199,7 +234,7 @@ def matmul(x: Rounded, weight: Panels) -> Tensor:
             arguments += [0, 0]
         _tiled(*form, x.chunk, 2 - x.blocks % 2, wide)(arguments)
     else:
-        _product(*form, lines)(arguments)
+        _product(*form, weight.lines)(arguments)
     return out[: x.m]
 
 
@@ -209,12 +244,21 @@ def _rounding(isa: str, halves: int, chunk: int, tiled: bool) -> Any:
 
 
 @functools.cache
-def _product(
+def _linear(isa: str, *form: Any) -> Any:
+    module = panels_llvm.linear(_spec(isa, *form), CHUNKS[-1])
+    return llvm.compiled(module, "linear", isa)
+
+
+@functools.cache
+def _product(isa: str, *form: Any) -> Any:
+    return llvm.compiled(panels_llvm.product(_spec(isa, *form)), "product", isa)
+
+
+def _spec(
     isa: str, rows: int, halves: int, bits: int, zeros: bool, short: bool, lines: int
-) -> Any:
+) -> Product:
     fits = (c for c in (4, 2) if lines % c == 0 and c * rows * halves <= 8)
-    spec = Product(isa, rows, halves, bits, zeros, short, chains=next(fits, 1))
-    return llvm.compiled(panels_llvm.product(spec), "product", isa)
+    return Product(isa, rows, halves, bits, zeros, short, chains=next(fits, 1))
 
 
 @functools.cache

@@ -17,15 +17,29 @@ from zfunc.kernels.llvm import Writer
 if TYPE_CHECKING:
     from llvmlite import ir
 
-__all__ = ["LINE", "Product", "prefetch", "product", "rounding", "scaled", "split", "write"]
+__all__ = [
+    "LINE",
+    "Product",
+    "linear",
+    "prefetch",
+    "product",
+    "rounding",
+    "scaled",
+    "split",
+    "write",
+]
 
 GROUPS_AHEAD = 8  # the same in groups, for their scales
 LINE = 64  # bytes of a vector, and of a cache line
 TINY = 1.0000000031710769e-30  # 1e-30 in fp32: inputs below it are rounded to zero
 AHEAD = 2048  # bytes from here to what is asked of memory: some 100 ns at a core's share of it
 PRODUCT = (
-    *("x", "weights", "scale", "zero", "start", "sums", "row_scale", "out"),
+    *("codes", "weights", "scale", "zero", "start", "sums", "row_scale", "out"),
     *("panels", "blocks", "groups", "lines", "n"),
+)
+LINEAR = (
+    *("x", "weights", "scale", "zero", "out"),
+    *("panels", "groups", "lines", "n", "m", "k", "chunks"),
 )
 ROUNDING = (
     *("x", "codes", "start", "sums", "row_scale"),
@@ -69,6 +83,30 @@ def product(spec: Product) -> ir.Module:
     int32 and ``sums`` fp32 ``[blocks, groups, inputs]``, ``out`` fp32 ``[blocks * rows, n]``.
     """
     w = Writer("product", PRODUCT)
+    _multiply(w, spec)
+    return w.done()
+
+
+def linear(spec: Product, chunk: int) -> ir.Module:
+    """:func:`rounding` and :func:`product` of one block at once.
+
+    Every thread rounds all rows for itself, which for a few takes less time than to wait for
+    another to have done it. Arguments: :data:`LINEAR`; a group is ``chunks`` of ``chunk`` columns.
+    """
+    w = Writer("linear", LINEAR)
+    a, inputs = w.arguments, spec.inputs
+    columns = w.times(a["groups"], a["chunks"], chunk)
+    a |= {"rows": w.n(spec.rows), "blocks": w.n(1), "offset": w.n(1 << (spec.bits - 1))}
+    a["codes"] = w.room(w.i8, w.times(columns, inputs))
+    a["start"], a["sums"] = (w.room(w.i32, w.times(a["groups"], inputs)) for _ in range(2))
+    a["row_scale"] = w.room(w.f32, w.n(spec.rows))
+    _round(w, w.n(0), a["m"], spec.halves, chunk, tiled=False)
+    _multiply(w, spec)
+    return w.done()
+
+
+def _multiply(w: Writer, spec: Product) -> None:
+    """This thread's panels of :func:`product`."""
     a, inputs = w.arguments, spec.inputs
     depth = w.times(a["groups"], a["lines"])  # lines of a panel
     wide = 4 * 8 // spec.bits * inputs  # bytes of inputs that belong to a line
@@ -76,7 +114,7 @@ def product(spec: Product) -> ir.Module:
     first, last = w.share(a["panels"])
     with w.loop(first, last) as panel, w.loop(0, a["blocks"]) as block:
         lines = w.at(a["weights"], w.times(panel.index, depth, LINE))
-        x = w.at(a["x"], w.times(block.index, depth, wide))
+        x = w.at(a["codes"], w.times(block.index, depth, wide))
         with w.loop(0, a["groups"], carried=[none] * spec.rows) as group:
             line = w.times(group.index, a["lines"])
             small = w.times(w.sum(w.times(block.index, a["groups"]), group.index), 4 * inputs)
@@ -91,7 +129,6 @@ def product(spec: Product) -> ir.Module:
             column = w.times(w.sum(w.times(group.index, a["panels"]), panel.index), 16)
             group.then = scaled(w, spec, sums, group.values, column, w.at(a["sums"], small))
         write(w, spec, group.values, panel.index, block.index)
-    return w.done()
 
 
 def _dots(w: Writer, spec: Product, lines: Any, x: Any, start: Any, count: Any) -> list[Any]:
@@ -220,9 +257,14 @@ def rounding(halves: int, chunk: int, tiled: bool) -> ir.Module:
     ``chunks`` chunks; ``offset`` is what makes the weights unsigned.
     """
     w = Writer("rounding", ROUNDING)
+    _round(w, *w.share(w.arguments["m"]), halves, chunk, tiled)
+    return w.done()
+
+
+def _round(w: Writer, first: Any, last: Any, halves: int, chunk: int, tiled: bool) -> None:
+    """Rows ``first`` to ``last`` of ``x`` (see :func:`rounding`)."""
     a, b = w.arguments, w.b
     inputs = w.times(a["rows"], halves)
-    first, last = w.share(a["m"])
     with w.loop(first, last) as row:
         x = w.at(a["x"], w.times(row.index, a["k"], 4))
         scale = _row_scale(w, x, a["k"], 127.0 if halves == 1 else 127.0 * 256)
@@ -263,7 +305,6 @@ def rounding(halves: int, chunk: int, tiled: bool) -> ir.Module:
                 taken = b.sub(w.ir.Constant(w.i32, 0), b.mul(b.trunc(a["offset"], w.i32), sum_))
                 w.store(taken, w.at(a["start"], spot), 4)
                 w.store(b.sitofp(sum_, w.f32), w.at(a["sums"], spot), 4)
-    return w.done()
 
 
 def _columns(w: Writer, x: Any, column: Any, k: Any) -> Any:

@@ -120,7 +120,7 @@ def _sums(
     nothing = w.ir.VoidType()
     for register in SUMS[: spec.tall * spec.wide]:
         w.intrinsic("llvm.x86.tilezero", nothing, w.ir.Constant(w.i8, register))
-    x = w.at(w.arguments["x"], w.times(block, depth, 4 * EDGE))
+    x = w.at(w.arguments["codes"], w.times(block, depth, 4 * EDGE))
     with w.loop(0, lines, step) as at:
         here = w.sum(line, at.index)
         for i, register in enumerate(INPUTS[: spec.tall]):

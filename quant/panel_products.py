@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["holds", "product", "several", "takes"]
 
+FEW = 4  # rows that are rounded in less time than it takes to keep them
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -49,11 +50,14 @@ def holds(weight: QTensor) -> bool:
 
 def product(x: Tensor, weight: QTensor) -> Tensor:
     """``x W^T`` for fp32 ``x`` ``[m, k]``."""
-    return several(x, [weight])[0]
+    ready: Panels = weight.ready(Panels, functools.partial(_panels, weight))
+    return panels.linear(x, ready, 8 if weight.format.dynamic else 16)
 
 
 def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
-    """``x W^T`` for each of several weights: ``x`` is rounded once for those of one format."""
+    """``x W^T`` for each of several weights: many rows are rounded once for those of one format."""
+    if x.shape[0] <= FEW:
+        return [product(x, weight) for weight in weights]
     made: dict[tuple[int, int, int], Rounded] = {}
     out = []
     for weight in weights:

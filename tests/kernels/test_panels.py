@@ -68,6 +68,7 @@ def test_products_are_those_of_the_codes(
     for m, inputs in [(1, 8), (1, 16), (3, 16), (5, 8), (18, 8), (33, 16), (0, 8)]:
         x = rows_of(m, k)
         got = panels.matmul(panels.rounded(x, w, inputs), w).double()
+        assert torch.equal(panels.linear(x, w, inputs).double(), got)
         assert got.shape == (m, n)
         assert got.isfinite().all()
         seen = read(x, inputs) if m else x.double()
@@ -138,6 +139,7 @@ def test_threads_share_the_work(threads: int, monkeypatch: pytest.MonkeyPatch) -
     try:
         torch.set_num_threads(threads)
         assert torch.equal(panels.matmul(panels.rounded(x, w, 16), w), whole)
+        assert torch.equal(panels.linear(x[:2], w, 16), whole[:2])
     finally:
         torch.set_num_threads(before)
 
