@@ -8,11 +8,13 @@ weights, with bytes and agreement with fp32.
 
     python -m benchmarks.cpu_inference
     python -m benchmarks.cpu_inference --threads 2 --turns 30 --out cpu_inference.json
+    python -m benchmarks.cpu_inference --compile       # beside torch.compile, and torchao
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import zfunc as zf
 from benchmarks.meters import hardware, versions
@@ -52,13 +55,39 @@ def race(runs: Runs, turns: int) -> dict[str, float]:
     return {name: min(times) for name, times in seen.items()}
 
 
-def linear(n: int, k: int, m: int, turns: int) -> dict[str, dict[str, float]]:
+def compiled(w: Tensor) -> Runs:
+    """torchao's low-bit layers, where it is installed, under torch.compile as it recommends."""
+    try:
+        from torchao.quantization import (
+            Int8DynamicActivationInt8WeightConfig,
+            Int8WeightOnlyConfig,
+            quantize_,
+        )
+    except ImportError:
+        return {}
+    configs = {
+        "torchao W8A8, compiled": Int8DynamicActivationInt8WeightConfig(),
+        "torchao int8, compiled": Int8WeightOnlyConfig(),
+    }
+    layers: Runs = {}
+    for name, config in configs.items():
+        layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
+        layer.weight = torch.nn.Parameter(w.clone(), requires_grad=False)
+        quantize_(layer, config)
+        layers[name] = torch.compile(layer)
+    return layers
+
+
+def linear(n: int, k: int, m: int, turns: int, peers: bool) -> dict[str, dict[str, float]]:
     """One layer: seconds, ratio to fp32, and the error against the fp32 product."""
     torch.manual_seed(0)
     w, x = torch.randn(n, k) / k**0.5, torch.randn(m, k)
     lows = {name: QTensor.quantize(w, form) for name, form in FORMATS.items()}
     runs: Runs = {"fp32": lambda: F.linear(x, w)}
     runs.update({name: (lambda q=q: F.linear(x, q)) for name, q in lows.items()})
+    if peers:
+        layers = compiled(w)
+        runs.update({name: (lambda layer=layer: layer(x)) for name, layer in layers.items()})
     quarter = w[: n // 4].clone()
     reading = {"fp32, a quarter of the layer": lambda: F.linear(x, quarter)}
     times, expected = race(runs | reading, turns), F.linear(x, w)
@@ -85,7 +114,9 @@ def llama(width: int, depth: int) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def decoding(width: int, depth: int, tokens: int, turns: int) -> dict[str, dict[str, float]]:
+def decoding(
+    width: int, depth: int, tokens: int, turns: int, peers: bool
+) -> dict[str, dict[str, float]]:
     """Greedy decoding of one text: tokens per second, ratios, bytes, equal tokens."""
     module = llama(width, depth)
     model = zf.functionalize(module)
@@ -95,11 +126,22 @@ def decoding(width: int, depth: int, tokens: int, turns: int) -> dict[str, dict[
         how = form.bits, form.group_size, form.symmetric
         trees[name] = quant.quantize_tree(model.params, *how, dynamic=form.dynamic, model=model)
 
-    def plain() -> torch.Tensor:
-        with torch.no_grad():
-            return module.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+    how_many: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
+
+    @torch.no_grad()
+    def plain() -> Tensor:
+        return module.generate(ids, **how_many)
 
     runs: Runs = {"transformers, fp32": plain}
+    if peers:
+        twin = copy.deepcopy(module)
+        twin.forward = torch.compile(twin.forward)
+
+        @torch.no_grad()
+        def traced() -> Tensor:
+            return twin.generate(ids, cache_implementation="static", **how_many)
+
+        runs["transformers, fp32, torch.compile"] = traced
     for name, params in trees.items():
         runs[name] = lambda p=params: zf.generate(model, p, ids, max_new_tokens=tokens)
     times, expected = race(runs, turns), plain()
@@ -128,7 +170,9 @@ def show(console: Console, title: str, rows: dict[str, dict[str, float]]) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--shape", type=int, nargs=2, default=(11008, 4096), metavar=("N", "K"))
@@ -137,17 +181,23 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--out", type=Path, help="JSON with all figures")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="also torch.compile, and torchao where it is installed (minutes; needs a compiler)",
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     console, found = Console(), {}
     for m in given.rows:
         title = f"linear {given.shape[0]} x {given.shape[1]}, {m} row(s), {given.threads} threads"
-        found[title] = linear(*given.shape, m, given.turns)
+        found[title] = linear(*given.shape, m, given.turns, given.compile)
         show(console, title, found[title])
     if given.width:
         title = f"greedy decoding, Llama of width {given.width} and depth {given.depth}"
         turns = max(3, given.turns // 4)
-        found[title] = decoding(given.width, given.depth, given.tokens, turns)
+        shape = given.width, given.depth, given.tokens
+        found[title] = decoding(*shape, turns, given.compile)
         show(console, title, found[title])
     if given.out:
         facts = {"hardware": hardware(), "versions": versions(), "figures": found}
