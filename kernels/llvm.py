@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Host", "Writer", "compiled", "host"]
 
+OLDEST = 20  # LLVM's version from which pointers have no types
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _one_at_a_time = threading.RLock()  # LLVM's global context is not made for several threads
 
@@ -53,6 +54,8 @@ def host() -> Host:
         from llvmlite import binding as llvm
     except ImportError:
         return Host("", False, "llvmlite is not installed (pip install llvmlite)")
+    if llvm.llvm_version_info[0] < OLDEST:
+        return Host("", False, "llvmlite is too old (pip install 'llvmlite>=0.45')")
     if _openmp() is None:
         return Host("", False, "this torch brings no GNU OpenMP")
     has = llvm.get_host_cpu_features()
@@ -197,7 +200,7 @@ class Writer:
             *(ir.IntType(bits) for bits in (8, 32, 64)),
             ir.FloatType(),
         )
-        self.pointer = ir.PointerType()
+        self.pointer, self.version = ir.PointerType(), llvm.llvm_version_info[0]
         self.module = ir.Module(name)
         self.module.triple = llvm.get_default_triple()
         kind = ir.FunctionType(ir.VoidType(), [self.pointer])

@@ -165,17 +165,23 @@ def split(w: Writer, line: Any, bits: int) -> list[Any]:
 
 def _dot(w: Writer, isa: str, total: Any, unsigned: Any, signed: Any) -> Any:
     """``total[i] + sum_j unsigned[4 i + j] * signed[4 i + j]``, int32 modulo 2^32."""
+    unsigned = w.b.bitcast(unsigned, total.type)
     if isa == "avx512vnni":
-        signed = w.b.bitcast(signed, unsigned.type)
-        return w.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, unsigned, signed)
-    unsigned, kind = w.b.bitcast(unsigned, total.type), w.vector(w.i8, 32)
+        return _vpdpbusd(w, total, unsigned, signed)
     halves = []
     for lanes in (list(range(8)), list(range(8, 16))):
         pick = w.constant(w.i32, lanes, 8)
-        t, u, s = (w.b.shuffle_vector(v, v, pick) for v in (total, unsigned, signed))
-        bytes_ = (w.b.bitcast(v, kind) for v in (u, s))
-        halves.append(w.intrinsic("llvm.x86.avx512.vpdpbusd.256", t.type, t, *bytes_))
+        halves.append(
+            _vpdpbusd(w, *(w.b.shuffle_vector(v, v, pick) for v in (total, unsigned, signed)))
+        )
     return w.b.shuffle_vector(*halves, w.constant(w.i32, list(range(16))))
+
+
+def _vpdpbusd(w: Writer, total: Any, *factors: Any) -> Any:
+    count = total.type.count
+    if w.version >= 22:  # before, LLVM called four bytes an integer
+        factors = tuple(w.b.bitcast(v, w.vector(w.i8, 4 * count)) for v in factors)
+    return w.intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total.type, total, *factors)
 
 
 def _total(b: Any, parts: Sequence[Any]) -> Any:
