@@ -35,7 +35,7 @@ class Host:
     """What this CPU can do for such kernels.
 
     Attributes:
-        isa: ``"avx512vnni"``, ``"avxvnni"``, or ``""`` where there are none for it.
+        isa: a key of :data:`ISAS`, the first that it has, or ``""``.
         tiles: whether it also has matrix registers for integers (AMX-INT8).
         why: in words, for ``zfunc doctor``.
     """
@@ -63,12 +63,13 @@ def host() -> Host:
         if all(has.get(feature) for feature in needed):
             tiles = isa == "avx512vnni" and all(has.get(f) for f in TILES) and _tiles_permitted()
             return Host(isa, tiles, f"{isa}{' and AMX' if tiles else ''}, through LLVM")
-    return Host("", False, "this CPU has no 8-bit dot products (VNNI)")
+    return Host("", False, "this CPU has no AVX2")
 
 
 ISAS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512vnni"),
     "avxvnni": ("avx2", "fma", "avxvnni"),
+    "avx2": ("avx2", "fma"),
 }
 TILES = ("amx-tile", "amx-int8")
 
@@ -150,8 +151,8 @@ def _machine(isa: str) -> Any:
     from llvmlite import binding as llvm
 
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
-    if isa == "avxvnni":
-        cpu, features = "alderlake", dict.fromkeys(ISAS[isa], True)
+    if isa in ("avxvnni", "avx2"):
+        cpu, features = "haswell", dict.fromkeys(ISAS[isa], True)
         text = ",".join(f"+{name}" for name in features)
     else:
         text = features.flatten()
@@ -249,6 +250,11 @@ class Writer:
         address = self.b.alloca(kind, self._number(count))
         address.align = 64
         return self.b.inttoptr(self.b.ptrtoint(address, self.i64), self.pointer)
+
+    def prefetch(self, address: Any) -> None:
+        """Ask for the line at ``address``, which is not read yet; it need not exist."""
+        read, soon, data = (self.ir.Constant(self.i32, v) for v in (0, 3, 1))
+        self.intrinsic("llvm.prefetch.p0", self.ir.VoidType(), address, read, soon, data)
 
     # Control
 

@@ -24,14 +24,15 @@ from zfunc.kernels.llvm import host
 from zfunc.kernels.panels_llvm import LINE, Product
 from zfunc.kernels.tiles_llvm import EDGE
 
-__all__ = ["Panels", "Rounded", "host", "linear", "matmul", "panels", "rounded", "takes"]
+__all__ = ["Panels", "Rounded", "host", "linear", "matmul", "panels", "rounded", "takes", "worth"]
 
 OUTPUTS = 16  # of a panel
 CHUNKS = (64, 32, 16)  # columns that rows are cut into: the first that a group is a multiple of
 TILED = {8: 5, 4: 32}  # rows of bytes from which tiles are faster, by the bits of the weights
 ALONE = 1 << 15  # bytes of inputs up to which each thread rounds them for itself
 LITTLE = 1 << 15  # bytes of weights below which a second thread costs more than it saves
-ROWS = {"avx512vnni": (1, 2, 3, 4, 6, 8, 12, 16), "avxvnni": (1, 2, 3, 4, 6)}  # of bytes
+MOST = 64  # rows that plain vectors multiply in less time than fp32 takes with its weights to make
+ROWS = {"avx512vnni": (1, 2, 3, 4, 6, 8, 12, 16), "avxvnni": (1, 2, 3, 4, 6), "avx2": (1, 2, 3, 4)}
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ def _filled(width: int, groups: int) -> int:
 def takes(width: int, groups: int) -> bool:
     """Whether groups of so many columns can be put in panels here."""
     return bool(host().isa) and (groups == 1 or width % OUTPUTS == 0)
+
+
+def worth(m: int) -> bool:
+    """Whether that pays for ``m`` rows: many are for fp32 where bytes take five instructions."""
+    return m <= MOST or host().isa != "avx2"
 
 
 def panels(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, width: int) -> Panels:

@@ -1,17 +1,19 @@
-"""LLVM for :mod:`zfunc.kernels.panels`: 8-bit dot products (VNNI), a panel of 16 outputs at a time.
+"""LLVM for :mod:`zfunc.kernels.panels`: dot products of bytes, a panel of 16 outputs at a time.
 
 A line of 64 bytes holds 4 columns of 16 outputs, unsigned. It is loaded once and multiplied with 4
-columns of each row, one instruction a row: four products of bytes, added to an int32 (Intel's
-manual, VPDPBUSD). What makes the weights unsigned (128, or 8 for 4 bits) is taken off the start of
-the sums. So a product of up to 16 rows waits for its weights and for nothing else.
+columns of each row, with VNNI in one instruction a row: four products of bytes, added to an int32
+(Intel's manual, VPDPBUSD). What makes the weights unsigned (128, or 8 for 4 bits) is taken off the
+start of the sums. So a product of a few rows waits for its weights and for nothing else.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zfunc.kernels.dots_llvm import DOTS
 from zfunc.kernels.llvm import Writer
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ __all__ = [
     "LINE",
     "Product",
     "linear",
-    "prefetch",
     "product",
     "rounding",
     "scaled",
@@ -133,24 +134,23 @@ def _multiply(w: Writer, spec: Product) -> None:
 
 def _dots(w: Writer, spec: Product, lines: Any, x: Any, start: Any, count: Any) -> list[Any]:
     """The integer sums of one group, a vector of 16 outputs for each row of inputs."""
-    b, inputs = w.b, spec.inputs
-    nothing = w.constant(w.i32, 0)
-    begin = [w.splat(w.load(w.at(start, 4 * r), w.i32, 4)) for r in range(inputs)]
-    begin += [nothing] * (inputs * (spec.chains - 1))
+    dots, inputs = DOTS[spec.isa], spec.inputs
+    begin = [dots.begin(w, w.load(w.at(start, 4 * r), w.i32, 4)) for r in range(inputs)]
+    begin += [dots.begin(w, w.ir.Constant(w.i32, 0))] * (inputs * (spec.chains - 1))
     with w.loop(0, count, spec.chains, carried=begin) as at:
         sums = list(at.values)
         for chain in range(spec.chains):
             here = w.at(lines, w.times(w.sum(at.index, chain), LINE))
-            prefetch(w, w.at(here, AHEAD))
+            w.prefetch(w.at(here, AHEAD))
             parts = split(w, w.load(here, w.vector(w.i8, 64), LINE), spec.bits)
             beside = w.at(x, w.times(w.sum(at.index, chain), 4 * len(parts) * inputs))
             for i, weights in enumerate(parts):
                 for r in range(inputs):
-                    four = w.splat(w.load(w.at(beside, 4 * (i * inputs + r)), w.i32, 4))
+                    four = w.load(w.at(beside, 4 * (i * inputs + r)), w.i32, 4)
                     to = chain * inputs + r
-                    sums[to] = _dot(w, spec.isa, sums[to], weights, four)
+                    sums[to] = dots.add(w, sums[to], weights, four)
         at.then = sums
-    return [_total(b, at.values[r::inputs]) for r in range(inputs)]
+    return [dots.end(w, functools.reduce(w.b.add, at.values[r::inputs])) for r in range(inputs)]
 
 
 def split(w: Writer, line: Any, bits: int) -> list[Any]:
@@ -163,39 +163,6 @@ def split(w: Writer, line: Any, bits: int) -> list[Any]:
     return [w.b.and_(line, low), w.b.and_(w.b.bitcast(moved, line.type), low)]
 
 
-def _dot(w: Writer, isa: str, total: Any, unsigned: Any, signed: Any) -> Any:
-    """``total[i] + sum_j unsigned[4 i + j] * signed[4 i + j]``, int32 modulo 2^32."""
-    unsigned = w.b.bitcast(unsigned, total.type)
-    if isa == "avx512vnni":
-        return _vpdpbusd(w, total, unsigned, signed)
-    halves = []
-    for lanes in (list(range(8)), list(range(8, 16))):
-        pick = w.constant(w.i32, lanes, 8)
-        halves.append(
-            _vpdpbusd(w, *(w.b.shuffle_vector(v, v, pick) for v in (total, unsigned, signed)))
-        )
-    return w.b.shuffle_vector(*halves, w.constant(w.i32, list(range(16))))
-
-
-def _vpdpbusd(w: Writer, total: Any, *factors: Any) -> Any:
-    count = total.type.count
-    if w.version >= 22:  # before, LLVM called four bytes an integer
-        factors = tuple(w.b.bitcast(v, w.vector(w.i8, 4 * count)) for v in factors)
-    return w.intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total.type, total, *factors)
-
-
-def _total(b: Any, parts: Sequence[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = b.add(total, part)
-    return total
-
-
-def prefetch(w: Writer, address: Any) -> None:
-    read, soon, data = (w.ir.Constant(w.i32, v) for v in (0, 3, 1))
-    w.intrinsic("llvm.prefetch.p0", w.ir.VoidType(), address, read, soon, data)
-
-
 def scaled(
     w: Writer, spec: Product, sums: list[Any], totals: list[Any], column: Any, taken: Any
 ) -> list[Any]:
@@ -203,9 +170,9 @@ def scaled(
     b, a, floats = w.b, w.arguments, w.vector(w.f32)
     # A group's scales are far from the last one's: memory has to be told.
     soon, bytes_ = w.sum(column, w.times(a["panels"], 16 * GROUPS_AHEAD)), 2 if spec.short else 4
-    prefetch(w, w.at(a["scale"], w.times(soon, bytes_)))
+    w.prefetch(w.at(a["scale"], w.times(soon, bytes_)))
     if spec.zeros:
-        prefetch(w, w.at(a["zero"], soon))
+        w.prefetch(w.at(a["zero"], soon))
     if spec.short:
         bits = w.load(w.at(a["scale"], w.times(column, 2)), w.vector(w.ir.IntType(16)), 2)
         wide = b.shl(b.zext(bits, w.vector(w.i32)), w.constant(w.i32, 16))

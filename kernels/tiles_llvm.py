@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zfunc.kernels.llvm import Writer
-from zfunc.kernels.panels_llvm import AHEAD, LINE, PRODUCT, Product, prefetch, scaled, split, write
+from zfunc.kernels.panels_llvm import AHEAD, LINE, PRODUCT, Product, scaled, split, write
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -100,7 +100,7 @@ def _expand(w: Writer, weights: Any, room: Any, lines: Any) -> None:
     """4-bit weights as bytes, which stay in a core's cache until they have been used."""
     with w.loop(0, lines) as at:
         here = w.at(weights, w.times(at.index, LINE))
-        prefetch(w, w.at(here, AHEAD))
+        w.prefetch(w.at(here, AHEAD))
         for i, part in enumerate(split(w, w.load(here, w.vector(w.i8, LINE), LINE), 4)):
             w.store(part, w.at(room, w.sum(w.times(at.index, 2 * LINE), LINE * i)), LINE)
 
@@ -130,7 +130,7 @@ def _sums(
             address = w.at(weights, w.times(w.sum(here, w.times(depth, j)), LINE))
             if spec.tall == 1 and spec.form.bits == 8:
                 for ahead in range(step):
-                    prefetch(w, w.at(address, AHEAD + LINE * ahead))
+                    w.prefetch(w.at(address, AHEAD + LINE * ahead))
             _load(w, register, address, LINE)
         for i, inputs in enumerate(INPUTS[: spec.tall]):
             for j, columns in enumerate(WEIGHTS[: spec.wide]):

@@ -1,6 +1,6 @@
-"""Products with low-bit weights on a CPU that multiplies bytes, by :mod:`zfunc.kernels.panels`.
+"""Products with low-bit weights on a CPU of x86-64, by :mod:`zfunc.kernels.panels`.
 
-All formats and any number of rows go this way: weights are put into panels when they are first
+All formats go this way: weights are put into panels when they are first
 multiplied with, and the panels replace the stored codes. ``dynamic`` formats round inputs to 8
 bits, weight-only ones to 16.
 """
@@ -36,6 +36,8 @@ def takes(x: Tensor, weight: QTensor) -> bool:
     if dispatch.forced() is not None or type(x) not in _PLAIN or torch.compiler.is_compiling():
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    if not panels.worth(x.shape[0]):
         return False
     if holds(weight):  # between narrow layers Python counts
         return True

@@ -1,7 +1,7 @@
 """Products with low-bit weights: which route is taken, and their gradients.
 
 ``y[m, n] = x[m, k] W[n, k]^T``. On a GPU the kernels for a few rows multiply
-(:mod:`zfunc.quant.kernel_products`), on a CPU with 8-bit dot products ours for it
+(:mod:`zfunc.quant.kernel_products`), on a CPU of x86-64 ours for it
 (:mod:`zfunc.quant.panel_products`); on other CPUs torch's own, with sums in int32
 (:mod:`zfunc.quant.int8_products`) or for 4 bits (:mod:`zfunc.quant.int4_products`). In float64 and
 for shapes that none of them takes, weights are dequantised a block of rows at a time.

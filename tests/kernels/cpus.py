@@ -11,6 +11,7 @@ CPUS = {
     "tiles": Host("avx512vnni", True, "matrix registers"),
     "avx512": Host("avx512vnni", False, "512-bit dot products"),
     "avx": Host("avxvnni", False, "256-bit dot products"),
+    "avx2": Host("avx2", False, "256-bit vectors"),
 }
 
 

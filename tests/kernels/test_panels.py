@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.cpus import CPUS, be
 from zfunc.kernels import llvm, panels
-from zfunc.quant import int8_products
+from zfunc.quant import int8_products, products
+from zfunc.quant.grids import Format
+from zfunc.quant.qtensor import QTensor
 
 BITS = {8: (-128, 127), 4: (-8, 7)}
 
@@ -142,6 +145,15 @@ def test_threads_share_the_work(threads: int, monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(panels.linear(x[:2], w, 16), whole[:2])
     finally:
         torch.set_num_threads(before)
+
+
+def test_many_rows_are_not_for_plain_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    be("avx2", monkeypatch)
+    q = QTensor.quantize(torch.randn(32, 64), Format(8, 32))
+    x = rows_of(65, 64)
+    few = F.linear(x[:64], q)
+    assert products.route(x[:64], q) == "panels" and products.route(x, q) == "dequantised"
+    torch.testing.assert_close(F.linear(x, q)[:64], few, rtol=1e-3, atol=1e-3)
 
 
 def test_a_machine_without_them_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
