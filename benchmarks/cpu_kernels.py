@@ -3,9 +3,10 @@
     python -m benchmarks.cpu_kernels            # one thread, 16.8M elements
     python -m benchmarks.cpu_kernels --threads 2 --only adamw_flat
 
-Every pair runs interleaved with STREAM's triad (McCalpin, 1995), in one process; the table has the
-least time of each, in nanoseconds an element, their ratio, and the speed at which ours moves the
-bytes that it must, as a share of the triad's.
+Other programs come and go while it runs, so everything is measured in many short turns, STREAM's
+triad (McCalpin, 1995) between any two of them, in one process. The table has medians: nanoseconds
+an element of ours, and the least; of the naive way, over ours; and the speed at which ours moves
+the bytes that it must, as a share of that of the two triads beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -122,16 +124,40 @@ RACES: dict[str, Callable[[int], Iterator[Race]]] = {
 }
 
 
-def least(functions: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Seconds of each, the least of ``rounds``, one after the other in every round."""
-    best = [float("inf")] * len(functions)
-    for i in range(rounds + 1):
-        for k, function in enumerate(functions):
-            start = time.perf_counter()
-            function()
-            if i:  # the first round warms up
-                best[k] = min(best[k], time.perf_counter() - start)
-    return best
+@dataclass(frozen=True)
+class Found:
+    """Seconds of every turn, and of the triads around each of ours."""
+
+    ours: list[float]
+    naive: list[float]
+    stream: list[float]
+
+    def share(self, bytes: float) -> float:
+        """Of the triad's speed, turn by turn, and the median of that."""
+        return median(bytes / x / (12 / y) for x, y in zip(self.ours, self.stream, strict=True))
+
+
+def timed(race: Race, stream: Callable[[], object], turns: int) -> Found:
+    """Turns of ours between two triads; the naive way has every fourth."""
+    found = Found([], [], [])
+    for call in (race.naive, race.ours, stream):
+        call()  # warms up
+    before = seconds(stream)
+    for i in range(turns):
+        found.ours.append(seconds(race.ours))
+        after = seconds(stream)
+        found.stream.append((before + after) / 2)
+        if i % 4 == 0:
+            found.naive.append(seconds(race.naive))
+            after = seconds(stream)
+        before = after
+    return found
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def triad(n: int) -> Callable[[], object]:
@@ -144,21 +170,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--elements", type=int, default=1 << 24)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--only", choices=RACES, nargs="+", default=list(RACES))
     found = parser.parse_args()
     torch.set_num_threads(found.threads)
-    n = found.elements
-    print(f"{n:,} elements, {found.threads} thread(s), least of {found.rounds}")
-    print(f"{'kernel':34s} {'ours':>8s} {'naive':>8s}  ns/element  naive over ours  of STREAM")
+    if (n := found.elements) % 2048:
+        parser.error(f"--elements is {n}; expected a multiple of 2048, the longest group.")
+    print(f"{n:,} elements, {found.threads} thread(s), {found.turns} turns")
+    print(f"{'ns/element':34s}   median    least  naive  naive over ours  of STREAM")
     stream, speeds = triad(n), []
     for name in found.only:
-        for race in RACES[name](n):
-            ours, naive, pure = least([race.ours, race.naive, stream], found.rounds)
-            speeds.append(12 * n / pure / 1e9)
-            share = race.bytes / ours / (12 / pure)
-            row = f"{race.name:34s} {ours / n * 1e9:8.2f} {naive / n * 1e9:8.2f}"
-            print(f"{row}              {naive / ours:5.2f}           {share:9.0%}")
+        for each in RACES[name](n):
+            took = timed(each, stream, found.turns)
+            ours, naive = (median(x) / n * 1e9 for x in (took.ours, took.naive))
+            speeds.append(12 * n / median(took.stream) / 1e9)
+            row = f"{each.name:34s} {ours:8.2f} {min(took.ours) / n * 1e9:8.2f} {naive:6.2f}"
+            print(f"{row} {naive / ours:16.2f} {took.share(each.bytes):10.0%}")
     print(f"STREAM's triad beside them: {min(speeds):.1f} to {max(speeds):.1f} GB/s")
 
 

@@ -90,8 +90,9 @@ def norm_qkv_rope(
     >>> cache[1][0, 0, 1]
     tensor([1., 1.])
     """
-    undifferentiated("norm_qkv_rope", INSTEAD, x, norm, cos, sin, keys, values, bias)
     parts = _listed("norm_qkv_rope", weight)
+    inner = [t for w in parts for t in (w.data, w.scale)]
+    undifferentiated("norm_qkv_rope", INSTEAD, x, norm, cos, sin, keys, values, bias, *inner)
     (m, k), n = x.shape, sum(len(w.data) for w in parts)
     groups, length, width = keys.shape[1:]
     heads = n // width - 2 * groups
@@ -150,8 +151,10 @@ def norm_gate_up(
     >>> norm_gate_up(torch.tensor([[1.0, 1.0]]), torch.ones(2), weight, eps=0.0)  # 2 silu(1)
     tensor([[1.4621]])
     """
-    undifferentiated("norm_gate_up", INSTEAD, x, norm)
     parts = _listed("norm_gate_up", weight)
+    undifferentiated(
+        "norm_gate_up", INSTEAD, x, norm, *(t for w in parts for t in (w.data, w.scale))
+    )
     n, length = sum(len(w.data) for w in parts), parts[0].length
     good = x.dim() == 2 and norm.shape == (x.shape[1],) and length == x.shape[1]
     if not good or n % 2 or activation not in ACTIVATIONS:

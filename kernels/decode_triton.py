@@ -23,7 +23,7 @@ def rope_kernel(
     BIAS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sums shares, scales, rotates, and stores where it belongs."""
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)  # times the length of a cache it may leave 32 bits
     m = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, HALF)
     every = i < HALF

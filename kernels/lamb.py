@@ -48,14 +48,14 @@ def lamb_moments_(
 
     Args:
         grad: gradient, ``[n]``; bfloat16, float16 or float32.
-        param: ``[n]``, float32 (float64 is taken by the twin).
+        param: ``[n]``; float64 is taken by the twin.
         mu, nu: moments ``[n]``, of the dtype of ``param``; contiguous.
         segments: where each tensor begins and ends. They may not overlap; what is in
             none of them is left alone.
         hyper: from :func:`lamb_hyper`.
 
     Returns:
-        ``[segments, 2]`` in the dtype of ``param``: the sums of :math:`p^2` and :math:`u^2`.
+        ``[segments, 2]`` in float32 at least: the sums of :math:`p^2` and :math:`u^2`.
 
     Raises:
         KernelError: shapes, dtypes or devices differ, segments overlap or do not lie in the
@@ -145,6 +145,11 @@ def _check(name: str, segments: Segments, hyper: Tensor, **buffers: Tensor) -> N
         end = stop
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """In what is computed: squares of 16-bit numbers would neither fit nor add up."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _columns(segments: Segments) -> tuple[list[int], list[int]]:
     return [start for start, _ in segments], [stop for _, stop in segments]
 
@@ -159,7 +164,7 @@ def _run_moments(
     hyper: Tensor,
 ) -> Tensor:
     apart("lamb_moments_", mu=mu, nu=nu)
-    squares = param.new_zeros(len(starts), 2)
+    squares = torch.zeros(len(starts), 2, dtype=_wide(param), device=param.device)
     how = {"starts": tuple(starts), "stops": tuple(stops), "hyper": hyper}
     dispatch.run("lamb_moments", grad.contiguous(), param.contiguous(), mu, nu, squares, **how)
     return squares
@@ -185,7 +190,9 @@ _moments: Callable[..., Any] = define(
     "lamb_moments_(Tensor grad, Tensor param, Tensor(a!) mu, Tensor(b!) nu, int[] starts,"
     " int[] stops, Tensor hyper) -> Tensor",
     _run_moments,
-    lambda grad, param, mu, nu, starts, stops, hyper: param.new_empty(len(starts), 2),
+    lambda grad, param, mu, nu, starts, stops, hyper: param.new_empty(
+        len(starts), 2, dtype=_wide(param)
+    ),
 )
 _apply: Callable[..., Any] = define(
     "lamb_apply_(Tensor(a!) param, Tensor mu, Tensor nu, Tensor(b!)? low, int[] starts,"
@@ -209,11 +216,14 @@ def moments_twin(
     """The first pass in torch, a block that fits the cache at a time."""
     knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
     for i, a, b in _blocks(starts, stops):
-        g, p, m, v = grad[a:b].to(param.dtype), param[a:b], mu[a:b], nu[a:b]
+        g, p, m, v = (x[a:b].to(squares.dtype) for x in (grad, param, mu, nu))
         if knobs["factor"] != 1:
             g = g * knobs["factor"]
         m.mul_(knobs["b1"]).add_(g, alpha=1 - knobs["b1"])
         v.mul_(knobs["b2"]).addcmul_(g, g, value=1 - knobs["b2"])
+        if mu.dtype != m.dtype:  # otherwise they are views
+            mu[a:b].copy_(m)
+            nu[a:b].copy_(v)
         u = _direction(p, m, v, knobs)
         squares[i, 0] += torch.dot(p, p)
         squares[i, 1] += torch.dot(u, u)
@@ -233,8 +243,10 @@ def apply_twin(
     """The second pass in torch, a block that fits the cache at a time."""
     knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
     for i, a, b in _blocks(starts, stops):
-        p = param[a:b]
-        p.sub_(_direction(p, mu[a:b], nu[a:b], knobs).mul_(ratios[i] * knobs["lr"]))
+        p, m, v = (x[a:b].to(_wide(param)) for x in (param, mu, nu))
+        p.sub_(_direction(p, m, v, knobs).mul_(ratios[i] * knobs["lr"]))
+        if param.dtype != p.dtype:  # otherwise it is a view
+            param[a:b].copy_(p)
         if low is not None:
             low[a:b].copy_(p)
 

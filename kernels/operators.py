@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from zfunc.errors import ZfuncError
 
@@ -132,7 +133,7 @@ def fronted(
 
 
 def undifferentiated(name: str, instead: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors whose gradient is asked for: silence would mean a gradient of zero.
+    """Refuse tensors whose gradient or tangent is asked for: silence would mean zero.
 
     Args:
         name: the function that was called.
@@ -140,7 +141,8 @@ def undifferentiated(name: str, instead: str, *tensors: Tensor | None) -> None:
         tensors: its arguments.
 
     Raises:
-        KernelError: one of them requires a gradient, and gradients are on.
+        KernelError: one of them requires a gradient, and gradients are on; or has a tangent
+            (``torch.func.jvp``).
 
     >>> undifferentiated("f", "g(x)", torch.ones(1, requires_grad=True))
     Traceback (most recent call last):
@@ -153,6 +155,15 @@ def undifferentiated(name: str, instead: str, *tensors: Tensor | None) -> None:
                 f"kernels.{name} has no gradient, but argument {i} requires one: detach it "
                 f"(or run under torch.no_grad()), or write {instead}."
             )
+        if x is not None and forward_ad._current_level >= 0 and _has_tangent(x):
+            raise KernelError(
+                f"kernels.{name} has no derivative, jvp included, but argument {i} has a tangent: "
+                f"detach it, or write {instead}."
+            )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def agree(name: str, **tensors: Tensor | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -46,9 +47,16 @@ def shares(tiles: int, blocks: int, programs: int) -> tuple[int, int]:
 
 
 def tile(
-    kind: str, group: int, rows: int, *, norm: bool, amd: bool, device: torch.device | None = None
+    kind: str,
+    group: int,
+    rows: int,
+    length: int,
+    *,
+    norm: bool,
+    amd: bool,
+    device: torch.device | None = None,
 ) -> dict[str, int]:
-    """The tile of a program and its warps.
+    """The tile of a program and its warps, for weights whose rows have ``length`` elements.
 
     Products with words are turned, so that 8 rows are enough for NVIDIA's tensor cores, which
     halves what is done for each row. What a norm costs is shared by twice the columns where
@@ -60,9 +68,29 @@ def tile(
     how["BK"] = BLOCK if BITS[kind] == 4 or not group else min(BLOCK, group)
     if BITS[kind] == 4 and rows <= 8 and not amd:
         how["BM"] = 8
+    if BITS[kind] == 8 and how["BK"] == 32:  # short blocks: more columns share what is done for one
+        how["BN"] *= 2
+    if BITS[kind] == 8 and length % 16:  # read byte by byte, each with an address of its own
+        how["BN"] = 32
     if BITS[kind] == 4 and norm and (how["BM"] == 8 or amd):
         how["BN"], how["num_warps"] = 2 * how["BN"], 2 * how["num_warps"]
     return how
+
+
+def exact(kind: str, group: int, *, zero: bool, amd: bool) -> bool:
+    """Whether zero points are taken off the codes, as 16-bit pairs, and not off their sums.
+
+    Short groups have so many sums that this is cheaper, for what adds such pairs at once.
+    """
+    return zero and BITS[kind] == 4 and group in (32, 64) and not amd
+
+
+def norm_first(kind: str, group: int, rows: int, *, zero: bool) -> bool:
+    """Whether a norm's weight is multiplied in before the product, and not in it.
+
+    At 16 rows the scales of short groups leave no room among the instructions.
+    """
+    return BITS[kind] == 4 and rows > 8 and (group == 32 or (group == 64 and zero))
 
 
 def _scales(scale: Tensor | None, zero: Tensor | None, some: Tensor) -> tuple[Any, ...]:
@@ -96,7 +124,7 @@ def partial_products(
         Partial sums ``[S, M, N]`` in float32, or ``None`` where ``y`` is written.
     """
     (m, k), n = x.shape, w.shape[0]
-    how = tile(kind, group, m, norm=False, amd=AMD, device=x.device)
+    how = tile(kind, group, m, k, norm=False, amd=AMD, device=x.device)
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
     parts = x.new_empty((splits, m, n) if splits > 1 else (1,), dtype=torch.float32)
@@ -127,16 +155,21 @@ def normed_products(
         Partial sums ``[S, M, N]`` and squares of the inputs ``[S, M]``, in float32.
     """
     (m, k), n = x.shape, sum(len(part) for part in w)
-    how = tile(kind, group, m, norm=True, amd=AMD, device=x.device)
+    inside = not norm_first(kind, group, m, zero=bool(zero))
+    how = tile(kind, group, m, k, norm=inside, amd=AMD, device=x.device)
     tiles = sum(triton.cdiv(len(part), how["BN"]) for part in w)
     splits, share = shares(tiles, triton.cdiv(k, how["BK"]), how.pop("PROGRAMS"))
     parts = x.new_empty((splits, m, n), dtype=torch.float32)
     squares = x.new_empty((splits, m), dtype=torch.float32)
+    weight = norm if inside else None
+    if not inside:
+        squares.zero_()[0] = x.float().square().sum(1)
+        x = x * norm.to(x.dtype)
     at = 0
     for i, part in enumerate(w):
         codes = (scale[i] if scale else None, zero[i] if zero else None)
         mine, rest = parts[:, :, at:], (None, None, None)
-        _multiply(x, part, codes, norm, mine, squares, rest, n, splits, share, kind, group, how)
+        _multiply(x, part, codes, weight, mine, squares, rest, n, splits, share, kind, group, how)
         at += len(part)
     return parts, squares
 
@@ -158,6 +191,8 @@ def _multiply(
 ) -> None:
     """Launch ``x W^T`` into ``parts``, whose rows are ``stride`` apart, or into the last of
     ``rest``: bias, residual, result."""
+    if BITS[kind] == 4 and (short := -x.shape[1] % 16):  # words have room: nothing else is moved
+        x, norm = F.pad(x, (0, short)), norm if norm is None else F.pad(norm, (0, short))
     (m, k), n = x.shape, w.shape[0]
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     scales, zeros, step_n, step_g = _scales(*codes, w)
@@ -176,6 +211,7 @@ def _multiply(
         RESIDUAL=residual is not None,
         EVEN=k % how["BK"] == 0,
         ASM=ASSEMBLER,
+        EXACT=exact(kind, group, zero=codes[1] is not None, amd=AMD),
         **how,
     )
 
@@ -250,7 +286,7 @@ def w8a8_mm(
         codes, step, _ = quantize_groups(x, group=None)
     else:
         codes, step = x.to(torch.int8), x.new_zeros((m, 1), dtype=torch.float32)
-    how = tile("w8a8_mm", group, m, norm=False, amd=AMD, device=x.device)
+    how = tile("w8a8_mm", group, m, k, norm=False, amd=AMD, device=x.device)
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
     parts = y if splits == 1 else x.new_empty((splits, m, n), dtype=torch.float32)

@@ -20,13 +20,32 @@ __all__ = ["finish_kernel", "int8_product_kernel", "product_kernel"]
 
 
 @triton.jit
-def _pairs(words, J: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr):
-    """Nibbles ``J`` and ``J + 4`` of words ``[n, r]`` as floats ``[n, 2 r]``, with an offset."""
+def _pairs(
+    words, shift, J: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr, ZERO: tl.constexpr
+):
+    """Nibbles ``J`` and ``J + 4`` of words ``[n, r]`` as floats ``[n, 2 r]``, with an offset.
+
+    With ``ZERO`` the offset and a zero point are taken off: ``shift`` ``[n, r]`` has both
+    negative, twice in a word.
+    """
+    BF16: tl.constexpr = kind == tl.bfloat16
     shifted = words >> (4 * J)
-    if ASM and kind == tl.bfloat16:
+    if ASM and BF16 and ZERO:
+        two = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, one; mov.b32 one, 0x3F803F80;"
+            " lop3.b32 t, $1, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, one, $2; }",
+            "=r,r,r", [shifted, shift], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif ASM and BF16:
         two = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;",
             "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif ASM and ZERO:
+        two = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, 0x64006400, 0xEA;"
+            " add.rn.f16x2 $0, t, $2; }",
+            "=r,r,r", [shifted, shift], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     elif ASM:
         two = tl.inline_asm_elementwise(
@@ -34,33 +53,53 @@ def _pairs(words, J: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr):
             "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        two = (shifted & 0x000F000F) | (0x43004300 if kind == tl.bfloat16 else 0x64006400)
-    low = (two & 0xFFFF).to(tl.uint16).to(kind, bitcast=True)
-    high = ((two >> 16) & 0xFFFF).to(tl.uint16).to(kind, bitcast=True)
+        two = (shifted & 0x000F000F) | (0x43004300 if BF16 else 0x64006400)
+    low = _half(two, kind)
+    high = _half(two >> 16, kind)
+    if ZERO and not ASM:
+        away = _half(shift, kind)
+        low, high = low + away, high + away
     return tl.reshape(tl.join(low, high), (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
-def _inputs(x, norm, rm, at, M, K, NORM: tl.constexpr, EVEN: tl.constexpr):
-    """Inputs ``[BM, width]``, weighted for the norm, and what they were before that."""
-    inside = (rm < M)[:, None]
+def _half(words, kind: tl.constexpr):
+    """The lower 16 bits of words as floats."""
+    return (words & 0xFFFF).to(tl.uint16).to(kind, bitcast=True)
+
+
+@triton.jit
+def _constant(value, BN: tl.constexpr, WIDTH: tl.constexpr, kind: tl.constexpr):
+    """A matrix of one number, joined of two as those of codes are made of shorter elements: the
+    compiler then lays out the inputs for both products alike, and loads them ahead, once."""
+    half = tl.full((BN, WIDTH // 2), value, tl.float32).to(kind)
+    return tl.reshape(tl.join(half, half), (BN, WIDTH))
+
+
+@triton.jit
+def _inputs(x, norm, rm, at, M, K, NORM: tl.constexpr, EVEN: tl.constexpr, TURN: tl.constexpr):
+    """Inputs ``[BM, width]``, weighted for the norm, and what they were before that; or turned."""
+    rows = rm[None, :] if TURN else rm[:, None]
+    columns = at[:, None] if TURN else at[None, :]
+    inside = rows < M
     if not EVEN:
-        inside = inside & (at < K)[None, :]
-    plain = tl.load(x + rm[:, None] * K + at[None, :], mask=inside, other=0.0)
+        inside = inside & (columns < K)
+    plain = tl.load(x + rows * K + columns, mask=inside, other=0.0)
     xs = plain
     if NORM:
         if EVEN:
             weight = tl.load(norm + at)
         else:
             weight = tl.load(norm + at, mask=at < K, other=0.0)
-        xs = plain * weight.to(plain.dtype)[None, :]
+        weight = weight.to(plain.dtype)
+        xs = plain * (weight[:, None] if TURN else weight[None, :])
     return xs, plain
 
 
 @triton.jit
 def _times(xs, ws, acc, TURN: tl.constexpr):
     """``acc`` and inputs times weights: ``[BM, BN]``, or turned ``[BN, BM]``."""
-    return tl.dot(ws, xs.T, acc) if TURN else tl.dot(xs, ws.T, acc)
+    return tl.dot(ws, xs, acc) if TURN else tl.dot(xs, ws.T, acc)
 
 
 @triton.jit
@@ -87,11 +126,12 @@ def product_kernel(
     M, N, K, width, stride, scale_n, scale_g, blocks, share,
     BITS: tl.constexpr, G: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr,
     SPLIT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
-    ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ASM: tl.constexpr, EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """``x W^T``; ``width`` is the length of a row of ``w`` in its own elements, ``stride`` that of
     a row of ``parts``, where others' columns may follow."""
     kind: tl.constexpr = x.dtype.element_ty
+    TAKEN: tl.constexpr = (0xC308C308 if kind == tl.bfloat16 else 0xE408E408) - (1 << 32)
     OFFSET: tl.constexpr = 136.0 if kind == tl.bfloat16 else 1032.0
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(rn, N - 1)  # beyond the end the last row is read again, and nothing written
@@ -102,16 +142,16 @@ def product_kernel(
     base = w + row.to(tl.int64)[:, None] * width + tl.arange(0, W)[None, :]
     TURN: tl.constexpr = BITS == 4
     acc = tl.zeros((BN, BM) if TURN else (BM, BN), tl.float32)
-    SUMS: tl.constexpr = ZERO or BITS == 4
     GROUPS: tl.constexpr = G > 0
     PIECE: tl.constexpr = BK // 4 if BITS == 4 else BK  # inputs of one dot
-    square = tl.zeros((BM, PIECE), tl.float32)
+    square = tl.zeros((PIECE, BM) if TURN else (BM, PIECE), tl.float32)
     sums = tl.zeros_like(acc)
-    ones = tl.full((BN, PIECE), 1.0, tl.float32).to(kind)
-    away = tl.full((BN, PIECE), -OFFSET, tl.float32).to(kind)
+    ones = _constant(1.0, BN, PIECE, kind)
+    away = _constant(-OFFSET, BN, PIECE, kind)
     RUN: tl.constexpr = (G if G < BK else BK) if GROUPS else BK  # inputs that share a scale
     # A group of one piece begins with the offset taken off: the same for all rows of weights.
     SHORT: tl.constexpr = BITS == 4 and GROUPS and RUN == PIECE and not ZERO
+    SUMS: tl.constexpr = (ZERO or BITS == 4) and not SHORT and not EXACT
     shift = tl.zeros((BN,), tl.float32)
     if BITS == 4:
         shift += OFFSET
@@ -126,32 +166,39 @@ def product_kernel(
             ws = tl.load(base + block * W, mask=(k + tl.arange(0, W) < K)[None, :], other=0)
         for j in tl.static_range(BK // PIECE):
             at = k + j * PIECE + tl.arange(0, PIECE)
-            xs, plain = _inputs(x, norm, rm, at, M, K, NORM, EVEN)
+            xs, plain = _inputs(x, norm, rm, at, M, K, NORM, EVEN, TURN)
             if NORM:
                 square += plain.to(tl.float32) * plain.to(tl.float32)
-            if BITS == 4:
-                piece = _pairs(ws, j, kind, ASM)
+            if GROUPS and (j * PIECE) % RUN == 0:
+                if G < BK:
+                    group = block * (BK // G) + j * PIECE // G
+                else:
+                    group = k // G
+                if not EVEN:
+                    group = tl.minimum(group, (K - 1) // G)  # words go on beyond the end
+                where = row * scale_n + group * scale_g
+                dots = tl.zeros_like(acc)
+                ins = tl.zeros_like(acc)
+            if EXACT:
+                # Twice the bits of -OFFSET, whose last place counts ones, and the zero point.
+                both = tl.load(zero + where).to(tl.int32) * 0x10001 + TAKEN
+                piece = _pairs(ws, tl.broadcast_to(both[:, None], (BN, W)), j, kind, ASM, True)
+            elif BITS == 4:
+                piece = _pairs(ws, ws, j, kind, ASM, False)
             else:
                 piece = ws.to(kind)
             if GROUPS:
-                if (j * PIECE) % RUN == 0:
-                    dots = tl.zeros_like(acc)
-                    ins = tl.zeros_like(acc)
                 if SHORT:
                     dots = _times(xs, away, dots, TURN)
                 dots = _times(xs, piece, dots, TURN)
-                if SUMS and not SHORT:
+                if SUMS:
                     ins = _times(xs, ones, ins, TURN)
                 if ((j + 1) * PIECE) % RUN == 0:
-                    group = (k + j * PIECE) // G
-                    if not EVEN:
-                        group = tl.minimum(group, (K - 1) // G)  # words go on beyond the end
-                    where = row * scale_n + group * scale_g
-                    if ZERO:
+                    if ZERO and SUMS:
                         shift = tl.load(zero + where).to(tl.float32)
                         if BITS == 4:
                             shift += OFFSET
-                    if SUMS and not SHORT:
+                    if SUMS:
                         dots = dots - ins * _each(shift, TURN)
                     acc += dots * _each(tl.load(scale + where).to(tl.float32), TURN)
             else:
@@ -173,10 +220,10 @@ def product_kernel(
         tl.store(parts + (part * M + wide) * stride + rn[None, :], acc, mask=inside)
         if NORM:
             mine = (rm < M) & (tl.program_id(0) == 0)
-            tl.store(squares + part * M + rm, tl.sum(square, 1), mask=mine)
+            tl.store(squares + part * M + rm, tl.sum(square, 0 if TURN else 1), mask=mine)
     else:
         if NORM:
-            acc = acc * tl.rsqrt(tl.sum(square, 1) / K + eps)[:, None]
+            acc = acc * tl.rsqrt(tl.sum(square, 0 if TURN else 1) / K + eps)[:, None]
         place = wide * N + rn[None, :]
         _finished(acc, bias, row, residual, y, place, inside, BIAS, RESIDUAL)
 

@@ -247,7 +247,7 @@ def lamb(
 
     def init(params: Tree) -> LambState:
         leaves = sum(len(x.names()) if isinstance(x, Placed) else 1 for _, x in nodes(params))
-        return LambState(*_init(params), torch.zeros(1, leaves))
+        return LambState(*_init(params), torch.zeros(1, leaves, device=_gpu(params)))
 
     def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
         needs_params("lamb", True, params)
@@ -284,6 +284,12 @@ def lamb(
     return GradientTransformation(init, update, additive=additive, checked=True)
 
 
+def _gpu(params: Tree) -> torch.device | None:
+    """Where parameters on a GPU are: trust ratios stay there, and nobody waits for them."""
+    held = [y for _, x in nodes(params) for y in (x.held() if isinstance(x, Placed) else [x])]
+    return next((x.device for x in held if isinstance(x, Tensor) and x.is_cuda), None)
+
+
 def _lamb_retrace(
     decay: float, new: Tensor, m: Tensor, v: Tensor, ratio: Tensor, *, rate: Number, **how: Any
 ) -> Tensor:
@@ -310,10 +316,13 @@ def _steady(ratios: Tree, mean: Tensor, count: Tensor) -> tuple[Tree, Tensor]:
             "structure, None where a parameter has none."
         )
     gain = (1 - COEFF) / (1 - COEFF ** plain(count))  # so that the zero at first does not count
-    new = mean
-    if leaves:
-        rows = zip(mean[0], leaves, strict=True)
-        new = torch.stack([old if x is None else x.to(mean) for old, x in rows])[None]
+    new, present = mean, [x for x in leaves if x is not None]
+    if present:
+        # Together to where the mean is: the host waits for a GPU once at most, not for each leaf.
+        rows = [x.to(present[0].device, mean.dtype) for x in present]
+        found = iter(torch.stack(rows).to(mean.device))
+        old = zip(mean[0], leaves, strict=True)
+        new = torch.stack([m if x is None else next(found) for m, x in old])[None]
     mean = torch.where(mean == 0, new, mean + (new - mean) * gain)  # nor that of a late leaf
     if not primitives.frozen():
         return ratios, mean

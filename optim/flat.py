@@ -7,9 +7,10 @@ plain operations, which give the same numbers up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from zfunc import kernels, primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
-from zfunc.optim.fused import Rates, own, stretches_of
+from zfunc.optim.fused import Piece, Rates, own, pieces_of, stretches_of
 from zfunc.optim.schedules import symbolic
 from zfunc.optim.updates import Scaled
 from zfunc.placed.unitwise import streams
@@ -88,7 +89,10 @@ def lamb_step(
     steady: Callable[[Tree], tuple[Tree, Tensor]],
     **how: Any,
 ) -> tuple[Tree, Tree, Tree, Tree, Tensor] | None:
-    """One step of LAMB, as :func:`lion_step`; of plain leaves only.
+    """One step of LAMB, as :func:`lion_step`.
+
+    Each pass is one launch for the leaves of a buffer that decay alike. In between, the squares
+    of both norms of all leaves of a placed tree are summed over the ranks in one collective.
 
     Args:
         grads, params, mu, nu: as there, and second moments.
@@ -99,30 +103,74 @@ def lamb_step(
     Returns:
         ``(params, mu, nu, ratios, mean)``, or ``None``.
     """
-    if any(isinstance(node, Placed) for _, node in nodes(mu)):
-        return None
     found = _collected("lamb_moments", lr, grads, params, mu, nu)
     if found is None:
         return None
     with torch.no_grad():
-        rates = [rate for ((_, _, rate),) in stretches_of(decay, found.part)]
         new = found.renewed()
-        hypers, squares = [], []
-        for g, p, m, v, rate in zip(found.grads, *new, rates, strict=True):
-            hyper = kernels.lamb_hyper(
-                lr, factor=found.factor, weight_decay=rate, device=p.device, **how
-            )
-            grad, param, one, two = (x.view(-1) for x in (g, p, m, v))
-            whole = [(0, p.numel())]
-            squares.append(kernels.lamb_moments_(grad, param, one, two, whole, hyper))
-            hypers.append(hyper)
-        (ratios,) = found.trees([list(kernels.lamb_ratios(torch.cat(squares)).unbind())])
-        ratios, mean = steady(ratios)
-        for p, m, v, r, hyper in zip(*new, tree.leaves(ratios), hypers, strict=True):
-            param, one, two = (x.view(-1) for x in (p, m, v))
-            kernels.lamb_apply_(param, one, two, [(0, p.numel())], r[None], hyper)
+        runs = list(_runs(found, new, partial(kernels.lamb_hyper, lr, **how), decay))
+        squares: dict[str, Tensor] = {}
+        for run in runs:
+            param, one, two = run.state
+            both = kernels.lamb_moments_(run.grad, param, one, two, run.spans, run.hyper)
+            squares.update(zip(run.paths, both.unbind(), strict=True))
+        ratios, mean = steady(_ratios(found.part, squares))
+        known = dict(nodes(ratios))
+        for run in runs:
+            param, one, two = run.state
+            ratio = torch.stack([known[path].to(param.device) for path in run.paths])
+            kernels.lamb_apply_(param, one, two, run.spans, ratio, run.hyper)
     params, mu, nu = found.trees(new)
     return params, mu, nu, ratios, mean
+
+
+class _Run(NamedTuple):
+    """Leaves of one buffer that decay alike: where they lie, and what they are stepped with."""
+
+    grad: Tensor
+    state: list[Tensor]
+    paths: list[str]
+    spans: list[tuple[int, int]]
+    hyper: Tensor
+
+
+def _runs(
+    found: _Buffers, new: list[list[Tensor]], hyper: Callable[..., Tensor], decay: Rates
+) -> Iterator[_Run]:
+    made: dict[tuple[torch.device, float], Tensor] = {}
+    for g, *state, (_, pieces) in zip(found.grads, *new, pieces_of(found.part), strict=True):
+        alike: dict[float, list[Piece]] = {}
+        for piece in pieces:
+            rate = decay(piece[0]) if callable(decay) else decay
+            alike.setdefault(rate, []).append(piece)
+        for rate, same in alike.items():
+            key = (g.device, rate)
+            if key not in made:
+                made[key] = hyper(factor=found.factor, weight_decay=rate, device=g.device)
+            paths, spans = [path for path, *_ in same], [(a, b) for _, a, b in same]
+            yield _Run(g.view(-1), [x.view(-1) for x in state], paths, spans, made[key])
+
+
+def _ratios(part: Tree, squares: dict[str, Tensor]) -> Tree:
+    """Trust ratios of full leaves: a plain tree, as ``tree.leaf_norms`` gives one."""
+    totals = []
+    for path, node in nodes(part):
+        if isinstance(node, Placed):
+            names = {name: tree.dotted(path, name) for name in node.names()}
+            inner = {name: squares[key] for name, key in names.items() if key in squares}
+            totals.append(node.totals(inner, shape=(2,)))
+        else:
+            totals.append(squares[path])
+    spec = optree.tree_structure(part, is_leaf=_is_placed, namespace=NAMESPACE)
+    both, plain = optree.tree_flatten(optree.tree_unflatten(spec, totals), namespace=NAMESPACE)
+    if not both:
+        return optree.tree_unflatten(plain, [])
+    table = torch.stack([x.to(both[0]) for x in both])
+    return optree.tree_unflatten(plain, kernels.lamb_ratios(table).unbind())
+
+
+def _is_placed(node: Any) -> bool:
+    return isinstance(node, Placed)
 
 
 def _collected(name: str, lr: Number, grads: Tree, *state: Tree) -> _Buffers | None:

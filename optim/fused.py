@@ -29,7 +29,7 @@ from zfunc.optim.base import nodes
 from zfunc.optim.updates import Scaled, scale
 from zfunc.placed.unitwise import by_unit, streams
 
-__all__ = ["BLOCK", "adamw_", "own", "step", "stretches_of"]
+__all__ = ["BLOCK", "Piece", "adamw_", "own", "pieces_of", "step", "stretches_of"]
 
 BLOCK = 64
 SCRATCH = 1 << 18
@@ -40,6 +40,7 @@ Tree = Any
 Rates = Callable[[str], float] | float
 Row = tuple[Tensor, ...]
 Stretch = tuple[int, int, float]
+Piece = tuple[str, int, int]  # leaf path, start, stop
 
 
 def step(
@@ -145,27 +146,30 @@ def own(tensors: Sequence[Tensor]) -> list[Tensor]:
     return mine
 
 
+def pieces_of(part: Tree) -> Iterator[tuple[int, list[Piece]]]:
+    """For each buffer of a tree its length, and what of which leaf is in it."""
+    for path, node in nodes(part):
+        if isinstance(node, Placed):
+            yield from _placed_pieces(path, node)
+        else:
+            yield node.numel(), [(path, 0, node.numel())]
+
+
+def _placed_pieces(path: str, node: Any) -> Iterator[tuple[int, list[Piece]]]:
+    flats = optree.tree_leaves(node, none_is_leaf=True, namespace=NAMESPACE)
+    for flat, segments in zip(flats, node.segments(), strict=True):
+        if flat is not None:
+            yield flat.numel(), [(tree.dotted(path, leaf), a, b) for leaf, a, b in segments]
+
+
 def stretches_of(decay: Rates, part: Tree) -> list[list[Stretch]]:
     """For each buffer of a tree, what stretches of it decay by how much."""
     if not callable(decay):
         return [[(0, x.numel(), decay)] for x in tree.leaves(part)]
-    out: list[list[Stretch]] = []
-    for path, node in nodes(part):
-        if isinstance(node, Placed):
-            out.extend(_placed_stretches(decay, f"{path}." if path else "", node))
-        else:
-            out.append([(0, node.numel(), decay(path))])
-    return out
-
-
-def _placed_stretches(
-    decay: Callable[[str], float], prefix: str, node: Any
-) -> Iterator[list[Stretch]]:
-    flats = optree.tree_leaves(node, none_is_leaf=True, namespace=NAMESPACE)
-    for flat, segments in zip(flats, node.segments(), strict=True):
-        if flat is not None:
-            rates = [(a, decay(prefix + path)) for path, a, _ in segments]
-            yield list(_runs(rates, flat.numel()))
+    return [
+        list(_runs([(a, decay(path)) for path, a, _ in pieces], length))
+        for length, pieces in pieces_of(part)
+    ]
 
 
 def _runs(starts: list[tuple[int, float]], length: int) -> Iterator[Stretch]:

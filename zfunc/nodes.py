@@ -6,7 +6,7 @@ registry, so that ``torch.func`` and ``torch.compile`` see them as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -146,6 +146,17 @@ class Placed:
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
         """A plain tree with ``f(leaf)`` (a 0-d sum over elements) at each leaf."""
+        raise NotImplementedError
+
+    def totals(self, parts: Mapping[str, Tensor], shape: tuple[int, ...] = ()) -> Any:
+        """A plain tree of each leaf's sum over the ranks, of which each has its part already.
+
+        A collective; where ranks hold the same they are counted once.
+
+        Args:
+            parts: by leaf path, of this rank's pieces; leaves of which it has none are left out.
+            shape: of each part.
+        """
         raise NotImplementedError
 
     @classmethod

@@ -194,6 +194,21 @@ CASES = [
         "swiglu, of itself", lambda x: kernels.swiglu(x, x), lambda x: F.silu(x) * x, _one, (True,)
     ),
     Case(
+        "rms_norm, residual of itself",
+        lambda x, w: kernels.rms_norm(x, w, residual=x),
+        lambda x, w: _with_residual(_rms)(x, x, w),
+        lambda n, m: ((m, n), (n,)),
+        (True, False),
+    ),
+    Case(
+        "rotary, of itself",
+        lambda x: _rotary(x, x),
+        lambda x: _plain_rotary(x, x),
+        lambda n, m: ((2, m, 3, 2 * n),),
+        (True,),
+        most=3,
+    ),
+    Case(
         "geglu, packed",
         _packed,
         lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],

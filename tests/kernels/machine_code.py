@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
@@ -104,6 +106,23 @@ def compiled(entry: Entry, target: str) -> Code:
     if target == "gfx942":
         return _amd(found, entry)
     return _nvidia(found, entry)
+
+
+def built(entry: Entry) -> None:
+    """Build the kernel with integers of 64 bits, as it is launched where a size needs them."""
+    wide = {k: "i64" if kind == "i32" else kind for k, kind in entry.signature.items()}
+    signature = {
+        k: "constexpr" if k in entry.constants else wide[k] for k in entry.kernel.arg_names
+    }
+    source = ASTSource(fn=entry.kernel, signature=signature, constexprs=entry.constants, attrs={})
+    target = TARGETS["sm_90"]
+    backend = make_backend(target)
+    options = backend.parse_options(source.parse_options() | dict(entry.options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    names = backend.get_codegen_implementation(options), backend.get_module_map()
+    source.make_ir(target, options, *names, context)
 
 
 def _nvidia(found: Any, entry: Entry) -> Code:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from tests.kernels.machine_code import Entry
 from zfunc.kernels import decode_triton, dispatch, skinny_triton
 from zfunc.kernels.packed import BITS
-from zfunc.kernels.skinny_launch import tile
+from zfunc.kernels.skinny_launch import exact, norm_first, tile
 
-__all__ = ["PRODUCTS", "product"]
+__all__ = ["PRODUCTS", "everything", "product"]
 
 SIZES = "M:i32 N:i32 K:i32 scale_n:i32 scale_g:i32 blocks:i32 share:i32"
 PRODUCT = (
@@ -29,13 +31,24 @@ def product(
     narrow_stores: int = 0,
     G: int = 0,
     rows: int = 8,
+    length: int = 4096,
+    dtype: str = "bf16",
     **how: Any,
 ) -> Entry:
-    """An entry of a kind of product (the first word of ``name``); codes and scales are counted."""
+    """An entry of a kind of product (the first word of ``name``); codes and scales are counted.
+
+    Args:
+        name, narrow, narrow_stores: see :class:`Entry`.
+        kind: if it is not the first word.
+        G: the group, 0 for whole rows.
+        rows, length: of the inputs.
+        dtype: of the inputs, the scales of 4-bit codes, and what is added.
+        how: constants that are not false.
+    """
     kind = kind or name.split(",")[0]
     bits, dynamic = BITS[kind], kind == "w8a8_mm"
     scales = 0.0 if not G else (2 if bits == 4 else 4) / G + (1 / G if how.get("ZERO") else 0)
-    constants = {**FLAGS, "G": G, "EVEN": True, **how}
+    constants = {**FLAGS, "G": G, **how}
     text = f"{INT8} parts:*fp32"
     if not dynamic:
         weights = {16: "*bf16", 8: "*i8", 4: "*i32"}[bits]
@@ -43,19 +56,22 @@ def product(
         constants |= {"BITS": bits}
     else:
         constants.pop("NORM")
+    text = text.replace("bf16", dtype)
+    aligned = () if length % 16 and bits != 4 else ("K", "width")  # beside words x is padded
 
     def launched(amd: bool) -> Entry:
-        table = tile(kind, G, rows, norm=how.get("NORM", False), amd=amd)
+        table = tile(kind, G, rows, length, norm=how.get("NORM", False), amd=amd)
         warps, stages = table.pop("num_warps"), table.pop("num_stages")
         del table["PROGRAMS"]
+        flags = {"ASM": not amd, "EXACT": exact(kind, G, zero=constants["ZERO"], amd=amd)}
         return Entry(
             name,
             skinny_triton.int8_product_kernel if dynamic else skinny_triton.product_kernel,
             dict(word.split(":") for word in text.split()),
-            constants | table | ({} if dynamic else {"ASM": not amd}),
+            constants | table | {"EVEN": not length % table["BK"]} | ({} if dynamic else flags),
             table["BN"] * table["BK"] / (32 * warps),
             bits / 8 + scales,
-            ("N", "K", "width", "stride"),
+            ("N", *aligned, "stride"),
             narrow,
             narrow_stores,
             options={"num_warps": warps, "num_stages": stages},
@@ -76,23 +92,43 @@ def tiny(name: str, kernel: Any, text: str, **constants: Any) -> Entry:
     return Entry(name, kernel, types, constants, each, 4, divisible, options=options, tiny=True)
 
 
+def shares(name: str, narrow: int, **how: Any) -> Entry:
+    """An entry whose second launch sums shares."""
+    return product(name, SPLIT=True, narrow=narrow, **how)
+
+
 # Scales are a few bytes each, and inputs come from the cache: their loads may be narrow.
 PRODUCTS = [
-    product("skinny_mm", SPLIT=True, narrow=0),
+    shares("skinny_mm", 0),
     product("skinny_mm, one share, bias and residual", BIAS=True, RESIDUAL=True, narrow=4),
-    product("w8_mm", SPLIT=True, narrow=4),
-    product("w8_mm, groups of 128", G=128, SPLIT=True, narrow=4),
-    product("w8_mm, groups of 128 with zeros", G=128, SPLIT=True, ZERO=True, narrow=8),
-    product("w4_mm", SPLIT=True, narrow=6),
-    product("w4_mm, groups of 128", G=128, SPLIT=True, narrow=6),
-    product("w4_mm, groups of 128 with zeros", G=128, SPLIT=True, ZERO=True, narrow=8),
-    product("w4_mm, groups of 32", G=32, SPLIT=True, narrow=12),
-    product("w4_mm, groups of 32 with zeros", G=32, SPLIT=True, ZERO=True, narrow=20),
-    product("w4_mm, 16 rows", SPLIT=True, rows=16, narrow=2),
-    product("w4_mm, 16 rows, groups of 128", G=128, SPLIT=True, rows=16, narrow=2),
-    product("w4_mm, 16 rows, groups of 32", G=32, SPLIT=True, rows=16, narrow=8),
-    product("w8a8_mm", SPLIT=True, narrow=6),
-    product("w8a8_mm, groups of 128", G=128, SPLIT=True, narrow=6),
+    shares("w8_mm", 1),
+    shares("w8_mm, groups of 128", 1, G=128),
+    shares("w8_mm, groups of 128 with zeros", 2, G=128, ZERO=True),
+    shares("w8_mm, groups of 64 with zeros", 2, G=64, ZERO=True),
+    shares("w8_mm, groups of 32", 6, G=32),
+    shares("w8_mm, groups of 32 with zeros", 8, G=32, ZERO=True),
+    shares("w4_mm", 18),
+    shares("w4_mm, groups of 128", 18, G=128),
+    shares("w4_mm, groups of 128 with zeros", 20, G=128, ZERO=True),
+    shares("w4_mm, groups of 64 with zeros", 24, G=64, ZERO=True),
+    shares("w4_mm, groups of 32", 24, G=32),
+    shares("w4_mm, groups of 32 with zeros", 32, G=32, ZERO=True),
+    shares("w4_mm, 16 rows", 2, rows=16),
+    shares("w4_mm, 16 rows, groups of 128", 2, G=128, rows=16),
+    shares("w4_mm, 16 rows, groups of 64 with zeros", 8, G=64, ZERO=True, rows=16),
+    shares("w4_mm, 16 rows, groups of 32", 8, G=32, rows=16),
+    shares("w4_mm, 16 rows, groups of 32 with zeros", 16, G=32, ZERO=True, rows=16),
+    shares(
+        "w4_mm, 16 rows of float16, groups of 32 with zeros",
+        16,
+        G=32,
+        ZERO=True,
+        rows=16,
+        dtype="fp16",
+    ),
+    shares("w8a8_mm", 6),
+    shares("w8a8_mm, groups of 128", 6, G=128),
+    shares("w8a8_mm, groups of 32 with zeros", 8, G=32, ZERO=True),
     tiny(
         "skinny_mm, sum of shares",
         skinny_triton.finish_kernel,
@@ -104,21 +140,24 @@ PRODUCTS = [
         BLOCK=1024,
     ),
     *(
-        product(
-            f"norm_qkv_rope, {kind}",
-            kind=kind.split(",")[0],
+        shares(
+            f"norm_qkv_rope, {text}",
+            narrow,
+            kind=text.split(",")[0],
             NORM=True,
-            SPLIT=True,
             G=G,
             rows=rows,
-            narrow=narrow,
+            ZERO="zeros" in text,
             narrow_stores=1,
         )
-        for kind, G, rows, narrow in (
+        for text, G, rows, narrow in (
             ("skinny_mm", 0, 8, 1),
-            ("w8_mm", 128, 8, 5),
-            ("w4_mm", 128, 8, 22),
-            ("w4_mm, 16 rows", 128, 16, 2),
+            ("w8_mm, groups of 128", 128, 8, 2),
+            ("w8_mm, groups of 32 with zeros", 32, 8, 12),
+            ("w4_mm, groups of 128", 128, 8, 34),
+            ("w4_mm, groups of 32 with zeros", 32, 8, 48),
+            ("w4_mm, 16 rows, groups of 128", 128, 16, 2),
+            ("w4_mm, 16 rows, groups of 64", 64, 16, 4),
         )
     ),
     tiny(
@@ -138,3 +177,30 @@ PRODUCTS = [
         BLOCK=512,
     ),
 ]
+
+
+def everything() -> Iterator[Entry]:
+    """All that the dispatch can choose: kinds, groups, zeros, rows, norms, dtypes, lengths.
+
+    Rows of an odd length are read byte by byte, and held to nothing but to fit.
+    """
+    axes = (BITS, (0, 32, 64, 128, 256), (False, True), (False, True), (8, 16))
+    for kind, G, zeros, norm, rows in itertools.product(*axes):
+        if (
+            (kind == "skinny_mm" and (G or zeros))
+            or (norm and (kind == "w8a8_mm" or norm_first(kind, G, rows, zero=zeros)))
+            or (kind != "w4_mm" and rows == 16)  # the tile of 8
+        ):
+            continue
+        for dtype, length, split in itertools.product(
+            ("bf16", "fp16"), (4096, 2864, 131), (True, False)
+        ):
+            if (norm and (dtype == "fp16" or not split)) or (kind == "w4_mm" and length % 16):
+                continue
+            words = [kind, f"G={G}", *(w for w, on in (("zeros", zeros), ("norm", norm)) if on)]
+            words += [f"rows={rows}", dtype, f"K={length}", "shares" if split else "one share"]
+            flags = {"ZERO": zeros, "SPLIT": split, "BIAS": not split, "RESIDUAL": not split}
+            flags |= {} if kind == "w8a8_mm" else {"NORM": norm}
+            more = {"kind": kind, "G": G, "rows": rows, "dtype": dtype, "length": length}
+            made = product(" ".join(words), narrow=999, narrow_stores=99, **more, **flags)
+            yield replace(made, tiny=length == 131)

@@ -49,6 +49,23 @@ def test_it_is_the_optimizer(dtype: torch.dtype):
     assert torch.equal(low, p.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_16_bits_are_stepped_in_32(dtype: torch.dtype):
+    """Squares would not fit float16, and would not add up in bfloat16."""
+    p = (torch.randn(3000) * 100).to(dtype)
+    g, m, v = torch.randn(3000).to(dtype), torch.zeros_like(p), torch.zeros_like(p)
+    hyper = kernels.lamb_hyper(0.1, 1, eps=1e-6, weight_decay=0.1)
+    wide = [x.double() for x in (p, m, v)]
+    exact = kernels.lamb_moments_(g.double(), *wide, [(0, 3000)], hyper)
+    squares = kernels.lamb_moments_(g, p, m, v, [(0, 3000)], hyper)
+    assert squares.dtype == torch.float32 and distance(squares, exact) < 1e-6
+    assert_near(m, wide[1])
+    wide[1:] = [x.double() for x in (m, v)]
+    kernels.lamb_apply_(*wide, [(0, 3000)], kernels.lamb_ratios(exact), hyper)
+    kernels.lamb_apply_(p, m, v, [(0, 3000)], kernels.lamb_ratios(squares), hyper)
+    assert_near(p, wide[0])
+
+
 def test_a_leaf_cut_over_ranks_is_whole_in_its_norms():
     g, p, m, v = (torch.randn(1000, dtype=torch.float64) for _ in range(4))
     v = v.abs()

@@ -19,8 +19,10 @@ if importlib.util.find_spec("triton") is None:
 import triton
 
 from tests.kernels.entries import ENTRIES
-from tests.kernels.machine_code import SHARED, SLOTS_PER_BYTE, Code, compiled
+from tests.kernels.machine_code import SHARED, SLOTS_PER_BYTE, Code, Entry, built, compiled
+from tests.kernels.product_entries import everything
 from tests.kernels.table import HEAD, rows
+from tests.laws.covering import Covering
 from zfunc.kernels import dispatch
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
@@ -29,6 +31,10 @@ BY_NAME = {entry.name: entry for entry in ENTRIES}
 @functools.cache
 def code(name: str, target: str) -> Code:
     return compiled(BY_NAME[name], target)
+
+
+# The table has the variants at the ends; ``--whole`` compiles those between them, too.
+OTHERS = list(everything())[:: 1 if Covering.whole else 40]
 
 
 def test_every_kernel_has_an_entry():
@@ -51,6 +57,22 @@ def test_it_keeps_up_with_memory(name: str):
     assert 0 <= found.loads - found.wide_loads <= entry.narrow, found
     assert 0 <= found.stores - found.wide_stores <= entry.narrow_stores, found
     assert found.wide_loads + found.wide_stores > 0, found
+
+
+@pytest.mark.parametrize("entry", OTHERS, ids=lambda entry: entry.name)
+def test_every_product_that_the_dispatch_can_choose(entry: Entry):
+    assert entry.amd is not None
+    for one, target in ((entry, "sm_90"), (entry.amd, "gfx942")):
+        found = compiled(one, target)
+        assert found.spills == 0 and found.stack == 0 and found.dots > 0, found
+        assert found.shared <= SHARED[target], found
+        assert entry.tiny or found.slots <= 0.75 * SLOTS_PER_BYTE * entry.bytes, found
+
+
+def test_sizes_beyond_32_bits_are_taken():
+    """A size of 2^31 is an integer of another type: a loop that carries it could not be built."""
+    for entry in {id(entry.kernel): entry for entry in ENTRIES}.values():
+        built(entry)
 
 
 def test_the_table_in_the_docs():

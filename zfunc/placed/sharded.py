@@ -207,6 +207,14 @@ class Sharded(OfFlats, Readable):
         device = next((x.device for x in self.flats if x is not None), None)
         return summed(self.layout, self.group, self.partial_sums(f), dtypes, device)
 
+    def totals(self, parts: Mapping[str, Tensor], shape: tuple[int, ...] = ()) -> Tree:
+        rank, slots = self.group.rank, self.layout.present
+        mine = [s for s in slots if not (self.layout.flats[s.flat].whole and rank)]
+        partial = {slot.index: parts[slot.path] for slot in mine if slot.path in parts}
+        dtypes = [None if x is None else x.dtype for x in self.flats]
+        device = next((x.device for x in self.flats if x is not None), None)
+        return summed(self.layout, self.group, partial, dtypes, device, shape)
+
     def partial_sums(self, f: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
         """``f`` of this rank's piece of each leaf, by leaf index; of whole flats on rank 0 only."""
         rank, out = self.group.rank, {}
@@ -318,10 +326,14 @@ def summed(
     partial: Mapping[int, Tensor],
     dtypes: Sequence[torch.dtype | None],
     device: torch.device | None,
+    shape: tuple[int, ...] = (),
 ) -> Tree:
-    """A plain tree of the leaves' sums, from every rank's part of them; a collective."""
+    """A plain tree of the leaves' sums, from every rank's part of them; a collective.
+
+    Each sum has ``shape``: several of one leaf travel together.
+    """
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    totals = torch.zeros(len(layout.slots), dtype=wide, device=device)
+    totals = torch.zeros(len(layout.slots), *shape, dtype=wide, device=device)
     for index, value in partial.items():
         totals[index] = value
     group.all_reduce(totals, label="sums of leaves").wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ CASES = [
     ("w8_mm", 128, 16, 256),
     ("w8_mm", None, 2, 131),
     ("w4_mm", 32, 3, 300),
+    ("w4_mm", 32, 9, 301),  # the norm is applied first
     ("w4_mm", None, 2, 256),
 ]
 
@@ -52,6 +56,23 @@ def test_what_is_not_finite_stays_in_its_row():
     for x in (q, keys, values, y):
         assert x[0].isfinite().all() and x[2].isfinite().all()
     assert q[1].isnan().all() and y[1].isnan().all() and values[1, :, 4].isnan().all()
+
+
+def test_a_cache_of_more_than_2_to_the_31_elements(tmp_path: Path):
+    """In a file with holes, of which one token is written: the third head lies beyond 32 bits."""
+    apart, size = 2**30, 9 * 32
+    room = np.memmap(tmp_path / "cache", np.uint16, "w+", shape=(2 * apart + 2 * size,))
+    whole, shape = torch.from_numpy(room).view(torch.bfloat16), (1, 3, 9, 32)
+    far = [whole.as_strided(shape, (apart, apart, 32, 1), i * size) for i in range(2)]
+    near = [torch.zeros(shape).bfloat16() for _ in range(2)]
+    x, norm = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
+    weight = kernels.Packed.of(torch.randn(7 * 32, 64).bfloat16())
+    turn, at = (torch.ones(9, 16), torch.zeros(9, 16)), torch.tensor([4])
+    for cache in (near, far):
+        with kernels.use("triton"):
+            kernels.norm_qkv_rope(x, norm, weight, *turn, at, *cache)
+    for a, b in zip(far, near, strict=True):
+        assert torch.equal(a, b) and bool(b[0, 2, 4].any())
 
 
 @pytest.mark.parametrize(("kind", "group"), [("skinny_mm", None), ("w8_mm", 128), ("w4_mm", 32)])

@@ -18,9 +18,14 @@ SEGMENTS = (
 )
 
 
-def both(dtype: torch.dtype, segments: list[tuple[int, int]], decay: float) -> list[Tensor]:
+def both(
+    dtype: torch.dtype,
+    segments: list[tuple[int, int]],
+    decay: float,
+    state: torch.dtype = torch.float32,
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    g, p, m, v = (torch.randn(3000, generator=generator) for _ in range(4))
+    g, p, m, v = (torch.randn(3000, generator=generator).to(state) for _ in range(4))
     v, low = v.abs(), torch.zeros(3000, dtype=torch.bfloat16)
     hyper = kernels.lamb_hyper(0.1, 3, eps=1e-6, weight_decay=decay, factor=0.5)
     squares = kernels.lamb_moments_(g.to(dtype), p, m, v, segments, hyper)
@@ -35,5 +40,15 @@ def test_it_is_its_twin(dtype: torch.dtype, segments: list[tuple[int, int]], dec
     expected = both(dtype, segments, decay)
     with kernels.use("triton"), poisoned():
         found = both(dtype, segments, decay)
+    for x, y in zip(found, expected, strict=True):
+        assert_near(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_state_of_16_bits(dtype: torch.dtype):
+    expected = both(dtype, [(0, 1025), (1040, 3000)], 0.1, dtype)
+    with kernels.use("triton"), poisoned():
+        found = both(dtype, [(0, 1025), (1040, 3000)], 0.1, dtype)
+    assert found[-1].dtype == torch.float32
     for x, y in zip(found, expected, strict=True):
         assert_near(x, y)

@@ -58,6 +58,23 @@ def test_float16(kind: str):
     assert_near(found, (rounded(x) if kind == "w8a8_mm" else x.double()) @ w.exact.t())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("amd", [False, True])
+def test_zero_points_of_short_groups(
+    amd: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """NVIDIA's way takes them off pairs of codes, AMD's off the sums; all codes occur."""
+    monkeypatch.setattr(skinny_launch, "AMD", amd)
+    k, codes = 256, torch.arange(-8, 8, dtype=torch.int8)
+    w, zero = codes.repeat(16, k // 16), codes[:, None].repeat(1, k // 32)
+    scale = torch.rand(16, k // 32).to(dtype)
+    exact = (w.double() - zero.repeat_interleave(32, 1)) * scale.double().repeat_interleave(32, 1)
+    x = torch.randn(2, k).to(dtype)
+    with kernels.use("triton"):
+        found = kernels.w4_mm(x, kernels.pack_words(w), scale, zero, group=32)
+    assert_near(found, x.double() @ exact.t(), (x.double() @ exact.t()).to(dtype))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_stays_in_its_row(kind: str):
     x, w = torch.randn(3, 200).bfloat16(), weights(kind, 20, 200)
