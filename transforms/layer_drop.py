@@ -27,7 +27,7 @@ from zfunc import context, random
 from zfunc.context import Context, LayerInfo
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.nodes import NAMESPACE, Layers
-from zfunc.passes import Pass
+from zfunc.passes import Pass, there_and_back
 from zfunc.placed.placement import Entries
 from zfunc.placed.readable import Readable
 from zfunc.step import Transform, transform_of
@@ -112,7 +112,9 @@ class DropLayers(Transform):
         coins: _Coins = running.notes[DropLayers]
         memo, call = running.memo, running.differentiated
         if not memo.get(("dropped", call)):
-            memo["undropped", call] = plan  # recorded when all layers ran, or not recorded yet
+            known = ("plan", "grad", call) in memo  # of a pass in which all layers ran
+            layouts = [source.layout for source in owner.sources]
+            memo["undropped", call] = plan if known else there_and_back(layouts)
         coins.toss(owner, random.fold_in(running.key, TAG), running.asked)
         memo["dropped", call] = owner.thinned = bool(coins.idle)
         return [row for row in memo["undropped", call] if row not in coins.idle]
@@ -133,7 +135,7 @@ class DropLayers(Transform):
                 return nothing
             streams = {id(x) for x in (*xs, *kw.values()) if isinstance(x, Tensor)}
             return optree.tree_map(
-                lambda x, y: x + (y - x) / p if id(x) in streams and x is not y else y,
+                lambda x, y: x.lerp(y, 1 / p) if id(x) in streams and x is not y else y,
                 nothing,
                 out,
                 **_OPTREE,

@@ -123,7 +123,7 @@ class Context:
         donation: the input state's memory, where it may be reused.
         group: the ranks over which losses and gradients are averaged.
         by_unit: whether parameters enter and leave unit by unit.
-        prefetch: how many units ahead entry starts.
+        prefetch, room: see :class:`zfunc.passes.Pass`.
         spill: see :class:`zfunc.passes.Pass`.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         passes: the passes that are running, innermost last.
@@ -147,6 +147,7 @@ class Context:
     group: Group = field(default_factory=lambda: Group("none", world.current(), Alone()))
     by_unit: bool = False
     prefetch: int = 1
+    room: int = 0
     spill: Callable[[Any, bool], Any] | None = None
     layout_for: Callable[[Any], tuple[Any, bool]] = uncut
     passes: list[Any] = field(default_factory=list)

@@ -308,6 +308,11 @@ class Layout:
         )
         return child, kept, used
 
+    def unit_nbytes(self, unit: int) -> int:
+        """Bytes of a unit when it is whole."""
+        flats = [self.flats[i] for i in self.units[unit].flats]
+        return sum(flat.length * flat.dtype.itemsize for flat in flats)
+
     def state_bytes(self, rank: int) -> int:
         """Bytes that one tree of this layout takes on a rank."""
         return sum(
