@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -67,10 +68,16 @@ class Donation:
         if row is None:
             return False
         here = _bytes_of(x)
-        for its, owner in row:
-            if its.start < here.stop and here.start < its.stop:
-                blank(owner)
+        first = bisect_right(row, here.start, key=_end)
+        for its, owner in islice(row, first, None):
+            if its.start >= here.stop:
+                break
+            blank(owner)
         return True
+
+
+def _end(owner: tuple[range, Tensor]) -> int:
+    return owner[0].stop
 
 
 def _bytes_of(x: Tensor) -> range:
