@@ -27,7 +27,7 @@ from zfunc import context, random
 from zfunc.context import Context, LayerInfo
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.nodes import NAMESPACE, Layers
-from zfunc.passes import Pass, there_and_back
+from zfunc.passes import Pass
 from zfunc.placed.placement import Entries
 from zfunc.placed.readable import Readable
 from zfunc.step import Transform, transform_of
@@ -112,9 +112,7 @@ class DropLayers(Transform):
         coins: _Coins = running.notes[DropLayers]
         memo, call = running.memo, running.differentiated
         if not memo.get(("dropped", call)):
-            known = ("plan", "grad", call) in memo  # of a pass in which all layers ran
-            layouts = [source.layout for source in owner.sources]
-            memo["undropped", call] = plan if known else there_and_back(layouts)
+            memo["undropped", call] = plan  # recorded when all layers ran, or not recorded yet
         coins.toss(owner, random.fold_in(running.key, TAG), running.asked)
         memo["dropped", call] = owner.thinned = bool(coins.idle)
         return [row for row in memo["undropped", call] if row not in coins.idle]

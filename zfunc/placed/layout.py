@@ -309,9 +309,9 @@ class Layout:
         return child, kept, used
 
     def unit_nbytes(self, unit: int) -> int:
-        """Bytes of a unit when it is whole."""
-        flats = [self.flats[i] for i in self.units[unit].flats]
-        return sum(flat.length * flat.dtype.itemsize for flat in flats)
+        """Bytes of a unit's leaves, as its merging with others goes by."""
+        slots = [slot for i in self.units[unit].slots if (slot := self.slots[i])]
+        return sum(slot.numel * self.flats[slot.flat].dtype.itemsize for slot in slots)
 
     def state_bytes(self, rank: int) -> int:
         """Bytes that one tree of this layout takes on a rank."""
