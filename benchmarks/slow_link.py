@@ -8,8 +8,8 @@ token bucket (tbf) to 100 Mbit/s, to 1 Gbit/s, and not at all; and two ranks ove
 Needs Linux, root, and iproute2; elsewhere it says so and ends. On each link all contestants take
 turns, a step each, in the same two processes. Bytes are what the kernel counts on the device (over
 the loopback: of both ranks). Over the loopback compression saves nothing and costs time for each
-parameter, whatever the batch; there the batch is 2,048 bytes of text a rank in place of 256, so that
-a step is nearer to what people train (``--loopback-batch``).
+parameter, whatever the batch; there that is 2,048 bytes of text a rank in place of 256, so that a
+step is nearer to what people train (``--loopback-batch``).
 
 The exit status is 1 where, at 100 Mbit/s, 1-bit Adam trains fewer than 2.8 times the samples per
 second of the uncompressed run, warm-up included, or over the loopback is over 1.1 times slower.
