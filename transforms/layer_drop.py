@@ -133,7 +133,7 @@ class DropLayers(Transform):
                 return nothing
             streams = {id(x) for x in (*xs, *kw.values()) if isinstance(x, Tensor)}
             return optree.tree_map(
-                lambda x, y: x + (y - x) / p if id(x) in streams and x is not y else y,
+                lambda x, y: x.lerp(y, 1 / p) if id(x) in streams and x is not y else y,
                 nothing,
                 out,
                 **_OPTREE,

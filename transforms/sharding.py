@@ -107,6 +107,11 @@ class Shard(Transform):
     def group(self) -> Group:
         return group(self.mesh, self.axis)
 
+    @property
+    def _room(self) -> int:
+        """Layers that are not merged may be there together if they could have been."""
+        return 0 if self.merge else self.unit_bytes // 8
+
     def beside(self, others: Sequence[Transform]) -> Shard:
         merge = not any(other.by_layer for other in others)
         return replace(self, merge=merge, of_tree=any(other.of_params for other in others))
@@ -237,7 +242,7 @@ class Shard(Transform):
     def configure(self, running: Context, state: Any) -> None:
         running.group = self.group
         running.axis = self.axis
-        running.prefetch = self.prefetch
+        running.prefetch, running.room = self.prefetch, self._room
         running.reduce_once = self.stage < 2
         memo = running.memo.setdefault("layouts", {})
         running.layout_for = lambda params: self._layout_for(params, memo)
@@ -334,7 +339,7 @@ class Shard(Transform):
                 plan = memo["plan", "grad", call]
                 entered = [unit for source, unit in plan if source == i]
                 if self.stage == 3:
-                    gathered(traffic, layout, entered, rank)
+                    gathered(traffic, layout, entered, rank, self._room)
                 left = [unit for source, unit in memo.get(("left", call), plan) if source == i]
                 if not memo.get("kept"):
                     reduced(traffic, layout, cutting, left, rank, memo.get("reduce dtype"))

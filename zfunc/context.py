@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -67,10 +68,16 @@ class Donation:
         if row is None:
             return False
         here = _bytes_of(x)
-        for its, owner in row:
-            if its.start < here.stop and here.start < its.stop:
-                blank(owner)
+        first = bisect_right(row, here.start, key=_end)
+        for its, owner in islice(row, first, None):
+            if its.start >= here.stop:
+                break
+            blank(owner)
         return True
+
+
+def _end(owner: tuple[range, Tensor]) -> int:
+    return owner[0].stop
 
 
 def _bytes_of(x: Tensor) -> range:
@@ -123,7 +130,7 @@ class Context:
         donation: the input state's memory, where it may be reused.
         group: the ranks over which losses and gradients are averaged.
         by_unit: whether parameters enter and leave unit by unit.
-        prefetch: how many units ahead entry starts.
+        prefetch, room: see :class:`zfunc.passes.Pass`.
         spill: see :class:`zfunc.passes.Pass`.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         passes: the passes that are running, innermost last.
@@ -147,6 +154,7 @@ class Context:
     group: Group = field(default_factory=lambda: Group("none", world.current(), Alone()))
     by_unit: bool = False
     prefetch: int = 1
+    room: int = 0
     spill: Callable[[Any, bool], Any] | None = None
     layout_for: Callable[[Any], tuple[Any, bool]] = uncut
     passes: list[Any] = field(default_factory=list)

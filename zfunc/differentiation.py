@@ -255,6 +255,7 @@ def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
         after=[t for t in entering if not t.before_gather],
         leave=sorted(leaving, key=lambda t: -t.position),
         prefetch=running.prefetch,
+        room=running.room,
         running=running,
         waiting=() if collector is None else collector.waiting,
         spill=running.spill,

@@ -37,6 +37,7 @@ from zfunc.placed.streamed import Streamed
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.seams import Pending, gather
+from zfunc.traffic import is_soon
 from zfunc.unit_runs import UnitRun, redeem
 
 __all__ = ["Pass", "Source", "there", "there_and_back"]
@@ -207,6 +208,8 @@ class Pass:
         leave: ``leave`` seams, first to last.
         plan: the order in which units entered last time: ``(source, unit)`` pairs.
         prefetch: how many units ahead entry starts.
+        room: bytes of units that may be there beyond these: entered ahead, or kept because they
+            are needed again soon. What small units that are not merged may take together.
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
         running: the context of the call, if there is one.
@@ -219,6 +222,7 @@ class Pass:
     leave: Sequence[Any] = ()
     plan: Sequence[tuple[int, int]] = ()
     prefetch: int = 1
+    room: int = 0
     running: Any = None
     spill: Callable[[Layout, bool], Any] | None = None
     sources: list[Source] = field(default_factory=list)
@@ -260,16 +264,30 @@ class Pass:
 
     def look_ahead(self) -> None:
         """Start the entry of the units that the plan has next, and reading those behind them."""
-        for source, unit in self.plan[self.cursor : self.cursor + self.prefetch + 1]:
-            if source < len(self.sources) and unit < len(self.sources[source].runs):
-                self.sources[source].runs[unit].fetch()
-        for source, unit in self.plan[self.cursor : self.cursor + self.prefetch]:
-            if source < len(self.sources) and unit < len(self.sources[source].runs):
-                self.sources[source].runs[unit].start()
+        for key in self.plan[self.cursor : self.cursor + self.prefetch + 1]:
+            if run := self._known(key):
+                run.fetch()
+        room = self.room
+        for i, key in enumerate(self.plan[self.cursor :]):
+            room -= self._size(key)
+            if i >= self.prefetch and room < 0:
+                return
+            if run := self._known(key):
+                run.start()
 
-    def next_is(self, run: UnitRun) -> bool:
-        """Whether the plan has this unit next."""
-        return self.cursor < len(self.plan) and self.plan[self.cursor] == run.key
+    def soon(self, run: UnitRun) -> bool:
+        """Whether the plan has this unit next, or so soon that all until then has room."""
+        return is_soon(run.key, self.plan[self.cursor :], self.room, self._size)
+
+    def _known(self, key: tuple[int, int]) -> UnitRun | None:
+        """A unit of the plan, which may be of other trees than these."""
+        source, unit = key
+        runs = self.sources[source].runs if source < len(self.sources) else []
+        return runs[unit] if unit < len(runs) else None
+
+    def _size(self, key: tuple[int, int]) -> int:
+        run = self._known(key)
+        return run.source.layout.unit_nbytes(key[1]) if run else 0
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
         """Release units of earlier layers that were kept for a neighbour's sake."""
@@ -281,7 +299,7 @@ class Pass:
     def drop_transient(self, run: UnitRun) -> None:
         """Let go of what backward regathered for a unit that has no gradient to wait for."""
         for other in self.transient:
-            if other is not run and not self.next_is(other):
+            if other is not run and not self.soon(other):
                 other.values, other.touched = None, False
         self.transient = [] if run.open else [run]
 

@@ -7,8 +7,9 @@ N - 1 peers, a reduce-scatter sends each peer its part, and an all-reduce is bot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -16,7 +17,7 @@ from zfunc.comm import all_reduce_bytes
 from zfunc.placed.layout import Layout
 from zfunc.rounds import in_rounds
 
-__all__ = ["PURPOSES", "Traffic", "gathered", "joined", "reduced"]
+__all__ = ["PURPOSES", "Traffic", "gathered", "is_soon", "joined", "reduced"]
 
 # By the first word of a collective's label.
 PURPOSES = {
@@ -39,14 +40,42 @@ class Traffic:
         self.calls += 1
 
 
-def gathered(traffic: Traffic, layout: Layout, units: Iterable[int], rank: int) -> None:
-    """All-gathers of the units, one each; a unit twice in a row is gathered once."""
-    last = None
-    for unit in units:
-        if unit != last:
+Key = TypeVar("Key", bound=Hashable)
+
+
+def is_soon(unit: Key, coming: Iterable[Key], room: int, size: Callable[[Key], int]) -> bool:
+    """Whether a unit comes next, or so soon that it and all until then take no more than ``room``.
+
+    >>> [is_soon("a", coming, 2, lambda unit: 1) for coming in ("ab", "bba", "bca", "b")]
+    [True, True, False, False]
+    """
+    met, left = {unit}, room - size(unit)
+    for other in coming:
+        if other == unit:
+            return True
+        if other not in met:
+            met.add(other)
+            left -= size(other)
+        if left < 0:
+            return False
+    return False
+
+
+def gathered(
+    traffic: Traffic, layout: Layout, units: Sequence[int], rank: int, room: int = 0
+) -> None:
+    """All-gathers of the units in their order; one that is needed again soon is kept.
+
+    Args:
+        room: see :func:`is_soon`.
+    """
+    kept: set[int] = set()
+    for n, unit in enumerate(units, 1):
+        if unit not in kept:
             for i in layout.units[unit].flats:
                 _gather(traffic, "gather parameters", layout, i, rank)
-        last = unit
+        soon = is_soon(unit, units[n:], room, layout.unit_nbytes)
+        (kept.add if soon else kept.discard)(unit)
 
 
 def joined(traffic: Traffic, layout: Layout, rank: int) -> None:

@@ -67,18 +67,27 @@ def dotted(*parts: Any) -> str:
 
 def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """Paths, leaves and structure; a ``Placed`` node counts as one leaf."""
-    keys, items, spec = optree.tree_flatten_with_path(
+    items, spec = _items(tree)
+    return _names(spec), items, spec
+
+
+def _items(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Leaves and structure alone: paths cost more than both."""
+    items, spec = optree.tree_flatten(
         tree, is_leaf=_is_opaque, none_is_leaf=True, namespace=NAMESPACE
     )
     if any(isinstance(item, Lazy) for item in items):
         forced = [item.force() if isinstance(item, Lazy) else item for item in items]
-        return _flatten(optree.tree_unflatten(spec, forced))
-    for key, item in zip(keys, items, strict=True):
-        held = item.held() if isinstance(item, Placed) else (item,)
-        for x in held:
+        return _items(optree.tree_unflatten(spec, forced))
+    for i, item in enumerate(items):
+        for x in item.held() if isinstance(item, Placed) else (item,):
             if x is not None and spent(x):
-                raise DonatedStateError(x.__dict__.get("_zfunc_story") or gone(dotted(*key)))
-    return [dotted(*key) for key in keys], items, spec
+                raise DonatedStateError(x.__dict__.get("_zfunc_story") or gone(_names(spec)[i]))
+    return items, spec
+
+
+def _names(spec: optree.PyTreeSpec) -> list[str]:
+    return [dotted(*path) for path in spec.paths()]
 
 
 def gone(path: str) -> str:
@@ -95,21 +104,21 @@ def check_alive(tree: Tree) -> None:
         _flatten(tree)
 
 
-def align(trees: Sequence[Tree]) -> tuple[list[str], list[list[Any]], optree.PyTreeSpec]:
+def align(trees: Sequence[Tree]) -> tuple[list[list[Any]], optree.PyTreeSpec]:
     """Flatten all trees along the one in which the most is placed."""
-    flat = [_flatten(tree) for tree in trees]
-    spine = min(range(len(trees)), key=lambda i: flat[i][2].num_leaves)
-    names, _, spec = flat[spine]
+    flat = [_items(tree) for tree in trees]
+    spine = min(range(len(trees)), key=lambda i: flat[i][1].num_leaves)
+    spec = flat[spine][1]
     columns = []
     for i, tree in enumerate(trees):
-        if flat[i][2] == spec:
-            columns.append(flat[i][1])
+        if flat[i][1] == spec:
+            columns.append(flat[i][0])
             continue
         try:
             columns.append(spec.flatten_up_to(tree))
         except (ValueError, TypeError) as error:
             raise PlacementError(_mismatch(trees[spine], tree, spine, i, error)) from None
-    return names, [list(row) for row in zip(*columns, strict=True)], spec
+    return [list(row) for row in zip(*columns, strict=True)], spec
 
 
 def _mismatch(a: Tree, b: Tree, i: int, j: int, error: Exception) -> str:
@@ -140,7 +149,7 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     >>> map(lambda a, b: a + b, {"w": 1, "b": None}, {"w": 2, "b": 3})
     {'w': 3, 'b': None}
     """
-    _, rows, spec = align((tree, *rest))
+    rows, spec = align((tree, *rest))
     return optree.tree_unflatten(spec, [_map_row(f, row) for row in rows])
 
 
@@ -163,9 +172,9 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     On plain trees the part is the leaf itself; on placed trees it is a 1-D piece
     of it (perhaps empty), and ``f`` must return a piece of the same length.
     """
-    names, rows, spec = align((tree, *rest))
+    rows, spec = align((tree, *rest))
     out: list[Any] = []
-    for name, row in zip(names, rows, strict=True):
+    for name, row in zip(_names(spec), rows, strict=True):
         placed = first_placed(row)
         if row[0] is None:
             out.append(None)
@@ -186,7 +195,7 @@ def whole(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     and this rank's part of the result is kept. For updates that are not
     elementwise (Muon, Adafactor).
     """
-    _, rows, spec = align((tree, *rest))
+    rows, spec = align((tree, *rest))
     out: list[Any] = []
     for row in rows:
         placed = first_placed(row)
@@ -220,7 +229,7 @@ def merge(a: Tree, b: Tree) -> Tree:
     >>> merge({"w": 1, "b": None}, {"w": None, "b": 2})
     {'w': 1, 'b': 2}
     """
-    _, rows, spec = align((a, b))
+    rows, spec = align((a, b))
     return optree.tree_unflatten(spec, [_merged(x, y) for x, y in rows])
 
 

@@ -142,7 +142,7 @@ class UnitRun:
         """Let the values go, unless they are used again at once."""
         self.entered = None
         self.touched = False
-        if self.foreign and self.owner.next_is(self) and torch.is_grad_enabled():
+        if self.foreign and self.owner.soon(self) and torch.is_grad_enabled():
             pool().trim()  # the turning point: activations are at their largest
         else:
             self.values = None
@@ -162,7 +162,7 @@ class UnitRun:
             self.partial = [_add(a, b) for a, b in zip(self.partial, grads, strict=True)]
         self.open -= 1
         self.touched = False
-        if not self.owner.next_is(self):
+        if not self.owner.soon(self):
             self.values = None
         if self.open == 0:
             self.send()

@@ -167,6 +167,25 @@ def test_dropped_layers_are_absent_from_the_ledger(stage: int) -> None:
     assert ordered == sorted(ordered) and len(set(ordered)) == len(ordered)
 
 
+@pytest.mark.parametrize("unit_bytes", [1 << 6, 1 << 13, 1 << 14, 1 << 16])
+def test_layers_of_their_own_are_kept_for_backward_as_merged_ones_are(unit_bytes: int) -> None:
+    """What fits into an eighth of ``unit_bytes`` at the turning point is gathered once."""
+
+    def sent(dropping: bool) -> tuple[int, int, int | None]:
+        step = zf.shard(CASE.step(ADAMW), unit_bytes=unit_bytes)
+        step = zf.drop_layers(step, theta=1.0) if dropping else step
+        state = step.place(CASE.state(ADAMW, F64))
+        for i in range(3):
+            with zf.comm.ledger() as led:
+                state, _ = step(state, zf.local_batch(CASE.batch(i, F64)))
+        gathered = sum(n for label, n in led.by_label.items() if label.startswith("gather blocks"))
+        return gathered, led.total_bytes, step.describe().sent_bytes
+
+    merged, own = (zf.simulate(2)(sent)(dropping)[0] for dropping in (False, True))
+    assert own[0] <= merged[0]
+    assert own[1] == own[2] and merged[1] == merged[2]
+
+
 def test_evaluation_runs_all_layers() -> None:
     def step(state: Any, batch: Any) -> Any:
         loss, grads = zf.value_and_grad(stack_loss)(state.params, batch)

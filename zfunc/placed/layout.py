@@ -308,6 +308,11 @@ class Layout:
         )
         return child, kept, used
 
+    def unit_nbytes(self, unit: int) -> int:
+        """Bytes of a unit's leaves, as its merging with others goes by."""
+        slots = [slot for i in self.units[unit].slots if (slot := self.slots[i])]
+        return sum(slot.numel * self.flats[slot.flat].dtype.itemsize for slot in slots)
+
     def state_bytes(self, rank: int) -> int:
         """Bytes that one tree of this layout takes on a rank."""
         return sum(

@@ -36,7 +36,7 @@ def by_unit(fn: Callable[..., Sequence[Tree]], outs: int, *trees: Tree) -> tuple
     """
     if not streams(*trees):
         return tuple(fn(*trees))
-    _, rows, spec = align(trees)
+    rows, spec = align(trees)
     columns: list[list[Any]] = [[None] * len(rows) for _ in range(outs)]
 
     def alone(i: int) -> Callable[..., Sequence[Any]]:
