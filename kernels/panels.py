@@ -210,7 +210,7 @@ def linear(x: Tensor, weight: Panels, bits: int) -> Tensor:
     rows, n = _rows(m, halves), weight.rows[0]
     out = torch.empty(rows, n)
     chunk = CHUNKS[-1]
-    _linear(host().isa, rows, halves, *weight.kind, weight.lines)(
+    _linear(host().isa, rows, halves, *weight.kind, _chains(weight.lines, rows * halves))(
         [
             *(x.data_ptr(), *weight.addresses, out.data_ptr()),
             *(weight.count, weight.groups, weight.lines, n, m, k, weight.filled // chunk),
@@ -240,7 +240,7 @@ def matmul(x: Rounded, weight: Panels) -> Tensor:
             arguments += [0, 0]
         _tiled(*form, x.chunk, 2 - x.blocks % 2, wide)(arguments)
     else:
-        _product(*form, weight.lines)(arguments)
+        _product(*form, _chains(weight.lines, x.rows * x.halves))(arguments)
     return out[: x.m]
 
 
@@ -251,20 +251,19 @@ def _rounding(isa: str, halves: int, chunk: int, tiled: bool) -> Any:
 
 @functools.cache
 def _linear(isa: str, *form: Any) -> Any:
-    module = panels_llvm.linear(_spec(isa, *form), CHUNKS[-1])
+    module = panels_llvm.linear(Product(isa, *form), CHUNKS[-1])
     return llvm.compiled(module, "linear", isa)
 
 
 @functools.cache
 def _product(isa: str, *form: Any) -> Any:
-    return llvm.compiled(panels_llvm.product(_spec(isa, *form)), "product", isa)
+    return llvm.compiled(panels_llvm.product(Product(isa, *form)), "product", isa)
 
 
-def _spec(
-    isa: str, rows: int, halves: int, bits: int, zeros: bool, short: bool, lines: int
-) -> Product:
-    fits = (c for c in (4, 2) if lines % c == 0 and c * rows * halves <= 8)
-    return Product(isa, rows, halves, bits, zeros, short, chains=next(fits, 1))
+@functools.cache
+def _chains(lines: int, inputs: int) -> int:
+    """Sums for each row: so many that an instruction need not wait for the one before."""
+    return next((c for c in (4, 2) if lines % c == 0 and c * inputs <= 8), 1)
 
 
 @functools.cache
