@@ -256,12 +256,13 @@ def main() -> int:
         parser.error("--steps: 20 at least")
     names = tuple(dict.fromkeys(("zfunc", *args.contestants)))
     plan = Plan(names, args.steps, max(1, int(args.freeze * args.steps)), args.batch)
-    console, results = Console(), {}
+    console, results, batches = Console(), {}, {}
     with Progress(console=console) as progress:
         for rate in args.rates:
             try:
                 mine = replace(plan, batch=args.loopback_batch) if rate == "loopback" else plan
                 results[rate] = summary(trained(rate, mine, args.limit, progress), mine)
+                batches[rate] = mine.batch
             except Unsuitable as reason:
                 console.print(f"{rate}: skipped: {reason}")
     if not results:
@@ -272,7 +273,7 @@ def main() -> int:
     machine = {"hardware": hardware(), "versions": versions(), "model": asdict(MODEL)}
     told = {"when": datetime.now(UTC).isoformat(timespec="seconds"), **machine}
     (args.out / f"{stamp}.json").write_text(
-        json.dumps({**told, "plan": asdict(plan), "links": results})
+        json.dumps({**told, "plan": asdict(plan), "batches": batches, "links": results})
     )
     draw(results, plan, args.out / f"{stamp}.png")
     console.print(f"written: {args.out / stamp}.json and .png")

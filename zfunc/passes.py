@@ -270,9 +270,11 @@ class Pass:
         room = self.room
         for i, key in enumerate(self.plan[self.cursor :]):
             room -= self._size(key)
-            if i >= self.prefetch and room < 0:
+            run = self._known(key)
+            on_disk = run is not None and run.source.node is not None  # its store reads ahead
+            if i >= self.prefetch and (room < 0 or on_disk):
                 return
-            if run := self._known(key):
+            if run is not None:
                 run.start()
 
     def soon(self, run: UnitRun) -> bool:
