@@ -20,8 +20,9 @@ from torch import Tensor
 import zfunc as zf
 from benchmarks.gpu_cases import Size, compiled
 from benchmarks.gpu_timing import Ceilings, Clock
-from zfunc import kernels, optim
+from zfunc import kernels
 from zfunc.language.decoding import HuggingFace
+from zfunc.optim import fused
 
 __all__ = ["Decoder", "decoder", "end_to_end"]
 
@@ -238,17 +239,16 @@ def report(
 def optimizer(
     add: Callable[..., None], clock: Clock, roof: Ceilings, size: Size, device: torch.device
 ) -> None:
-    """A step of ``optim.adamw`` on a flat buffer, beside torch's fused one."""
+    """What a donated step of ``optim.adamw`` runs on a flat buffer, beside torch's fused one."""
     n = size.elements
-    p, g = torch.randn(n, device=device), torch.randn(n, device=device)
-    tx = optim.adamw(1e-3)
-    state = tx.init(p)
+    g = torch.randn(n, device=device)
+    row = (torch.randn(n, device=device), g, torch.zeros_like(g), torch.zeros_like(g))
+    how: dict[str, Any] = {"count": torch.tensor(1), "lr": 1e-3, "b1": 0.9, "b2": 0.999}
 
     def ours(i: int) -> Any:
-        updates, _ = tx.update(g, state, p)
-        return optim.apply_updates(p, updates)
+        return fused.adamw_([row], [[(0, n, 0.01)]], eps=1e-8, **how)
 
-    held = torch.nn.Parameter(p.clone())
+    held = torch.nn.Parameter(row[0].clone())
     held.grad = g
     torch_one = torch.optim.AdamW([held], lr=1e-3, fused=True, capturable=device.type == "cuda")
     others: dict[str, Callable[[int], Any]] = {"torch.optim.AdamW": lambda i: torch_one.step()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.kernels.layer_entries import LAYERS
@@ -29,6 +30,7 @@ def entry(
     bytes: float,
     narrow: int = 0,
     narrow_stores: int = 0,
+    share: float = 0.75,
     **constants: Any,
 ) -> Entry:
     """An entry, launched as the table of configurations says.
@@ -51,7 +53,8 @@ def entry(
         size = how["ROWS"] * how["GROUP"]
     each = size / (32 * options["num_warps"])
     known = {k: v for k, v in (how | constants).items() if k in kernel.arg_names}
-    return Entry(name, kernel, types, known, each, bytes, divisible, narrow, narrow_stores, options)
+    rest = (each, bytes, divisible, narrow, narrow_stores, options)
+    return Entry(name, kernel, types, known, *rest, share=share)
 
 
 ADAM = "p:*fp32 m:*fp32 v:*fp32 p_new:*fp32 m_new:*fp32 v_new:*fp32 low:*bf16 hyper:*fp64 n:i32!"
@@ -224,10 +227,66 @@ ENTRIES = [
         narrow=1,
         narrow_stores=1,
     ),
+    # These have more to do for each byte than there is time for: bound by instructions, not memory.
+    grid(
+        "quantize_groups, asymmetric and stochastic",
+        bytes=3.03,
+        SYMMETRIC=False,
+        STOCHASTIC=True,
+        narrow=1,
+        narrow_stores=2,
+        share=1.0,
+    ),
+    grid(
+        "quantize_groups, 4 bits, asymmetric",
+        bytes=2.53,
+        BITS=4,
+        SYMMETRIC=False,
+        narrow_stores=2,
+        share=1.05,
+    ),
+    grid(
+        "quantize_groups, 4 bits, stochastic",
+        bytes=2.52,
+        BITS=4,
+        STOCHASTIC=True,
+        narrow=1,
+        narrow_stores=1,
+        share=1.1,
+    ),
+    grid(
+        "quantize_groups, 4 bits, asymmetric and stochastic",
+        bytes=2.53,
+        BITS=4,
+        SYMMETRIC=False,
+        STOCHASTIC=True,
+        narrow=1,
+        narrow_stores=2,
+        share=1.45,
+    ),
     grid("quantize_groups, with an error", bytes=13, x="*fp32", ERROR=True, narrow_stores=1),
     grid("fake_quant", bytes=4, FAKE=True),
+    grid(
+        "fake_quant, asymmetric and stochastic",
+        bytes=4,
+        FAKE=True,
+        SYMMETRIC=False,
+        STOCHASTIC=True,
+        narrow=1,
+        share=0.9,
+    ),
     # The loop is over senders: each of 8 has its eighth of the 12.5 bytes.
     grid("mean_payloads", bytes=12.5 / 8, BITS=4, MEAN=True, ERROR=True, narrow=2, narrow_stores=2),
+    # Sixteen elements of a thread are eight bytes here: no load is of 16.
+    replace(
+        grid("mean_payloads, without an error", bytes=4.5 / 8, BITS=4, MEAN=True, share=1.65),
+        narrow=2,
+        narrow_stores=2,
+        wide=False,
+    ),
+    grid(
+        "mean_payloads, 8 bits without an error", bytes=9 / 8, MEAN=True, narrow=2, narrow_stores=1
+    ),
     entry(
         "dequantize_groups",
         groupwise_triton.dequantize_kernel,

@@ -53,6 +53,8 @@ class Entry:
         dots: whether tensor cores are to do the products.
         tiny: what it reads is little and in the cache, so that only its fit is checked.
         amd: the entry for gfx942, where the launcher chooses otherwise.
+        wide: whether there must be a load or a store of 16 bytes.
+        share: of the budget of instructions that the hot loop may take.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Entry:
     dots: bool = False
     tiny: bool = False
     amd: Entry | None = None
+    wide: bool = True
+    share: float = 0.75
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 No GPU is needed. The bounds: no spill, no stack, shared memory that fits, loads of 16 bytes,
 and a hot loop that needs at most three quarters of the instructions that an H200 issues while
-the kernel's bytes move at copy speed.
+the kernel's bytes move at copy speed (or what its entry says, and the docs).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def test_it_fits(name: str, target: str):
 @pytest.mark.parametrize("name", [name for name, entry in BY_NAME.items() if not entry.tiny])
 def test_it_keeps_up_with_memory(name: str):
     entry, found = BY_NAME[name], code(name, "sm_90")
-    assert found.slots <= 0.75 * SLOTS_PER_BYTE * entry.bytes, found
+    assert found.slots <= entry.share * SLOTS_PER_BYTE * entry.bytes, found
     assert 0 <= found.loads - found.wide_loads <= entry.narrow, found
     assert 0 <= found.stores - found.wide_stores <= entry.narrow_stores, found
-    assert found.wide_loads + found.wide_stores > 0, found
+    assert found.wide_loads + found.wide_stores > 0 or not entry.wide, found
 
 
 @pytest.mark.parametrize("entry", OTHERS, ids=lambda entry: entry.name)
@@ -66,7 +66,7 @@ def test_every_product_that_the_dispatch_can_choose(entry: Entry):
         found = compiled(one, target)
         assert found.spills == 0 and found.stack == 0 and found.dots > 0, found
         assert found.shared <= SHARED[target], found
-        assert entry.tiny or found.slots <= 0.75 * SLOTS_PER_BYTE * entry.bytes, found
+        assert entry.tiny or found.slots <= entry.share * SLOTS_PER_BYTE * entry.bytes, found
 
 
 def test_sizes_beyond_32_bits_are_taken():
