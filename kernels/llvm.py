@@ -12,18 +12,20 @@ import functools
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from llvmlite import ir
 
-__all__ = ["Host", "Writer", "compiled", "host"]
+__all__ = ["Host", "Writer", "compiled", "host", "once"]
+
+R = TypeVar("R")
 
 OLDEST = 20  # LLVM's version from which pointers have no types
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -54,6 +56,8 @@ def host() -> Host:
         from llvmlite import binding as llvm
     except ImportError:
         return Host("", False, "llvmlite is not installed (pip install llvmlite)")
+    except OSError as error:
+        return Host("", False, f"llvmlite does not load here ({error})")
     if llvm.llvm_version_info[0] < OLDEST:
         return Host("", False, "llvmlite is too old (pip install 'llvmlite>=0.45')")
     if _openmp() is None:
@@ -145,6 +149,22 @@ def compiled(module: ir.Module, name: str, isa: str = "") -> Kernel:
 
 
 _KEPT: list[Any] = []  # machine code lives as long as the process
+
+
+def once(make: Callable[..., R]) -> Callable[..., R]:
+    """``functools.cache`` for several threads: what one of them makes the others wait for.
+
+    >>> once(int)("7")
+    7
+    """
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def made(*args: Hashable) -> R:
+        with _one_at_a_time:
+            return cached(*args)
+
+    return made
 
 
 def _machine(isa: str) -> Any:

@@ -24,13 +24,25 @@ from zfunc.kernels.llvm import host
 from zfunc.kernels.panels_llvm import LINE, Product
 from zfunc.kernels.tiles_llvm import EDGE
 
-__all__ = ["Panels", "Rounded", "host", "linear", "matmul", "panels", "rounded", "takes", "worth"]
+__all__ = [
+    "WIDEST",
+    "Panels",
+    "Rounded",
+    "host",
+    "linear",
+    "matmul",
+    "panels",
+    "rounded",
+    "takes",
+    "worth",
+]
 
 OUTPUTS = 16  # of a panel
 CHUNKS = (64, 32, 16)  # columns that rows are cut into: the first that a group is a multiple of
 TILED = {8: 5, 4: 32}  # rows of bytes from which tiles are faster, by the bits of the weights
 ALONE = 1 << 15  # bytes of inputs up to which each thread rounds them for itself
 LITTLE = 1 << 15  # bytes of weights below which a second thread costs more than it saves
+WIDEST = (1 << 17) - 1  # columns of a group: one more product of 128 * 128 and int32 overflows
 MOST = 64  # rows that plain vectors multiply in less time than fp32 takes with its weights to make
 ROWS = {"avx512vnni": (1, 2, 3, 4, 6, 8, 12, 16), "avxvnni": (1, 2, 3, 4, 6), "avx2": (1, 2, 3, 4)}
 
@@ -84,6 +96,13 @@ class Panels:
         """Which code multiplies with them."""
         return self.bits, self.zero is not None, self.scale.dtype == torch.bfloat16
 
+    def looked_up(self, where: Tensor) -> Tensor:
+        """The codes of some rows ``[rows, k]`` int8, for ``where`` int64 ``[rows]``."""
+        fours = self.data.view(self.count, -1, OUTPUTS, 4)[where // OUTPUTS, :, where % OUTPUTS]
+        if self.bits == 4:
+            fours = torch.stack([fours & 15, fours >> 4], dim=2)
+        return (fours.flatten(1)[:, : self.rows[1]] - _offset(self.bits)).view(torch.int8)
+
     def codes(self) -> Tensor:
         """``[n, k]`` int8."""
         n, k = self.rows
@@ -106,8 +125,8 @@ def _filled(width: int, groups: int) -> int:
 
 
 def takes(width: int, groups: int) -> bool:
-    """Whether groups of so many columns can be put in panels here."""
-    return bool(host().isa) and (groups == 1 or width % OUTPUTS == 0)
+    """Whether groups of so many columns can be put in panels here, and their sums in int32."""
+    return bool(host().isa) and (groups == 1 or width % OUTPUTS == 0) and width <= WIDEST
 
 
 def worth(m: int) -> bool:
@@ -245,17 +264,20 @@ def matmul(x: Rounded, weight: Panels) -> Tensor:
 
 
 @functools.cache
+@llvm.once
 def _rounding(isa: str, halves: int, chunk: int, tiled: bool) -> Any:
     return llvm.compiled(panels_llvm.rounding(halves, chunk, tiled), "rounding", isa)
 
 
 @functools.cache
+@llvm.once
 def _linear(isa: str, *form: Any) -> Any:
     module = panels_llvm.linear(Product(isa, *form), CHUNKS[-1])
     return llvm.compiled(module, "linear", isa)
 
 
 @functools.cache
+@llvm.once
 def _product(isa: str, *form: Any) -> Any:
     return llvm.compiled(panels_llvm.product(Product(isa, *form)), "product", isa)
 
@@ -267,6 +289,7 @@ def _chains(lines: int, inputs: int) -> int:
 
 
 @functools.cache
+@llvm.once
 def _tiled(
     isa: str, rows: int, halves: int, bits: int, zeros: bool, short: bool, *shape: int
 ) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +151,43 @@ def test_threads_share_the_work(threads: int, monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_that_are_looked_up(bits: int) -> None:
+    for n, k, width in ((17, 333, 333), (33, 400, 128)):
+        w, _ = weight_of(n, k, bits, width, False)
+        where = torch.tensor([n - 1, 0, 16, 16, 5])
+        assert torch.equal(w.looked_up(where), codes_of(n, k, bits)[where])
+        assert w.looked_up(where[:0]).shape == (0, k)
+
+
+def test_groups_that_int32_cannot_sum_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    be("avx512", monkeypatch)
+    for k, taken in ((2**17 - 1, True), (2**17, False)):
+        w, x = torch.full((1, k), -128, dtype=torch.int8), torch.full((1, k), -127.0)
+        q = QTensor(w, torch.ones(1, 1), None, Format(8, None, dynamic=True), (1, k), x.dtype)
+        assert (products.route(x, q) == "panels") == taken
+        assert F.linear(x, q).item() == pytest.approx(127 * 128 * k, rel=1e-5)
+
+
+def test_threads_make_a_kernel_once() -> None:
+    made, together = [], threading.Barrier(4)
+
+    def make(number: int) -> list[int]:
+        time.sleep(0.01)
+        made.append(number)
+        return [number]
+
+    once = llvm.once(make)
+
+    def ask(_: int) -> list[int]:
+        together.wait()
+        return once(3)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(4)))
+    assert made == [3] and all(x is found[0] for x in found)
+
+
 def test_many_rows_are_not_for_plain_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     be("avx2", monkeypatch)
     q = QTensor.quantize(torch.randn(32, 64), Format(8, 32))
@@ -166,3 +207,17 @@ def test_a_machine_without_them_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not found.isa and ("pip install llvmlite" in found.why or "x86-64" in found.why)
     monkeypatch.setattr(panels, "host", lambda: found)
     assert not panels.takes(64, 1)
+
+
+def test_an_llvmlite_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a shared library, and raises what the system says of it."""
+
+    class Broken:
+        def __getattr__(self, name: str) -> None:
+            raise OSError("Could not find/load shared object file")
+
+    monkeypatch.setattr(llvm.sys, "platform", "linux")
+    monkeypatch.setattr(llvm.platform, "machine", lambda: "x86_64")
+    monkeypatch.setitem(llvm.sys.modules, "llvmlite", Broken())
+    found = llvm.host.__wrapped__()
+    assert not found.isa and "shared object" in found.why
