@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zfunc.kernels.panels import WIDEST
 from zfunc.quant.large_pages import into_large_pages
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def takes(weight: QTensor, m: int) -> bool:
     if not (n and k and m and exact()):
         return False
     width, groups = weight.format.width(k), weight.format.groups(k)
+    if width > WIDEST:
+        return False
     return groups == 1 or (m <= FEW and n * width * min(groups, GROUPS) >= PIECE)
 
 

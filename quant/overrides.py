@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zfunc.quant import grids, packing, products
+from zfunc.quant import grids, products
 from zfunc.quant.grids import Grid
 from zfunc.quant.qtensor import QTensor, attribute
 
@@ -60,11 +60,9 @@ def _embedding(
     """Only the rows that are looked up are dequantised; nothing is trained, so no more counts."""
     if not isinstance(weight, QTensor) or weight.transposed or max_norm is not None:
         return NotImplemented
-    where, data = ids.reshape(-1), weight.data_codes
-    some = data[where]
+    where = ids.reshape(-1)
     grid = Grid(weight.scale[where], None if weight.zero is None else weight.zero[where])
-    codes = packing.unpack(some, weight.rows[1]) if weight.format.packed else some
-    rows = grids.dequantize(codes, grid, weight.format, weight.dtype)
+    rows = grids.dequantize(weight.looked_up(where), grid, weight.format, weight.dtype)
     return rows.reshape(*ids.shape, weight.shape[-1])
 
 

@@ -31,11 +31,11 @@ def takes(x: Tensor, weight: QTensor) -> bool:
     """Whether this route is there; ``kernels.use("torch")`` closes it.
 
     It reads memory itself, so tensors without any (traced, or under a transform of torch.func)
-    go elsewhere.
+    go elsewhere, and those that stand for the negative of what lies there.
     """
     if dispatch.forced() is not None or type(x) not in _PLAIN or torch.compiler.is_compiling():
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_neg():
         return False
     if not panels.worth(x.shape[0]):
         return False
@@ -60,12 +60,12 @@ def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
     """``x W^T`` for each of several weights: many rows are rounded once for those of one format."""
     if x.shape[0] <= FEW:
         return [product(x, weight) for weight in weights]
-    made: dict[tuple[int, int, int], Rounded] = {}
+    made: dict[tuple[int, int, int, int], Rounded] = {}
     out = []
     for weight in weights:
         ready: Panels = weight.ready(Panels, functools.partial(_panels, weight))
         bits = 8 if weight.format.dynamic else 16
-        key = bits, ready.bits, ready.groups
+        key = bits, ready.bits, ready.groups, ready.filled  # as many groups may be narrower
         if key not in made:
             made[key] = panels.rounded(x, ready, bits)
         out.append(panels.matmul(made[key], ready))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from zfunc.quant import grids, int4_products, int8_products, kernel_products, panel_products
 from zfunc.quant.grids import Grid
@@ -36,6 +37,8 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
             f"mat1 and mat2 shapes cannot be multiplied: {tuple(x.shape)} with a weight that sums "
             f"over {k} ({weight!r})"
         )
+    if not x.is_floating_point():
+        return F.linear(x, weight.dequantized_rows(weight.dtype), bias)  # torch says what is wrong
     rows = x if x.ndim == 2 else x.reshape(-1, k)
     if (torch.is_grad_enabled() and x.requires_grad) or transformed(x):
         y: Tensor = _Product.apply(rows, _Held(weight))
@@ -117,9 +120,11 @@ def _blocks(weight: QTensor, step: int, dtype: torch.dtype) -> Any:
 
 
 def transformed(x: Tensor) -> bool:
-    """Whether a transform of torch.func is at work on ``x``."""
+    """Whether a transform of torch.func is at work on ``x``, or a tangent may go with it."""
     if torch.compiler.is_compiling():
         return False  # what is traced is not asked about
+    if forward_ad._current_level >= 0:
+        return True
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 

@@ -125,28 +125,37 @@ class QTensor(Encoded, Tensor):
     @property
     def data_codes(self) -> Tensor:
         """What is stored: ``[n, k]`` int8, or ``[n, ceil(k / 2)]`` uint8 with two in a byte."""
-        store = self._store
-        if store.data is None:
-            codes: Tensor = store.ready.codes()
+        data = self._store.data  # once: another thread may put the codes in order meanwhile
+        if data is None:
+            codes: Tensor = self._store.ready.codes()
             return packing.pack(codes) if self.format.packed else codes
-        return store.data
+        return data
 
     @property
     def codes(self) -> Tensor:
         """The codes, ``[n, k]`` int8."""
-        store = self._store
-        if store.data is None:
-            return store.ready.codes()
-        return packing.unpack(store.data, self.rows[1]) if self.format.packed else store.data
+        data = self._store.data
+        if data is None:
+            return self._store.ready.codes()
+        return packing.unpack(data, self.rows[1]) if self.format.packed else data
+
+    def looked_up(self, where: Tensor) -> Tensor:
+        """The codes of some rows ``[rows, k]`` int8, for ``where`` ``[rows]``, from 0 on."""
+        data = self._store.data
+        if data is None:
+            ready = self._store.ready
+            some = getattr(ready, "looked_up", None)
+            return ready.codes()[where] if some is None else some(where)
+        return packing.unpack(data[where], self.rows[1]) if self.format.packed else data[where]
 
     def ready(self, kind: type[R], make: Callable[[], R]) -> R:
         """The codes in the order that a kernel reads them in, which replaces the one they had."""
         store = self._store
-        if type(store.ready) is not kind:
-            store.ready = make()
+        found = store.ready
+        if type(found) is not kind:
+            store.ready = found = make()
             store.data = None
-        found: R = store.ready
-        return found
+        return found  # and not what another thread has put there since
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from tests.unit.test_qtensor import FORMATS, weight
 from zfunc import kernels
@@ -179,6 +181,61 @@ def test_embedding_dequantises_what_is_looked_up(form: Format) -> None:
     assert torch.equal(F.embedding(ids, q), F.embedding(ids, q.dequantize()))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embedding_of_weights_in_a_kernels_order(bits: int) -> None:
+    """A head that is tied to its embedding: no token puts all codes back in their old order."""
+    q, ids = QTensor.quantize(weight(35, 80), Format(bits, 16)), torch.tensor([[34, 0], [16, 15]])
+    expected = F.embedding(ids, q.dequantize())
+    F.linear(weight(1, 80), q)
+    if products.route(weight(1, 80), q) == "panels":
+        q._store.ready = _Only(q._store.ready)
+    assert torch.equal(F.embedding(ids, q), expected)
+
+
+class _Only:
+    """Rows that are looked up, and nothing else."""
+
+    def __init__(self, ready: Any) -> None:
+        self.looked_up = ready.looked_up
+
+
+def test_codes_that_another_thread_puts_in_order_meanwhile() -> None:
+    """What was there when it was asked for is still what is read."""
+
+    class Meanwhile:
+        ready = None
+        times = 0
+
+        @property
+        def data(self) -> torch.Tensor | None:
+            self.times += 1
+            return codes if self.times == 1 else None
+
+    for form in (Format(8, None), Format(4, None)):
+        q = QTensor.quantize(weight(3, 8), form)
+        codes, expected = q.data_codes, q.codes.clone()
+        for read in (lambda q: q.codes, lambda q: q.looked_up(torch.arange(3))):
+            q._store = Meanwhile()  # type: ignore[assignment]
+            assert torch.equal(read(q), expected)
+        q._store = Meanwhile()  # type: ignore[assignment]
+        assert torch.equal(q.data_codes, codes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_inputs_that_are_no_plain_numbers() -> None:
+    """Views that change the sign, tangents outside of torch.func, and dtypes that torch refuses."""
+    q, x, t = QTensor.quantize(weight(20, 32), Format(8, None)), weight(4, 32, 1), weight(4, 32, 2)
+    y = F.linear(x, q)
+    torch.testing.assert_close(F.linear(torch._neg_view(x), q), -y, rtol=1e-3, atol=1e-3)
+    with forward_ad.dual_level():
+        value, tangent = forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, t), q))
+    assert torch.equal(value, y)
+    torch.testing.assert_close(tangent, t @ q.dequantize().t(), rtol=1e-5, atol=1e-5)
+    for other in (x.to(torch.cfloat), x.long()):
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(other, q)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     w, x = weight(64, 128).to(dtype), weight(3, 128, 1).to(dtype)
@@ -189,6 +246,15 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     bound = {torch.float64: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     expected = x.double() @ q.dequantize(torch.float64).t()
     assert float((y.double() - expected).norm() / expected.norm()) < bound
+
+
+def test_products_of_one_input_with_groups_of_several_widths() -> None:
+    """As many groups of 112 columns as of 128: the input is laid out for each."""
+    weights = [QTensor.quantize(torch.randn(48, 400), Format(8, width)) for width in (112, 128)]
+    x = torch.randn(8, 400)
+    with torch.no_grad():
+        for y, w in zip(products.several(x, weights), weights, strict=True):
+            assert torch.equal(y, F.linear(x, w))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 600])
