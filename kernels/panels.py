@@ -236,7 +236,7 @@ def linear(x: Tensor, weight: Panels, bits: int) -> Tensor:
         ],
         1 if weight.data.nbytes < LITTLE else 0,
     )
-    return out if m == rows else out[:m]
+    return out if m == rows else out.resize_(m, n)  # no view
 
 
 def matmul(x: Rounded, weight: Panels) -> Tensor:
@@ -260,7 +260,7 @@ def matmul(x: Rounded, weight: Panels) -> Tensor:
         _tiled(*form, x.chunk, 2 - x.blocks % 2, wide)(arguments)
     else:
         _product(*form, _chains(weight.lines, x.rows * x.halves))(arguments)
-    return out[: x.m]
+    return out.resize_(x.m, n)  # no view, which autograd would treat as one
 
 
 @functools.cache

@@ -140,7 +140,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, held: _Held) -> Tensor:
-        return _forward(x.detach(), held.weight, route(x, held.weight))
+        y = _forward(x.detach(), held.weight, route(x, held.weight))
+        return y.clone() if y._is_view() else y  # tangents are not made for views
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -137,9 +137,10 @@ def test_inputs_are_rounded_as_everywhere(k: int, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(panels.matmul(panels.rounded(x, eye, 8), eye), int8_products.rounded(x))
 
 
+@pytest.mark.parametrize("cpu", ["tiles", "avx512"])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_share_the_work(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    be("avx512", monkeypatch)
+def test_threads_share_the_work(cpu: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    be(cpu, monkeypatch)
     w, _ = weight_of(50, 4096, 4, 128, True)
     x, before = rows_of(20, 4096), torch.get_num_threads()
     whole = panels.matmul(panels.rounded(x, w, 16), w)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -227,10 +228,11 @@ def test_inputs_that_are_no_plain_numbers() -> None:
     q, x, t = QTensor.quantize(weight(20, 32), Format(8, None)), weight(4, 32, 1), weight(4, 32, 2)
     y = F.linear(x, q)
     torch.testing.assert_close(F.linear(torch._neg_view(x), q), -y, rtol=1e-3, atol=1e-3)
-    with forward_ad.dual_level():
-        value, tangent = forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, t), q))
-    assert torch.equal(value, y)
-    torch.testing.assert_close(tangent, t @ q.dequantize().t(), rtol=1e-5, atol=1e-5)
+    for chosen in (None, "torch"):
+        with kernels.use(chosen) if chosen else nullcontext(), forward_ad.dual_level():
+            value, tangent = forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, t), q))
+        torch.testing.assert_close(value, y, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(tangent, t @ q.dequantize().t(), rtol=1e-5, atol=1e-5)
     for other in (x.to(torch.cfloat), x.long()):
         with pytest.raises(RuntimeError, match="dtype"):
             F.linear(other, q)
