@@ -7,7 +7,8 @@ took from Python (a position, a shape) is frozen in them, as it is in a CUDA gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -23,7 +24,7 @@ from zfunc.errors import PlacementError
 from zfunc.language import capture, gpt
 from zfunc.language.decoding import Held, held
 from zfunc.language.gpt_decoding import GPTDecoder
-from zfunc.language.recording import OnDevice, recorder
+from zfunc.language.recording import CudaGraphs, OnDevice, recorder
 
 CPU = torch.device("cpu")
 
@@ -66,9 +67,7 @@ def padded(rows: int) -> tuple[Tensor, Tensor]:
     return ids_of(rows, 9) * mask, mask
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), [("llama", 1), ("llama", 4), ("gpt2", 4), ("qwen2", 1)]
-)
+@pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("llama", 4), ("gpt2", 4), ("qwen2", 1)])
 def test_what_is_traced_once_continues_texts_alike(name: str, rows: int, traced: Traced) -> None:
     model = causal(name)
     functional, (ids, mask) = zf.functionalize(model), padded(rows)
@@ -226,3 +225,75 @@ def test_without_a_gpu_nothing_is_captured() -> None:
     assert recorder(CPU) is None
     with pytest.raises(PlacementError, match="tokens are on cpu"):
         zf.generate(functional, functional.params, ids, max_new_tokens=3, capture=True)
+
+
+class Fake:
+    """What ``CudaGraphs`` asks of ``torch.cuda``, in the order in which it does."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log, self.live = log, 0
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake, log = self, self.log
+
+        class Stream:
+            def __init__(self, device: Any = None) -> None:
+                self.name = "now" if device is None else "side"
+
+            def wait_stream(self, other: Any) -> None:
+                log.append(f"{self.name} waits for {other.name}")
+
+        class Graph:
+            def __init__(self) -> None:
+                fake.live += 1
+
+            def __del__(self) -> None:
+                fake.live -= 1
+
+            def pool(self) -> str:
+                return "pool"
+
+            def replay(self) -> None:
+                log.append("replay")
+
+        @contextmanager
+        def on(stream: Any) -> Iterator[None]:
+            yield
+
+        @contextmanager
+        def graph(graph: Graph, pool: Any, stream: Stream, capture_error_mode: str) -> Any:
+            log.append(f"record on {stream.name} with {pool}, {fake.live} alive")
+            yield
+
+        replaced = {"Stream": Stream, "CUDAGraph": Graph, "stream": on, "device": on}
+        for name, value in {**replaced, "graph": graph, "current_stream": Stream}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_cuda_graphs_are_recorded_as_torch_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm on the stream that records; a pool that the graph before still holds."""
+    log: list[Any] = []
+    Fake(log).patch(monkeypatch)
+    record = CudaGraphs(CPU)
+    warm = ["side waits for now", "run", "run", "now waits for side"]
+
+    def run(x: Tensor) -> Tensor:
+        log.append("run")
+        return x + 1
+
+    replay = record(run, (torch.zeros(1),))
+    assert log == [*warm, "record on side with None, 1 alive", "run"]
+    assert replay() == 1 and log[-1] == "replay"
+    log.clear()
+    record(run, (torch.ones(1),))
+    assert log == [*warm, "record on side with pool, 2 alive", "run"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+def test_graphs_continue_texts_alike_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "Captured", partial(capture.Captured, smallest=8))
+    functional = zf.functionalize(causal(name).cuda())
+    ids, mask = (x.cuda() for x in padded(4))
+    run = partial(zf.generate, functional, functional.params, ids, attention_mask=mask)
+    assert torch.equal(run(max_new_tokens=30, capture=True), run(max_new_tokens=30, capture=False))
