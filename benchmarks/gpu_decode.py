@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -203,6 +204,55 @@ def generating(
     add("decode", f"{GENERATE}: as without blocks", right=distance < 0.05, distance=distance)
     moved = 2.0 * sum(x.numel() for x in zf.tree.leaves(model.params)) - 2.0 * 1024 * size.width
     report(add, GENERATE, clock, roof, ours, {"without blocks": plain}, moved, "skinny_mm")
+    texts(add, clock, roof, model, device, moved)
+
+
+TEXTS = "a token of zf.generate's texts, with graphs"
+
+
+def texts(
+    add: Callable[..., None],
+    clock: Clock,
+    roof: Ceilings,
+    model: Any,
+    device: torch.device,
+    moved: float,
+) -> None:
+    """What a token of a text costs in all, sampling and Python included, with graphs and without.
+
+    From two lengths of text that end within one extent, so that prompts and captures cancel out.
+    """
+    prompt, few, many = (256, 64, 192) if clock.real else (4, 2, 4)
+    ids = torch.randint(1024, (1, prompt), device=device)
+
+    def seconds(count: int, capture: bool) -> float:
+        if clock.real:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        zf.generate(model, model.params, ids, max_new_tokens=count, capture=capture)
+        if clock.real:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def token(capture: bool) -> float:
+        each = [seconds(many, capture) - seconds(few, capture) for _ in range(5)]
+        return median(each) / (many - few)
+
+    if not clock.real:
+        seconds(few, False)
+        add("decode", TEXTS, skipped="graphs need a GPU; the text ran without")
+        return
+    token(True)
+    halves, plain = [token(True) for _ in range(2)], token(False)
+    add(
+        "decode",
+        TEXTS,
+        microseconds=round(min(halves) * 1e6, 1),
+        share=round(moved / min(halves) / roof.copy, 3),
+        predicted=0.75,  # of the step's 82 %, what some twenty launches around it leave
+        steady=abs(halves[0] - halves[1]) <= 0.02 * min(halves),
+        ratios={"without graphs": round(plain / min(halves), 3)},
+    )
 
 
 def apart(x: Tensor, y: Tensor) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,10 +22,22 @@ from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.nodes import register
 
-__all__ = ["Decoder", "HuggingFace", "Replay", "Step", "check_room", "decoder_of", "held"]
+__all__ = [
+    "Decoder",
+    "Held",
+    "HuggingFace",
+    "Replay",
+    "Single",
+    "Step",
+    "check_room",
+    "decoder_of",
+    "held",
+]
 
 
 Step = Callable[[Any, Tensor], tuple[Tensor, Any]]
+Single = Callable[[Tensor, Tensor], Tensor]
+"""``(tokens [b, 1], position [1]) -> logits [b, vocab]``: a token by nothing but tensors."""
 
 
 @runtime_checkable
@@ -54,11 +66,31 @@ class Decoder(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Held:
+    """A decoder's step on parameters that are bound.
+
+    Attributes:
+        step: ``(cache, tokens) -> (logits, cache)``.
+        single: ``(cache, extent)`` -> the same for one token of each text as a function of tensors
+            only: it writes into this cache's memory at the position that it is given, and attends
+            to the first ``extent`` positions, as far as they are filled. It raises PlacementError
+            for caches on which ``step`` cannot be repeated. None if there is none.
+    """
+
+    step: Step
+    single: Callable[[Any, int], Single] | None = None
+
+    def __call__(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        return self.step(cache, tokens)
+
+
 @contextmanager
 def held(decoder: Decoder, params: Any) -> Iterator[Step]:
     """A block in which a decoder steps on the same parameters: ``step(cache, tokens)``.
 
-    A decoder may have a ``held(params)`` of its own, that does once what all steps share.
+    A decoder may have a ``held(params)`` of its own, that does once what all steps share; where it
+    yields a :class:`Held` with ``single``, steps can be captured (:mod:`zfunc.language.capture`).
     """
     own = getattr(decoder, "held", None)
     if own is None:
@@ -125,6 +157,14 @@ class Cache:
     ) -> None:
         self.tensors, self.rows, self.length, self.used = tuple(tensors), rows, length, used
 
+    def advanced(self) -> Cache:
+        """The same memory, when somebody has written one more token into it."""
+        rows = tuple(
+            replace(row, rest=tuple((k, v + 1 if k == "used" else v) for k, v in row.rest))
+            for row in self.rows
+        )
+        return Cache(self.tensors, rows, self.length, self.used + 1)
+
     def __repr__(self) -> str:
         return f"Cache({self.used} of {self.length} positions, {len(self.rows)} layers)"
 
@@ -166,10 +206,10 @@ class HuggingFace:
     @contextmanager
     def held(self, params: Any) -> Iterator[Step]:
         with self._functional.held(params, train=False) as call:
-            yield partial(self._step, call)
+            yield Held(partial(self._step, call), partial(self._single, call))
 
     def _step(self, call: Callable[..., Any], cache: Cache, tokens: Tensor) -> tuple[Tensor, Cache]:
-        mask = cache.tensors[-1] if len(cache.tensors) > _count(cache.rows) else None
+        mask = _mask(cache)
         stop = cache.used + tokens.shape[1]
         check_room(cache.used, tokens.shape[1], cache.length)
         layers = self._layers(cache)
@@ -183,11 +223,7 @@ class HuggingFace:
             taken = positions.new_ones(len(tokens), stop) if taken is None else taken
             taken = F.pad(taken, (0, cache.length - stop))
         given["attention_mask"] = taken
-        if "position_ids" in self._takes:
-            given["position_ids"] = positions
-        if "logits_to_keep" in self._takes:
-            given["logits_to_keep"] = 1
-        out = call(tokens, **given)
+        out = call(tokens, **given, **self._known(position_ids=positions, logits_to_keep=1))
         if not isinstance(getattr(out, "logits", None), Tensor):
             raise PlacementError(
                 f"{self._functional!r} returned {type(out).__name__}, without logits: generate "
@@ -196,6 +232,35 @@ class HuggingFace:
         tensors, rows = _taken_apart(layers)
         new = Cache([*tensors, *([] if mask is None else [mask])], rows, cache.length, stop)
         return out.logits[:, -1], new
+
+    def _single(self, call: Callable[..., Any], cache: Cache, extent: int) -> Single:
+        shell, mask = self._layers(cache), _mask(cache)
+        if not all(hasattr(layer, "used") for layer in shell.layers):
+            kinds = sorted({type(layer).__name__ for layer in shell.layers})
+            raise PlacementError(f"its cache has layers of other kinds: {', '.join(kinds)}")
+        from zfunc.language.extent import ExtentLayer
+
+        def single(tokens: Tensor, position: Tensor) -> Tensor:
+            rows = position.repeat(len(tokens))
+            layers = copy.copy(shell)
+            layers.layers = [
+                ExtentLayer(old.keys, old.values, position, rows, extent) for old in shell.layers
+            ]
+            taken = (torch.arange(extent, device=tokens.device) <= position).expand(len(tokens), -1)
+            positions = rows[:, None]
+            if mask is not None:
+                taken = taken & mask[:, :extent]
+                positions = (taken.sum(dim=1, keepdim=True) - 1).clamp_min(0)
+            known = self._known(position_ids=positions, logits_to_keep=1, cache_position=position)
+            given = {"past_key_values": layers, "use_cache": True, "attention_mask": taken.long()}
+            logits: Tensor = call(tokens, **given, **known).logits[:, -1]
+            return logits
+
+        return single
+
+    def _known(self, **given: Any) -> dict[str, Any]:
+        """Those arguments that the model takes."""
+        return {name: value for name, value in given.items() if name in self._takes}
 
     def _layers(self, cache: Cache) -> Any:
         length = cache.length
@@ -229,8 +294,9 @@ def _single_tokens(module: nn.Module) -> None:
     decoder_layers.fuse(module)
 
 
-def _count(rows: Sequence[Row]) -> int:
-    return sum(len(row.names) for row in rows)
+def _mask(cache: Cache) -> Tensor | None:
+    count = sum(len(row.names) for row in cache.rows)
+    return cache.tensors[-1] if len(cache.tensors) > count else None
 
 
 def _taken_apart(layers: Any) -> tuple[list[Tensor], tuple[Row, ...]]:

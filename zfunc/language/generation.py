@@ -12,7 +12,8 @@ from torch import Tensor
 
 from zfunc import random
 from zfunc.differentiation import evaluate
-from zfunc.language.decoding import Decoder, decoder_of, held
+from zfunc.language.capture import captured
+from zfunc.language.decoding import Decoder, Step, decoder_of, held
 from zfunc.language.sampling import check_sampling, next_token
 
 __all__ = ["generate"]
@@ -33,6 +34,7 @@ def generate(
     attention_mask: Tensor | None = None,
     stop: int | Iterable[int] = (),
     stream: Callable[[Tensor], Any] | None = None,
+    capture: bool | None = None,
 ) -> Tensor:
     """Continue texts.
 
@@ -54,6 +56,10 @@ def generate(
         stop: token ids at which a text ends. It then goes on with that token; once all
             texts have ended generation stops.
         stream: called with each new column of tokens, ``[b]``.
+        capture: replay single tokens as CUDA graphs (:mod:`zfunc.language.capture`). None: on a
+            GPU, where the model's step can be recorded and texts are long enough to be worth it;
+            what cannot runs eagerly, and the logger ``zfunc`` says why. True insists on it,
+            False never does.
 
     Returns:
         ``[b, t + n]`` int64: the prompts as given, and what follows.
@@ -61,7 +67,8 @@ def generate(
     Raises:
         ValueError: no room in the model's positions, ids outside its vocabulary, empty
             prompts, or settings that mean nothing.
-        PlacementError: ``functional`` is no causal language model.
+        PlacementError: ``functional`` is no causal language model; with ``capture=True``, its step
+            cannot be captured.
 
     >>> import zfunc as zf
     >>> count = zf.functionalize(torch.nn.Embedding(4, 4))  # token i is followed by i + 1
@@ -84,6 +91,7 @@ def generate(
             attention_mask=None if attention_mask is None else attention_mask[None],
             stop=stop,
             stream=stream,
+            capture=capture,
         )[0]
     decoder, ends = decoder_of(functional), {stop} if isinstance(stop, int) else {*stop}
     _check(decoder, ids, attention_mask, max_new_tokens)
@@ -106,6 +114,7 @@ def generate(
         ),
         torch.tensor(sorted(ends), dtype=torch.int64, device=ids.device),
         stream,
+        lambda step: captured(step, params, ids.device, max_new_tokens - 1, capture),
     )
 
 
@@ -119,12 +128,14 @@ def _run(
     choose: Callable[[Tensor, int], Tensor],
     ends: Tensor,
     stream: Callable[[Tensor], Any] | None,
+    recorded: Callable[[Step], Step],
 ) -> Tensor:
     if not count:
         return ids.clone()
     cache = decoder.start(len(ids), prompt.shape[1] + count, mask)
     out, done = [ids], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     with held(decoder, params) as step:
+        single = recorded(step)
         for part in prompt.split(CHUNK, dim=1):
             logits, cache = step(cache, part)
         last = prompt[:, -1]
@@ -139,7 +150,7 @@ def _run(
                 done |= torch.isin(last, ends)
             if n + 1 == count or (len(ends) and bool(done.all())):
                 break
-            logits, cache = step(cache, last[:, None])
+            logits, cache = single(cache, last[:, None])
     return torch.cat(out, dim=1)
 
 

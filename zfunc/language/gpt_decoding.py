@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,8 @@ from einops import rearrange
 from torch import Tensor
 
 import zfunc as zf
-from zfunc.language.decoding import check_room
+from zfunc.errors import PlacementError
+from zfunc.language.decoding import Held, Single, check_room
 from zfunc.language.gpt import GPTConfig, Params, hidden, rotate, rotations
 from zfunc.modules import blocks
 
@@ -33,6 +36,15 @@ class Seen:
     values: tuple[Tensor, ...]
     mask: Tensor | None
     used: int = 0
+
+    @property
+    def length(self) -> int:
+        """Of the whole cache, in positions."""
+        return self.keys[0].shape[2]
+
+    def advanced(self) -> Seen:
+        """The same memory, when somebody has written one more token into it."""
+        return replace(self, used=self.used + 1)
 
 
 zf.tree.register(
@@ -88,21 +100,54 @@ class GPTDecoder:
             allowed = allowed & seen.mask[:, None, None, :stop]
             at = (seen.mask[:, :stop].long().cumsum(1) - 1).clamp_min(0)[:, start:]
             turn = cos[at][:, None], sin[at][:, None]
-        keys, values = [], []
-        for i, p in enumerate(params["blocks"]):
-            x, k, v = zf.layer(
-                partial(_block_with, turn=turn, heads=self.config.heads, allowed=allowed),
-                p,
-                x,
-                seen.keys[i],
-                seen.values[i],
-                start,
-            )
-            keys.append(k)
-            values.append(v)
+        logits = self._through(params, x, seen, (slice(start, stop), stop), turn, allowed)
+        return logits, replace(seen, used=stop)
+
+    @contextmanager
+    def held(self, params: Params) -> Iterator[Held]:
+        yield Held(partial(self.step, params), partial(self._single, params))
+
+    def _single(self, params: Params, seen: Seen, extent: int) -> Single:
+        if not seen.keys:
+            raise PlacementError("a GPT without blocks has no cache")
+        cos, sin = rotations(seen.length, seen.keys[0].shape[3], seen.keys[0])
+        past = torch.arange(extent, device=cos.device)
+
+        def single(tokens: Tensor, position: Tensor) -> Tensor:
+            allowed = (past <= position)[None, None, None]
+            if self.window is not None:
+                allowed = allowed & (past > position - self.window)
+            turn = cos[position], sin[position]
+            if seen.mask is not None:
+                real = seen.mask[:, :extent]
+                at = ((real & (past <= position)).sum(1, keepdim=True) - 1).clamp_min(0)
+                turn = cos[at][:, None], sin[at][:, None]
+                allowed = allowed & real[:, None, None]
+            x = F.embedding(tokens, params["embed"])
+            return self._through(params, x, seen, (position, extent), turn, allowed)
+
+        return single
+
+    def _through(
+        self,
+        params: Params,
+        x: Tensor,
+        seen: Seen,
+        where: tuple[slice | Tensor, int],
+        turn: tuple[Tensor, Tensor],
+        allowed: Tensor,
+    ) -> Tensor:
+        """``[b, t, w]`` through all blocks, with a cache written in place; the last logits."""
+        how: dict[str, Any] = {
+            "where": where,
+            "turn": turn,
+            "heads": self.config.heads,
+            "allowed": allowed,
+        }
+        for p, keys, values in zip(params["blocks"], seen.keys, seen.values, strict=True):
+            x = zf.layer(partial(_block_with, **how), p, x, keys, values)
         x = F.layer_norm(x[:, -1], (self.config.width,), params["norm"])
-        logits = F.linear(x, params["embed"] if self.config.tied else params["head"])
-        return logits, Seen(tuple(keys), tuple(values), seen.mask, stop)
+        return F.linear(x, params["embed"] if self.config.tied else params["head"])
 
     def _empty(self, like: Tensor, batch: int, length: int, mask: Any) -> Seen:
         c = self.config
@@ -116,22 +161,28 @@ def _block_with(
     x: Tensor,
     keys: Tensor,
     values: Tensor,
-    start: int,
+    where: tuple[slice | Tensor, int],
     turn: tuple[Tensor, Tensor],
     heads: int,
     allowed: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A block on the tokens behind position ``start``, with a cache written in place."""
-    stop = start + x.shape[1]
+) -> Tensor:
+    """A block on tokens that go to ``where[0]`` of a cache, attending to it up to ``where[1]``."""
     qkv = F.linear(F.layer_norm(x, x.shape[-1:], params["norm1"]), params["qkv"])
     q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
-    keys[:, :, start:stop], values[:, :, start:stop] = rotate(k, turn), v
-    y = F.scaled_dot_product_attention(
-        rotate(q, turn), keys[:, :, :stop], values[:, :, :stop], attn_mask=allowed
-    )
+    past = _written(keys, rotate(k, turn), *where), _written(values, v, *where)
+    y = F.scaled_dot_product_attention(rotate(q, turn), *past, attn_mask=allowed)
     rows = _added(x.flatten(0, 1), rearrange(y, "b h t d -> (b t) (h d)"), params["out"])
     rows = _added(rows, hidden(params, rows), params["down"])
-    return rows.view(x.shape), keys, values
+    return rows.view(x.shape)
+
+
+def _written(cache: Tensor, new: Tensor, at: slice | Tensor, stop: int) -> Tensor:
+    """The cache up to ``stop``, with ``[b, h, t, d]`` at a slice, or where a tensor says."""
+    if isinstance(at, slice):
+        cache[:, :, at] = new
+    else:
+        cache.index_copy_(2, at, new)
+    return cache[:, :, :stop]
 
 
 def _added(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

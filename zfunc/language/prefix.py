@@ -52,6 +52,10 @@ class PrefixLayer(CacheLayerMixin):
         self.used = stop
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
+    def slots(self, rows: Tensor) -> Tensor:
+        """``[b]`` like ``rows``: where the next token of each text goes."""
+        return torch.full_like(rows, self.used)
+
     def written(self) -> tuple[Tensor, Tensor]:
         """Count a token that somebody else has written; all that is filled, as views."""
         self.used += 1

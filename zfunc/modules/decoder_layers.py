@@ -169,13 +169,13 @@ def _heads(layer: Layer, x: Tensor, cache: Any, turn: Turn) -> tuple[Tensor, Ten
     """Queries ``[b, heads, d]``, rotated, and all keys and values, with those of this token."""
     own = cache.layers[layer.index]
     rows = (layer.q, layer.k, layer.v)
-    if layer.q_norm is None and getattr(own, "used", None) and len(turn.rows) == len(x):
+    direct = hasattr(own, "slots") and own.is_initialized
+    if layer.q_norm is None and direct and len(turn.rows) == len(x):
         weights = blocks.packed("norm_qkv_rope", x, rows, half=layer.width // 2)
         if weights is not None:
             norm, eps = layer.norms[0]
-            slots = torch.full_like(turn.rows, own.used)
             where = (turn.halves[0], turn.halves[1], turn.rows, own.keys, own.values)
-            how: Any = {"slots": slots, "bias": blocks.bias(rows), "eps": eps}
+            how: Any = {"slots": own.slots(turn.rows), "bias": blocks.bias(rows), "eps": eps}
             q = kernels.norm_qkv_rope(x, norm["weight"], weights, *where, **how)
             return q, *own.written()
     h = _norm(x, layer.norms[0])
