@@ -8,11 +8,12 @@ Each group of neighbours in the last dimension has its scale, and without symmet
 
 and stands for :math:`q s` or :math:`q s + z`. Nothing is clipped: the greatest value is the
 greatest level. A group of zeros has scale 0 and is exact; one with a NaN or an infinity is lost
-as a whole: its scale says so, and it expands to NaN.
+as a whole: its scale says so, and it expands to NaN, whatever its levels are.
 
 Rounding is to nearest, ties to even, or stochastic: :math:`\mathrm{round}(y + u)` with
-:math:`|u| < 1/2` of 16 random bits, which depend on the seed and the place alone, so kernel and
-twin round alike.
+:math:`-1/2 \le u < 1/2` of 16 random bits, which depend on the seed and the place alone, so kernel
+and twin round alike. The mean of :math:`u` is :math:`-2^{-17}`, the bias in steps. Four neighbours
+share a word of 32 bits: the high byte of one's bits is the low byte of another's.
 
 Source: Yao et al., ZeroQuant, 2022; Gupta et al., Deep Learning with Limited Numerical
 Precision, 2015 (stochastic rounding).

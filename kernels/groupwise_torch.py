@@ -209,11 +209,11 @@ def _to_levels(
 
 
 def _dither(seed: int, first: int, like: Tensor) -> Tensor:
-    """Numbers between -1/2 and 1/2, of 15 bits: of the seed, the group and the place in it alone.
+    """Numbers from -1/2 to below 1/2, of 16 bits: of the seed, the group and the place in it alone.
 
     ``like`` is ``[rows, size]``, its first row the group ``first``. Each group begins at a hash
-    of its number; from there two neighbours share one step and one round of mixing. Odd
-    numbers over 2**16 are as often above zero as below, and never a half.
+    of its number; from there four neighbours share one step and one round of mixing: two have
+    the halves of its word, two those of the word turned by a byte. Their mean is -2**-17.
     """
     rows, size = like.shape
     base = (first + (first >> 32) * GOLDEN + (seed & 0xFFFFFFFF)) & 0xFFFFFFFF
@@ -222,12 +222,18 @@ def _dither(seed: int, first: int, like: Tensor) -> Tensor:
     _fold(key, t, 16).mul_(FIRST).bitwise_xor_(_signed(seed >> 32))
     _fold(key, t, 15).mul_(SECOND)
     _fold(key, t, 16)
-    steps = torch.arange(-(-size // 2), dtype=torch.int32, device=like.device)
+    steps = torch.arange(-(-size // 4), dtype=torch.int32, device=like.device)
     h = key[:, None] + steps.mul_(_signed(GOLDEN))
     t = torch.empty_like(h)
     _fold(h, t, 15).mul_(SECOND)
-    _fold(h, t, 16).bitwise_or_(0x00010001)
-    return torch.empty_like(like).copy_(h.view(torch.int16)[:, :size]).mul_(2**-16)
+    torch.bitwise_right_shift(h, 16, out=t)
+    h.add_(t.bitwise_and_(0xFFFF))
+    words = h.new_empty((*h.shape, 2))
+    torch.bitwise_right_shift(h, 8, out=t).bitwise_and_(0xFFFFFF)
+    torch.bitwise_or(h << 24, t, out=words[..., 1])
+    words[..., 0] = h
+    halves = words.view(torch.int16).view(rows, -1)
+    return torch.empty_like(like).copy_(halves[:, :size]).mul_(2**-16)
 
 
 def _fold(h: Tensor, t: Tensor, by: int) -> Tensor:

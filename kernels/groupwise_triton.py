@@ -31,7 +31,7 @@ def _places(
 ):
     """Where the tile begins, each element's offset from there, and whether it exists.
 
-    Also the same of the byte of each two neighbours.
+    Also the same of the byte of each two neighbours, and of the first element of each group.
     ``width`` is the bytes in a row of pairs: an argument, so that its divisibility is known.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -48,7 +48,8 @@ def _places(
         if SIZE < GROUP:
             inside = inside & (j < SIZE)
             real = real & (p < SIZE // 2)
-        return start, at, inside, half, byte, real
+        begun = r * SIZE < tl.minimum(K - start, ROWS * SIZE).to(tl.int32)
+        return start, at, inside, half, byte, real, r * SIZE, begun
     else:
         row = (first + r) // groups
         column = (first + r - row * groups) * size
@@ -57,7 +58,7 @@ def _places(
         real = (2 * p < size) & (column + 2 * p < K) & there
         byte = row * width + column // 2 + p
         zero = first * 0
-        return zero, row * K + column + j, inside, zero, byte, real
+        return zero, row * K + column + j, inside, zero, byte, real, row * K + column, there
 
 
 @triton.jit
@@ -81,9 +82,11 @@ def _expanded(
 
 @triton.jit
 def _dither(seed, group, GROUP: tl.constexpr):
-    """Odd numbers of 16 bits, ``[ROWS, GROUP]``: of the seed, the group and the place in it.
+    """Numbers of 16 bits, ``[ROWS, GROUP]``: of the seed, the group and the place in it.
 
-    Each group begins at a hash of its number, and two neighbours share one round of mixing.
+    Each group begins at a hash of its number. Four neighbours share one round of mixing: two have
+    the halves of its word, two those of the word turned by a byte, so that each has 16 bits of
+    its own and the high byte of one is the low byte of another.
     """
     word = tl.load(seed)
     key = (group + (group >> 32) * GOLDEN + word).to(tl.uint32)
@@ -91,10 +94,49 @@ def _dither(seed, group, GROUP: tl.constexpr):
     key = key ^ (word >> 32).to(tl.uint32)
     key = (key ^ (key >> 15)) * SECOND
     key = key ^ (key >> 16)
-    h = key[:, None] + (tl.arange(0, GROUP // 2).to(tl.uint32) * GOLDEN)[None, :]
+    # Written for each element; four in one thread share what is the same for them.
+    j = tl.arange(0, GROUP).to(tl.uint32)[None, :]
+    h = key[:, None] + (j >> 2) * GOLDEN
     h = (h ^ (h >> 15)) * SECOND
-    h = (h ^ (h >> 16)) | 0x00010001  # odd: as often above zero as below, and never a half
-    return tl.interleave(h.to(tl.int16), (h >> 16).to(tl.int16)).to(tl.float32)
+    h += h >> 16  # one instruction; of an xor the compiler would shift both terms for each turn
+    turn = ((j & 1) << 4) | ((j & 2) << 2)
+    h = (h >> turn) | ((h << 1) << (31 - turn))
+    return h.to(tl.int16).to(tl.float32)
+
+
+@triton.jit
+def _neighbours(x):
+    """Each two neighbours apart."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _ordered(x):
+    """Floats as integers that order like them, and back; NaN is at an end, as its sign says."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _extremes(low, high, SYMMETRIC: tl.constexpr, FOLDS: tl.constexpr):
+    """The least and the greatest of each row, NaN if one is; the greatest alone if symmetric.
+
+    ``2**FOLDS`` neighbours as floats, in one thread; what remains as integers, for which threads
+    of a warp have an instruction.
+    """
+    for _ in tl.static_range(FOLDS):
+        a, b = _neighbours(high)
+        high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+        if not SYMMETRIC:
+            a, b = _neighbours(low)
+            low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    most = high.to(tl.int32, bitcast=True)
+    if SYMMETRIC:  # absolute values order like integers as they are
+        most = tl.max(most, 1).to(tl.float32, bitcast=True)
+        return most, most
+    else:
+        most = _ordered(tl.max(_ordered(most), 1)).to(tl.float32, bitcast=True)
+        least = _ordered(tl.min(_ordered(low.to(tl.int32, bitcast=True)), 1))
+        return least.to(tl.float32, bitcast=True), most
 
 
 @triton.jit
@@ -102,10 +144,12 @@ def quantize_kernel(
     x, error, q_in, scale_in, zero_in, senders, q_stride, scale_stride,
     q, scale, zero, new_error, fake, seed, K, width, size, groups, total,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr, MEAN: tl.constexpr,
-    ERROR: tl.constexpr, FAKE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
+    ERROR: tl.constexpr, FAKE: tl.constexpr, ODD: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    start, at, inside, half, byte, real = _places(K, width, size, groups, total, SIZE, ROWS, GROUP)
+    start, at, inside, half, byte, real, lead, begun = _places(
+        K, width, size, groups, total, SIZE, ROWS, GROUP
+    )
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = group < total
     if MEAN:
@@ -118,30 +162,41 @@ def quantize_kernel(
                 group, here, start, at, inside, half, byte, real, BITS, SYMMETRIC,
             )  # fmt: skip
     else:
-        c = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+        if SYMMETRIC:
+            c = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+        else:  # what is outside stands for the group's first, and changes neither extreme
+            first = tl.load(x + start + lead, mask=begun, other=0.0)
+            c = tl.load(x + start + at, mask=inside, other=first).to(tl.float32)
         if ERROR:
             c += tl.load(error + start + at, mask=inside, other=0.0)
 
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1 if SYMMETRIC else (1 << BITS) - 1
-    # As integers, absolute values order like floats, infinity last and NaN behind it.
-    most = tl.max(tl.where(inside, c.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 1)
+    WHOLE: tl.constexpr = not MEAN and (SYMMETRIC or not ERROR)  # what is outside does no harm
+    # Halves of a tile have another layout: values that leave in their own would be moved to it.
+    FOLDS: tl.constexpr = 0 if FAKE else (2 if GROUP == 4 else 3)
     if SYMMETRIC:
-        span = most.to(tl.float32, bitcast=True)
+        high = tl.abs(c) if WHOLE else tl.where(inside, tl.abs(c), 0.0)
+        low, span = _extremes(high, high, True, FOLDS)
         y = c
     else:
-        low = tl.min(tl.where(inside, c, float("inf")), 1)
-        span = tl.max(tl.where(inside, c, float("-inf")), 1) - low
-        span = tl.where(most > 0x7F800000, float("nan"), span)
-        low = tl.where(most > 0x7F800000, float("nan"), low)
+        if WHOLE:
+            low, span = _extremes(c, c, False, FOLDS)
+        else:
+            lows = tl.where(inside, c, float("inf"))
+            low, span = _extremes(lows, tl.where(inside, c, float("-inf")), False, FOLDS)
+        span = span - low
         y = c - low[:, None]
-    usable = (span > 0) & (span < float("inf"))
+    # Neither 0 nor infinite nor NaN, in one comparison.
+    usable = span.to(tl.uint32, bitcast=True) - 1 < 0x7F7FFFFF
     s = span * (1.0 / TOP)
     # Just inside the range, so that no dither leads out of it and nothing need be clamped.
     REACH: tl.constexpr = TOP * (1 - 2**-20) if STOCHASTIC else TOP
-    y = tl.where(usable[:, None], y * tl.where(usable, REACH / span, 0.0)[:, None], 0.0)
+    y = y * tl.where(usable, REACH / span, 0.0)[:, None]
     if STOCHASTIC:
         y = tl.fma(_dither(seed, group, GROUP), 2**-16, y)  # the product is exact
-    t = y + NEAREST
+    # Symmetric pairs are stored plus 8: so are the low bits.
+    ORIGIN: tl.constexpr = NEAREST + 8.0 if SYMMETRIC and BITS == 4 and not FAKE else NEAREST
+    t = y + ORIGIN
 
     if not FAKE:
         tl.store(scale + group, s, mask=here)
@@ -152,11 +207,16 @@ def quantize_kernel(
             level = level.to(tl.int8) if SYMMETRIC else level.to(tl.uint8)
             tl.store(q + start + at, level, mask=inside)
         else:
-            level = tl.where(inside, level + 8 if SYMMETRIC else level, 0) & 15
-            two = tl.reshape(level, (ROWS, GROUP // 2, 2)) << (4 * tl.arange(0, 2)[None, None, :])
-            tl.store(q + half + byte, tl.sum(two, 2).to(tl.uint8), mask=real)
+            if ODD:  # a row ends with half a byte
+                level = tl.where(inside, level & 15, 0)
+            if not MEAN and GROUP >= 8:  # where the elements are: a warp fills a line of 128 bytes
+                room = tl.max_contiguous(q + half + byte, [1, 4])
+            else:
+                room = q + half + byte
+            even, odd = _neighbours(level)
+            tl.store(room, (even + (odd << 4)).to(tl.uint8), mask=real)
     if FAKE or ERROR:
-        back = (t - NEAREST) * s[:, None]
+        back = (t - ORIGIN) * s[:, None]
         if not SYMMETRIC:
             back = back + low[:, None]
         if FAKE:
@@ -171,7 +231,9 @@ def dequantize_kernel(
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    start, at, inside, half, byte, real = _places(K, width, size, groups, total, SIZE, ROWS, GROUP)
+    start, at, inside, half, byte, real, _, _ = _places(
+        K, width, size, groups, total, SIZE, ROWS, GROUP
+    )
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     y = _expanded(
         q, scale, zero, group, group < total, start, at, inside, half, byte, real, BITS, SYMMETRIC
@@ -243,7 +305,9 @@ def _launch(
     fake: Tensor | None = None,
     source: tuple[Tensor, Tensor, Tensor, int, int, int] | None = None,
 ) -> None:
-    how, places = _tile(name, shape, size, q.device)
+    # An error doubles what a thread holds: half as many elements then.
+    parts = 2 if x is not None and error is not None else 1
+    how, places = _tile(name, shape, size, q.device, parts)
     some = q  # stands for the pointers that this variant does not read
     if seed is not None:
         seed = seed.to(q.device, non_blocking=True)
@@ -262,6 +326,7 @@ def _launch(
         MEAN=source is not None,
         ERROR=error is not None,
         FAKE=fake is not None,
+        ODD=places[0] % 2 == 1,
         **how,
     )
 
@@ -281,11 +346,11 @@ def dequantize(
 
 
 def _tile(
-    name: str, shape: tuple[int, ...], size: int, device: torch.device
+    name: str, shape: tuple[int, ...], size: int, device: torch.device, parts: int = 1
 ) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Groups that make a block of about the configured size, and where they lie."""
+    """Groups that make a block of about the configured size over ``parts``, and where they lie."""
     how = dict(dispatch.config(name, device))
-    block, group = how.pop("BLOCK"), triton.next_power_of_2(size)
+    block, group = how.pop("BLOCK") // parts, max(4, triton.next_power_of_2(size))
     how["num_warps"] = min(16, max(how["num_warps"], group // 1024))
     how |= {"ROWS": max(1, block // group), "GROUP": group, "SIZE": 0}
     rows, length = shape
