@@ -11,7 +11,7 @@ same time at the cost measured, each on its own cosine; both are scored on held-
     python -m benchmarks.layer_drop
     python -m benchmarks.layer_drop --turns 40 --steps 3000 --width 64
 
-The exit status is 1 where less than 22 % of the time is saved at theta 0.5 and width 192 or more, or a
+The exit status is 1 where less than 22 % of the time is saved (theta 0.5, width 192 or more), or a
 dropping run ends above the full one of as much time.
 """
 
