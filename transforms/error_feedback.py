@@ -19,6 +19,7 @@ from zfunc.placed.pieces import leaves_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.residuals import Residual, nothing_left_out, one_of
 from zfunc.placed.sharded import Sharded, cut
+from zfunc.squares import square_sum
 
 __all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]
 
@@ -186,7 +187,7 @@ class Call:
             self.squares[name] = torch.zeros(len(layout.slots), dtype=torch.float64)
         for i, full in zip(flats, fulls, strict=True):
             for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
-                square = float(tree.square_sum(view)) * self.group.size**2
+                square = float(square_sum(view)) * self.group.size**2
                 self.squares[name][slot.index] = square
                 self.finite &= math.isfinite(square)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.nodes import NAMESPACE, Layers, Lazy, Placed, Tree, carry, register, spent
+from zfunc.squares import square_sum
 
 __all__ = [
     "NAMESPACE",
@@ -46,8 +47,6 @@ __all__ = [
     "size_bytes",
     "whole",
 ]
-
-PIECE = 1 << 20  # elements
 
 _set = set
 
@@ -284,31 +283,6 @@ def full(tree: Tree) -> Tree:
         return node.clone() if isinstance(node, Tensor) else node
 
     return optree.tree_map(copy, tree, is_leaf=_is_placed, namespace=NAMESPACE)
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """In what squares of ``x`` are added up: float32 at least."""
-    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-
-
-def square_sum(x: Tensor) -> Tensor:
-    """The sum of the squares of a tensor's elements, 0-d.
-
-    On a CPU torch adds up a long tensor in a few float32 lanes: ``vector_norm`` of 100 million
-    elements is wrong by 1 %. Here each piece of a million has a sum of its own.
-    """
-    x = x.detach()
-    if x.device.type != "cpu" or not x.is_contiguous():
-        return _square_sum(x)
-    if x.numel() <= PIECE:
-        return _square_sum(x.view(-1))
-    return torch.stack([_square_sum(piece) for piece in x.view(-1).split(PIECE)]).sum()
-
-
-def _square_sum(x: Tensor) -> Tensor:
-    if x.device.type == "cpu" and x.ndim == 1 and x.dtype in (torch.float32, torch.float64):
-        return torch.dot(x, x)
-    return torch.linalg.vector_norm(x, dtype=wide_dtype(x)).square()
 
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:

@@ -21,7 +21,8 @@ from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed, rank_in, registered
 from zfunc.placed.streaming import spans_of_flat
 from zfunc.seams import Ready
-from zfunc.tree import gone, square_sum
+from zfunc.squares import square_sum
+from zfunc.tree import gone
 
 __all__ = ["Lease", "Spill", "Stored"]
 

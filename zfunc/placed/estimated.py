@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import optree
 from torch import Tensor
 
-from zfunc import tree
 from zfunc.nodes import Tree, register
 from zfunc.placed.layout import Layout
 from zfunc.placed.sharded import Sharded
+from zfunc.squares import square_sum, wide_dtype
 
 __all__ = ["Estimated"]
 
@@ -31,12 +31,12 @@ class Estimated(Sharded):
         self.squares = squares
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tree:
-        if f is not tree.square_sum:
+        if f is not square_sum:
             return super().sums(f)
         leaves: list[Tensor | None] = [None] * len(self.layout.slots)
         for slot in self.layout.present:
             if (flat := self.flats[slot.flat]) is not None:
-                leaves[slot.index] = self.squares[slot.index].to(tree.wide_dtype(flat))
+                leaves[slot.index] = self.squares[slot.index].to(wide_dtype(flat))
         return optree.tree_unflatten(self.layout.spec, leaves)
 
 

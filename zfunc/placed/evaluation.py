@@ -24,7 +24,7 @@ from zfunc.nodes import NAMESPACE, Lazy, Tree, register
 from zfunc.placed.leaves import freeze
 from zfunc.placed.sharded import Sharded, summed
 from zfunc.placed.streamed import Op, Streamed
-from zfunc.tree import square_sum
+from zfunc.squares import square_sum
 
 __all__ = ["Evaluated", "Joined", "full", "gathered_up", "stream", "sums"]
 

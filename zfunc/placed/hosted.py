@@ -18,7 +18,7 @@ from zfunc.placed.layout import Layout
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed, rank_in
 from zfunc.seams import Ready
-from zfunc.tree import square_sum
+from zfunc.squares import square_sum
 
 __all__ = ["HostSpill", "Hosted", "Upload", "host_empty", "lowered", "page_locked"]
 
