@@ -112,8 +112,9 @@ def check_optimizer(tx: Any, where: str) -> None:
     """Raise ``TypeError`` if ``tx`` is no pair of ``init`` and ``update``."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return
+    kind = tx if isinstance(tx, type) else type(tx)
     raise TypeError(
-        f"{where} got {type(tx).__module__}.{type(tx).__name__} for the optimizer; expected a "
+        f"{where} got {kind.__module__}.{kind.__name__} for the optimizer; expected a "
         "GradientTransformation with `init` and `update`, such as zf.optim.adamw(1e-3). (Those of "
         "torch.optim change a module's own parameters.)"
     )
@@ -125,11 +126,15 @@ def _check(path: str, leaf: Any) -> None:
             f"{path or 'params'} is a module ({type(leaf).__name__}); parameters are a tree of "
             "tensors: model = zf.functionalize(module), and give model.params."
         )
+    if not path and hasattr(leaf, "params"):
+        raise PlacementError(
+            f"params is a {type(leaf).__name__}; give its .params, a tree of tensors."
+        )
     if leaf is not None and not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
         what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
         raise PlacementError(
-            f"parameter {path} has {what}; parameters are floating-point tensors. Integer "
-            "tensors belong into `buffers` or `aux`, other things outside the state."
+            f"parameter {path or '(the whole tree)'} has {what}; parameters are floating-point "
+            "tensors. Integer tensors belong into `buffers` or `aux`, other things outside the state."
         )
 
 

@@ -240,5 +240,9 @@ def test_a_module_where_params_or_a_step_belong() -> None:
     module = torch.nn.Linear(2, 2)
     with pytest.raises(zf.PlacementError, match=r"a module \(Linear\).*zf\.functionalize"):
         zf.TrainState.create(module, TX)
+    with pytest.raises(zf.PlacementError, match=r"params is a Functional; give its \.params"):
+        zf.TrainState.create(zf.functionalize(module), TX)
+    with pytest.raises(TypeError, match=r"torch\.optim.*SGD for the optimizer"):
+        zf.train_step(loss_fn, torch.optim.SGD)
     with pytest.raises(TypeError, match=r"shard\(\) got a Linear; expected the step to wrap"):
         zf.shard(module, stage=1)
