@@ -134,7 +134,8 @@ def _check(path: str, leaf: Any) -> None:
         what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
         raise PlacementError(
             f"parameter {path or '(the whole tree)'} has {what}; parameters are floating-point "
-            "tensors. Integer tensors belong into `buffers` or `aux`, other things outside the state."
+            "tensors. Integer tensors belong into `buffers` or `aux`, other things outside the "
+            "state."
         )
 
 
