@@ -18,9 +18,10 @@ sequence (unscale; fused AdamW; cast) moves 42.
 compiles nothing and waits for nothing. Bias corrections are taken in float64, because
 :math:`1 - 0.999` has only three digits in float32.
 
-**The twin** is the CPU's way as well: blocks that stay in cache go through
-``torch._fused_adamw_``, so memory is passed over once there too. Blocks, and where they are
-cut, are multiples of 64 elements: a cut anywhere else would change last bits.
+**The twin** takes blocks that stay in cache through ``torch._fused_adamw_``, so memory is passed
+over once there too. Blocks, and where they are cut, are multiples of 64 elements: a cut anywhere
+else would change last bits. **On CPUs of x86-64** the same operations are machine code
+(:mod:`zfunc.kernels.adamw_llvm`), with the same bits wherever a buffer is cut.
 """
 
 from __future__ import annotations
@@ -170,5 +171,7 @@ dispatch.register(
         "zfunc.kernels.adamw_triton:launch",
         "28 B (bf16 gradient and copy, float32 state)",
         dtypes=dispatch.FLOATS,
+        machine="zfunc.kernels.adamw_llvm:launch",
+        machine_limit=dispatch.in_float32,
     )
 )

@@ -1,7 +1,9 @@
-"""Which code runs: one place that decides between a Triton kernel and its torch twin.
+"""Which code runs: one place that decides between a Triton kernel, machine code, the torch twin.
 
-Every kernel is registered with both. Tensors on a GPU go to Triton, if it is there and
-knows their dtypes; all others go to the twin. :func:`choose` says which, and why.
+Every kernel is registered with Triton and its twin. Tensors on a GPU go to Triton, if it is
+there and knows their dtypes; those on a CPU to machine code that LLVM makes in memory, where
+there is some for the kernel and this CPU; all others go to the twin. :func:`choose` says which,
+and why.
 """
 
 from __future__ import annotations
@@ -22,20 +24,33 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zfunc.kernels.llvm import host
 from zfunc.kernels.operators import KernelError
 
-__all__ = ["KERNELS", "Choice", "Kernel", "choose", "config", "forced", "register", "run", "use"]
+__all__ = [
+    "KERNELS",
+    "Choice",
+    "Kernel",
+    "choose",
+    "config",
+    "forced",
+    "in_float32",
+    "register",
+    "run",
+    "use",
+]
 
-Route = Literal["triton", "torch"]
+Route = Literal["triton", "llvm", "torch"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+KNOWN = (*FLOATS, torch.uint8, torch.int8)  # to machine code
 
 _forced: ContextVar[Route | None] = ContextVar("kernels_route", default=None)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and its twin, which take the same arguments and write the same buffers.
+    """A kernel, its twin and its machine code: the same arguments, the same buffers written.
 
     Attributes:
         name: what it is called.
@@ -44,6 +59,8 @@ class Kernel:
         traffic: bytes that must move, an element of the main buffer, as text.
         dtypes: what the launcher takes; float64 and others go to the twin.
         limit: of the keyword arguments, why Triton cannot do it; ``None`` if it can.
+        machine: the launcher for CPUs, likewise; ``""`` where there is none.
+        machine_limit: of the tensors and the keyword arguments, why that cannot do it.
     """
 
     name: str
@@ -52,6 +69,8 @@ class Kernel:
     traffic: str
     dtypes: tuple[torch.dtype, ...] = FLOATS + INTEGERS
     limit: Callable[..., str | None] = lambda **how: None
+    machine: str = ""
+    machine_limit: Callable[..., str | None] = lambda *tensors, **how: None
 
 
 @dataclass(frozen=True)
@@ -106,21 +125,30 @@ def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:
         The route, and the reason in words.
 
     Raises:
-        KernelError: :func:`use` asks for Triton where it cannot run.
+        KernelError: :func:`use` asks for Triton or LLVM where it cannot run.
 
-    >>> print(choose("adamw_flat", torch.ones(3)))
+    >>> print(choose("rms_norm", torch.ones(3)))
     torch: tensors are on cpu
     """
     kernel, forced = KERNELS[name], _forced.get()
     if forced == "torch":
         return Choice("torch", "asked for by kernels.use")
     present = [x for x in tensors if x is not None]
-    obstacle = _obstacle(kernel, present, how)
-    if obstacle is None:
+    if forced != "triton" and kernel.machine and _on_cpu(present):
+        lacks = host().why if not host().isa else kernel.machine_limit(*present, **how)
+        if lacks is None:
+            return Choice("llvm", f"tensors are on cpu: {host().why}")
+        obstacle: str | None = f"tensors are on cpu, and for machine code: {lacks}"
+    else:
+        obstacle = _obstacle(kernel, present, how)
+    if obstacle is None and forced != "llvm":
         return Choice("triton", f"tensors are on {present[0].device.type}")
-    if forced == "triton" and not (interpreting() and obstacle.endswith("on cpu")):
+    if forced == "llvm":
+        what = obstacle or f"tensors are on {present[0].device.type}"
+        raise KernelError(f'kernels.{name} under kernels.use("llvm"): {what}.')
+    if forced == "triton" and not (interpreting() and str(obstacle).endswith("on cpu")):
         raise KernelError(f'kernels.{name} under kernels.use("triton"): {obstacle}.')
-    return Choice(forced or "torch", obstacle if forced is None else "the interpreter")
+    return Choice(forced or "torch", str(obstacle) if forced is None else "the interpreter")
 
 
 def _obstacle(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str | None:
@@ -135,9 +163,27 @@ def _obstacle(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str
     return None if tensors[0].is_cuda else f"tensors are on {tensors[0].device.type}"
 
 
+def _on_cpu(tensors: list[Tensor]) -> bool:
+    return all(x.device.type == "cpu" for x in tensors)
+
+
+def in_float32(*tensors: Tensor, **how: Any) -> str | None:
+    """A ``machine_limit``: what is carried on, the second tensor, is float32, and all is known.
+
+    >>> in_float32(torch.ones(1), torch.ones(1, dtype=torch.float64))
+    'it keeps errors and states in float32, not torch.float64'
+    """
+    for x in tensors[1:2]:
+        if x.dtype != torch.float32:
+            return f"it keeps errors and states in float32, not {x.dtype}"
+    return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in KNOWN), None)
+
+
 @contextlib.contextmanager
 def use(route: Route | None) -> Iterator[None]:
     """Insist on one route within the block; ``None`` gives the choice back to the dispatch.
+
+    Where ``"llvm"`` has no code for a kernel, its call raises, as ``"triton"`` does on a CPU.
 
     >>> with use("torch"):
     ...     print(choose("adamw_flat", torch.ones(3)))
@@ -154,8 +200,12 @@ def run(name: str, *args: Any, **kw: Any) -> None:
     """Call a kernel, or its twin: whichever :func:`choose` says of the positional arguments."""
     kernel = KERNELS[name]
     tensors = [x for x in args if isinstance(x, Tensor)]
-    if choose(name, *tensors, **kw).route == "torch":
+    route = choose(name, *tensors, **kw).route
+    if route == "torch":
         kernel.twin(*args, **kw)
+        return
+    if route == "llvm":
+        _imported(kernel.machine)(*args, **kw)
         return
     with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else contextlib.nullcontext():
         launcher(name)(*args, **kw)
@@ -163,7 +213,12 @@ def run(name: str, *args: Any, **kw: Any) -> None:
 
 def launcher(name: str) -> Callable[..., None]:
     """The function that launches a Triton kernel; imports Triton."""
-    module, _, function = KERNELS[name].launch.partition(":")
+    return _imported(KERNELS[name].launch)
+
+
+@functools.cache
+def _imported(place: str) -> Callable[..., None]:
+    module, _, function = place.partition(":")
     found: Callable[..., None] = getattr(importlib.import_module(module), function)
     return found
 

@@ -326,17 +326,36 @@ _fake: Callable[..., Any] = define(
     looped(lambda: _fake),
 )
 
-for _name, _twin, _traffic in (
-    ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)"),
-    ("dequantize_groups", dequantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)"),
-    ("fake_quant", fake_quant_twin, "4 B (bf16)"),
+
+def machine_limit(*tensors: Tensor, seed: Tensor | None = None, **how: Any) -> str | None:
+    """Why machine code cannot take these; ``None`` if it can."""
+    if seed is not None:
+        return "it does not round at random"
+    return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in dispatch.KNOWN), None)
+
+
+for _name, _twin, _traffic, _limit in (
+    ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)", machine_limit),
+    (
+        "dequantize_groups",
+        dequantize_twin,
+        "3.0 B for 8 bits, 2.5 B for 4 (bf16)",
+        dispatch.in_float32,
+    ),
+    ("fake_quant", fake_quant_twin, "4 B (bf16)", machine_limit),
 ):
+    _triton, _machine = (
+        f"zfunc.kernels.groupwise_{way}:{_name.removesuffix('_groups')}"
+        for way in ("triton", "llvm")
+    )
     dispatch.register(
         dispatch.Kernel(
             _name,
             _twin,
-            f"zfunc.kernels.groupwise_triton:{_name.removesuffix('_groups')}",
+            _triton,
             _traffic,
             limit=limit,
+            machine=_machine,
+            machine_limit=_limit,
         )
     )

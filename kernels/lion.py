@@ -139,5 +139,7 @@ dispatch.register(
         "zfunc.kernels.lion_triton:launch",
         "20 B (bf16 gradient and copy, float32 state)",
         dtypes=dispatch.FLOATS,
+        machine="zfunc.kernels.lion_llvm:launch",
+        machine_limit=dispatch.in_float32,
     )
 )

@@ -23,7 +23,7 @@ import torch
 if TYPE_CHECKING:
     from llvmlite import ir
 
-__all__ = ["Host", "Writer", "compiled", "host", "once"]
+__all__ = ["Host", "Kernel", "Writer", "compiled", "host", "once", "single"]
 
 R = TypeVar("R")
 
@@ -72,8 +72,8 @@ def host() -> Host:
 
 ISAS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512vnni"),
-    "avxvnni": ("avx2", "fma", "avxvnni"),
-    "avx2": ("avx2", "fma"),
+    "avxvnni": ("avx2", "fma", "f16c", "avxvnni"),
+    "avx2": ("avx2", "fma", "f16c"),
 }
 TILES = ("amx-tile", "amx-int8")
 
@@ -99,7 +99,7 @@ def _openmp() -> Any:
     return None
 
 
-Kernel = Callable[[Sequence[int]], None]
+Kernel = Callable[..., None]  # of arguments, and of threads: 0 stands for all
 
 
 def compiled(module: ir.Module, name: str, isa: str = "") -> Kernel:
@@ -217,10 +217,8 @@ class Writer:
         from llvmlite import ir
 
         self.ir = ir
-        self.i8, self.i32, self.i64, self.f32 = (
-            *(ir.IntType(bits) for bits in (8, 32, 64)),
-            ir.FloatType(),
-        )
+        self.i1, self.i8, self.i16, self.i32, self.i64 = map(ir.IntType, (1, 8, 16, 32, 64))
+        self.f32, self.f64 = ir.FloatType(), ir.DoubleType()
         self.pointer, self.version = ir.PointerType(), llvm.llvm_version_info[0]
         self.module = ir.Module(name)
         self.module.triple = llvm.get_default_triple()
@@ -264,6 +262,18 @@ class Writer:
 
     def store(self, value: Any, address: Any, align: int = 1) -> None:
         self.b.store(value, address).align = align
+
+    def masked_load(self, address: Any, kind: Any, mask: Any) -> Any:
+        """A vector, zeros where the mask is not set; there nothing is read."""
+        one = self.ir.Constant(self.i32, 1)  # alignment
+        zeros = self.ir.Constant(kind, None)
+        return self.intrinsic(f"llvm.masked.load.{_name(kind)}.p0", kind, address, one, mask, zeros)
+
+    def masked_store(self, value: Any, address: Any, mask: Any) -> None:
+        """The elements of a vector for which the mask is set."""
+        one = self.ir.Constant(self.i32, 1)
+        name = f"llvm.masked.store.{_name(value.type)}.p0"
+        self.intrinsic(name, self.ir.VoidType(), value, address, one, mask)
 
     def room(self, kind: Any, count: Any) -> Any:
         """The address of ``count`` values on the stack, 64 bytes aligned; not within a loop."""
@@ -353,3 +363,22 @@ class Writer:
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """``a * b + c`` rounded once."""
         return self.intrinsic(f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
+
+    def root(self, x: Any) -> Any:
+        """Square roots, rounded exactly."""
+        return self.intrinsic(f"llvm.sqrt.{_name(x.type)}", x.type, x)
+
+
+def _name(vector: Any) -> str:
+    """A type of vectors as LLVM's functions are named after it: ``v16f32``."""
+    kind = {"float": "f32", "half": "f16"}.get(str(vector.element), str(vector.element))
+    return f"v{vector.count}{kind}"
+
+
+def single(x: float) -> float:
+    """A number rounded to float32; infinite beyond its range.
+
+    >>> single(0.1), single(-1e40)
+    (0.10000000149011612, -inf)
+    """
+    return ctypes.c_float(x).value

@@ -389,6 +389,15 @@ for _name, _twin, _traffic in (
     ("onebit_mean", mean_twin, "W/4 + 12.1 B from W workers, or W/8 + 8.1 B in groups"),
     ("onebit_unpack", unpack_twin, "4.1 B (float32)"),
 ):
-    _launch = f"zfunc.kernels.onebit_triton:{_name.removeprefix('onebit_')}"
-    _dtypes = (*dispatch.FLOATS, torch.uint8)
-    dispatch.register(dispatch.Kernel(_name, _twin, _launch, _traffic, dtypes=_dtypes))
+    _function = _name.removeprefix("onebit_")
+    dispatch.register(
+        dispatch.Kernel(
+            _name,
+            _twin,
+            f"zfunc.kernels.onebit_triton:{_function}",
+            _traffic,
+            dtypes=(*dispatch.FLOATS, torch.uint8),
+            machine=f"zfunc.kernels.onebit_llvm:{_function}",
+            machine_limit=dispatch.in_float32,
+        )
+    )

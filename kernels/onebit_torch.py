@@ -1,7 +1,5 @@
 """Torch for :mod:`zfunc.kernels.onebit`: blocks that stay in cache, a pass or two over memory.
 
-What lies in a CPU's memory goes to :mod:`zfunc.kernels.onebit_numpy`, the same in half the time.
-
 Signs are taken and put on as bits of the floats themselves. Eight of them, one a byte, are
 packed by one multiplication of a 64-bit integer, and unpacked by a table of 256 rows.
 """
@@ -10,24 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfunc.kernels import onebit_numpy
-
-__all__ = ["mean_torch", "mean_twin", "pack_torch", "pack_twin", "unpack_torch", "unpack_twin"]
+__all__ = ["mean_twin", "pack_twin", "unpack_twin"]
 
 CHUNK = 1 << 17  # a multiple of every group; a buffer of 512 KiB
 # Byte i of a 64-bit integer, 0 or 1, ends up as bit 56 + i of the product (little-endian).
 GATHER = 0x0102040810204080
 
 Fill = Callable[[int, int, Tensor], None]
-Way = Callable[..., None]
 
 
-def pack_torch(
+def pack_twin(
     x: Tensor,
     error: Tensor,
     new: Tensor,
@@ -46,7 +40,7 @@ def pack_torch(
     _compress(fill, new, bits, scale, group, scaling)
 
 
-def mean_torch(
+def mean_twin(
     received: Tensor,
     scales: Tensor,
     error: Tensor,
@@ -71,7 +65,7 @@ def mean_torch(
     _compress(fill, new, bits, scale, group, scaling)
 
 
-def unpack_torch(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
+def unpack_twin(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
     """Bits to values, of one sender or of one in each row."""
     if not out.numel():
         return
@@ -82,21 +76,6 @@ def unpack_torch(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
         for a, b in _chunks(n, group):
             rows = _rows(_signs(mine, a, b, room), group)
             target[a:b].copy_(rows.mul_(_its(its, a, b, group)).view(-1))
-
-
-def _routed(on_cpu: Way, elsewhere: Way) -> Way:
-    """Two ways of one signature: what lies in a CPU's memory goes the first."""
-
-    @functools.wraps(elsewhere)
-    def twin(*tensors: Tensor, **how: Any) -> None:
-        (on_cpu if tensors[-1].device.type == "cpu" else elsewhere)(*tensors, **how)
-
-    return twin
-
-
-pack_twin = _routed(onebit_numpy.pack, pack_torch)
-mean_twin = _routed(onebit_numpy.mean, mean_torch)
-unpack_twin = _routed(onebit_numpy.unpack, unpack_torch)
 
 
 def _compress(

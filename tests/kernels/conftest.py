@@ -8,6 +8,11 @@ Therefore the files in ``interpreted/`` are collected only where the variable is
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from zfunc import kernels
 
 collect_ignore: list[str] = []
 
@@ -17,3 +22,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     teach()
 else:
     collect_ignore.append("interpreted")
+
+
+@pytest.fixture(params=["llvm", "torch"])
+def cpu_route(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both ways of a CPU: what the dispatch chooses, and the twins."""
+    with kernels.use("torch" if request.param == "torch" else None):
+        yield request.param

@@ -1,6 +1,8 @@
-"""The kinds of CPU that the low-bit products are written for, as far as this one can be each."""
+"""The kinds of CPU that machine code is written for, as far as this one can be each."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -15,14 +17,15 @@ CPUS = {
 }
 
 
-def be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this CPU be that one; skip where it cannot."""
+def be(name: str, monkeypatch: pytest.MonkeyPatch, *rooms: Any) -> None:
+    """Let this CPU be that one for these modules, the products by default; skip if it cannot."""
     cpu = CPUS[name]
     if not host().isa:
-        pytest.skip(f"no low-bit products of ours here: {host().why}")
+        pytest.skip(f"no machine code here: {host().why}")
     from llvmlite import binding as llvm
 
     has = llvm.get_host_cpu_features()
     if not all(has.get(f) for f in ISAS[cpu.isa]) or (cpu.tiles and not host().tiles):
         pytest.skip(f"this CPU has no {cpu.why}")
-    monkeypatch.setattr(panels, "host", lambda: cpu)
+    for room in rooms or (panels,):
+        monkeypatch.setattr(room, "host", lambda: cpu)

@@ -29,6 +29,7 @@ def reference(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, t: int = 3) -
     return [(1 - 0.1 * 0.1) * p - 0.1 * step, m, v]
 
 
+@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", LENGTHS)
 def test_the_twin_is_the_formula(n: int, dtype: torch.dtype):
@@ -54,6 +55,7 @@ def test_it_is_bitwise_the_optimizer():
     assert torch.equal(mu, state.mu) and torch.equal(nu, state.nu)
 
 
+@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("cut", [64, 1024, 32768 + 64])
 def test_a_cut_changes_no_bit(cut: int):
     n = 40000
@@ -65,6 +67,7 @@ def test_a_cut_changes_no_bit(cut: int):
         assert torch.equal(x, torch.cat([a, b]))
 
 
+@pytest.mark.usefixtures("cpu_route")
 def test_the_arguments_are_untouched_or_donated():
     inputs = buffers(100)
     before = [x.clone() for x in inputs]

@@ -14,6 +14,7 @@ import torch
 from zfunc import kernels
 from zfunc.commands import cli
 from zfunc.kernels import dispatch, verification
+from zfunc.kernels.llvm import Host, host
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,9 +27,13 @@ def python(code: str) -> str:
     return ran.stdout
 
 
-def test_on_a_cpu_the_twins_run():
-    for name in dispatch.KERNELS:
-        assert kernels.choose(name, torch.ones(3)) == kernels.Choice("torch", "tensors are on cpu")
+def test_on_a_cpu_machine_code_runs_where_there_is_some_and_else_the_twins():
+    for name, kernel in dispatch.KERNELS.items():
+        choice = kernels.choose(name, torch.ones(3))
+        if kernel.machine and host().isa:
+            assert choice == kernels.Choice("llvm", f"tensors are on cpu: {host().why}")
+        else:
+            assert choice.route == "torch" and choice.why.startswith("tensors are on cpu")
     with kernels.use("torch"):
         assert str(kernels.choose("lion_flat", torch.ones(3))) == "torch: asked for by kernels.use"
 
@@ -37,7 +42,19 @@ def test_triton_is_not_pretended():
     with kernels.use("triton"), pytest.raises(kernels.KernelError, match="tensors are on cpu"):
         kernels.choose("lion_flat", torch.ones(3))
     with kernels.use("triton"), kernels.use(None):
-        assert kernels.choose("lion_flat", torch.ones(3)).route == "torch"
+        assert kernels.choose("rms_norm", torch.ones(3)).route == "torch"
+
+
+def test_machine_code_is_not_pretended(monkeypatch: pytest.MonkeyPatch):
+    with kernels.use("llvm"), pytest.raises(kernels.KernelError, match="tensors are on cpu"):
+        kernels.choose("rms_norm", torch.ones(3))
+    wide = torch.ones(3, dtype=torch.float64)
+    assert "in float32, not torch.float64" in kernels.choose("adamw_flat", wide, wide).why
+    with kernels.use("llvm"), pytest.raises(kernels.KernelError, match=r"not torch\.float64"):
+        kernels.choose("adamw_flat", wide, wide)
+    monkeypatch.setattr(dispatch, "host", lambda: Host("", False, "llvmlite is not installed"))
+    choice = kernels.choose("adamw_flat", torch.ones(3))
+    assert choice.route == "torch" and "llvmlite is not installed" in choice.why
 
 
 def test_what_triton_cannot_take_is_said():
@@ -49,9 +66,10 @@ def test_what_triton_cannot_take_is_said():
 def test_every_kernel_has_a_configuration_a_launcher_and_a_sample():
     for name, kernel in dispatch.KERNELS.items():
         assert dispatch.config(name)["BLOCK"] > 0
-        module, _, function = kernel.launch.partition(":")
-        path = ROOT / "kernels" / f"{module.rpartition('.')[2]}.py"
-        assert re.search(rf"^(def {function}\(|{function} = )", path.read_text(), re.MULTILINE)
+        for place in filter(None, (kernel.launch, kernel.machine)):
+            module, _, function = place.partition(":")
+            path = ROOT / "kernels" / f"{module.rpartition('.')[2]}.py"
+            assert re.search(rf"^(def {function}\(|{function} = )", path.read_text(), re.MULTILINE)
     assert set(verification.SAMPLES) == set(dispatch.KERNELS)
     assert set(dispatch.tables("")) == set(dispatch.KERNELS)
 
@@ -94,7 +112,7 @@ def test_without_triton_everything_runs():
         importlib.util.find_spec = lambda n, p=None: None if n == "triton" else real(n, p)
         import torch
         from zfunc import kernels
-        print(kernels.choose("adamw_flat", torch.ones(3)))
+        print(kernels.choose("rms_norm", torch.ones(3)))
         print(kernels.fake_quant(torch.tensor([1.0, -2.0]), bits=2))
         print(kernels.onebit_pack(torch.ones(9), torch.zeros(9))[0])
         """

@@ -33,6 +33,7 @@ def definition(
     return tuple(torch.cat(part, -1) if part else empty for part in (levels, scales, zeros))  # type: ignore[return-value]
 
 
+@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("group", [256, 32, 6, None])
 @pytest.mark.parametrize(("bits", "symmetric"), GRIDS)

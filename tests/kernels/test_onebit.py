@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.kernels.closeness import LENGTHS, assert_near, poisoned
 from zfunc import kernels
-from zfunc.kernels import onebit_torch
 
 GROUPS = (None, 128, 2048)
 WIDE = {torch.float64: torch.float64}
@@ -30,6 +29,7 @@ def definition(c: Tensor, group: int | None, scaling: str) -> tuple[Tensor, Tens
     return (torch.stack(one), torch.cat(sent)) if pieces else (empty, empty[:0])
 
 
+@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("scaling", ["rms", "mean"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -47,29 +47,7 @@ def test_pack_is_its_definition(n: int, dtype: torch.dtype, group: int | None, s
     assert torch.equal(left, c - values)  # nothing is lost: what was sent and what is kept
 
 
-@pytest.mark.parametrize("scaling", ["rms", "mean"])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("n", [9, 2047, 140000])
-def test_other_devices_take_the_same_signs(n: int, group: int | None, scaling: str):
-    """The form of torch operations, which a CPU leaves to NumPy."""
-    x, error = torch.randn(n), torch.randn(n)
-    bits, scale, left = kernels.onebit_pack(x, error, group=group, scaling=scaling)
-    theirs = [torch.empty_like(t) for t in (left, bits, scale)]
-    onebit_torch.pack_torch(x, error, *theirs, group or 0, scaling)
-    assert torch.equal(theirs[1], bits)
-    assert_near(theirs[0], left)
-    assert_near(theirs[2], scale)
-    out, values = torch.empty(n), kernels.onebit_unpack(bits, scale, n, group=group)
-    onebit_torch.unpack_torch(bits, scale, out, group or 0)
-    assert torch.equal(out, values)
-    received = torch.stack([bits, bits]), torch.stack([scale, 3 * scale])
-    mean = kernels.onebit_mean(*received, error, group=group, scaling=scaling)
-    onebit_torch.mean_torch(*received, error, *theirs, group or 0, scaling)
-    assert torch.equal(theirs[1], mean[0])
-    assert_near(theirs[0], mean[2])
-    assert_near(theirs[2], mean[1])
-
-
+@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("n", [9, 140001])
 def test_unpacks_into_memory(n: int, dtype: torch.dtype):
@@ -82,6 +60,7 @@ def test_unpacks_into_memory(n: int, dtype: torch.dtype):
         kernels.onebit_unpack_(bits, scale, torch.zeros(2, n), group=128)
 
 
+@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("n", [1, 9, 1031, 140000])
@@ -102,6 +81,7 @@ def test_mean_is_its_definition(n: int, workers: int, group: int | None):
         assert_near(x, y)
 
 
+@pytest.mark.usefixtures("cpu_route")
 def test_in_place_is_the_same():
     x, error = torch.randn(5000), torch.randn(5000)
     expected = kernels.onebit_pack(x, error, group=128)
@@ -134,6 +114,7 @@ def test_with_error_feedback_the_sum_of_what_is_sent_follows_the_sum_of_what_cam
     assert (sent / 200 - x).norm() < 0.1 * x.norm()
 
 
+@pytest.mark.usefixtures("cpu_route")
 def test_zero_and_non_finite_values():
     x = torch.tensor([0.0, -0.0, 1.0, -1.0])
     assert kernels.onebit_pack(x, torch.zeros(4))[0].item() == 0b0111  # -0.0 + 0.0 is 0.0

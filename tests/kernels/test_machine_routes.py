@@ -1,0 +1,200 @@
+"""Machine code for CPUs against the twins: to the last bit, on every kind of CPU.
+
+Twins are held against the formulas elsewhere. Here also what only such code can do wrong: read or
+write beyond the end, and depend on how many threads there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.closeness import assert_near
+from tests.kernels.cpus import be
+from tests.kernels.fenced import fenced
+from zfunc import kernels
+from zfunc.kernels import flat_llvm, groupwise_llvm, onebit_llvm
+from zfunc.kernels.llvm import host
+
+CPUS = ("avx512", "avx", "avx2")
+LENGTHS = (0, 1, 7, 16, 17, 129, 3001, 40000)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROOMS = (flat_llvm, groupwise_llvm, onebit_llvm)
+
+pytestmark = pytest.mark.skipif(not host().isa, reason=f"no machine code here: {host().why}")
+
+
+def numbers(n: int, dtype: torch.dtype = torch.float32, odd: bool = True) -> Tensor:
+    """Random ones, and some that are special."""
+    x = torch.randn(n)
+    if n > 100 and odd:
+        x[3], x[50], x[-1] = float("nan"), float("inf"), float("-inf")
+        x[7:9], x[9] = 0.0, -0.0
+    return x.to(dtype)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Bit for bit, and NaN where there is NaN."""
+    if found is None or expected is None:
+        return found is expected
+    if not found.is_floating_point():
+        return torch.equal(found, expected)
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(
+        found.nan_to_num(), expected.nan_to_num()
+    )
+
+
+def both(call: Callable[..., Any], *args: Any, **how: Any) -> list[tuple[Any, Any]]:
+    """What machine code gives, and what the twin does."""
+    found = call(*args, **how)
+    with kernels.use("torch"):
+        expected = call(*args, **how)
+    if isinstance(found, Tensor):
+        return [(found, expected)]
+    return list(zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("low", [None, *FLOATS])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_optimizers(
+    cpu: str, dtype: torch.dtype, low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+):
+    be(cpu, monkeypatch, *ROOMS)
+    for n, b1 in [*((n, 0.9) for n in LENGTHS), (1000, 0.5), (1000, 0.2), (1000, 0.0)]:
+        grad, param, mu = numbers(n, dtype), numbers(n), numbers(n)
+        nu = numbers(n).square()
+        hyper = kernels.adamw_hyper(0.1, 3, b1=b1, weight_decay=0.1, factor=0.3)
+        rates = kernels.lion_hyper(0.1, b1=b1, weight_decay=0.1, factor=0.3)
+        assert kernels.choose("adamw_flat", grad, param).route == "llvm"
+        pairs = both(kernels.adamw_flat, grad, param, mu, nu, hyper, low)
+        pairs += both(kernels.lion_flat, grad, param, mu, rates, low)
+        assert all(same(*pair) for pair in pairs), n
+
+
+@pytest.mark.parametrize("scaling", ["rms", "mean"])
+@pytest.mark.parametrize("group", [None, 128, 8192])
+@pytest.mark.parametrize("cpu", CPUS)
+def test_signs(cpu: str, group: int | None, scaling: str, monkeypatch: pytest.MonkeyPatch):
+    be(cpu, monkeypatch, *ROOMS)
+    how: Any = {"group": group, "scaling": scaling}
+    for n, dtype in [*((n, torch.float32) for n in LENGTHS), (140001, torch.bfloat16)]:
+        x, odd = numbers(n, dtype, odd=False), numbers(n)
+        clean = odd.nan_to_num(0.5, 1, -1)
+        sent = [kernels.onebit_pack(numbers(n, odd=False), clean, **how) for _ in range(3)]
+        bits, scale = (torch.stack([s[i] for s in sent]) for i in (0, 1))
+        for error in (odd, clean):
+            for made in (
+                both(kernels.onebit_pack, x, error, **how),
+                both(kernels.onebit_mean, bits, scale, error, **how),
+            ):
+                assert same(*made[0])
+                for found, expected in made[1:]:
+                    assert_near(found, expected)
+        for out in FLOATS:
+            (pair,) = both(kernels.onebit_unpack, bits, scale, n, group=group, dtype=out)
+            assert same(*pair)
+
+
+SHAPES = ((1,), (17,), (3, 5), (4, 257), (2, 3001), (1, 70001), (0, 8), (3, 0), (2, 3, 32))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_levels(cpu: str, dtype: torch.dtype, symmetric: bool, monkeypatch: pytest.MonkeyPatch):
+    be(cpu, monkeypatch, *ROOMS)
+    for shape in SHAPES:
+        n = torch.Size(shape).numel()
+        x = numbers(n, dtype).view(shape)
+        for group in (6, 32, 256, None) if n < 10000 else (256, None):
+            how: Any = {"group": group, "symmetric": symmetric}
+            for bits in (8, 4):
+                made = both(kernels.quantize_groups, x, bits=bits, **how)
+                assert all(same(*pair) for pair in made), (shape, bits, how)
+                parts, back = [found for found, _ in made], kernels.dequantize_groups
+                for out in FLOATS if shape[-1] else ():
+                    (pair,) = both(back, *parts, shape[-1], bits=bits, group=group, dtype=out)
+                    assert same(*pair), (shape, bits, how)
+            for bits in (2, 8, 16):
+                (pair,) = both(kernels.fake_quant, x, bits=bits, **how)
+                assert same(*pair), (shape, bits, how)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_payloads(bits: int):
+    for n in (1, 17, 1000, 70001):
+        for symmetric in (True, False):
+            form = kernels.Payload(n, bits=bits, group=64, symmetric=symmetric)
+            made = both(kernels.quantize_payload, numbers(n), form, numbers(n))
+            assert all(same(*pair) for pair in made), form
+
+
+def test_threads_change_no_bit():
+    n = 70001
+    x, error = numbers(n, odd=False), numbers(n, odd=False)
+    sent = [kernels.onebit_pack(x, error, group=g)[:2] for g in (None, 128)]
+
+    def all_of_it() -> list[Tensor]:
+        out: list[Any] = [*kernels.adamw_flat(x, error, x, x.abs(), kernels.adamw_hyper(0.1, 3))]
+        for group, (bits, scale) in zip((None, 128), sent, strict=True):
+            out += kernels.onebit_pack(x, error, group=group)
+            out += kernels.onebit_mean(bits[None], scale[None], error, group=group)
+        out += kernels.quantize_groups(x[1:].view(7, -1), bits=4, group=1000, symmetric=False)
+        return [t for t in out if t is not None]
+
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(all_of_it())
+    finally:
+        torch.set_num_threads(before)
+    for several in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(several, found[0], strict=True))
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("end", [True, False])
+def test_nothing_outside_is_read_or_written(end: bool, cpu: str, monkeypatch: pytest.MonkeyPatch):
+    be(cpu, monkeypatch, *ROOMS)
+    for n in (1, 9, 17, 4099):
+        for dtype in FLOATS:
+            grad, low, x = (fenced(numbers(n, dtype), end) for _ in range(3))
+            param, mu, nu, error = (fenced(numbers(n).abs(), end) for _ in range(4))
+            kernels.adamw_flat_(grad, param, mu, nu, kernels.adamw_hyper(0.1, 3), low)
+            kernels.lion_flat_(grad, param, mu, kernels.lion_hyper(0.1), low)
+            for group in (None, 128):
+                bits, scale = kernels.onebit_pack_(x, error, group=group)
+                bits, scale = fenced(bits, end), fenced(scale, end)
+                kernels.onebit_mean_(
+                    fenced(torch.stack([bits] * 2), end),
+                    torch.stack([scale] * 2),
+                    error,
+                    group=group,
+                )
+                kernels.onebit_unpack_(bits, scale, low, group=group)
+                q, left = (
+                    fenced(torch.empty(-(-n // 8), dtype=torch.uint8), end),
+                    fenced(error, end),
+                )
+                onebit_llvm.pack(x, error, left, q, scale, group or 0, "rms")
+            for bits_, symmetric in ((8, True), (4, True), (4, False)):
+                q, scale, zero = kernels.quantize_groups(
+                    x, bits=bits_, symmetric=symmetric, group=32
+                )
+                parts = [None if t is None else fenced(t, end)[None] for t in (q, scale, zero)]
+                one = {"bits": bits_, "size": 32}
+                groupwise_llvm.quantize(x[None], None, *parts, None, **one)  # type: ignore[arg-type]
+                groupwise_llvm.dequantize(*parts, low[None], **one)  # type: ignore[arg-type]
+                groupwise_llvm.fake_quant(x[None], low[None], symmetric=symmetric, **one)
+
+
+def test_verification_compares_it():
+    for verdict in kernels.verify(["adamw_flat", "onebit_mean", "quantize_groups"], "cpu"):
+        assert verdict.ran and verdict.right and "through LLVM" in verdict.note, verdict
