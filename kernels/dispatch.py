@@ -216,7 +216,6 @@ def launcher(name: str) -> Callable[..., None]:
     return _imported(KERNELS[name].launch)
 
 
-@functools.cache
 def _imported(place: str) -> Callable[..., None]:
     module, _, function = place.partition(":")
     found: Callable[..., None] = getattr(importlib.import_module(module), function)
