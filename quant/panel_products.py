@@ -33,7 +33,11 @@ def takes(x: Tensor, weight: QTensor) -> bool:
     It reads memory itself, so tensors without any (traced, or under a transform of torch.func)
     go elsewhere, and those that stand for the negative of what lies there.
     """
-    if dispatch.forced() is not None or type(x) not in _PLAIN or torch.compiler.is_compiling():
+    if (
+        dispatch.forced() not in (None, "llvm")
+        or type(x) not in _PLAIN
+        or torch.compiler.is_compiling()
+    ):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_neg():
         return False

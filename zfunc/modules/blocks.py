@@ -35,7 +35,7 @@ def packed(name: str | None, x: Tensor, slots: Sequence[Slots], **how: Any) -> l
     :func:`zfunc.kernels.use` asks for their twins, or for Triton in its interpreter.
     """
     forced = dispatch.forced()
-    if x.is_cpu and forced is None:
+    if x.is_cpu and forced in (None, "llvm"):
         return None
     weights = [_packed(x, p["weight"], forced) for p in slots]
     first = weights[0]
