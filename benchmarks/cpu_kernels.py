@@ -7,8 +7,8 @@ Other programs come and go while it runs, so everything is measured in many shor
 triad (McCalpin, 1995) between any two of them, in one process. The table has medians: nanoseconds
 an element of ours, and the least; of the naive way, over ours; and the speed at which ours moves
 the bytes that it must, as a share of that of the two triads beside it. The exit status says whether
-what is promised held: AdamW at 90 % of the triad's speed, a whole one-bit compression in 2 ns, levels
-in 1.1 ns.
+what is promised held: AdamW at 90 % of the triad's speed, a whole one-bit compression in 2 ns,
+levels in 1.1 ns.
 """
 
 from __future__ import annotations
