@@ -327,10 +327,8 @@ _fake: Callable[..., Any] = define(
 )
 
 
-def machine_limit(*tensors: Tensor, seed: Tensor | None = None, **how: Any) -> str | None:
+def machine_limit(*tensors: Tensor, **how: Any) -> str | None:
     """Why machine code cannot take these; ``None`` if it can."""
-    if seed is not None:
-        return "it does not round at random"
     return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in dispatch.KNOWN), None)
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from zfunc.kernels import llvm
 from zfunc.kernels.flat_llvm import ALONE, lanes, read, write
+from zfunc.kernels.groupwise_torch import FIRST, GOLDEN, SECOND
 from zfunc.kernels.llvm import Writer, host
 
 __all__ = ["dequantize", "fake_quant", "quantize"]
 
 PLACES = ("length", "stride", "size", "groups", "total")
-QUANTIZE = ("x", "error", "out", "scale", "zero", "left", *PLACES)
+QUANTIZE = ("x", "error", "out", "scale", "zero", "left", *PLACES, "seed")
 DEQUANTIZE = ("q", "scale", "zero", "out", *PLACES)
 F32 = torch.float32
 
@@ -36,6 +37,7 @@ class Rounding:
         symmetric: whether there are no zeros.
         error: whether one is added to the values, and what is left is kept.
         fake: dtype of the values that levels stand for, which are stored in their place.
+        stochastic: whether to round at random.
     """
 
     x: torch.dtype
@@ -43,11 +45,17 @@ class Rounding:
     symmetric: bool
     error: bool = False
     fake: torch.dtype | None = None
+    stochastic: bool = False
 
     @property
     def top(self) -> int:
         """The highest level."""
         return (1 << (self.bits - 1)) - 1 if self.symmetric else (1 << self.bits) - 1
+
+    @property
+    def reach(self) -> float:
+        """Where the greatest value goes: with dither just inside the range, so none leads out."""
+        return self.top * (1 - 2**-20) if self.stochastic else self.top
 
 
 def quantize(
@@ -63,17 +71,17 @@ def quantize(
     seed: Tensor | None = None,
 ) -> None:
     """Over rows ``[R, K]``; ``new_error`` may be ``error``."""
-    form = Rounding(x.dtype, bits, zero is None, error is not None)
+    form = Rounding(x.dtype, bits, zero is None, error is not None, None, seed is not None)
     kernel, places = _quantizing(host().isa, form), _places(x.shape, size)
-    _run(kernel, (x, error, q, scale, zero, new_error), places)
+    _run(kernel, (x, error, q, scale, zero, new_error), (*places, _word(seed)))
 
 
 def fake_quant(
     x: Tensor, out: Tensor, *, bits: int, size: int, symmetric: bool, seed: Tensor | None = None
 ) -> None:
     """Over rows ``[R, K]``; nothing but the values is written."""
-    form = Rounding(x.dtype, bits, symmetric, fake=out.dtype)
-    places = _places(x.shape, size)
+    form = Rounding(x.dtype, bits, symmetric, fake=out.dtype, stochastic=seed is not None)
+    places = (*_places(x.shape, size), _word(seed))
     _run(_quantizing(host().isa, form), (x, None, out, None, None, None), places)
 
 
@@ -88,6 +96,10 @@ def dequantize(
 def _run(kernel: llvm.Kernel, tensors: tuple[Tensor | None, ...], places: tuple[int, ...]) -> None:
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     kernel([*addresses, *places], 1 if places[2] * places[4] < ALONE else 0)
+
+
+def _word(seed: Tensor | None) -> int:
+    return 0 if seed is None else int(seed)
 
 
 def _places(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -141,18 +153,21 @@ def _quantizing(isa: str, form: Rounding) -> llvm.Kernel:
             b.fcmp_ordered("<", span, w.ir.Constant(w.f32, float("inf"))),
         )
         scale = b.fmul(span, _single(w, 1 / form.top))
-        inverse = w.splat(b.fdiv(_single(w, form.top), span))
+        inverse = w.splat(b.fdiv(_single(w, form.reach), span))
         every = w.splat(usable)
         if form.fake is None:
             w.store(scale, w.at(a["scale"], w.times(where.index, 4)))
             if low is not None:
                 w.store(low, w.at(a["zero"], w.times(where.index, 4)))
         scales, lows = w.splat(scale), None if low is None else w.splat(low)
+        key = _key(w, where) if form.stochastic else None
 
         def rounded(at: Any, mask: Any, _: Any) -> None:
             c = values(at, mask)
             y = b.fmul(c if lows is None else b.fsub(c, lows), inverse)
             y = b.select(every, y, w.constant(w.f32, 0.0))
+            if key is not None:
+                y = b.fadd(y, _dither(w, key, b.sub(at, where.start)))
             y = w.intrinsic("llvm.roundeven.v16f32", y.type, y)
             if form.fake is None:
                 _store_levels(w, y, at, where, mask, form)
@@ -205,6 +220,39 @@ def _extremes(
         for name, x in zip(names, found, strict=True)
     )
     return low, b.fsub(high, low)
+
+
+def _key(w: Writer, where: Group) -> Any:
+    """Where a group's dither begins: a hash of its number and the seed, int32."""
+    b, seed = w.b, w.arguments["seed"]
+    high = w.times(b.lshr(where.index, w.n(32)), GOLDEN)
+    key = b.trunc(w.sum(where.index, high, seed), w.i32)
+    key = b.mul(_folded(w, key, 16), w.ir.Constant(w.i32, FIRST))
+    key = b.xor(key, b.trunc(b.lshr(seed, w.n(32)), w.i32))
+    key = b.mul(_folded(w, key, 15), w.ir.Constant(w.i32, SECOND))
+    return _folded(w, key, 16)
+
+
+def _dither(w: Writer, key: Any, place: Any) -> Any:
+    """From -1/2 to below 1/2, for 16 elements of a group: see the twin's."""
+    b = w.b
+    steps = b.add(
+        w.splat(b.trunc(b.lshr(place, w.n(2)), w.i32), 4), w.constant(w.i32, [0, 1, 2, 3], 4)
+    )
+    h = b.add(w.splat(key, 4), b.mul(steps, w.constant(w.i32, GOLDEN, 4)))
+    h = b.mul(_folded(w, h, 15), w.constant(w.i32, SECOND, 4))
+    h = b.add(h, b.lshr(h, w.constant(w.i32, 16, 4)))
+    turned = b.or_(b.lshr(h, w.constant(w.i32, 8, 4)), b.shl(h, w.constant(w.i32, 24, 4)))
+    words = b.shuffle_vector(h, turned, w.constant(w.i32, [0, 4, 1, 5, 2, 6, 3, 7], 8))
+    halves = b.sext(b.bitcast(words, w.vector(w.i16)), w.vector(w.i32))
+    return b.fmul(b.sitofp(halves, w.vector(w.f32)), w.constant(w.f32, 2.0**-16))
+
+
+def _folded(w: Writer, h: Any, by: int) -> Any:
+    """``h ^ (h >> by)``."""
+    several = isinstance(h.type, w.ir.VectorType)
+    much = w.constant(w.i32, by, h.type.count) if several else w.ir.Constant(w.i32, by)
+    return w.b.xor(h, w.b.lshr(h, much))
 
 
 def _store_levels(w: Writer, y: Any, at: Any, where: Group, mask: Any, form: Rounding) -> None:
