@@ -137,7 +137,7 @@ def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:
     if forced != "triton" and kernel.machine and _on_cpu(present):
         lacks = host().why if not host().isa else kernel.machine_limit(*present, **how)
         if lacks is None:
-            return Choice("llvm", f"tensors are on cpu: {host().why}")
+            return Choice("llvm", f"tensors are on cpu: {host().isa}, through LLVM")
         obstacle: str | None = f"tensors are on cpu, and for machine code: {lacks}"
     else:
         obstacle = _obstacle(kernel, present, how)

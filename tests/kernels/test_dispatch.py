@@ -31,7 +31,9 @@ def test_on_a_cpu_machine_code_runs_where_there_is_some_and_else_the_twins():
     for name, kernel in dispatch.KERNELS.items():
         choice = kernels.choose(name, torch.ones(3))
         if kernel.machine and host().isa:
-            assert choice == kernels.Choice("llvm", f"tensors are on cpu: {host().why}")
+            assert choice == kernels.Choice(
+                "llvm", f"tensors are on cpu: {host().isa}, through LLVM"
+            )
         else:
             assert choice.route == "torch" and choice.why.startswith("tensors are on cpu")
     with kernels.use("torch"):
