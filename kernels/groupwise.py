@@ -332,6 +332,13 @@ def machine_limit(*tensors: Tensor, **how: Any) -> str | None:
     return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in dispatch.KNOWN), None)
 
 
+def mean_limit(*tensors: Tensor, **how: Any) -> str | None:
+    """The same for means, of which a group lies on the stack."""
+    if how and how["size"] > LONGEST:
+        return f"it takes groups up to {LONGEST}, not {how['size']}"
+    return machine_limit(*tensors)
+
+
 for _name, _twin, _traffic, _limit in (
     ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)", machine_limit),
     (

@@ -16,13 +16,23 @@ from torch import Tensor
 
 from zfunc.kernels import llvm
 from zfunc.kernels.flat_llvm import ALONE, lanes, read, write
-from zfunc.kernels.groupwise_torch import FIRST, GOLDEN, SECOND
+from zfunc.kernels.groupwise_torch import shares_of
+from zfunc.kernels.levels_llvm import (
+    PLACES,
+    Group,
+    dither,
+    each_group,
+    extremes,
+    load_levels,
+    start_dither,
+    store_levels,
+)
 from zfunc.kernels.llvm import Writer, host
 
-__all__ = ["dequantize", "fake_quant", "quantize"]
+__all__ = ["dequantize", "fake_quant", "mean", "quantize"]
 
-PLACES = ("length", "stride", "size", "groups", "total")
-QUANTIZE = ("x", "error", "out", "scale", "zero", "left", *PLACES, "seed")
+SOURCE = ("x", "error", "shares", "lows", "rest", "senders", "width", "scales")
+QUANTIZE = (*SOURCE, "out", "scale", "zero", "left", *PLACES, "seed")
 DEQUANTIZE = ("q", "scale", "zero", "out", *PLACES)
 F32 = torch.float32
 
@@ -38,6 +48,9 @@ class Rounding:
         error: whether one is added to the values, and what is left is kept.
         fake: dtype of the values that levels stand for, which are stored in their place.
         stochastic: whether to round at random.
+        away: ``None``, or the values are a mean of what senders sent, and this is taken off levels.
+        lows: whether there is something to add to each sender's values.
+        rest: whether there is something to add to their sum.
     """
 
     x: torch.dtype
@@ -46,6 +59,9 @@ class Rounding:
     error: bool = False
     fake: torch.dtype | None = None
     stochastic: bool = False
+    away: float | None = None
+    lows: bool = False
+    rest: bool = False
 
     @property
     def top(self) -> int:
@@ -71,9 +87,11 @@ def quantize(
     seed: Tensor | None = None,
 ) -> None:
     """Over rows ``[R, K]``; ``new_error`` may be ``error``."""
-    form = Rounding(x.dtype, bits, zero is None, error is not None, None, seed is not None)
-    kernel, places = _quantizing(host().isa, form), _places(x.shape, size)
-    _run(kernel, (x, error, q, scale, zero, new_error), (*places, _word(seed)))
+    form = Rounding(
+        x.dtype, bits, zero is None, error=error is not None, stochastic=seed is not None
+    )
+    source = (x, error, None, None, None, 0, 0, 0)
+    _quantize(form, source, (q, scale, zero, new_error), (*_places(x.shape, size), _word(seed)))
 
 
 def fake_quant(
@@ -81,8 +99,42 @@ def fake_quant(
 ) -> None:
     """Over rows ``[R, K]``; nothing but the values is written."""
     form = Rounding(x.dtype, bits, symmetric, fake=out.dtype, stochastic=seed is not None)
-    places = (*_places(x.shape, size), _word(seed))
-    _run(_quantizing(host().isa, form), (x, None, out, None, None, None), places)
+    source = (x, None, None, None, None, 0, 0, 0)
+    _quantize(form, source, (out, None, None, None), (*_places(x.shape, size), _word(seed)))
+
+
+def mean(
+    received: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    error: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    new_error: Tensor | None,
+    *,
+    n: int,
+    bits: int,
+    size: int,
+    seed: Tensor | None = None,
+) -> None:
+    """Over the payloads of several senders, a row each; ``new_error`` may be ``error``."""
+    shares, lows, rest, away = shares_of(scales, zeros, bits, error)
+    form = Rounding(
+        received.dtype,
+        bits,
+        zero is None,
+        error=error is not None,
+        stochastic=seed is not None,
+        away=away,
+        lows=lows is not None,
+        rest=rest is not None,
+    )
+    shares = shares.contiguous()
+    lows = None if lows is None else lows.contiguous()
+    rows = (received.shape[0], received.stride(0), shares.shape[1])
+    source = (received, error, shares, lows, rest, *rows)
+    _quantize(form, source, (q, scale, zero, new_error), (*_places((1, n), size), _word(seed)))
 
 
 def dequantize(
@@ -90,12 +142,22 @@ def dequantize(
 ) -> None:
     """Over rows ``[R, K]`` of ``out``."""
     kernel = _dequantizing(host().isa, out.dtype, bits, zero is None)
-    _run(kernel, (q, scale, zero, out), _places(out.shape, size))
+    _run(kernel, (q, scale, zero, out, *_places(out.shape, size)), out.numel())
 
 
-def _run(kernel: llvm.Kernel, tensors: tuple[Tensor | None, ...], places: tuple[int, ...]) -> None:
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    kernel([*addresses, *places], 1 if places[2] * places[4] < ALONE else 0)
+def _quantize(
+    form: Rounding,
+    source: tuple[Tensor | int | None, ...],
+    into: tuple[Tensor | None, ...],
+    places: tuple[int, ...],
+) -> None:
+    kernel, (_, _, size, _, total, _) = _quantizing(host().isa, form), places
+    _run(kernel, (*source, *into, *places), size * total)
+
+
+def _run(kernel: llvm.Kernel, arguments: tuple[Tensor | int | None, ...], n: int) -> None:
+    found = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments]
+    kernel(found, 1 if n < ALONE else 0)
 
 
 def _word(seed: Tensor | None) -> int:
@@ -111,43 +173,17 @@ def _places(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return length, -(-length // 2), size, groups, rows * groups
 
 
-@dataclass(frozen=True)
-class Group:
-    """Where a group lies: its number, its first and last (excluded) element, its byte of pairs."""
-
-    index: Any
-    start: Any
-    stop: Any
-    byte: Any
-
-
-def _each_group(w: Writer, write_group: Callable[[Group], None]) -> None:
-    """Write a loop over this thread's groups."""
-    b, a = w.b, w.arguments
-    first, last = w.share(a["total"])
-    with w.loop(first, last) as group:
-        row = b.udiv(group.index, a["groups"])
-        column = w.times(b.sub(group.index, w.times(row, a["groups"])), a["size"])
-        begin = w.times(row, a["length"])
-        start, end = w.sum(begin, column), w.sum(begin, a["length"])
-        full = w.sum(start, a["size"])
-        stop = b.select(b.icmp_signed("<", full, end), full, end)
-        byte = w.sum(w.times(row, a["stride"]), b.lshr(column, w.n(1)))
-        write_group(Group(group.index, start, stop, byte))
-
-
 @functools.cache
 @llvm.once
 def _quantizing(isa: str, form: Rounding) -> llvm.Kernel:
     w = Writer("quantizing", QUANTIZE)
     b, a = w.b, w.arguments
 
-    def values(at: Any, mask: Any) -> Any:
-        x = read(w, a["x"], at, form.x, mask)
-        return b.fadd(x, read(w, a["error"], at, F32, mask)) if form.error else x
+    room = None if form.away is None or form.error else w.room(w.f32, w.sum(a["size"], 16))
 
     def group(where: Group) -> None:
-        low, span = _extremes(w, where, values, form.symmetric)
+        first, again = _values(w, form, where, room)
+        low, span = extremes(w, where, first, form.symmetric)
         usable = b.and_(
             b.fcmp_ordered(">", span, w.ir.Constant(w.f32, 0.0)),
             b.fcmp_ordered("<", span, w.ir.Constant(w.f32, float("inf"))),
@@ -160,17 +196,17 @@ def _quantizing(isa: str, form: Rounding) -> llvm.Kernel:
             if low is not None:
                 w.store(low, w.at(a["zero"], w.times(where.index, 4)))
         scales, lows = w.splat(scale), None if low is None else w.splat(low)
-        key = _key(w, where) if form.stochastic else None
+        key = start_dither(w, where) if form.stochastic else None
 
         def rounded(at: Any, mask: Any, _: Any) -> None:
-            c = values(at, mask)
+            c = again(at, mask)
             y = b.fmul(c if lows is None else b.fsub(c, lows), inverse)
             y = b.select(every, y, w.constant(w.f32, 0.0))
             if key is not None:
-                y = b.fadd(y, _dither(w, key, b.sub(at, where.start)))
+                y = b.fadd(y, dither(w, key, b.sub(at, where.start)))
             y = w.intrinsic("llvm.roundeven.v16f32", y.type, y)
             if form.fake is None:
-                _store_levels(w, y, at, where, mask, form)
+                store_levels(w, y, at, where, mask, form.bits, form.symmetric)
             if form.error or form.fake is not None:
                 back = b.fmul(y, scales)
                 back = back if lows is None else b.fadd(back, lows)
@@ -181,99 +217,48 @@ def _quantizing(isa: str, form: Rounding) -> llvm.Kernel:
 
         lanes(w, where.start, where.stop, rounded)
 
-    _each_group(w, group)
+    each_group(w, group)
     return llvm.compiled(w.done(), "quantizing", isa)
 
 
-def _extremes(
-    w: Writer, where: Group, values: Callable[[Any, Any], Any], symmetric: bool
-) -> tuple[Any, Any]:
-    """The least value and what lies between it and the greatest; NaN if a value is.
+Values = Callable[[Any, Any], Any]
 
-    With symmetry there is no least, and it is the greatest absolute value.
+
+def _values(w: Writer, form: Rounding, where: Group, room: Any) -> tuple[Values, Values]:
+    """Write 16 values of a group, for the first time and again.
+
+    A mean is kept in between: where the error will be, or in ``room``.
     """
-    b, whole = w.b, w.vector(w.i32)
-    if symmetric:
-        size = w.constant(w.i32, 0x7FFFFFFF)  # without the sign; as integers, NaN is above all
-
-        def larger(at: Any, mask: Any, most: Any) -> list[Any]:
-            bits = b.and_(b.bitcast(values(at, mask), whole), size)
-            return [w.intrinsic("llvm.umax.v16i32", whole, most[0], bits)]
-
-        (most,) = lanes(w, where.start, where.stop, larger, [w.constant(w.i32, 0)])
-        most = w.intrinsic("llvm.vector.reduce.umax.v16i32", w.i32, most)
-        return None, b.bitcast(most, w.f32)
-    ends = [w.constant(w.f32, x) for x in (float("inf"), float("-inf"))]
-    names = ("minimum", "maximum")
-
-    def wider(at: Any, mask: Any, known: Any) -> list[Any]:
-        c = values(at, mask)
-        mine = [c if mask is None else b.select(mask, c, end) for end in ends]
-        return [
-            w.intrinsic(f"llvm.{name}.v16f32", c.type, old, new)
-            for name, old, new in zip(names, known, mine, strict=True)
-        ]
-
-    found = lanes(w, where.start, where.stop, wider, ends)
-    low, high = (
-        w.intrinsic(f"llvm.vector.reduce.f{name}.v16f32", w.f32, x)
-        for name, x in zip(names, found, strict=True)
-    )
-    return low, b.fsub(high, low)
-
-
-def _key(w: Writer, where: Group) -> Any:
-    """Where a group's dither begins: a hash of its number and the seed, int32."""
-    b, seed = w.b, w.arguments["seed"]
-    high = w.times(b.lshr(where.index, w.n(32)), GOLDEN)
-    key = b.trunc(w.sum(where.index, high, seed), w.i32)
-    key = b.mul(_folded(w, key, 16), w.ir.Constant(w.i32, FIRST))
-    key = b.xor(key, b.trunc(b.lshr(seed, w.n(32)), w.i32))
-    key = b.mul(_folded(w, key, 15), w.ir.Constant(w.i32, SECOND))
-    return _folded(w, key, 16)
-
-
-def _dither(w: Writer, key: Any, place: Any) -> Any:
-    """From -1/2 to below 1/2, for 16 elements of a group: see the twin's."""
-    b = w.b
-    steps = b.add(
-        w.splat(b.trunc(b.lshr(place, w.n(2)), w.i32), 4), w.constant(w.i32, [0, 1, 2, 3], 4)
-    )
-    h = b.add(w.splat(key, 4), b.mul(steps, w.constant(w.i32, GOLDEN, 4)))
-    h = b.mul(_folded(w, h, 15), w.constant(w.i32, SECOND, 4))
-    h = b.add(h, b.lshr(h, w.constant(w.i32, 16, 4)))
-    turned = b.or_(b.lshr(h, w.constant(w.i32, 8, 4)), b.shl(h, w.constant(w.i32, 24, 4)))
-    words = b.shuffle_vector(h, turned, w.constant(w.i32, [0, 4, 1, 5, 2, 6, 3, 7], 8))
-    halves = b.sext(b.bitcast(words, w.vector(w.i16)), w.vector(w.i32))
-    return b.fmul(b.sitofp(halves, w.vector(w.f32)), w.constant(w.f32, 2.0**-16))
-
-
-def _folded(w: Writer, h: Any, by: int) -> Any:
-    """``h ^ (h >> by)``."""
-    several = isinstance(h.type, w.ir.VectorType)
-    much = w.constant(w.i32, by, h.type.count) if several else w.ir.Constant(w.i32, by)
-    return w.b.xor(h, w.b.lshr(h, much))
-
-
-def _store_levels(w: Writer, y: Any, at: Any, where: Group, mask: Any, form: Rounding) -> None:
-    """16 levels as bytes, or as 8 pairs, the first in the low half."""
     b, a = w.b, w.arguments
-    level = b.fptosi(y, w.vector(w.i32))
-    if form.bits == 8:
-        address, value = w.at(a["out"], at), b.trunc(level, w.vector(w.i8))
-    else:
-        if form.symmetric:
-            level = b.add(level, w.constant(w.i32, 8))
-        if mask is not None:  # a row may end with half a byte
-            level = b.select(mask, level, w.constant(w.i32, 0))
-        pairs = b.bitcast(b.trunc(level, w.vector(w.i8)), w.vector(w.i16, 8))
-        pairs = b.or_(pairs, b.lshr(pairs, w.constant(w.i16, 4, 8)))
-        value = b.trunc(pairs, w.vector(w.i8, 8))
-        address = w.at(a["out"], _byte(w, at, where))
-    if mask is None:
-        w.store(value, address)
-    else:
-        w.masked_store(value, address, mask if form.bits == 8 else _halves(w, mask))
+
+    def one(at: Any, mask: Any) -> Any:
+        x = read(w, a["x"], at, form.x, mask)
+        return b.fadd(x, read(w, a["error"], at, F32, mask)) if form.error else x
+
+    if form.away is None:
+        return one, one
+    rest = w.splat(w.load(w.at(a["rest"], w.times(where.index, 4)), w.f32)) if form.rest else None
+    kept, origin = (a["left"], w.n(0)) if form.error else (room, where.start)
+
+    def all_(at: Any, mask: Any) -> Any:
+        begin = read(w, a["error"], at, F32, mask) if form.error else w.constant(w.f32, 0.0)
+        with w.loop(0, a["senders"], carried=[begin]) as sender:
+            q = w.at(a["x"], w.times(sender.index, a["width"]))
+            spot = w.times(w.sum(w.times(sender.index, a["scales"]), where.index), 4)
+            share = w.splat(w.load(w.at(a["shares"], spot), w.f32))
+            y = load_levels(w, q, at, where, mask, form.bits, form.symmetric)
+            y = b.fsub(y, w.constant(w.f32, form.away)) if form.away else y
+            y = b.fmul(y, share)
+            if form.lows:
+                y = b.fadd(y, w.splat(w.load(w.at(a["lows"], spot), w.f32)))
+            sender.then = [b.fadd(sender.values[0], y)]
+        c = sender.values[0] if rest is None else b.fadd(sender.values[0], rest)
+        if mask is not None:
+            c = b.select(mask, c, w.constant(w.f32, 0.0))
+        write(w, kept, b.sub(at, origin), c, F32, mask)
+        return c
+
+    return all_, lambda at, mask: read(w, kept, b.sub(at, origin), F32, mask)
 
 
 @functools.cache
@@ -288,43 +273,16 @@ def _dequantizing(isa: str, out: torch.dtype, bits: int, symmetric: bool) -> llv
         zero = None if symmetric else w.splat(w.load(w.at(a["zero"], spot), w.f32))
 
         def values(at: Any, mask: Any, _: Any) -> None:
-            y = b.fmul(_levels(w, at, where, mask, bits, symmetric), scale)
+            y = load_levels(w, a["q"], at, where, mask, bits, symmetric)
+            if bits == 4 and symmetric:
+                y = b.fsub(y, w.constant(w.f32, 8.0))
+            y = b.fmul(y, scale)
             write(w, a["out"], at, y if zero is None else b.fadd(y, zero), out, mask)
 
         lanes(w, where.start, where.stop, values)
 
-    _each_group(w, group)
+    each_group(w, group)
     return llvm.compiled(w.done(), "dequantizing", isa)
-
-
-def _levels(w: Writer, at: Any, where: Group, mask: Any, bits: int, symmetric: bool) -> Any:
-    """16 levels as float32."""
-    b, a = w.b, w.arguments
-    count = 16 if bits == 8 else 8
-    address = w.at(a["q"], at if bits == 8 else _byte(w, at, where))
-    if mask is None:
-        w.prefetch(w.at(address, 512))
-        q = w.load(address, w.vector(w.i8, count))
-    else:
-        real = mask if bits == 8 else _halves(w, mask)
-        q = w.masked_load(address, w.vector(w.i8, count), real)
-    if bits == 4:
-        pairs = b.zext(q, w.vector(w.i16, 8))
-        pairs = b.or_(pairs, b.shl(pairs, w.constant(w.i16, 4, 8)))
-        q = b.bitcast(b.and_(pairs, w.constant(w.i16, 0x0F0F, 8)), w.vector(w.i8))
-    signed = bits == 8 and symmetric
-    y = b.sitofp((b.sext if signed else b.zext)(q, w.vector(w.i32)), w.vector(w.f32))
-    return b.fsub(y, w.constant(w.f32, 8.0)) if bits == 4 and symmetric else y
-
-
-def _byte(w: Writer, at: Any, where: Group) -> Any:
-    """The byte of the pair that begins with element ``at``."""
-    return w.sum(where.byte, w.b.lshr(w.b.sub(at, where.start), w.n(1)))
-
-
-def _halves(w: Writer, mask: Any) -> Any:
-    """Which of 8 pairs exist: those whose first element does."""
-    return w.b.shuffle_vector(mask, mask, w.constant(w.i32, list(range(0, 16, 2)), 8))
 
 
 def _single(w: Writer, x: float) -> Any:

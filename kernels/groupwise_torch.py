@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Grid", "dequantize_twin", "fake_quant_twin", "mean_twin", "quantize_twin"]
+__all__ = ["Grid", "dequantize_twin", "fake_quant_twin", "mean_twin", "quantize_twin", "shares_of"]
 
 CHUNK = 1 << 17  # for each thread: two float32 buffers of it stay in the second cache of a core
 # The constants of `lowbias32` (Wellons, Prospecting for Hash Functions, 2018), as signed integers.
@@ -108,10 +108,17 @@ def mean_twin(
             low = None if zeros is None else zeros[w]
             out.add_(_values(block, received[w], scales[w], low, grid, size, room), alpha=1)
 
-    # Shares, not sums: what travels on is a mean, and 1/W goes into the scales.
-    scales = scales / senders
-    zeros = None if zeros is None else zeros / senders
+    scales, zeros, _, _ = shares_of(scales, zeros, bits, error)
     _quantize(fill, torch.Size((1, n)), scale, zero, grid, size, q=q, error=new_error)
+
+
+def shares_of(
+    scales: Tensor, zeros: Tensor | None, bits: int, error: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
+    """Shares, not sums: what travels on is a mean, and 1/W goes into the scales."""
+    senders = scales.shape[0]
+    away = 8.0 if bits == 4 and zeros is None else 0.0
+    return scales / senders, None if zeros is None else zeros / senders, None, away
 
 
 def fake_quant_twin(

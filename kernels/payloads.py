@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.groupwise import INSTEAD, check_group, limit, seed_tensor
+from zfunc.kernels.groupwise import INSTEAD, check_group, limit, mean_limit, seed_tensor
 from zfunc.kernels.groupwise_torch import mean_twin
 from zfunc.kernels.operators import (
     KernelError,
@@ -387,5 +387,7 @@ dispatch.register(
         "zfunc.kernels.groupwise_triton:mean",
         "W/2 + 0.5 B of 4 bits from W ranks, and 8 B with an error",
         limit=limit,
+        machine="zfunc.kernels.groupwise_llvm:mean",
+        machine_limit=mean_limit,
     )
 )

@@ -126,13 +126,28 @@ def test_levels(cpu: str, dtype: torch.dtype, symmetric: bool, monkeypatch: pyte
                 assert same(*pair), (shape, bits, how)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_payloads(bits: int):
+@pytest.mark.parametrize("cpu", CPUS)
+def test_payloads(cpu: str, bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch):
+    be(cpu, monkeypatch, *ROOMS)
     for n in (1, 17, 1000, 70001):
-        for symmetric in (True, False):
-            form = kernels.Payload(n, bits=bits, group=64, symmetric=symmetric)
-            made = both(kernels.quantize_payload, numbers(n), form, numbers(n))
-            assert all(same(*pair) for pair in made), form
+        form = kernels.Payload(n, bits=bits, group=64, symmetric=symmetric)
+        made = both(kernels.quantize_payload, numbers(n), form, numbers(n))
+        assert all(same(*pair) for pair in made), form
+        sent = [kernels.quantize_payload(numbers(n, odd=False), form)[0] for _ in range(3)]
+        for error, seed in ((None, None), (numbers(n, odd=False), None), (None, 2**35 + 1)):
+            made = both(kernels.mean_payloads, torch.stack(sent), form, error, seed=seed)
+            assert all(same(*pair) for pair in made), (form, seed)
+
+
+def test_groups_that_no_stack_holds_are_for_the_twin():
+    form = kernels.Payload(70000, group=70000)
+    sent = kernels.quantize_payload(torch.randn(70000), form)[0]
+    mean, _ = kernels.mean_payloads(torch.stack([sent, sent]), form)
+    assert torch.equal(mean, sent)
+    with kernels.use("llvm"), pytest.raises(kernels.KernelError, match="up to 16384, not 70000"):
+        kernels.mean_payloads(sent[None], form)
 
 
 def test_threads_change_no_bit():
