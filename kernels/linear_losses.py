@@ -48,7 +48,7 @@ def linear_cross_entropy(
     """Cross-entropy of the logits ``x @ weight.T`` with targets, in nats.
 
     Args:
-        x: ``[..., H]``, bfloat16, float16, float32 or float64.
+        x: ``[..., H]``, bfloat16, float16, float32 or float64, which autocast does not change.
         weight: ``[V, H]`` of the same dtype.
         target, ignore_index, label_smoothing, z_loss: see :func:`zfunc.kernels.cross_entropy`.
         reduction: ``"mean"`` or ``"sum"``; with ``"none"`` nothing can be differentiated, since
@@ -201,10 +201,16 @@ def _run(
     return losses, dx, dw
 
 
+def _run_as_given(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """In the dtypes that came, also under autocast, which would round products in between."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _run(x, *rest)
+
+
 _losses: Callable[..., Any] = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? scale, int ignore,"
     " float smoothing, float z, int chunk) -> (Tensor, Tensor, Tensor)",
-    _run,
+    _run_as_given,
     _rooms,
     looped(lambda: _losses),
 )

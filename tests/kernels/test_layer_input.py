@@ -109,6 +109,19 @@ def test_the_logits_are_never_held(monkeypatch: pytest.MonkeyPatch):
     assert empty == 0 and not torch.autograd.grad(empty, x)[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_round_the_head(dtype: torch.dtype):
+    x, weight = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (4, 7))
+
+    def found() -> list[torch.Tensor]:
+        loss = kernels.linear_cross_entropy(x, weight, TARGET, chunk=3)
+        return [loss, *torch.autograd.grad(loss, (x, weight))]
+
+    expected = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(found(), expected, rtol=0, atol=0)
+
+
 def test_a_second_derivative_of_the_head_is_refused():
     def loss(x: torch.Tensor) -> torch.Tensor:
         return kernels.linear_cross_entropy(x, torch.eye(6), TARGET)
