@@ -26,7 +26,7 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.losses import Reduction, check, check_classes, reduced
 from zfunc.kernels.normalization_torch import wide
-from zfunc.kernels.operators import KernelError, define, looped
+from zfunc.kernels.operators import KernelError, define, looped, together
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["linear_cross_entropy"]
@@ -76,6 +76,7 @@ def linear_cross_entropy(
             f"kernels.{name}: weight is {weight.dtype}{list(weight.shape)}, x is "
             f"{x.dtype}{list(x.shape)}; expected one dtype and weight [V, {x.shape[-1]}]."
         )
+    together(name, x=x, weight=weight)
     if chunk is not None and chunk < 1:
         raise KernelError(f"kernels.{name}: chunk={chunk}; expected rows, at least 1.")
     recorded = torch.is_grad_enabled()

@@ -42,7 +42,15 @@ from zfunc.kernels.normalization_torch import (
     forward_twin,
     wide,
 )
-from zfunc.kernels.operators import KernelError, agree, define, folded, looped
+from zfunc.kernels.operators import (
+    KernelError,
+    agree,
+    define,
+    folded,
+    looped,
+    numbers,
+    together,
+)
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -126,10 +134,10 @@ def _norm(
 def _check(
     name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    if not x.dim() or not x.is_floating_point():
+    if not x.dim() or not numbers(x):
         raise KernelError(
-            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers "
-            "with at least one dimension."
+            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers of 16 "
+            "bits or more with at least one dimension."
         )
     agree(name, x=x, residual=residual)
     if residual is not None and residual.dtype != x.dtype:
@@ -137,11 +145,12 @@ def _check(
             f"kernels.{name}: residual is {residual.dtype}, x is {x.dtype}; expected one dtype."
         )
     for label, p in (("weight", weight), ("bias", bias)):
-        if p is not None and (p.shape != x.shape[-1:] or not p.is_floating_point()):
+        if p is not None and (p.shape != x.shape[-1:] or not numbers(p)):
             raise KernelError(
                 f"kernels.{name}: {label} is {p.dtype}{list(p.shape)}; expected floating-point "
                 f"numbers {list(x.shape[-1:])}, one for each element of a row of x."
             )
+    together(name, x=x, weight=weight, bias=bias)
 
 
 @in_graph
