@@ -150,6 +150,7 @@ def _gated(name: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
 
 
 @in_graph
+@dispatch.steady
 class Gated(torch.autograd.Function):
     """``act(gate) * up``."""
 
@@ -171,6 +172,7 @@ class Gated(torch.autograd.Function):
 
 
 @in_graph
+@dispatch.steady
 class BiasGelu(torch.autograd.Function):
     """``gelu(x + bias)``."""
 

@@ -13,18 +13,30 @@ import importlib.util
 import json
 import os
 import re
+import typing
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels.operators import KernelError
 
-__all__ = ["KERNELS", "Choice", "Kernel", "choose", "config", "forced", "register", "run", "use"]
+__all__ = [
+    "KERNELS",
+    "Choice",
+    "Kernel",
+    "choose",
+    "config",
+    "forced",
+    "register",
+    "run",
+    "steady",
+    "use",
+]
 
 Route = Literal["triton", "torch"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,15 +118,22 @@ def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:
         The route, and the reason in words.
 
     Raises:
-        KernelError: :func:`use` asks for Triton where it cannot run.
+        KernelError: there is no such kernel or no tensor, or :func:`use` asks for Triton where it
+            cannot run.
 
     >>> print(choose("adamw_flat", torch.ones(3)))
     torch: tensors are on cpu
     """
+    if name not in KERNELS:
+        raise KernelError(
+            f"kernels.choose: no kernel {name!r}; expected one of {', '.join(KERNELS)}."
+        )
     kernel, forced = KERNELS[name], _forced.get()
+    present = [x for x in tensors if x is not None]
+    if not present:
+        raise KernelError(f"kernels.choose: {name} of no tensors; expected at least one.")
     if forced == "torch":
         return Choice("torch", "asked for by kernels.use")
-    present = [x for x in tensors if x is not None]
     obstacle = _obstacle(kernel, present, how)
     if obstacle is None:
         return Choice("triton", f"tensors are on {present[0].device.type}")
@@ -139,15 +158,52 @@ def _obstacle(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str
 def use(route: Route | None) -> Iterator[None]:
     """Insist on one route within the block; ``None`` gives the choice back to the dispatch.
 
+    Gradients of what was computed in the block take the same route, wherever they are asked for.
+
+    Args:
+        route: ``"triton"``, ``"torch"`` or ``None``.
+
+    Raises:
+        KernelError: it is something else.
+
     >>> with use("torch"):
     ...     print(choose("adamw_flat", torch.ones(3)))
     torch: asked for by kernels.use
     """
+    if route not in (None, *typing.get_args(Route)):
+        raise KernelError(
+            f'kernels.use: {route!r} is no route; expected "triton", "torch" or None.'
+        )
     token = _forced.set(route)
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+F = TypeVar("F", bound=type[torch.autograd.Function])
+
+
+def steady(function: F) -> F:
+    """A class decorator: the backward of this Function takes the route that its forward was given.
+
+    On a GPU autograd runs it in a thread of its own, which knows nothing of :func:`use`.
+    """
+    plain: Any = function
+    setup_context, backward = plain.setup_context, plain.backward
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup_context(ctx, inputs, output)
+        ctx.route = _forced.get()
+
+    def steady_backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.route is None:
+            return backward(ctx, *grads)
+        with use(ctx.route):
+            return backward(ctx, *grads)
+
+    plain.setup_context, plain.backward = staticmethod(setup), staticmethod(steady_backward)
+    return function
 
 
 def run(name: str, *args: Any, **kw: Any) -> None:

@@ -125,6 +125,7 @@ def check_classes(name: str, target: Tensor, ignore: int, classes: int) -> None:
 
 
 @in_graph
+@dispatch.steady
 class CrossEntropy(torch.autograd.Function):
     """``(losses, total)``: that is, for the backward, of each row the greatest logit and the sum of
     exponentials relative to it. (Their sum as a logarithm would be rounded where logits are great.)

@@ -154,6 +154,7 @@ def _check(
 
 
 @in_graph
+@dispatch.steady
 class Norm(torch.autograd.Function):
     """``(y, s, mean, rstd)``; the last two are for the backward, and ``s`` may be empty."""
 

@@ -102,6 +102,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
 
 
 @in_graph
+@dispatch.steady
 class Rotary(torch.autograd.Function):
     """The turn; its derivatives are turns."""
 
