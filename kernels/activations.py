@@ -40,7 +40,15 @@ from zfunc.kernels.activations_torch import (
     glu_twin,
 )
 from zfunc.kernels.gradients import gradient
-from zfunc.kernels.operators import KernelError, agree, define, folded, looped
+from zfunc.kernels.operators import (
+    KernelError,
+    agree,
+    define,
+    folded,
+    looped,
+    numbers,
+    together,
+)
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["bias_gelu", "geglu", "swiglu"]
@@ -105,11 +113,12 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = 
     """
     act = _gelu("bias_gelu", approximate)
     _floating("bias_gelu", x=x)
-    if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point()):
+    if bias is not None and (bias.shape != x.shape[-1:] or not numbers(bias)):
         raise KernelError(
             f"kernels.bias_gelu: bias is {bias.dtype}{list(bias.shape)}; expected floating-point "
             f"numbers {list(x.shape[-1:])}, one for each element of a row of x."
         )
+    together("bias_gelu", x=x, bias=bias)
     return BiasGelu.apply(x, bias, act)
 
 
@@ -123,10 +132,10 @@ def _gelu(name: str, approximate: str) -> str:
 
 def _floating(name: str, **tensors: Tensor) -> None:
     for label, x in tensors.items():
-        if not x.dim() or not x.is_floating_point():
+        if not x.dim() or not numbers(x):
             raise KernelError(
                 f"kernels.{name}: {label} is {x.dtype}{list(x.shape)}; expected floating-point "
-                "numbers with at least one dimension."
+                "numbers of 16 bits or more with at least one dimension."
             )
 
 
@@ -141,6 +150,7 @@ def _gated(name: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
 
 
 @in_graph
+@dispatch.steady
 class Gated(torch.autograd.Function):
     """``act(gate) * up``."""
 
@@ -162,6 +172,7 @@ class Gated(torch.autograd.Function):
 
 
 @in_graph
+@dispatch.steady
 class BiasGelu(torch.autograd.Function):
     """``gelu(x + bias)``."""
 

@@ -34,7 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.operators import KernelError, define, looped, undifferentiated
+from zfunc.kernels.operators import (
+    KernelError,
+    define,
+    looped,
+    numbers,
+    together,
+    undifferentiated,
+)
 from zfunc.kernels.packed import BLOCK, Packed, dequantized
 from zfunc.kernels.skinny import ROWS
 
@@ -90,7 +97,7 @@ def norm_qkv_rope(
     >>> cache[1][0, 0, 1]
     tensor([1., 1.])
     """
-    parts = _listed("norm_qkv_rope", weight)
+    parts = _listed("norm_qkv_rope", x, weight)
     inner = [t for w in parts for t in (w.data, w.scale)]
     undifferentiated("norm_qkv_rope", INSTEAD, x, norm, cos, sin, keys, values, bias, *inner)
     (m, k), n = x.shape, sum(len(w.data) for w in parts)
@@ -151,7 +158,7 @@ def norm_gate_up(
     >>> norm_gate_up(torch.tensor([[1.0, 1.0]]), torch.ones(2), weight, eps=0.0)  # 2 silu(1)
     tensor([[1.4621]])
     """
-    parts = _listed("norm_gate_up", weight)
+    parts = _listed("norm_gate_up", x, weight)
     undifferentiated(
         "norm_gate_up", INSTEAD, x, norm, *(t for w in parts for t in (w.data, w.scale))
     )
@@ -168,11 +175,17 @@ def norm_gate_up(
     return y
 
 
-def _listed(name: str, weight: Packed | Sequence[Packed]) -> Sequence[Packed]:
-    """Matrices whose rows follow each other, checked."""
+def _listed(name: str, x: Tensor, weight: Packed | Sequence[Packed]) -> Sequence[Packed]:
+    """Matrices whose rows follow each other, checked, also against their input."""
     parts = (weight,) if isinstance(weight, Packed) else weight
     for w in parts:
         w.check(name)
+        together(name, x=x, weight=w.data, scale=w.scale)
+        if not numbers(x) or (w.scale is None and w.data.dtype != x.dtype):
+            raise KernelError(
+                f"kernels.{name}: x is {x.dtype}, weights are {w.data.dtype}; expected "
+                "floating-point numbers of 16 bits or more, and the same of weights without scales."
+            )
     if len({(w.kind, w.length, w.group, w.zero is None) for w in parts}) != 1:
         raise KernelError(
             f"kernels.{name}: weights {[(w.kind, w.length, w.group) for w in parts]} differ; "

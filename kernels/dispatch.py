@@ -15,11 +15,12 @@ import importlib.util
 import json
 import os
 import re
+import typing
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ __all__ = [
     "in_float32",
     "register",
     "run",
+    "steady",
     "use",
 ]
 
@@ -125,30 +127,39 @@ def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:
         The route, and the reason in words.
 
     Raises:
-        KernelError: :func:`use` asks for Triton or LLVM where it cannot run.
+        KernelError: there is no such kernel or no tensor, or :func:`use` asks for Triton or LLVM
+            where it cannot run.
 
     >>> print(choose("rms_norm", torch.ones(3)))
     torch: tensors are on cpu
     """
+    if name not in KERNELS:
+        raise KernelError(
+            f"kernels.choose: no kernel {name!r}; expected one of {', '.join(KERNELS)}."
+        )
     kernel, forced = KERNELS[name], _forced.get()
+    present = [x for x in tensors if x is not None]
+    if not present:
+        raise KernelError(f"kernels.choose: {name} of no tensors; expected at least one.")
     if forced == "torch":
         return Choice("torch", "asked for by kernels.use")
-    present = [x for x in tensors if x is not None]
-    if forced != "triton" and kernel.machine and _on_cpu(present):
-        lacks = host().why if not host().isa else kernel.machine_limit(*present, **how)
-        if lacks is None:
-            return Choice("llvm", f"tensors are on cpu: {host().isa}, through LLVM")
-        obstacle: str | None = f"tensors are on cpu, and for machine code: {lacks}"
-    else:
-        obstacle = _obstacle(kernel, present, how)
-    if obstacle is None and forced != "llvm":
-        return Choice("triton", f"tensors are on {present[0].device.type}")
-    if forced == "llvm":
-        what = obstacle or f"tensors are on {present[0].device.type}"
-        raise KernelError(f'kernels.{name} under kernels.use("llvm"): {what}.')
-    if forced == "triton" and not (interpreting() and str(obstacle).endswith("on cpu")):
-        raise KernelError(f'kernels.{name} under kernels.use("triton"): {obstacle}.')
-    return Choice(forced or "torch", str(obstacle) if forced is None else "the interpreter")
+    where = f"tensors are on {present[0].device.type}"
+    machine = bool(kernel.machine) and forced != "triton" and _on_cpu(present)
+    route: Route = "llvm" if machine else "triton"
+    obstacle = (_lacking if machine else _obstacle)(kernel, present, how)
+    if obstacle is None and forced in (None, route):
+        return Choice(route, f"{where}: {host().isa}, through LLVM" if machine else where)
+    if forced == "triton" and interpreting() and str(obstacle).endswith("on cpu"):
+        return Choice("triton", "the interpreter")
+    if forced is not None:
+        raise KernelError(f'kernels.{name} under kernels.use("{forced}"): {obstacle or where}.')
+    return Choice("torch", str(obstacle))
+
+
+def _lacking(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str | None:
+    """Why machine code cannot take these tensors of a CPU; ``None`` if it can."""
+    lacks = kernel.machine_limit(*tensors, **how) if host().isa else host().why
+    return None if lacks is None else f"tensors are on cpu, and for machine code: {lacks}"
 
 
 def _obstacle(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str | None:
@@ -183,17 +194,53 @@ def in_float32(*tensors: Tensor, **how: Any) -> str | None:
 def use(route: Route | None) -> Iterator[None]:
     """Insist on one route within the block; ``None`` gives the choice back to the dispatch.
 
+    Gradients of what was computed in the block take the same route, wherever they are asked for.
     Where ``"llvm"`` has no code for a kernel, its call raises, as ``"triton"`` does on a CPU.
+
+    Args:
+        route: ``"triton"``, ``"llvm"``, ``"torch"`` or ``None``.
+
+    Raises:
+        KernelError: it is something else.
 
     >>> with use("torch"):
     ...     print(choose("adamw_flat", torch.ones(3)))
     torch: asked for by kernels.use
     """
+    if route not in (None, *typing.get_args(Route)):
+        raise KernelError(
+            f'kernels.use: {route!r} is no route; expected "triton", "llvm", "torch" or None.'
+        )
     token = _forced.set(route)
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+F = TypeVar("F", bound=type[torch.autograd.Function])
+
+
+def steady(function: F) -> F:
+    """A class decorator: the backward of this Function takes the route that its forward was given.
+
+    On a GPU autograd runs it in a thread of its own, which knows nothing of :func:`use`.
+    """
+    plain: Any = function
+    setup_context, backward = plain.setup_context, plain.backward
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup_context(ctx, inputs, output)
+        ctx.route = _forced.get()
+
+    def steady_backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.route is None:
+            return backward(ctx, *grads)
+        with use(ctx.route):
+            return backward(ctx, *grads)
+
+    plain.setup_context, plain.backward = staticmethod(setup), staticmethod(steady_backward)
+    return function
 
 
 def run(name: str, *args: Any, **kw: Any) -> None:

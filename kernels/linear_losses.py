@@ -26,7 +26,7 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.losses import Reduction, check, check_classes, reduced
 from zfunc.kernels.normalization_torch import wide
-from zfunc.kernels.operators import KernelError, define, looped
+from zfunc.kernels.operators import KernelError, define, looped, together
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["linear_cross_entropy"]
@@ -48,7 +48,7 @@ def linear_cross_entropy(
     """Cross-entropy of the logits ``x @ weight.T`` with targets, in nats.
 
     Args:
-        x: ``[..., H]``, bfloat16, float16, float32 or float64.
+        x: ``[..., H]``, bfloat16, float16, float32 or float64, which autocast does not change.
         weight: ``[V, H]`` of the same dtype.
         target, ignore_index, label_smoothing, z_loss: see :func:`zfunc.kernels.cross_entropy`.
         reduction: ``"mean"`` or ``"sum"``; with ``"none"`` nothing can be differentiated, since
@@ -76,6 +76,7 @@ def linear_cross_entropy(
             f"kernels.{name}: weight is {weight.dtype}{list(weight.shape)}, x is "
             f"{x.dtype}{list(x.shape)}; expected one dtype and weight [V, {x.shape[-1]}]."
         )
+    together(name, x=x, weight=weight)
     if chunk is not None and chunk < 1:
         raise KernelError(f"kernels.{name}: chunk={chunk}; expected rows, at least 1.")
     recorded = torch.is_grad_enabled()
@@ -201,10 +202,16 @@ def _run(
     return losses, dx, dw
 
 
+def _run_as_given(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """In the dtypes that came, also under autocast, which would round products in between."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _run(x, *rest)
+
+
 _losses: Callable[..., Any] = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? scale, int ignore,"
     " float smoothing, float z, int chunk) -> (Tensor, Tensor, Tensor)",
-    _run,
+    _run_as_given,
     _rooms,
     looped(lambda: _losses),
 )

@@ -30,7 +30,7 @@ from zfunc.kernels import dispatch
 from zfunc.kernels.gradients import gradient
 from zfunc.kernels.losses_torch import backward_formula, backward_twin, forward_twin, grad_twin
 from zfunc.kernels.normalization_torch import wide
-from zfunc.kernels.operators import KernelError, define, fronted
+from zfunc.kernels.operators import KernelError, define, fronted, numbers, together
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["cross_entropy"]
@@ -98,13 +98,14 @@ def check(
     if not 0 <= smoothing <= 1:
         raise KernelError(f"kernels.{name}: label_smoothing={smoothing}; expected 0 to 1.")
     fits = logits.dim() and logits.shape[:-1] == target.shape
-    if not fits or not logits.is_floating_point() or target.dtype != torch.int64:
+    if not fits or not numbers(logits) or target.dtype != torch.int64:
         what = "x" if classes else "logits"
         raise KernelError(
             f"kernels.{name}: {what} is {logits.dtype}{list(logits.shape)}, target is "
-            f"{target.dtype}{list(target.shape)}; expected floating-point numbers [..., N] and "
-            f"int64 [...]."
+            f"{target.dtype}{list(target.shape)}; expected floating-point numbers of 16 bits "
+            f"or more [..., N] and int64 [...]."
         )
+    together(name, **{"x" if classes else "logits": logits, "target": target})
 
 
 def check_classes(name: str, target: Tensor, ignore: int, classes: int) -> None:
@@ -124,6 +125,7 @@ def check_classes(name: str, target: Tensor, ignore: int, classes: int) -> None:
 
 
 @in_graph
+@dispatch.steady
 class CrossEntropy(torch.autograd.Function):
     """``(losses, total)``: that is, for the backward, of each row the greatest logit and the sum of
     exponentials relative to it. (Their sum as a logarithm would be rounded where logits are great.)

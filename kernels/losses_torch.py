@@ -25,14 +25,16 @@ def forward_twin(
     top = x.amax(-1)
     exps = (x - top[:, None]).exp_().sum(-1)
     total.copy_(torch.stack([top, exps], -1))
-    sums = exps.log_().add_(top)
     counts = target != ignore
     at = x.gather(-1, target.where(counts, 0)[:, None])[:, 0]
-    loss = sums - (1 - smoothing) * at
+    logs = exps.log_()
+    # Differences of logits, not of sums: great logits have no room for the digits of a small loss.
+    anchor = at.masked_fill(at == -torch.inf, 0.0)
+    loss = logs + (top - anchor) - (1 - smoothing) * (at - anchor)
     if smoothing:
-        loss -= smoothing * x.mean(-1)
+        loss -= smoothing * (x - anchor[:, None]).mean(-1)
     if z:
-        loss += z * sums * sums
+        loss += z * (logs + top).square()
     losses.copy_(loss.where(counts, 0.0))
 
 
@@ -89,10 +91,11 @@ def backward_formula(
 ) -> Tensor:
     """The gradient as a function that autograd can follow, ``total`` of the logits too."""
     x = logits.to(wide(logits))
-    total = torch.logsumexp(x, -1, keepdim=True)
     counts = (target != ignore)[..., None]
     at = target[..., None].where(counts, 0)
     one = torch.arange(x.shape[-1], device=x.device) == at
-    new = torch.exp(x - total) * (1 + 2 * z * total)
+    new = torch.softmax(x, -1)
+    if z:
+        new = new * (1 + 2 * z * torch.logsumexp(x, -1, keepdim=True))
     new = torch.where(one, new - (1 - smoothing), new) - smoothing / x.shape[-1]
     return (new * grad[..., None]).where(counts, 0.0).to(logits.dtype)

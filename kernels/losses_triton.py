@@ -26,10 +26,12 @@ def _exp(x):
 
 @triton.jit
 def _joined(top, exps, x):
-    """The greatest logit and the sum of exponentials relative to it, with a block more."""
+    """The greatest logit and the sum of exponentials relative to it, with a block more; a level,
+    and the block less it."""
     most = tl.maximum(top, tl.max(x, 0))
     level = tl.where(most == float("-inf"), 0.0, most)  # of rows that begin with it
-    return most, exps * _exp(top - level) + tl.sum(_exp(x - level), 0)
+    low = x - level
+    return most, exps * _exp(top - level) + tl.sum(_exp(low), 0), level, low
 
 
 @triton.jit
@@ -47,24 +49,26 @@ def cross_entropy_kernel(
     real = (goal >= 0) & (goal < V)
     here = goal.to(tl.int32)
     if LOSS:
+        # Differences of logits, not of sums: great logits have no room for a small loss's digits.
+        at = tl.load(logits + start + goal, mask=counts & real, other=float("nan")).to(tl.float32)
+        anchor = tl.where(at == float("-inf"), 0.0, at)
         top = float("-inf")
         exps = 0.0
-        plain = 0.0
+        plain = 0.0  # the sum of logits less the anchor
         whole = V // BLOCK * BLOCK  # known to be a multiple of BLOCK, so the rest is loaded wide
         for c in range(0, whole, BLOCK):
             x = tl.load(logits + start + c + lanes).to(tl.float32)
-            top, exps = _joined(top, exps, x)
+            top, exps, level, low = _joined(top, exps, x)
             if SMOOTH:
-                plain += tl.sum(x, 0)
+                plain += tl.sum(low, 0) + (level - anchor) * BLOCK
         if whole < V:
             inside = whole + lanes < V
             x = tl.load(logits + start + whole + lanes, mask=inside, other=float("-inf"))
-            top, exps = _joined(top, exps, x.to(tl.float32))
+            top, exps, level, low = _joined(top, exps, x.to(tl.float32))
             if SMOOTH:
-                plain += tl.sum(tl.where(inside, x.to(tl.float32), 0.0), 0)
+                plain += tl.sum(tl.where(inside, low, 0.0), 0) + (level - anchor) * (V - whole)
         sums = tl.where(top == float("-inf"), 0.0, top) + tl.log(exps)
-        at = tl.load(logits + start + goal, mask=counts & real, other=float("nan")).to(tl.float32)
-        loss = sums - (1.0 - smoothing) * at + z * sums * sums
+        loss = tl.log(exps) + (top - anchor) - (1.0 - smoothing) * (at - anchor) + z * sums * sums
         if SMOOTH:
             loss -= smoothing * (plain / V)
         tl.store(losses + row, tl.where(counts, loss, 0.0))

@@ -42,7 +42,15 @@ from zfunc.kernels.normalization_torch import (
     forward_twin,
     wide,
 )
-from zfunc.kernels.operators import KernelError, agree, define, folded, looped
+from zfunc.kernels.operators import (
+    KernelError,
+    agree,
+    define,
+    folded,
+    looped,
+    numbers,
+    together,
+)
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -126,10 +134,10 @@ def _norm(
 def _check(
     name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    if not x.dim() or not x.is_floating_point():
+    if not x.dim() or not numbers(x):
         raise KernelError(
-            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers "
-            "with at least one dimension."
+            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers of 16 "
+            "bits or more with at least one dimension."
         )
     agree(name, x=x, residual=residual)
     if residual is not None and residual.dtype != x.dtype:
@@ -137,14 +145,16 @@ def _check(
             f"kernels.{name}: residual is {residual.dtype}, x is {x.dtype}; expected one dtype."
         )
     for label, p in (("weight", weight), ("bias", bias)):
-        if p is not None and (p.shape != x.shape[-1:] or not p.is_floating_point()):
+        if p is not None and (p.shape != x.shape[-1:] or not numbers(p)):
             raise KernelError(
                 f"kernels.{name}: {label} is {p.dtype}{list(p.shape)}; expected floating-point "
                 f"numbers {list(x.shape[-1:])}, one for each element of a row of x."
             )
+    together(name, x=x, weight=weight, bias=bias)
 
 
 @in_graph
+@dispatch.steady
 class Norm(torch.autograd.Function):
     """``(y, s, mean, rstd)``; the last two are for the backward, and ``s`` may be empty."""
 
@@ -207,7 +217,7 @@ def _rooms(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     s = torch.empty_like(y) if residual is not None else x.new_empty((*x.shape[:-1], 0))
     rstd = x.new_empty(x.shape[:-1], dtype=wide(x))
-    return y, s, rstd.new_empty(x.shape[:-1] if center else (*x.shape[:-1], 0)), rstd
+    return y, s, rstd.new_empty((*x.shape[:-1], 2 if center else 0)), rstd
 
 
 def _run_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -221,7 +231,7 @@ def _run_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor
             *(None if p is None else p.contiguous() for p in (weight, bias)),
             y.view(-1, x.shape[-1]),
             None if residual is None else s.view(-1, x.shape[-1]),
-            mean.view(-1) if center else None,
+            mean.view(-1, 2) if center else None,
             rstd.view(-1),
             eps=eps,
             offset=offset,
@@ -267,14 +277,32 @@ def _run_backward(
         None if grad_s is None else _rows(grad_s),
         _rows(s),
         None if weight is None else weight.contiguous(),
-        mean.reshape(-1) if center else None,
+        mean.reshape(-1, 2).contiguous() if center else None,
         rstd.reshape(-1).contiguous(),
         dx.view(-1, s.shape[-1]),
         None if weight is None else dw,
         None if bias is None else db,
         offset=offset,
     )
+    if s.shape[-1] == 1 and not center:
+        dx.copy_(_of_one(grad, grad_s, weight, rstd[..., None], eps, offset))
     return dx, dw, db
+
+
+def _of_one(
+    grad: Tensor,
+    grad_s: Tensor | None,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+) -> Tensor:
+    """The gradient of RMSNorm in rows of one element, whose square is 1 but for ``eps``: the
+    formula for rows of any length takes all its digits away."""
+    g = grad.to(rstd.dtype)
+    g = g if weight is None else g * (weight.to(g.dtype) + offset)
+    new = g * (eps * rstd**3)
+    return new if grad_s is None else new + grad_s
 
 
 _forward: Callable[..., Any] = define(

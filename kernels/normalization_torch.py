@@ -26,13 +26,19 @@ def forward_twin(
     eps: float,
     offset: float,
 ) -> None:
-    """Rows ``[M, N]`` in, rows out; ``mean`` (if any) and ``rstd`` are ``[M]``."""
+    """Rows ``[M, N]`` in, rows out.
+
+    ``rstd`` is ``[M]``, ``mean`` (if any) ``[M, 2]``: itself, and what was lost when it was
+    rounded, which is as much as the row spreads where the mean is great.
+    """
     if residual is not None and s is not None:
         x = torch.add(x, residual, out=s)
     v = x.to(wide(x))
     if mean is not None:
-        torch.mean(v, -1, out=mean)
-        v = v - mean[:, None]
+        torch.mean(v, -1, out=mean[:, 0])
+        v = v - mean[:, :1]
+        torch.mean(v, -1, out=mean[:, 1])
+        v.sub_(mean[:, 1:])
     square = torch.linalg.vector_norm(v, dim=-1).square_().div_(v.shape[-1])
     torch.rsqrt(square.add_(eps), out=rstd)
     v = v * rstd[:, None]
@@ -58,7 +64,7 @@ def backward_twin(
 ) -> None:
     """Rows ``[M, N]`` in, ``dx`` like them out, and sums over rows ``[N]``."""
     g, v = grad.to(wide(s)), s.to(wide(s))
-    v = (v if mean is None else v - mean[:, None]) * rstd[:, None]
+    v = (v if mean is None else (v - mean[:, :1]).sub_(mean[:, 1:])) * rstd[:, None]
     if db is not None:
         db.copy_(g.sum(0))
     if weight is not None:
@@ -88,6 +94,7 @@ def backward_formula(
     """The gradients as a function that autograd can follow, ``mean`` and ``rstd`` of ``s`` too."""
     g, v = grad.to(wide(s)), s.to(wide(s))
     if center:
+        v = v - v.mean(-1, keepdim=True)
         v = v - v.mean(-1, keepdim=True)
     scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
     v = v * scale

@@ -5,6 +5,9 @@ A row of up to ``LONGEST`` elements is held by one program, short rows several a
 L2 cache. Backward, a fixed number of programs walk over the rows in stripes and keep the sums for
 weight and bias in registers; one more sum over programs makes them whole. Rows beyond
 ``LONGEST_BACKWARD`` leave no room for that: their sums are taken by a kernel of its own.
+
+A mean is two numbers: itself, and what was lost when it was rounded, which is as much as the row
+spreads where the mean is great.
 """
 
 from __future__ import annotations
@@ -54,11 +57,16 @@ def norm_kernel(
         v = low.to(tl.float32)
     if CENTER:
         mu = tl.sum(v, 1) / N
-        tl.store(mean + row, mu, mask=row < M)
         v = tl.where(real, v - mu[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(v * v, 1) / N + eps)
+        rest = tl.sum(v, 1) / N
+        tl.store(mean + 2 * row, mu, mask=row < M)
+        tl.store(mean + 2 * row + 1, rest, mask=row < M)
+        scale = tl.rsqrt(tl.maximum(tl.sum(v * v, 1) / N - rest * rest, 0.0) + eps)
+        v = v * scale[:, None] - (rest * scale)[:, None]
+    else:
+        scale = tl.rsqrt(tl.sum(v * v, 1) / N + eps)
+        v = v * scale[:, None]
     tl.store(rstd + row, scale, mask=row < M)
-    v = v * scale[:, None]
     if WEIGHT:
         v = v * (tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset)
     if BIAS:
@@ -76,6 +84,7 @@ def wide_norm_kernel(
     start = row * N
     lanes = tl.arange(0, BLOCK)
     mu = 0.0
+    rest = 0.0
     squares = 0.0
     for c in range(0, N, BLOCK):
         real = c + lanes < N
@@ -90,16 +99,21 @@ def wide_norm_kernel(
             n = tl.minimum(N - c, BLOCK).to(tl.float32)
             here = tl.sum(v, 0) / n
             d = tl.where(real, v - here, 0.0)
+            left = tl.sum(d, 0) / n
             share = n / (c + n)
-            apart = here - mu
-            squares += tl.sum(d * d, 0) + apart * apart * share * c
-            mu += apart * share
+            apart = here - mu + (left - rest)
+            squares += tl.sum(d * d, 0) - left * left * n + apart * apart * share * c
+            step = (here - mu) * share
+            joined = mu + step
+            rest += (left - rest) * share + (mu - joined + step)  # and what rounding took
+            mu = joined
         else:
             squares += tl.sum(v * v, 0)
-    scale = tl.rsqrt(squares / N + eps)
+    scale = tl.rsqrt(tl.maximum(squares, 0.0) / N + eps)
     tl.store(rstd + row, scale)
     if CENTER:
-        tl.store(mean + row, mu)
+        tl.store(mean + 2 * row, mu)
+        tl.store(mean + 2 * row + 1, rest)
     if RESIDUAL:
         tl.debug_barrier()  # another thread may have written what is read here
     for c in range(0, N, BLOCK):
@@ -108,7 +122,7 @@ def wide_norm_kernel(
             v = tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
         else:
             v = tl.load(x + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        v = (v - mu) * scale
+        v = (v - mu - rest) * scale
         if WEIGHT:
             v = v * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
         if BIAS:
@@ -141,7 +155,9 @@ def norm_backward_kernel(
         v = tl.load(s + start + offsets, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(rstd + row, mask=here, other=0.0)[:, None]
         if CENTER:
-            v = tl.where(real, v - tl.load(mean + row, mask=here, other=0.0)[:, None], 0.0)
+            mu = tl.load(mean + 2 * row, mask=here, other=0.0)[:, None]
+            rest = tl.load(mean + 2 * row + 1, mask=here, other=0.0)[:, None]
+            v = v - mu - rest
         v = v * scale
         if DB:
             total_b += g
@@ -173,14 +189,17 @@ def wide_norm_backward_kernel(
     lanes = tl.arange(0, BLOCK)
     scale = tl.load(rstd + row)
     mu = 0.0
+    rest = 0.0
     if CENTER:
-        mu = tl.load(mean + row)
+        mu = tl.load(mean + 2 * row)
+        rest = tl.load(mean + 2 * row + 1)
     along = tl.zeros((BLOCK,), tl.float32)
     level = tl.zeros((BLOCK,), tl.float32)
     for c in range(0, N, BLOCK):
         real = c + lanes < N
         g = tl.load(grad + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        v = (tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32) - mu) * scale
+        v = tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        v = (v - mu - rest) * scale
         if WEIGHT:
             g = g * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
         along += g * v
@@ -190,7 +209,8 @@ def wide_norm_backward_kernel(
     for c in range(0, N, BLOCK):
         real = c + lanes < N
         g = tl.load(grad + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        v = (tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32) - mu) * scale
+        v = tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        v = (v - mu - rest) * scale
         if WEIGHT:
             g = g * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
         new = g - v * shared
@@ -224,7 +244,8 @@ def wide_sums_kernel(
         if DW:
             v = tl.load(s + start + offsets, mask=inside, other=0.0).to(tl.float32)
             if CENTER:
-                v = v - tl.load(mean + row, mask=here, other=0.0)[:, None]
+                mu = tl.load(mean + 2 * row, mask=here, other=0.0)[:, None]
+                v = v - mu - tl.load(mean + 2 * row + 1, mask=here, other=0.0)[:, None]
             total_w += g * v * tl.load(rstd + row, mask=here, other=0.0)[:, None]
         if DB:
             total_b += g

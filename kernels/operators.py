@@ -30,6 +30,8 @@ __all__ = [
     "folded",
     "fronted",
     "looped",
+    "numbers",
+    "together",
     "undifferentiated",
 ]
 
@@ -164,6 +166,28 @@ def undifferentiated(name: str, instead: str, *tensors: Tensor | None) -> None:
 
 def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def numbers(*tensors: Tensor) -> bool:
+    """Whether tensors are floating-point numbers that arithmetic is defined for: not of 8 bits."""
+    wide = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return all(x.dtype in wide for x in tensors)
+
+
+def together(name: str, **tensors: Tensor | None) -> None:
+    """Check that tensors are on one device.
+
+    Raises:
+        KernelError: two of them are not.
+    """
+    present = {label: x for label, x in tensors.items() if x is not None}
+    (first, model), *others = present.items()
+    for label, x in others:
+        if x.device != model.device:
+            raise KernelError(
+                f"kernels.{name}: {label} is on {x.device}, but {first} is on {model.device}; "
+                "expected one device."
+            )
 
 
 def agree(name: str, **tensors: Tensor | None) -> None:

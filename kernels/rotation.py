@@ -25,7 +25,14 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.normalization_torch import wide
-from zfunc.kernels.operators import KernelError, define, fronted, undifferentiated
+from zfunc.kernels.operators import (
+    KernelError,
+    define,
+    fronted,
+    numbers,
+    together,
+    undifferentiated,
+)
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["rotary"]
@@ -70,10 +77,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}"
     if layout not in ("half", "interleaved"):
         raise KernelError(f'kernels.rotary: layout={layout!r}; expected "half" or "interleaved".')
-    if q.dtype != k.dtype or not q.is_floating_point() or not cos.is_floating_point():
+    if q.dtype != k.dtype or not numbers(q, cos, sin):
         raise KernelError(
-            f"kernels.rotary: q is {q.dtype}, k is {k.dtype}, cos is {cos.dtype}; expected "
-            "floating-point numbers, q and k of one dtype."
+            f"kernels.rotary: q is {q.dtype}, k is {k.dtype}, cos is {cos.dtype}, sin is "
+            f"{sin.dtype}; expected floating-point numbers of 16 bits or more, q and k of one "
+            "dtype."
         )
     fits = (
         q.dim() == k.dim() == 4
@@ -90,9 +98,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
             f"kernels.rotary: {shapes}; expected [B, Hq, T, D], [B, Hk, T, D] and twice "
             "[T, R/2] or [B, T, R/2] with R at most D."
         )
+    together("rotary", q=q, k=k, cos=cos, sin=sin)
 
 
 @in_graph
+@dispatch.steady
 class Rotary(torch.autograd.Function):
     """The turn; its derivatives are turns."""
 

@@ -31,12 +31,13 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise import quantize_groups
-from zfunc.kernels.operators import KernelError, define, looped
+from zfunc.kernels.operators import KernelError, define, looped, numbers, together, undifferentiated
 from zfunc.kernels.packed import BLOCK, Packed, dequantized
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["packed_mm", "skinny_mm", "w4_mm", "w8_mm", "w8a8_mm"]
 
+INSTEAD = "x @ w.T with w widened in plain torch, whose scales have gradients"
 ROWS = 16  # what the tensor cores take at once
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -86,7 +87,7 @@ def w8_mm(
     >>> w8_mm(torch.tensor([[2.0, 1.0]]), q, scale)
     tensor([[63.5000]])
     """
-    weight = Packed("w8_mm", q, x.shape[-1], scale, zero, group)
+    weight = Packed("w8_mm", q, _length("w8_mm", x), scale, zero, group)
     return _product("w8_mm", x, weight, bias, residual)
 
 
@@ -112,7 +113,7 @@ def w4_mm(
     >>> w4_mm(torch.tensor([[2.0, 1.0]]), words, torch.tensor([[0.5]]))
     tensor([[3.5000]])
     """
-    weight = Packed("w4_mm", words, x.shape[-1], scale, zero, group)
+    weight = Packed("w4_mm", words, _length("w4_mm", x), scale, zero, group)
     return _product("w4_mm", x, weight, bias, residual)
 
 
@@ -137,7 +138,7 @@ def w8a8_mm(
     >>> w8a8_mm(torch.tensor([[127.0, 1.4]]), q, scale)  # 1.4 becomes 1
     tensor([[8001.]])
     """
-    weight = Packed("w8a8_mm", q, x.shape[-1], scale, zero, group)
+    weight = Packed("w8a8_mm", q, _length("w8a8_mm", x), scale, zero, group)
     return _product("w8a8_mm", x, weight, bias, residual)
 
 
@@ -152,10 +153,27 @@ def packed_mm(
     return _product(weight.kind, x, weight, bias, residual)
 
 
+def _length(name: str, x: Tensor) -> int:
+    """Of the rows of an input."""
+    if not x.dim() or not numbers(x):
+        raise KernelError(
+            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers of 16 "
+            "bits or more with at least one dimension."
+        )
+    return x.shape[-1]
+
+
 def _product(
     name: str, x: Tensor, weight: Packed, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
+    _length(name, x)
     weight.check(name)
+    undifferentiated(name, INSTEAD, weight.scale, weight.zero)
+    if weight.scale is None and weight.data.dtype != x.dtype:
+        raise KernelError(
+            f"kernels.{name}: w is {weight.data.dtype}, x is {x.dtype}; expected one dtype."
+        )
+    together(name, x=x, w=weight.data, scale=weight.scale, bias=bias, residual=residual)
     n, k = weight.data.shape[0], weight.length
     shape = (*x.shape[:-1], n)
     bad = x.shape[-1] != k or (bias is not None and bias.shape != (n,))
@@ -300,10 +318,20 @@ def twin(
         total = F.linear(codes.to(wide.dtype), wide) * step
     else:
         plain = dequantized(w, scale, zero, kind, group, x.shape[1]).to(dtype)
+        if all(t is None or t.dtype == dtype for t in (bias, residual)):
+            y.copy_(_rounded_once(x, plain, bias, residual))
+            return
         total = F.linear(x, plain)
     if bias is not None:
         total = total + bias
     y.copy_(total if residual is None else total + residual)
+
+
+def _rounded_once(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """With what is added before the sums are rounded; bias and residual are added to each other."""
+    if residual is None:
+        return F.linear(x, w, bias)
+    return torch.addmm(residual if bias is None else residual + bias, x, w.t())
 
 
 def _twin_of(kind: str) -> Callable[..., None]:

@@ -11,26 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-
-@triton.jit
-def _probe(x, y, out):
-    at = tl.arange(0, 16)
-    a = tl.load(x + at)
-    b = tl.load(y + at)
-    tl.store(out + at, a + b)
-
-
-def knows() -> bool:
-    """Whether a sum of bfloat16 comes out right."""
-    x = torch.tensor([1.0, 1.0 + 2**-7, 3.0, -2.5] * 4).to(torch.bfloat16)
-    out = torch.zeros_like(x)
-    _probe[(1,)](x, x.flip(0), out)
-    return torch.equal(out, x + x.flip(0))
+from zfunc.kernels.interpreter_triton import knows_bfloat16
 
 
 def is_bf16(handle: Any) -> bool:
@@ -50,7 +35,7 @@ def rounded(x: Any) -> Any:
 def teach() -> None:
     """Replace what the interpreter does with bfloat16, if it is wrong; silence numpy."""
     np.seterr(all="ignore")  # a GPU divides by zero without a word
-    if knows():
+    if knows_bfloat16():
         return
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     reduce = interpreter.ReduceScanOpInterface
@@ -98,7 +83,7 @@ def teach() -> None:
     builder.binary_op, builder.unary_op, builder.cast_impl = binary_op, unary_op, cast
     builder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
     reduce.apply = reduced
-    if not knows():
+    if not knows_bfloat16():
         raise RuntimeError(f"the interpreter of Triton {triton.__version__} still gets bf16 wrong")
 
 

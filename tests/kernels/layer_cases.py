@@ -269,4 +269,11 @@ CASES = [
         second=False,
     ),
 ]
+
+
+def offset(x: Tensor, by: float = 1000.0) -> Tensor:
+    """Numbers far from 0, which lose digits where sums of them are subtracted."""
+    return (x.double() + by).to(x.dtype)
+
+
 BY_NAME = {case.name: case for case in CASES}

@@ -47,7 +47,8 @@ def norm(name: str, length: int, *, bytes: float, **rest: Any) -> Entry:
     kernel = name.split(",")[0]
     how, center = dict(dispatch.config(kernel)), kernel.startswith("layer")
     flags = {"CENTER": center, "RESIDUAL": False, "WEIGHT": True}
-    rest |= {"narrow": 4, "narrow_stores": 2}  # means, scales and weights; sums of programs
+    # Means, what they lost in rounding, scales and weights; sums of programs.
+    rest |= {"narrow": 4, "narrow_stores": 3 if center else 2}
     if kernel.endswith("backward"):
         flags |= {"DW": True, "DB": center}
         ends = "mean:*fp32 rstd:*fp32 dx:*bf16"
@@ -161,7 +162,7 @@ LAYERS = [
         "grad:*bf16 s:*bf16 mean:*fp32 rstd:*fp32 sums_w:*fp32 sums_b:*fp32 M:i32 N:i32!",
         normalization_triton.SUMS,
         bytes=4,
-        narrow=4,
+        narrow=6,
         narrow_stores=2,
         CENTER=True,
         DW=True,

@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +60,52 @@ def test_machine_code_is_not_pretended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, "host", lambda: Host("", False, "llvmlite is not installed"))
     choice = kernels.choose("adamw_flat", torch.ones(3))
     assert choice.route == "torch" and "llvmlite is not installed" in choice.why
+
+
+def test_what_means_nothing_is_named():
+    with (
+        pytest.raises(kernels.KernelError, match="'Triton' is no route; expected \"triton\""),
+        kernels.use("Triton"),  # type: ignore[arg-type]
+    ):
+        pass
+    with pytest.raises(kernels.KernelError, match="no kernel 'rmsnorm'; expected one of glu"):
+        kernels.choose("rmsnorm", torch.ones(3))
+    with pytest.raises(kernels.KernelError, match="rms_norm of no tensors"):
+        kernels.choose("rms_norm", None)
+
+
+Q = torch.randn(1, 1, 4, 4)
+CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rms_norm_backward": kernels.rms_norm,
+    "glu_backward": lambda x: kernels.swiglu(x, x),
+    "bias_gelu_backward": kernels.bias_gelu,
+    "cross_entropy_backward": lambda x: kernels.cross_entropy(x, torch.zeros(4, dtype=torch.int64)),
+    "rotary": lambda x: kernels.rotary(x[None, None], Q, x[:, :2].detach(), x[:, :2].detach())[0],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_takes_the_route_of_its_forward_in_any_thread(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU autograd has threads of its own, which do not see what this one insists on."""
+    seen: dict[str, object] = {}
+    run = dispatch.run
+
+    def watched(kernel: str, *args: Any, **how: Any) -> None:
+        seen[kernel] = dispatch.forced()
+        run(kernel, *args, **how)
+
+    monkeypatch.setattr(dispatch, "run", watched)
+    x = torch.randn(4, 4, requires_grad=True)
+    with kernels.use("torch"):
+        y = CALLS[name](x).sum()
+    seen.clear()
+    thread = threading.Thread(target=y.backward)
+    thread.start()
+    thread.join()
+    assert seen == {name: "torch"} and dispatch.forced() is None
+    assert x.grad is not None
 
 
 def test_what_triton_cannot_take_is_said():

@@ -15,6 +15,8 @@ from zfunc.kernels.linear_losses import rows_of_a_chunk
 X, ROW = torch.randn(4, 6), torch.randn(6)
 HEADS, TURN = torch.randn(2, 3, 5, 8), torch.randn(1, 5, 4)
 TARGET = torch.tensor([0, 5, -100, 2])
+FP8, META = torch.float8_e4m3fn, torch.empty(6, device="meta")
+CODES, STEPS = torch.ones(5, 6, dtype=torch.int8), torch.ones(5, 1)
 RULE = (-100, 0.1, 0.01)
 EMPTY, ONES = torch.empty(4, 0), torch.ones(4)
 OPERATORS: dict[str, tuple[Any, ...]] = {
@@ -70,6 +72,36 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: kernels.cross_entropy(X, TARGET, reduction="max"), r"reduction='max'"),  # type: ignore[arg-type]
     (lambda: kernels.linear_cross_entropy(X, X[:, :5], TARGET), r"weight \[V, 6\]"),
     (lambda: kernels.linear_cross_entropy(X, X, TARGET, chunk=0), r"chunk=0; expected rows"),
+    (
+        lambda: kernels.layer_norm(X.to(FP8)),
+        r"x is torch\.float8_e4m3fn\[4, 6\]; expected floating",
+    ),
+    (lambda: kernels.rms_norm(X.to(FP8)), r"x is torch\.float8_e4m3fn"),
+    (lambda: kernels.swiglu(X.to(FP8), X.to(FP8)), r"gate is torch\.float8_e4m3fn"),
+    (lambda: kernels.cross_entropy(X.to(FP8), TARGET), r"logits is torch\.float8_e4m3fn"),
+    (lambda: kernels.rms_norm(X, META), r"weight is on meta, but x is on cpu; expected one device"),
+    (lambda: kernels.bias_gelu(X, META), r"bias is on meta, but x is on cpu"),
+    (lambda: kernels.cross_entropy(X, TARGET.to("meta")), r"target is on meta, but logits is on"),
+    (
+        lambda: kernels.linear_cross_entropy(X, torch.empty(7, 6, device="meta"), TARGET),
+        r"weight is on meta, but x is on cpu",
+    ),
+    (
+        lambda: kernels.rotary(HEADS, HEADS, TURN.to("meta"), TURN),
+        r"cos is on meta, but q is on cpu",
+    ),
+    (lambda: kernels.skinny_mm(X.int(), CODES), r"skinny_mm: x is torch\.int32\[4, 6\]; expected"),
+    (lambda: kernels.w8_mm(X.to(torch.complex64), CODES, STEPS), r"w8_mm: x is torch\.complex64"),
+    (lambda: kernels.w8_mm(ROW[0], CODES, STEPS), r"w8_mm: x is torch\.float32\[\]; expected"),
+    (
+        lambda: kernels.skinny_mm(X, X.half()),
+        r"skinny_mm: w is torch\.float16, x is torch\.float32",
+    ),
+    (lambda: kernels.w8_mm(X, CODES, STEPS.to("meta")), r"scale is on meta, but x is on cpu"),
+    (
+        lambda: kernels.norm_gate_up(X.int(), ROW, kernels.Packed.of(X.int())),
+        r"norm_gate_up: x is torch\.int32, weights are torch\.int32; expected",
+    ),
 ]
 
 
@@ -107,6 +139,19 @@ def test_the_logits_are_never_held(monkeypatch: pytest.MonkeyPatch):
     assert rows_of_a_chunk(500, 128256, 2) == 500
     empty = kernels.linear_cross_entropy(x[:0], torch.randn(11, 3), target[:0], reduction="sum")
     assert empty == 0 and not torch.autograd.grad(empty, x)[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_round_the_head(dtype: torch.dtype):
+    x, weight = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (4, 7))
+
+    def found() -> list[torch.Tensor]:
+        loss = kernels.linear_cross_entropy(x, weight, TARGET, chunk=3)
+        return [loss, *torch.autograd.grad(loss, (x, weight))]
+
+    expected = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(found(), expected, rtol=0, atol=0)
 
 
 def test_a_second_derivative_of_the_head_is_refused():

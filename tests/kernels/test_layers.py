@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.closeness import assert_near
-from tests.kernels.layer_cases import BY_NAME, CASES, Case, loss, outputs
+from tests.kernels.layer_cases import BY_NAME, CASES, Case, loss, offset, outputs
+from zfunc import kernels
 
 pytestmark = [
     # torch.func.jvp loads its rules through torch.jit.script, 2.13
@@ -52,6 +53,28 @@ def test_it_is_as_near_as_the_rule_says(case: Case):
             found = gradients(case.fused, args, cotangents)
             for x, y, z in zip(found, expected, eager, strict=True):
                 assert_near(x, y, z)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "cross_entropy", "cross_entropy, smooth"])
+def test_numbers_far_from_zero_keep_their_digits(name: str):
+    case = BY_NAME[name]
+    for n, rows in ((31, 37), (257, 4), (7, 1)):
+        first, *rest = case.tensors(n, rows, torch.float32)
+        args = [offset(first), *rest]
+        exact = [x.double() for x in args]
+        cotangents = [_cotangent(y) for y in outputs(case.plain(*exact))]
+        expected = gradients(case.plain, exact, cotangents)
+        for found, truth in zip(gradients(case.fused, args, cotangents), expected, strict=True):
+            assert_near(found, truth)
+
+
+def test_rms_norm_of_one_element_keeps_its_gradient():
+    """It is ``eps`` times a power of the scale: the difference of two numbers of order one."""
+    args = [torch.tensor([[0.7], [-1.3], [2e-3]]), torch.tensor([1.5])]
+    ones = [torch.ones(3, 1)]
+    expected = gradients(BY_NAME["rms_norm"].plain, [x.double() for x in args], ones)
+    for found, truth in zip(gradients(kernels.rms_norm, args, ones), expected, strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=1e-6, atol=0)
 
 
 @every_case

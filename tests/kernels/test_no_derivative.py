@@ -36,6 +36,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "lamb_moments_": lambda x: kernels.lamb_moments_(
         x, ONES, ZEROS.clone(), ZEROS.clone(), [(0, 64)], HYPER
     ),
+    "w8_mm, its scales": lambda x: kernels.w8_mm(
+        ONES[None, :8], torch.ones(64, 8, dtype=torch.int8), x[:, None]
+    ),
     "norm_gate_up": lambda x: kernels.norm_gate_up(
         x[None], ONES, kernels.Packed.of(torch.ones(8, 64))
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.closeness import assert_near
@@ -38,6 +39,22 @@ def test_the_twin_is_the_product(kind: str, dtype: torch.dtype):
         assert_near(
             w(x, bias, residual), exact + bias.double() + residual.double(), bound + bias + residual
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_added_is_added_before_the_one_rounding(dtype: torch.dtype):
+    """As near to float64 as torch, which rounds in between where there is a residual."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((16, 129), (257, 129), (257,), (16, 257))
+    x, w, bias, more = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    for b in (None, bias):
+        for r in (None, more):
+            exact, plain = (
+                F.linear(*(None if t is None else t.to(kind) for t in (x, w, b)))
+                + (0 if r is None else r.to(kind))
+                for kind in (torch.float64, dtype)
+            )
+            assert_near(kernels.skinny_mm(x, w, b, r), exact, plain)
 
 
 def test_words_hold_what_they_were_given():

@@ -115,8 +115,32 @@ def test_what_differs_is_left_alone() -> None:
     layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
     assert decoder_layers.known(model) == 0
     model = causal("llama")
+    layers = model.model.layers
+    layers[0].input_layernorm = type("LlamaRMSNorm", (torch.nn.LayerNorm,), {})(64)
+    layers[0].input_layernorm.variance_epsilon = 1e-6
+    layers[1].mlp.act_fn = type("SiLU", (torch.nn.Tanh,), {})()
+    assert decoder_layers.known(model) == 0
+    model = causal("llama")
     model.config._attn_implementation = "eager"
     assert decoder_layers.known(model) == 0 and decoder_layers.known(causal("gpt2")) == 0
+
+
+def test_patched_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def unturned(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    model = causal("llama")
+    for home, name, other in (
+        (modeling_llama, "apply_rotary_pos_emb", unturned),
+        (modeling_llama.LlamaRMSNorm, "forward", lambda _, x: x),
+        (modeling_llama.LlamaDecoderLayer, "forward", lambda _, x, **kw: x),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(home, name, other)
+            assert decoder_layers.known(model) == 0
+    assert decoder_layers.known(model) == 2
 
 
 def test_gradients_go_through_the_layer_itself() -> None:

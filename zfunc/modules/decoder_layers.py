@@ -6,8 +6,8 @@ layers of the Llama, Mistral, Qwen2 and Qwen3 families another ``forward`` for o
 text, which does the same to the same parameters; for all else (more tokens, gradients, training,
 attention that is not torch's) it is the layer's own. Where the dispatch has kernels for blocks of
 the layer (:mod:`zfunc.modules.blocks`), they take it, and torch attends in between. As in
-:mod:`zfunc.modules.fusion`, a type counts only as itself, and a layer with hooks anywhere in it is
-left alone.
+:mod:`zfunc.modules.fusion`, a type counts only as itself, as it was written, and a layer with hooks
+anywhere in it is left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zfunc import kernels
 from zfunc.modules import blocks
 from zfunc.modules.blocks import Slots
-from zfunc.modules.fusion import FAMILIES, activation
+from zfunc.modules.fusion import FAMILIES, activation, genuine, rotation, watched
 from zfunc.quant.kernel_products import readable
 from zfunc.quant.products import several
 from zfunc.quant.qtensor import QTensor
@@ -31,10 +31,11 @@ from zfunc.quant.qtensor import QTensor
 __all__ = ["fuse", "known"]
 
 KINDS = {
-    f"transformers.models.{family}.modeling_{family}.{prefix}DecoderLayer": prefix
+    f"transformers.models.{family}.modeling_{family}.{prefix}DecoderLayer"
     for family, prefix in FAMILIES.items()
     if family != "mixtral"  # its feed-forward network has experts
 }
+LINEAR = "torch.nn.modules.linear.Linear"
 
 
 def known(module: nn.Module) -> int:
@@ -81,9 +82,8 @@ class Layer:
 
 
 def _layer(part: nn.Module) -> Layer | None:
-    kind = type(part)
-    prefix = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
-    if prefix is None:
+    kind = genuine(part)
+    if kind not in KINDS:
         return None
     attention: Any = part.self_attn
     mlp: Any = part.mlp
@@ -91,13 +91,14 @@ def _layer(part: nn.Module) -> Layer | None:
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
     linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-    how = activation(mlp.act_fn)
+    how, whole = activation(mlp.act_fn), kind.removesuffix("DecoderLayer")
     parts = {attention: "Attention", mlp: "MLP", **dict.fromkeys(norms, "RMSNorm")}
     if (
         how is None
-        or any(type(x).__qualname__ != prefix + name for x, name in parts.items())
-        or any(type(x) is not nn.Linear for x in linears)
-        or any(_touched(x) for x in part.modules())
+        or any(genuine(x) != whole + name for x, name in parts.items())
+        or any(genuine(x) != LINEAR for x in linears)
+        or any(watched(x) for x in part.modules())
+        or rotation(attention) is None
         or getattr(attention.config, "_attn_implementation", "") != "sdpa"
     ):
         return None
@@ -111,11 +112,6 @@ def _layer(part: nn.Module) -> Layer | None:
         *(x._parameters for x in linears),
         *(of_heads or (None, None)),
     )
-
-
-def _touched(part: nn.Module) -> bool:
-    """Whether somebody watches a module, or has given it a ``forward`` of its own."""
-    return bool("forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks)
 
 
 def _forward(

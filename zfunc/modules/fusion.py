@@ -1,12 +1,16 @@
 """Kernels in the place of norms, activations, rotary positions and losses of known modules.
 
 :func:`fuse` gives instances of known types another ``forward``; the classes, the parameters and all
-else stay as they are. A type counts only as itself: what inherits from it may mean something
-else and is left alone, as is a module with hooks on a part that would no longer be called.
+else stay as they are. A type counts only as itself, with the ``forward`` that it was written with:
+what inherits from it, is named like it or has been patched may mean something else and is left
+alone, as is a module with hooks on a part that would no longer be called. Arguments for which a
+kernel would give another dtype or another memory layout than the module take the module's own way.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +21,7 @@ from torch import Tensor, nn
 
 from zfunc import kernels
 
-__all__ = ["activation", "fuse", "fusible"]
+__all__ = ["activation", "fuse", "fusible", "genuine", "rotation", "watched"]
 
 Forward = Callable[..., Any]
 Rule = Callable[[nn.Module], Forward | None]
@@ -53,17 +57,31 @@ def fuse(module: nn.Module) -> None:
             part.__dict__["_loss_function"] = causal_loss
 
 
-def _forward(part: nn.Module) -> Forward | None:
+def genuine(part: nn.Module) -> str:
+    """The full name of a module's type if it is what it is called; ``""`` if not.
+
+    It is not where the module that it claims to come from knows another one by its name, or where
+    its ``forward`` comes from somewhere else.
+    """
     kind = type(part)
-    rule = RULES.get(f"{kind.__module__}.{kind.__qualname__}")
-    if rule is None or "forward" in part.__dict__ or _hooked(part):
-        return None
-    return rule(part)
+    home, name = kind.__module__, kind.__qualname__
+    forward = (getattr(kind.forward, x, "") for x in ("__module__", "__qualname__"))
+    known = getattr(sys.modules.get(home), name, None) is kind
+    return f"{home}.{name}" if known and (*forward,) == (home, f"{name}.forward") else ""
 
 
-def _hooked(part: nn.Module) -> bool:
-    """Whether somebody watches a child, which a fused forward may pass by."""
-    return any(child._forward_hooks or child._forward_pre_hooks for child in part.children())
+def watched(part: nn.Module) -> bool:
+    """Whether a module does more, when it is called, than its type says."""
+    hooks = (
+        *(part._forward_hooks, part._forward_pre_hooks),
+        *(part._backward_hooks, part._backward_pre_hooks),
+    )
+    return "forward" in part.__dict__ or any(hooks)
+
+
+def _forward(part: nn.Module) -> Forward | None:
+    rule = RULES.get(genuine(part))
+    return None if rule is None or "forward" in part.__dict__ else rule(part)
 
 
 def _same(x: Tensor, *weights: Tensor | None) -> bool:
@@ -71,12 +89,17 @@ def _same(x: Tensor, *weights: Tensor | None) -> bool:
     return all(w is None or w.dtype == x.dtype for w in weights)
 
 
+def _plain_layout(x: Tensor) -> bool:
+    """Whether numbers lie one after the other: torch's elementwise functions keep other layouts."""
+    return x.layout == torch.strided and not x.is_nested and x.is_contiguous()
+
+
 def _rms_norm(part: nn.Module) -> Forward:
     plain = part.forward
 
     def forward(hidden_states: Tensor) -> Any:
         weight = part.weight
-        if not _same(hidden_states, weight):  # type: ignore[arg-type]
+        if not _same(hidden_states, weight) or not _plain_layout(hidden_states):  # type: ignore[arg-type]
             return plain(hidden_states)
         return kernels.rms_norm(hidden_states, weight, part.variance_epsilon)  # type: ignore[arg-type]
 
@@ -90,7 +113,9 @@ def _layer_norm(part: nn.Module) -> Forward | None:
     plain = part.forward
 
     def forward(input: Tensor) -> Any:
-        if not _same(input, part.weight, part.bias):
+        strided = input.layout == torch.strided and not input.is_nested
+        wide = torch.is_autocast_enabled(input.device.type)  # may give float32 whatever comes
+        if wide or not strided or not _same(input, part.weight, part.bias):
             return plain(input)
         return kernels.layer_norm(input, part.weight, part.bias, part.eps)
 
@@ -99,11 +124,14 @@ def _layer_norm(part: nn.Module) -> Forward | None:
 
 def activation(part: nn.Module) -> str | None:
     """The activation that a module is: ``"silu"``, ``"none"`` or ``"tanh"`` (of GELU)."""
-    name, inner = type(part).__qualname__, getattr(part, "act", None)
+    name, inner = genuine(part), getattr(part, "act", None)
     if isinstance(part, nn.GELU):
-        return part.approximate
-    if name in ("SiLU", "SiLUActivation"):
+        return part.approximate if name in RULES else None
+    if name in SILU:
         return "silu"
+    home, _, name = name.rpartition(".")
+    if home != "transformers.activations":
+        return None
     if name in ("NewGELUActivation", "FastGELUActivation"):
         return "tanh"
     if name == "GELUTanh":
@@ -117,15 +145,26 @@ def _gelu(part: nn.Module) -> Forward | None:
     how = activation(part)
     if how not in ("none", "tanh"):
         return None
-    return lambda input: kernels.bias_gelu(input, None, how)  # type: ignore[arg-type]
+    plain = part.forward
+
+    def forward(input: Tensor) -> Any:
+        if not input.dim() or not _plain_layout(input):
+            return plain(input)
+        return kernels.bias_gelu(input, None, how)  # type: ignore[arg-type]
+
+    return forward
 
 
 def _gated(part: nn.Module) -> Forward | None:
-    how = activation(part.act_fn)  # type: ignore[arg-type]
+    act: Any = part.act_fn
+    how = None if watched(act) else activation(act)
     if how is None:
         return None
+    plain = part.forward
 
     def forward(x: Tensor) -> Any:
+        if x.is_nested:
+            return plain(x)
         gate, up = part.gate_proj(x), part.up_proj(x)  # type: ignore[operator]
         if how == "silu":
             return part.down_proj(kernels.swiglu(gate, up))  # type: ignore[operator]
@@ -136,13 +175,14 @@ def _gated(part: nn.Module) -> Forward | None:
 
 def _residual_norm(part: nn.Module) -> Forward | None:
     """A projection, dropout, and the norm of its sum with a residual stream: BERT's."""
-    if type(part.LayerNorm) is not nn.LayerNorm:
+    norm: Any = part.LayerNorm
+    if RULES.get(genuine(norm)) is not _layer_norm or watched(norm):
         return None
     plain = part.forward
 
     def forward(hidden_states: Tensor, input_tensor: Tensor) -> Any:
-        norm: Any = part.LayerNorm
-        if not _same(hidden_states, input_tensor, norm.weight, norm.bias):
+        wide = torch.is_autocast_enabled(hidden_states.device.type)
+        if wide or not _same(hidden_states, input_tensor, norm.weight, norm.bias):
             return plain(hidden_states, input_tensor)
         new = part.dropout(part.dense(hidden_states))  # type: ignore[operator]
         y, _ = kernels.layer_norm(new, norm.weight, norm.bias, norm.eps, residual=input_tensor)
@@ -151,17 +191,24 @@ def _residual_norm(part: nn.Module) -> Forward | None:
     return forward
 
 
+def rotation(part: nn.Module) -> Forward | None:
+    """The function by which an attention turns heads; None if it is not its module's own."""
+    space = getattr(inspect.unwrap(type(part).forward), "__globals__", {})
+    found: Forward | None = space.get("apply_rotary_pos_emb")
+    return found if getattr(found, "__module__", "") == type(part).__module__ else None
+
+
 def _rotary_attention(part: nn.Module) -> Forward | None:
     """Its own forward, in whose globals the rotation is a kernel; those of its module stay."""
-    function = type(part).forward
-    plain = getattr(function, "__globals__", {}).get("apply_rotary_pos_emb")
+    function, plain = type(part).forward, rotation(part)
     code = getattr(function, "__code__", None)
     if plain is None or code is None or "apply_rotary_pos_emb" not in code.co_names:
         return None
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         half = cos.shape[-1] // 2  # the other half of the tables is the same again
-        if unsqueeze_dim != 1 or q.dim() != 4 or cos.dim() != 3 or not _same(q, k):
+        fits = unsqueeze_dim == 1 and q.dim() == 4 and cos.dim() == 3 and _same(q, k, cos, sin)
+        if not fits or cos.requires_grad or sin.requires_grad:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return kernels.rotary(q, k, cos[..., :half], sin[..., :half])
 
@@ -178,8 +225,8 @@ def _causal_loss_of(part: nn.Module) -> bool:
     kind = type(part)
     if f"{kind.__module__}.{kind.__qualname__}" not in LANGUAGE_MODELS:
         return False
-    usual = getattr(part, "loss_function", None)
-    return getattr(usual, "__name__", "") == "ForCausalLMLoss"
+    usual = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
+    return usual is not None and getattr(part, "loss_function", None) is usual
 
 
 def causal_loss(
@@ -200,6 +247,9 @@ def causal_loss(
         num_items_in_batch: divides the sum of losses; by default their number.
         ignore_index: a label that counts for nothing.
         shift_labels: ``[B, T]``, labels already shifted.
+
+    Returns:
+        0-d float32, also for logits in float64.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -209,12 +259,15 @@ def causal_loss(
         shift_labels.reshape(-1).to(logits.device),
         ignore_index=ignore_index,
         reduction=reduction,  # type: ignore[arg-type]
-    )
+    ).float()
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
+
+
+SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
 
 
 def _rules() -> dict[str, Rule]:

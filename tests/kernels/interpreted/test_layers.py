@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.closeness import assert_near, poisoned
-from tests.kernels.layer_cases import BY_NAME, CASES, Case, outputs
+from tests.kernels.layer_cases import BY_NAME, CASES, Case, offset, outputs
 from zfunc import kernels
 
 # Row length and rows: more rows than programs hold at once, a prime beyond a warp, none.
@@ -42,6 +42,17 @@ def test_it_is_its_twin(case: Case):
     for dtype in EITHER:
         for n, rows in SHAPES:
             held(case.fused, case.tensors(n, min(rows, case.most), dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [("layer_norm", 257), ("layer_norm", 16411), ("cross_entropy", 300)]
+    + [("cross_entropy, smooth", n) for n in (300, 9001)],
+)
+def test_numbers_far_from_zero_keep_their_digits(name: str, n: int):
+    """Their twins do, ``tests/kernels/test_layers.py``."""
+    first, *rest = BY_NAME[name].tensors(n, 4, torch.float32)
+    held(BY_NAME[name].fused, [offset(first), *rest])
 
 
 @pytest.mark.parametrize("name", ["rms_norm, residual", "layer_norm, residual"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zfunc import kernels
-from zfunc.kernels import dispatch, lion_triton
+from zfunc.kernels import dispatch, interpreter_triton, lion_triton, verification
 
 
 def test_every_kernel_is_right():
@@ -25,3 +25,11 @@ def test_a_wrong_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lion_triton, "launch", wrong)
     (verdict,) = kernels.verify(["lion_flat"])
     assert verdict.ran and not verdict.right and "WRONG" in str(verdict)
+
+
+def test_an_interpreter_without_bfloat16_is_no_verdict(monkeypatch: pytest.MonkeyPatch):
+    """As it is without the tests' help: its sums of bfloat16 are sums of bits."""
+    monkeypatch.setattr(interpreter_triton, "knows_bfloat16", lambda: False)
+    for verdict in kernels.verify(["lion_flat", "rms_norm"]):
+        assert verdict.ran == (verdict.kernel not in verification.HALF)
+        assert verdict.ran or "does not know bfloat16" in str(verdict)
