@@ -100,7 +100,7 @@ def _verdict(name: str, device: torch.device) -> Verdict:
     interpreted = device.type == "cpu" and dispatch.interpreting()
     if choice.route == "torch" and not interpreted:
         return Verdict(name, False, choice.why)
-    if device.type == "cpu" and name in HALF and not _interpreter_knows_bfloat16():
+    if interpreted and name in HALF and not _interpreter_knows_bfloat16():
         return Verdict(name, False, "Triton's interpreter does not know bfloat16")
     sample = SAMPLES[name](torch.Generator().manual_seed(0), device)
     with dispatch.use("torch"):
