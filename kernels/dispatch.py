@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import threading
 import typing
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -47,6 +48,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 KNOWN = (*FLOATS, torch.uint8, torch.int8)  # to machine code
 
+# Triton's interpreter keeps the program that it is at in a global: one launch at a time.
+_interpreter = threading.RLock()
 _forced: ContextVar[Route | None] = ContextVar("kernels_route", default=None)
 
 
@@ -254,7 +257,7 @@ def run(name: str, *args: Any, **kw: Any) -> None:
     if route == "llvm":
         _imported(kernel.machine)(*args, **kw)
         return
-    with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else contextlib.nullcontext():
+    with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else _interpreter:
         launcher(name)(*args, **kw)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,25 @@ def test_it_calls_no_time_of_a_cpu_a_gpus(ran: tuple[int, Path]):
     assert "no figure is a GPU's" in said
     assert " us " not in said and "TB/s" not in said and "%" not in said
     assert not any("microseconds" in line for line in (out / "rows.jsonl").read_text().splitlines())
+
+
+def test_a_stage_that_fails_is_a_row_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no copies today")
+
+    monkeypatch.setattr(gpu, "ceilings", fails)
+    for name in ("transforms", "correctness"):
+        monkeypatch.setattr(gpu, name, lambda *_: None)
+    (tmp_path / "rows.jsonl").write_text('{"stage": "of another run"}\n')
+    arguments = ["--dry-run", "--only", "optimizers", "--budget", "0", "--out", str(tmp_path)]
+    assert gpu.main(arguments) == 1
+    text = capsys.readouterr().out
+    assert "ERROR ceilings stage: RuntimeError: no copies today" in text
+    assert "shares are of 4.3 TB/s, 780 TFLOP/s" in text and "no time left" in text
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["stage"] for row in rows} == {"setting", *gpu.STAGES} - {"decode"}
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]):

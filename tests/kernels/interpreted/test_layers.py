@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -103,3 +105,24 @@ def test_nan_and_infinity_spread_as_in_the_twin(case: Case):
         with kernels.use("triton"):
             found = ran(case.fused, args)
         torch.testing.assert_close(found, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+def test_threads_take_turns():
+    """Ranks may be threads, and the interpreter keeps the program that it is at in a global."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    xs = [torch.randn(40 + i, 33) for i in range(3)]
+    expected = [kernels.rms_norm(x) for x in xs]
+
+    def rank(x: Tensor) -> list[Tensor]:
+        with kernels.use("triton"):
+            return [kernels.rms_norm(x) for _ in range(4)]
+
+    try:
+        with ThreadPoolExecutor(len(xs)) as pool:
+            ran = list(pool.map(rank, xs))
+    finally:
+        sys.setswitchinterval(before)
+    for found, y in zip(ran, expected, strict=True):
+        for x in found:
+            torch.testing.assert_close(x, y)
