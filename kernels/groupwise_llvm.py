@@ -119,7 +119,7 @@ def mean(
     seed: Tensor | None = None,
 ) -> None:
     """Over the payloads of several senders, a row each; ``new_error`` may be ``error``."""
-    shares, lows, rest, away = shares_of(scales, zeros, bits, error)
+    shares, lows, rest, away = shares_of(scales, zeros, bits, error is not None)
     form = Rounding(
         received.dtype,
         bits,

@@ -16,127 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.levels_triton import (
+    bfloat16_pairs,
+    dither,
+    expanded,
+    extremes,
+    neighbours,
+    places,
+    summed,
+)
 
 __all__ = ["dequantize", "dequantize_kernel", "fake_quant", "mean", "quantize", "quantize_kernel"]
 
+AMD = torch.version.hip is not None
+ASSEMBLER = not AMD and not dispatch.interpreting()
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, it leaves the nearest integer as low bits
-FIRST = tl.constexpr(0x7FEB352D)
-SECOND = tl.constexpr(0x846CA68B)
-GOLDEN = tl.constexpr(0x9E3779B9)
-
-
-@triton.jit
-def _places(
-    K, width, size, groups, total, SIZE: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr
-):
-    """Where the tile begins, each element's offset from there, and whether it exists.
-
-    Also the same of the byte of each two neighbours, and of the first element of each group.
-    ``width`` is the bytes in a row of pairs: an argument, so that its divisibility is known.
-    """
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    r = tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, GROUP)[None, :]
-    p = tl.arange(0, GROUP // 2)[None, :]
-    if SIZE:
-        start = first * SIZE
-        half = first * (SIZE // 2)
-        at = r * SIZE + j
-        byte = r * (SIZE // 2) + p
-        inside = at < tl.minimum(K - start, ROWS * SIZE).to(tl.int32)
-        real = byte < tl.minimum(width - half, ROWS * (SIZE // 2)).to(tl.int32)
-        if SIZE < GROUP:
-            inside = inside & (j < SIZE)
-            real = real & (p < SIZE // 2)
-        begun = r * SIZE < tl.minimum(K - start, ROWS * SIZE).to(tl.int32)
-        return start, at, inside, half, byte, real, r * SIZE, begun
-    else:
-        row = (first + r) // groups
-        column = (first + r - row * groups) * size
-        there = first + r < total
-        inside = (j < size) & (column + j < K) & there
-        real = (2 * p < size) & (column + 2 * p < K) & there
-        byte = row * width + column // 2 + p
-        zero = first * 0
-        return zero, row * K + column + j, inside, zero, byte, real, row * K + column, there
-
-
-@triton.jit
-def _expanded(
-    q, scale, zero, group, here, start, at, inside, half, byte, real,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr,
-):  # fmt: skip
-    """The values that levels stand for."""
-    if BITS == 8:
-        y = tl.load(q + start + at, mask=inside, other=0).to(tl.float32)
-    else:
-        pairs = tl.load(q + half + byte, mask=real, other=0).to(tl.int32)
-        y = tl.interleave(pairs & 15, pairs >> 4).to(tl.float32)
-        if SYMMETRIC:
-            y = y - 8.0
-    y = y * tl.load(scale + group, mask=here, other=0.0)[:, None]
-    if not SYMMETRIC:
-        y = y + tl.load(zero + group, mask=here, other=0.0)[:, None]
-    return y
-
-
-@triton.jit
-def _dither(seed, group, GROUP: tl.constexpr):
-    """Numbers of 16 bits, ``[ROWS, GROUP]``: of the seed, the group and the place in it.
-
-    Each group begins at a hash of its number. Four neighbours share one round of mixing: two have
-    the halves of its word, two those of the word turned by a byte, so that each has 16 bits of
-    its own and the high byte of one is the low byte of another.
-    """
-    word = tl.load(seed)
-    key = (group + (group >> 32) * GOLDEN + word).to(tl.uint32)
-    key = (key ^ (key >> 16)) * FIRST
-    key = key ^ (word >> 32).to(tl.uint32)
-    key = (key ^ (key >> 15)) * SECOND
-    key = key ^ (key >> 16)
-    # Written for each element; four in one thread share what is the same for them.
-    j = tl.arange(0, GROUP).to(tl.uint32)[None, :]
-    h = key[:, None] + (j >> 2) * GOLDEN
-    h = (h ^ (h >> 15)) * SECOND
-    h += h >> 16  # one instruction; of an xor the compiler would shift both terms for each turn
-    turn = ((j & 1) << 4) | ((j & 2) << 2)
-    h = (h >> turn) | ((h << 1) << (31 - turn))
-    return h.to(tl.int16).to(tl.float32)
-
-
-@triton.jit
-def _neighbours(x):
-    """Each two neighbours apart."""
-    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-
-
-@triton.jit
-def _ordered(x):
-    """Floats as integers that order like them, and back; NaN is at an end, as its sign says."""
-    return x ^ ((x >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _extremes(low, high, SYMMETRIC: tl.constexpr, FOLDS: tl.constexpr):
-    """The least and the greatest of each row, NaN if one is; the greatest alone if symmetric.
-
-    ``2**FOLDS`` neighbours as floats, in one thread; what remains as integers, for which threads
-    of a warp have an instruction.
-    """
-    for _ in tl.static_range(FOLDS):
-        a, b = _neighbours(high)
-        high = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-        if not SYMMETRIC:
-            a, b = _neighbours(low)
-            low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    most = high.to(tl.int32, bitcast=True)
-    if SYMMETRIC:  # absolute values order like integers as they are
-        most = tl.max(most, 1).to(tl.float32, bitcast=True)
-        return most, most
-    else:
-        most = _ordered(tl.max(_ordered(most), 1)).to(tl.float32, bitcast=True)
-        least = _ordered(tl.min(_ordered(low.to(tl.int32, bitcast=True)), 1))
-        return least.to(tl.float32, bitcast=True), most
 
 
 @triton.jit
@@ -144,23 +38,34 @@ def quantize_kernel(
     x, error, q_in, scale_in, zero_in, senders, q_stride, scale_stride,
     q, scale, zero, new_error, fake, seed, K, width, size, groups, total,
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr, MEAN: tl.constexpr,
-    ERROR: tl.constexpr, FAKE: tl.constexpr, ODD: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr,
+    ERROR: tl.constexpr, FAKE: tl.constexpr, ODD: tl.constexpr, WHOLE: tl.constexpr,
+    WORDS: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
-    start, at, inside, half, byte, real, lead, begun = _places(
-        K, width, size, groups, total, SIZE, ROWS, GROUP
+    start, at, inside, half, byte, real, lead, begun = places(
+        K, width, size, groups, total, SIZE, ROWS, GROUP, CUTS
     )
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = group < total
-    if MEAN:
-        c = tl.zeros((ROWS, GROUP), tl.float32)
+    if MEAN and BITS == 4 and not ERROR:
+        c = summed(
+            q_in, scale_in, zero_in, senders, q_stride, scale_stride, K, total, half, byte, real,
+            SYMMETRIC, SIZE, ROWS, GROUP, WORDS, ASM,
+        )  # fmt: skip
+    elif MEAN:
+        c = tl.zeros((1 << CUTS, ROWS, GROUP >> CUTS), tl.float32)
         if ERROR:
             c = tl.load(error + start + at, mask=inside, other=0.0)
-        for w in range(senders):
-            c += _expanded(
-                q_in + w * q_stride, scale_in + w * scale_stride, zero_in + w * scale_stride,
-                group, here, start, at, inside, half, byte, real, BITS, SYMMETRIC,
+        for _ in range(senders):
+            c += expanded(
+                q_in, scale_in, zero_in, group, here, start, at, inside, half, byte, real,
+                BITS, SYMMETRIC,
             )  # fmt: skip
+            q_in += q_stride
+            scale_in += scale_stride
+            zero_in += scale_stride
+    elif WORDS:
+        c = bfloat16_pairs(x, start, byte, K, ROWS, GROUP)
     else:
         if SYMMETRIC:
             c = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
@@ -171,29 +76,29 @@ def quantize_kernel(
             c += tl.load(error + start + at, mask=inside, other=0.0)
 
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1 if SYMMETRIC else (1 << BITS) - 1
-    WHOLE: tl.constexpr = not MEAN and (SYMMETRIC or not ERROR)  # what is outside does no harm
     # Halves of a tile have another layout: values that leave in their own would be moved to it.
     FOLDS: tl.constexpr = 0 if FAKE else (2 if GROUP == 4 else 3)
     if SYMMETRIC:
         high = tl.abs(c) if WHOLE else tl.where(inside, tl.abs(c), 0.0)
-        low, span = _extremes(high, high, True, FOLDS)
+        low, span = extremes(high, high, True, FOLDS, CUTS)
         y = c
     else:
         if WHOLE:
-            low, span = _extremes(c, c, False, FOLDS)
+            low, span = extremes(c, c, False, FOLDS, CUTS)
         else:
             lows = tl.where(inside, c, float("inf"))
-            low, span = _extremes(lows, tl.where(inside, c, float("-inf")), False, FOLDS)
+            highs = tl.where(inside, c, float("-inf"))
+            low, span = extremes(lows, highs, False, FOLDS, CUTS)
         span = span - low
-        y = c - low[:, None]
+        y = c - low[None, :, None]
     # Neither 0 nor infinite nor NaN, in one comparison.
     usable = span.to(tl.uint32, bitcast=True) - 1 < 0x7F7FFFFF
     s = span * (1.0 / TOP)
     # Just inside the range, so that no dither leads out of it and nothing need be clamped.
     REACH: tl.constexpr = TOP * (1 - 2**-20) if STOCHASTIC else TOP
-    y = y * tl.where(usable, REACH / span, 0.0)[:, None]
+    y = y * tl.where(usable, REACH / span, 0.0)[None, :, None]
     if STOCHASTIC:
-        y = tl.fma(_dither(seed, group, GROUP), 2**-16, y)  # the product is exact
+        y = tl.fma(dither(seed, group, GROUP, CUTS), 2**-16, y)  # the product is exact
     # Symmetric pairs are stored plus 8: so are the low bits.
     ORIGIN: tl.constexpr = NEAREST + 8.0 if SYMMETRIC and BITS == 4 and not FAKE else NEAREST
     t = y + ORIGIN
@@ -209,16 +114,15 @@ def quantize_kernel(
         else:
             if ODD:  # a row ends with half a byte
                 level = tl.where(inside, level & 15, 0)
-            if not MEAN and GROUP >= 8:  # where the elements are: a warp fills a line of 128 bytes
-                room = tl.max_contiguous(q + half + byte, [1, 4])
-            else:
-                room = q + half + byte
-            even, odd = _neighbours(level)
+            room = q + half + byte
+            if CUTS:  # where the elements are: not 16 bytes of a thread, but whole sectors
+                room = tl.max_contiguous(room, [1, 1, 4])
+            even, odd = neighbours(level)
             tl.store(room, (even + (odd << 4)).to(tl.uint8), mask=real)
     if FAKE or ERROR:
-        back = (t - ORIGIN) * s[:, None]
+        back = (t - ORIGIN) * s[None, :, None]
         if not SYMMETRIC:
-            back = back + low[:, None]
+            back = back + low[None, :, None]
         if FAKE:
             tl.store(fake + start + at, back.to(fake.dtype.element_ty), mask=inside)
         if ERROR:
@@ -231,11 +135,11 @@ def dequantize_kernel(
     BITS: tl.constexpr, SYMMETRIC: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    start, at, inside, half, byte, real, _, _ = _places(
-        K, width, size, groups, total, SIZE, ROWS, GROUP
+    start, at, inside, half, byte, real, _, _ = places(
+        K, width, size, groups, total, SIZE, ROWS, GROUP, 0
     )
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    y = _expanded(
+    y = expanded(
         q, scale, zero, group, group < total, start, at, inside, half, byte, real, BITS, SYMMETRIC
     )
     tl.store(out + start + at, y.to(out.dtype.element_ty), mask=inside)
@@ -307,11 +211,20 @@ def _launch(
 ) -> None:
     # An error doubles what a thread holds: half as many elements then.
     parts = 2 if x is not None and error is not None else 1
-    how, places = _tile(name, shape, size, q.device, parts)
+    how, where = _tile(name, shape, size, q.device, parts)
+    # Words of 32 bits: eight levels of a sender, or two elements of bfloat16.
+    words = bits == 4 and error is None and fake is None and size % 32 == 0
+    if x is not None:
+        words = words and x.dtype == torch.bfloat16 and where[0] % 8 == 0 and size == how["GROUP"]
+        how["CUTS"] = cuts(how, amd=AMD)
+    wide = x if source is None else source[0]
+    words = words and wide is not None and wide.data_ptr() % 16 == 0
+    # Whether what is outside a group does its extremes no harm: that of words is of the group, too.
+    whole = zero is None or error is None if source is None else words and where[0] % 32 == 0
     some = q  # stands for the pointers that this variant does not read
     if seed is not None:
         seed = seed.to(q.device, non_blocking=True)
-    quantize_kernel[(triton.cdiv(places[-1], how["ROWS"]),)](
+    quantize_kernel[(triton.cdiv(where[-1], how["ROWS"]),)](
         some if x is None else x,
         some if error is None else error,
         *(source or (some, some, some, 0, 0, 0)),
@@ -319,15 +232,18 @@ def _launch(
         some if new_error is None else new_error,
         some if fake is None else fake,
         some if seed is None else seed,
-        *places,
+        *where,
         BITS=bits,
         SYMMETRIC=zero is None,
         STOCHASTIC=seed is not None,
         MEAN=source is not None,
         ERROR=error is not None,
         FAKE=fake is not None,
-        ODD=places[0] % 2 == 1,
-        **how,
+        ODD=where[0] % 2 == 1,
+        WHOLE=whole,
+        WORDS=words,
+        ASM=ASSEMBLER,
+        **({"CUTS": 0} | how),
     )
 
 
@@ -335,14 +251,27 @@ def dequantize(
     q: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, *, bits: int, size: int
 ) -> None:
     """Launch over rows ``[R, K]``."""
-    how, places = _tile("dequantize_groups", out.shape, size, out.device)
-    dequantize_kernel[(triton.cdiv(places[-1], how["ROWS"]),)](
+    how, where = _tile("dequantize_groups", out.shape, size, out.device)
+    dequantize_kernel[(triton.cdiv(where[-1], how["ROWS"]),)](
         *(q, scale, scale if zero is None else zero, out),
-        *places,
+        *where,
         BITS=bits,
         SYMMETRIC=zero is None,
         **how,
     )
+
+
+def cuts(how: dict[str, int], *, amd: bool) -> int:
+    """How often a group of 256 or more is halved into runs.
+
+    A run is 64 elements or more, which as bfloat16 are a line of 128 bytes; together the runs that
+    lie side by side in a tile have 16 elements for each thread. Smaller groups are left whole.
+    """
+    if how["GROUP"] < 256:
+        return 0
+    threads = how["num_warps"] * (64 if amd else 32)
+    run = max(64, 16 * threads // how["ROWS"])
+    return max(0, (how["GROUP"] // run).bit_length() - 1)
 
 
 def _tile(

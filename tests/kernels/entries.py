@@ -54,7 +54,14 @@ def entry(
     each = size / (32 * options["num_warps"])
     known = {k: v for k, v in (how | constants).items() if k in kernel.arg_names}
     rest = (each, bytes, divisible, narrow, narrow_stores, options)
-    return Entry(name, kernel, types, known, *rest, share=share)
+    found = Entry(name, kernel, types, known, *rest, share=share)
+    if "CUTS" not in kernel.arg_names:
+        return found
+    both = []
+    for amd in (False, True):
+        cut = 0 if constants["MEAN"] else groupwise_triton.cuts(how | options, amd=amd)
+        both.append(replace(found, constants=known | {"CUTS": cut, "ASM": not amd}))
+    return replace(both[0], amd=both[1])
 
 
 ADAM = "p:*fp32 m:*fp32 v:*fp32 p_new:*fp32 m_new:*fp32 v_new:*fp32 low:*bf16 hyper:*fp64 n:i32!"
@@ -72,6 +79,9 @@ def grid(
     """An entry of :func:`groupwise_triton.quantize_kernel`, groups of 256."""
     kind = "*i8" if SYMMETRIC and BITS == 8 else "*u8"
     flags = dict.fromkeys(("STOCHASTIC", "MEAN", "ERROR", "FAKE", "ODD"), False)
+    words = BITS == 4 and not how.get("ERROR") and not how.get("FAKE")
+    whole = words if how.get("MEAN") else SYMMETRIC or not how.get("ERROR")
+    how = {"WORDS": words, "WHOLE": whole} | how
     signature = (
         f"x:{x} error:*fp32 q_in:{kind} scale_in:*fp32 zero_in:*fp32 senders:i32 q_stride:i32! "
         f"scale_stride:i32! q:{kind} scale:*fp32 zero:*fp32 new_error:*fp32 fake:*bf16 seed:*i64 "
@@ -217,11 +227,11 @@ ENTRIES = [
         bytes=4.1,
         narrow=3,
     ),
-    # Pairs of 4 bits are stored where their elements are: four bytes of a thread, whole lines of a
-    # warp. Without symmetry a thread reads each group's first element, for those beyond the end.
+    # Pairs of 4 bits are stored where their elements are: four bytes of a thread, whole sectors of
+    # a warp. Without symmetry a thread reads a group's first element, for those beyond the end.
     grid("quantize_groups", bytes=3.02, narrow_stores=1),
     grid("quantize_groups, 4 bits", bytes=2.53, BITS=4, narrow_stores=9),
-    grid("quantize_groups, asymmetric", bytes=3.03, SYMMETRIC=False, narrow=4, narrow_stores=2),
+    grid("quantize_groups, asymmetric", bytes=3.03, SYMMETRIC=False, narrow=1, narrow_stores=2),
     grid(
         "quantize_groups, stochastic",
         bytes=3.02,
@@ -234,7 +244,7 @@ ENTRIES = [
         bytes=3.03,
         SYMMETRIC=False,
         STOCHASTIC=True,
-        narrow=5,
+        narrow=2,
         narrow_stores=2,
     ),
     grid(
@@ -242,7 +252,6 @@ ENTRIES = [
         bytes=2.53,
         BITS=4,
         SYMMETRIC=False,
-        narrow=8,
         narrow_stores=10,
     ),
     grid(
@@ -253,16 +262,34 @@ ENTRIES = [
         narrow=1,
         narrow_stores=9,
     ),
-    # More to do for each byte than there is time for: bound by instructions, not memory.
     grid(
         "quantize_groups, 4 bits, asymmetric and stochastic",
         bytes=2.53,
         BITS=4,
         SYMMETRIC=False,
         STOCHASTIC=True,
-        narrow=9,
+        narrow=1,
         narrow_stores=10,
-        share=0.97,
+    ),
+    grid(
+        "quantize_groups, 4 bits, asymmetric and stochastic, groups of 32",
+        bytes=2.75,
+        BITS=4,
+        SYMMETRIC=False,
+        STOCHASTIC=True,
+        GROUP=32,
+        narrow=1,
+        narrow_stores=2,
+    ),
+    grid(
+        "quantize_groups, 4 bits, asymmetric and stochastic, groups of 2048",
+        bytes=2.5,
+        BITS=4,
+        SYMMETRIC=False,
+        STOCHASTIC=True,
+        GROUP=2048,
+        narrow=1,
+        narrow_stores=10,
     ),
     grid("quantize_groups, with an error", bytes=13, x="*fp32", ERROR=True, narrow_stores=1),
     grid("fake_quant", bytes=4, FAKE=True),
@@ -272,16 +299,26 @@ ENTRIES = [
         FAKE=True,
         SYMMETRIC=False,
         STOCHASTIC=True,
-        narrow=9,
+        narrow=3,
     ),
     # The loop is over senders: each of 8 has its eighth of the 12.5 bytes.
-    grid("mean_payloads", bytes=12.5 / 8, BITS=4, MEAN=True, ERROR=True, narrow=2, narrow_stores=2),
-    # Sixteen elements of a thread are eight bytes here: no load is of 16.
-    replace(
-        grid("mean_payloads, without an error", bytes=4.5 / 8, BITS=4, MEAN=True, share=1.65),
+    grid("mean_payloads", bytes=12.5 / 8, BITS=4, MEAN=True, ERROR=True, narrow=1, narrow_stores=1),
+    grid(
+        "mean_payloads, without an error",
+        bytes=4.5 / 8,
+        BITS=4,
+        MEAN=True,
         narrow=2,
+        narrow_stores=1,
+    ),
+    grid(
+        "mean_payloads, asymmetric without an error",
+        bytes=4.78 / 8,
+        BITS=4,
+        SYMMETRIC=False,
+        MEAN=True,
+        narrow=3,
         narrow_stores=2,
-        wide=False,
     ),
     grid(
         "mean_payloads, 8 bits without an error", bytes=9 / 8, MEAN=True, narrow=2, narrow_stores=1

@@ -71,6 +71,42 @@ def test_the_mean_is_of_what_was_sent(workers: int, bits: int, symmetric: bool, 
     assert (kernels.dequantize_payload(plain, form, dtype) - mean).abs().max() <= step
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("workers", [1, 3, 16])
+def test_the_mean_of_4_bits_is_the_nearest_level(workers: int, symmetric: bool):
+    """Shares of 16 bits: 15 levels of one are off by at most 15 * 2**-16 of a step."""
+    n, group = 100_000, 64
+    form = Payload(n, bits=4, group=group, symmetric=symmetric)
+    rows = torch.randn(workers, n) * torch.logspace(-1, 1, workers)[:, None]
+    received = torch.stack([kernels.quantize_payload(x, form)[0] for x in rows])
+    exact = torch.stack([values(row, form) for row in received]).mean(0)
+    payload, _ = kernels.mean_payloads(received, form)
+    step = form.parts(payload)[1].double().repeat_interleave(group)[:n]
+    off = ((values(payload, form) - exact) / step).abs()
+    assert off.max() < 0.5 + 2**-11 and (off > 0.5).double().mean() < 1e-3
+
+
+def values(payload: Tensor, form: Payload) -> Tensor:
+    """What a payload of 4 bits stands for, in float64."""
+    q, scale, zero = form.parts(payload)
+    levels = torch.stack([q & 15, q >> 4], -1).view(-1)[: form.n].double()
+    wide = [None if x is None else x.double().repeat_interleave(form.group) for x in (scale, zero)]
+    assert wide[0] is not None
+    if wide[1] is None:
+        return (levels - 8) * wide[0][: form.n]
+    return levels * wide[0][: form.n] + wide[1][: form.n]
+
+
+def test_a_bad_value_of_one_sender_is_in_the_mean_of_its_group_alone():
+    form, x = Payload(96, bits=4, group=32), torch.randn(96)
+    sent = [
+        kernels.quantize_payload(y, form)[0]
+        for y in (x, x.clone().index_fill_(0, torch.tensor(40), torch.nan))
+    ]
+    mean = kernels.dequantize_payload(kernels.mean_payloads(torch.stack(sent), form)[0], form)
+    assert mean.isnan().tolist() == [32 <= i < 64 for i in range(96)]
+
+
 def test_with_error_feedback_the_mean_of_what_is_sent_is_what_came():
     form, x, error = Payload(1000, bits=4), torch.randn(1000), torch.zeros(1000)
     sent = torch.zeros(1000)

@@ -51,6 +51,33 @@ def test_16_bits(bits: int, symmetric: bool, seed: int | None, dtype: torch.dtyp
         assert torch.equal(kernels.fake_quant(x, **how), fake)
 
 
+@pytest.mark.parametrize(("symmetric", "seed"), list(itertools.product((True, False), (None, 5))))
+def test_words_of_two_and_of_eight(symmetric: bool, seed: int | None):
+    """What is read as words of 32 bits, and again from where words do not begin."""
+    for n, group in ((8, 32), (1000, 256), (1032, 64), (4096, 512)):
+        form = kernels.Payload(n, bits=4, group=group, symmetric=symmetric)
+        x = torch.randn(5, n).bfloat16()
+        sent = torch.stack([kernels.quantize_payload(row, form, seed=seed)[0] for row in x])
+        mean = kernels.mean_payloads(sent, form, seed=seed)[0]
+        shifted = torch.cat([x.new_zeros(1), x[0]])[1:]
+        moved = torch.cat([sent.new_zeros(4), sent.view(-1)])[4:].view_as(sent)
+        with kernels.use("triton"), poisoned():
+            for y in (x[0], shifted):
+                assert torch.equal(kernels.quantize_payload(y, form, seed=seed)[0], sent[0])
+            for came in (sent, moved):
+                assert torch.equal(kernels.mean_payloads(came, form, seed=seed)[0], mean)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [2, 6, 96])
+def test_means_of_any_even_groups(group: int, symmetric: bool):
+    form = kernels.Payload(1031, bits=4, group=group, symmetric=symmetric)
+    sent = torch.stack([kernels.quantize_payload(x, form)[0] for x in torch.randn(3, 1031)])
+    mean = kernels.mean_payloads(sent, form, seed=1)[0]
+    with kernels.use("triton"), poisoned():
+        assert torch.equal(kernels.mean_payloads(sent, form, seed=1)[0], mean)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 11, 16])
 def test_fake_of_other_bits(bits: int):
     x = torch.randn(1031)
