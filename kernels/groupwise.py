@@ -22,7 +22,7 @@ Precision, 2015 (stochastic rounding).
 first in the low half, plus 8 if symmetric; a row of odd length ends with half a byte of 0.
 
 **Traffic** a bfloat16 element, groups of 256: 3.0 bytes for 8 bits, 2.5 for 4, ``fake_quant`` 4.
-Some 20 operations: half of what a GPU issues in the time that the bytes take.
+7 to 15 instructions, of some 20 that a GPU issues in the time that the bytes take.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Triton for :mod:`zfunc.kernels.groupwise` and :mod:`~zfunc.kernels.payloads`.
 
-A program works on ``ROWS`` groups, a tile ``[ROWS, GROUP]``; ``GROUP`` is the power of two that
-holds a group. Where groups lie end to end (``SIZE`` is their constant size) addresses are those
-of one flat buffer and loads are wide; where rows end within a group (``SIZE`` is 0) each
-element's place is computed. Sums and products are rounded one by one (launched without fused
-multiply-add), as in the twin. Only ``1 / scale`` may differ in its last bit on a GPU, and so a
-level at a tie.
+A program works on ``ROWS`` groups, a tile of :mod:`~zfunc.kernels.levels_triton`; ``GROUP`` is the
+power of two that holds a group. Where groups lie end to end (``SIZE`` is their constant size)
+addresses are those of one flat buffer and loads are wide; where rows end within a group (``SIZE``
+is 0) each element's place is computed. Sums and products are rounded one by one (launched without
+fused multiply-add, but for exact products), as in the twin. Only ``1 / scale`` may differ in its
+last bit on a GPU, and so a level at a tie.
 """
 
 from __future__ import annotations
