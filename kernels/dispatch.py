@@ -47,6 +47,7 @@ Route = Literal["triton", "llvm", "torch"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 KNOWN = (*FLOATS, torch.uint8, torch.int8)  # to machine code
+AMD = torch.version.hip is not None
 
 # Triton's interpreter keeps the program that it is at in a global: one launch at a time.
 _interpreter = threading.RLock()
@@ -274,24 +275,32 @@ def _imported(place: str) -> Callable[..., None]:
 
 @functools.cache
 def tables(gpu: str) -> dict[str, dict[str, int]]:
-    """Launch configurations: those for any GPU, and over them those tuned for this one.
+    """Launch configurations: those for any GPU, over them those for AMD's, whose 64 lanes are
+    two warps, and over them those tuned for this one.
 
     Args:
         gpu: its name as torch gives it; ``""`` for none.
     """
     folder = Path(__file__).parent / "configs"
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    merged: dict[str, dict[str, int]] = json.loads((folder / "default.json").read_text())
-    if slug and (folder / f"{slug}.json").exists():
-        merged.update(json.loads((folder / f"{slug}.json").read_text()))
+    vendor = ["amd"] if AMD or slug.startswith("amd") else []
+    merged: dict[str, dict[str, int]] = {}
+    for name in ["default", *vendor, slug]:
+        if name and (folder / f"{name}.json").exists():
+            merged.update(json.loads((folder / f"{name}.json").read_text()))
     return merged
 
 
-def config(name: str, device: torch.device | None = None) -> dict[str, int]:
+def config(name: str, device: torch.device | None = None, *, amd: bool = AMD) -> dict[str, int]:
     """How a kernel is launched: its block sizes, ``num_warps``, ``num_stages``.
+
+    Args:
+        name: of the kernel.
+        device: a GPU whose own table is read, if it has one.
+        amd: where there is no such GPU, whether it would be one of AMD's.
 
     >>> config("adamw_flat")["num_warps"]
     4
     """
     on_gpu = device is not None and device.type == "cuda"
-    return tables(torch.cuda.get_device_name(device) if on_gpu else "")[name]
+    return tables(torch.cuda.get_device_name(device) if on_gpu else "AMD" * amd)[name]

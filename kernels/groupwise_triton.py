@@ -28,8 +28,7 @@ from zfunc.kernels.levels_triton import (
 
 __all__ = ["dequantize", "dequantize_kernel", "fake_quant", "mean", "quantize", "quantize_kernel"]
 
-AMD = torch.version.hip is not None
-ASSEMBLER = not AMD and not dispatch.interpreting()
+ASSEMBLER = not dispatch.AMD and not dispatch.interpreting()
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, it leaves the nearest integer as low bits
 
 
@@ -216,7 +215,7 @@ def _launch(
     words = bits == 4 and error is None and fake is None and size % 32 == 0
     if x is not None:
         words = words and x.dtype == torch.bfloat16 and where[0] % 8 == 0 and size == how["GROUP"]
-        how["CUTS"] = cuts(how, amd=AMD)
+        how["CUTS"] = cuts(how, amd=dispatch.AMD)
     wide = x if source is None else source[0]
     words = words and wide is not None and wide.data_ptr() % 16 == 0
     # Whether what is outside a group does its extremes no harm: that of words is of the group, too.

@@ -31,8 +31,7 @@ __all__ = [
 ]
 
 DEPTH = 4
-AMD = torch.version.hip is not None
-ASSEMBLER = not AMD and not dispatch.interpreting()
+ASSEMBLER = not dispatch.AMD and not dispatch.interpreting()
 
 
 def shares(tiles: int, blocks: int, programs: int) -> tuple[int, int]:
@@ -63,7 +62,7 @@ def tile(
     that leaves room: at 16 rows NVIDIA's compiler would choose products of four warps together,
     whose fences cost more than is won.
     """
-    how = dict(dispatch.config(kind, device))
+    how = dict(dispatch.config(kind, device, amd=amd))
     how["BN"], how["BM"] = how.pop("BLOCK"), 16
     how["BK"] = BLOCK if BITS[kind] == 4 or not group else min(BLOCK, group)
     if BITS[kind] == 4 and rows <= 8 and not amd:
@@ -72,6 +71,8 @@ def tile(
         how["BN"] *= 2
     if BITS[kind] == 8 and length % 16:  # read byte by byte, each with an address of its own
         how["BN"] = 32
+    if BITS[kind] > 4 and length % 16 and norm and amd:  # each such address has a mask of its own
+        how["num_warps"] *= 2
     if BITS[kind] == 4 and norm and (how["BM"] == 8 or amd):
         how["BN"], how["num_warps"] = 2 * how["BN"], 2 * how["num_warps"]
     return how
@@ -124,7 +125,7 @@ def partial_products(
         Partial sums ``[S, M, N]`` in float32, or ``None`` where ``y`` is written.
     """
     (m, k), n = x.shape, w.shape[0]
-    how = tile(kind, group, m, k, norm=False, amd=AMD, device=x.device)
+    how = tile(kind, group, m, k, norm=False, amd=dispatch.AMD, device=x.device)
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
     parts = x.new_empty((splits, m, n) if splits > 1 else (1,), dtype=torch.float32)
@@ -156,7 +157,7 @@ def normed_products(
     """
     (m, k), n = x.shape, sum(len(part) for part in w)
     inside = not norm_first(kind, group, m, zero=bool(zero))
-    how = tile(kind, group, m, k, norm=inside, amd=AMD, device=x.device)
+    how = tile(kind, group, m, k, norm=inside, amd=dispatch.AMD, device=x.device)
     tiles = sum(triton.cdiv(len(part), how["BN"]) for part in w)
     splits, share = shares(tiles, triton.cdiv(k, how["BK"]), how.pop("PROGRAMS"))
     parts = x.new_empty((splits, m, n), dtype=torch.float32)
@@ -211,7 +212,7 @@ def _multiply(
         RESIDUAL=residual is not None,
         EVEN=k % how["BK"] == 0,
         ASM=ASSEMBLER,
-        EXACT=exact(kind, group, zero=codes[1] is not None, amd=AMD),
+        EXACT=exact(kind, group, zero=codes[1] is not None, amd=dispatch.AMD),
         **how,
     )
 
@@ -286,7 +287,7 @@ def w8a8_mm(
         codes, step, _ = quantize_groups(x, group=None)
     else:
         codes, step = x.to(torch.int8), x.new_zeros((m, 1), dtype=torch.float32)
-    how = tile("w8a8_mm", group, m, k, norm=False, amd=AMD, device=x.device)
+    how = tile("w8a8_mm", group, m, k, norm=False, amd=dispatch.AMD, device=x.device)
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
     parts = y if splits == 1 else x.new_empty((splits, m, n), dtype=torch.float32)

@@ -69,6 +69,22 @@ def _half(words, kind: tl.constexpr):
 
 
 @triton.jit
+def _widened(codes, kind: tl.constexpr, ASM: tl.constexpr):
+    """Int8 codes as 16-bit floats.
+
+    A code has 8 bits at most, so the lower half of its float32 is zero: without an instruction
+    that rounds to bfloat16 (gfx942 takes five) that half is cut off.
+    """
+    CUT: tl.constexpr = kind == tl.bfloat16 and not ASM
+    if CUT:
+        bits = codes.to(tl.float32).to(tl.int32, bitcast=True)
+        wide = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        wide = codes.to(kind)
+    return wide
+
+
+@triton.jit
 def _constant(value, BN: tl.constexpr, WIDTH: tl.constexpr, kind: tl.constexpr):
     """A matrix of one number, joined of two as those of codes are made of shorter elements: the
     compiler then lays out the inputs for both products alike, and loads them ahead, once."""
@@ -186,7 +202,7 @@ def product_kernel(
             elif BITS == 4:
                 piece = _pairs(ws, ws, j, kind, ASM, False)
             else:
-                piece = ws.to(kind)
+                piece = _widened(ws, kind, ASM) if BITS == 8 else ws
             if GROUPS:
                 if SHORT:
                     dots = _times(xs, away, dots, TURN)

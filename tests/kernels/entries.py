@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tests.kernels.layer_entries import LAYERS
-from tests.kernels.machine_code import Entry
+from tests.kernels.machine_code import LANES, Entry, for_both
 from tests.kernels.product_entries import PRODUCTS
 from zfunc.kernels import (
     adamw8_triton,
@@ -39,29 +38,29 @@ def entry(
         name: of the kernel in the dispatch, and after a comma what is special.
         signature: ``"g:*bf16 n:i32"``; integers with a ``!`` are multiples of 16.
     """
-    how = dict(dispatch.config(name.split(",")[0]))
-    options = {k: how.pop(k) for k in OPTIONS if k in how}
     types = dict(word.split(":") for word in signature.split())
     divisible = tuple(k for k, kind in types.items() if kind.endswith("!"))
     types = {k: kind.rstrip("!") for k, kind in types.items()}
-    size = how["BLOCK"] // (2 if constants.get("ERROR") and not constants.get("MEAN") else 1)
-    if "GROUP" in kernel.arg_names:
-        how["GROUP"] = constants.get("GROUP", size)
-        how["ROWS"] = max(1, size // how["GROUP"])
-        how["SIZE"] = how["GROUP"]
-        options["num_warps"] = min(16, max(options["num_warps"], how["GROUP"] // 1024))
-        size = how["ROWS"] * how["GROUP"]
-    each = size / (32 * options["num_warps"])
-    known = {k: v for k, v in (how | constants).items() if k in kernel.arg_names}
-    rest = (each, bytes, divisible, narrow, narrow_stores, options)
-    found = Entry(name, kernel, types, known, *rest, share=share)
-    if "CUTS" not in kernel.arg_names:
-        return found
-    both = []
-    for amd in (False, True):
-        cut = 0 if constants["MEAN"] else groupwise_triton.cuts(how | options, amd=amd)
-        both.append(replace(found, constants=known | {"CUTS": cut, "ASM": not amd}))
-    return replace(both[0], amd=both[1])
+
+    def launched(amd: bool) -> Entry:
+        how = dict(dispatch.config(name.split(",")[0], amd=amd))
+        options = {k: how.pop(k) for k in OPTIONS if k in how}
+        size = how["BLOCK"] // (2 if constants.get("ERROR") and not constants.get("MEAN") else 1)
+        if "GROUP" in kernel.arg_names:
+            how["GROUP"] = constants.get("GROUP", size)
+            how["ROWS"] = max(1, size // how["GROUP"])
+            how["SIZE"] = how["GROUP"]
+            options["num_warps"] = min(16, max(options["num_warps"], how["GROUP"] // 1024))
+            size = how["ROWS"] * how["GROUP"]
+        each = size / (LANES[amd] * options["num_warps"])
+        if "CUTS" in kernel.arg_names:
+            cut = 0 if constants["MEAN"] else groupwise_triton.cuts(how | options, amd=amd)
+            how |= {"CUTS": cut, "ASM": not amd}
+        known = {k: v for k, v in (how | constants).items() if k in kernel.arg_names}
+        rest = (each, bytes, divisible, narrow, narrow_stores, options)
+        return Entry(name, kernel, types, known, *rest, share=share)
+
+    return for_both(launched)
 
 
 ADAM = "p:*fp32 m:*fp32 v:*fp32 p_new:*fp32 m_new:*fp32 v_new:*fp32 low:*bf16 hyper:*fp64 n:i32!"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.kernels.machine_code import Entry
+from tests.kernels.machine_code import LANES, Entry, for_both
 from zfunc.kernels import (
     activations_triton,
     dispatch,
@@ -16,36 +17,54 @@ from zfunc.kernels import (
 
 
 def entry(
-    name: str, kernel: Any, signature: str, how: dict[str, int], *, bytes: float, **rest: Any
+    name: str,
+    kernel: Any,
+    signature: str,
+    how: Callable[[bool], dict[str, int]] | dict[str, int],
+    *,
+    bytes: float,
+    **rest: Any,
 ) -> Entry:
     """An entry whose tile is ``how``: its constants, and its ``num_warps``.
 
     Args:
         name: of the kernel in the dispatch, and after a comma what is special.
         signature: ``"g:*bf16 n:i32"``; integers with a ``!`` are multiples of 16.
+        how: a tile, or a function of whether the GPU is one of AMD's.
         rest: fields of the entry in lower case, constants of the kernel in upper case.
     """
     types = dict(word.split(":") for word in signature.split())
     fields = {k: rest.pop(k) for k in list(rest) if k.islower()}
-    known = how | rest
-    size = known.get("ROWS", 1) * known["BLOCK"]
-    return Entry(
-        name,
-        kernel,
-        {k: kind.rstrip("!") for k, kind in types.items()},
-        {k: v for k, v in known.items() if k in kernel.arg_names},
-        size / (32 * how["num_warps"]),
-        bytes,
-        tuple(k for k, kind in types.items() if kind.endswith("!")),
-        options={"num_warps": how["num_warps"]},
-        **fields,
-    )
+
+    def launched(amd: bool) -> Entry:
+        tile = how if isinstance(how, dict) else how(amd)
+        known = tile | rest
+        size = known.get("ROWS", 1) * known["BLOCK"]
+        return Entry(
+            name,
+            kernel,
+            {k: kind.rstrip("!") for k, kind in types.items()},
+            {k: v for k, v in known.items() if k in kernel.arg_names},
+            size / (LANES[amd] * tile["num_warps"]),
+            bytes,
+            tuple(k for k, kind in types.items() if kind.endswith("!")),
+            options={"num_warps": tile["num_warps"]},
+            **fields,
+        )
+
+    return for_both(launched)
+
+
+def configured(name: str) -> Callable[[bool], dict[str, int]]:
+    """A tile that is as the table of configurations says."""
+    return lambda amd: dispatch.config(name.split(",")[0], amd=amd)
 
 
 def norm(name: str, length: int, *, bytes: float, **rest: Any) -> Entry:
     """Rows of ``length``, forward or backward as the name says."""
     kernel = name.split(",")[0]
-    how, center = dict(dispatch.config(kernel)), kernel.startswith("layer")
+    how: Any = configured(kernel)
+    block, center = dispatch.config(kernel)["BLOCK"], kernel.startswith("layer")
     flags = {"CENTER": center, "RESIDUAL": False, "WEIGHT": True}
     # Means, what they lost in rounding, scales and weights; sums of programs.
     rest |= {"narrow": 4, "narrow_stores": 3 if center else 2}
@@ -53,7 +72,7 @@ def norm(name: str, length: int, *, bytes: float, **rest: Any) -> Entry:
         flags |= {"DW": True, "DB": center}
         ends = "mean:*fp32 rstd:*fp32 dx:*bf16"
         if length <= normalization_triton.LONGEST_BACKWARD:
-            how = normalization_triton.tile(length, how["BLOCK"], 512)
+            how = normalization_triton.tile(length, block, 512)
             triton = normalization_triton.norm_backward_kernel
             more = "sums_w:*fp32 sums_b:*fp32 M:i32 "
         else:
@@ -66,10 +85,10 @@ def norm(name: str, length: int, *, bytes: float, **rest: Any) -> Entry:
             "M:i32 N:i32! eps:fp32 offset:fp32"
         )
         if length <= normalization_triton.LONGEST:
-            how = normalization_triton.tile(length, how["BLOCK"], 1024)
+            how = normalization_triton.tile(length, block, 1024)
             triton = normalization_triton.norm_kernel
         else:
-            how["ROWS"], triton = 1, normalization_triton.wide_norm_kernel
+            rest, triton = rest | {"ROWS": 1}, normalization_triton.wide_norm_kernel
     return entry(name, triton, signature, how, bytes=bytes, **(flags | rest))
 
 
@@ -86,7 +105,7 @@ def gated(name: str, act: str, **rest: Any) -> Entry:
             else "gate:*bf16 up:*bf16 out:*bf16 "
         )
         + "F:i32! blocks:i32 gate_stride:i32! up_stride:i32!",
-        dispatch.config(kernel),
+        configured(kernel),
         bytes=10 if backward else 6,
         ACT=act,
         FLAT=True,
@@ -100,7 +119,7 @@ def biased(name: str, act: str, **rest: Any) -> Entry:
         name,
         activations_triton.bias_gelu_kernel,
         "grad:*bf16 x:*bf16 bias:*bf16 out:*bf16 F:i32! blocks:i32",
-        dispatch.config(name.split(",")[0]),
+        configured(name),
         bytes=6 if rest["GRAD"] else 4,
         ACT=act,
         **rest,
@@ -120,14 +139,16 @@ def turn(name: str, interleaved: bool) -> Entry:
         rotation_triton.rotary_kernel,
         "q:*bf16 k:*bf16 cos:*fp32 sin:*fp32 q_out:*bf16 k_out:*bf16 q_heads:i32! k_heads:i32 "
         f"length:i32! half:i32! width:i32! table_stride:i32! {strides}",
-        tile | {"num_warps": dispatch.config("rotary")["num_warps"]},
+        lambda amd: tile | {"num_warps": dispatch.config("rotary", amd=amd)["num_warps"]},
         bytes=4,
         INTERLEAVED=interleaved,
         BACK=True,
         REST=False,
     )
     # Pairs; and the code has a way for queries and a way for keys, of which a program takes one.
-    return replace(made, each=4 * tile["HEADS"] * made.each)
+    assert made.amd is not None
+    more = 4 * tile["HEADS"]
+    return replace(made, each=more * made.each, amd=replace(made.amd, each=more * made.amd.each))
 
 
 def entropy(name: str, *, bytes: float, **flags: Any) -> Entry:
@@ -137,7 +158,7 @@ def entropy(name: str, *, bytes: float, **flags: Any) -> Entry:
         losses_triton.cross_entropy_kernel,
         "logits:*bf16 target:*i64 losses:*fp32 total:*fp32 grad:*fp32 new:*bf16 V:i32! stride:i32! "
         "ignore:i32 smoothing:fp32 z:fp32",
-        dispatch.config(name.split(",")[0]),
+        configured(name),
         bytes=bytes,
         narrow=4,
         narrow_stores=3,

@@ -6,12 +6,12 @@ Triton's wheel. For AMD the assembly that the compiler leaves behind says the sa
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
+from tests.kernels import hot_loop
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -28,10 +30,7 @@ TARGETS = {
 }
 # The most shared memory that one program may ask for: the compiler does not check it.
 SHARED = {"sm_90": 232448, "gfx942": 65536}
-# An H200 copies 4.3 TB/s with 132 SMs at 1.98 GHz: 16.45 bytes a clock and SM, in which it
-# issues 4 warp instructions, that is 128 of one lane: 7.8 for each byte.
-SLOTS_PER_BYTE = 7.8
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\S*)(.*)")
+LANES = (32, 64)  # of a warp, and of a wave
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Entry:
         kernel: the jitted function.
         signature: the type of each argument that is no constant: ``"*bf16"``, ``"i32"``.
         constants: the others.
-        each: elements of the main buffer that one thread handles in the hot loop, on sm_90.
+        each: elements of the main buffer that one thread handles in the hot loop.
         bytes: that move for each of them.
         divisible: integers that are multiples of 16 at a launch.
         narrow: loads that may be shorter than 16 bytes: scalars, and buffers whose part in
@@ -52,9 +51,9 @@ class Entry:
         options: ``num_warps``, ``num_stages``.
         dots: whether tensor cores are to do the products.
         tiny: what it reads is little and in the cache, so that only its fit is checked.
-        amd: the entry for gfx942, where the launcher chooses otherwise.
+        amd: the entry for gfx942, which is launched otherwise.
         wide: whether there must be a load or a store of 16 bytes.
-        share: of the budget of instructions that the hot loop may take.
+        share: of :data:`tests.kernels.hot_loop.SLOTS_PER_BYTE` that the hot loop may take.
     """
 
     name: str
@@ -76,8 +75,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Code:
-    """What was found: ``slots`` are the instructions in the hot loop for each element, ``dots``
-    those in the whole kernel that multiply tiles."""
+    """What was found: ``slots`` are those that the hot loop takes for each element, ``dots`` the
+    instructions in the whole kernel that multiply tiles."""
 
     registers: int
     stack: int
@@ -92,19 +91,30 @@ class Code:
     loop: dict[str, int]
 
 
-def compiled(entry: Entry, target: str) -> Code:
-    """Compile for ``"sm_90"`` or ``"gfx942"``."""
-    if target == "gfx942" and entry.amd is not None:
+def for_both(launched: Callable[[bool], Entry]) -> Entry:
+    """An entry and its ``amd``, from a function of whether the GPU is one of AMD's."""
+    return replace(launched(False), amd=launched(True))
+
+
+def compiled(entry: Entry, target: str, *, large: bool = False) -> Code:
+    """Compile for ``"sm_90"`` or ``"gfx942"``, where ``large`` tensors have 2 GiB or more.
+
+    Loads of smaller ones are of another kind there: of a buffer and an offset of 32 bits.
+    """
+    if target == "gfx942":
+        assert entry.amd is not None
         entry = entry.amd
     names = entry.kernel.arg_names
     signature = {k: "constexpr" if k in entry.constants else entry.signature[k] for k in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, k in enumerate(names)
-        if signature[k].startswith("*") or k in entry.divisible
-    }
+    known: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, k in enumerate(names):
+        pointer = signature[k].startswith("*")
+        if pointer or k in entry.divisible:
+            known[(i,)] = [["tt.divisibility", 16]]
+        if pointer and target == "gfx942" and not large:
+            known[(i,)].append(["tt.pointer_range", 32])
     source = ASTSource(
-        fn=entry.kernel, signature=signature, constexprs=entry.constants, attrs=aligned
+        fn=entry.kernel, signature=signature, constexprs=entry.constants, attrs=known
     )
     found = triton.compile(source, target=TARGETS[target], options=dict(entry.options))
     if target == "gfx942":
@@ -137,7 +147,7 @@ def _nvidia(found: Any, entry: Entry) -> Code:
         text = _tool("nvdisasm", "-c", file.name)
     registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert registers is not None, usage
-    loop = _hot(text)
+    slots, loop = hot_loop.nvidia(text)
     return Code(
         registers=int(registers[1]),
         stack=int(registers[2]),
@@ -147,7 +157,7 @@ def _nvidia(found: Any, entry: Entry) -> Code:
         wide_loads=len(re.findall(r"\bLDG(?:STS)?\.E\S*\.128", text)),
         stores=len(re.findall(r"\bSTG\.E", text)),
         wide_stores=len(re.findall(r"\bSTG\.E\S*\.128", text)),
-        slots=sum(loop.values()) / entry.each,
+        slots=slots / entry.each,
         dots=len(re.findall(r"\b(?:HGMMA|HMMA|IMMA)\b", text)),
         loop=dict(loop.most_common(8)),
     )
@@ -155,6 +165,7 @@ def _nvidia(found: Any, entry: Entry) -> Code:
 
 def _amd(found: Any, entry: Entry) -> Code:
     text = found.asm["amdgcn"]
+    slots, loop = hot_loop.amd(text)
 
     def count(key: str) -> int:
         match = re.search(rf"\.{key}:\s+(\d+)", text)
@@ -170,36 +181,12 @@ def _amd(found: Any, entry: Entry) -> Code:
         wide_loads=len(re.findall(r"\b(?:global|buffer)_load_dwordx4", text)),
         stores=len(re.findall(r"\b(?:global|buffer)_store_", text)),
         wide_stores=len(re.findall(r"\b(?:global|buffer)_store_dwordx4", text)),
-        slots=0.0,
+        slots=slots / entry.each,
         dots=text.count("v_mfma_"),
-        loop={},
+        loop=dict(loop.most_common(8)),
     )
 
 
 def _tool(name: str, *arguments: str) -> str:
     command = [os.fspath(TOOLS / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _hot(text: str) -> collections.Counter[str]:
-    """The instructions of the longest loop that loads; of the whole kernel if none does.
-
-    What follows the last EXIT is padding and is not counted.
-    """
-    labels: dict[str, int] = {}
-    names: list[str] = []
-    best: list[str] = []
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(names)
-        if found := INSTRUCTION.search(line):
-            names.append(found[1])
-            to = re.search(r"(\.L_x_\d+)", found[3])
-            if found[1] == "BRA" and to and to[1] in labels:
-                body = names[labels[to[1]] :]
-                if {"LDG", "LDGSTS", "HMMA", "HGMMA", "IMMA"} & set(body) and len(body) > len(best):
-                    best = body
-    if not best:
-        last = max(i for i, name in enumerate(names) if name == "EXIT")
-        best = names[: last + 1]
-    return collections.Counter(name for name in best if name != "NOP")

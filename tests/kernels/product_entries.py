@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tests.kernels.machine_code import Entry
+from tests.kernels.machine_code import LANES, Entry, for_both
 from zfunc.kernels import decode_triton, dispatch, skinny_triton
 from zfunc.kernels.packed import BITS
 from zfunc.kernels.skinny_launch import exact, norm_first, tile
@@ -26,9 +26,9 @@ FLAGS = dict.fromkeys(("ZERO", "NORM", "SPLIT", "BIAS", "RESIDUAL"), False)
 def product(
     name: str,
     *,
-    narrow: int,
+    narrow: tuple[int, int],
     kind: str | None = None,
-    narrow_stores: int = 0,
+    narrow_stores: tuple[int, int] = (0, 0),
     G: int = 0,
     rows: int = 8,
     length: int = 4096,
@@ -38,7 +38,7 @@ def product(
     """An entry of a kind of product (the first word of ``name``); codes and scales are counted.
 
     Args:
-        name, narrow, narrow_stores: see :class:`Entry`.
+        name, narrow, narrow_stores: see :class:`Entry`, for NVIDIA and for AMD.
         kind: if it is not the first word.
         G: the group, 0 for whole rows.
         rows, length: of the inputs.
@@ -61,7 +61,7 @@ def product(
 
     def launched(amd: bool) -> Entry:
         table = tile(kind, G, rows, length, norm=how.get("NORM", False), amd=amd)
-        warps, stages = table.pop("num_warps"), table.pop("num_stages")
+        options = {k: table.pop(k) for k in ("num_warps", "num_stages", "kpack") if k in table}
         del table["PROGRAMS"]
         flags = {"ASM": not amd, "EXACT": exact(kind, G, zero=constants["ZERO"], amd=amd)}
         return Entry(
@@ -69,16 +69,16 @@ def product(
             skinny_triton.int8_product_kernel if dynamic else skinny_triton.product_kernel,
             dict(word.split(":") for word in text.split()),
             constants | table | {"EVEN": not length % table["BK"]} | ({} if dynamic else flags),
-            table["BN"] * table["BK"] / (32 * warps),
+            table["BN"] * table["BK"] / (LANES[amd] * options["num_warps"]),
             bits / 8 + scales,
             ("N", *aligned, "stride"),
-            narrow,
-            narrow_stores,
-            options={"num_warps": warps, "num_stages": stages},
+            narrow[amd],
+            narrow_stores[amd],
+            options=options,
             dots=True,
         )
 
-    return replace(launched(amd=False), amd=launched(amd=True))
+    return for_both(launched)
 
 
 def tiny(name: str, kernel: Any, text: str, **constants: Any) -> Entry:
@@ -86,49 +86,61 @@ def tiny(name: str, kernel: Any, text: str, **constants: Any) -> Entry:
     types = dict(word.split(":") for word in text.split())
     divisible = tuple(k for k, v in types.items() if v.endswith("!"))
     types = {k: v.rstrip("!") for k, v in types.items()}
-    warps = dispatch.config(name.split(",")[0])["num_warps"]
-    each = constants.get("BLOCK", 2 * constants.get("HALF", 0)) / (32 * warps)
-    options = {"num_warps": warps}
-    return Entry(name, kernel, types, constants, each, 4, divisible, options=options, tiny=True)
+    block = constants.get("BLOCK", 2 * constants.get("HALF", 0))
+
+    def launched(amd: bool) -> Entry:
+        options = {"num_warps": dispatch.config(name.split(",")[0], amd=amd)["num_warps"]}
+        each = block / (LANES[amd] * options["num_warps"])
+        return Entry(name, kernel, types, constants, each, 4, divisible, options=options, tiny=True)
+
+    return for_both(launched)
 
 
-def shares(name: str, narrow: int, **how: Any) -> Entry:
-    """An entry whose second launch sums shares."""
-    return product(name, SPLIT=True, narrow=narrow, **how)
+def shares(name: str, *narrow: int, **how: Any) -> Entry:
+    """An entry whose second launch sums shares; ``narrow`` for NVIDIA, and for AMD if another."""
+    return product(name, SPLIT=True, narrow=(narrow[0], narrow[-1]), **how)
 
 
-# Scales are a few bytes each, and inputs come from the cache: their loads may be narrow.
+# Scales are a few bytes each, and inputs come from the cache: their loads may be narrow. On AMD
+# each wave reads the scales and zero points of its columns where the products leave sums of them.
 PRODUCTS = [
     shares("skinny_mm", 0),
-    product("skinny_mm, one share, bias and residual", BIAS=True, RESIDUAL=True, narrow=4),
-    shares("w8_mm", 1),
-    shares("w8_mm, groups of 128", 1, G=128),
-    shares("w8_mm, groups of 128 with zeros", 2, G=128, ZERO=True),
-    shares("w8_mm, groups of 64 with zeros", 2, G=64, ZERO=True),
-    shares("w8_mm, groups of 32", 6, G=32),
-    shares("w8_mm, groups of 32 with zeros", 8, G=32, ZERO=True),
-    shares("w4_mm", 18),
-    shares("w4_mm, groups of 128", 18, G=128),
-    shares("w4_mm, groups of 128 with zeros", 20, G=128, ZERO=True),
-    shares("w4_mm, groups of 64 with zeros", 24, G=64, ZERO=True),
-    shares("w4_mm, groups of 32", 24, G=32),
-    shares("w4_mm, groups of 32 with zeros", 32, G=32, ZERO=True),
-    shares("w4_mm, 16 rows", 2, rows=16),
-    shares("w4_mm, 16 rows, groups of 128", 2, G=128, rows=16),
-    shares("w4_mm, 16 rows, groups of 64 with zeros", 8, G=64, ZERO=True, rows=16),
-    shares("w4_mm, 16 rows, groups of 32", 8, G=32, rows=16),
-    shares("w4_mm, 16 rows, groups of 32 with zeros", 16, G=32, ZERO=True, rows=16),
+    product(
+        "skinny_mm, one share, bias and residual",
+        BIAS=True,
+        RESIDUAL=True,
+        narrow=(4, 5),
+        narrow_stores=(0, 1),
+    ),
+    shares("w8_mm", 1, 8),
+    shares("w8_mm, groups of 128", 1, 16, G=128),
+    shares("w8_mm, groups of 128 with zeros", 2, 32, G=128, ZERO=True),
+    shares("w8_mm, groups of 64 with zeros", 2, 34, G=64, ZERO=True),
+    shares("w8_mm, groups of 32", 6, 4, G=32),
+    shares("w8_mm, groups of 32 with zeros", 8, 6, G=32, ZERO=True),
+    shares("w4_mm", 18, 9),
+    shares("w4_mm, groups of 128", 18, 10, G=128),
+    shares("w4_mm, groups of 128 with zeros", 20, 12, G=128, ZERO=True),
+    shares("w4_mm, groups of 64 with zeros", 24, 16, G=64, ZERO=True),
+    shares("w4_mm, groups of 32", 24, 16, G=32),
+    shares("w4_mm, groups of 32 with zeros", 32, 24, G=32, ZERO=True),
+    shares("w4_mm, 16 rows", 2, 9, rows=16),
+    shares("w4_mm, 16 rows, groups of 128", 2, 10, G=128, rows=16),
+    shares("w4_mm, 16 rows, groups of 64 with zeros", 8, 16, G=64, ZERO=True, rows=16),
+    shares("w4_mm, 16 rows, groups of 32", 8, 16, G=32, rows=16),
+    shares("w4_mm, 16 rows, groups of 32 with zeros", 16, 24, G=32, ZERO=True, rows=16),
     shares(
         "w4_mm, 16 rows of float16, groups of 32 with zeros",
         16,
+        24,
         G=32,
         ZERO=True,
         rows=16,
         dtype="fp16",
     ),
-    shares("w8a8_mm", 6),
-    shares("w8a8_mm, groups of 128", 6, G=128),
-    shares("w8a8_mm, groups of 32 with zeros", 8, G=32, ZERO=True),
+    shares("w8a8_mm", 6, 7),
+    shares("w8a8_mm, groups of 128", 6, 11, G=128),
+    shares("w8a8_mm, groups of 32 with zeros", 8, 35, G=32, ZERO=True),
     tiny(
         "skinny_mm, sum of shares",
         skinny_triton.finish_kernel,
@@ -142,22 +154,22 @@ PRODUCTS = [
     *(
         shares(
             f"norm_qkv_rope, {text}",
-            narrow,
+            *narrow,
             kind=text.split(",")[0],
             NORM=True,
             G=G,
             rows=rows,
             ZERO="zeros" in text,
-            narrow_stores=1,
+            narrow_stores=(1, 1),
         )
         for text, G, rows, narrow in (
-            ("skinny_mm", 0, 8, 1),
-            ("w8_mm, groups of 128", 128, 8, 2),
-            ("w8_mm, groups of 32 with zeros", 32, 8, 12),
-            ("w4_mm, groups of 128", 128, 8, 34),
-            ("w4_mm, groups of 32 with zeros", 32, 8, 48),
-            ("w4_mm, 16 rows, groups of 128", 128, 16, 2),
-            ("w4_mm, 16 rows, groups of 64", 64, 16, 4),
+            ("skinny_mm", 0, 8, (1, 0)),
+            ("w8_mm, groups of 128", 128, 8, (2, 16)),
+            ("w8_mm, groups of 32 with zeros", 32, 8, (12, 8)),
+            ("w4_mm, groups of 128", 128, 8, (34, 18)),
+            ("w4_mm, groups of 32 with zeros", 32, 8, (48, 32)),
+            ("w4_mm, 16 rows, groups of 128", 128, 16, (2, 18)),
+            ("w4_mm, 16 rows, groups of 64", 64, 16, (4, 20)),
         )
     ),
     tiny(
@@ -202,5 +214,9 @@ def everything() -> Iterator[Entry]:
             flags = {"ZERO": zeros, "SPLIT": split, "BIAS": not split, "RESIDUAL": not split}
             flags |= {} if kind == "w8a8_mm" else {"NORM": norm}
             more = {"kind": kind, "G": G, "rows": rows, "dtype": dtype, "length": length}
-            made = product(" ".join(words), narrow=999, narrow_stores=99, **more, **flags)
-            yield replace(made, tiny=length == 131)
+            made = product(
+                " ".join(words), narrow=(999, 999), narrow_stores=(99, 99), **more, **flags
+            )
+            assert made.amd is not None
+            tiny = length == 131
+            yield replace(made, tiny=tiny, amd=replace(made.amd, tiny=tiny))

@@ -122,7 +122,7 @@ def test_every_kernel_has_a_configuration_a_launcher_and_a_sample():
             path = ROOT / "kernels" / f"{module.rpartition('.')[2]}.py"
             assert re.search(rf"^(def {function}\(|{function} = )", path.read_text(), re.MULTILINE)
     assert set(verification.SAMPLES) == set(dispatch.KERNELS)
-    assert set(dispatch.tables("")) == set(dispatch.KERNELS)
+    assert set(dispatch.tables("")) == set(dispatch.tables("AMD")) == set(dispatch.KERNELS)
 
 
 def test_a_gpu_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -135,6 +135,9 @@ def test_a_gpu_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
     try:
         assert dispatch.tables("Some GPU (80GB)") == {"a": {"BLOCK": 1}, "b": {"BLOCK": 3}}
         assert dispatch.tables("Another")["b"] == {"BLOCK": 2}
+        (folder / "amd.json").write_text('{"a": {"BLOCK": 4}}')
+        assert dispatch.tables("AMD Instinct MI300X") == {"a": {"BLOCK": 4}, "b": {"BLOCK": 2}}
+        assert dispatch.config("a", amd=True) == {"BLOCK": 4}
     finally:
         dispatch.tables.cache_clear()
 

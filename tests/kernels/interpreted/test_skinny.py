@@ -10,7 +10,7 @@ import torch
 from tests.kernels.closeness import assert_near, poisoned
 from tests.kernels.products import rounded, weights
 from zfunc import kernels
-from zfunc.kernels import skinny_launch
+from zfunc.kernels import dispatch, skinny_launch
 
 KINDS = ("skinny_mm", "w8_mm", "w4_mm", "w8a8_mm")
 # Rows, columns, length: one; primes; whole blocks; several of them.
@@ -64,7 +64,7 @@ def test_zero_points_of_short_groups(
     amd: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     """NVIDIA's way takes them off pairs of codes, AMD's off the sums; all codes occur."""
-    monkeypatch.setattr(skinny_launch, "AMD", amd)
+    monkeypatch.setattr(dispatch, "AMD", amd)
     k, codes = 256, torch.arange(-8, 8, dtype=torch.int8)
     w, zero = codes.repeat(16, k // 16), codes[:, None].repeat(1, k // 32)
     scale = torch.rand(16, k // 32).to(dtype)
@@ -73,6 +73,16 @@ def test_zero_points_of_short_groups(
     with kernels.use("triton"):
         found = kernels.w4_mm(x, kernels.pack_words(w), scale, zero, group=32)
     assert_near(found, x.double() @ exact.t(), (x.double() @ exact.t()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_of_8_bits_is_exact(dtype: torch.dtype):
+    codes = torch.arange(-128, 128).to(torch.int8)
+    w = torch.zeros(256, 16, dtype=torch.int8)
+    w[:, 3] = codes
+    x = torch.eye(16, dtype=dtype)[3:4]
+    with kernels.use("triton"):
+        assert torch.equal(kernels.w8_mm(x, w, torch.ones(256, 1)), codes.to(dtype)[None])
 
 
 @pytest.mark.parametrize("kind", KINDS)
