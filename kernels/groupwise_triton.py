@@ -208,8 +208,12 @@ def _launch(
     fake: Tensor | None = None,
     source: tuple[Tensor, Tensor, Tensor, int, int, int] | None = None,
 ) -> None:
-    # An error doubles what a thread holds: half as many elements then.
-    parts = 2 if x is not None and error is not None else 1
+    # An error doubles what a thread holds, and masks for holes in a tile of means are more than
+    # there is room for: half as many elements then.
+    if source is None:
+        parts = 1 if error is None else 2
+    else:
+        parts = 2 if size & (size - 1) else 1
     how, where = _tile(name, shape, size, q.device, parts)
     # Words of 32 bits: eight levels of a sender, or two elements of bfloat16.
     words = bits == 4 and error is None and fake is None and size % 32 == 0
@@ -264,9 +268,10 @@ def cuts(how: dict[str, int], *, amd: bool) -> int:
     """How often a group of 256 or more is halved into runs.
 
     A run is 64 elements or more, which as bfloat16 are a line of 128 bytes; together the runs that
-    lie side by side in a tile have 16 elements for each thread. Smaller groups are left whole.
+    lie side by side in a tile have 16 elements for each thread. Smaller groups are left whole, and
+    so are those that leave holes in a tile, whose masks take the registers.
     """
-    if how["GROUP"] < 256:
+    if how["GROUP"] < 256 or how["SIZE"] != how["GROUP"]:
         return 0
     threads = how["num_warps"] * (64 if amd else 32)
     run = max(64, 16 * threads // how["ROWS"])
