@@ -22,6 +22,7 @@ from zfunc.kernels.operators import (
     define,
     dense,
     folded,
+    numbers,
     undifferentiated,
 )
 
@@ -99,6 +100,11 @@ class FlatUpdate:
         buffers = dict(zip(self.state, state, strict=True))
         agree(self.name, grad=grad, **buffers)
         dtypes = {label: x.dtype for label, x in buffers.items()}
+        if not numbers(grad, *state):
+            raise KernelError(
+                f"kernels.{self.name}: grad is {grad.dtype}, {dtypes}; expected floating-point "
+                "numbers of 16 bits or more."
+            )
         if len(set(dtypes.values())) > 1:
             raise KernelError(
                 f"kernels.{self.name}: {dtypes}; expected one dtype for parameters and moments."

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.operators import KernelError, define, looped, undifferentiated
+from zfunc.kernels.operators import (
+    KernelError,
+    define,
+    looped,
+    numbers,
+    together,
+    undifferentiated,
+)
 
 __all__ = ["Clip", "norm_clip", "sum_squares"]
 
@@ -53,8 +60,11 @@ def sum_squares(x: Tensor) -> tuple[Tensor, Tensor]:
     (tensor(25.), tensor(True))
     """
     undifferentiated("sum_squares", INSTEAD, x)
-    if not x.is_floating_point():
-        raise KernelError(f"kernels.sum_squares: x is {x.dtype}; expected floating-point numbers.")
+    if not numbers(x):
+        raise KernelError(
+            f"kernels.sum_squares: x is {x.dtype}; expected floating-point numbers of 16 bits "
+            "or more."
+        )
     squares, finite = _squares(x)
     return squares, finite
 
@@ -67,8 +77,8 @@ def norm_clip(grads: Sequence[Tensor], max_norm: float) -> Clip:
         max_norm: what the norm is clipped to; infinity for none.
 
     Raises:
-        KernelError: there are no gradients, ``max_norm`` is not positive, or as
-            :func:`sum_squares`.
+        KernelError: there are no gradients, they are on several devices, ``max_norm`` is not
+            positive, or as :func:`sum_squares`.
 
     >>> norm_clip([torch.tensor([3.0]), torch.tensor([4.0])], 1.0)
     Clip(norm=tensor(5.), factor=tensor(0.2000), finite=tensor(True))
@@ -78,6 +88,7 @@ def norm_clip(grads: Sequence[Tensor], max_norm: float) -> Clip:
             f"kernels.norm_clip: {len(grads)} buffers and max_norm={max_norm}; expected at least "
             "one, and a positive norm."
         )
+    together("norm_clip", **{f"grads[{i}]": g for i, g in enumerate(grads)})
     squares, finite = zip(*(sum_squares(g) for g in grads), strict=True)
     norm = torch.stack(squares).sum().sqrt()
     factor = torch.where(norm <= max_norm, 1.0, max_norm / norm)  # NaN is within no norm

@@ -35,7 +35,13 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise_torch import dequantize_twin, fake_quant_twin, quantize_twin
-from zfunc.kernels.operators import KernelError, define, looped, undifferentiated
+from zfunc.kernels.operators import (
+    KernelError,
+    define,
+    looped,
+    numbers,
+    undifferentiated,
+)
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["dequantize_groups", "fake_quant", "quantize_groups"]
@@ -188,10 +194,10 @@ class StraightThrough(torch.autograd.Function):
 
 def _check(name: str, x: Tensor, bits: int, group: int | None, known: Any) -> None:
     check_group(name, bits, group, known)
-    if not x.dim() or not x.is_floating_point():
+    if not x.dim() or not numbers(x):
         raise KernelError(
             f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers "
-            "with at least one dimension."
+            "of 16 bits or more with at least one dimension."
         )
 
 

@@ -40,6 +40,7 @@ from zfunc.kernels.operators import (
     define,
     dense,
     looped,
+    numbers,
     undifferentiated,
 )
 
@@ -235,10 +236,10 @@ def _check(name: str, x: Tensor, error: Tensor, group: int | None, scaling: str)
     if x.dim() != 1:
         raise KernelError(f"kernels.{name}: x is {tuple(x.shape)}; expected [n]: pass x.view(-1).")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if error.dtype != wide or not x.is_floating_point():
+    if error.dtype != wide or not numbers(x):
         raise KernelError(
             f"kernels.{name}: x is {x.dtype} and error {error.dtype}; expected an error in {wide} "
-            "with a floating-point x."
+            "with a floating-point x of 16 bits or more."
         )
     if scaling not in SCALINGS:
         raise KernelError(f"kernels.{name}: scaling {scaling!r}; expected one of {SCALINGS}.")
@@ -270,10 +271,10 @@ def _check_bits(name: str, bits: Tensor, scale: Tensor, n: int, group: int | Non
             f"expected {wanted[0]} and {wanted[1]} for {n} elements"
             + (f" in groups of {group}." if group else ".")
         )
-    if bits.dtype != torch.uint8 or not scale.is_floating_point():
+    if bits.dtype != torch.uint8 or not numbers(scale):
         raise KernelError(
             f"kernels.{name}: bits are {bits.dtype} and scales {scale.dtype}; expected uint8 and "
-            "a floating-point dtype."
+            "floating-point numbers of 16 bits or more."
         )
 
 

@@ -33,6 +33,7 @@ from zfunc.kernels.operators import (
     define,
     dense,
     looped,
+    numbers,
     undifferentiated,
 )
 
@@ -249,10 +250,10 @@ def _check(name: str, form: Payload, **tensors: Tensor | None) -> None:
     undifferentiated(name, INSTEAD, *tensors.values())
     agree(name, **tensors)
     for label, x in tensors.items():
-        if x is not None and (x.shape != (form.n,) or not x.is_floating_point()):
+        if x is not None and (x.shape != (form.n,) or not numbers(x)):
             raise KernelError(
                 f"kernels.{name}: {label} is {x.dtype}{list(x.shape)}; expected floating-point "
-                f"numbers of shape [{form.n}], as the payload has."
+                f"numbers of 16 bits or more, of shape [{form.n}], as the payload has."
             )
     error = tensors.get("error")
     if error is not None and error.dtype != form.dtype:
