@@ -37,7 +37,5 @@ def test_dtypes_without_arithmetic_are_refused(name: str, dtype: torch.dtype):
 
 
 def test_gradients_on_several_devices_are_named():
-    with pytest.raises(
-        kernels.KernelError, match=r"grads\[1\] is on meta, but grads"
-    ):
+    with pytest.raises(kernels.KernelError, match=r"grads\[1\] is on meta, but grads"):
         kernels.norm_clip([torch.ones(4), torch.ones(4, device="meta")], 1.0)
