@@ -185,12 +185,17 @@ def _on_cpu(tensors: list[Tensor]) -> bool:
 def in_float32(*tensors: Tensor, **how: Any) -> str | None:
     """A ``machine_limit``: what is carried on, the second tensor, is float32, and all is known.
 
+    Of what such kernels take and give, callers choose the dtype of the last: no integers there.
+
     >>> in_float32(torch.ones(1), torch.ones(1, dtype=torch.float64))
-    'it keeps errors and states in float32, not torch.float64'
+    'it keeps errors, scales and states in float32, not torch.float64'
     """
     for x in tensors[1:2]:
         if x.dtype != torch.float32:
-            return f"it keeps errors and states in float32, not {x.dtype}"
+            return f"it keeps errors, scales and states in float32, not {x.dtype}"
+    for x in tensors[1:][-1:]:
+        if x.dtype not in FLOATS:
+            return f"it writes no {x.dtype}"
     return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in KNOWN), None)
 
 

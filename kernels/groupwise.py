@@ -338,6 +338,18 @@ def machine_limit(*tensors: Tensor, **how: Any) -> str | None:
     return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in dispatch.KNOWN), None)
 
 
+def dequantize_limit(*tensors: Tensor, **how: Any) -> str | None:
+    """The same for levels, which are as :func:`quantize_groups` leaves them, and their zeros."""
+    q, zeros = tensors[0], tensors[2:-1]
+    kind = torch.int8 if how.get("bits") == 8 and not zeros else torch.uint8
+    if how and q.dtype != kind:
+        return f"it takes such levels in {kind}, not {q.dtype}"
+    for zero in zeros:
+        if zero.dtype != torch.float32:
+            return f"it takes zeros in float32, not {zero.dtype}"
+    return dispatch.in_float32(*tensors)
+
+
 def mean_limit(*tensors: Tensor, **how: Any) -> str | None:
     """The same for means, of which a group lies on the stack."""
     if how and how["size"] > LONGEST:
@@ -351,7 +363,7 @@ for _name, _twin, _traffic, _limit in (
         "dequantize_groups",
         dequantize_twin,
         "3.0 B for 8 bits, 2.5 B for 4 (bf16)",
-        dispatch.in_float32,
+        dequantize_limit,
     ),
     ("fake_quant", fake_quant_twin, "4 B (bf16)", machine_limit),
 ):

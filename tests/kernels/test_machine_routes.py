@@ -150,6 +150,26 @@ def test_groups_that_no_stack_holds_are_for_the_twin():
         kernels.mean_payloads(sent[None], form)
 
 
+def test_dtypes_that_it_does_not_write_are_for_the_twin():
+    x = torch.randn(3001) * 100
+    bits, scale, _ = kernels.onebit_pack(x, torch.zeros_like(x))
+    q, its, zero = kernels.quantize_groups(x, symmetric=False)
+    assert zero is not None
+    hyper, like = kernels.adamw_hyper(0.1, 3), kernels.dequantize_groups
+    for dtype in (torch.int8, torch.int32):
+        pairs = both(kernels.onebit_unpack, bits, scale, 3001, dtype=dtype)
+        pairs += both(like, q, its, zero, 3001, dtype=dtype)
+        pairs += both(kernels.adamw_flat, x, x, x, x.abs(), hyper, dtype)
+        assert all(same(*pair) for pair in pairs), dtype
+    for parts in (
+        (q, its, zero.bfloat16()),
+        (q.half(), its, zero),
+        (q.view(torch.int8), its, zero),
+    ):
+        (pair,) = both(like, *parts, 3001)
+        assert same(*pair)
+
+
 def test_threads_change_no_bit():
     n = 70001
     x, error = numbers(n, odd=False), numbers(n, odd=False)
