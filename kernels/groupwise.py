@@ -7,8 +7,9 @@ Each group of neighbours in the last dimension has its scale, and without symmet
     z = \min x, \quad s = \frac{\max x - z}{2^b - 1}, \quad q = \mathrm{round}((x - z) / s)
 
 and stands for :math:`q s` or :math:`q s + z`. Nothing is clipped: the greatest value is the
-greatest level. A group of zeros has scale 0 and is exact; one with a NaN or an infinity is lost
-as a whole: its scale says so, and it expands to NaN, whatever its levels are.
+greatest level. A group of zeros has scale 0 and is exact; one that spans no more than
+:math:`2^{-100}` has levels of 0, so it expands to 0 or :math:`z`; one with a NaN or an infinity is
+lost as a whole: its scale says so, and it expands to NaN, whatever its levels are.
 
 Rounding is to nearest, ties to even, or stochastic: :math:`\mathrm{round}(y + u)` with
 :math:`-1/2 \le u < 1/2` of 16 random bits, which depend on the seed and the place alone, so kernel

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zfunc.kernels import llvm
 from zfunc.kernels.flat_llvm import ALONE, lanes, read, write
-from zfunc.kernels.groupwise_torch import shares_of
+from zfunc.kernels.groupwise_torch import SMALLEST, shares_of
 from zfunc.kernels.levels_llvm import (
     PLACES,
     Group,
@@ -185,7 +185,7 @@ def _quantizing(isa: str, form: Rounding) -> llvm.Kernel:
         first, again = _values(w, form, where, room)
         low, span = extremes(w, where, first, form.symmetric)
         usable = b.and_(
-            b.fcmp_ordered(">", span, w.ir.Constant(w.f32, 0.0)),
+            b.fcmp_ordered(">", span, _single(w, SMALLEST)),
             b.fcmp_ordered("<", span, w.ir.Constant(w.f32, float("inf"))),
         )
         scale = b.fmul(span, _single(w, 1 / form.top))

@@ -12,12 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Grid", "dequantize_twin", "fake_quant_twin", "mean_twin", "quantize_twin", "shares_of"]
+__all__ = [
+    "SMALLEST",
+    "Grid",
+    "dequantize_twin",
+    "fake_quant_twin",
+    "mean_twin",
+    "quantize_twin",
+    "shares_of",
+]
 
 CHUNK = 1 << 17  # for each thread: two float32 buffers of it stay in the second cache of a core
 # The constants of `lowbias32` (Wellons, Prospecting for Hash Functions, 2018), as signed integers.
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 GOLDEN = 0x9E3779B9
+# What divided by this is finite, up to the levels of 16 bits, and scales are no subnormals.
+SMALLEST = 2.0**-100
 
 Fill = Callable[["Block", Tensor], None]
 
@@ -235,7 +245,7 @@ def _to_levels(
         torch.amin(c, 1, out=zero)
         span = torch.amax(c, 1).sub_(zero)
     torch.mul(span, 1 / grid.top, out=scale)
-    usable = (span > 0) & span.isfinite()
+    usable = (span > SMALLEST) & span.isfinite()
     # Just inside the range, so that no dither leads out of it and nothing need be clamped.
     reach = grid.top if grid.seed is None else grid.top * (1 - 2**-20)
     # `number / tensor` would be rounded twice in torch: as a reciprocal, and as a product.

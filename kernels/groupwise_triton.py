@@ -90,8 +90,8 @@ def quantize_kernel(
             low, span = extremes(lows, highs, False, FOLDS, CUTS)
         span = span - low
         y = c - low[None, :, None]
-    # Neither 0 nor infinite nor NaN, in one comparison.
-    usable = span.to(tl.uint32, bitcast=True) - 1 < 0x7F7FFFFF
+    # Above 2**-100, neither infinite nor NaN, in one comparison of bits.
+    usable = span.to(tl.uint32, bitcast=True) - 0x0D800001 < 0x71FFFFFF
     s = span * (1.0 / TOP)
     # Just inside the range, so that no dither leads out of it and nothing need be clamped.
     REACH: tl.constexpr = TOP * (1 - 2**-20) if STOCHASTIC else TOP

@@ -75,6 +75,24 @@ def test_what_has_levels_is_exact(bits: int, symmetric: bool):
     assert torch.equal(kernels.fake_quant(zeros, bits=bits, symmetric=symmetric), zeros)
 
 
+@pytest.mark.usefixtures("cpu_route")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "symmetric"), GRIDS)
+def test_what_hardly_differs_from_zero_stays_so(bits: int, symmetric: bool, dtype: torch.dtype):
+    for size in (1e-45, 1e-40, 2e-38, 1e-37, 7e-31, 9e-31, 1e-25):
+        x = (torch.linspace(-1, 1, 40) * size).to(dtype)
+        how: Any = {"bits": bits, "group": 8, "symmetric": symmetric, "seed": 3}
+        for y in (
+            kernels.fake_quant(x, **how),
+            kernels.dequantize_groups(*kernels.quantize_groups(x, **how), 40, bits=bits, group=8),
+        ):
+            assert (y.double() - x.double()).abs().max() <= max(size / 7, 2**-100), size
+        form = kernels.Payload(40, bits=bits, group=8, symmetric=symmetric)
+        left = kernels.quantize_payload(x, form, torch.zeros(40), seed=3)[1]
+        assert left is not None
+        assert left.abs().max() <= max(size / 7, 2**-100), size
+
+
 def test_half_a_byte_at_the_end_is_zero():
     for symmetric in (True, False):
         q = kernels.quantize_groups(torch.full((3, 7), -1.0), bits=4, symmetric=symmetric)[0]
