@@ -5,6 +5,7 @@ Each is rounded where torch's vectors round it, so both give the same bits.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from zfunc.kernels.flat_llvm import Vectors, over_flat
@@ -20,6 +21,7 @@ def _numbers(
 ) -> tuple[float, ...]:
     weight = single(1 - b1)  # of the gradient in the first moment
     near = abs(weight) < 0.5  # torch starts from the nearer end
+    correction1, correction2 = _correction(b1, count), _correction(b2, count)
     return (
         factor,
         1 - lr * decay,
@@ -27,10 +29,18 @@ def _numbers(
         float(not near),
         b2,
         1 - b2,
-        (1 - b2**count) ** 0.5,
+        math.sqrt(correction2) if correction2 >= 0 else math.nan,
         eps,
-        -lr / (1 - b1**count),
+        -lr / correction1 if correction1 else -lr * math.inf,
     )
+
+
+def _correction(decay: float, count: float) -> float:
+    """``1 - decay**count``; where Python would raise it is infinite, as in C."""
+    try:
+        return 1 - math.pow(decay, count)
+    except (OverflowError, ValueError):
+        return -math.inf
 
 
 def _formula(w: Writer, x: Vectors, c: Vectors) -> Vectors:

@@ -19,9 +19,10 @@ def _formula(w: Writer, x: Vectors, c: Vectors) -> Vectors:
     g = b.fmul(x["grad"], c["factor"])
     middle = b.fadd(b.fmul(x["mu"], c["b1"]), b.fmul(g, c["rest1"]))
     # What is no number has the sign 0 here, as in torch.
-    down = b.select(b.fcmp_ordered("<", middle, zero), b.fneg(c["lr"]), zero)
-    step = b.select(b.fcmp_ordered(">", middle, zero), c["lr"], down)
-    param = b.fsub(b.fmul(x["param"], c["keep"]), step)
+    one, less = (w.constant(w.f32, sign) for sign in (1.0, -1.0))
+    down = b.select(b.fcmp_ordered("<", middle, zero), less, zero)
+    sign = b.select(b.fcmp_ordered(">", middle, zero), one, down)
+    param = b.fsub(b.fmul(x["param"], c["keep"]), b.fmul(sign, c["lr"]))
     return {"param": param, "mu": b.fadd(b.fmul(x["mu"], c["b2"]), b.fmul(g, c["rest2"]))}
 
 

@@ -76,6 +76,26 @@ def test_optimizers(
         assert all(same(*pair) for pair in pairs), n
 
 
+def test_hyperparameters_that_mean_nothing_give_what_the_twins_give():
+    x, zeros = numbers(1000), torch.tensor([0.0, -0.0] * 500)
+    lr, one = torch.tensor(0.1), torch.tensor(1.0)
+    for hyper in (
+        kernels.adamw_hyper(lr, torch.tensor(0)),
+        kernels.adamw_hyper(0 * lr, one, b1=1.0),
+        kernels.adamw_hyper(lr, one, b2=1.0, eps=0.0),
+        kernels.adamw_hyper(lr, 3 * one, b2=1.1),
+        kernels.adamw_hyper(lr, 1e6 * one, b1=3.0, b2=2.0),
+        kernels.adamw_hyper(lr / 0, one, factor=float("inf")),
+    ):
+        pairs = both(kernels.adamw_flat, x, x, x, x.abs(), hyper)
+        assert all(same(*pair) for pair in pairs), hyper
+    for rate in (-0.1, 0.0, float("inf"), float("nan")):
+        pairs = both(kernels.lion_flat, 0 * zeros, zeros, zeros, kernels.lion_hyper(rate))
+        assert all(same(*pair) for pair in pairs), rate
+        signs = [x.nan_to_num().signbit() for x in pairs[0]]
+        assert torch.equal(*signs), rate
+
+
 @pytest.mark.parametrize("scaling", ["rms", "mean"])
 @pytest.mark.parametrize("group", [None, 128, 8192])
 @pytest.mark.parametrize("cpu", CPUS)
