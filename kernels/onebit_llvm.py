@@ -79,7 +79,8 @@ def _compress(
     if not group:
         _summing(*form)([*source, *into, n], threads)
         average = float(sums.sum()) / max(n, 1)
-        scale.fill_(average if scaling == "mean" or average != average else math.sqrt(average))
+        root = average if scaling == "mean" or average != average else math.sqrt(average)
+        scale.fill_(llvm.single(root))  # torch refuses what lies half a digit beyond its range
     _sending(*form)([*source, *into, n], threads)
 
 

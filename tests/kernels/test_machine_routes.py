@@ -120,6 +120,14 @@ def test_signs(cpu: str, group: int | None, scaling: str, monkeypatch: pytest.Mo
             assert same(*pair)
 
 
+def test_the_scale_of_the_greatest_numbers():
+    top = torch.finfo(torch.float32).max
+    for n in (3, 100, 1001):
+        for group in (None, 128):
+            scale = kernels.onebit_pack(torch.full((n,), top), torch.zeros(n), group=group)[1]
+            assert (scale == top).all(), (n, group)
+
+
 SHAPES = ((1,), (17,), (3, 5), (4, 257), (2, 3001), (1, 70001), (0, 8), (3, 0), (2, 3, 32))
 
 
