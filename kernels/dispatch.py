@@ -37,6 +37,7 @@ __all__ = [
     "config",
     "forced",
     "in_float32",
+    "known",
     "register",
     "run",
     "steady",
@@ -196,6 +197,11 @@ def in_float32(*tensors: Tensor, **how: Any) -> str | None:
     for x in tensors[1:][-1:]:
         if x.dtype not in FLOATS:
             return f"it writes no {x.dtype}"
+    return known(*tensors)
+
+
+def known(*tensors: Tensor, **how: Any) -> str | None:
+    """A ``machine_limit``: every dtype is one that such code reads and writes."""
     return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in KNOWN), None)
 
 

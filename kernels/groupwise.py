@@ -334,13 +334,8 @@ _fake: Callable[..., Any] = define(
 )
 
 
-def machine_limit(*tensors: Tensor, **how: Any) -> str | None:
-    """Why machine code cannot take these; ``None`` if it can."""
-    return next((f"it takes no {x.dtype}" for x in tensors if x.dtype not in dispatch.KNOWN), None)
-
-
 def dequantize_limit(*tensors: Tensor, **how: Any) -> str | None:
-    """The same for levels, which are as :func:`quantize_groups` leaves them, and their zeros."""
+    """Why machine code cannot take these: levels are not as :func:`quantize_groups` leaves them."""
     q, zeros = tensors[0], tensors[2:-1]
     kind = torch.int8 if how.get("bits") == 8 and not zeros else torch.uint8
     if how and q.dtype != kind:
@@ -352,21 +347,21 @@ def dequantize_limit(*tensors: Tensor, **how: Any) -> str | None:
 
 
 def mean_limit(*tensors: Tensor, **how: Any) -> str | None:
-    """The same for means, of which a group lies on the stack."""
+    """Why it cannot take these means, of which a group lies on the stack."""
     if how and how["size"] > LONGEST:
         return f"it takes groups up to {LONGEST}, not {how['size']}"
-    return machine_limit(*tensors)
+    return dispatch.known(*tensors)
 
 
 for _name, _twin, _traffic, _limit in (
-    ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)", machine_limit),
+    ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)", dispatch.known),
     (
         "dequantize_groups",
         dequantize_twin,
         "3.0 B for 8 bits, 2.5 B for 4 (bf16)",
         dequantize_limit,
     ),
-    ("fake_quant", fake_quant_twin, "4 B (bf16)", machine_limit),
+    ("fake_quant", fake_quant_twin, "4 B (bf16)", dispatch.known),
 ):
     _triton, _machine = (
         f"zfunc.kernels.groupwise_{way}:{_name.removesuffix('_groups')}"

@@ -21,11 +21,12 @@ from zfunc.kernels.llvm import Writer, host
 
 __all__ = ["mean", "pack", "unpack"]
 
+F32 = torch.float32
 PART = 1 << 16  # elements that are summed together where there is one scale
 SOURCE = ("x", "error", "shares", "workers", "width", "groups")
 INTO = ("new", "bits", "scale", "sums", "n")
 
-Values = Callable[[Any, Any, Any], Any]
+Values = Callable[[Any, Any], Any]
 
 
 def pack(
@@ -169,7 +170,7 @@ def _source(w: Writer, kind: torch.dtype, group: Any) -> Values:
 
     made = all_ if kind == torch.uint8 else both
 
-    def into(at: Any, mask: Any, _: Any = None) -> Any:
+    def into(at: Any, mask: Any) -> Any:
         values = made(at, mask)
         write(w, a["new"], at, values, F32, mask)
         return values
@@ -177,15 +178,12 @@ def _source(w: Writer, kind: torch.dtype, group: Any) -> Values:
     return into
 
 
-F32 = torch.float32
-
-
 def _sum(w: Writer, start: Any, stop: Any, values: Values, scaling: str) -> Any:
     """The sum of squares or of absolute values, a float64."""
     b, wide = w.b, w.vector(w.f64)
 
     def more(at: Any, mask: Any, sums: Any) -> list[Any]:
-        x = values(at, mask, None)
+        x = values(at, mask)
         if mask is not None:  # beyond the end a worker's bits would count
             x = b.select(mask, x, w.constant(w.f32, 0.0))
         if scaling == "mean":

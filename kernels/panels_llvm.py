@@ -157,7 +157,7 @@ def split(w: Writer, line: Any, bits: int) -> list[Any]:
     """The codes in a line: themselves, or the low and the high halves of its bytes."""
     if bits == 8:
         return [line]
-    pairs = w.vector(w.ir.IntType(16), 32)
+    pairs = w.vector(w.i16, 32)
     low = w.constant(w.i8, 15, 64)
     moved = w.b.lshr(w.b.bitcast(line, pairs), w.ir.Constant(pairs, [4] * 32))
     return [w.b.and_(line, low), w.b.and_(w.b.bitcast(moved, line.type), low)]
@@ -174,7 +174,7 @@ def scaled(
     if spec.zeros:
         w.prefetch(w.at(a["zero"], soon))
     if spec.short:
-        bits = w.load(w.at(a["scale"], w.times(column, 2)), w.vector(w.ir.IntType(16)), 2)
+        bits = w.load(w.at(a["scale"], w.times(column, 2)), w.vector(w.i16), 2)
         wide = b.shl(b.zext(bits, w.vector(w.i32)), w.constant(w.i32, 16))
         scale = b.bitcast(wide, floats)
     else:
@@ -203,16 +203,11 @@ def write(w: Writer, spec: Product, totals: Sequence[Any], panel: Any, block: An
     """A block's rows of one panel, as far as the matrix goes."""
     a, b = w.arguments, w.b
     mask = w.below(b.sub(a["n"], w.times(panel, 16)))
-    align = w.ir.Constant(w.i32, 4)
     for r, total in enumerate(totals):
         row = w.sum(w.times(block, spec.rows), r)
         scale = w.splat(w.load(w.at(a["row_scale"], w.times(row, 4)), w.f32, 4))
         address = w.at(a["out"], w.times(w.sum(w.times(row, a["n"]), w.times(panel, 16)), 4))
-        w.intrinsic(
-            "llvm.masked.store.v16f32.p0",
-            w.ir.VoidType(),
-            *(b.fmul(total, scale), address, align, mask),
-        )
+        w.masked_store(b.fmul(total, scale), address, mask)
 
 
 def rounding(halves: int, chunk: int, tiled: bool) -> ir.Module:
@@ -282,15 +277,8 @@ def _round(w: Writer, first: Any, last: Any, halves: int, chunk: int, tiled: boo
 
 def _columns(w: Writer, x: Any, column: Any, k: Any) -> Any:
     """16 columns of a row; zeros beyond its end."""
-    floats = w.vector(w.f32)
-    return w.intrinsic(
-        "llvm.masked.load.v16f32.p0",
-        floats,
-        w.at(x, w.times(column, 4)),
-        w.ir.Constant(w.i32, 4),
-        w.below(w.b.sub(k, column)),
-        w.constant(w.f32, 0.0),
-    )
+    mask = w.below(w.b.sub(k, column))
+    return w.masked_load(w.at(x, w.times(column, 4)), w.vector(w.f32), mask)
 
 
 def _row_scale(w: Writer, x: Any, k: Any, top: float) -> Any:
