@@ -172,6 +172,6 @@ dispatch.register(
         "28 B (bf16 gradient and copy, float32 state)",
         dtypes=dispatch.FLOATS,
         machine="zfunc.kernels.adamw_llvm:launch",
-        machine_limit=dispatch.in_float32,
+        machine_limit=dispatch.any_float,
     )
 )

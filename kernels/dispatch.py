@@ -33,6 +33,7 @@ __all__ = [
     "KERNELS",
     "Choice",
     "Kernel",
+    "any_float",
     "choose",
     "config",
     "forced",
@@ -47,7 +48,8 @@ __all__ = [
 Route = Literal["triton", "llvm", "torch"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
-KNOWN = (*FLOATS, torch.uint8, torch.int8)  # to machine code
+BYTES = (torch.uint8, torch.int8)
+KNOWN = (*FLOATS, *BYTES)  # to machine code
 AMD = torch.version.hip is not None
 
 # Triton's interpreter keeps the program that it is at in a global: one launch at a time.
@@ -184,20 +186,23 @@ def _on_cpu(tensors: list[Tensor]) -> bool:
 
 
 def in_float32(*tensors: Tensor, **how: Any) -> str | None:
-    """A ``machine_limit``: what is carried on, the second tensor, is float32, and all is known.
-
-    Of what such kernels take and give, callers choose the dtype of the last: no integers there.
+    """A ``machine_limit``: what follows the first tensor is float32, or bytes.
 
     >>> in_float32(torch.ones(1), torch.ones(1, dtype=torch.float64))
     'it keeps errors, scales and states in float32, not torch.float64'
     """
-    for x in tensors[1:2]:
-        if x.dtype != torch.float32:
+    for x in tensors[1:]:
+        if x.dtype not in (torch.float32, *BYTES):
             return f"it keeps errors, scales and states in float32, not {x.dtype}"
-    for x in tensors[1:][-1:]:
+    return known(*tensors)
+
+
+def any_float(*tensors: Tensor, **how: Any) -> str | None:
+    """A ``machine_limit``: :func:`in_float32`, but the last is a result of any floating dtype."""
+    for x in tensors[2:][-1:]:
         if x.dtype not in FLOATS:
             return f"it writes no {x.dtype}"
-    return known(*tensors)
+    return in_float32(*tensors[:2], *tensors[2:-1])
 
 
 def known(*tensors: Tensor, **how: Any) -> str | None:

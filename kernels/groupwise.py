@@ -336,25 +336,25 @@ _fake: Callable[..., Any] = define(
 
 def dequantize_limit(*tensors: Tensor, **how: Any) -> str | None:
     """Why machine code cannot take these: levels are not as :func:`quantize_groups` leaves them."""
-    q, zeros = tensors[0], tensors[2:-1]
-    kind = torch.int8 if how.get("bits") == 8 and not zeros else torch.uint8
+    q, ends = tensors[0], tensors[1:-1]
+    kind = torch.int8 if how.get("bits") == 8 and len(ends) == 1 else torch.uint8
     if how and q.dtype != kind:
         return f"it takes such levels in {kind}, not {q.dtype}"
-    for zero in zeros:
-        if zero.dtype != torch.float32:
-            return f"it takes zeros in float32, not {zero.dtype}"
-    return dispatch.in_float32(*tensors)
+    for x in ends:
+        if x.dtype != torch.float32:
+            return f"it takes scales and zeros in float32, not {x.dtype}"
+    return dispatch.any_float(*tensors)
 
 
 def mean_limit(*tensors: Tensor, **how: Any) -> str | None:
     """Why it cannot take these means, of which a group lies on the stack."""
     if how and how["size"] > LONGEST:
         return f"it takes groups up to {LONGEST}, not {how['size']}"
-    return dispatch.known(*tensors)
+    return dispatch.in_float32(*tensors)
 
 
 for _name, _twin, _traffic, _limit in (
-    ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)", dispatch.known),
+    ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)", dispatch.in_float32),
     (
         "dequantize_groups",
         dequantize_twin,

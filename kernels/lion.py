@@ -140,6 +140,6 @@ dispatch.register(
         "20 B (bf16 gradient and copy, float32 state)",
         dtypes=dispatch.FLOATS,
         machine="zfunc.kernels.lion_llvm:launch",
-        machine_limit=dispatch.in_float32,
+        machine_limit=dispatch.any_float,
     )
 )

@@ -399,6 +399,6 @@ for _name, _twin, _traffic in (
             _traffic,
             dtypes=(*dispatch.FLOATS, torch.uint8),
             machine=f"zfunc.kernels.onebit_llvm:{_function}",
-            machine_limit=dispatch.in_float32,
+            machine_limit=dispatch.any_float if _function == "unpack" else dispatch.in_float32,
         )
     )

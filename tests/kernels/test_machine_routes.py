@@ -198,6 +198,16 @@ def test_dtypes_that_it_does_not_write_are_for_the_twin():
         assert same(*pair)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_payloads_of_other_dtypes_are_for_the_twin(dtype: torch.dtype):
+    form = kernels.Payload(1000, group=32, symmetric=False, dtype=dtype)
+    x, error = numbers(1000, odd=False), numbers(1000, dtype, odd=False)
+    made = both(kernels.quantize_payload, x, form, error)
+    made += both(kernels.mean_payloads, made[0][1][None], form)
+    made += both(kernels.dequantize_payload, made[0][1], form)
+    assert all(same(*pair) for pair in made)
+
+
 def test_threads_change_no_bit():
     n = 70001
     x, error = numbers(n, odd=False), numbers(n, odd=False)
