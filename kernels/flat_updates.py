@@ -145,8 +145,13 @@ class FlatUpdate:
 
     def _inplace(self, grad: Tensor, *rest: Any) -> None:
         *state, low, hyper = rest
-        apart(self.name, low=low, **dict(zip(self.state, state, strict=True)))
-        dispatch.run(self.name, grad.contiguous(), *state, *state, low, hyper=hyper)
+        grad = grad.contiguous()
+        written = {"low": low, **dict(zip(self.state, state, strict=True))}
+        # An element may take the place of its gradient, which is read before; not another's.
+        place = (grad.data_ptr(), grad.itemsize)
+        over = any(x is not None and (x.data_ptr(), x.itemsize) == place for x in written.values())
+        apart(self.name, grad=None if over else grad, **written)
+        dispatch.run(self.name, grad, *state, *state, low, hyper=hyper)
 
 
 def blocks(

@@ -163,6 +163,16 @@ def test_what_does_not_agree_is_named():
     assert issubclass(kernels.KernelError, zf.ZfuncError)
 
 
+def test_gradients_may_be_written_over_element_by_element_alone():
+    grad, *state = buffers(1000)
+    expected = kernels.adamw_flat(grad, *state, HYPER)
+    with pytest.raises(kernels.KernelError, match="shares memory with"):
+        kernels.adamw_flat_(grad, *state, HYPER, grad.view(torch.bfloat16)[:1000])
+    kernels.adamw_flat_(grad, *state, HYPER, grad)
+    for x, y in zip((*state, grad), (*expected[:3], expected[0]), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_donated_buffers_may_not_overlap():
     g, p, m, _ = buffers(8)
     with pytest.raises(kernels.KernelError, match="shares memory with"):
