@@ -126,7 +126,8 @@ def adamw_flat_(
         low: a buffer ``[n]`` that receives the new parameters in its dtype.
 
     Raises:
-        KernelError: as :func:`adamw_flat`, or something is not contiguous.
+        KernelError: as :func:`adamw_flat`, or something is not contiguous, or what is written
+            shares memory (an element may take the place of its own gradient).
 
     >>> p, g, m, v = torch.ones(2), torch.ones(2), torch.zeros(2), torch.zeros(2)
     >>> adamw_flat_(g, p, m, v, adamw_hyper(0.1, 1, weight_decay=0.0))

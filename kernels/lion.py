@@ -99,7 +99,8 @@ def lion_flat_(
         low: a buffer ``[n]`` that receives the new parameters in its dtype.
 
     Raises:
-        KernelError: as :func:`lion_flat`, or something is not contiguous.
+        KernelError: as :func:`lion_flat`, or something is not contiguous, or what is written
+            shares memory (an element may take the place of its own gradient).
 
     >>> p, g, m = torch.ones(2), torch.ones(2), torch.zeros(2)
     >>> lion_flat_(g, p, m, lion_hyper(0.25))

@@ -298,41 +298,34 @@ def _room(error: Tensor, group: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _run_pack(x: Tensor, error: Tensor, new: Tensor, group: int, scaling: str) -> Any:
-    bits, scale = _room(error, group)
-    arguments = (x.contiguous(), error, new, bits, scale)
-    dispatch.run("onebit_pack", *arguments, group=group, scaling=scaling)
-    return bits, scale
-
-
-def _run_mean(
-    bits: Tensor, scale: Tensor, error: Tensor, new: Tensor, group: int, scaling: str
+def _run(
+    name: str, sent: tuple[Tensor, ...], error: Tensor, new: Tensor, group: int, scaling: str
 ) -> Any:
     out = _room(error, group)
-    arguments = (bits.contiguous(), scale.contiguous(), error, new, *out)
-    dispatch.run("onebit_mean", *arguments, group=group, scaling=scaling)
+    arguments = (*(x.contiguous() for x in sent), error, new, *out)
+    dispatch.run(name, *arguments, group=group, scaling=scaling)
     return out
 
 
 def _pack_fresh(x: Tensor, error: Tensor, group: int, scaling: str) -> Any:
     error = error.contiguous()
     new = torch.empty_like(error)
-    return *_run_pack(x, error, new, group, scaling), new
+    return *_run("onebit_pack", (x,), error, new, group, scaling), new
 
 
 def _pack_inplace(x: Tensor, error: Tensor, group: int, scaling: str) -> Any:
     apart("onebit_pack_", x=x, error=error)
-    return _run_pack(x, error, error, group, scaling)
+    return _run("onebit_pack", (x,), error, error, group, scaling)
 
 
 def _mean_fresh(bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling: str) -> Any:
     error = error.contiguous()
     new = torch.empty_like(error)
-    return *_run_mean(bits, scale, error, new, group, scaling), new
+    return *_run("onebit_mean", (bits, scale), error, new, group, scaling), new
 
 
 def _mean_inplace(bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling: str) -> Any:
-    return _run_mean(bits, scale, error, error, group, scaling)
+    return _run("onebit_mean", (bits, scale), error, error, group, scaling)
 
 
 def _unpack_fresh(bits: Tensor, scale: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
