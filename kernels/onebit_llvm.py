@@ -73,21 +73,24 @@ def _compress(
     group: int,
     scaling: str,
 ) -> None:
-    n, form = new.numel(), (host().isa, kind, group, scaling)
+    n, isa = new.numel(), host().isa
     sums = scale if group else new.new_empty(-(-n // PART), dtype=torch.float64)
     into = [x.data_ptr() for x in (new, bits, scale, sums)]
     threads = 1 if n < ALONE else 0
-    if not group:
-        _summing(*form)([*source, *into, n], threads)
-        average = float(sums.sum()) / max(n, 1)
-        root = average if scaling == "mean" or average != average else math.sqrt(average)
-        scale.fill_(llvm.single(root))  # torch refuses what lies half a digit beyond its range
-    _sending(*form)([*source, *into, n], threads)
+    arguments = [*source, *into, n]
+    if group:
+        _grouping(isa, kind, group, scaling)(arguments, threads)
+        return
+    _summing(isa, kind, scaling)(arguments, threads)
+    average = float(sums.sum()) / max(n, 1)
+    root = average if scaling == "mean" or average != average else math.sqrt(average)
+    scale.fill_(llvm.single(root))  # torch refuses what lies half a digit beyond its range
+    _sending(isa)(arguments, threads)
 
 
 @functools.cache
 @llvm.once
-def _summing(isa: str, kind: torch.dtype, group: int, scaling: str) -> llvm.Kernel:
+def _summing(isa: str, kind: torch.dtype, scaling: str) -> llvm.Kernel:
     """Values into ``new``, and what they sum to for each part of them."""
     w = Writer("summing", SOURCE + INTO)
     b, a = w.b, w.arguments
@@ -101,14 +104,21 @@ def _summing(isa: str, kind: torch.dtype, group: int, scaling: str) -> llvm.Kern
 
 @functools.cache
 @llvm.once
-def _sending(isa: str, kind: torch.dtype, group: int, scaling: str) -> llvm.Kernel:
-    """Signs and what is left of values: those in ``new``, or group by group from the source."""
+def _sending(isa: str) -> llvm.Kernel:
+    """Signs and what is left of the values in ``new``, with one scale."""
     w = Writer("sending", SOURCE + INTO)
+    a = w.arguments
+    scale = w.splat(w.load(w.at(a["scale"], 0), w.f32))
+    shared_out(w, a["n"], lambda at, mask: _send(w, at, mask, scale))
+    return llvm.compiled(w.done(), "sending", isa)
+
+
+@functools.cache
+@llvm.once
+def _grouping(isa: str, kind: torch.dtype, group: int, scaling: str) -> llvm.Kernel:
+    """All of it group by group, each with its scale."""
+    w = Writer("grouping", SOURCE + INTO)
     b, a = w.b, w.arguments
-    if not group:
-        scale = w.splat(w.load(w.at(a["scale"], 0), w.f32))
-        shared_out(w, a["n"], lambda at, mask: _send(w, at, mask, scale))
-        return llvm.compiled(w.done(), "sending", isa)
     first, last = w.share(b.udiv(w.sum(a["n"], group - 1), w.n(group)))
     with w.loop(first, last) as each:
         start, stop = _span(w, each.index, group)
@@ -120,7 +130,7 @@ def _sending(isa: str, kind: torch.dtype, group: int, scaling: str) -> llvm.Kern
         w.store(one, w.at(a["scale"], w.times(each.index, 4)))
         scale = w.splat(one)
         lanes(w, start, stop, lambda at, mask, _: _send(w, at, mask, scale))
-    return llvm.compiled(w.done(), "sending", isa)
+    return llvm.compiled(w.done(), "grouping", isa)
 
 
 @functools.cache
