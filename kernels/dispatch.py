@@ -159,7 +159,11 @@ def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:
     if forced == "triton" and interpreting() and str(obstacle).endswith("on cpu"):
         return Choice("triton", "the interpreter")
     if forced is not None:
-        raise KernelError(f'kernels.{name} under kernels.use("{forced}"): {obstacle or where}.')
+        lacks = obstacle or where
+        if forced == "llvm" and not kernel.machine:
+            some = ", ".join(x.name for x in KERNELS.values() if x.machine)
+            lacks = f"there is no machine code for it, but for {some}"
+        raise KernelError(f'kernels.{name} under kernels.use("{forced}"): {lacks}.')
     return Choice("torch", str(obstacle))
 
 

@@ -51,7 +51,7 @@ def test_triton_is_not_pretended():
 
 
 def test_machine_code_is_not_pretended(monkeypatch: pytest.MonkeyPatch):
-    with kernels.use("llvm"), pytest.raises(kernels.KernelError, match="tensors are on cpu"):
+    with kernels.use("llvm"), pytest.raises(kernels.KernelError, match=r"but for .*adamw_flat"):
         kernels.choose("rms_norm", torch.ones(3))
     wide = torch.ones(3, dtype=torch.float64)
     assert "in float32, not torch.float64" in kernels.choose("adamw_flat", wide, wide).why
