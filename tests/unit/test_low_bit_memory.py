@@ -41,8 +41,9 @@ def test_placing_files_holds_one_weight_in_full(tmp_path: Path) -> None:
         save_file({f"{i}.weight": torch.ones(2048, 2048)}, tmp_path / f"{i}.safetensors")
     peak, low = measured(PLACING, str(tmp_path))
     weight = 2048 * 2048 * 4
-    # The weight, read; the same in steps of its grid, rounded; and codes before they are packed.
-    assert peak < low + 6 * weight < 9 * weight
+    # The weight as read, the same in steps of its grid, a quarter in codes before they are packed;
+    # the pages of torch's own code that this takes come to half a weight.
+    assert peak < low + 3.5 * weight < 6 * weight
 
 
 def test_memory_does_not_grow_with_the_number_of_tokens() -> None:
