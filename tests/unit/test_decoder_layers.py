@@ -17,7 +17,8 @@ from zfunc.language.gpt import GPTConfig, init
 from zfunc.language.gpt_decoding import GPTDecoder
 from zfunc.modules import decoder_layers
 
-FAMILIES = ["llama", "mistral sliding", "qwen2", "qwen3"]
+# Those that layers are compared with, and one that is written like them.
+FAMILIES = ["llama", "mistral sliding", "qwen2", "qwen3", "ministral"]
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_fused_blocks_continue_texts_alike(name: str, calls: Counter[str]) -> No
     assert not calls  # on a CPU none is asked for
     with kernels.use("torch"):
         assert torch.equal(out(), expected)
-    heads = 16 if name in ("llama", "qwen2") else 0
+    heads = 16 if name in ("llama", "qwen2", "ministral") else 0
     assert calls == Counter(norm_qkv_rope=heads, norm_gate_up=16, packed_mm=32)
 
 

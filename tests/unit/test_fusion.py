@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from tests.kernels.closeness import assert_near
+from tests.laws import architectures
+from tests.laws.architectures import ALL, batch_of, model_of
 from zfunc import kernels, optim
 from zfunc.modules.functional import functionalize
+from zfunc.modules.fusion import fusible
 
 transformers = pytest.importorskip("transformers", reason="the `hf` extra is not installed")
 
@@ -54,11 +57,50 @@ def bert() -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **CALM))
 
 
+def of_family(name: str, **how: Any) -> Callable[[], Any]:
+    """A language model of another family, whose norms are not all ones."""
+
+    def make() -> Any:
+        config = getattr(transformers, f"{name}Config")(**SIZES, **how, pad_token_id=0)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        with torch.no_grad():
+            for x in model.parameters():
+                if x.dim() == 1:
+                    x.add_(torch.randn_like(x) / 4)
+        return model
+
+    make.__name__ = name
+    return make
+
+
 PARTS = {
     llama: {"LlamaForCausalLM": 1, "LlamaAttention": 2, "LlamaMLP": 2, "LlamaRMSNorm": 5},
     qwen2: {"Qwen2ForCausalLM": 1, "Qwen2Attention": 2, "Qwen2MLP": 2, "Qwen2RMSNorm": 5},
     gpt2: {"GPT2LMHeadModel": 1, "LayerNorm": 5, "NewGELUActivation": 2},
     bert: {"LayerNorm": 6, "BertSelfOutput": 2, "BertOutput": 2, "GELUActivation": 3},
+    # Weights that begin at zero; norms of queries and keys.
+    of_family("Gemma2", head_dim=8, num_key_value_heads=1): {
+        "Gemma2Attention": 2,
+        "Gemma2RMSNorm": 9,
+        "Gemma2MLP": 2,
+    },
+    of_family("Olmo2"): {"Olmo2Attention": 2, "Olmo2RMSNorm": 9, "Olmo2MLP": 2},
+    # A part of each head turns, by halves or by neighbours; one product for gate and up.
+    of_family(
+        "Phi3",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ): {"Phi3Attention": 2, "Phi3MLP": 2},
+    of_family("Glm", head_dim=8): {"GlmAttention": 2, "GlmMLP": 2, "GlmRMSNorm": 5},
+    of_family("GPTNeoX"): {"GPTNeoXAttention": 2, "LayerNorm": 5, "GELUActivation": 2},
+    of_family("Cohere"): {"CohereAttention": 2, "CohereMLP": 2},
+    of_family("Helium", head_dim=8, num_key_value_heads=1): {
+        "HeliumAttention": 2,
+        "HeliumMLP": 2,
+        "HeliumRMSNorm": 5,
+    },
+    of_family("Granite"): {"GraniteAttention": 2, "GraniteMLP": 2, "GraniteRMSNorm": 5},
+    # Norms without weights.
+    of_family("NanoChat"): {"NanoChatForCausalLM": 1, "NanoChatRMSNorm": 9},
 }
 
 
@@ -79,18 +121,29 @@ def loss_of(model: zf.Functional) -> Callable[[Any, Tensor], Tensor]:
     return lambda params, ids: model.apply(params, input_ids=ids, labels=ids).loss
 
 
+def outcome(model: zf.Functional, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, logits and gradients of a few batches: the errors of a single one are a lottery."""
+
+    def outputs(params: Any, ids: Tensor) -> Any:
+        out = model.apply(params, input_ids=ids, labels=ids)
+        return out.loss, out.logits.detach()
+
+    batches = [zf.value_and_grad(outputs, has_aux=True)(model.params, tokens(i)) for i in range(6)]
+    losses = torch.stack([loss for (loss, _), _ in batches]).to(kind)  # float32 of 16-bit logits
+    logits = torch.stack([logits for (_, logits), _ in batches])
+    return losses, logits, torch.stack([flat(grads) for _, grads in batches])
+
+
 @pytest.mark.filterwarnings("ignore:.*bos_token_id")
 @pytest.mark.parametrize("make", PARTS, ids=lambda make: make.__name__)
-def test_losses_and_gradients_within_the_rule(make: Callable[[], Any]):
+def test_outputs_and_gradients_within_the_rule(make: Callable[[], Any]):
     for dtype in (torch.float32, torch.bfloat16):
-        found = []
-        for kind, fuse in ((torch.float64, False), (dtype, False), (dtype, True)):
-            model = build(make, kind, fuse)
-            loss, grads = zf.value_and_grad(loss_of(model))(model.params, tokens(0))
-            found.append((loss, flat(grads)))
+        kinds = ((torch.float64, False), (dtype, False), (dtype, True))
+        models = [build(make, kind, fuse) for kind, fuse in kinds]
+        found = [outcome(model, kind) for model, (kind, _) in zip(models, kinds, strict=True)]
         for exact, plain, fused in zip(*found, strict=True):
             assert_near(fused, exact, plain)
-    assert all(f"fused: {name} x {n}" in repr(model) for name, n in PARTS[make].items())
+    assert all(f"fused: {name} x {n}" in repr(models[2]) for name, n in PARTS[make].items())
 
 
 def train(model: zf.Functional, steps: int, stage: int | None = None) -> tuple[Tensor, Tensor]:
@@ -266,3 +319,110 @@ def test_dtypes_and_layouts_stay_those_of_the_module():
         if x.is_nested:
             found, expected = found.values(), expected.values()
         torch.testing.assert_close(found, expected, check_stride=True)
+
+
+class Normed(nn.Module):
+    """What Mistral's norm is written like, in a network of one's own, called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gain = Copied(), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(hidden=x) * self.gain
+
+
+class Copied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.randn(5)), 1e-3
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        input_dtype = hidden.dtype
+        hidden = hidden.to(torch.float32)
+        variance = hidden.pow(2).mean(-1, keepdim=True)
+        hidden = hidden * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden.to(input_dtype)
+
+
+def test_what_is_written_alike_is_taken_over_whatever_it_is_called():
+    module, x = Normed(), torch.randn(3, 5)
+    model = functionalize(module, fuse=True)
+    assert "fused: Copied x 1" in repr(model)
+    torch.testing.assert_close(model.apply(model.params, x), module(x))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        model.to_module(model.params).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_the_norm_of_torch(dtype: torch.dtype, eps: float | None):
+    module = nn.Sequential(nn.RMSNorm(7, eps), nn.RMSNorm(7, eps, elementwise_affine=False))
+    model = functionalize(module.to(dtype), fuse=True)
+    assert "fused: RMSNorm x 2" in repr(model)
+    for x in (torch.randn(4, 7), torch.randn(2, 7, 3).mT, torch.full((2, 7), 1e-4)):
+        found, expected = model.apply(model.params, x.to(dtype)), module(x.to(dtype))
+        torch.testing.assert_close(found, expected, check_stride=True)
+
+
+def test_a_rotation_the_other_way_is_left_alone():
+    """NanoChat's is called like Llama's and written like it, but for a sign."""
+    assert "NanoChatAttention" not in repr(functionalize(of_family("NanoChat")(), fuse=True))
+
+
+def test_tables_of_an_unknown_form_are_left_alone(monkeypatch: pytest.MonkeyPatch):
+    """A rotation by halves reads half of a row: both halves must be the same."""
+    from transformers.models.llama import modeling_llama
+
+    class OwnRotaryEmbedding(modeling_llama.LlamaRotaryEmbedding):
+        def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+            cos, sin = super().forward(x, position_ids)
+            return cos.flip(-1).cumsum(-1), sin
+
+    model = llama()
+    model.model.rotary_emb.__class__ = OwnRotaryEmbedding
+    fused, ids = functionalize(model, fuse=True), tokens(0)
+    assert "LlamaAttention" not in repr(fused) and "LlamaMLP x 2" in repr(fused)
+    torch.testing.assert_close(fused.apply(fused.params, ids).logits, model(ids).logits)
+
+
+def test_a_network_with_dropout_and_a_last_product_of_another_dtype():
+    """T5's: what is hidden takes the dtype of the last product, which stays float32."""
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=16, d_ff=24, d_kv=8, num_heads=2, num_layers=2,
+        feed_forward_proj="gated-gelu", decoder_start_token_id=0, dropout_rate=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.T5ForConditionalGeneration(config).train()
+    for part in module.modules():
+        if hasattr(part, "wo"):
+            part.wo.double()
+    module.double()
+    model, fused = functionalize(module), functionalize(module, fuse=True)
+    assert "T5DenseGatedActDense x 4" in repr(fused) and "T5LayerNorm x 12" in repr(fused)
+
+    def loss(which: zf.Functional) -> Tensor:
+        torch.manual_seed(3)  # the same units are dropped
+        return which.apply(which.params, input_ids=tokens(0), labels=tokens(1)).loss
+
+    torch.testing.assert_close(loss(fused), loss(model))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_models_of_many_architectures_are_the_same_fused(name: str):
+    torch.manual_seed(0)
+    module, loss = model_of(name), architectures.loss_of(name)
+    if not fusible(module):
+        pytest.fail(f"{name} has nothing that a kernel takes over")
+    plain, fused = functionalize(module), functionalize(module, fuse=True)
+    found = []
+    for model in (plain, fused):
+
+        def f(params: Any, model: zf.Functional = model) -> Tensor:
+            return loss(model.apply(params, **batch_of(name, 0)))
+
+        value, grads = zf.value_and_grad(f)(model.params)
+        found.append((value, flat(grads)))
+    (value, grads), (same, near) = found
+    torch.testing.assert_close(same, value, rtol=1e-5, atol=1e-6)
+    assert (near - grads).norm() <= 2e-5 * grads.norm()

@@ -24,6 +24,7 @@ GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions"
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, **HEADS),
     "mistral sliding": lambda: transformers.MistralConfig(**SIZES, **HEADS, sliding_window=8),
+    "ministral": lambda: transformers.MinistralConfig(**SIZES, **HEADS, head_dim=8),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, **HEADS, head_dim=8),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, **HEADS),

@@ -2,12 +2,11 @@
 
 Decoding a token, what a layer's modules do around its products takes time that the products of a
 small model cannot hide: calls of modules, and operations on a few numbers each. :func:`fuse` gives
-layers of the Llama, Mistral, Qwen2 and Qwen3 families another ``forward`` for one token of each
-text, which does the same to the same parameters; for all else (more tokens, gradients, training,
-attention that is not torch's) it is the layer's own. Where the dispatch has kernels for blocks of
-the layer (:mod:`zfunc.modules.blocks`), they take it, and torch attends in between. As in
-:mod:`zfunc.modules.fusion`, a type counts only as itself, as it was written, and a layer with hooks
-anywhere in it is left alone.
+layers that are written like those of Llama, Mistral, Qwen2 or Qwen3 another ``forward`` for one
+token of each text, which does the same to the same parameters; for all else (more tokens,
+gradients, training, attention that is not torch's) it is the layer's own. Where the dispatch has
+kernels for blocks of the layer (:mod:`zfunc.modules.blocks`), they take it, and torch attends in
+between. A layer with hooks anywhere in it is left alone.
 """
 
 from __future__ import annotations
@@ -23,30 +22,37 @@ from torch import Tensor, nn
 from zfunc import kernels
 from zfunc.modules import blocks
 from zfunc.modules.blocks import Slots
-from zfunc.modules.fusion import FAMILIES, activation, genuine, rotation, watched
+from zfunc.modules.fusion import NETWORKS, NORMS, Gated, RMSNorm, activation, known_as
+from zfunc.modules.likeness import genuine, watched
+from zfunc.modules.rotations import Rotation, Tables, rotated_by, tables_of
 from zfunc.quant.kernel_products import readable
 from zfunc.quant.products import several
 from zfunc.quant.qtensor import QTensor
 
 __all__ = ["fuse", "known"]
 
-KINDS = {
-    f"transformers.models.{family}.modeling_{family}.{prefix}DecoderLayer"
-    for family, prefix in FAMILIES.items()
-    if family != "mixtral"  # its feed-forward network has experts
-}
+FAMILIES = [  # and whether heads have norms of their own
+    ("llama.modeling_llama.Llama", False),
+    ("mistral.modeling_mistral.Mistral", False),
+    ("qwen2.modeling_qwen2.Qwen2", False),
+    ("qwen3.modeling_qwen3.Qwen3", True),
+]
+LAYERS = {f"{family}DecoderLayer": True for family, _ in FAMILIES}
+ATTENTIONS = {f"{family}Attention": norms for family, norms in FAMILIES}
 LINEAR = "torch.nn.modules.linear.Linear"
 
 
 def known(module: nn.Module) -> int:
     """How many layers of a module :func:`fuse` would give another ``forward``."""
-    return sum(_layer(part) is not None for part in module.modules())
+    tables = tables_of(module)
+    return sum(_layer(part, tables) is not None for part in module.modules())
 
 
 def fuse(module: nn.Module) -> None:
     """Let layers of known types take single tokens in few operations, in this very module."""
+    tables = tables_of(module)
     for part in module.modules():
-        layer = _layer(part)
+        layer = _layer(part, tables)
         if layer is not None:
             part.__dict__["forward"] = functools.partial(_forward, layer, part, part.forward)
 
@@ -81,24 +87,25 @@ class Layer:
     k_norm: tuple[Slots, float] | None
 
 
-def _layer(part: nn.Module) -> Layer | None:
-    kind = genuine(part)
-    if kind not in KINDS:
+def _layer(part: nn.Module, tables: Tables | None) -> Layer | None:
+    if tables != "halves" or not known_as(part, LAYERS):
         return None
     attention: Any = part.self_attn
     mlp: Any = part.mlp
+    heads = known_as(attention, ATTENTIONS)
+    if heads is None or known_as(mlp, NETWORKS) != Gated():
+        return None
     norms: list[Any] = [part.input_layernorm, part.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    norms += [attention.q_norm, attention.k_norm] if heads else []
     linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
     linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-    how, whole = activation(mlp.act_fn), kind.removesuffix("DecoderLayer")
-    parts = {attention: "Attention", mlp: "MLP", **dict.fromkeys(norms, "RMSNorm")}
+    how = activation(mlp.act_fn)
     if (
         how is None
-        or any(genuine(x) != whole + name for x, name in parts.items())
+        or any(known_as(x, NORMS) != RMSNorm(promotes=True) for x in norms)
         or any(genuine(x) != LINEAR for x in linears)
         or any(watched(x) for x in part.modules())
-        or rotation(attention) is None
+        or rotated_by(attention) != Rotation()
         or getattr(attention.config, "_attn_implementation", "") != "sdpa"
     ):
         return None

@@ -256,10 +256,11 @@ def functionalize(
         train: the mode in which ``apply`` runs the module; by default every submodule
             keeps the one that it is in now.
         fuse: let kernels take over norms, activations, rotary positions and losses of known
-            module types (``zfunc.modules.fusion``): unmodified Hugging Face models of the
-            Llama, Mistral and Qwen families, GPT-2 and BERT, ``nn.LayerNorm``, ``nn.GELU``.
-            Numbers are the same but for rounding. On a CPU their torch twins run. Unknown
-            types are left alone; if there is no known one, a warning says so.
+            module types (``zfunc.modules.fusion``): of unmodified Hugging Face models what is
+            written like parts of Llama, Gemma, Phi-3, GLM, GPT-NeoX, Cohere, OLMo, T5 or BERT,
+            under whatever name; ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.GELU``. Numbers are
+            the same but for rounding. On a CPU their torch twins run. Unknown types are left
+            alone; if there is no known one, a warning says so.
 
     Returns:
         A :class:`Functional`.

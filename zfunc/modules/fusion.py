@@ -1,38 +1,95 @@
 """Kernels in the place of norms, activations, rotary positions and losses of known modules.
 
 :func:`fuse` gives instances of known types another ``forward``; the classes, the parameters and all
-else stay as they are. A type counts only as itself, with the ``forward`` that it was written with:
-what inherits from it, is named like it or has been patched may mean something else and is left
-alone, as is a module with hooks on a part that would no longer be called. Arguments for which a
-kernel would give another dtype or another memory layout than the module take the module's own way.
+else stay as they are. Parts of Hugging Face's models are known by how their ``forward`` is written
+(:mod:`zfunc.modules.likeness`), those of torch by their type; a module with hooks on a part that
+would no longer be called is left alone. Arguments for which a kernel would give another dtype or
+another memory layout than the module take the module's own way.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import types
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zfunc import kernels
+from zfunc.kernels.normalization_torch import wide
+from zfunc.modules.likeness import genuine, same_forward, specimen, watched
+from zfunc.modules.rotations import Tables, tables_of, turned_attention
 
-__all__ = ["activation", "fuse", "fusible", "genuine", "rotation", "watched"]
+__all__ = ["activation", "fuse", "fusible", "known_as"]
 
+T = TypeVar("T")
 Forward = Callable[..., Any]
-Rule = Callable[[nn.Module], Forward | None]
+MODELS = "transformers.models."
 
-# Families of Hugging Face whose parts are written alike, by the prefix of their classes.
-FAMILIES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """How a module is an RMSNorm.
+
+    Attributes:
+        eps: the name of what is added to the mean square.
+        weight: the name of the weight; None if there is none.
+        scaled: the name of a flag that says whether there is one.
+        offset: added to the weight.
+        promotes: the weight's dtype takes part in that of the result.
+    """
+
+    eps: str = "variance_epsilon"
+    weight: str | None = "weight"
+    scaled: str | None = None
+    offset: float = 0.0
+    promotes: bool = False
+
+
+@dataclass(frozen=True)
+class Gated:
+    """How a module is ``down(dropout(act(gate(x)) * up(x)))``.
+
+    Attributes:
+        gate, up, down: the names of its products; ``up`` is None where ``gate`` makes both, one
+            behind the other.
+        act: the name of the activation; None for SiLU.
+        dropout: the name of the dropout, if there is one.
+        casts: what ``down`` is given has the dtype of its weight.
+    """
+
+    gate: str = "gate_proj"
+    up: str | None = "up_proj"
+    down: str = "down_proj"
+    act: str | None = "act_fn"
+    dropout: str | None = None
+    casts: bool = False
+
+
+NORMS = {
+    "llama.modeling_llama.LlamaRMSNorm": RMSNorm(promotes=True),
+    "t5.modeling_t5.T5LayerNorm": RMSNorm(promotes=True),
+    "olmo2.modeling_olmo2.Olmo2RMSNorm": RMSNorm(),
+    "helium.modeling_helium.HeliumRMSNorm": RMSNorm(),
+    "gemma.modeling_gemma.GemmaRMSNorm": RMSNorm("eps", offset=1.0),
+    "gemma3n.modeling_gemma3n.Gemma3nRMSNorm": RMSNorm("eps", scaled="with_scale"),
+    "nanochat.modeling_nanochat.NanoChatRMSNorm": RMSNorm("eps", weight=None),
+}
+NETWORKS = {
+    "llama.modeling_llama.LlamaMLP": Gated(),
+    "t5gemma.modeling_t5gemma.T5GemmaMLP": Gated(dropout="dropout"),
+    "t5.modeling_t5.T5DenseGatedActDense": Gated(
+        "wi_0", "wi_1", "wo", "act", "dropout", casts=True
+    ),
+    "lfm2.modeling_lfm2.Lfm2MLP": Gated("w1", "w3", "w2", act=None),
+    "phi3.modeling_phi3.Phi3MLP": Gated("gate_up_proj", None, act="activation_fn"),
+    "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMLP": Gated(
+        "input_linear", None, "output_linear", "activation"
+    ),
 }
 
 
@@ -42,46 +99,43 @@ def fusible(module: nn.Module) -> dict[str, int]:
     >>> fusible(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.GELU()))
     {'LayerNorm': 1, 'GELU': 1}
     """
-    parts = module.modules()
-    found = [part for part in parts if _forward(part) is not None or _causal_loss_of(part)]
+    tables = tables_of(module)
+    found = [x for x in module.modules() if _forward(x, tables) is not None or _causal_loss_of(x)]
     return dict(Counter(type(part).__name__ for part in found))
 
 
 def fuse(module: nn.Module) -> None:
     """Let kernels take over what they can, in this very module."""
+    tables = tables_of(module)
     for part in module.modules():
-        forward = _forward(part)
+        forward = _forward(part, tables)
         if forward is not None:
             part.__dict__["forward"] = forward
         if _causal_loss_of(part):
             part.__dict__["_loss_function"] = causal_loss
 
 
-def genuine(part: nn.Module) -> str:
-    """The full name of a module's type if it is what it is called; ``""`` if not.
-
-    It is not where the module that it claims to come from knows another one by its name, or where
-    its ``forward`` comes from somewhere else.
-    """
-    kind = type(part)
-    home, name = kind.__module__, kind.__qualname__
-    forward = (getattr(kind.forward, x, "") for x in ("__module__", "__qualname__"))
-    known = getattr(sys.modules.get(home), name, None) is kind
-    return f"{home}.{name}" if known and (*forward,) == (home, f"{name}.forward") else ""
+def known_as(part: nn.Module, specimens: Mapping[str, T]) -> T | None:
+    """What is said of the specimen that a module is written like."""
+    if type(part).__module__.startswith("torch."):
+        return None
+    for path, meaning in specimens.items():
+        wanted = specimen(MODELS + path)
+        if wanted is not None and same_forward(type(part), wanted):
+            return meaning
+    return None
 
 
-def watched(part: nn.Module) -> bool:
-    """Whether a module does more, when it is called, than its type says."""
-    hooks = (
-        *(part._forward_hooks, part._forward_pre_hooks),
-        *(part._backward_hooks, part._backward_pre_hooks),
-    )
-    return "forward" in part.__dict__ or any(hooks)
-
-
-def _forward(part: nn.Module) -> Forward | None:
+def _forward(part: nn.Module, tables: Tables | None) -> Forward | None:
+    if "forward" in part.__dict__:
+        return None
     rule = RULES.get(genuine(part))
-    return None if rule is None or "forward" in part.__dict__ else rule(part)
+    if rule is not None:
+        return rule(part)
+    norm, network = known_as(part, NORMS), known_as(part, NETWORKS)
+    if norm is not None:
+        return _rms_norm(part, norm)
+    return turned_attention(part, tables) if network is None else _gated(part, network)
 
 
 def _same(x: Tensor, *weights: Tensor | None) -> bool:
@@ -94,14 +148,44 @@ def _plain_layout(x: Tensor) -> bool:
     return x.layout == torch.strided and not x.is_nested and x.is_contiguous()
 
 
-def _rms_norm(part: nn.Module) -> Forward:
+def _of_one(plain: Forward, new: Callable[[Tensor], Any]) -> Forward:
+    """A forward of one tensor, whatever it is called; ``plain`` says what is wrong with others."""
+
+    def forward(*args: Any, **named: Any) -> Any:
+        given = (*args, *named.values())
+        fits = len(given) == 1 and isinstance(given[0], Tensor)
+        return new(given[0]) if fits else plain(*args, **named)
+
+    return forward
+
+
+def _rms_norm(part: nn.Module, how: RMSNorm) -> Forward:
+    plain, name = part.forward, how.weight
+    if how.scaled is not None and not getattr(part, how.scaled):
+        name = None
+
+    def forward(x: Tensor) -> Any:
+        weight = None if name is None else getattr(part, name)
+        fits = x.is_floating_point() and (not how.promotes or _same(x, weight))
+        if not fits or not _plain_layout(x):
+            return plain(x)
+        return kernels.rms_norm(x, weight, getattr(part, how.eps), offset=how.offset)
+
+    return _of_one(plain, forward)
+
+
+def _torch_rms_norm(part: nn.Module) -> Forward | None:
+    assert isinstance(part, nn.RMSNorm)
+    if len(part.normalized_shape) != 1:
+        return None
     plain = part.forward
 
-    def forward(hidden_states: Tensor) -> Any:
-        weight = part.weight
-        if not _same(hidden_states, weight) or not _plain_layout(hidden_states):  # type: ignore[arg-type]
-            return plain(hidden_states)
-        return kernels.rms_norm(hidden_states, weight, part.variance_epsilon)  # type: ignore[arg-type]
+    def forward(x: Tensor) -> Any:
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if autocast or not _plain_layout(x) or not _same(x, part.weight):
+            return plain(x)
+        eps = torch.finfo(wide(x)).eps if part.eps is None else part.eps
+        return kernels.rms_norm(x, part.weight, eps)
 
     return forward
 
@@ -114,8 +198,9 @@ def _layer_norm(part: nn.Module) -> Forward | None:
 
     def forward(input: Tensor) -> Any:
         strided = input.layout == torch.strided and not input.is_nested
-        wide = torch.is_autocast_enabled(input.device.type)  # may give float32 whatever comes
-        if wide or not strided or not _same(input, part.weight, part.bias):
+        # Under autocast it may give float32 whatever comes.
+        autocast = torch.is_autocast_enabled(input.device.type)
+        if autocast or not strided or not _same(input, part.weight, part.bias):
             return plain(input)
         return kernels.layer_norm(input, part.weight, part.bias, part.eps)
 
@@ -155,22 +240,29 @@ def _gelu(part: nn.Module) -> Forward | None:
     return forward
 
 
-def _gated(part: nn.Module) -> Forward | None:
-    act: Any = part.act_fn
-    how = None if watched(act) else activation(act)
-    if how is None:
+def _gated(part: nn.Module, how: Gated) -> Forward | None:
+    act: Any = nn.SiLU() if how.act is None else getattr(part, how.act)
+    which = None if not isinstance(act, nn.Module) or watched(act) else activation(act)
+    if which is None:
         return None
     plain = part.forward
 
     def forward(x: Tensor) -> Any:
         if x.is_nested:
             return plain(x)
-        gate, up = part.gate_proj(x), part.up_proj(x)  # type: ignore[operator]
-        if how == "silu":
-            return part.down_proj(kernels.swiglu(gate, up))  # type: ignore[operator]
-        return part.down_proj(kernels.geglu(gate, up, how))  # type: ignore[operator, arg-type]
+        gate, down = getattr(part, how.gate)(x), getattr(part, how.down)
+        gate, up = gate.chunk(2, -1) if how.up is None else (gate, getattr(part, how.up)(x))
+        if not _same(gate, up):
+            y = act(gate) * up
+        elif which == "silu":
+            y = kernels.swiglu(gate, up)
+        else:
+            y = kernels.geglu(gate, up, which)  # type: ignore[arg-type]
+        if how.dropout is not None:
+            y = getattr(part, how.dropout)(y)
+        return down(y.to(down.weight.dtype) if how.casts else y)
 
-    return forward
+    return _of_one(plain, forward)
 
 
 def _residual_norm(part: nn.Module) -> Forward | None:
@@ -181,8 +273,8 @@ def _residual_norm(part: nn.Module) -> Forward | None:
     plain = part.forward
 
     def forward(hidden_states: Tensor, input_tensor: Tensor) -> Any:
-        wide = torch.is_autocast_enabled(hidden_states.device.type)
-        if wide or not _same(hidden_states, input_tensor, norm.weight, norm.bias):
+        autocast = torch.is_autocast_enabled(hidden_states.device.type)
+        if autocast or not _same(hidden_states, input_tensor, norm.weight, norm.bias):
             return plain(hidden_states, input_tensor)
         new = part.dropout(part.dense(hidden_states))  # type: ignore[operator]
         y, _ = kernels.layer_norm(new, norm.weight, norm.bias, norm.eps, residual=input_tensor)
@@ -191,39 +283,10 @@ def _residual_norm(part: nn.Module) -> Forward | None:
     return forward
 
 
-def rotation(part: nn.Module) -> Forward | None:
-    """The function by which an attention turns heads; None if it is not its module's own."""
-    space = getattr(inspect.unwrap(type(part).forward), "__globals__", {})
-    found: Forward | None = space.get("apply_rotary_pos_emb")
-    return found if getattr(found, "__module__", "") == type(part).__module__ else None
-
-
-def _rotary_attention(part: nn.Module) -> Forward | None:
-    """Its own forward, in whose globals the rotation is a kernel; those of its module stay."""
-    function, plain = type(part).forward, rotation(part)
-    code = getattr(function, "__code__", None)
-    if plain is None or code is None or "apply_rotary_pos_emb" not in code.co_names:
-        return None
-
-    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        half = cos.shape[-1] // 2  # the other half of the tables is the same again
-        fits = unsqueeze_dim == 1 and q.dim() == 4 and cos.dim() == 3 and _same(q, k, cos, sin)
-        if not fits or cos.requires_grad or sin.requires_grad:
-            return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return kernels.rotary(q, k, cos[..., :half], sin[..., :half])
-
-    space = function.__globals__ | {"apply_rotary_pos_emb": rotated}
-    fused = types.FunctionType(
-        code, space, function.__name__, function.__defaults__, function.__closure__
-    )
-    fused.__kwdefaults__ = function.__kwdefaults__
-    return types.MethodType(fused, part)
-
-
 def _causal_loss_of(part: nn.Module) -> bool:
     """Whether a language model takes its loss from the usual function of Hugging Face."""
-    kind = type(part)
-    if f"{kind.__module__}.{kind.__qualname__}" not in LANGUAGE_MODELS:
+    code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
         return False
     usual = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
     return usual is not None and getattr(part, "loss_function", None) is usual
@@ -268,30 +331,12 @@ def causal_loss(
 
 
 SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
-
-
-def _rules() -> dict[str, Rule]:
-    rules: dict[str, Rule] = {
-        "torch.nn.modules.normalization.LayerNorm": _layer_norm,
-        "torch.nn.modules.activation.GELU": _gelu,
-    }
-    for name in ("NewGELUActivation", "FastGELUActivation", "GELUTanh", "GELUActivation"):
-        rules[f"transformers.activations.{name}"] = _gelu
-    for family, prefix in FAMILIES.items():
-        where = f"transformers.models.{family}.modeling_{family}.{prefix}"
-        rules |= {f"{where}RMSNorm": _rms_norm, f"{where}Attention": _rotary_attention}
-        rules[f"{where}MLP"] = _gated
-    for name in ("BertSelfOutput", "BertOutput"):
-        rules[f"transformers.models.bert.modeling_bert.{name}"] = _residual_norm
-    return rules
-
-
-RULES = _rules()
-LANGUAGE_MODELS = {
-    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel",
-    *(
-        f"transformers.models.{family}.modeling_{family}.{prefix}ForCausalLM"
-        for family, prefix in FAMILIES.items()
-        if family != "mixtral"  # adds a loss of its router
-    ),
+GELUS = ("NewGELUActivation", "FastGELUActivation", "GELUTanh", "GELUActivation")
+RULES: dict[str, Callable[[nn.Module], Forward | None]] = {
+    "torch.nn.modules.normalization.LayerNorm": _layer_norm,
+    "torch.nn.modules.normalization.RMSNorm": _torch_rms_norm,
+    "torch.nn.modules.activation.GELU": _gelu,
+    **{f"transformers.activations.{name}": _gelu for name in GELUS},
+    f"{MODELS}bert.modeling_bert.BertSelfOutput": _residual_norm,
+    f"{MODELS}bert.modeling_bert.BertOutput": _residual_norm,
 }
