@@ -57,6 +57,14 @@ def bert() -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **CALM))
 
 
+def modernbert() -> Any:
+    sizes = {"global_attn_every_n_layers": 2, "local_attention": 4, "pad_token_id": 0}
+    ends = {"cls_token_id": 1, "sep_token_id": 2}
+    return transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(**SIZES, **sizes, **ends)
+    )
+
+
 def of_family(name: str, **how: Any) -> Callable[[], Any]:
     """A language model of another family, whose norms are not all ones."""
 
@@ -78,6 +86,7 @@ PARTS = {
     qwen2: {"Qwen2ForCausalLM": 1, "Qwen2Attention": 2, "Qwen2MLP": 2, "Qwen2RMSNorm": 5},
     gpt2: {"GPT2LMHeadModel": 1, "LayerNorm": 5, "NewGELUActivation": 2},
     bert: {"LayerNorm": 6, "BertSelfOutput": 2, "BertOutput": 2, "GELUActivation": 3},
+    modernbert: {"ModernBertForMaskedLM": 1, "LayerNorm": 6, "GELUActivation": 3},
     # Weights that begin at zero; norms of queries and keys.
     of_family("Gemma2", head_dim=8, num_key_value_heads=1): {
         "Gemma2Attention": 2,

@@ -10,7 +10,6 @@ another memory layout than the module take the module's own way.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ def fusible(module: nn.Module) -> dict[str, int]:
     {'LayerNorm': 1, 'GELU': 1}
     """
     tables = tables_of(module)
-    found = [x for x in module.modules() if _forward(x, tables) is not None or _causal_loss_of(x)]
+    found = [x for x in module.modules() if _forward(x, tables) or _loss(x)]
     return dict(Counter(type(part).__name__ for part in found))
 
 
@@ -111,8 +110,9 @@ def fuse(module: nn.Module) -> None:
         forward = _forward(part, tables)
         if forward is not None:
             part.__dict__["forward"] = forward
-        if _causal_loss_of(part):
-            part.__dict__["_loss_function"] = causal_loss
+        loss = _loss(part)
+        if loss is not None:
+            part.__dict__["_loss_function"] = loss
 
 
 def known_as(part: nn.Module, specimens: Mapping[str, T]) -> T | None:
@@ -283,13 +283,15 @@ def _residual_norm(part: nn.Module) -> Forward | None:
     return forward
 
 
-def _causal_loss_of(part: nn.Module) -> bool:
-    """Whether a language model takes its loss from the usual function of Hugging Face."""
+def _loss(part: nn.Module) -> Forward | None:
+    """In the place of the loss that a model takes from the usual functions of Hugging Face."""
     code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
     if code is None or "loss_function" not in code.co_names:
-        return False
-    usual = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
-    return usual is not None and getattr(part, "loss_function", None) is usual
+        return None
+    found = getattr(part, "loss_function", None)
+    if found is None:
+        return None
+    return next((new for path, new in LOSSES.items() if found is specimen(path)), None)
 
 
 def causal_loss(
@@ -316,12 +318,23 @@ def causal_loss(
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    reduction = "mean" if num_items_in_batch is None else "sum"
+    return masked_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def masked_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    **_: Any,
+) -> Tensor:
+    """The loss of a model whose labels stand where they are predicted: as :func:`causal_loss`."""
     loss = kernels.cross_entropy(
         logits.view(-1, vocab_size),
-        shift_labels.reshape(-1).to(logits.device),
+        labels.reshape(-1).to(logits.device),
         ignore_index=ignore_index,
-        reduction=reduction,  # type: ignore[arg-type]
+        reduction="mean" if num_items_in_batch is None else "sum",
     ).float()
     if num_items_in_batch is None:
         return loss
@@ -330,6 +343,10 @@ def causal_loss(
     return loss / num_items_in_batch
 
 
+LOSSES = {
+    "transformers.loss.loss_utils.ForCausalLMLoss": causal_loss,
+    "transformers.loss.loss_utils.ForMaskedLMLoss": masked_loss,
+}
 SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
 GELUS = ("NewGELUActivation", "FastGELUActivation", "GELUTanh", "GELUActivation")
 RULES: dict[str, Callable[[nn.Module], Forward | None]] = {

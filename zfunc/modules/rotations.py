@@ -75,7 +75,7 @@ def tables_of(module: nn.Module) -> Tables | None:
 
 def rotated_by(part: nn.Module) -> Rotation | None:
     """How an attention turns heads; None if there is no telling."""
-    function = type(part).forward
+    function = inspect.unwrap(type(part).forward)
     code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     turn = inspect.unwrap(space[NAME]) if callable(space.get(NAME)) else None
     arguments = getattr(turn, "__code__", None)
@@ -100,6 +100,8 @@ def turned_attention(part: nn.Module, tables: Tables | None) -> Callable[..., An
     rotation, function = rotated_by(part), type(part).forward
     if rotation is None or rotation.tables not in (None, tables):
         return None
+    if hasattr(function, "__wrapped__"):
+        return None  # what decorates it may do more
     turn = _turn(rotation, function.__globals__[NAME])
     fused = types.FunctionType(
         function.__code__,
