@@ -32,6 +32,21 @@ def test_a_payload_holds_levels_and_scales(n: int, bits: int, symmetric: bool):
     assert torch.equal(rows, back.bfloat16().expand(2, n))
 
 
+@pytest.mark.parametrize(("bits", "symmetric"), FORMS)
+def test_a_payload_may_lie_anywhere(bits: int, symmetric: bool):
+    """Behind an odd number of bytes, every other byte, or in rows that are apart."""
+    form = Payload(100, bits=bits, group=32, symmetric=symmetric)
+    payload, _ = kernels.quantize_payload(torch.randn(100), form)
+    expected = kernels.dequantize_payload(payload, form)
+    mean = kernels.mean_payloads(payload[None], form)[0]
+    room = torch.zeros(2, 2 * form.bytes + 9, dtype=torch.uint8)
+    for where in (room[:, 1 : form.bytes + 1], room[:, 3 : form.bytes + 3], room[:, 1:-8:2]):
+        where.copy_(payload)
+        assert torch.equal(kernels.dequantize_payload(where[0], form), expected)
+        assert torch.equal(kernels.dequantize_payload(where, form), expected.expand(2, 100))
+        assert torch.equal(kernels.mean_payloads(where[:1], form)[0], mean)
+
+
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize(("bits", "symmetric"), FORMS)
 @pytest.mark.parametrize("n", [1, 1031, 300000])
