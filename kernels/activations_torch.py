@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zfunc.kernels.normalization_torch import wide
+from zfunc.kernels.pieces_torch import element_pieces, row_pieces
 
 __all__ = [
     "activated",
@@ -44,25 +47,53 @@ def slope(x: Tensor, act: str) -> Tensor:
 
 def glu_twin(gate: Tensor, up: Tensor, out: Tensor, *, act: str) -> None:
     """Rows ``[M, F]``."""
-    g = gate.to(wide(gate))
-    out.copy_(activated(g, act).mul_(up))
+    for g, u, y in element_pieces(gate, up, out):
+        wide_g = g.to(wide(g))
+        room = _room(y, wide_g)
+        _put(y, _activate(wide_g, act, room).mul_(u))
 
 
 def glu_backward_twin(
     grad: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, *, act: str
 ) -> None:
     """Rows ``[M, F]``."""
-    g, go = gate.to(wide(gate)), grad.to(wide(gate))
-    d_up.copy_(activated(g, act).mul_(go))
-    d_gate.copy_(_pulled(go * up, g, act))
+    for go, g, u, dg, du in element_pieces(grad, gate, up, d_gate, d_up):
+        pull, x = go.to(wide(g)), g.to(wide(g))
+        _put(du, _activate(x, act, _room(du, x)).mul_(pull))
+        _put(dg, _pull(pull * u, x, act, _room(dg, x)))
 
 
-def _pulled(grad: Tensor, x: Tensor, act: str) -> Tensor:
-    """The gradient behind the activation, by torch's own kernel."""
+def _activate(x: Tensor, act: str, out: Tensor) -> Tensor:
+    """:func:`activated`, written to ``out``."""
     if act == "silu":
-        return torch.ops.aten.silu_backward(grad, x)
-    how = "tanh" if act == "gelu_tanh" else "none"
-    return torch.ops.aten.gelu_backward(grad, x, approximate=how)
+        torch.ops.aten.silu.out(x, out=out)
+    else:
+        torch.ops.aten.gelu.out(x, approximate=_how(act), out=out)
+    return out
+
+
+def _pull(grad: Tensor, x: Tensor, act: str, out: Tensor) -> Tensor:
+    """The gradient behind the activation, by torch's own kernel, written to ``out``."""
+    if act == "silu":
+        torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=_how(act), grad_input=out)
+    return out
+
+
+def _how(act: str) -> str:
+    return "tanh" if act == "gelu_tanh" else "none"
+
+
+def _room(target: Tensor, x: Tensor) -> Tensor:
+    """Where something of the dtype of ``x`` is written that belongs into ``target``."""
+    return target if target.dtype == x.dtype else torch.empty_like(x)
+
+
+def _put(target: Tensor, x: Tensor) -> None:
+    """Round ``x`` to where it belongs, if it is not there."""
+    if x is not target:
+        target.copy_(x)
 
 
 def glu_formula(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
@@ -73,19 +104,37 @@ def glu_formula(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tenso
 
 def bias_gelu_twin(x: Tensor, bias: Tensor | None, out: Tensor, *, act: str) -> None:
     """Rows ``[M, F]``."""
-    v = x.to(wide(x))
-    out.copy_(activated(v if bias is None else v + bias, act))
+    for part, y in _pieces(bias, x, out):
+        v = _biased(part, bias)
+        _put(y, _activate(v, act, _room(y, v)))
 
 
 def bias_gelu_backward_twin(
     grad: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, db: Tensor | None, *, act: str
 ) -> None:
     """Rows ``[M, F]``; ``db`` is ``[F]``."""
+    total = None if db is None else torch.zeros_like(db, dtype=wide(x))
+    for go, part, d in _pieces(bias, grad, x, dx):
+        v = _biased(part, bias)
+        v = _pull(go.to(v.dtype), v, act, _room(d, v))
+        _put(d, v)
+        if total is not None:
+            total += v.sum(0)
+    if db is not None and total is not None:
+        db.copy_(total)
+
+
+def _pieces(bias: Tensor | None, *matrices: Tensor) -> Iterable[tuple[Any, ...]]:
+    """Uncut where one function does it all."""
+    if bias is not None:
+        return row_pieces(*matrices)
+    alone = matrices[0].dtype == wide(matrices[0])
+    return [matrices] if alone else element_pieces(*matrices)
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     v = x.to(wide(x))
-    v = _pulled(grad.to(v.dtype), v if bias is None else v + bias, act)
-    dx.copy_(v)
-    if db is not None:
-        db.copy_(v.sum(0))
+    return v if bias is None else v + bias
 
 
 def bias_gelu_formula(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels.normalization_torch import wide
+from zfunc.kernels.pieces_torch import row_pieces
 
 __all__ = ["backward_formula", "backward_twin", "forward_twin", "grad_twin"]
 
@@ -21,21 +22,22 @@ def forward_twin(
     z: float,
 ) -> None:
     """Rows ``[M, V]``; ``total`` is ``[M, 2]``: the greatest logit, the sum relative to it."""
-    x = logits.to(wide(logits))
-    top = x.amax(-1)
-    exps = (x - top[:, None]).exp_().sum(-1)
-    total.copy_(torch.stack([top, exps], -1))
-    counts = target != ignore
-    at = x.gather(-1, target.where(counts, 0)[:, None])[:, 0]
-    logs = exps.log_()
-    # Differences of logits, not of sums: great logits have no room for the digits of a small loss.
-    anchor = at.masked_fill(at == -torch.inf, 0.0)
-    loss = logs + (top - anchor) - (1 - smoothing) * (at - anchor)
-    if smoothing:
-        loss -= smoothing * (x - anchor[:, None]).mean(-1)
-    if z:
-        loss += z * (logs + top).square()
-    losses.copy_(loss.where(counts, 0.0))
+    for part, goals, to, sums in row_pieces(logits, target, losses, total):
+        x = part.to(wide(logits))
+        top = x.amax(-1)
+        exps = (x - top[:, None]).exp_().sum(-1)
+        sums.copy_(torch.stack([top, exps], -1))
+        counts = goals != ignore
+        at = x.gather(-1, goals.where(counts, 0)[:, None])[:, 0]
+        logs = exps.log_()
+        # Differences of logits, not of sums: great logits have no room for a small loss's digits.
+        anchor = at.masked_fill(at == -torch.inf, 0.0)
+        loss = logs + (top - anchor) - (1 - smoothing) * (at - anchor)
+        if smoothing:
+            loss -= smoothing * (x - anchor[:, None]).mean(-1)
+        if z:
+            loss += z * (logs + top).square()
+        to.copy_(loss.where(counts, 0.0))
 
 
 def backward_twin(
@@ -50,17 +52,20 @@ def backward_twin(
     z: float,
 ) -> None:
     """Rows ``[M, V]``, ``total`` ``[M, 2]``, the rest ``[M]``; ``new`` may be ``logits``."""
-    x = logits.to(wide(logits), copy=True)
-    top, exps = total.unbind(-1)
-    lift = 1 + 2 * z * (top + exps.log()) if z else torch.ones_like(exps)
-    x.sub_(top[:, None]).exp_().mul_((lift / exps)[:, None])
-    if smoothing:
-        x.sub_(smoothing / x.shape[-1])
-    counts = target != ignore
-    at = target.where(counts, 0)[:, None]
-    x.scatter_add_(-1, at, torch.full_like(at, smoothing - 1, dtype=x.dtype))
-    x.mul_(grad[:, None]).masked_fill_(~counts[:, None], 0.0)
-    new.copy_(x)
+    for part, g, goals, sums, to in row_pieces(logits, grad, target, total, new):
+        top, exps = sums.unbind(-1)
+        lift = 1 + 2 * z * (top + exps.log()) if z else torch.ones_like(exps)
+        room = to if to.dtype == sums.dtype else torch.empty_like(part, dtype=sums.dtype)
+        x = torch.sub(part, top[:, None], out=room)
+        x.exp_().mul_((lift / exps)[:, None])
+        if smoothing:
+            x.sub_(smoothing / x.shape[-1])
+        counts = goals != ignore
+        at = goals.where(counts, 0)[:, None]
+        x.scatter_add_(-1, at, torch.full_like(at, smoothing - 1, dtype=x.dtype))
+        x.mul_(g[:, None]).masked_fill_(~counts[:, None], 0.0)
+        if x is not to:
+            to.copy_(x)
 
 
 def grad_twin(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zfunc.kernels.pieces_torch import row_pieces
+
 __all__ = ["backward_formula", "backward_twin", "forward_twin", "wide"]
 
 
@@ -31,22 +33,26 @@ def forward_twin(
     ``rstd`` is ``[M]``, ``mean`` (if any) ``[M, 2]``: itself, and what was lost when it was
     rounded, which is as much as the row spreads where the mean is great.
     """
-    if residual is not None and s is not None:
-        x = torch.add(x, residual, out=s)
-    v = x.to(wide(x))
-    if mean is not None:
-        torch.mean(v, -1, out=mean[:, 0])
-        v = v - mean[:, :1]
-        torch.mean(v, -1, out=mean[:, 1])
-        v.sub_(mean[:, 1:])
-    square = torch.linalg.vector_norm(v, dim=-1).square_().div_(v.shape[-1])
-    torch.rsqrt(square.add_(eps), out=rstd)
-    v = v * rstd[:, None]
-    if weight is not None:
-        v.mul_(weight.to(v.dtype) + offset if offset else weight.to(v.dtype))
-    if bias is not None:
-        v.add_(bias)
-    y.copy_(v)
+    kind = wide(x)
+    gain = None if weight is None else weight.to(kind) + offset if offset else weight.to(kind)
+    for part, r, to, sums, means, scales in row_pieces(x, residual, y, s, mean, rstd):
+        if r is not None:
+            part = torch.add(part, r, out=sums)
+        v = part.to(kind)
+        if means is not None:
+            torch.mean(v, -1, out=means[:, 0])
+            v = v - means[:, :1]
+            torch.mean(v, -1, out=means[:, 1])
+            v.sub_(means[:, 1:])
+        square = torch.linalg.vector_norm(v, dim=-1).square_().div_(v.shape[-1])
+        torch.rsqrt(square.add_(eps), out=scales)
+        v = torch.mul(v, scales[:, None], out=to if to.dtype == kind else torch.empty_like(v))
+        if gain is not None:
+            v.mul_(gain)
+        if bias is not None:
+            v.add_(bias)
+        if v is not to:
+            to.copy_(v)
 
 
 def backward_twin(
@@ -63,20 +69,27 @@ def backward_twin(
     offset: float,
 ) -> None:
     """Rows ``[M, N]`` in, ``dx`` like them out, and sums over rows ``[N]``."""
-    g, v = grad.to(wide(s)), s.to(wide(s))
-    v = (v if mean is None else (v - mean[:, :1]).sub_(mean[:, 1:])) * rstd[:, None]
-    if db is not None:
-        db.copy_(g.sum(0))
-    if weight is not None:
-        if dw is not None:
-            dw.copy_((g * v).sum(0))
-        g = g * (weight.to(g.dtype) + offset)
-    shares = (g * v).mean(-1, keepdim=True)
-    new = torch.addcmul(g, v, shares, value=-1)
-    if mean is not None:
-        new.sub_(g.mean(-1, keepdim=True))
-    new.mul_(rstd[:, None])
-    dx.copy_(new if grad_s is None else new.add_(grad_s))
+    kind = wide(s)
+    gain = None if weight is None else weight.to(kind) + offset
+    new_dw, new_db = (None if x is None else torch.zeros_like(x, dtype=kind) for x in (dw, db))
+    for go, more, part, means, scales, to in row_pieces(grad, grad_s, s, mean, rstd, dx):
+        g, v = go.to(kind), part.to(kind)
+        v = (v if means is None else (v - means[:, :1]).sub_(means[:, 1:])) * scales[:, None]
+        if new_db is not None:
+            new_db += g.sum(0)
+        shares = g * v
+        if new_dw is not None:
+            new_dw += shares.sum(0)
+        if gain is not None:
+            g, shares = g * gain, shares.mul_(gain)
+        new = torch.addcmul(g, v, shares.mean(-1, keepdim=True), value=-1)
+        if means is not None:
+            new.sub_(g.mean(-1, keepdim=True))
+        new.mul_(scales[:, None])
+        to.copy_(new if more is None else new.add_(more))
+    for target, total in ((dw, new_dw), (db, new_db)):
+        if target is not None and total is not None:
+            target.copy_(total)
 
 
 def backward_formula(

@@ -350,7 +350,7 @@ def _unpack_fresh(payload: Tensor, *rest: Any) -> Tensor:
 
 
 def _readable(payload: Tensor) -> Tensor:
-    """Payloads one behind the other, where bytes can be read as scales: a slice may lie anywhere."""
+    """Payloads one behind the other, where bytes can be read as scales: slices lie anywhere."""
     packed = payload.contiguous().view(-1)
     return (packed.clone() if packed.storage_offset() % 16 else packed).view(payload.shape)
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.kernels.closeness import assert_near
 from tests.kernels.layer_cases import BY_NAME, CASES, Case, loss, offset, outputs
 from zfunc import kernels
+from zfunc.kernels import activations_torch, losses_torch, normalization_torch, pieces_torch
 
 pytestmark = [
     # torch.func.jvp loads its rules through torch.jit.script, 2.13
@@ -53,6 +54,34 @@ def test_it_is_as_near_as_the_rule_says(case: Case):
             found = gradients(case.fused, args, cotangents)
             for x, y, z in zip(found, expected, eager, strict=True):
                 assert_near(x, y, z)
+
+
+@every_case
+def test_twins_in_pieces_are_as_near(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU long matrices are cut: here a row each, and single rows every few elements."""
+    monkeypatch.setattr(pieces_torch, "PIECE", 8)
+    monkeypatch.setattr(pieces_torch, "FEWEST", 1)
+    cuts: list[int] = []
+    plain = pieces_torch.row_pieces
+
+    def counted(*matrices: Any) -> Any:
+        pieces = list(plain(*matrices))
+        cuts.append(len(pieces))
+        return iter(pieces)
+
+    for twins in (activations_torch, losses_torch, normalization_torch, pieces_torch):
+        monkeypatch.setattr(twins, "row_pieces", counted)
+    for dtype in (torch.float32, torch.bfloat16):
+        for n, rows in ((31, 37), (512, 1)):
+            args = case.tensors(n, rows, dtype)
+            exact = [x.double() for x in args]
+            cotangents = [_cotangent(y).to(dtype) for y in outputs(case.plain(*exact))]
+            expected = gradients(case.plain, exact, [c.double() for c in cotangents])
+            eager = gradients(case.plain, args, cotangents)
+            found = gradients(case.fused, args, cotangents)
+            for x, y, z in zip(found, expected, eager, strict=True):
+                assert_near(x, y, z)
+    assert case.name.startswith("rotary") or max(cuts) > 10
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "cross_entropy", "cross_entropy, smooth"])
