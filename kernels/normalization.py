@@ -223,7 +223,9 @@ def _rooms(
 def _run_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     weight, bias, eps, offset, center = rest
     y, s, mean, rstd = _rooms(x, residual, *rest)
-    if rstd.numel():
+    if not y.numel():
+        mean.zero_(), rstd.zero_()
+    else:
         dispatch.run(
             "layer_norm" if center else "rms_norm",
             _rows(x),

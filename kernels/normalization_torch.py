@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,22 +37,21 @@ def forward_twin(
     """
     kind = wide(x)
     gain = None if weight is None else weight.to(kind) + offset if offset else weight.to(kind)
+    base = None if bias is None else bias.to(kind)
     for part, r, to, sums, means, scales in row_pieces(x, residual, y, s, mean, rstd):
         if r is not None:
             part = torch.add(part, r, out=sums)
         v = part.to(kind)
-        if means is not None:
+        if means is None:
+            square = torch.linalg.vector_norm(v, dim=-1).square_().div_(v.shape[-1])
+            torch.rsqrt(square.add_(eps), out=scales)
+            v = torch.mul(v, scales[:, None], out=to if to.dtype == kind else None)
+            v = v if gain is None else v.mul_(gain)
+        else:
             torch.mean(v, -1, out=means[:, 0])
             v = v - means[:, :1]
-            torch.mean(v, -1, out=means[:, 1])
-            v.sub_(means[:, 1:])
-        square = torch.linalg.vector_norm(v, dim=-1).square_().div_(v.shape[-1])
-        torch.rsqrt(square.add_(eps), out=scales)
-        v = torch.mul(v, scales[:, None], out=to if to.dtype == kind else torch.empty_like(v))
-        if gain is not None:
-            v.mul_(gain)
-        if bias is not None:
-            v.add_(bias)
+            v, rest, scale = torch.native_layer_norm(v, v.shape[-1:], gain, base, eps)
+            means[:, 1:], scales[:] = rest, scale[:, 0]
         if v is not to:
             to.copy_(v)
 
@@ -71,25 +72,43 @@ def backward_twin(
     """Rows ``[M, N]`` in, ``dx`` like them out, and sums over rows ``[N]``."""
     kind = wide(s)
     gain = None if weight is None else weight.to(kind) + offset
-    new_dw, new_db = (None if x is None else torch.zeros_like(x, dtype=kind) for x in (dw, db))
+    totals = [None if x is None else torch.zeros_like(x, dtype=kind) for x in (dw, db)]
     for go, more, part, means, scales, to in row_pieces(grad, grad_s, s, mean, rstd, dx):
-        g, v = go.to(kind), part.to(kind)
-        v = (v if means is None else (v - means[:, :1]).sub_(means[:, 1:])) * scales[:, None]
-        if new_db is not None:
-            new_db += g.sum(0)
-        shares = g * v
-        if new_dw is not None:
-            new_dw += shares.sum(0)
-        if gain is not None:
-            g, shares = g * gain, shares.mul_(gain)
-        new = torch.addcmul(g, v, shares.mean(-1, keepdim=True), value=-1)
-        if means is not None:
-            new.sub_(g.mean(-1, keepdim=True))
-        new.mul_(scales[:, None])
+        pull = _rms_pull if means is None else _layer_pull
+        new, *sums = pull(go.to(kind), part.to(kind), gain, means, scales[:, None], totals)
         to.copy_(new if more is None else new.add_(more))
-    for target, total in ((dw, new_dw), (db, new_db)):
+        for total, some in zip(totals, sums, strict=True):
+            if total is not None and some is not None:
+                total += some
+    for target, total in zip((dw, db), totals, strict=True):
         if target is not None and total is not None:
             target.copy_(total)
+
+
+def _rms_pull(
+    g: Tensor, v: Tensor, gain: Tensor | None, mean: None, scale: Tensor, wanted: list[Any]
+) -> tuple[Tensor, Tensor | None, None]:
+    """Gradients of a row and of the weight, whose gradient is wanted where ``wanted[0]`` is."""
+    v = v * scale
+    shares = g * v
+    dw = None if wanted[0] is None else shares.sum(0)
+    if gain is not None:
+        g, shares = g * gain, shares.mul_(gain)
+    new = torch.addcmul(g, v, shares.mean(-1, keepdim=True), value=-1)
+    return new.mul_(scale), dw, None
+
+
+def _layer_pull(
+    g: Tensor, v: Tensor, gain: Tensor | None, mean: Tensor, scale: Tensor, wanted: list[Any]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Likewise, and of the bias; by torch's kernel, on rows that lie around zero."""
+    mask = [True, *(x is not None for x in wanted)]
+    v = v - mean[:, :1]
+    found: tuple[Tensor, Tensor | None, Tensor | None]
+    found = torch.ops.aten.native_layer_norm_backward(
+        g, v, v.shape[-1:], mean[:, 1:].contiguous(), scale, gain, gain, mask
+    )
+    return found
 
 
 def backward_formula(

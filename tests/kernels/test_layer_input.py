@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from zfunc import kernels
 from zfunc.kernels import dispatch
@@ -67,6 +68,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         r"rotary has no gradient, but argument 0 requires one",
     ),
     (lambda: kernels.cross_entropy(X, TARGET[:3]), r"target is torch\.int64\[3\]"),
+    (lambda: kernels.cross_entropy(X[:, :0], TARGET), r"logits is .*\[4, 0\].* N at least 1"),
     (lambda: kernels.cross_entropy(X, TARGET + 1), r"target 6 is no class; expected 0 to 5"),
     (lambda: kernels.cross_entropy(X, TARGET, label_smoothing=2.0), r"expected 0 to 1"),
     (lambda: kernels.cross_entropy(X, TARGET, reduction="max"), r"reduction='max'"),  # type: ignore[arg-type]
@@ -109,6 +111,18 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_what_they_refuse(call: Callable[[], Any], said: str):
     with pytest.raises(kernels.KernelError, match=said):
         call()
+
+
+@pytest.mark.parametrize("f", [
+    lambda x, w: kernels.rms_norm(x, w), lambda x, w: kernels.layer_norm(x, w, w),
+    lambda x, w: kernels.rms_norm(x, w, residual=x)[0], kernels.swiglu, kernels.bias_gelu,
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [0, 3])
+def test_rows_of_no_elements(f: Callable[..., Tensor], rows: int):
+    x = torch.ones(rows, 0, requires_grad=True)
+    w = x if f is kernels.swiglu else torch.ones(0, requires_grad=True)
+    y = f(x, w)
+    assert y.shape == (rows, 0) and torch.autograd.grad(y.sum(), [x])[0].shape == (rows, 0)
 
 
 def test_losses_as_torch_reduces_them():
