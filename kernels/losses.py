@@ -98,8 +98,8 @@ def check(
     if not 0 <= smoothing <= 1:
         raise KernelError(f"kernels.{name}: label_smoothing={smoothing}; expected 0 to 1.")
     fits = logits.dim() and logits.shape[:-1] == target.shape
-    fits = fits and (classes or logits.shape[-1] or not target.numel())
-    if not fits or not numbers(logits) or target.dtype != torch.int64:
+    nothing = not classes and target.numel() and not logits.shape[-1:].numel()
+    if not fits or nothing or not numbers(logits) or target.dtype != torch.int64:
         what = "x" if classes else "logits"
         raise KernelError(
             f"kernels.{name}: {what} is {logits.dtype}{list(logits.shape)}, target is "
