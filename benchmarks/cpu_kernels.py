@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 
 from zfunc import kernels
 
@@ -134,10 +135,52 @@ def groupwise(n: int) -> Iterator[Race]:
     )
 
 
+def layers(n: int) -> Iterator[Race]:
+    """Layers of a transformer in float32, forward and backward, against torch and autograd."""
+    width = 2048
+    x, y = (torch.randn(n // width, width, requires_grad=True) for _ in range(2))
+    w, b = (torch.randn(width, requires_grad=True) for _ in range(2))
+    target = torch.randint(width, (n // width,))
+    turn = torch.randn(1, 256, 32)
+    table = torch.cat([turn, turn], -1)
+    heads = torch.randn(n // (16 * 256 * 64), 16, 256, 64, requires_grad=True)
+
+    def both(f: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[], object]:
+        ones = torch.ones_like(f(*args))
+        return lambda: torch.autograd.grad(f(*args), args, ones)
+
+    def rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def rotated(q: torch.Tensor) -> torch.Tensor:
+        return q * table + torch.cat([-q[..., 32:], q[..., :32]], -1) * table
+
+    nothing = heads[:, :0].detach()
+    rotary = functools.partial(kernels.rotary, k=nothing, cos=turn, sin=turn)
+    yield Race("rms_norm", both(kernels.rms_norm, x, w), both(rms, x, w), 20)
+    yield Race(
+        "layer_norm",
+        both(kernels.layer_norm, x, w, b),
+        both(lambda x, w, b: F.layer_norm(x, (width,), w, b), x, w, b),
+        20,
+    )
+    yield Race("swiglu", both(kernels.swiglu, x, y), both(lambda x, y: F.silu(x) * y, x, y), 32)
+    gelu = functools.partial(kernels.bias_gelu, approximate="none")
+    yield Race("bias_gelu", both(gelu, x, b), both(lambda x, b: F.gelu(x + b), x, b), 20)
+    yield Race("rotary", both(lambda q: rotary(q)[0], heads), both(rotated, heads), 16)
+    yield Race(
+        "cross_entropy",
+        both(lambda x: kernels.cross_entropy(x, target), x),
+        both(lambda x: F.cross_entropy(x, target), x),
+        12,
+    )
+
+
 RACES: dict[str, Callable[[int], Iterator[Race]]] = {
     "adamw_flat": adamw_flat,
     "onebit": onebit,
     "groupwise": groupwise,
+    "layers": layers,
 }
 
 
@@ -200,7 +243,7 @@ def main() -> int:
     stream, speeds, held = triad(n), [], True
     for name in found.only:
         for each in RACES[name](n):
-            with kernels.use(found.route):
+            with kernels.use("torch" if name == "layers" else found.route):  # they have no other
                 took = timed(each, stream, found.turns)
             ours, naive = (median(x) / n * 1e9 for x in (took.ours, took.naive))
             speeds.append(12 * n / median(took.stream) / 1e9)

@@ -177,8 +177,11 @@ def twin(
     for x, out in ((q, q_out), (k, k_out)):
         a, b = _pairs(x, half, interleaved)
         new_a, new_b = _pairs(out, half, interleaved)
-        new_a.copy_(a * c - b * s)
-        new_b.copy_(b * c + a * s)
+        for new, first, second, sign in ((new_a, a, b, -1), (new_b, b, a, 1)):
+            if new.dtype == c.dtype:
+                torch.mul(first, c, out=new).addcmul_(second, s, value=sign)
+            else:
+                new.copy_(torch.addcmul(first * c, second, s, value=sign))
         out[..., 2 * half :].copy_(x[..., 2 * half :])
 
 
