@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from typing import Any
 
@@ -142,6 +143,72 @@ def test_patched_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             patched.setattr(home, name, other)
             assert decoder_layers.known(model) == 0
     assert decoder_layers.known(model) == 2
+
+
+def _differing(change: str) -> Any:
+    """A Llama with another part in its first layer, which is written like those that are known."""
+    model = causal("llama")
+    layer = model.model.layers[0]
+    if change.endswith("called in another way"):
+        part = layer.get_submodule(change.partition(" ")[0])
+
+        def call(self: Any, *args: Any, **named: Any) -> Any:
+            y = torch.nn.Module.__call__(self, *args, **named)
+            return y * 2 if isinstance(y, Tensor) else (y[0] * 2, *y[1:])
+
+        part.__class__ = type("Other", (type(part),), {"__call__": call})
+    elif change == "a weight that broadcasts":
+        layer.input_layernorm.weight = torch.nn.Parameter(torch.full((1,), 1.5))
+    elif change == "an eps that is a tensor":
+        layer.input_layernorm.variance_epsilon = torch.full((32,), 0.1)
+    elif change.startswith("a buffer"):
+        part = layer.get_submodule(change.rpartition(" ")[2])
+        weight = part.weight.detach()
+        del part.weight
+        part.register_buffer("weight", weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(f"{name} called in another way" for name in ("input_layernorm", "mlp", "self_attn")),
+        *("a weight that broadcasts", "an eps that is a tensor"),
+        *("a buffer of input_layernorm", "a buffer of mlp.up_proj"),
+    ],
+)
+def test_what_is_written_alike_and_differs_is_left_alone(change: str) -> None:
+    model, (ids, mask) = _differing(change), padded()
+    assert decoder_layers.known(model) == 1
+    functional = zf.functionalize(model)
+    out = zf.generate(functional, functional.params, ids, max_new_tokens=5, attention_mask=mask)
+    assert torch.equal(out, own(model, ids, mask, 5))
+
+
+def test_arguments_of_other_names_are_left_alone() -> None:
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.LlamaDecoderLayer.forward.__wrapped__
+    names = tuple(
+        "cache" if name == "past_key_values" else name for name in plain.__code__.co_varnames
+    )
+    renamed = types.FunctionType(plain.__code__.replace(co_varnames=names), plain.__globals__)
+    renamed.__defaults__ = plain.__defaults__
+    model = causal("llama")
+    for layer in model.model.layers:
+        layer.__class__ = type("Other", (type(layer),), {"forward": renamed})
+    assert decoder_layers.known(model) == 0
+
+
+def test_attention_that_is_registered_in_the_place_of_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = causal("llama")
+    own_functions = {"sdpa": lambda *_, **__: None}
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", own_functions)
+    assert decoder_layers.known(model) == 0
 
 
 def test_gradients_go_through_the_layer_itself() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zfunc.modules.likeness import alike, same_forward, specimen
+from zfunc.modules.likeness import alike, genuine, same_forward, shadowed, specimen
 
 
 def half(x: Any) -> Any:
@@ -69,6 +69,10 @@ def test_names_and_texts_make_no_difference():
         ("    def forward", "    @functools.lru_cache\n    def forward"),
         ("    def forward", "    def __getattr__(self, name): return 1\n    def forward"),
         ("    def forward", "    eps = 3\n    def forward"),
+        (
+            "    def forward",
+            "    def __call__(self, x): return self.forward(x) * 2\n    def forward",
+        ),
         ("    def _scale", "    @staticmethod\n    def _scale"),
     ],
 )
@@ -101,9 +105,27 @@ def test_functions_that_differ(text: str):
     assert not alike(first, written(text))
 
 
+def test_what_a_closure_holds_counts():
+    assert alike(adder(1), adder(1)) and not alike(adder(1), adder(2))
+    assert not alike(adder(1), adder(True)) and not alike(adder([1]), adder([1]))
+
+
 def test_what_cannot_be_read_is_not_alike():
-    assert not alike(adder(1), adder(2))  # what a closure holds is not looked at
     assert alike(len, len) and not alike(len, max) and not alike(3, half)
+
+
+def test_where_exceptions_are_caught_counts():
+    """It is in none of the instructions."""
+    text = "def f(x):\n try: x()\n except KeyError: return 1\n else: return 2"
+    other = "def f(x):\n try:\n  x()\n  return 2\n except KeyError: return 1"
+    assert alike(written(text), written(text)) and not alike(written(text), written(other))
+
+
+def test_attributes_of_an_instance_in_the_place_of_methods():
+    norm = Norm()
+    assert not shadowed(norm)
+    norm._scale = torch.abs
+    assert shadowed(norm)
 
 
 def test_functions_that_call_themselves():
@@ -116,6 +138,11 @@ def test_decorators_count():
     plain, quiet = "def f(x): return x * 2", "@torch.no_grad()\ndef f(x): return x * 2"
     assert alike(written(quiet), written(quiet)) and not alike(written(plain), written(quiet))
     assert not alike(written(quiet), written("@torch.no_grad()\ndef f(x): return x * 3"))
+    for other in ("enable_grad()", "set_grad_enabled(False)", "set_grad_enabled(True)"):
+        also = quiet.replace("no_grad()", other)
+        assert alike(written(also), written(also)) and not alike(written(quiet), written(also))
+    known = quiet.replace("no_grad()", "set_grad_enabled(True)")
+    assert not alike(written(known), written(known.replace("True", "False")))
 
 
 def test_specimens(monkeypatch: pytest.MonkeyPatch):
@@ -131,3 +158,22 @@ def test_specimens(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(modeling_gemma.GemmaRMSNorm, "_norm", lambda self, x: x)
     monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
     assert specimen(f"{homes[0]}GemmaRMSNorm") is specimen(f"{homes[1]}rotate_half") is None
+    assert specimen(f"{homes[1]}apply_rotary_pos_emb") is None  # it calls the other one
+    monkeypatch.setattr(modeling_llama, "rotate_half", modeling_gemma.rotate_half)
+    assert specimen(f"{homes[1]}apply_rotary_pos_emb") is None
+
+
+def test_what_is_put_around_a_function_has_its_name(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("transformers", reason="the `hf` extra is not installed")
+    from transformers.models.llama import modeling_llama
+
+    def doubled(method: Any) -> Any:
+        return functools.wraps(method)(lambda *args: method(*args) * 2)
+
+    path = f"{modeling_llama.__name__}.LlamaRMSNorm"
+    norm, scaled = modeling_llama.LlamaRMSNorm(3), nn.LayerNorm(3)
+    assert genuine(norm) == path and genuine(scaled) == "torch.nn.modules.normalization.LayerNorm"
+    for part in (norm, scaled):
+        monkeypatch.setattr(type(part), "forward", doubled(type(part).forward))
+        assert genuine(part) == ""
+    assert specimen(path) is None

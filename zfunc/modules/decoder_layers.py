@@ -12,6 +12,7 @@ between. A layer with hooks anywhere in it is left alone.
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from zfunc import kernels
 from zfunc.modules import blocks
 from zfunc.modules.blocks import Slots
 from zfunc.modules.fusion import NETWORKS, NORMS, Gated, RMSNorm, activation, known_as
-from zfunc.modules.likeness import genuine, watched
+from zfunc.modules.likeness import genuine, specimen, watched
 from zfunc.modules.rotations import Rotation, Tables, rotated_by, tables_of
 from zfunc.quant.kernel_products import readable
 from zfunc.quant.products import several
@@ -39,7 +40,9 @@ FAMILIES = [  # and whether heads have norms of their own
 ]
 LAYERS = {f"{family}DecoderLayer": True for family, _ in FAMILIES}
 ATTENTIONS = {f"{family}Attention": norms for family, norms in FAMILIES}
+ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs")
 LINEAR = "torch.nn.modules.linear.Linear"
+SDPA = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
 
 
 def known(module: nn.Module) -> int:
@@ -100,15 +103,29 @@ def _layer(part: nn.Module, tables: Tables | None) -> Layer | None:
     linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
     linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
     how = activation(mlp.act_fn)
+    own = inspect.signature(_forward).parameters
     if (
         how is None
+        or any(watched(x) for x in part.modules())
+        # They are called by names, and may be written alike with others.
+        or (*inspect.signature(part.forward).parameters,) != (*own,)[3:]
+        or (*inspect.signature(attention.forward).parameters,) != ARGUMENTS
         or any(known_as(x, NORMS) != RMSNorm(promotes=True) for x in norms)
         or any(genuine(x) != LINEAR for x in linears)
-        or any(watched(x) for x in part.modules())
+        or any("weight" not in x._parameters for x in (*norms, *linears))
+        or any("bias" not in x._parameters for x in linears)
         or rotated_by(attention) != Rotation()
         or getattr(attention.config, "_attn_implementation", "") != "sdpa"
+        or not _torch_attends(attention)
     ):
         return None
+    widths = [linears[0].in_features] * 2 + [attention.head_dim] * 2
+    for norm, width in zip(norms, widths, strict=False):
+        # Other weights are broadcast, and an eps that is a tensor may be any.
+        if norm.weight is None or norm.weight.shape != (width,):
+            return None
+        if not isinstance(norm.variance_epsilon, float | int):
+            return None
     first, second, *of_heads = [(x._parameters, x.variance_epsilon) for x in norms]
     return Layer(
         attention.layer_idx,
@@ -119,6 +136,13 @@ def _layer(part: nn.Module, tables: Tables | None) -> Layer | None:
         *(x._parameters for x in linears),
         *(of_heads or (None, None)),
     )
+
+
+def _torch_attends(attention: Any) -> bool:
+    """Whether what is registered as ``"sdpa"`` where an attention looks is Hugging Face's own."""
+    functions = inspect.unwrap(type(attention).forward).__globals__["ALL_ATTENTION_FUNCTIONS"]
+    found: Any = functions["sdpa"]
+    return found is specimen(SDPA)
 
 
 def _forward(

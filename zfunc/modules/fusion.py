@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from zfunc import kernels
 from zfunc.kernels.normalization_torch import wide
-from zfunc.modules.likeness import genuine, same_forward, specimen, watched
+from zfunc.kernels.operators import numbers
+from zfunc.modules.likeness import MODELS, genuine, same_forward, shadowed, specimen, watched
 from zfunc.modules.rotations import Tables, tables_of, turned_attention
 
 __all__ = ["activation", "fuse", "fusible", "known_as"]
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
-MODELS = "transformers.models."
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def fuse(module: nn.Module) -> None:
 
 def known_as(part: nn.Module, specimens: Mapping[str, T]) -> T | None:
     """What is said of the specimen that a module is written like."""
-    if type(part).__module__.startswith("torch."):
+    if type(part).__module__.startswith("torch.") or shadowed(part):
         return None
     for path, meaning in specimens.items():
         wanted = specimen(MODELS + path)
@@ -149,12 +149,14 @@ def _plain_layout(x: Tensor) -> bool:
 
 
 def _of_one(plain: Forward, new: Callable[[Tensor], Any]) -> Forward:
-    """A forward of one tensor, whatever it is called; ``plain`` says what is wrong with others."""
+    """A forward of one tensor; ``plain`` has its name, and says what is wrong with others."""
+    name = next(iter(inspect.signature(plain).parameters), "")
 
     def forward(*args: Any, **named: Any) -> Any:
-        given = (*args, *named.values())
-        fits = len(given) == 1 and isinstance(given[0], Tensor)
-        return new(given[0]) if fits else plain(*args, **named)
+        x = args[0] if args else named.get(name)
+        if len(args) + len(named) == 1 and isinstance(x, Tensor):
+            return new(x)
+        return plain(*args, **named)
 
     return forward
 
@@ -165,13 +167,30 @@ def _rms_norm(part: nn.Module, how: RMSNorm) -> Forward:
         name = None
 
     def forward(x: Tensor) -> Any:
-        weight = None if name is None else getattr(part, name)
-        fits = x.is_floating_point() and (not how.promotes or _same(x, weight))
-        if not fits or not _plain_layout(x):
+        weight, eps = None if name is None else getattr(part, name), getattr(part, how.eps)
+        fits = (
+            x.dim()
+            and x.shape[-1]
+            and numbers(x)
+            # Others broadcast; an eps that is a tensor may want a gradient.
+            and (name is None or (isinstance(weight, Tensor) and weight.shape == x.shape[-1:]))
+            and isinstance(eps, float | int)
+        )
+        if not fits or not _plain_layout(x) or (how.promotes and not _same(x, weight)):
             return plain(x)
-        return kernels.rms_norm(x, weight, getattr(part, how.eps), offset=how.offset)
+        return kernels.rms_norm(x, weight, eps, offset=how.offset)
 
     return _of_one(plain, forward)
+
+
+def _of_rows(part: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> bool:
+    """Whether torch's norm takes this for rows, and gives its dtype back: not under autocast."""
+    if x.layout != torch.strided or x.is_nested or not numbers(x):
+        return False
+    device = x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    fits = (*x.shape[-1:],) == part.normalized_shape
+    return fits and not autocast
 
 
 def _torch_rms_norm(part: nn.Module) -> Forward | None:
@@ -181,8 +200,7 @@ def _torch_rms_norm(part: nn.Module) -> Forward | None:
     plain = part.forward
 
     def forward(x: Tensor) -> Any:
-        autocast = torch.is_autocast_enabled(x.device.type)
-        if autocast or not _plain_layout(x) or not _same(x, part.weight):
+        if not _of_rows(part, x) or not _plain_layout(x) or not _same(x, part.weight):
             return plain(x)
         eps = torch.finfo(wide(x)).eps if part.eps is None else part.eps
         return kernels.rms_norm(x, part.weight, eps)
@@ -197,10 +215,7 @@ def _layer_norm(part: nn.Module) -> Forward | None:
     plain = part.forward
 
     def forward(input: Tensor) -> Any:
-        strided = input.layout == torch.strided and not input.is_nested
-        # Under autocast it may give float32 whatever comes.
-        autocast = torch.is_autocast_enabled(input.device.type)
-        if autocast or not strided or not _same(input, part.weight, part.bias):
+        if not _of_rows(part, input) or not _same(input, part.weight, part.bias):
             return plain(input)
         return kernels.layer_norm(input, part.weight, part.bias, part.eps)
 
@@ -233,7 +248,7 @@ def _gelu(part: nn.Module) -> Forward | None:
     plain = part.forward
 
     def forward(input: Tensor) -> Any:
-        if not input.dim() or not _plain_layout(input):
+        if not input.dim() or not numbers(input) or not _plain_layout(input):
             return plain(input)
         return kernels.bias_gelu(input, None, how)  # type: ignore[arg-type]
 
@@ -252,7 +267,7 @@ def _gated(part: nn.Module, how: Gated) -> Forward | None:
             return plain(x)
         gate, down = getattr(part, how.gate)(x), getattr(part, how.down)
         gate, up = gate.chunk(2, -1) if how.up is None else (gate, getattr(part, how.up)(x))
-        if not _same(gate, up):
+        if not _same(gate, up) or gate.shape != up.shape or not (gate.dim() and numbers(gate)):
             y = act(gate) * up
         elif which == "silu":
             y = kernels.swiglu(gate, up)
@@ -260,7 +275,9 @@ def _gated(part: nn.Module, how: Gated) -> Forward | None:
             y = kernels.geglu(gate, up, which)  # type: ignore[arg-type]
         if how.dropout is not None:
             y = getattr(part, how.dropout)(y)
-        return down(y.to(down.weight.dtype) if how.casts else y)
+        if how.casts and isinstance(down.weight, Tensor) and down.weight.dtype != torch.int8:
+            y = y.to(down.weight.dtype)
+        return down(y)
 
     return _of_one(plain, forward)
 
@@ -270,13 +287,12 @@ def _residual_norm(part: nn.Module) -> Forward | None:
     norm: Any = part.LayerNorm
     if RULES.get(genuine(norm)) is not _layer_norm or watched(norm):
         return None
-    plain = part.forward
 
     def forward(hidden_states: Tensor, input_tensor: Tensor) -> Any:
-        autocast = torch.is_autocast_enabled(hidden_states.device.type)
-        if autocast or not _same(hidden_states, input_tensor, norm.weight, norm.bias):
-            return plain(hidden_states, input_tensor)
         new = part.dropout(part.dense(hidden_states))  # type: ignore[operator]
+        same = _same(new, input_tensor, norm.weight, norm.bias) and new.shape == input_tensor.shape
+        if not same or not _of_rows(norm, new):
+            return norm(new + input_tensor)
         y, _ = kernels.layer_norm(new, norm.weight, norm.bias, norm.eps, residual=input_tensor)
         return y
 
@@ -317,7 +333,8 @@ def causal_loss(
         0-d float32, also for logits in float64.
     """
     if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
+        shift_labels = labels[..., 1:].contiguous()
     return masked_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
 
 
@@ -332,7 +349,7 @@ def masked_loss(
     """The loss of a model whose labels stand where they are predicted: as :func:`causal_loss`."""
     loss = kernels.cross_entropy(
         logits.view(-1, vocab_size),
-        labels.reshape(-1).to(logits.device),
+        labels.view(-1).to(logits.device),
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",
     ).float()

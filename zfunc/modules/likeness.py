@@ -14,14 +14,16 @@ import functools
 import importlib
 import inspect
 import sys
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["alike", "genuine", "same_forward", "specimen", "watched"]
+__all__ = ["MODELS", "alike", "genuine", "same_forward", "shadowed", "specimen", "watched"]
 
 MISSING = object()
+PLAIN = (bool, int, float, str, bytes, type(None))
+LIBRARIES, MODELS = ("torch.", "transformers."), "transformers.models."
 READS = ("__getattr__", "__getattribute__")
 OF_CONSTANTS = ("LOAD_CONST", "RETURN_CONST", "KW_NAMES")
 AFTER_DOTS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -32,9 +34,10 @@ def same_forward(kind: type, other: type) -> bool:
     """Whether ``forward`` does the same in instances of two types whose attributes are the same.
 
     Names of arguments may differ. Methods and other attributes of the types that ``forward``
-    mentions must be alike.
+    mentions must be alike, and so must what a call does around it.
     """
-    names, seen = ["forward"], {"forward"}
+    names = ["forward", "__call__"]
+    seen = {*names}
     while names:
         name = names.pop()
         found, wanted = (inspect.getattr_static(x, name, MISSING) for x in (kind, other))
@@ -47,30 +50,29 @@ def same_forward(kind: type, other: type) -> bool:
     return True
 
 
-def alike(found: Any, wanted: Any, asked: frozenset[tuple[Any, Any]] = frozenset()) -> bool:
-    """Whether two functions do the same: one code, and globals that are the same or alike.
+def alike(found: Any, wanted: Any, asked: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Whether two functions do the same: one code; globals and closures that are the same or alike.
 
-    Decorators count by what they are written as. ``asked`` are pairs whose answer is being looked
-    for, in functions that call each other.
+    Decorators count by what they are written as, and by what they have been given. ``asked`` are
+    pairs (by id) whose answer is being looked for, in functions that call each other.
     """
-    if found is wanted or (found, wanted) in asked:
+    if found is wanted or (id(found), id(wanted)) in asked:
         return True
-    if not (isinstance(found, FunctionType) and isinstance(wanted, FunctionType)):
+    if type(found) is not type(wanted):
         return False
-    if hasattr(found, "__wrapped__") and hasattr(wanted, "__wrapped__"):
-        decorated = written(found.__code__) == written(wanted.__code__)
-        return decorated and alike(found.__wrapped__, wanted.__wrapped__, asked)
-    if (
-        found.__closure__
-        or wanted.__closure__
-        or written(found.__code__) != written(wanted.__code__)
-    ):
+    if isinstance(found, PLAIN):
+        return repr(found) == repr(wanted)
+    if isinstance(found, MethodType):
+        return found.__func__ is wanted.__func__ and _stated(found) == _stated(wanted)
+    if not isinstance(found, FunctionType) or written(found.__code__) != written(wanted.__code__):
         return False
     if (found.__defaults__, found.__kwdefaults__) != (wanted.__defaults__, wanted.__kwdefaults__):
         return False
-    asked = asked | {(found, wanted)}
+    asked = asked | {(id(found), id(wanted))}
     names = _names(found.__code__, ("LOAD_GLOBAL",))
-    return all(alike(_named(found, name), _named(wanted, name), asked) for name in names)
+    pairs = [(_named(found, name), _named(wanted, name)) for name in names]
+    pairs += zip(_held(found), _held(wanted), strict=True)
+    return all(alike(*pair, asked) for pair in pairs)
 
 
 def specimen(path: str) -> Any:
@@ -88,12 +90,10 @@ def specimen(path: str) -> Any:
         return None
     own = {name: found}
     if isinstance(found, type):
-        methods = {x: y for x, y in vars(found).items() if isinstance(y, FunctionType)}
-        own |= {f"{name}.{x}": y for x, y in methods.items()}
-    told = {
-        x: (getattr(y, "__module__", ""), getattr(y, "__qualname__", "")) for x, y in own.items()
-    }
-    return found if told == {x: (home, x) for x in own} else None
+        if (found.__module__, found.__qualname__) != (home, name):
+            return None
+        own = {f"{name}.{x}": y for x, y in vars(found).items() if isinstance(y, FunctionType)}
+    return found if all(_as_written(y, home, x) for x, y in own.items()) else None
 
 
 def genuine(part: nn.Module) -> str:
@@ -104,9 +104,14 @@ def genuine(part: nn.Module) -> str:
     """
     kind = type(part)
     home, name = kind.__module__, kind.__qualname__
-    forward = (getattr(kind.forward, x, "") for x in ("__module__", "__qualname__"))
     known = getattr(sys.modules.get(home), name, None) is kind
-    return f"{home}.{name}" if known and (*forward,) == (home, f"{name}.forward") else ""
+    return f"{home}.{name}" if known and _as_written(kind.forward, home, f"{name}.forward") else ""
+
+
+def shadowed(part: nn.Module) -> bool:
+    """Whether a module has attributes of its own in the place of methods of its type."""
+    methods = (inspect.getattr_static(type(part), x, None) for x in part.__dict__)
+    return any(isinstance(x, FunctionType) for x in methods)
 
 
 def watched(part: nn.Module) -> bool:
@@ -122,7 +127,8 @@ def watched(part: nn.Module) -> bool:
 def written(code: CodeType) -> tuple[Any, ...]:
     """What a function is compiled to, whatever its text, and the names of its variables."""
     body = tuple(_instruction(x, code.co_consts) for x in dis.get_instructions(code))
-    return (code.co_argcount, code.co_kwonlyargcount, code.co_flags & KINDS, body)
+    counts = (code.co_argcount, code.co_kwonlyargcount, code.co_flags & KINDS)
+    return (*counts, code.co_exceptiontable, body)
 
 
 def _instruction(x: dis.Instruction, constants: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -144,3 +150,40 @@ def _names(code: CodeType, ways: tuple[str, ...]) -> frozenset[str]:
 def _named(function: FunctionType, name: str) -> Any:
     """What a function finds under a global name."""
     return function.__globals__.get(name, vars(builtins).get(name, MISSING))
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """What the closure of a function holds."""
+    return [x.cell_contents if x != CellType() else MISSING for x in function.__closure__ or ()]
+
+
+def _stated(method: MethodType) -> tuple[type, str]:
+    """What a bound method knows of its object: the context managers behind decorators are such."""
+    return type(method.__self__), repr(getattr(method.__self__, "__dict__", method.__self__))
+
+
+def _as_written(found: Any, home: str, name: str, asked: frozenset[int] = frozenset()) -> bool:
+    """Whether a function stands in a module under this name, and so does what it calls.
+
+    Decorators give what they put around a function its name: where its code comes from tells.
+    """
+    around, space = found, vars(sys.modules.get(home, builtins))
+    while hasattr(around, "__wrapped__"):
+        if not getattr(around, "__globals__", {}).get("__name__", "").startswith(LIBRARIES):
+            return False
+        around = around.__wrapped__
+    if not isinstance(around, FunctionType) or around.__globals__ is not space:
+        return False
+    if around.__code__.co_qualname != name:
+        return False
+    asked = asked | {id(found)}
+    for called in _names(around.__code__, ("LOAD_GLOBAL",)):
+        other = space.get(called)
+        if not isinstance(other, FunctionType) or id(other) in asked:
+            continue
+        theirs = other.__module__ or ""
+        if theirs != home and (theirs.startswith(MODELS) or not theirs.startswith(LIBRARIES)):
+            return False
+        if not _as_written(other, theirs, called, asked):
+            return False
+    return True

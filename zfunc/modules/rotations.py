@@ -17,7 +17,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from zfunc import kernels
-from zfunc.modules.likeness import alike, same_forward, specimen
+from zfunc.kernels.operators import numbers
+from zfunc.modules.likeness import MODELS, alike, same_forward, shadowed, specimen, watched
 
 __all__ = ["Rotation", "Tables", "rotated_by", "tables_of", "turned_attention"]
 
@@ -43,7 +44,6 @@ class Rotation:
     casts: bool = False
 
 
-MODELS = "transformers.models."
 ROTATIONS = {
     "llama.modeling_llama": Rotation(),
     "gpt_neox.modeling_gpt_neox": Rotation(whole=False),
@@ -68,8 +68,10 @@ TABLES: dict[str, Tables] = {
 
 def tables_of(module: nn.Module) -> Tables | None:
     """The form of all tables of a model; None if there are none, several or unknown ones."""
-    kinds = {type(part) for part in module.modules() if _makes_tables(type(part).__name__)}
-    forms = {_form(kind) for kind in kinds}
+    makers = [part for part in module.modules() if _makes_tables(type(part).__name__)]
+    forms = {_form(kind) for kind in {type(part) for part in makers}}
+    if any(watched(part) or shadowed(part) for part in makers):
+        return None
     return forms.pop() if len(forms) == 1 else None
 
 
@@ -125,9 +127,11 @@ def _turn(rotation: Rotation, plain: Callable[..., Any]) -> Callable[..., Any]:
             or named  # another dimension of heads, or positions
             or not (q.dim() == k.dim() == 4 and cos.dim() == 3)
             or not (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0]))
-            or not q.shape[2] == k.shape[2] == cos.shape[1]
+            or not (q.shape[2:] == k.shape[2:] and cos.shape == sin.shape)
+            or q.shape[2] != cos.shape[1]
             or not (width == heads or (width < heads and not rotation.whole))
             or width % 2
+            or not numbers(q, cos, sin)
             or not (q.dtype == k.dtype and (rotation.casts or cos.dtype == sin.dtype == q.dtype))
             or cos.requires_grad
             or sin.requires_grad
