@@ -298,7 +298,32 @@ def _changed(change: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", around)
     elif change == "a hook on what makes the tables":
         model.model.rotary_emb.register_forward_hook(lambda _, x, out: (out[0].cumsum(-1), out[1]))
+    elif change == "what is around what makes the tables":
+        model.model.rotary_emb = Around(model.model.rotary_emb)
+    elif change == "tables that are written to":
+        layer.register_forward_pre_hook(_written_to, with_kwargs=True)
+    elif change == "tables of an attention's own":
+        layer.self_attn.register_forward_pre_hook(_of_its_own, with_kwargs=True)
     return model
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = self.inner(*args, **named)
+        return cos.cumsum(-1), sin
+
+
+def _written_to(_: nn.Module, args: Any, named: dict[str, Any]) -> None:
+    named["position_embeddings"][0].cumsum_(-1)
+
+
+def _of_its_own(_: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    cos, sin = named["position_embeddings"]
+    return args, named | {"position_embeddings": (cos.cumsum(-1), sin)}
 
 
 @pytest.mark.parametrize(
@@ -308,6 +333,8 @@ def _changed(change: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         *("a norm named alike", "a norm that claims its module", "a loss named alike"),
         *("a patched norm", "a patched network", "a patched rotation", "what a rotation calls"),
         *("what a loss calls", "what is around a norm", "a hook on what makes the tables"),
+        *("what is around what makes the tables", "tables that are written to"),
+        "tables of an attention's own",
     ],
 )
 def test_what_is_not_what_it_is_called_is_left_alone(change: str, monkeypatch: pytest.MonkeyPatch):
@@ -524,6 +551,23 @@ def test_a_rotation_of_shapes_that_the_kernel_does_not_take():
     cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
     for given in ((q, k, cos, sin), (q, q, cos, sin[:1])):
         torch.testing.assert_close(turned(*given), apply_rotary_pos_emb(*given))
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda step: step, lambda step: zf.shard(step, stage=3), lambda step: zf.remat(step),
+    lambda step: zf.remat(zf.shard(step, stage=3)), lambda step: zf.accumulate(step, 2),
+    lambda step: zf.offload(zf.shard(step, stage=3)), lambda step: zf.precision(step),
+])  # fmt: skip
+def test_tables_are_known_under_transforms(wrap: Any, monkeypatch: pytest.MonkeyPatch):
+    """What is said of a table goes with it into layers that are gathered, recomputed, rounded."""
+    calls: list[int] = []
+    plain = kernels.rotary
+    monkeypatch.setattr(kernels, "rotary", lambda *args: calls.append(1) or plain(*args))
+    model = build(llama, torch.float32, True)
+    with wrap(zf.train_step(loss_of(model), TX)) as step:
+        state = step.place(zf.TrainState.create(model.params, TX))
+        step(state, tokens(0))
+    assert len(calls) >= 2 and len(calls) % 2 == 0
 
 
 def test_tables_of_an_unknown_form_are_left_alone(monkeypatch: pytest.MonkeyPatch):

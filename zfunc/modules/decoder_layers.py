@@ -24,8 +24,8 @@ from zfunc import kernels
 from zfunc.modules import blocks
 from zfunc.modules.blocks import Slots
 from zfunc.modules.fusion import NETWORKS, NORMS, Gated, RMSNorm, activation, known_as
-from zfunc.modules.likeness import genuine, specimen, watched
-from zfunc.modules.rotations import Rotation, Tables, rotated_by, tables_of
+from zfunc.modules.likeness import genuine, remembering, specimen, watched
+from zfunc.modules.rotations import Rotation, mark_tables, rotated_by, said_of
 from zfunc.quant.kernel_products import readable
 from zfunc.quant.products import several
 from zfunc.quant.qtensor import QTensor
@@ -47,17 +47,18 @@ SDPA = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
 
 def known(module: nn.Module) -> int:
     """How many layers of a module :func:`fuse` would give another ``forward``."""
-    tables = tables_of(module)
-    return sum(_layer(part, tables) is not None for part in module.modules())
+    with remembering():
+        return sum(_layer(part) is not None for part in module.modules())
 
 
 def fuse(module: nn.Module) -> None:
     """Let layers of known types take single tokens in few operations, in this very module."""
-    tables = tables_of(module)
-    for part in module.modules():
-        layer = _layer(part, tables)
-        if layer is not None:
-            part.__dict__["forward"] = functools.partial(_forward, layer, part, part.forward)
+    with remembering():
+        for part in module.modules():
+            layer = _layer(part)
+            if layer is not None:
+                part.__dict__["forward"] = functools.partial(_forward, layer, part, part.forward)
+        mark_tables(module)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class Layer:
     k_norm: tuple[Slots, float] | None
 
 
-def _layer(part: nn.Module, tables: Tables | None) -> Layer | None:
-    if tables != "halves" or not known_as(part, LAYERS):
+def _layer(part: nn.Module) -> Layer | None:
+    if not known_as(part, LAYERS):
         return None
     attention: Any = part.self_attn
     mlp: Any = part.mlp
@@ -197,7 +198,7 @@ def _heads(layer: Layer, x: Tensor, cache: Any, turn: Turn) -> tuple[Tensor, Ten
     own = cache.layers[layer.index]
     rows = (layer.q, layer.k, layer.v)
     direct = hasattr(own, "slots") and own.is_initialized
-    if layer.q_norm is None and direct and len(turn.rows) == len(x):
+    if layer.q_norm is None and direct and turn.halves and len(turn.rows) == len(x):
         weights = blocks.packed("norm_qkv_rope", x, rows, half=layer.width // 2)
         if weights is not None:
             norm, eps = layer.norms[0]
@@ -246,29 +247,30 @@ class Turn:
     Attributes:
         cos: ``[b, 1, d]``, as the model gives it.
         sin: likewise, with the sign that it has for each half.
-        halves: half of both, ``[b, d / 2]`` float32, as kernels read them.
+        halves: half of both, ``[b, d / 2]`` float32, as kernels read them; None unless both halves
+            are known to be the same.
         rows: ``[b]``, which row of them a text has.
     """
 
     cos: Tensor
     sin: Tensor
-    halves: tuple[Tensor, Tensor]
+    halves: tuple[Tensor, Tensor] | None
     rows: Tensor
 
 
 def _turn(cache: Any, cos: Tensor, sin: Tensor) -> Turn:
     """Made in the first layer of a step, and kept with the step's cache for the others."""
     made = cache.__dict__.get("_zfunc_turn")
-    if made is not None and made[0] is cos:
-        return made[1]
-    half = cos.shape[-1] // 2
+    if made is not None and made[0] is cos and made[1] is sin:
+        return made[2]
+    half, known = cos.shape[-1] // 2, said_of(cos) == said_of(sin) == "halves"
     turn = Turn(
         cos,
         sin * _signs(cos.shape[-1], sin.dtype, sin.device),
-        (cos[:, 0, :half].float(), sin[:, 0, :half].float()),
+        (cos[:, 0, :half].float(), sin[:, 0, :half].float()) if known else None,
         torch.arange(len(cos), device=cos.device),
     )
-    cache.__dict__["_zfunc_turn"] = cos, turn
+    cache.__dict__["_zfunc_turn"] = cos, sin, turn
     return turn
 
 

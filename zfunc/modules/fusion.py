@@ -21,8 +21,16 @@ from torch import Tensor, nn
 from zfunc import kernels
 from zfunc.kernels.normalization_torch import wide
 from zfunc.kernels.operators import numbers
-from zfunc.modules.likeness import MODELS, genuine, same_forward, shadowed, specimen, watched
-from zfunc.modules.rotations import Tables, tables_of, turned_attention
+from zfunc.modules.likeness import (
+    MODELS,
+    genuine,
+    remembering,
+    same_forward,
+    shadowed,
+    specimen,
+    watched,
+)
+from zfunc.modules.rotations import Tables, makers, mark_tables, turned_attention
 
 __all__ = ["activation", "fuse", "fusible", "known_as"]
 
@@ -98,21 +106,23 @@ def fusible(module: nn.Module) -> dict[str, int]:
     >>> fusible(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.GELU()))
     {'LayerNorm': 1, 'GELU': 1}
     """
-    tables = tables_of(module)
-    found = [x for x in module.modules() if _forward(x, tables) or _loss(x)]
+    with remembering():
+        forms = {*makers(module).values()}
+        found = [x for x in module.modules() if _forward(x, forms) or _loss(x)]
     return dict(Counter(type(part).__name__ for part in found))
 
 
 def fuse(module: nn.Module) -> None:
     """Let kernels take over what they can, in this very module."""
-    tables = tables_of(module)
-    for part in module.modules():
-        forward = _forward(part, tables)
-        if forward is not None:
-            part.__dict__["forward"] = forward
-        loss = _loss(part)
-        if loss is not None:
-            part.__dict__["_loss_function"] = loss
+    with remembering():
+        forms = {*makers(module).values()}
+        for part in module.modules():
+            forward, loss = _forward(part, forms), _loss(part)
+            if forward is not None:
+                part.__dict__["forward"] = forward
+            if loss is not None:
+                part.__dict__["_loss_function"] = loss
+        mark_tables(module)
 
 
 def known_as(part: nn.Module, specimens: Mapping[str, T]) -> T | None:
@@ -126,7 +136,7 @@ def known_as(part: nn.Module, specimens: Mapping[str, T]) -> T | None:
     return None
 
 
-def _forward(part: nn.Module, tables: Tables | None) -> Forward | None:
+def _forward(part: nn.Module, forms: set[Tables]) -> Forward | None:
     if "forward" in part.__dict__:
         return None
     rule = RULES.get(genuine(part))
@@ -135,7 +145,7 @@ def _forward(part: nn.Module, tables: Tables | None) -> Forward | None:
     norm, network = known_as(part, NORMS), known_as(part, NETWORKS)
     if norm is not None:
         return _rms_norm(part, norm)
-    return turned_attention(part, tables) if network is None else _gated(part, network)
+    return turned_attention(part, forms) if network is None else _gated(part, network)
 
 
 def _same(x: Tensor, *weights: Tensor | None) -> bool:

@@ -9,18 +9,32 @@ that are alike in turn. What inherits, is named alike or has been patched counts
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["MODELS", "alike", "genuine", "same_forward", "shadowed", "specimen", "watched"]
+__all__ = [
+    "MODELS",
+    "alike",
+    "genuine",
+    "remembered",
+    "remembering",
+    "same_forward",
+    "shadowed",
+    "specimen",
+    "watched",
+]
 
+R = TypeVar("R")
 MISSING = object()
 PLAIN = (bool, int, float, str, bytes, type(None))
 LIBRARIES, MODELS = ("torch.", "transformers."), "transformers.models."
@@ -30,6 +44,36 @@ AFTER_DOTS = ("LOAD_ATTR", "LOAD_METHOD")
 KINDS = 0x3FF  # of co_flags: variable arguments, generators, coroutines; the rest is of the text
 
 
+_memory: ContextVar[dict[Any, Any] | None] = ContextVar("memory", default=None)
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """Within it nobody patches anything, so that an answer about types is looked for once."""
+    token = _memory.set({})
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def remembered(ask: Callable[..., R]) -> Callable[..., R]:
+    """The same function of hashable arguments, which is asked once within :func:`remembering`."""
+
+    @functools.wraps(ask)
+    def answer(*args: Any) -> R:
+        memory = _memory.get()
+        if memory is None:
+            return ask(*args)
+        if (ask, *args) not in memory:
+            memory[(ask, *args)] = ask(*args)
+        found: R = memory[(ask, *args)]
+        return found
+
+    return answer
+
+
+@remembered
 def same_forward(kind: type, other: type) -> bool:
     """Whether ``forward`` does the same in instances of two types whose attributes are the same.
 
@@ -75,6 +119,7 @@ def alike(found: Any, wanted: Any, asked: frozenset[tuple[int, int]] = frozenset
     return all(alike(*pair, asked) for pair in pairs)
 
 
+@remembered
 def specimen(path: str) -> Any:
     """A class or function of Hugging Face by its full name, as it was written.
 
@@ -110,8 +155,13 @@ def genuine(part: nn.Module) -> str:
 
 def shadowed(part: nn.Module) -> bool:
     """Whether a module has attributes of its own in the place of methods of its type."""
-    methods = (inspect.getattr_static(type(part), x, None) for x in part.__dict__)
-    return any(isinstance(x, FunctionType) for x in methods)
+    return not _methods(type(part)).isdisjoint(part.__dict__)
+
+
+@remembered
+def _methods(kind: type) -> frozenset[str]:
+    own = (vars(x).items() for x in kind.__mro__)
+    return frozenset(name for items in own for name, y in items if isinstance(y, FunctionType))
 
 
 def watched(part: nn.Module) -> bool:

@@ -3,11 +3,13 @@
 An attention calls the ``apply_rotary_pos_emb`` of its module. Where that is written like one whose
 meaning is known, the attention's own ``forward`` runs with the kernel under this name; the module's
 stays. The kernel reads a cosine and a sine for each pair of features, the model's tables have them
-twice; how they are laid out is told by what makes them, the rotary embeddings of the same model.
+twice; what makes them, if it is known, says of each how it is laid out. Tables that come otherwise,
+or were changed on their way, take the module's own function.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -18,10 +20,27 @@ from torch import Tensor, nn
 
 from zfunc import kernels
 from zfunc.kernels.operators import numbers
-from zfunc.modules.likeness import MODELS, alike, same_forward, shadowed, specimen, watched
+from zfunc.modules.likeness import (
+    MODELS,
+    alike,
+    remembered,
+    same_forward,
+    shadowed,
+    specimen,
+    watched,
+)
 
-__all__ = ["Rotation", "Tables", "rotated_by", "tables_of", "turned_attention"]
+__all__ = [
+    "Rotation",
+    "Tables",
+    "makers",
+    "mark_tables",
+    "rotated_by",
+    "said_of",
+    "turned_attention",
+]
 
+MARK = "_zfunc_form"
 NAME = "apply_rotary_pos_emb"
 Tables = Literal["halves", "neighbours", "once"]
 
@@ -66,18 +85,46 @@ TABLES: dict[str, Tables] = {
 }
 
 
-def tables_of(module: nn.Module) -> Tables | None:
-    """The form of all tables of a model; None if there are none, several or unknown ones."""
-    makers = [part for part in module.modules() if _makes_tables(type(part).__name__)]
-    forms = {_form(kind) for kind in {type(part) for part in makers}}
-    if any(watched(part) or shadowed(part) for part in makers):
-        return None
-    return forms.pop() if len(forms) == 1 else None
+def makers(module: nn.Module) -> dict[nn.Module, Tables]:
+    """The parts that make tables of a known form."""
+    parts = {x: _form(type(x)) for x in module.modules() if not shadowed(x)}
+    return {part: form for part, form in parts.items() if form is not None}
+
+
+def mark_tables(module: nn.Module) -> None:
+    """Let those parts say of each table of what form it is, in this very module."""
+    for part, form in makers(module).items():
+        if not watched(part):
+            part.__dict__["forward"] = functools.partial(_marked, part.forward, form)
+
+
+def said_of(table: Tensor) -> Tables | None:
+    """What form a table has, as its maker says; None if nobody does or it was changed since."""
+    form, version = getattr(table, MARK, (None, None))
+    found: Tables | None = form if version == _version(table) else None
+    return found
+
+
+def _marked(plain: Callable[..., Any], form: Tables, *args: Any, **named: Any) -> Any:
+    tables = plain(*args, **named)
+    for table in tables:
+        setattr(table, MARK, (form, _version(table)))
+    return tables
+
+
+def _version(x: Tensor) -> int:
+    """How often it was written to."""
+    return 0 if x.is_inference() else x._version
 
 
 def rotated_by(part: nn.Module) -> Rotation | None:
     """How an attention turns heads; None if there is no telling."""
-    function = inspect.unwrap(type(part).forward)
+    return _rotation(type(part))
+
+
+@remembered
+def _rotation(kind: type) -> Rotation | None:
+    function = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     turn = inspect.unwrap(space[NAME]) if callable(space.get(NAME)) else None
     arguments = getattr(turn, "__code__", None)
@@ -92,15 +139,15 @@ def rotated_by(part: nn.Module) -> Rotation | None:
     return None
 
 
-def turned_attention(part: nn.Module, tables: Tables | None) -> Callable[..., Any] | None:
+def turned_attention(part: nn.Module, forms: set[Tables]) -> Callable[..., Any] | None:
     """An attention's own forward, in whose globals the rotation is a kernel.
 
     Args:
         part: the attention.
-        tables: the form of its model's tables.
+        forms: of the tables that its model's parts make.
     """
     rotation, function = rotated_by(part), type(part).forward
-    if rotation is None or rotation.tables not in (None, tables):
+    if rotation is None or rotation.tables not in (None, *forms):
         return None
     if hasattr(function, "__wrapped__"):
         return None  # what decorates it may do more
@@ -135,16 +182,13 @@ def _turn(rotation: Rotation, plain: Callable[..., Any]) -> Callable[..., Any]:
             or not (q.dtype == k.dtype and (rotation.casts or cos.dtype == sin.dtype == q.dtype))
             or cos.requires_grad
             or sin.requires_grad
+            or (rotation.tables and not said_of(cos) == said_of(sin) == rotation.tables)
         ):
             return plain(q, k, cos, sin, *rest, **named)
         one = slice(0, None, 2) if rotation.tables == "neighbours" else slice(width // 2)
         return kernels.rotary(q, k, cos[..., one], sin[..., one], rotation.layout)
 
     return rotated
-
-
-def _makes_tables(name: str) -> bool:
-    return "Rotary" in name or "Rope" in name
 
 
 def _form(kind: type) -> Tables | None:
