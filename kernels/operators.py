@@ -24,6 +24,7 @@ from zfunc.errors import ZfuncError
 __all__ = [
     "KernelError",
     "agree",
+    "aligned",
     "apart",
     "define",
     "dense",
@@ -222,6 +223,15 @@ def dense(name: str, **tensors: Tensor | None) -> None:
                 f"kernels.{name}: {label} of shape {tuple(x.shape)} has strides {x.stride()}; it "
                 "is updated where it lies, so it must be contiguous: pass x.contiguous()."
             )
+
+
+def aligned(x: Tensor, to: int = 16) -> Tensor:
+    """``x`` without gaps, beginning at a multiple of ``to`` elements of its memory; copied if not.
+
+    Bytes from there on can be read as numbers of any dtype.
+    """
+    packed = x.contiguous().view(-1)
+    return (packed.clone() if packed.storage_offset() % to else packed).view(x.shape)
 
 
 def apart(name: str, **tensors: Tensor | None) -> None:

@@ -29,6 +29,7 @@ from zfunc.kernels.groupwise_torch import mean_twin
 from zfunc.kernels.operators import (
     KernelError,
     agree,
+    aligned,
     apart,
     define,
     dense,
@@ -303,7 +304,7 @@ def _fill_mean(
 ) -> Tensor:
     payload = _new(received, form)
     if form.n:
-        came = form.parts(_readable(received))
+        came = form.parts(aligned(received))
         how = {"n": form.n, "bits": form.bits, "size": form.group, "seed": seed}
         dispatch.run("mean_payloads", *came, error, *form.parts(payload), new, **how)
     return payload
@@ -340,19 +341,13 @@ def _unpack_fresh(payload: Tensor, *rest: Any) -> Tensor:
     *flags, dtype = rest
     form = Payload(*flags)
     out = payload.new_empty((*payload.shape[:-1], form.n), dtype=dtype)
-    rows = _readable(payload).view(-1, form.bytes) if payload.numel() else ()
+    rows = aligned(payload).view(-1, form.bytes) if payload.numel() else ()
     for target, row in zip(out.view(-1, form.n) if out.numel() else (), rows, strict=False):
         q, scale, zero = form.parts(row)
         dispatch.run(
             "dequantize_groups", q, scale, zero, target[None], bits=form.bits, size=form.group
         )
     return out
-
-
-def _readable(payload: Tensor) -> Tensor:
-    """Payloads one behind the other, where bytes can be read as scales: slices lie anywhere."""
-    packed = payload.contiguous().view(-1)
-    return (packed.clone() if packed.storage_offset() % 16 else packed).view(payload.shape)
 
 
 def _pack_shapes(x: Tensor, error: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
