@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,19 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zfunc as zf
-from zfunc.language import gpt
+from tests.kernels.closeness import assert_near
+from zfunc import kernels
+from zfunc.language import gpt, gpt_layers
 from zfunc.language.gpt import GPTConfig
 
 SMALL = GPTConfig(vocab=11, width=24, depth=3, heads=3)
 
 
-def made(config: GPTConfig = SMALL, seed: int = 0) -> dict[str, Any]:
-    """Parameters in float64 in which nothing is zero or one."""
+def made(config: GPTConfig = SMALL, seed: int = 0, far: float = 0.3) -> dict[str, Any]:
+    """Parameters in float64 in which nothing is zero or one, but so far from it."""
     params = gpt.init(config, zf.random.key(seed))
     generator = torch.Generator().manual_seed(seed)
 
     def moved(x: Tensor) -> Tensor:
-        return x.double() + 0.3 * torch.randn(x.shape, dtype=torch.float64, generator=generator)
+        return x.double() + far * torch.randn(x.shape, dtype=torch.float64, generator=generator)
 
     return zf.tree.map(moved, params)
 
@@ -81,6 +84,33 @@ def test_it_is_the_reference(tied: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_kernels_are_as_near_as_the_rule_says(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Counter[str] = Counter()
+    for name in ("layer_norm", "bias_gelu", "rotary", "cross_entropy"):
+        plain = getattr(kernels, name)
+
+        def counted(*args: Any, name: str = name, plain: Any = plain) -> Any:
+            seen[name] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(kernels, name, counted)
+    batches, found = ids_of(6, 8, 33), []  # the errors of a single one are a lottery
+    for kind, route in ((torch.float64, None), (dtype, None), (dtype, "torch")):
+        assert not seen  # on a CPU none is used unless it is asked for
+        params = zf.tree.map(lambda x, kind=kind: x.to(kind), made(far=0.05))
+        step = zf.value_and_grad(lambda p, ids: gpt.loss(p, ids, SMALL))
+        with kernels.use(route):
+            outs = [step(params, ids) for ids in batches]
+        flat = [torch.cat([x.flatten() for x in zf.tree.leaves(grads)]) for _, grads in outs]
+        found.append((torch.stack([loss for loss, _ in outs]).to(kind), torch.cat(flat)))
+    for exact, plain, fused in zip(*found, strict=True):
+        assert_near(fused, exact, plain)
+    assert seen == {"layer_norm": 6 * 7, "bias_gelu": 18, "rotary": 18, "cross_entropy": 6}
+
+
 def test_a_prediction_sees_no_later_token() -> None:
     params, ids = made(), ids_of(1, 9)
     other = ids.clone()
@@ -96,7 +126,7 @@ def test_attention_sees_distances_only() -> None:
 
     def score(i: int, j: int) -> float:
         turns = [(cos[[p]], sin[[p]]) for p in (i, j)]
-        return float((gpt.rotate(q, turns[0]) * gpt.rotate(k, turns[1])).sum())
+        return float((gpt_layers.rotate(q, turns[0]) * gpt_layers.rotate(k, turns[1])).sum())
 
     assert score(7, 3) == pytest.approx(score(39, 35), rel=1e-5)
     assert abs(score(7, 3) - score(20, 3)) > 0.1

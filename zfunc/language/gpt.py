@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor
 
 import zfunc as zf
+from zfunc.language import gpt_layers
 
 __all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "sample", "shapes"]
 
@@ -125,13 +126,13 @@ def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
     x = F.embedding(ids, params["embed"])
     turn = rotations(ids.shape[1], config.width // config.heads, x)
     x = zf.scan(partial(block, turn=turn, heads=config.heads), params["blocks"], x)
-    x = F.layer_norm(x, (config.width,), params["norm"])
+    x = gpt_layers.norm(x, params["norm"])
     return F.linear(x, params["embed"] if config.tied else params["head"])
 
 
 def block(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
     """Attention, then the MLP, each on a normalised copy and added to ``x`` ``[b, t, w]``."""
-    x = x + _attention(params, F.layer_norm(x, x.shape[-1:], params["norm1"]), turn, heads)
+    x = x + _attention(params, gpt_layers.norm(x, params["norm1"]), turn, heads)
     return x + mlp(params, x)
 
 
@@ -142,14 +143,14 @@ def mlp(params: Params, x: Tensor) -> Tensor:
 
 def hidden(params: Params, x: Tensor) -> Tensor:
     """The MLP's hidden features ``[..., 4 w]``, from ``x`` ``[..., w]``."""
-    y = F.linear(F.layer_norm(x, x.shape[-1:], params["norm2"]), params["up"])
-    return F.gelu(y, approximate="tanh")
+    return gpt_layers.gelu(F.linear(gpt_layers.norm(x, params["norm2"]), params["up"]))
 
 
 def _attention(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
     qkv = F.linear(x, params["qkv"])
     q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
-    y = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
+    q, k = gpt_layers.turned(q, k, turn)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return F.linear(rearrange(y, "b h t d -> b t (h d)"), params["out"])
 
 
@@ -165,17 +166,10 @@ def rotations(length: int, features: int, like: Tensor) -> tuple[Tensor, Tensor]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn feature i and feature i + d/2 of ``[b, h, t, d]`` by their position's angle."""
-    cos, sin = turn
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-
-
 def loss(params: Params, batch: Tensor, config: GPTConfig) -> Tensor:
     """Mean cross-entropy of the next token, in nats; ``batch`` is ``[b, t + 1]`` int64."""
     logits = apply(params, batch[:, :-1], config)
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+    return gpt_layers.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 def count(config: GPTConfig) -> int:
