@@ -113,9 +113,10 @@ def _layer_pull(
         rest = first + rest
     else:
         v = v - first
+    base = wanted[1]  # any bias does: only that there is one matters
     found: tuple[Tensor, Tensor | None, Tensor | None]
     found = torch.ops.aten.native_layer_norm_backward(
-        g, v, v.shape[-1:], rest.contiguous(), scale, gain, gain, mask
+        g, v, v.shape[-1:], rest.contiguous(), scale, gain, base, mask
     )
     return found
 

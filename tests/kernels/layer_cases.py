@@ -183,6 +183,27 @@ CASES = [
         most=515,
     ),
     Case(
+        "layer_norm, a bias alone",
+        lambda x, b: kernels.layer_norm(x, None, b),
+        lambda x, b: F.layer_norm(x, x.shape[-1:], None, b, 1e-5),
+        lambda n, m: ((m, n), (n,)),
+        (True, False),
+    ),
+    Case(
+        "layer_norm, a weight alone",
+        kernels.layer_norm,
+        lambda x, w: F.layer_norm(x, x.shape[-1:], w, None, 1e-5),
+        lambda n, m: ((m, n), (n,)),
+        (True, False),
+    ),
+    Case(
+        "layer_norm, alone",
+        kernels.layer_norm,
+        lambda x: F.layer_norm(x, x.shape[-1:]),
+        _one,
+        (True,),
+    ),
+    Case(
         "layer_norm, residual",
         lambda x, r, w, b: kernels.layer_norm(x, w, b, residual=r),
         _with_residual(_layer),
