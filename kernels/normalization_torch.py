@@ -38,7 +38,9 @@ def forward_twin(
     rounded, which is as much as the row spreads where the mean is great.
     """
     kind = wide(x)
-    gain = None if weight is None else weight.to(kind) + offset if offset else weight.to(kind)
+    gain = None if weight is None else weight.to(kind)
+    if gain is not None and offset:
+        gain = gain + offset
     base = None if bias is None else bias.to(kind)
     for part, r, to, sums, means, scales in row_pieces(x, residual, y, s, mean, rstd):
         if r is not None:

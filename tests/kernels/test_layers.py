@@ -42,10 +42,9 @@ def same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
-@every_case
-def test_it_is_as_near_as_the_rule_says(case: Case):
+def _as_near(case: Case, shapes: tuple[tuple[int, int], ...]) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for n, rows in SHAPES:
+        for n, rows in shapes:
             args = case.tensors(n, rows, dtype)
             exact = [x.double() for x in args]
             cotangents = [_cotangent(y).to(dtype) for y in outputs(case.plain(*exact))]
@@ -54,6 +53,11 @@ def test_it_is_as_near_as_the_rule_says(case: Case):
             found = gradients(case.fused, args, cotangents)
             for x, y, z in zip(found, expected, eager, strict=True):
                 assert_near(x, y, z)
+
+
+@every_case
+def test_it_is_as_near_as_the_rule_says(case: Case):
+    _as_near(case, SHAPES)
 
 
 @every_case
@@ -71,16 +75,7 @@ def test_twins_in_pieces_are_as_near(case: Case, monkeypatch: pytest.MonkeyPatch
 
     for twins in (activations_torch, losses_torch, normalization_torch, pieces_torch):
         monkeypatch.setattr(twins, "row_pieces", counted)
-    for dtype in (torch.float32, torch.bfloat16):
-        for n, rows in ((31, 37), (512, 1)):
-            args = case.tensors(n, rows, dtype)
-            exact = [x.double() for x in args]
-            cotangents = [_cotangent(y).to(dtype) for y in outputs(case.plain(*exact))]
-            expected = gradients(case.plain, exact, [c.double() for c in cotangents])
-            eager = gradients(case.plain, args, cotangents)
-            found = gradients(case.fused, args, cotangents)
-            for x, y, z in zip(found, expected, eager, strict=True):
-                assert_near(x, y, z)
+    _as_near(case, ((31, 37), (512, 1)))
     assert case.name.startswith("rotary") or max(cuts) > 10
 
 
