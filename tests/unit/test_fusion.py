@@ -171,6 +171,16 @@ def test_tables_are_known_under_transforms(wrap: Any, monkeypatch: pytest.Monkey
     assert len(calls) >= 2 and len(calls) % 2 == 0
 
 
+def test_prompts_are_fused_too(monkeypatch: pytest.MonkeyPatch):
+    """Where layers that take single tokens have been put in before."""
+    calls: list[int] = []
+    plain = kernels.rotary
+    monkeypatch.setattr(kernels, "rotary", lambda *args: calls.append(1) or plain(*args))
+    model = functionalize(llama().eval(), fuse=True)
+    zf.generate(model, model.params, tokens(0), max_new_tokens=3)
+    assert len(calls) == 2  # a layer each, for the prompt alone
+
+
 def test_a_network_with_dropout_and_a_last_product_of_another_dtype():
     """T5's: what is hidden takes the dtype of the last product, which stays float32."""
     config = transformers.T5Config(

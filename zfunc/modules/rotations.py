@@ -86,8 +86,9 @@ TABLES: dict[str, Tables] = {
 
 
 def makers(module: nn.Module) -> dict[nn.Module, Tables]:
-    """The parts that make tables of a known form."""
-    parts = {x: _form(type(x)) for x in module.modules() if not shadowed(x)}
+    """The parts that make tables of a known form, whether they say so already or not."""
+    own = [x for x in module.modules() if _says(x) or not shadowed(x)]
+    parts = {x: _form(type(x)) for x in own}
     return {part: form for part, form in parts.items() if form is not None}
 
 
@@ -96,6 +97,10 @@ def mark_tables(module: nn.Module) -> None:
     for part, form in makers(module).items():
         if not watched(part):
             part.__dict__["forward"] = functools.partial(_marked, part.forward, form)
+
+
+def _says(part: nn.Module) -> bool:
+    return getattr(part.__dict__.get("forward"), "func", None) is _marked
 
 
 def said_of(table: Tensor) -> Tables | None:
