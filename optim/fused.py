@@ -225,6 +225,8 @@ def adamw_(
                 kernels.adamw_flat_(grad, param, mu, nu, hyper)
             group.unstage()
             continue
+        if isinstance(factor, Tensor) and factor.device != device:
+            factor = factor.to(device)  # a norm is known where the step computes
         for batch in [blocks] if factor is None else _scaled(blocks, factor):
             p, g, m, v = (list(column) for column in zip(*batch, strict=True))
             torch._fused_adamw_(

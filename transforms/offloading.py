@@ -309,8 +309,10 @@ class Offload(Transform):
 
 def _device_of(state: Any) -> torch.device:
     """Where a state computes: the device of its tensors."""
-    leaves = [x for x in tree.leaves(state) if isinstance(x, Tensor) and x.ndim]
-    device = next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
+    homes = [x.device for x in tree.leaves(state) if isinstance(x, Tensor) and x.ndim]
+    # What shard has made lazy already has no leaves; its tensors are still where they were.
+    homes += [node.home for node in placed_nodes(state) if isinstance(node, Cut)]
+    device = next((home for home in homes if home.type != "cpu"), torch.device("cpu"))
     return torch.get_default_device() if device.type == "meta" else device
 
 
