@@ -7,6 +7,7 @@ of the yardstick right beside it: a shared machine may drift, neighbours in time
     python -m benchmarks.train_step --size small --rounds 3
     python -m benchmarks.train_step --peers ddp zfunc3 fsdp2 --size medium --steps 5
     python -m benchmarks.train_step --mode turns          # one step each in turn, in the same ranks
+    python -m benchmarks.train_step --mode turns --against ../before    # another commit, too
     python -m benchmarks.train_step --mode single         # bare value_and_grad against backward()
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import report, single, turns
+from benchmarks import against, report, single, turns
 from benchmarks.models import SIZES
 from benchmarks.peers import CONTESTANTS
 
@@ -174,6 +175,8 @@ def arguments() -> argparse.Namespace:
         help="freed blocks of this size go back to the system, for all contestants (%(default)s); "
         "0: each as it comes, glibc's own rule or what zf.init chooses",
     )
+    add("--against", type=Path, metavar="CHECKOUT",
+        help="with --mode turns: another checkout of this project, whose steps take part")  # fmt: skip
     add("--timeout", type=float, default=900, help="seconds for one run (%(default)s)")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON")
     return parser.parse_args()
@@ -185,6 +188,12 @@ def main() -> None:
     os.environ.update(environment(args))
     if args.mode == "single":
         sys.exit(single.compare(args, console))
+    if args.against is not None and args.mode != "turns":
+        raise SystemExit("--against compares step by step: add --mode turns")
+    if args.against is not None and not (args.against / "benchmarks").is_dir():
+        raise SystemExit(f"--against {args.against}: no checkout of this project is there")
+    if args.against is not None:
+        sys.exit(against.compare(args, chosen_peers(args.peers, console), console))
     if args.mode == "turns":
         sys.exit(turns.compare(args, chosen_peers(args.peers, console), console))
     sys.exit(compare(args, console))
