@@ -175,8 +175,12 @@ def arguments() -> argparse.Namespace:
         help="freed blocks of this size go back to the system, for all contestants (%(default)s); "
         "0: each as it comes, glibc's own rule or what zf.init chooses",
     )
-    add("--against", type=Path, metavar="CHECKOUT",
-        help="with --mode turns: another checkout of this project, whose steps take part")  # fmt: skip
+    add(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="with --mode turns: another checkout of this project, whose steps take part",
+    )
     add("--timeout", type=float, default=900, help="seconds for one run (%(default)s)")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON")
     return parser.parse_args()
