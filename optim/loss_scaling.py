@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import NonFiniteError
+from zfunc.readings import number
 
 __all__ = ["DynamicScale", "ScaleState", "next_scale"]
 
@@ -110,9 +111,8 @@ def next_scale(
     [8, 8, 8, 16]
     """
     rules = rules or DynamicScale()
-    scale, patience = float(state.scale), int(state.patience)
-    last, steps = int(state.last_overflow), int(state.steps)
-    if bool(overflow):
+    scale, patience, last, steps = map(number, state)
+    if number(overflow):
         last = steps
         if rules.hysteresis > 1 and patience > 1:
             patience -= 1

@@ -55,7 +55,11 @@ class Grouping:
 
 
 def fake_quantize(
-    x: Tensor, form: Format, noise: Tensor | None = None, name: str = "weight"
+    x: Tensor,
+    form: Format,
+    noise: Tensor | None = None,
+    name: str = "weight",
+    check: bool = True,
 ) -> Tensor:
     """``x`` ``[..., k]`` on the grid of ``form``, in its own shape and dtype.
 
@@ -63,6 +67,9 @@ def fake_quantize(
 
     Args:
         noise: as in :func:`zfunc.quant.grids.quantize`, of the shape of ``x``.
+        name: of the weight, for the error.
+        check: otherwise a weight that is not finite makes its group NaN, and nobody waits for a
+            device to learn it.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite.
@@ -72,6 +79,6 @@ def fake_quantize(
     tensor([[ 0.6680, -2.0039,  0.6680]])
     """
     rows = rows_of(x, False)
-    grid = grids.fit(rows, form, name)
+    grid = grids.fit(rows, form, name, check)
     codes = grids.quantize(rows, grid, form, None if noise is None else rows_of(noise, False))
     return grids.dequantize(codes, grid, form, x.dtype).reshape(x.shape)

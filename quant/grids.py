@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import NonFiniteError
+from zfunc.readings import number
 
 __all__ = ["BITS", "Format", "Grid", "dequantize", "fit", "quantize", "wide"]
 
@@ -113,12 +114,14 @@ def by_group(rows: Tensor, form: Format) -> Tensor:
     return rows.reshape(n, groups, width)
 
 
-def fit(rows: Tensor, form: Format, name: str = "weight") -> Grid:
+def fit(rows: Tensor, form: Format, name: str = "weight", check: bool = True) -> Grid:
     """The grids that span each group.
 
     Args:
         rows: ``[n, k]``, floating-point. Groups that are all zero get the scale 1.
         name: of the weight, for the error.
+        check: whether a weight that is not finite is an error, for which a device is waited for;
+            else the scale of its group is not finite either.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite.
@@ -139,10 +142,10 @@ def fit(rows: Tensor, form: Format, name: str = "weight") -> Grid:
     else:
         low, high = low.clamp_max(0), high.clamp_min(0)
         span, steps = high - low, 2 * top + 1
-    if not bool(torch.isfinite(span).all()):
+    if check and not number(torch.isfinite(span).all()):
         raise NonFiniteError(_not_finite(rows, name))
     scale = (span / steps).to(form.scale_dtype)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale <= 0, torch.ones_like(scale), scale)  # NaN stays
     if form.symmetric:
         return Grid(scale, None)
     zero = -top - 1 - low / scale.to(x.dtype)

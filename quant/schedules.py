@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.readings import number
+
 __all__ = ["FULL", "Rules", "advance", "dropping", "factors", "start"]
 
 FULL = 16  # bits from which on nothing is rounded
@@ -81,7 +83,7 @@ def start(rules: Rules, count: int) -> Schedule:
 
 def dropping(schedule: Schedule, rules: Rules) -> Tensor:
     """Which weights lose a bit when the running step is done: bool ``[count]``."""
-    counted = int(schedule["steps"]) + 1 - rules.offset
+    counted = number(schedule["steps"]) + 1 - rules.offset
     return (schedule["bits"] > rules.target_bits) & (counted >= schedule["periods"])
 
 
@@ -102,7 +104,7 @@ def advance(schedule: Schedule, rules: Rules, curvature: Tensor | None = None) -
     new: dict[str, Any] = {**schedule, "steps": schedule["steps"] + 1}
     if curvature is not None:
         new["curvature"] = curvature.to(torch.float32)
-    if int(new["steps"]) <= rules.offset:
+    if number(new["steps"]) <= rules.offset:
         return new
     drop = dropping(schedule, rules)
     slower = 2 * schedule["periods"] * factors(new["curvature"])

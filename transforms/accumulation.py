@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import optree
@@ -27,6 +28,7 @@ from zfunc.differentiation import checked
 from zfunc.nodes import NAMESPACE
 from zfunc.placed.unreduced import linear_map
 from zfunc.primitives import Mean
+from zfunc.readings import number, on_host, sent
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.transforms.microbatches import microbatches, own_leaves
@@ -107,8 +109,8 @@ def _accumulated(
         auxes.append(aux)
         grads = new if sums is not None else _added(grads, new, i)
     factor = losses.correction()
-    if factor != 1.0:
-        grads = tree.map(linear_map(lambda g: g * factor), grads)
+    if isinstance(factor, Tensor) or factor != 1.0:
+        grads = tree.map(linear_map(partial(_times, factor=factor)), grads)
     return (losses.mean(), _with_buffers(_mean(auxes), buffers)), grads
 
 
@@ -118,6 +120,16 @@ def _added(total: Any, new: Any, i: int) -> Any:
     if i == 1:  # the first may be memory that autograd or the user has as well
         return tree.map(torch.add, total, new)
     return tree.map(lambda t, g: t.add_(g), total, new)
+
+
+def _times(g: Tensor, factor: float | Tensor) -> Tensor:
+    """A gradient times a number; in its own memory where the number is a device's, for then it
+    is multiplied in every step, and mostly by 1."""
+    if not isinstance(factor, Tensor):
+        return g * factor
+    if g.dtype.itemsize < 4:
+        return g.copy_(g.float().mul_(factor.float()))
+    return g.mul_(factor.to(g.dtype))
 
 
 class _Losses:
@@ -131,7 +143,7 @@ class _Losses:
         self.group, self.n = group, n
         self.total: Tensor | None = None
         self.count: Tensor | None = None
-        self.assumed = 1.0
+        self.assumed: Tensor | None = None
 
     def __call__(self, loss: Any) -> tuple[Tensor, Tensor | None, Any]:
         exact = isinstance(loss, Mean)
@@ -145,26 +157,28 @@ class _Losses:
             self._add(value.detach())
             parts = self.group.size * self.n
             return value, torch.full_like(value, 1.0 / parts), value.detach
-        count = torch.as_tensor(loss.count, dtype=torch.float64, device=value.device).detach()
+        count = sent(loss.count, value, torch.float64)
         sums = torch.stack([value.detach().double(), count])
         if self.group.size > 1:
             sums = self.group.all_reduce(sums, label="loss").wait()
-        if self.count is None:
-            self.assumed = self.n * max(float(sums[1]), 1.0)
+        if self.assumed is None:
+            self.assumed = sums[1].clamp_min(1.0) * self.n
         self._add(sums[0], sums[1])
         self.dtype = value.dtype
-        return value, torch.full_like(value, 1.0 / self.assumed), value.detach
+        return value, (1.0 / self.assumed).to(value.dtype), value.detach
 
     def _add(self, total: Tensor, count: Tensor | None = None) -> None:
         self.total = total if self.total is None else self.total + total
         if count is not None:
             self.count = count if self.count is None else self.count + count
 
-    def correction(self) -> float:
-        """What the sum of the gradients is to be multiplied by."""
-        if self.count is None or float(self.count) == self.assumed:
+    def correction(self) -> float | Tensor:
+        """What the sum of the gradients is to be multiplied by; a tensor where the host would
+        have to wait for the number."""
+        if self.count is None or self.assumed is None:
             return 1.0
-        return self.assumed / float(self.count) if float(self.count) else float("nan")
+        factor = torch.where(self.count == 0, torch.nan, self.assumed / self.count)
+        return number(factor) if on_host(factor) else factor
 
     def mean(self) -> Tensor:
         """The loss of the whole batch; a collective where losses are plain scalars."""

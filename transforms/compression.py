@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from zfunc import context, tree
-from zfunc.context import Context
+from zfunc.context import Context, Withheld
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.placed.carried import may_lose, put, take
@@ -52,6 +52,7 @@ from zfunc.placed.leaves import home_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.unreduced import Unreduced
+from zfunc.readings import Reading, on_host
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform
 from zfunc.traffic import Traffic
@@ -186,7 +187,7 @@ class CompressGrads(Transform):
             assert name is not None
             call.see(name, unit.trainable, fulls)
         else:
-            call.finite &= all(is_finite(full) for full in fulls)
+            call.finite += [is_finite(full) for full in fulls]
         if not unit.cut:
             return Ready([full.mul_(unit.group.size) for full in fulls])
         assert name is not None
@@ -204,11 +205,7 @@ class CompressGrads(Transform):
     def _arrived(self, running: Context, call: Call, grads: Tree, params: Tree) -> Tree:
         """The gradients of one ``value_and_grad(...)(params)`` as the function is to see them."""
         if call.active:
-            squares = self._agree(running, call)
-            if call.skipped:
-                grads = tree.map(lambda g: torch.full_like(g, torch.nan), grads)
-            elif call.stage:
-                grads = estimated(call, grads, squares)
+            grads = self._agreed(running, call, grads)
         if call.stage:
             return grads
         done = call.skipped or not call.active
@@ -217,22 +214,41 @@ class CompressGrads(Transform):
         local = as_unreduced(grads, params, done)
         return local if self.codec.freezes else averaged(call, local)
 
-    def _agree(self, running: Context, call: Call) -> dict[str, Tensor]:
-        """Squares of norms, their means over the ranks; where any rank saw a number that is not
-        finite, this call will change nothing."""
-        finite, squares = call.agreed()
-        if finite or call.skipped:
-            return squares
-        if running.asked > 1 and running.donation is not None:
-            raise NonFiniteError(
-                "a gradient is not finite on some rank, in a step that has donated the memory of "
-                "another optimizer's state already, so that it cannot be skipped as a whole. "
-                "Leave out donate, or guard each optimizer with optim.skip_nonfinite."
-            )
-        call.skipped = True
-        call.restore()
-        running.donation = None  # the old state is the new one
-        return squares
+    def _agreed(self, running: Context, call: Call, grads: Tree) -> Tree:
+        """Gradients with the norms that all ranks had together; NaN if any rank saw a number
+        that is not finite, for then this call will change nothing."""
+        bad, squares = call.agreed()
+        before = call.doubts.get(running.asked)
+        doubt = bad if before is None else before[0] + bad
+        call.doubts[running.asked] = doubt, Reading(doubt)
+        settle = partial(self._settle, running, call)
+        offloaded = any(t.name == "offload" for t in running.transforms)
+        if on_host(bad) or not call.stage or offloaded:
+            if settle():
+                return estimated(call, grads, squares) if call.stage else grads
+            return tree.map(lambda g: torch.full_like(g, torch.nan), grads)
+        if running.donation is not None:
+            running.donation = Withheld.until(running.donation, settle)
+        squares = {name: x.masked_fill(bad > 0, torch.nan) for name, x in squares.items()}
+        grads = tree.map(lambda g: g.masked_fill_(bad > 0, torch.nan), grads)
+        return estimated(call, grads, squares)
+
+    def _settle(self, running: Context, call: Call) -> bool:
+        """Read what the ranks saw, and say whether this call changes anything."""
+        doubts, call.doubts = call.doubts, {}
+        for asked, (_, reading) in doubts.items():
+            if not reading.wait() or call.skipped:
+                continue
+            if asked > 1 and running.donation is not None:
+                raise NonFiniteError(
+                    "a gradient is not finite on some rank, in a step that has donated the memory "
+                    "of another optimizer's state already, so that it cannot be skipped as a "
+                    "whole. Leave out donate, or guard each optimizer with optim.skip_nonfinite."
+                )
+            call.skipped = True
+            call.restore()
+            running.donation = None  # the old state is the new one
+        return not call.skipped
 
     def reduce(self, grads: Any) -> Any:
         call = current_call()
@@ -254,7 +270,7 @@ class CompressGrads(Transform):
         if self.freeze_step == "auto" and decay is not None:
             call.window = max(call.window, round(1 / (1 - decay)))
             if (count + 1) % call.window == 0:
-                call.norm += sum_of(call, new) / (1 - decay ** (count + 1))
+                call.norms.append(Reading(sum_of(call, new) / (1 - decay ** (count + 1))))
         return new
 
     def warn_if_early(self, count: int, decay: float | None) -> None:
@@ -276,9 +292,10 @@ class CompressGrads(Transform):
         return f"{least} at least"
 
     def finish(self, old: Any, out: Any) -> Any:
-        call = current_call()
-        if call is None:
+        call, running = current_call(), context.current()
+        if call is None or running is None:
             return out
+        self._settle(running, call)
         several = isinstance(out, tuple) and len(out) > 0 and type(out[0]) is type(old)
         new = out[0] if several else out
         if type(new) is not type(old):
@@ -378,16 +395,15 @@ def as_unreduced(grads: Tree, params: Tree, done: bool) -> Tree:
     )
 
 
-def sum_of(call: Call, moments: Tree) -> float:
-    """The sum of second moments, the same on all ranks."""
+def sum_of(call: Call, moments: Tree) -> Tensor:
+    """The sum of second moments, the same on all ranks: 0-d, float64."""
     nodes = optree.tree_leaves(
         moments, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
     )
     total = sums(tree.leaves(moments))
     if not any(isinstance(node, Sharded) for node in nodes):
         return total
-    together = torch.tensor(total, dtype=torch.float64)
-    return float(call.group.all_reduce(together, label="second moments").wait())
+    return call.group.all_reduce(total, label="second moments").wait()
 
 
 def _advanced(old: Any, new: Any) -> Any:

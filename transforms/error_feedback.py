@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from zfunc.placed.pieces import leaves_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.residuals import Residual, nothing_left_out, one_of
 from zfunc.placed.sharded import Sharded, cut
+from zfunc.readings import Reading
 from zfunc.squares import square_sum
 
 __all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]
@@ -146,10 +147,13 @@ class Call:
         joined: params entries that have been gathered so in this call.
         bases: by params entry and leaf path, what the next low-rank step starts from.
         used: which leaves' errors this call has used, as ``(entry, leaf index)``.
-        squares: by params entry, squares of the norms of this rank's gradients by leaf.
-        finite: whether all numbers that this rank has seen are.
-        skipped: whether some rank saw others, so that the call changes nothing.
-        window, norm: steps that second moments look back, and their 1-norm.
+        squares: by params entry and leaf index, squares of the norms of this rank's gradients,
+            where these are.
+        finite: whether what this rank has seen is, likewise.
+        skipped: whether some rank saw something else, so that the call changes nothing.
+        doubts: by ``value_and_grad``, from 1, whether some rank saw so, not looked at yet.
+        window: steps that second moments look back.
+        norms: their 1-norm, of all that were noted.
     """
 
     group: Group
@@ -163,11 +167,12 @@ class Call:
     updates: dict[str, list[Tensor | None]] = field(default_factory=dict)
     joined: set[str] = field(default_factory=set)
     used: set[tuple[str, int]] = field(default_factory=set)
-    squares: dict[str, Tensor] = field(default_factory=dict)
-    finite: bool = True
+    squares: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    finite: list[Tensor] = field(default_factory=list)
     skipped: bool = False
+    doubts: dict[int, tuple[Tensor, Reading]] = field(default_factory=dict)
     window: int = 0
-    norm: float = 0.0
+    norms: list[Reading] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layouts = {name: node.layout for name, node in self.carried["worker"].items()}
@@ -182,24 +187,44 @@ class Call:
 
     def see(self, name: str, flats: Sequence[int], fulls: Sequence[Tensor]) -> None:
         """Note the norms of gradients that are about to leave, and whether they are finite."""
-        layout = self.layouts[name]
-        if name not in self.squares:
-            self.squares[name] = torch.zeros(len(layout.slots), dtype=torch.float64)
+        layout, row = self.layouts[name], self.squares.setdefault(name, {})
         for i, full in zip(flats, fulls, strict=True):
             for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
-                square = float(square_sum(view)) * self.group.size**2
-                self.squares[name][slot.index] = square
-                self.finite &= math.isfinite(square)
+                row[slot.index] = square_sum(view)
 
-    def agreed(self) -> tuple[bool, dict[str, Tensor]]:
-        """Whether all is finite on all ranks, and the means of ``squares`` over them."""
-        names = sorted(self.squares)
-        flag = torch.tensor([0.0 if self.finite else 1.0], dtype=torch.float64)
-        together = torch.cat([flag, *(self.squares.pop(name).nan_to_num() for name in names)])
+    def agreed(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Whether some rank saw what is not finite (0-d, else 0), and the means of ``squares``
+        over the ranks; a collective, for which no host waits."""
+        names, size = sorted(self.squares), self.group.size
+        rows = [self._row(name) for name in names]
+        self.finite += [row.isfinite().all() for row in rows]
+        fine = torch.stack(self.finite).all() if self.finite else self._zero.bool().logical_not()
+        flag = fine.logical_not().double().view(1)
+        together = torch.cat([flag, *(row.nan_to_num() for row in rows)])
         self.group.all_reduce(together, label="norms").wait()
         sizes = [len(self.layouts[name].slots) for name in names]
-        means = (together[1:] / self.group.size).split(sizes)
-        return not float(together[0]), dict(zip(names, means, strict=True))
+        means = (together[1:] / size).split(sizes)
+        return together[0], dict(zip(names, means, strict=True))
+
+    @property
+    def _zero(self) -> Tensor:
+        """0-d, where gradients are."""
+        flats = [x for node in self.carried["worker"].values() for x in node.flats]
+        device = next((x.device for x in flats if x is not None), torch.device("cpu"))
+        return torch.zeros((), dtype=torch.float64, device=device)
+
+    def _row(self, name: str) -> Tensor:
+        """The squares of all leaves of an entry as of a sum over the ranks, float64."""
+        found, zero = self.squares.pop(name), self._zero
+        row = [found.get(i, zero) for i in range(len(self.layouts[name].slots))]
+        if len({x.dtype for x in row}) > 1:
+            row = [x.double() for x in row]
+        return torch.stack(row).double().mul_(self.group.size**2)
+
+    @property
+    def norm(self) -> float:
+        """The sum of ``norms``; waits for them."""
+        return sum((reading.wait() for reading in self.norms), 0.0)
 
     def entry_of(self, layout: Layout) -> str | None:
         """The params entry that is cut so."""
@@ -222,11 +247,12 @@ class Call:
         return {"worker": worker, "server": server, "bases": self.bases, "updates": updates}
 
 
-def sums(values: Sequence[Tensor]) -> float:
-    """The sum of all elements of tensors that are not negative."""
-    return float(sum(float(x.sum(dtype=torch.float64)) for x in values))
+def sums(values: Sequence[Tensor]) -> Tensor:
+    """The sum of all elements of tensors that are not negative: 0-d, float64."""
+    parts = [x.sum(dtype=torch.float64) for x in values]
+    return functools.reduce(torch.add, parts) if parts else torch.zeros((), dtype=torch.float64)
 
 
-def is_finite(x: Tensor) -> bool:
-    """Whether there is no NaN and no infinity in a tensor."""
-    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+def is_finite(x: Tensor) -> Tensor:
+    """Whether there is no NaN and no infinity in a tensor, 0-d."""
+    return torch.isfinite(torch.stack(torch.aminmax(x)) if x.numel() else x).all()

@@ -30,6 +30,7 @@ from zfunc.nodes import NAMESPACE, Layers
 from zfunc.passes import Pass
 from zfunc.placed.placement import Entries
 from zfunc.placed.readable import Readable
+from zfunc.readings import number
 from zfunc.step import Transform, transform_of
 
 __all__ = ["DropLayers", "drop_layers", "keep_probability", "theta_at"]
@@ -102,7 +103,7 @@ class DropLayers(Transform):
             )
 
     def configure(self, running: Context, state: Any) -> None:
-        step = int(Entries(state)["step"])
+        step = int(number(Entries(state)["step"]))
         running.notes[DropLayers] = _Coins(theta_at(step, self.theta, self.gamma))
 
     def foresee(self, plan: Sequence[tuple[int, int]], owner: Pass) -> Sequence[tuple[int, int]]:
@@ -191,7 +192,7 @@ class _Coins:
             if not places:
                 continue
             here = random.fold_in(random.fold_in(key, call), source.index)
-            draw = random.uniform(here, (len(places),))
+            draw = random.uniform(here, (len(places),), device="cpu")
             used: set[int] = set()
             for k, ((_, depth, of), coin) in enumerate(zip(places, draw.tolist(), strict=True)):
                 p = keep_probability(depth, of, self.theta)

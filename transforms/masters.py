@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import optree
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.context import Context, spend
+from zfunc.context import Context, Withheld, spend
 from zfunc.errors import NonFiniteError
 from zfunc.nodes import NAMESPACE, Placed, Tree, register, spent
 from zfunc.optim.guarding import all_finite, first_nonfinite
@@ -20,6 +21,7 @@ from zfunc.placed.placement import Entries, reassembled
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
+from zfunc.readings import Reading, number, on_host
 
 __all__ = ["Mastered", "Masters", "recast", "returned"]
 
@@ -61,8 +63,10 @@ class Masters:
         masters, lows: parameters in full precision and in 16 bits, by entry.
         scale: 0-d fp32, what the loss is multiplied by.
         carried: the state of a dynamic loss scale.
-        overflow: whether a gradient was not finite; None before there are any.
+        overflow: whether a gradient was not finite; None before there are any, or where nobody
+            waits to learn it.
         leaf: the path of the first such gradient.
+        unseen: the same where nobody waits, 0-d on the device.
     """
 
     state: Any
@@ -72,6 +76,8 @@ class Masters:
     carried: Any = None
     overflow: bool | None = None
     leaf: str = ""
+    unseen: Tensor | None = None
+    _asked: list[tuple[Reading, Tree, Context]] = field(default_factory=list)
     _copies: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,6 +88,7 @@ class Masters:
                     self._copies[_identity(node)] = (node, low)
         dtypes = {x.dtype for x in tree.leaves(dict(self.masters)) if isinstance(x, Tensor)}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
+        self.factor = number(self.scale)
 
     def lowered(self, params: Tree) -> Tree:
         """``params`` with 16-bit copies in place of masters; others are cast as they enter."""
@@ -100,7 +107,7 @@ class Masters:
 
     def raised(self, grads: Tree, params: Tree) -> Tree:
         """Gradients in the dtypes of the masters, without the loss scale."""
-        factor = 1.0 / float(self.scale)
+        factor = 1.0 / self.factor
 
         def unscaled(g: Tensor, dtype: torch.dtype) -> Tensor:
             g = g.to(dtype)
@@ -110,35 +117,70 @@ class Masters:
             return tree.map(linear_map(lambda g: unscaled(g, dtype)), grads)
         return tree.map(linear_map(lambda g, p: unscaled(g, p.dtype)), grads, params)
 
-    def look(self, grads: Tree, running: Context, scaled: Tree) -> None:
-        """Find out, on all ranks alike, whether a gradient is not finite; a collective.
+    def look(self, grads: Tree, running: Context, scaled: Tree, own: bool) -> Tree:
+        """See to it that a gradient that is not finite leaves the step out; a collective.
+
+        On a CPU the host knows at once. From a GPU it reads the flag later, once, before donated
+        memory is written or the step ends, if a dynamic scale depends on it. Otherwise it is
+        never read: the device takes the old state, or, if the step donates it, the gradients
+        count as zeros.
 
         Args:
             grads: the gradients.
             scaled: what they were made of; asked instead where they are not in memory, since
                 its norms are known.
+            own: whether nobody else holds the gradients.
+
+        Returns:
+            The gradients to go on with.
         """
-        flags = (
-            [torch.tensor(all_finite(scaled))]
-            if streams(grads)
-            else [
-                torch.linalg.vector_norm(x, ord=float("inf")).isfinite().cpu()
-                for x in tree.leaves(grads)
-                if isinstance(x, Tensor) and x.numel()
-            ]
-        )
-        bad = (~torch.stack(flags).all()).float() if flags else torch.zeros(())
+        bad = self._not_finite(grads, scaled)
         if running.group.size > 1:
             bad = running.group.all_reduce(bad, label="overflow").wait()
-        overflow = bool(bad > 0)
-        if overflow and not self.overflow:
-            self.leaf = first_nonfinite(grads)
-            running.donation = None  # the old state is the new one: nobody may write into it
-        self.overflow = overflow or bool(self.overflow)
+        if self.carried is None and not on_host(bad):
+            self.unseen = bad > 0 if self.unseen is None else self.unseen | (bad > 0)
+            return grads if running.donation is None else _without(grads, bad > 0, own)
+        reading = Reading(bad)
+        self._asked.append((reading, grads, running))
+        if reading.known or streams(self.state):
+            self.settle()
+        elif running.donation is not None:
+            running.donation = Withheld.until(running.donation, self._counts)
+        return grads
+
+    def _not_finite(self, grads: Tree, scaled: Tree) -> Tensor:
+        """1 if a gradient of this rank is not finite, 0-d, where the gradients are."""
+        if streams(grads):
+            return torch.tensor(float(not all_finite(scaled)), device="cpu")
+        found = [x for x in tree.leaves(grads) if isinstance(x, Tensor)]
+        device = next((x.device for x in found if not on_host(x)), torch.device("cpu"))
+        norms = [torch.linalg.vector_norm(x, ord=float("inf")) for x in found if x.numel()]
+        if not norms:
+            return torch.zeros((), device=device)
+        wide = torch.promote_types(torch.float32, max((x.dtype for x in norms), key=_width))
+        flags = torch.stack([x.to(device, wide) for x in norms]).isfinite()
+        return flags.all().logical_not().float()
+
+    def settle(self) -> None:
+        """Read what was asked for. The old state is the new one if a gradient was not finite:
+        then nobody may write into it."""
+        asked, self._asked = self._asked, []
+        for reading, grads, running in asked:
+            overflow = reading.wait() > 0
+            if overflow and not self.overflow:
+                self.leaf = first_nonfinite(grads)
+                running.donation = None
+            self.overflow = overflow or bool(self.overflow)
+
+    def _counts(self) -> bool:
+        self.settle()
+        return not self.overflow
 
     def metrics(self) -> dict[str, Any]:
         """What is added to the step's metrics."""
-        found = {"loss_scale": self.scale.clone(), "overflow": torch.tensor(bool(self.overflow))}
+        self.settle()
+        bad = torch.tensor(bool(self.overflow)) if self.unseen is None else self.unseen
+        found = {"loss_scale": self.scale.clone(), "overflow": bad}
         return {**found, "overflow_leaf": self.leaf} if self.overflow else found
 
     def revert(self, entries: Entries, kept: Collection[str]) -> None:
@@ -158,6 +200,55 @@ class Masters:
                         "took that gradient. Take all gradients first, or leave out `donate`."
                     )
                 entries[name] = before[name]
+
+    def hold(self, entries: Entries, kept: Collection[str], ours: Collection[str]) -> None:
+        """The same on the device, which alone knows whether there was an overflow.
+
+        What is on the host (counts) goes on.
+
+        Args:
+            ours: entries whose new tensors nobody else holds, so that they may be written.
+        """
+        assert self.unseen is not None
+        before = Entries(self.state)
+        old = {x.untyped_storage().data_ptr() for x in _tensors(self.state)}
+        written: set[int] = set()
+
+        def one(new: Any, was: Any, own: bool) -> Any:
+            if new is was or not (_alike(new, was) and new.device == self.unseen.device):
+                return new
+            fresh = own and new.untyped_storage().data_ptr() not in old
+            if not fresh or new.data_ptr() in written:
+                return torch.where(self.unseen, was, new)
+            written.add(new.data_ptr())
+            return torch.where(self.unseen, was, new, out=new)
+
+        for name in entries.names:
+            if name in kept or name not in before:
+                continue
+            now, then = entries[name], before[name]
+            if _nodes(now)[1] == _nodes(then)[1] and not streams(now, then):
+                entries[name] = tree.map(partial(one, own=name in ours), now, then)
+
+
+def _without(grads: Tree, bad: Tensor, own: bool) -> Tree:
+    """The gradients, or zeros."""
+    fill = Tensor.masked_fill_ if own else Tensor.masked_fill
+    return tree.map(linear_map(lambda g: fill(g, bad, 0)), grads)
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _tensors(tree_: Tree) -> list[Tensor]:
+    return [x for x in tree.leaves(tree_) if isinstance(x, Tensor)]
+
+
+def _alike(new: Any, was: Any) -> bool:
+    """Whether one tensor may take the place of another."""
+    both = isinstance(new, Tensor) and isinstance(was, Tensor)
+    return both and not spent(was) and (new.shape, new.dtype) == (was.shape, was.dtype)
 
 
 def _nodes(params: Tree) -> tuple[list[Any], optree.PyTreeSpec]:

@@ -229,7 +229,7 @@ class Precision(Transform):
 
         def run(asked: Gradients) -> tuple[tuple[Tensor, Any], Any]:
             notes: Masters = running.notes[NAME]
-            seed = None if float(notes.scale) == 1 else notes.scale
+            seed = None if notes.factor == 1 else notes.scale
             low = replace(
                 asked,
                 loss_fn=self._computing(asked.loss_fn, asked.has_aux),
@@ -238,8 +238,8 @@ class Precision(Transform):
             )
             out, scaled = call(low)
             grads = notes.raised(scaled, asked.params)
-            notes.look(grads, running, scaled)
-            return out, grads
+            own = self.compute != self.reduce_dtype  # then `leave` has copied them
+            return out, notes.look(grads, running, scaled, own)
 
         return run
 
@@ -278,12 +278,17 @@ class Precision(Transform):
 
     def _closed(self, new: Any, notes: Masters) -> Any:
         """A state that the function returned, in this transform's representation."""
+        running = context.current()
+        assert running is not None
         entries = Entries(new)
         if any(name not in entries for name in notes.masters):
             return new  # a dict that is no state: metrics alone, say
+        home, masters = self._home(entries), {}
+        notes.settle()
         if notes.overflow:
             notes.revert(entries, KEPT)
-        home, masters = self._home(entries), {}
+        elif notes.unseen is not None and running.donation is None:
+            notes.hold(entries, KEPT, ours=(home, *notes.masters))
         for name, old in notes.masters.items():
             masters[name] = returned(old, entries[name])
             entries[name] = recast(notes.lows[name], old, masters[name])

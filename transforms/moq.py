@@ -32,6 +32,7 @@ from zfunc.quant.choice import Include, accepts, check_met
 from zfunc.quant.curvature import ROOT, layer_names, top_eigenvalues
 from zfunc.quant.fake import Grouping, fake_quantize
 from zfunc.quant.schedules import FULL, Rules, Schedule
+from zfunc.readings import number, on_host
 from zfunc.seams import Gradients, Pending, UnitInfo
 from zfunc.step import Differentiate, Transform
 from zfunc.tree import dotted
@@ -196,14 +197,14 @@ class _Call:
         self.owner, self.schedule, self.paths = owner, schedule, paths
         self.key = None if key is None else random.fold_in(key, TAG)
         self.curvature: Tensor | None = None
-        on = int(schedule["steps"]) >= owner.rules.offset
+        on = number(schedule["steps"]) >= owner.rules.offset
         rows = zip(paths, schedule["bits"].tolist(), schedule["ratio"].tolist(), strict=True)
         self.rounds = {path: (bits, mix) for path, bits, mix in rows if on and bits < FULL}
 
     @cached_property
     def due(self) -> bool:
         """Whether a weight loses a bit when this step is done."""
-        return bool(schedules.dropping(self.schedule, self.owner.rules).any())
+        return any(schedules.dropping(self.schedule, self.owner.rules).tolist())
 
     def measure(self, asked: Gradients) -> None:
         key = self.key if self.key is not None else random.key(0)
@@ -230,7 +231,8 @@ class _Call:
             assert self.key is not None
             key = random.fold_in(self.key, zlib.crc32(path.encode()))
             noise = random.uniform(key, x.shape, torch.float32, x.device, low=-0.5, high=0.5)
-        rounded = fake_quantize(x, self.owner.grouping.format(x.shape, bits), noise, path)
+        form = self.owner.grouping.format(x.shape, bits)
+        rounded = fake_quantize(x, form, noise, path, check=on_host(x))
         return x * mix + rounded * (1 - mix) if mix else rounded
 
 

@@ -40,6 +40,7 @@ from zfunc.optim import AdamState
 from zfunc.optim.moments import check_begun
 from zfunc.placed.carried import put, take
 from zfunc.placed.unreduced import Unreduced
+from zfunc.readings import Reading
 from zfunc.seams import Gradients
 from zfunc.step import Differentiate, Transform
 from zfunc.traffic import Traffic
@@ -245,7 +246,7 @@ class ZeroOneAdam(CompressGrads):
             if old is not None and before < call.number - 1:
                 new = _learnt(old, new, decay, call.number, before)
         if self.freeze_step == "auto" and (int(call.carried["count"]) + 1) % call.window == 0:
-            call.norm += sum_of(call, new) / (1 - decay**at)
+            call.norms.append(Reading(sum_of(call, new) / (1 - decay**at)))
         return new
 
     def _enough(self, least: int) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "Context",
     "Donation",
     "LayerInfo",
+    "Withheld",
     "current",
     "pop",
     "push",
@@ -74,6 +75,25 @@ class Donation:
                 break
             blank(owner)
         return True
+
+
+@dataclass
+class Withheld(Donation):
+    """Donated memory that is given away once ``ask`` has said whether the step counts at all.
+
+    Whoever wants it first asks, and may have to wait for the answer; until then nobody does.
+    """
+
+    given: Donation = field(default_factory=Donation)
+    ask: Callable[[], bool] = bool
+
+    @classmethod
+    def until(cls, given: Donation, ask: Callable[[], bool]) -> Withheld:
+        """The memory of ``given``."""
+        return cls(given.owners, given, ask)
+
+    def spend(self, x: Tensor) -> bool:
+        return self.ask() and self.given.spend(x)
 
 
 def _end(owner: tuple[range, Tensor]) -> int:

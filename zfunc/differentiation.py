@@ -28,6 +28,7 @@ from zfunc.placed.leaves import is_frozen
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed
 from zfunc.primitives import Mean, Ref, enter
+from zfunc.readings import sent
 from zfunc.seams import Collector, Finish, Gradients
 from zfunc.tree import check_alive, dotted, leaves
 
@@ -91,8 +92,8 @@ def _across(group: Group) -> Finish:
             return _alone(loss)
         if isinstance(loss, Mean):
             total = checked(loss.total)
-            count = torch.as_tensor(loss.count, dtype=torch.float64).detach()
-            sums = torch.stack([total.detach().double(), count.to(total.device)])
+            count = sent(loss.count, total, torch.float64)
+            sums = torch.stack([total.detach().double(), count])
             sums = group.all_reduce(sums, label="loss").wait()
             value = (sums[0] / sums[1]).to(total.dtype)
             return total, (1.0 / sums[1]).to(total.dtype), lambda: value
@@ -182,7 +183,7 @@ def _seeded(seed: Tensor | None, factor: Tensor | None, loss: Tensor) -> Tensor 
     """The seed of backward times ``factor``."""
     if factor is None:
         return seed
-    factor = factor.to(device=loss.device, dtype=loss.dtype)
+    factor = sent(factor, loss)
     return factor if seed is None else seed * factor
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
+from zfunc.readings import number
 from zfunc.worlds.world import on_wait
 
 __all__ = [
@@ -76,7 +77,7 @@ def _word(x: Key) -> int:
                 f"{tuple(x.shape)}. Make one with zf.random.key(seed); split() gives a 1-d tensor "
                 "of keys: take one of its elements."
             )
-        return int(x.item()) & _WORD
+        return int(number(x)) & _WORD
     if isinstance(x, int) and not isinstance(x, bool):
         return _mix(_SEED + _GOLDEN * x)
     raise PlacementError(
@@ -100,7 +101,7 @@ def key(seed: Key) -> Tensor:
     >>> key(0).dtype, key(0).shape, bool(key(0) == key(1))
     (torch.int64, torch.Size([]), False)
     """
-    return _marked(torch.tensor(_signed(_word(seed))))
+    return _marked(torch.tensor(_signed(_word(seed)), device="cpu"))
 
 
 as_key = key
@@ -129,7 +130,9 @@ def split(key: Key, n: int = 2) -> Tensor:
     """
     start = _mix(_word(key) ^ _SPLIT)
     return torch.tensor(
-        [_signed(_mix(start + _GOLDEN * i)) for i in range(1, n + 1)], dtype=torch.int64
+        [_signed(_mix(start + _GOLDEN * i)) for i in range(1, n + 1)],
+        dtype=torch.int64,
+        device="cpu",
     )
 
 
@@ -155,10 +158,11 @@ def fold_in(key: Key, data: int | Tensor) -> Tensor:
                 f"fold_in takes one integer, not {data.dtype} of shape {tuple(data.shape)}. "
                 "Fold several numbers in one after the other."
             )
-        data = int(data.item())
+        data = int(number(data))
     elif not isinstance(data, int):
         raise PlacementError(f"fold_in takes an int or a 0-d integer tensor, not {data!r}.")
-    return _marked(torch.tensor(_signed(_mix(_mix(_word(key) ^ _FOLD) + _GOLDEN * data))))
+    word = _signed(_mix(_mix(_word(key) ^ _FOLD) + _GOLDEN * data))
+    return _marked(torch.tensor(word, device="cpu"))
 
 
 # --- samplers ----------------------------------------------------------------------------------
