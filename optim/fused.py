@@ -15,31 +15,29 @@ Where :mod:`zfunc.kernels` has a kernel for the tensors, on a GPU, each buffer g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from zfunc import kernels, primitives, tree
+from zfunc import context, kernels, primitives, tree
 from zfunc.context import reuse
+from zfunc.kernels.uploads import on_device
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
+from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted
 from zfunc.optim.updates import Scaled, scale
 from zfunc.placed.unitwise import by_unit, streams
 
-__all__ = ["BLOCK", "Piece", "adamw_", "own", "pieces_of", "step", "stretches_of"]
+__all__ = ["Piece", "adamw_", "collected", "own", "pieces_of", "rates_of", "step", "stretches_of"]
 
-BLOCK = 64
 SCRATCH = 1 << 18
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tree = Any
 Rates = Callable[[str], float] | float
-Row = tuple[Tensor, ...]
-Stretch = tuple[int, int, float]
 Piece = tuple[str, int, int]  # leaf path, start, stop
 
 
@@ -93,42 +91,88 @@ def _step(
     decay: Rates,
     how: dict[str, Any],
 ) -> tuple[Tree, Tree, Tree] | None:
-    rows: list[Row] = []
-
-    def collect(g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        rows.append((p, g if g.dtype == p.dtype else g.to(p.dtype), m, v))
-        return p
-
-    part = tree.map(collect, grads, params, mu, nu)
-    if not all(_fits(row) for row in rows):
+    rows, part = collected(grads, params, mu, nu)
+    if not _fit(rows):
         return None
-    stretches = stretches_of(decay, part)
     with torch.no_grad():
-        p, g, m, v = zip(*rows, strict=True) if rows else ((), (), (), ())
-        new = [own(column) for column in (p, m, v)]
-        fresh = zip(new[0], (x.contiguous() for x in g), new[1], new[2], strict=True)
-        adamw_(list(fresh), stretches, factor=factor, **how)
+        if any(isinstance(node, Placed) for node in _nodes(part)):
+            new = _renewed(rows, stretches_of(decay, part), factor, how)
+        else:
+            new = _plain(rows, rates_of(decay, part), factor, how)
     spec = optree.tree_structure(part, namespace=NAMESPACE)
     done = [optree.tree_unflatten(spec, column) for column in new]
     return done[0], done[1], done[2]
 
 
-def _fits(row: Row) -> bool:
-    first, tracked = row[0], torch.is_grad_enabled()
-    shape, dtype, device = first.shape, first.dtype, first.device
+def collected(grads: Tree, params: Tree, *moments: Tree) -> tuple[list[Row], Tree]:
+    """The buffers of trees, ``(params, grads, *moments)`` each, and a tree that has them so.
+
+    Gradients come in the dtype of the parameters.
+    """
+    columns, spec = tree.align((grads, params, *moments))
+    rows: list[Row] = []
+
+    def collect(g: Tensor, p: Tensor, *rest: Tensor) -> Tensor:
+        rows.append((p, g if g.dtype == p.dtype else g.to(p.dtype), *rest))
+        return p
+
+    if any(isinstance(x, Placed) for row in columns for x in row):
+        return rows, tree.map(collect, grads, params, *moments)
+    out = [None if row[0] is None else collect(*row) for row in columns]
+    return rows, optree.tree_unflatten(spec, out)
+
+
+def _nodes(part: Tree) -> list[Any]:
+    return optree.tree_leaves(part, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
+
+
+def _fit(rows: Sequence[Row]) -> bool:
+    """Whether the kernel can take all rows: asked column by column, which takes a third."""
+    if not rows:
+        return True
+    columns = list(zip(*rows, strict=True))
+    shapes, dtypes = [x.shape for x in columns[0]], [x.dtype for x in columns[0]]
+    devices = [x.device for x in columns[0]]
+    tracked = torch.is_grad_enabled()
     return (
-        device.type in DEVICES
-        and dtype in DTYPES
-        and all(
-            type(x) in (Tensor, torch.nn.Parameter)
-            and x.layout == torch.strided
-            and x.shape == shape
-            and x.dtype == dtype
-            and x.device == device
-            and not (tracked and x.requires_grad)
-            for x in row
-        )
+        all(x.type in DEVICES for x in set(devices))
+        and set(dtypes) <= set(DTYPES)
+        and all(set(map(type, column)) <= {Tensor, torch.nn.Parameter} for column in columns)
+        and all([x.shape for x in column] == shapes for column in columns[1:])
+        and all([x.dtype for x in column] == dtypes for column in columns[1:])
+        and all([x.device for x in column] == devices for column in columns[1:])
+        and all(x.layout == torch.strided for column in columns for x in column)
+        and not (tracked and any(x.requires_grad for column in columns for x in column))
     )
+
+
+def _renewed(
+    rows: Sequence[Row],
+    stretches: Sequence[Sequence[Stretch]],
+    factor: float | Tensor | None,
+    how: dict[str, Any],
+) -> list[list[Tensor]]:
+    """New parameters and moments, in memory of their own."""
+    p, g, *moments = zip(*rows, strict=True) if rows else ((), (), (), ())
+    new = [own(column) for column in (p, *moments)]
+    grads = [x.contiguous() for x in g]
+    adamw_(list(zip(new[0], grads, *new[1:], strict=True)), stretches, factor=factor, **how)
+    return new
+
+
+def _plain(
+    rows: Sequence[Row], rates: Sequence[float], factor: float | Tensor | None, how: dict[str, Any]
+) -> list[list[Tensor]]:
+    """:func:`_renewed` of plain leaves: of the flats under them, where there are such."""
+    if (flats := Flats.under(rows)) is not None:
+        return flats.leaves(_renewed(flats.rows, flats.stretches(rates), factor, how))
+    if context.donates():
+        return _renewed(rows, whole_stretches(rows, rates), factor, how)
+    # New memory anyway: small leaves get theirs together, which a step renews like one leaf.
+    made = joined(rows, rates)
+    fresh = _renewed(made.alone, whole_stretches(made.alone, made.rates), factor, how)
+    adamw_(made.together, whole_stretches(made.together, made.common), factor=factor, **how)
+    return made.leaves(fresh)
 
 
 def own(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -162,20 +206,32 @@ def _placed_pieces(path: str, node: Any) -> Iterator[tuple[int, list[Piece]]]:
             yield flat.numel(), [(tree.dotted(path, leaf), a, b) for leaf, a, b in segments]
 
 
+def rates_of(decay: Rates, part: Tree) -> list[float]:
+    """The decay of each leaf of a plain tree."""
+    if not callable(decay):
+        return [decay] * len(tree.leaves(part))
+    return [decay(path) for path, _ in nodes(part)]
+
+
+def whole_stretches(rows: Sequence[Row], rates: Sequence[float]) -> list[list[Stretch]]:
+    """Each buffer decays alike."""
+    return [[(0, row[0].numel(), rate)] for row, rate in zip(rows, rates, strict=True)]
+
+
 def stretches_of(decay: Rates, part: Tree) -> list[list[Stretch]]:
     """For each buffer of a tree, what stretches of it decay by how much."""
     if not callable(decay):
         return [[(0, x.numel(), decay)] for x in tree.leaves(part)]
     return [
-        list(_runs([(a, decay(path)) for path, a, _ in pieces], length))
+        list(runs([(a, decay(path)) for path, a, _ in pieces], length))
         for length, pieces in pieces_of(part)
     ]
 
 
-def _runs(starts: list[tuple[int, float]], length: int) -> Iterator[Stretch]:
+def runs(starts: list[tuple[int, float]], length: int) -> Iterator[Stretch]:
     """``(start, stop, value)`` of the stretches of equal value in a buffer.
 
-    >>> list(_runs([(0, 0.1), (64, 0.1), (128, 0.0)], 192))
+    >>> list(runs([(0, 0.1), (64, 0.1), (128, 0.0)], 192))
     [(0, 128, 0.1), (128, 192, 0.0)]
     """
     changes = [x for i, x in enumerate(starts) if i == 0 or x[1] != starts[i - 1][1]]
@@ -206,36 +262,32 @@ def adamw_(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
-    groups: dict[tuple[torch.device, torch.dtype, float], _Group] = {}
+    groups: dict[tuple[torch.device, torch.dtype, float], Launch] = {}
     for row, pieces in zip(rows, stretches, strict=True):
-        for start, stop, rate in pieces:
-            if start == stop:
-                continue
-            group = groups.setdefault((row[0].device, row[0].dtype, rate), _Group())
-            group.add(row if stop - start == row[0].numel() else tuple(x[start:stop] for x in row))
+        for part, rate in parted(row, pieces):
+            key = (part[0].device, part[0].dtype, rate)
+            groups.setdefault(key, Launch()).add(part)
+    knobs: dict[tuple[torch.device, float], Tensor] = {}
     for (device, _, rate), group in groups.items():
-        number = count.to(device=device, dtype=torch.float32)
-        scale = lr.to(device) if isinstance(lr, Tensor) else lr
         blocks = group.stage()
         if kernels.choose("adamw_flat", *blocks[0]).route == "triton":
-            how = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": rate, "device": device}
-            gain = 1.0 if factor is None else factor
-            hyper = kernels.adamw_hyper(lr, count, factor=gain, **how)  # type: ignore[arg-type]
+            if (device, rate) not in knobs:
+                hyper = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": rate, "device": device}
+                gain = 1.0 if factor is None else factor
+                knobs[device, rate] = kernels.adamw_hyper(lr, count, factor=gain, **hyper)  # type: ignore[arg-type]
             for param, grad, mu, nu in blocks:
-                kernels.adamw_flat_(grad, param, mu, nu, hyper)
+                kernels.adamw_flat_(grad, param, mu, nu, knobs[device, rate])
             group.unstage()
             continue
         if isinstance(factor, Tensor) and factor.device != device:
             factor = factor.to(device)  # a norm is known where the step computes
+        # What the device lacks it is sent: `Tensor.to` of a host tensor would wait for it.
+        number = on_device(count.to(torch.float32), device)
+        scale = on_device(lr, device) if isinstance(lr, Tensor) else lr
         for batch in [blocks] if factor is None else _scaled(blocks, factor):
             p, g, m, v = (list(column) for column in zip(*batch, strict=True))
             torch._fused_adamw_(
-                p,
-                g,
-                m,
-                v,
-                [],
-                [number] * len(p),
+                *(p, g, m, v, [], [number] * len(p)),
                 lr=scale,
                 beta1=b1,
                 beta2=b2,
@@ -249,59 +301,14 @@ def adamw_(
 
 def _scaled(blocks: Sequence[Row], factor: float | Tensor) -> Iterator[list[Row]]:
     """The blocks a batch at a time, their gradients multiplied in memory that stays in cache."""
+    small = [row for row in blocks if row[1].numel() <= SMALL]
+    if small:
+        scaled = torch._foreach_mul([row[1] for row in small], factor)
+        yield [(row[0], g, *row[2:]) for row, g in zip(small, scaled, strict=True)]
     scratch = torch.empty(SCRATCH, dtype=blocks[0][1].dtype, device=blocks[0][1].device)
-    batch: list[Row] = []
-    used = 0
     for row in blocks:
-        flat = [x.view(-1) for x in row]
-        for start in range(0, flat[0].numel(), SCRATCH):
-            p, g, m, v = (x[start : start + SCRATCH] for x in flat)
-            if used + g.numel() > SCRATCH:
-                yield batch
-                batch, used = [], 0
-            scaled = scratch[used : used + g.numel()]
-            batch.append((p, torch.mul(g, factor, out=scaled), m, v))
-            used += g.numel()
-    if batch:
-        yield batch
-
-
-@dataclass
-class _Group:
-    """Buffers for one launch: blocks updated in place, and ends to be staged."""
-
-    rows: list[Row] = field(default_factory=list)
-    ends: list[Row] = field(default_factory=list)
-    staged: list[Tensor] = field(default_factory=list)
-
-    def add(self, row: Row) -> None:
-        size = row[0].numel()
-        if not all(x.is_contiguous() for x in row):
-            self.ends.append(row)
-            return
-        if size % BLOCK == 0 or row[0].device.type != "cpu":
-            self.rows.append(row)
-            return
-        cut = size - size % BLOCK
-        flat = [x.view(-1) for x in row]
-        if cut:
-            self.rows.append(tuple(x[:cut] for x in flat))
-        self.ends.append(tuple(x[cut:] for x in flat))
-
-    def stage(self) -> list[Row]:
-        """What the kernel is to update: the blocks, and the ends in one padded buffer."""
-        if not self.ends:
-            return self.rows
-        short = -sum(row[0].numel() for row in self.ends) % BLOCK
-        for column in zip(*self.ends, strict=True):
-            pad = column[0].new_zeros(short)
-            self.staged.append(torch.cat([*(x.reshape(-1) for x in column), pad]))
-        return [*self.rows, tuple(self.staged)]
-
-    def unstage(self) -> None:
-        """Copy the updated ends back."""
-        sizes = [row[0].numel() for row in self.ends]
-        for i in (0, 2, 3) if self.ends else ():
-            pieces = self.staged[i][: sum(sizes)].split(sizes)
-            for row, piece in zip(self.ends, pieces, strict=True):
-                row[i].copy_(piece.view(row[i].shape))
+        if row[1].numel() > SMALL:
+            flat = [x.view(-1) for x in row]
+            for start in range(0, flat[0].numel(), SCRATCH):
+                p, g, m, v = (x[start : start + SCRATCH] for x in flat)
+                yield [(p, torch.mul(g, factor, out=scratch[: g.numel()]), m, v)]

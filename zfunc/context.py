@@ -30,6 +30,7 @@ __all__ = [
     "LayerInfo",
     "Withheld",
     "current",
+    "donates",
     "pop",
     "push",
     "reuse",
@@ -247,6 +248,12 @@ def reuse(x: Tensor) -> Tensor:
         raise DonatedStateError(gone("a leaf"))
     alias = x.detach()
     return alias if spend(x) else x.clone()
+
+
+def donates() -> bool:
+    """Whether the running step donates any memory."""
+    running = current()
+    return running is not None and running.donation is not None
 
 
 def spend(x: Tensor) -> bool:

@@ -15,6 +15,8 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
+from zfunc.squares import square_sum
+
 __all__ = [
     "NAMESPACE",
     "Encoded",
@@ -163,6 +165,13 @@ class Placed:
     def sums_of(cls, nodes: Sequence[Any], f: Callable[[Tensor], Tensor]) -> list[Any]:
         """``sums`` of several nodes of this kind, together."""
         return [node.sums(f) for node in nodes]
+
+    @classmethod
+    def square_sums_of(cls, nodes: Sequence[Any]) -> list[Tensor]:
+        """For each of several nodes the squares of its leaves' norms, 1-D, in leaf order."""
+        trees = cls.sums_of(nodes, square_sum)
+        rows = [optree.tree_leaves(sums, namespace=NAMESPACE) for sums in trees]
+        return [torch.stack(row) if row else torch.zeros(0) for row in rows]
 
     def full(self) -> Any:
         """The plain tree; a collective."""

@@ -20,9 +20,10 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc import norms
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.nodes import NAMESPACE, Layers, Lazy, Placed, Tree, carry, register, spent
-from zfunc.squares import square_sum
+from zfunc.squares import square_sum, square_sums
 
 __all__ = [
     "NAMESPACE",
@@ -288,15 +289,23 @@ def full(tree: Tree) -> Tree:
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     check_alive(tree)
     nodes, spec = optree.tree_flatten(tree, is_leaf=_is_placed, namespace=NAMESPACE)
-    out: list[Any] = [None if isinstance(node, Placed) else f(node) for node in nodes]
-    kinds: dict[type[Placed], list[int]] = {}
-    for i, node in enumerate(nodes):
-        if isinstance(node, Placed):
-            kinds.setdefault(type(node), []).append(i)
+    plain, kinds = _by_kind(nodes)
+    out: list[Any] = list(nodes)
+    for i in plain:
+        out[i] = f(nodes[i])
     for kind, where in kinds.items():
         for i, total in zip(where, kind.sums_of([nodes[i] for i in where], f), strict=True):
             out[i] = total
     return optree.tree_unflatten(spec, out)
+
+
+def _by_kind(nodes: Sequence[Any]) -> tuple[list[int], dict[type[Placed], list[int]]]:
+    """Which are plain leaves, and which placed nodes of each kind."""
+    plain: list[int] = []
+    kinds: dict[type[Placed], list[int]] = {}
+    for i, node in enumerate(nodes):
+        (kinds.setdefault(type(node), []) if isinstance(node, Placed) else plain).append(i)
+    return plain, kinds
 
 
 def leaf_norms(tree: Tree) -> Tree:
@@ -308,15 +317,28 @@ def global_norm(tree: Tree) -> Tensor:
     """The 2-norm of all leaves together, 0-d; a collective on placed trees.
 
     The squares are summed leaf by leaf, then over the leaves in leaf order, so
-    that every rank gets the same bits.
+    that every rank gets the same bits. Within a step the norm of the same tensors,
+    which nobody has written to since, is taken once: clipping and a metric share it.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
     """
-    parts = leaves(_sums(tree, square_sum))
+    check_alive(tree)
+    nodes = optree.tree_leaves(tree, is_leaf=_is_placed, namespace=NAMESPACE)
+    return norms.shared(nodes, _norm)
+
+
+def _norm(nodes: Sequence[Any]) -> Tensor:
+    plain, kinds = _by_kind(nodes)
+    rows = {plain[0]: square_sums([nodes[i] for i in plain])} if plain else {}
+    if plain and kinds:
+        rows = dict(zip(plain, rows[plain[0]].split(1), strict=True))
+    for kind, where in kinds.items():
+        rows.update(zip(where, kind.square_sums_of([nodes[i] for i in where]), strict=True))
+    parts = [rows[i] for i in sorted(rows) if rows[i].numel()]
     if not parts:
         return torch.zeros(())
-    return torch.stack(parts).sum().sqrt()
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).sum().sqrt()
 
 
 def size_bytes(tree: Tree) -> int:

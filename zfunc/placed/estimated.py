@@ -34,10 +34,14 @@ class Estimated(Sharded):
         if f is not square_sum:
             return super().sums(f)
         leaves: list[Tensor | None] = [None] * len(self.layout.slots)
+        squares = self.squares.unbind()
         for slot in self.layout.present:
             if (flat := self.flats[slot.flat]) is not None:
-                leaves[slot.index] = self.squares[slot.index].to(wide_dtype(flat))
+                leaves[slot.index] = squares[slot.index].to(wide_dtype(flat))
         return optree.tree_unflatten(self.layout.spec, leaves)
+
+    def _square_totals(self) -> Tensor:
+        return self.squares
 
 
 register(

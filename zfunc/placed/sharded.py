@@ -18,12 +18,14 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.context import current
 from zfunc.errors import DonatedStateError, PlacementError
+from zfunc.kernels.uploads import on_device
 from zfunc.nodes import Tree, carry, register, spent
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import freeze
 from zfunc.placed.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
 from zfunc.placed.readable import Readable
 from zfunc.placed.streaming import OfFlats
+from zfunc.squares import Segments, square_sum
 from zfunc.tree import gone
 from zfunc.worlds.axes import alone
 from zfunc.worlds.axes import group as group_of
@@ -203,6 +205,9 @@ class Sharded(OfFlats, Readable):
     # Collectives
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tree:
+        if f is square_sum:
+            totals, dtypes = self._square_totals(), [x if x is None else x.dtype for x in self.flats]
+            return _spread(self.layout, totals, dtypes)
         dtypes = [None if x is None else x.dtype for x in self.flats]
         device = next((x.device for x in self.flats if x is not None), None)
         return summed(self.layout, self.group, self.partial_sums(f), dtypes, device)
@@ -215,8 +220,44 @@ class Sharded(OfFlats, Readable):
         device = next((x.device for x in self.flats if x is not None), None)
         return summed(self.layout, self.group, partial, dtypes, device, shape)
 
+    @classmethod
+    def square_sums_of(cls, nodes: Sequence[Any]) -> list[Tensor]:
+        return [node._square_row() for node in nodes]
+
+    def _square_row(self) -> Tensor:
+        """The squares of the norms of the leaves that have values, in leaf order."""
+        totals, slots = self._square_totals(), self.layout.slots
+        alive = tuple(i for i, s in enumerate(slots) if s and self.flats[s.flat] is not None)
+        if len(alive) == len(slots):
+            return totals
+        return totals.index_select(0, _table(self.layout, alive, totals))
+
+    def _square_totals(self) -> Tensor:
+        """The square of each leaf's norm, by leaf index, summed over the ranks."""
+        dtypes = [None if x is None else x.dtype for x in self.flats]
+        device = next((x.device for x in self.flats if x is not None), None)
+        return _across(self.layout, self.group, self._square_parts(), dtypes, device)
+
+    def _square_parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Sums of squares of this rank's pieces: of which leaves, and 1-D what they are."""
+        rank, memo, out = self.group.rank, self.layout._memo, []
+        for i, x in enumerate(self.flats):
+            if x is None or (self.layout.flats[i].whole and rank):
+                continue
+            if ("squares", i, rank) not in memo:
+                rows = self.layout.segments(i, rank)
+                bounds = Segments(tuple((a, b) for _, a, b, _ in rows))
+                memo["squares", i, rank] = tuple(slot.index for slot, *_ in rows), bounds
+            indices, bounds = memo["squares", i, rank]
+            if indices:
+                out.append((indices, bounds.square_sums(x)))
+        return out
+
     def partial_sums(self, f: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
         """``f`` of this rank's piece of each leaf, by leaf index; of whole flats on rank 0 only."""
+        if f is square_sum:
+            parts = self._square_parts()
+            return {i: x for row, sums in parts for i, x in zip(row, sums.unbind(), strict=True)}
         rank, out = self.group.rank, {}
         for i, x in enumerate(self.flats):
             if x is not None and not (self.layout.flats[i].whole and rank):
@@ -332,15 +373,57 @@ def summed(
 
     Each sum has ``shape``: several of one leaf travel together.
     """
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    totals = torch.zeros(len(layout.slots), *shape, dtype=wide, device=device)
+    kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for index, value in partial.items():
-        totals[index] = value
+        kinds.setdefault((value.device, value.dtype), {})[index] = value
+    parts = [(tuple(row), torch.stack(list(row.values()))) for row in kinds.values()]
+    return _spread(layout, _across(layout, group, parts, dtypes, device, shape), dtypes)
+
+
+def _across(
+    layout: Layout,
+    group: Group,
+    parts: Sequence[tuple[tuple[int, ...], Tensor]],
+    dtypes: Sequence[torch.dtype | None],
+    device: torch.device | None,
+    shape: tuple[int, ...] = (),
+) -> Tensor:
+    """``[leaves, *shape]``: sums over the ranks; from rows of leaf indices with their values.
+
+    Values in host memory go to the device together, and the host does not wait for that.
+    """
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    every = tuple(range(len(layout.slots)))
+    if group.size == 1 and parts:
+        device = parts[0][1].device  # nobody else needs them
+    if len(parts) == 1 and parts[0][0] == every:
+        totals = on_device(parts[0][1].to(wide), device)
+    else:
+        totals = torch.zeros(len(every), *shape, dtype=wide, device=device)
+        for indices, values in parts:
+            totals.index_copy_(0, _table(layout, indices, totals), on_device(values.to(wide), device))
     group.all_reduce(totals, label="sums of leaves").wait()
+    return totals
+
+
+def _table(layout: Layout, indices: tuple[int, ...], like: Tensor) -> Tensor:
+    """Leaf indices where they are needed, once and for all."""
+    key = ("leaves", like.device, indices)
+    if key not in layout._memo:
+        layout._memo[key] = on_device(torch.tensor(indices), like.device)
+    found: Tensor = layout._memo[key]
+    return found
+
+
+def _spread(layout: Layout, totals: Tensor, dtypes: Sequence[torch.dtype | None]) -> Tree:
+    """A plain tree of the leaves' rows, ``None`` where they have no values."""
     alive: list[Any] = [None] * len(layout.slots)
+    rows = {totals.dtype: totals.unbind()}
     for i, dtype in enumerate(dtypes):
         if dtype is not None:
             own = torch.float64 if dtype == torch.float64 else torch.float32
+            if own not in rows:
+                rows[own] = totals.to(own).unbind()
             for slot in layout.by_flat[i]:
-                alive[slot.index] = totals[slot.index].to(own)
+                alive[slot.index] = rows[own][slot.index]
     return optree.tree_unflatten(layout.spec, alive)

@@ -21,6 +21,7 @@ from torch import Tensor
 from zfunc.errors import CompositionError
 from zfunc.nodes import NAMESPACE, Placed, Tree, register
 from zfunc.placed.layout import Layout
+from zfunc.squares import square_sum, square_sums, wide_dtype
 from zfunc.worlds.axes import group as group_of
 
 __all__ = ["Unreduced", "linear_map", "unwrapped"]
@@ -90,14 +91,26 @@ class Unreduced(Placed):
     @classmethod
     def sums_of(cls, nodes: Sequence[Any], f: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """``f`` of each, averaged over the ranks in one collective: of squares, their mean."""
+        if f is square_sum:
+            rows = zip(cls.square_sums_of(nodes), nodes, strict=True)
+            return [row[0].to(wide_dtype(node.value)) for row, node in rows]
         mine = [f(node.value) for node in nodes]
+        means = cls._means(nodes, torch.stack([x.double() for x in mine]))
+        return [x.to(y.dtype) for x, y in zip(means.unbind(), mine, strict=True)]
+
+    @classmethod
+    def square_sums_of(cls, nodes: Sequence[Any]) -> list[Tensor]:
+        mine = square_sums([node.value for node in nodes])
+        return list(cls._means(nodes, mine.double()).to(mine.dtype).split(1))
+
+    @staticmethod
+    def _means(nodes: Sequence[Any], mine: Tensor) -> Tensor:
         home = next((node.home for node in nodes if node.home and not node.done), None)
         if home is None:
             return mine
         ranks = group_of(home[0].mesh, home[0].axis)
-        together = torch.stack([x.double() for x in mine])
-        ranks.all_reduce(together, label="norms").wait()
-        return [(x / ranks.size).to(y.dtype) for x, y in zip(together, mine, strict=True)]
+        ranks.all_reduce(mine, label="norms").wait()
+        return mine / ranks.size
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
         return self.sums_of([self], f)[0]

@@ -1,0 +1,276 @@
+"""Many leaves as few buffers: what an elementwise update takes at once.
+
+An update of a leaf of a few elements costs more to begin than to do, on a CPU and on a GPU. The
+leaves of a placed state lie in flats (ZeRO 0 to 2 keep plain trees, whose leaves are views of
+them): those are updated, padding included. Other small leaves are copied beside each other.
+
+An element must come out with the same bits wherever it lies. CPU kernels round the last elements
+of a buffer, those that do not fill a vector, in another way than the rest, so they are given
+whole blocks of 64 elements only; the ends of large leaves travel with the small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zfunc.placed.layout import Layout
+from zfunc.placed.leaves import home_of
+
+__all__ = ["BLOCK", "SMALL", "Flats", "Joined", "Launch", "Row", "Stretch", "joined", "parted"]
+
+BLOCK = 64
+SMALL = 1 << 14  # elements up to which a leaf is copied beside others
+
+Row = tuple[Tensor, ...]
+Stretch = tuple[int, int, float]
+
+
+@dataclass(frozen=True)
+class Flats:
+    """The flats under plain leaves that tile them.
+
+    Attributes:
+        rows: parameters, gradients and moments, one row for each flat.
+        layout: of the leaves.
+        which: the flats that the rows are of.
+        position: for each leaf of the layout its place among the leaves given, or -1.
+    """
+
+    rows: list[Row]
+    layout: Layout
+    which: tuple[int, ...]
+    position: tuple[int, ...]
+
+    @classmethod
+    def under(cls, rows: Sequence[Row]) -> Flats | None:
+        """The flats under the leaves, if parameters and moments fill such of one layout.
+
+        Gradients that do not lie so are copied into flats. Parameters say where they live.
+
+        Args:
+            rows: ``(param, grad, *moments)`` of each leaf, of one shape each.
+        """
+        homes = [home_of(row[0]) for row in rows]
+        if not homes or any(home is None or home[0] is not homes[0][0] for home in homes):  # type: ignore[index]
+            return None
+        layout = homes[0][0]  # type: ignore[index]
+        indices = tuple(home[1] for home in homes)  # type: ignore[index]
+        position, which = _positions(layout, indices)
+        if not which:
+            return None
+        out: list[Row] = []
+        for i in which:
+            mine = [rows[position[slot.index]] for slot in layout.by_flat[i]]
+            columns = [list(column) for column in zip(*mine, strict=True)]
+            found = [_flat(layout, i, column) for column in columns]
+            if found[1] is None:
+                found[1] = _packed(layout, i, columns[1])
+            if any(x is None for x in found):
+                return None
+            out.append(tuple(x for x in found if x is not None))
+        return cls(out, layout, which, position)
+
+    def stretches(self, rates: Sequence[float]) -> list[list[Stretch]]:
+        """For each flat, what stretches of it decay by how much."""
+        alike = len(set(rates)) == 1
+        out: list[list[Stretch]] = []
+        for i in self.which:
+            length, slots = self.layout.flats[i].length, self.layout.by_flat[i]
+            if alike:
+                out.append([(0, length, rates[0])])
+                continue
+            starts = [(slot.start, rates[self.position[slot.index]]) for slot in slots]
+            changes = [x for k, x in enumerate(starts) if not k or x[1] != starts[k - 1][1]]
+            stops = [*(start for start, _ in changes[1:]), length]
+            out.append([(a, b, rate) for (a, rate), b in zip(changes, stops, strict=True)])
+        return out
+
+    def leaves(self, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """From columns of flats to columns of leaves, in the order of the leaves given."""
+        out: list[list[Tensor]] = []
+        for column in columns:
+            leaves: dict[int, Tensor] = {}
+            for i, flat in zip(self.which, column, strict=True):
+                for slot, view in zip(
+                    self.layout.by_flat[i], self.layout.views(i, flat), strict=True
+                ):
+                    leaves[self.position[slot.index]] = view
+            out.append([leaves[k] for k in range(len(leaves))])
+        return out
+
+
+def _positions(layout: Layout, indices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each leaf of the layout its place among ``indices``, and the flats that these fill."""
+    key = ("positions", indices)
+    if key not in layout._memo:
+        position = [-1] * len(layout.slots)
+        for k, index in enumerate(indices):
+            position[index] = k
+        which, filled = [], 0
+        for i, slots in enumerate(layout.by_flat):
+            here = [position[slot.index] >= 0 for slot in slots]
+            if slots and all(here):
+                which.append(i)
+                filled += len(slots)
+        whole = filled == len(indices) == len(set(indices))
+        layout._memo[key] = (tuple(position), tuple(which) if whole else ())
+    found: tuple[tuple[int, ...], tuple[int, ...]] = layout._memo[key]
+    return found
+
+
+def _flat(layout: Layout, flat: int, leaves: Sequence[Tensor]) -> Tensor | None:
+    """The whole flat that the leaves are views of, if they are."""
+    spec, slots = layout.flats[flat], layout.by_flat[flat]
+    first = leaves[0]
+    size, start = first.itemsize, first.storage_offset() - slots[0].start
+    if start < 0 or (start + spec.length) * size > first.untyped_storage().nbytes():
+        return None
+    key = ("offsets", flat, size)
+    if key not in layout._memo:
+        layout._memo[key] = [(slot.start - slots[0].start) * size for slot in slots]
+    base = first.data_ptr()
+    # An empty leaf has no address of its own; it is a leaf without elements wherever it is.
+    places = [x.data_ptr() - base if x.numel() else None for x in leaves]
+    same = places == layout._memo[key] or all(
+        a is None or a == b for a, b in zip(places, layout._memo[key], strict=True)
+    )
+    if not same or not all(x.is_contiguous() for x in leaves):
+        return None
+    return first.detach().as_strided((spec.length,), (1,), start)
+
+
+def _packed(layout: Layout, flat: int, leaves: Sequence[Tensor]) -> Tensor:
+    """A new flat with the leaves in it, zero between them."""
+    row: list[Tensor] = []
+    end = 0
+    for slot, leaf in zip(layout.by_flat[flat], leaves, strict=True):
+        if slot.start > end:
+            row.append(leaf.new_zeros(slot.start - end))
+        row.append(leaf)
+        end = slot.start + slot.numel
+    if layout.flats[flat].length > end:
+        row.append(leaves[0].new_zeros(layout.flats[flat].length - end))
+    return torch._C._nn.flatten_dense_tensors(row)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Leaves, the small ones of them in memory together.
+
+    Attributes:
+        alone: rows of large leaves.
+        rates: their decay.
+        together: rows of new buffers with the small ones.
+        common: the decay of each of these.
+        order: which leaves they are: of ``alone``, then of each buffer.
+    """
+
+    alone: list[Row]
+    rates: list[float]
+    together: list[Row]
+    common: list[float]
+    order: list[list[int]]
+    shapes: list[torch.Size]
+
+    def leaves(self, alone: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Columns of leaves: those ``alone`` as given, the others out of the buffers."""
+        out = []
+        for k, column in enumerate(alone):
+            leaves = dict(zip(self.order[0], column, strict=True))
+            for row, some in zip(self.together, self.order[1:], strict=True):
+                sizes = [self.shapes[i].numel() for i in some]
+                flat = row[k and k + 1]  # parameters, then moments; not gradients
+                parts = flat[: sum(sizes)].split(sizes)
+                for i, part in zip(some, parts, strict=True):
+                    leaves[i] = part if len(self.shapes[i]) == 1 else part.view(self.shapes[i])
+            out.append([leaves[i] for i in range(len(self.shapes))])
+        return out
+
+
+def joined(rows: Sequence[Row], rates: Sequence[float]) -> Joined:
+    """Copies of small leaves side by side, of each device, dtype and decay."""
+    alone: list[int] = []
+    groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
+    for i, (row, rate) in enumerate(zip(rows, rates, strict=True)):
+        if row[0].numel() > SMALL:
+            alone.append(i)
+        else:
+            groups.setdefault((row[0].device, row[0].dtype, rate), []).append(i)
+    together = [_side_by_side([rows[i] for i in some]) for some in groups.values()]
+    return Joined(
+        [rows[i] for i in alone],
+        [rates[i] for i in alone],
+        together,
+        [rate for *_, rate in groups],
+        [alone, *groups.values()],
+        [row[0].shape for row in rows],
+    )
+
+
+def _side_by_side(rows: Sequence[Row]) -> Row:
+    """New buffers with the elements of all rows, up to a multiple of 64."""
+    short = -sum(row[0].numel() for row in rows) % BLOCK
+    pad = rows[0][0].new_zeros(short)
+    columns = zip(*rows, strict=True)
+    return tuple(torch._C._nn.flatten_dense_tensors([*column, pad]) for column in columns)
+
+
+def parted(row: Row, stretches: Sequence[Stretch]) -> Iterator[tuple[Row, float]]:
+    """The parts of a row that decay alike; what is empty is left out."""
+    if len(stretches) == 1:
+        start, stop, rate = stretches[0]
+        if start < stop:
+            yield row if stop - start == row[0].numel() else _cut(row, start, stop), rate
+        return
+    for start, stop, rate in stretches:
+        if start < stop:
+            yield _cut(row, start, stop), rate
+
+
+def _cut(row: Row, start: int, stop: int) -> Row:
+    return tuple(x.view(-1)[start:stop] for x in row)
+
+
+@dataclass
+class Launch:
+    """Buffers for one launch: those updated in place, and leaves and ends that are staged."""
+
+    rows: list[Row] = field(default_factory=list)
+    ends: list[Row] = field(default_factory=list)
+    staged: Row = ()
+
+    def add(self, row: Row) -> None:
+        """Another buffer ``(param, grad, *moments)``."""
+        size, on_cpu = row[0].numel(), row[0].device.type == "cpu"
+        whole = not size % BLOCK
+        small = size <= SMALL and not (on_cpu and whole)
+        if small or not all(x.is_contiguous() for x in row):
+            self.ends.append(row)
+            return
+        if whole or not on_cpu:
+            self.rows.append(row)
+            return
+        cut = size - size % BLOCK
+        self.rows.append(_cut(row, 0, cut))
+        self.ends.append(_cut(row, cut, size))
+
+    def stage(self) -> list[Row]:
+        """What the kernel is to update: the blocks, and the ends in one padded buffer."""
+        if not self.ends:
+            return self.rows
+        self.staged = _side_by_side(self.ends)
+        return [*self.rows, self.staged]
+
+    def unstage(self) -> None:
+        """Copy the updated ends back."""
+        sizes = [row[0].numel() for row in self.ends]
+        for i, flat in enumerate(self.staged):
+            if i != 1:
+                parts = flat[: sum(sizes)].split(sizes)
+                targets = [row[i] for row in self.ends]
+                pairs = zip(parts, targets, strict=True)
+                torch._foreach_copy_(targets, [x.view(y.shape) for x, y in pairs])

@@ -1,0 +1,73 @@
+"""The norm of a tree of gradients, taken once a step: clipping and the step's metric share it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.nodes import Placed
+
+__all__ = ["shared"]
+
+KEPT = 4  # norms of so many trees are remembered at a time
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A norm, and of what: tensors that are gone or were written to since are others."""
+
+    of: tuple[weakref.ref[Any], ...]
+    versions: tuple[int, ...]
+    norm: Tensor
+
+    def fits(self, nodes: Sequence[Any], versions: tuple[int, ...]) -> bool:
+        return (
+            len(nodes) == len(self.of)
+            and versions == self.versions
+            and all(ref() is node for ref, node in zip(self.of, nodes, strict=True))
+        )
+
+
+def shared(nodes: Sequence[Any], norm: Callable[[Sequence[Any]], Tensor]) -> Tensor:
+    """``norm(nodes)``, or what it was when it was last asked in the running step.
+
+    Args:
+        nodes: the leaves and the placed nodes of a tree.
+        norm: computes it; a collective where nodes are placed.
+    """
+    from zfunc.context import current  # which is about trees itself
+
+    running = current()
+    if running is None or not nodes or torch.compiler.is_compiling() or _transformed():
+        return norm(nodes)
+    versions = _versions(nodes)
+    if versions is None:
+        return norm(nodes)
+    known: list[_Known] = running.notes.setdefault("norms", [])
+    for one in known:
+        if one.fits(nodes, versions):
+            return one.norm.clone()  # whoever is given it may write into it
+    found = norm(nodes)
+    known.append(_Known(tuple(map(weakref.ref, nodes)), versions, found.clone()))
+    del known[:-KEPT]
+    return found
+
+
+def _transformed() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def _versions(nodes: Sequence[Any]) -> tuple[int, ...] | None:
+    """How often each tensor has been written to; ``None`` where nobody counts."""
+    try:
+        if not any(isinstance(node, Placed) for node in nodes):
+            return tuple([x._version for x in nodes])
+        held = [x for n in nodes for x in (n.held() if isinstance(n, Placed) else (n,))]
+        return tuple(0 if x is None else x._version for x in held)
+    except (RuntimeError, AttributeError):  # tensors of inference mode have no such count
+        return None
