@@ -118,13 +118,17 @@ def compiled(entry: Entry, target: str, *, large: bool = False) -> Code:
     return _amd(found, entry) if amd else _nvidia(found, entry)
 
 
-def built(entry: Entry) -> None:
-    """Build the kernel with integers of 64 bits, as it is launched where a size needs them."""
-    wide = {k: "i64" if kind == "i32" else kind for k, kind in entry.signature.items()}
-    signature = {
-        k: "constexpr" if k in entry.constants else wide[k] for k in entry.kernel.arg_names
-    }
-    source = ASTSource(fn=entry.kernel, signature=signature, constexprs=entry.constants, attrs={})
+def built(entry: Entry, *ones: str) -> None:
+    """Build the kernel as it is launched where sizes are special.
+
+    Args:
+        entry: the kernel.
+        ones: integers that are 1, which a launch makes constants. Without any, all are of 64 bits.
+    """
+    wide = {k: "i64" if kind == "i32" and not ones else kind for k, kind in entry.signature.items()}
+    constants = entry.constants | dict.fromkeys(ones, 1)
+    signature = {k: "constexpr" if k in constants else wide[k] for k in entry.kernel.arg_names}
+    source = ASTSource(fn=entry.kernel, signature=signature, constexprs=constants, attrs={})
     target = TARGETS["sm_90"].gpu
     backend = make_backend(target)
     options = backend.parse_options(source.parse_options() | dict(entry.options))

@@ -32,6 +32,7 @@ from zfunc.kernels import dispatch
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 # Each kernel once: its first entry.
 FIRST = list({name.split(",")[0]: name for name in reversed(BY_NAME)}.values())
+KINDS = list({id(entry.kernel): entry for entry in ENTRIES}.values())
 
 
 @functools.cache
@@ -100,8 +101,16 @@ def test_tensors_beyond_2_gib_on_amd(name: str):
 
 def test_sizes_beyond_32_bits_are_taken():
     """A size of 2^31 is an integer of another type: a loop that carries it could not be built."""
-    for entry in {id(entry.kernel): entry for entry in ENTRIES}.values():
+    for entry in KINDS:
         built(entry)
+
+
+@pytest.mark.parametrize("entry", KINDS, ids=lambda entry: entry.name)
+def test_sizes_of_one_are_constants(entry: Entry):
+    """A launch passes an integer that is 1 as a constant, which has no ``.to``: one row, say."""
+    integers = [k for k, kind in entry.signature.items() if kind == "i32"]
+    for k in set(integers) & set(entry.kernel.arg_names) - set(entry.constants):
+        built(entry, k)
 
 
 def test_the_table_in_the_docs():
