@@ -328,7 +328,10 @@ def config(
     >>> config("adamw_flat")["num_warps"]
     4
     """
-    if target is not None:
-        return tables("", target)[name]
+    return (table(device) if target is None else tables("", target))[name]
+
+
+def table(device: torch.device | None) -> dict[str, dict[str, int]]:
+    """The configurations in force on a device: who changes one changes how it is launched."""
     on = gpu(device)
-    return tables(on.name, on.target)[name]
+    return tables(on.name, on.target)
