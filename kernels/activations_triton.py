@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.normalization_triton import processors
+from zfunc.kernels.devices import gpu
 
 __all__ = [
     "bias_gelu",
@@ -217,7 +217,7 @@ def bias_gelu_backward(
         return
     rows, length = x.shape
     columns = triton.cdiv(length, SUMS["BLOCK"])
-    most = dispatch.config("bias_gelu_backward", x.device)["PROGRAMS"] * processors(x.device)
+    most = dispatch.config("bias_gelu_backward", x.device)["PROGRAMS"] * gpu(x.device).processors
     programs = max(1, min(triton.cdiv(rows, SUMS["ROWS"]), most // columns))
     sums = torch.empty((programs, length), dtype=torch.float32, device=x.device)
     bias_gelu_backward_kernel[(columns, programs)](

@@ -28,7 +28,7 @@ def rope_kernel(
     i = tl.arange(0, HALF)
     every = i < HALF
     at = m * N + head * 2 * HALF + i
-    stride = M.to(tl.int64) * N
+    stride = tl.cast(M, tl.int64) * N  # one row is a constant
     scale = _scale_of_norm(squares, splits, M, m, K, eps)
     a = _summed(parts, at, every, splits, stride) * scale
     b = _summed(parts, at + HALF, every, splits, stride) * scale
@@ -67,7 +67,7 @@ def gate_up_kernel(
     """Some columns of one row: sums shares, scales, activates, multiplies."""
     m = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    stride = M.to(tl.int64) * 2 * F
+    stride = tl.cast(M, tl.int64) * 2 * F
     scale = _scale_of_norm(squares, splits, M, m, K, eps)
     gate = _summed(parts, m * 2 * F + n, n < F, splits, stride) * scale
     up = _summed(parts, m * 2 * F + F + n, n < F, splits, stride) * scale

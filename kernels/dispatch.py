@@ -26,10 +26,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from zfunc.kernels.devices import AMD, gpu
 from zfunc.kernels.llvm import host
 from zfunc.kernels.operators import KernelError
 
 __all__ = [
+    "AMD",
     "KERNELS",
     "Choice",
     "Kernel",
@@ -50,7 +52,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 BYTES = (torch.uint8, torch.int8)
 KNOWN = (*FLOATS, *BYTES)  # to machine code
-AMD = torch.version.hip is not None
 
 # Triton's interpreter keeps the program that it is at in a global: one launch at a time.
 _interpreter = threading.RLock()
@@ -294,33 +295,43 @@ def _imported(place: str) -> Callable[..., None]:
 
 
 @functools.cache
-def tables(gpu: str) -> dict[str, dict[str, int]]:
+def tables(gpu: str, target: str = "") -> dict[str, dict[str, int]]:
     """Launch configurations: those for any GPU, over them those for AMD's, whose 64 lanes are
-    two warps, and over them those tuned for this one.
+    two warps, those for an architecture, and those tuned for this one.
 
     Args:
         gpu: its name as torch gives it; ``""`` for none.
+        target: its architecture, such as ``"sm_90"``.
     """
     folder = Path(__file__).parent / "configs"
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    vendor = ["amd"] if AMD or slug.startswith("amd") else []
+    amd = AMD or slug.startswith("amd") or target.startswith("gfx")
     merged: dict[str, dict[str, int]] = {}
-    for name in ["default", *vendor, slug]:
+    for name in ["default", *["amd"] * amd, target, slug]:
         if name and (folder / f"{name}.json").exists():
             merged.update(json.loads((folder / f"{name}.json").read_text()))
     return merged
 
 
-def config(name: str, device: torch.device | None = None, *, amd: bool = AMD) -> dict[str, int]:
+def config(
+    name: str, device: torch.device | None = None, *, target: str | None = None
+) -> dict[str, int]:
     """How a kernel is launched: its block sizes, ``num_warps``, ``num_stages``.
+
+    ``PROGRAMS`` are those for each processor of the GPU.
 
     Args:
         name: of the kernel.
         device: a GPU whose own table is read, if it has one.
-        amd: where there is no such GPU, whether it would be one of AMD's.
+        target: an architecture, in place of a device.
 
     >>> config("adamw_flat")["num_warps"]
     4
     """
-    on_gpu = device is not None and device.type == "cuda"
-    return tables(torch.cuda.get_device_name(device) if on_gpu else "AMD" * amd)[name]
+    return (table(device) if target is None else tables("", target))[name]
+
+
+def table(device: torch.device | None) -> dict[str, dict[str, int]]:
+    """The configurations in force on a device: who changes one changes how it is launched."""
+    on = gpu(device)
+    return tables(on.name, on.target)

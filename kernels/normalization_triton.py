@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.devices import gpu
 
 __all__ = [
     "backward",
     "forward",
     "norm_backward_kernel",
     "norm_kernel",
-    "processors",
     "wide_norm_backward_kernel",
     "wide_norm_kernel",
     "wide_sums_kernel",
@@ -318,10 +318,11 @@ def backward(
     rows, length = s.shape
     name = "rms_norm_backward" if mean is None else "layer_norm_backward"
     how = dict(dispatch.config(name, s.device))
-    most = how.pop("PROGRAMS") * processors(s.device)
+    most = how.pop("PROGRAMS") * gpu(s.device).processors
     narrow = length <= LONGEST_BACKWARD
     tiles = tile(length, how["BLOCK"], 512) if narrow else SUMS
-    programs = min(triton.cdiv(rows, tiles["ROWS"]), most if narrow else 8)
+    columns = triton.cdiv(length, SUMS["BLOCK"])
+    programs = min(triton.cdiv(rows, tiles["ROWS"]), most if narrow else max(2, 2 * most // columns))
     shares = [
         None if p is None else p.new_empty((programs, length), dtype=torch.float32)
         for p in (dw, db)
@@ -341,16 +342,9 @@ def backward(
             *(*inputs, mean, rstd, dx, length, offset), **(flags | extras | how)
         )
         if any(sums.values()):
-            wide_sums_kernel[(triton.cdiv(length, SUMS["BLOCK"]), programs)](
+            wide_sums_kernel[(columns, programs)](
                 *(grad, s, mean, rstd, *rooms, rows, length), **(flags | sums | SUMS)
             )
     for p, share in zip((dw, db), shares, strict=True):
         if p is not None and share is not None:
             p.copy_(share.sum(0))
-
-
-def processors(device: torch.device) -> int:
-    """How many programs run at a time, one on each."""
-    if device.type != "cuda":
-        return 2  # in the interpreter, so that programs walk over more than one tile
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -38,6 +38,7 @@ __all__ = [
 
 NAMESPACE = "zfunc"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+RUNS: dict[str, Callable[..., Any]] = {}  # what each operator does, by its name
 
 Batched = tuple[Any, Any]
 
@@ -68,6 +69,7 @@ def define(
     name = f"{NAMESPACE}::{schema.partition('(')[0]}"
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    RUNS[name] = run
     torch.library.register_fake(name, fake, lib=LIBRARY)
     if batch is not None:
         torch.library.register_vmap(name, batch, lib=LIBRARY)

@@ -1,8 +1,8 @@
 """How the kernels of :mod:`zfunc.kernels.skinny_triton` are launched: tiles, shares, second steps.
 
-The length of the weights is shared out until some ``PROGRAMS`` programs read at once, each at
-least ``DEPTH`` blocks: a GPU is not kept busy by 64 programs, and loads of one program that wait
-for each other do not fill its memory's pipeline.
+The length of the weights is shared out until some ``PROGRAMS`` programs read at once on each
+processor of the GPU, each at least ``DEPTH`` blocks: a GPU is not kept busy by 64 programs, and
+loads of one program that wait for each other do not fill its memory's pipeline.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.devices import gpu
 from zfunc.kernels.groupwise import quantize_groups
 from zfunc.kernels.packed import BITS, BLOCK
 from zfunc.kernels.skinny_triton import finish_kernel, int8_product_kernel, product_kernel
@@ -52,17 +53,21 @@ def tile(
     length: int,
     *,
     norm: bool,
-    amd: bool,
     device: torch.device | None = None,
+    target: str | None = None,
 ) -> dict[str, int]:
     """The tile of a program and its warps, for weights whose rows have ``length`` elements.
 
     Products with words are turned, so that 8 rows are enough for NVIDIA's tensor cores, which
     halves what is done for each row. What a norm costs is shared by twice the columns where
-    that leaves room: at 16 rows NVIDIA's compiler would choose products of four warps together,
-    whose fences cost more than is won.
+    that leaves room: at 16 rows the compiler would choose products of four warps together on
+    sm_90, whose fences cost more than is won.
     """
-    how = dict(dispatch.config(kind, device, amd=amd))
+    how = dict(dispatch.config(kind, device, target=target))
+    on = gpu(device)
+    target = on.target if target is None else target
+    amd, ampere = target.startswith("gfx"), target.startswith("sm_8")
+    how["PROGRAMS"] *= on.processors if on.name else 132  # in the interpreter as on an H200
     how["BN"], how["BM"] = how.pop("BLOCK"), 16
     how["BK"] = BLOCK if BITS[kind] == 4 or not group else min(BLOCK, group)
     if BITS[kind] == 4 and rows <= 8 and not amd:
@@ -72,6 +77,8 @@ def tile(
     if BITS[kind] == 8 and length % 16:  # read byte by byte, each with an address of its own
         how["BN"] = 32
     if BITS[kind] > 4 and length % 16 and norm and amd:  # each such address has a mask of its own
+        how["num_warps"] *= 2
+    if BITS[kind] == 4 and norm and ampere and how["BM"] == 16:  # two warps have no room for it
         how["num_warps"] *= 2
     if BITS[kind] == 4 and norm and (how["BM"] == 8 or amd):
         how["BN"], how["num_warps"] = 2 * how["BN"], 2 * how["num_warps"]
@@ -125,7 +132,7 @@ def partial_products(
         Partial sums ``[S, M, N]`` in float32, or ``None`` where ``y`` is written.
     """
     (m, k), n = x.shape, w.shape[0]
-    how = tile(kind, group, m, k, norm=False, amd=dispatch.AMD, device=x.device)
+    how = tile(kind, group, m, k, norm=False, device=x.device)
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
     parts = x.new_empty((splits, m, n) if splits > 1 else (1,), dtype=torch.float32)
@@ -157,7 +164,7 @@ def normed_products(
     """
     (m, k), n = x.shape, sum(len(part) for part in w)
     inside = not norm_first(kind, group, m, zero=bool(zero))
-    how = tile(kind, group, m, k, norm=inside, amd=dispatch.AMD, device=x.device)
+    how = tile(kind, group, m, k, norm=inside, device=x.device)
     tiles = sum(triton.cdiv(len(part), how["BN"]) for part in w)
     splits, share = shares(tiles, triton.cdiv(k, how["BK"]), how.pop("PROGRAMS"))
     parts = x.new_empty((splits, m, n), dtype=torch.float32)
@@ -287,7 +294,7 @@ def w8a8_mm(
         codes, step, _ = quantize_groups(x, group=None)
     else:
         codes, step = x.to(torch.int8), x.new_zeros((m, 1), dtype=torch.float32)
-    how = tile("w8a8_mm", group, m, k, norm=False, amd=dispatch.AMD, device=x.device)
+    how = tile("w8a8_mm", group, m, k, norm=False, device=x.device)
     tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
     splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
     parts = y if splits == 1 else x.new_empty((splits, m, n), dtype=torch.float32)

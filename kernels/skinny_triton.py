@@ -324,7 +324,7 @@ def finish_kernel(
     """Sums partial products of one row, and does what follows."""
     m = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    acc = _summed(parts, m * N + n, n < N, splits, M.to(tl.int64) * N)
+    acc = _summed(parts, m * N + n, n < N, splits, tl.cast(M, tl.int64) * N)
     if NORM:
         acc = acc * _scale_of_norm(squares, splits, M, m, K, eps)
     if BIAS:

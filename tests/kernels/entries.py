@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.gpu_targets import TARGETS
 from tests.kernels.layer_entries import LAYERS
-from tests.kernels.machine_code import LANES, Entry, for_both
+from tests.kernels.machine_code import LANES, Entry, for_each
 from tests.kernels.product_entries import PRODUCTS
 from zfunc.kernels import (
     adamw8_triton,
@@ -42,8 +43,9 @@ def entry(
     divisible = tuple(k for k, kind in types.items() if kind.endswith("!"))
     types = {k: kind.rstrip("!") for k, kind in types.items()}
 
-    def launched(amd: bool) -> Entry:
-        how = dict(dispatch.config(name.split(",")[0], amd=amd))
+    def launched(target: str) -> Entry:
+        amd = TARGETS[target].amd
+        how = dict(dispatch.config(name.split(",")[0], target=target))
         options = {k: how.pop(k) for k in OPTIONS if k in how}
         size = how["BLOCK"] // (2 if constants.get("ERROR") and not constants.get("MEAN") else 1)
         if "GROUP" in kernel.arg_names:
@@ -60,7 +62,7 @@ def entry(
         rest = (each, bytes, divisible, narrow, narrow_stores, options)
         return Entry(name, kernel, types, known, *rest, share=share)
 
-    return for_both(launched)
+    return for_each(launched)
 
 
 ADAM = "p:*fp32 m:*fp32 v:*fp32 p_new:*fp32 m_new:*fp32 v_new:*fp32 low:*bf16 hyper:*fp64 n:i32!"

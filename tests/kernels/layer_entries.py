@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.kernels.machine_code import LANES, Entry, for_both
+from benchmarks.gpu_targets import TARGETS
+from tests.kernels.machine_code import LANES, Entry, for_each
 from zfunc.kernels import (
     activations_triton,
     dispatch,
@@ -20,7 +21,7 @@ def entry(
     name: str,
     kernel: Any,
     signature: str,
-    how: Callable[[bool], dict[str, int]] | dict[str, int],
+    how: Callable[[str], dict[str, int]] | dict[str, int],
     *,
     bytes: float,
     **rest: Any,
@@ -30,14 +31,14 @@ def entry(
     Args:
         name: of the kernel in the dispatch, and after a comma what is special.
         signature: ``"g:*bf16 n:i32"``; integers with a ``!`` are multiples of 16.
-        how: a tile, or a function of whether the GPU is one of AMD's.
+        how: a tile, or a function of the target.
         rest: fields of the entry in lower case, constants of the kernel in upper case.
     """
     types = dict(word.split(":") for word in signature.split())
     fields = {k: rest.pop(k) for k in list(rest) if k.islower()}
 
-    def launched(amd: bool) -> Entry:
-        tile = how if isinstance(how, dict) else how(amd)
+    def launched(target: str) -> Entry:
+        tile = how if isinstance(how, dict) else how(target)
         known = tile | rest
         size = known.get("ROWS", 1) * known["BLOCK"]
         return Entry(
@@ -45,19 +46,19 @@ def entry(
             kernel,
             {k: kind.rstrip("!") for k, kind in types.items()},
             {k: v for k, v in known.items() if k in kernel.arg_names},
-            size / (LANES[amd] * tile["num_warps"]),
+            size / (LANES[TARGETS[target].amd] * tile["num_warps"]),
             bytes,
             tuple(k for k, kind in types.items() if kind.endswith("!")),
             options={"num_warps": tile["num_warps"]},
             **fields,
         )
 
-    return for_both(launched)
+    return for_each(launched)
 
 
-def configured(name: str) -> Callable[[bool], dict[str, int]]:
+def configured(name: str) -> Callable[[str], dict[str, int]]:
     """A tile that is as the table of configurations says."""
-    return lambda amd: dispatch.config(name.split(",")[0], amd=amd)
+    return lambda target: dispatch.config(name.split(",")[0], target=target)
 
 
 def norm(name: str, length: int, *, bytes: float, **rest: Any) -> Entry:
@@ -139,16 +140,16 @@ def turn(name: str, interleaved: bool) -> Entry:
         rotation_triton.rotary_kernel,
         "q:*bf16 k:*bf16 cos:*fp32 sin:*fp32 q_out:*bf16 k_out:*bf16 q_heads:i32! k_heads:i32 "
         f"length:i32! half:i32! width:i32! table_stride:i32! {strides}",
-        lambda amd: tile | {"num_warps": dispatch.config("rotary", amd=amd)["num_warps"]},
+        lambda target: tile | {"num_warps": dispatch.config("rotary", target=target)["num_warps"]},
         bytes=4,
         INTERLEAVED=interleaved,
         BACK=True,
         REST=False,
     )
     # Pairs; and the code has a way for queries and a way for keys, of which a program takes one.
-    assert made.amd is not None
     more = 4 * tile["HEADS"]
-    return replace(made, each=more * made.each, amd=replace(made.amd, each=more * made.amd.each))
+    others = {k: replace(v, each=more * v.each) for k, v in made.others.items()}
+    return replace(made, each=more * made.each, others=others)
 
 
 def entropy(name: str, *, bytes: float, **flags: Any) -> Entry:

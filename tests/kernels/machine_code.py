@@ -17,20 +17,16 @@ from typing import Any
 
 import triton
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
+from benchmarks.gpu_targets import TARGETS
 from tests.kernels import hot_loop
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-# The most shared memory that one program may ask for: the compiler does not check it.
-SHARED = {"sm_90": 232448, "gfx942": 65536}
 LANES = (32, 64)  # of a warp, and of a wave
+# Registers of a processor: the warps of one program share them.
+REGISTERS = {False: 65536, True: 4 * 512 * 64}
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Entry:
         options: ``num_warps``, ``num_stages``.
         dots: whether tensor cores are to do the products.
         tiny: what it reads is little and in the cache, so that only its fit is checked.
-        amd: the entry for gfx942, which is launched otherwise.
+        others: the entries for targets where it is launched otherwise.
         wide: whether there must be a load or a store of 16 bytes.
         share: of :data:`tests.kernels.hot_loop.SLOTS_PER_BYTE` that the hot loop may take.
     """
@@ -68,9 +64,13 @@ class Entry:
     options: dict[str, int] = field(default_factory=dict)
     dots: bool = False
     tiny: bool = False
-    amd: Entry | None = None
+    others: dict[str, Entry] = field(default_factory=dict)
     wide: bool = True
     share: float = 0.75
+
+    def on(self, target: str) -> Entry:
+        """The entry as it is launched there."""
+        return self.others.get(target, self)
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,17 @@ class Code:
     loop: dict[str, int]
 
 
-def for_both(launched: Callable[[bool], Entry]) -> Entry:
-    """An entry and its ``amd``, from a function of whether the GPU is one of AMD's."""
-    return replace(launched(False), amd=launched(True))
+def for_each(launched: Callable[[str], Entry]) -> Entry:
+    """An entry and its ``others``, from a function of the target."""
+    return replace(launched("sm_90"), others={name: launched(name) for name in TARGETS})
 
 
 def compiled(entry: Entry, target: str, *, large: bool = False) -> Code:
-    """Compile for ``"sm_90"`` or ``"gfx942"``, where ``large`` tensors have 2 GiB or more.
+    """Compile for one of :data:`TARGETS`, where ``large`` tensors have 2 GiB or more.
 
-    Loads of smaller ones are of another kind there: of a buffer and an offset of 32 bits.
+    On AMD's loads of smaller ones are of another kind: of a buffer and an offset of 32 bits.
     """
-    if target == "gfx942":
-        assert entry.amd is not None
-        entry = entry.amd
+    entry, amd = entry.on(target), TARGETS[target].amd
     names = entry.kernel.arg_names
     signature = {k: "constexpr" if k in entry.constants else entry.signature[k] for k in names}
     known: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -111,25 +109,27 @@ def compiled(entry: Entry, target: str, *, large: bool = False) -> Code:
         pointer = signature[k].startswith("*")
         if pointer or k in entry.divisible:
             known[(i,)] = [["tt.divisibility", 16]]
-        if pointer and target == "gfx942" and not large:
+        if pointer and amd and not large:
             known[(i,)].append(["tt.pointer_range", 32])
     source = ASTSource(
         fn=entry.kernel, signature=signature, constexprs=entry.constants, attrs=known
     )
-    found = triton.compile(source, target=TARGETS[target], options=dict(entry.options))
-    if target == "gfx942":
-        return _amd(found, entry)
-    return _nvidia(found, entry)
+    found = triton.compile(source, target=TARGETS[target].gpu, options=dict(entry.options))
+    return _amd(found, entry) if amd else _nvidia(found, entry)
 
 
-def built(entry: Entry) -> None:
-    """Build the kernel with integers of 64 bits, as it is launched where a size needs them."""
-    wide = {k: "i64" if kind == "i32" else kind for k, kind in entry.signature.items()}
-    signature = {
-        k: "constexpr" if k in entry.constants else wide[k] for k in entry.kernel.arg_names
-    }
-    source = ASTSource(fn=entry.kernel, signature=signature, constexprs=entry.constants, attrs={})
-    target = TARGETS["sm_90"]
+def built(entry: Entry, *ones: str) -> None:
+    """Build the kernel as it is launched where sizes are special.
+
+    Args:
+        entry: the kernel.
+        ones: integers that are 1, which a launch makes constants. Without any, all are of 64 bits.
+    """
+    wide = {k: "i64" if kind == "i32" and not ones else kind for k, kind in entry.signature.items()}
+    constants = entry.constants | dict.fromkeys(ones, 1)
+    signature = {k: "constexpr" if k in constants else wide[k] for k in entry.kernel.arg_names}
+    source = ASTSource(fn=entry.kernel, signature=signature, constexprs=constants, attrs={})
+    target = TARGETS["sm_90"].gpu
     backend = make_backend(target)
     options = backend.parse_options(source.parse_options() | dict(entry.options))
     context = ir.context()
@@ -158,7 +158,7 @@ def _nvidia(found: Any, entry: Entry) -> Code:
         stores=len(re.findall(r"\bSTG\.E", text)),
         wide_stores=len(re.findall(r"\bSTG\.E\S*\.128", text)),
         slots=slots / entry.each,
-        dots=len(re.findall(r"\b(?:HGMMA|HMMA|IMMA)\b", text)),
+        dots=len(re.findall(r"\b(?:HGMMA|HMMA|IMMA|UTC\w*MMA)\b", text)),
         loop=dict(loop.most_common(8)),
     )
 

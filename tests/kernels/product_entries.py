@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from tests.kernels.machine_code import LANES, Entry, for_both
+from benchmarks.gpu_targets import TARGETS
+from tests.kernels.machine_code import LANES, Entry, for_each
 from zfunc.kernels import decode_triton, dispatch, skinny_triton
 from zfunc.kernels.packed import BITS
 from zfunc.kernels.skinny_launch import exact, norm_first, tile
@@ -59,8 +60,9 @@ def product(
     text = text.replace("bf16", dtype)
     aligned = () if length % 16 and bits != 4 else ("K", "width")  # beside words x is padded
 
-    def launched(amd: bool) -> Entry:
-        table = tile(kind, G, rows, length, norm=how.get("NORM", False), amd=amd)
+    def launched(target: str) -> Entry:
+        amd = TARGETS[target].amd
+        table = tile(kind, G, rows, length, norm=how.get("NORM", False), target=target)
         options = {k: table.pop(k) for k in ("num_warps", "num_stages", "kpack") if k in table}
         del table["PROGRAMS"]
         flags = {"ASM": not amd, "EXACT": exact(kind, G, zero=constants["ZERO"], amd=amd)}
@@ -78,7 +80,7 @@ def product(
             dots=True,
         )
 
-    return for_both(launched)
+    return for_each(launched)
 
 
 def tiny(name: str, kernel: Any, text: str, **constants: Any) -> Entry:
@@ -88,12 +90,12 @@ def tiny(name: str, kernel: Any, text: str, **constants: Any) -> Entry:
     types = {k: v.rstrip("!") for k, v in types.items()}
     block = constants.get("BLOCK", 2 * constants.get("HALF", 0))
 
-    def launched(amd: bool) -> Entry:
-        options = {"num_warps": dispatch.config(name.split(",")[0], amd=amd)["num_warps"]}
-        each = block / (LANES[amd] * options["num_warps"])
+    def launched(target: str) -> Entry:
+        options = {"num_warps": dispatch.config(name.split(",")[0], target=target)["num_warps"]}
+        each = block / (LANES[TARGETS[target].amd] * options["num_warps"])
         return Entry(name, kernel, types, constants, each, 4, divisible, options=options, tiny=True)
 
-    return for_both(launched)
+    return for_each(launched)
 
 
 def shares(name: str, *narrow: int, **how: Any) -> Entry:
@@ -217,6 +219,6 @@ def everything() -> Iterator[Entry]:
             made = product(
                 " ".join(words), narrow=(999, 999), narrow_stores=(99, 99), **more, **flags
             )
-            assert made.amd is not None
             tiny = length == 131
-            yield replace(made, tiny=tiny, amd=replace(made.amd, tiny=tiny))
+            others = {k: replace(v, tiny=tiny) for k, v in made.others.items()}
+            yield replace(made, tiny=tiny, others=others)

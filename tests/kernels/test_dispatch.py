@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from zfunc import kernels
 from zfunc.commands import cli
-from zfunc.kernels import dispatch, verification
+from zfunc.kernels import devices, dispatch, verification
 from zfunc.kernels.llvm import Host, host
 
 ROOT = Path(__file__).parents[2]
@@ -137,9 +138,37 @@ def test_a_gpu_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
         assert dispatch.tables("Another")["b"] == {"BLOCK": 2}
         (folder / "amd.json").write_text('{"a": {"BLOCK": 4}}')
         assert dispatch.tables("AMD Instinct MI300X") == {"a": {"BLOCK": 4}, "b": {"BLOCK": 2}}
-        assert dispatch.config("a", amd=True) == {"BLOCK": 4}
+        assert dispatch.config("a", target="gfx90a") == {"BLOCK": 4}
+        (folder / "sm_80.json").write_text('{"b": {"BLOCK": 5}}')
+        assert dispatch.config("b", target="sm_80") == {"BLOCK": 5}
+        assert dispatch.tables("Some GPU (80GB)", "sm_80")["b"] == {"BLOCK": 3}
     finally:
         dispatch.tables.cache_clear()
+
+
+def test_a_launch_asks_the_driver_once_and_grids_follow_its_processors(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    skinny = pytest.importorskip("zfunc.kernels.skinny_launch")
+    asked: list[int] = []
+
+    def properties(index: int) -> Any:
+        asked.append(index)
+        return types.SimpleNamespace(multi_processor_count=(108, 148)[index], major=8, minor=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Some GPU {index}")
+    devices._asked.cache_clear()
+    try:
+        for index, programs in ((0, 216), (1, 296)):
+            place = torch.device("cuda", index)
+            for _ in range(3):
+                assert dispatch.config("adamw_flat", place)["BLOCK"] == 1024
+                how = skinny.tile("w4_mm", 128, 4, 4096, norm=False, device=place)
+                assert how["PROGRAMS"] == programs
+        assert asked == [0, 1]
+    finally:
+        devices._asked.cache_clear()
 
 
 def test_importing_everything_imports_neither_triton_nor_dynamo():
