@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from threading import RLock
 from typing import Any, Generic, TypeVar
@@ -24,42 +25,32 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.worlds.accounting import Ledger, ledger
+from zfunc.worlds.routes import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    broadcast_bytes,
+    even_cuts,
+    exchange_bytes,
+    goes_whole,
+    reduce_scatter_bytes,
+)
 from zfunc.worlds.transport import HEADER_BYTES, Call, Steps, Transport, announced
-from zfunc.worlds.world import World
+from zfunc.worlds.world import World, current
 
-__all__ = ["Group", "Handle", "Ledger", "even_cuts", "ledger"]
+__all__ = [
+    "Group",
+    "Handle",
+    "Ledger",
+    "all_reduce_bytes",
+    "even_cuts",
+    "ledger",
+    "settle",
+    "unchecked",
+]
 
 T = TypeVar("T")
 
-# Up to here an all-reduce exchanges whole tensors, beyond it segments in two rounds. Between two
-# ranks both send the same bytes, so one round is better until its buffers grow too large.
-WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 2**10, 32 * 2**20
-INFLIGHT_BYTES = 64 * 2**20  # that unfinished reductions may hold
-
-
-def even_cuts(numel: int, size: int) -> tuple[int, ...]:
-    """Cut ``numel`` elements into ``size`` segments as even as can be, the longer ones first.
-
-    >>> even_cuts(7, 3)
-    (0, 3, 5, 7)
-    """
-    small, rest = divmod(numel, size)
-    return tuple(small * r + min(r, rest) for r in range(size + 1))
-
-
-def _goes_whole(nbytes: int, size: int) -> bool:
-    """Whether an all-reduce exchanges whole tensors instead of segments."""
-    return nbytes <= (WHOLE_BYTES_OF_TWO if size == 2 else WHOLE_BYTES)
-
-
-def all_reduce_bytes(numel: int, itemsize: int, rank: int, size: int) -> int:
-    """Payload bytes that ``rank`` of ``size`` sends in an all-reduce of ``numel`` elements."""
-    nbytes = numel * itemsize
-    if _goes_whole(nbytes, size):
-        return nbytes * (size - 1)
-    offsets = even_cuts(numel, size)
-    own = (offsets[rank + 1] - offsets[rank]) * itemsize
-    return nbytes - own + own * (size - 1)
+INFLIGHT_BYTES = 64 * 2**20  # that unfinished reductions may hold in the host's memory
 
 
 class Handle(Generic[T]):
@@ -109,9 +100,15 @@ class Handle(Generic[T]):
             self._result = end.value
         except BaseException as error:
             self._error = error
-            if isinstance(error, DesyncError):
-                self._group._failure = error
         self._steps = None  # drops the generator, and with it the buffers
+        if isinstance(self._error, DesyncError):
+            self._group._fail(self._error)
+
+    def _abandon(self, error: DesyncError) -> None:
+        """Take no further part: the group has failed."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps, self._error = None, error
 
     def __del__(self) -> None:
         if self._steps is not None:
@@ -141,6 +138,7 @@ class Group:
         self._failure: DesyncError | None = None
         self._dropped: list[Handle[Any]] = []
         self._inflight: list[tuple[weakref.ref[Handle[Any]], int]] = []
+        world.groups.append(self)
 
     def __repr__(self) -> str:
         return f"Group({self.axis!r}, rank={self.rank}, size={self.size})"
@@ -174,9 +172,9 @@ class Group:
         if own.data_ptr() != shard.data_ptr():
             with torch.no_grad():
                 own.copy_(shard)
-        sent = own.nbytes * (self.size - 1)
+        sent = all_gather_bytes(offsets, full.element_size(), self.rank, self.size)
         call = self._call("all_gather", label, (full.dtype, offsets), sent, full)
-        return self._issue(self._transport.all_gather(call, full, offsets))
+        return self._issue(full, lambda: self._transport.all_gather(call, full, offsets))
 
     def reduce_scatter(
         self,
@@ -211,9 +209,11 @@ class Group:
                 f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
             )
         held = full.nbytes + own.nbytes * max(0, self.size - 2)
-        sent = full.nbytes - own.nbytes
+        sent = reduce_scatter_bytes(offsets, full.element_size(), self.rank, self.size)
         call = self._call("reduce_scatter", label, (full.dtype, offsets), sent, full)
-        return self._reduce(held, lambda: self._transport.reduce_scatter(call, full, offsets, out))
+        return self._reduce(
+            full, held, lambda: self._transport.reduce_scatter(call, full, offsets, out)
+        )
 
     def all_reduce(self, x: Tensor, *, label: str = "") -> Handle[Tensor]:
         """Sum over ranks, in place; ``wait()`` returns ``x``, the same bits on every rank.
@@ -227,7 +227,7 @@ class Group:
         """
         flat = self._flat("all_reduce", label, x)
         sent = all_reduce_bytes(flat.numel(), flat.element_size(), self.rank, self.size)
-        if _goes_whole(flat.nbytes, self.size):
+        if goes_whole(flat.nbytes, self.size):
             offsets, held = None, sent
         else:
             offsets = even_cuts(flat.numel(), self.size)
@@ -235,7 +235,7 @@ class Group:
             held = own * (self.size - 1)
         call = self._call("all_reduce", label, (flat.dtype, flat.numel()), sent, flat)
         return self._reduce(
-            held, lambda: _returning(x, self._transport.all_reduce(call, flat, offsets))
+            flat, held, lambda: _returning(x, self._transport.all_reduce(call, flat, offsets))
         )
 
     def all_to_all(
@@ -262,8 +262,12 @@ class Group:
         expected = [own.numel()] * self.size if sizes is None else list(sizes)
         sent = sum(flat.nbytes for flat in flats) - flats[self.rank].nbytes
         call = self._call("all_to_all", label, (own.dtype,), sent, own)
-        steps = self._transport.all_to_all(call, flats, expected)
-        return self._issue(steps if sizes is not None else _reshaped(steps, own.shape))
+
+        def start() -> Steps[list[Tensor]]:
+            steps = self._transport.all_to_all(call, flats, expected)
+            return steps if sizes is not None else _reshaped(steps, own.shape)
+
+        return self._issue(own, start)
 
     def broadcast(self, x: Tensor, src: int, *, label: str = "") -> Handle[Tensor]:
         """Overwrite ``x`` with that of rank ``src``; ``wait()`` returns ``x``.
@@ -279,24 +283,41 @@ class Group:
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast({label!r}): src={src}, expected 0 to {self.size - 1}")
         flat = self._flat("broadcast", label, x)
-        sent = flat.nbytes * (self.size - 1) if self.rank == src else 0
+        sent = broadcast_bytes(flat.nbytes, self.rank, self.size, src)
         call = self._call("broadcast", label, (flat.dtype, flat.numel(), src), sent, flat)
-        return self._issue(_returning(x, self._transport.broadcast(call, flat, src)))
+        return self._issue(flat, lambda: _returning(x, self._transport.broadcast(call, flat, src)))
 
     def exchange(self, obj: Any, *, label: str = "") -> list[Any]:
         """Every rank's small picklable object, in rank order; blocks.
 
         Only for objects of this job's own ranks: they are pickled.
         """
-        data = pickle.dumps(obj)
-        call = self._call("exchange", label, (), len(data) * (self.size - 1))
-        parts = self._issue(self._transport.exchange(call, data)).wait()
-        return [pickle.loads(part) for part in parts]
+        return [
+            pickle.loads(part) for part in self._exchanged("exchange", label, pickle.dumps(obj))
+        ]
 
     def barrier(self, *, label: str = "") -> None:
         """Return once every rank of the group has come here."""
-        call = self._call("barrier", label, (), 0)
-        self._issue(self._transport.exchange(call, b"")).wait()
+        self._exchanged("barrier", label, b"")
+
+    def _exchanged(self, kind: str, label: str, data: bytes) -> list[bytes]:
+        call = self._call(kind, label, (), None)
+        parts = self._issue(None, lambda: self._transport.exchange(call, data)).wait()
+        sent = exchange_bytes([len(part) for part in parts], self.rank, self.size)
+        self._record(call, sent, None)
+        return parts
+
+    def settle(self) -> None:
+        """Check the headers of all collectives that were waited for inside :func:`unchecked`.
+
+        Raises:
+            DesyncError: a peer was in another one, is silent or gone.
+        """
+        try:
+            self._transport.settle()
+        except DesyncError as error:
+            self._fail(error)
+            raise
 
     def _cuts(
         self, kind: str, label: str, full: Tensor, cuts: Sequence[int] | None
@@ -328,42 +349,82 @@ class Group:
         return x.detach().view(-1)
 
     def _call(
-        self, kind: str, label: str, what: tuple[Any, ...], sent: int, data: Tensor | None = None
+        self,
+        kind: str,
+        label: str,
+        what: tuple[Any, ...],
+        sent: int | None,
+        data: Tensor | None = None,
     ) -> Call:
-        """Number and announce a collective on ``data`` that sends ``sent`` bytes of payload."""
+        """Number and announce a collective on ``data`` that sends ``sent`` bytes of payload.
+
+        ``None`` if they are not known yet, and :meth:`_record` is called when they are.
+        """
         if self._failure is not None:
             raise DesyncError(
                 f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
             ) from self._failure
         self._issued += 1
+        call = Call(kind, label, announced(kind, label, what), self._issued)
+        if sent is not None:
+            self._record(call, sent, data)
+        return call
+
+    def _record(self, call: Call, sent: int, data: Tensor | None) -> None:
         if self.size > 1:
-            headers = HEADER_BYTES * self._transport.announces_to(kind, data)
+            headers = HEADER_BYTES * self._transport.announces_to(call.kind, data)
             for book in tuple(self._world.ledgers):
-                book.record(kind, label, sent, headers)
-        return Call(kind, label, announced(kind, label, what), self._issued)
+                book.record(call.kind, call.label, sent, headers)
 
-    def _issue(self, steps: Steps[T]) -> Handle[T]:
+    def _fail(self, error: DesyncError) -> None:
+        """Give up: ranks that disagree cannot go on together.
+
+        What already runs on the device would wait for ever, in whichever communicator it is: so
+        those of all groups of the world are stopped.
+        """
+        self._failure = error
+        if self._transport.in_rounds(None):  # partners far away wait for what would come next
+            for ref, _ in self._inflight:
+                if (handle := ref()) is not None:
+                    handle._abandon(error)
+        self._transport.leave(error)
+        for group in tuple(self._world.groups):
+            if group._transport.abort() and group._failure is None:
+                group._failure = error
+
+    def _issue(
+        self, data: Tensor | None, start: Callable[[], Steps[T]], held: int = 0
+    ) -> Handle[T]:
+        """Issue a collective; one that goes on in ``wait`` is finished in its turn."""
         self._finish_dropped()
-        return Handle(steps, self)
+        handle = Handle(start(), self)
+        if self._transport.in_rounds(data):
+            self._inflight = [pair for pair in self._inflight if _unfinished(pair[0])]
+            self._inflight.append((weakref.ref(handle), held))
+        return handle
 
-    def _reduce(self, held: int, start: Callable[[], Steps[T]]) -> Handle[T]:
+    def _reduce(self, data: Tensor, held: int, start: Callable[[], Steps[T]]) -> Handle[T]:
         """Issue a reduction, after finishing as many of the oldest as its ``held`` bytes need."""
-        unfinished = [(ref, size) for ref, size in self._inflight if (h := ref()) and not h.done]
+        if not self._transport.hosted(data):
+            return self._issue(data, start)  # in the device's memory, which the caller bounds
+        unfinished = [(ref, size) for ref, size in self._inflight if _unfinished(ref)]
         total = held + sum(size for _, size in unfinished)
         while unfinished and total > INFLIGHT_BYTES:
             ref, size = unfinished.pop(0)
             total -= size
             if oldest := ref():
                 oldest.wait()
-        handle = self._issue(start())
-        self._inflight = [*unfinished, (weakref.ref(handle), held)]
+        self._inflight = unfinished
+        handle = self._issue(data, start, held)
+        if not self._transport.in_rounds(data):
+            self._inflight.append((weakref.ref(handle), held))
         return handle
 
     def _finish_before(self, handle: Handle[Any]) -> None:
-        """Finish the reductions issued before this one, if it is one.
+        """Finish what goes on in ``wait`` and was issued before this one, if this one does.
 
-        Some take two rounds, the second of which begins in ``wait``: ranks that waited for them
-        in different orders would wait for each other.
+        Ranks that waited for such in different orders would wait for each other. Large
+        all-reduces take two rounds, so reductions always do; in a large group everything does.
         """
         inflight = [ref() for ref, _ in self._inflight]
         if handle in inflight:
@@ -375,6 +436,44 @@ class Group:
     def _finish_dropped(self) -> None:
         while self._dropped:
             self._dropped.pop(0).wait()
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Check headers of collectives on the device late in this block: at its end, all of them.
+
+    Waiting for such a collective does not then hold the host until its neighbours have come as
+    far. Whatever was received, nothing leaves the block before every header is checked; a step is
+    such a block.
+
+    Raises:
+        DesyncError: a peer was in another collective, is silent or gone.
+    """
+    world = current()
+    if world.size == 1:
+        yield
+        return
+    world.unchecked += 1
+    try:
+        yield
+    finally:
+        world.unchecked -= 1
+    settle()
+
+
+def settle() -> None:
+    """Check what is unchecked in every group of this rank, as before the host reads a value.
+
+    Raises:
+        DesyncError: a peer was in another collective, is silent or gone.
+    """
+    for group in tuple(current().groups):
+        group.settle()
+
+
+def _unfinished(ref: weakref.ref[Handle[Any]]) -> bool:
+    handle = ref()
+    return handle is not None and not handle.done
 
 
 def _returning(x: T, steps: Steps[Any]) -> Steps[T]:

@@ -12,6 +12,7 @@ from zfunc.placed.placement import Entries
 from zfunc.traffic import PURPOSES
 from zfunc.worlds import world
 from zfunc.worlds.accounting import HEADER
+from zfunc.worlds.routes import neighbours
 from zfunc.worlds.transport import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -82,5 +83,6 @@ def _sent(step: Step, memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
         traffic = transform.traffic(memo)
         parts += traffic.payload
         calls += traffic.calls
-    parts["headers"] = HEADER_BYTES * calls * (world.current().size - 1)
+    here = world.current()
+    parts["headers"] = HEADER_BYTES * calls * len(neighbours(here.rank, here.size))
     return parts, sum(parts.values())

@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointError",
     "CompositionError",
     "DesyncError",
+    "DeviceError",
     "DonatedStateError",
     "NonFiniteError",
     "PlacementError",
@@ -36,6 +37,10 @@ class DonatedStateError(ZfuncError, RuntimeError):
 
 class DesyncError(ZfuncError, RuntimeError):
     """Ranks disagree on which collective comes next, or one of them is gone."""
+
+
+class DeviceError(ZfuncError, RuntimeError):
+    """A rank lacks the GPU, or the process group the backend, that its work needs."""
 
 
 class CheckpointError(ZfuncError, RuntimeError):

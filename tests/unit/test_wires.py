@@ -20,14 +20,13 @@ def connected(
     barrier, cards = threading.Barrier(n), [b""] * n
 
     def run(rank: int) -> Any:
-        def exchange(card: bytes) -> list[bytes]:
+        def publish(card: bytes) -> None:
             cards[rank] = card
             barrier.wait()
             if strangers and rank == 1:
                 intrude(cards[0])
-            return cards
 
-        wires = Wires(rank, n, exchange, timeout)
+        wires = Wires(rank, publish, lambda peer: cards[peer], timeout)
         try:
             return body(rank, wires)
         finally:

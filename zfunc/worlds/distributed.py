@@ -1,15 +1,25 @@
-"""The world of a process under ``torch.distributed``, and the process groups of its meshes."""
+"""The world of a process under ``torch.distributed``, whoever initialised that.
+
+A process group that the user made is only asked for ranks, for its store and for its device: what
+zfunc sends goes through groups of its own, which end with the process, and the user's is never
+destroyed or aborted. The world is found without talking to anybody; ranks talk when the first
+group is made, which all of them do together.
+"""
 
 from __future__ import annotations
 
-import os
+import atexit
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 
-from zfunc.worlds import world
-from zfunc.worlds.gloo import PointToPoint
+from zfunc.errors import DeviceError
+from zfunc.worlds import devices, world
+from zfunc.worlds.axes import Mesh
+from zfunc.worlds.gloo import Place, PointToPoint
 from zfunc.worlds.nccl import Native
 from zfunc.worlds.transport import Transport
 
@@ -17,40 +27,136 @@ __all__ = ["DistributedWorld"]
 
 
 class DistributedWorld(world.World):
-    """One rank of an initialised ``torch.distributed``."""
+    """One rank of an initialised ``torch.distributed``.
 
-    def __init__(self, timeout: float | None = None) -> None:
+    Args:
+        timeout: seconds a collective waits for a silent peer.
+        device: what ``init`` was asked for.
+        agreed: the device that all ranks have agreed on already, as ``init`` does.
+    """
+
+    def __init__(
+        self,
+        timeout: float | None = None,
+        device: str | None = None,
+        agreed: torch.device | None = None,
+    ) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), timeout)
         self._accelerated = "nccl" in str(dist.get_backend_config())
+        self._own = agreed is not None  # whether the process group is that of ``init``
+        self._device = agreed
+        self._part: Store | None = None
+        self.asked = device
 
     @property
     def device(self) -> torch.device:
-        """The GPU that ``init`` selected for this rank, or the CPU."""
-        if self._accelerated:
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        """The GPU that ``init`` or the user selected for this rank, or the CPU."""
+        if self._device is not None:
+            return self._device
+        if self._accelerated and devices.asked(self.asked) != "cpu":
+            return self._users() or torch.device("cuda", torch.cuda.current_device())
+        return devices.CPU
+
+    def ask(self, device: str) -> None:
+        """Compute on this device, as all ranks ask.
+
+        Raises:
+            ValueError: the ranks have agreed on another one already.
+        """
+        wanted = devices.checked(device)
+        agreed = None if self._device is None else str(self._device)
+        if agreed is not None and wanted not in (agreed, agreed.partition(":")[0]):
+            raise ValueError(
+                f"init(device={device!r}): this world computes on {agreed} already; ask at the "
+                "first call of zf.init(), before anything is placed"
+            )
+        self.asked = wanted
 
     def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
-        """The transport over the process group that a ``DeviceMesh`` has for these axes."""
-        process_group = self.process_group(sizes, axes)
-        cpu = PointToPoint(process_group, self.timeout)
-        return Native(process_group, cpu) if self._accelerated else cpu
+        """The transport between the ranks that differ only along these axes of a mesh.
 
-    def process_group(
-        self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]
-    ) -> dist.ProcessGroup:
-        """The process group of ``axes``, shared with users of the same ``DeviceMesh``."""
-        grid = self.device_mesh(sizes)
-        if len(axes) == len(sizes) == 1:
-            return grid.get_group()
-        if len(axes) == 1:
-            return grid.get_group(axes[0])
-        if len(axes) == len(sizes):
-            return dist.group.WORLD  # type: ignore[return-value]  # row-major, so ranks agree
-        return grid[axes]._flatten().get_group()
+        The first call makes sure that the ranks' devices fit together.
+
+        Raises:
+            DeviceError: they do not, or the process group lacks the backend for them.
+        """
+        if self._device is None:
+            self._device = self._agreed()
+        members = Mesh(sizes).members(axes, self.rank)
+        cpu = PointToPoint(self._place(members), self.timeout)
+        if self._device.type == "cpu":
+            return cpu
+        return Native(
+            self._communicator(members, "gathers"),
+            cpu,
+            reductions=lambda: self._new_communicator(members, "reductions"),
+            late=lambda: self.unchecked > 0,
+        )
+
+    def _agreed(self) -> torch.device:
+        wanted = devices.asked(self.asked)
+        if not self._accelerated:
+            # Known to all ranks alike, since the process group is.
+            if wanted not in (None, "cpu"):
+                raise DeviceError(
+                    f"device {wanted} was asked for, but the process group that was made before "
+                    f"zfunc has no NCCL ({dist.get_backend_config()}): make it with "
+                    'dist.init_process_group("nccl"), or leave that to zf.init()'
+                )
+            return devices.CPU
+        store = PrefixStore("devices", self._store())
+        device = devices.agree(store, self.rank, self.size, wanted, self._users())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
+
+    def _users(self) -> torch.device | None:
+        """The GPU that the user has bound to the process group or made current."""
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound is not None and bound.type == "cuda":
+            return torch.device("cuda", bound.index or 0)
+        current = torch.cuda.current_device()
+        return torch.device("cuda", current) if current > 0 else None  # 0 is also nobody's choice
+
+    def _store(self) -> Store:
+        """A part of the process group's store that no world before this one has written to."""
+        if self._part is None:
+            store = dist.distributed_c10d._get_default_store()
+            turn = store.add(f"zfunc/worlds of rank {self.rank}", 1)
+            self._part = PrefixStore(f"zfunc/world {turn}", store)
+        return self._part
+
+    def _place(self, members: tuple[int, ...], purpose: str = "host") -> Place:
+        few = len(members) < 9
+        name = "-".join(map(str, members)) if few else f"{len(members)} {hash(members):x}"
+        store = PrefixStore(f"{purpose} of {name}", self._store())
+        return Place(members.index(self.rank), members, store)
+
+    def _communicator(self, members: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+        """NCCL between the members: that of the process group, if ``init`` made it for all."""
+        if self._own and len(members) == self.size:
+            return dist.group.WORLD  # type: ignore[return-value]
+        return self._new_communicator(members, purpose)
+
+    def _new_communicator(self, members: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+        """NCCL between the members, made without the other ranks and without a collective.
+
+        ``dist.new_group`` is called by all ranks for every group, or else tells groups apart by
+        how many this rank has seen.
+        """
+        place, device = self._place(members, purpose), self.device
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout)
+        options.global_ranks_in_group = list(members)
+        nccl = dist.ProcessGroupNCCL(place.store, place.rank, len(members), options)
+        made = dist.ProcessGroup(place.store, place.rank, len(members))
+        made._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        made._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
+        atexit.register(made.shutdown)  # torch ends only the groups that it made
+        return made
 
     def device_mesh(self, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-        """The ``DeviceMesh`` with these axes; made once, by all ranks together."""
+        """A ``DeviceMesh`` with these axes, for other libraries; made once, by all ranks."""
         made: DeviceMesh | None = self.memo.get(("device_mesh", sizes))
         if made is None:
             names = tuple(name for name, _ in sizes)
@@ -58,11 +164,6 @@ class DistributedWorld(world.World):
             made = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
             self.memo["device_mesh", sizes] = made
         return made
-
-
-def local_rank() -> int:
-    """This rank's index on its host, as torchrun tells it."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _find() -> DistributedWorld | None:

@@ -7,11 +7,21 @@ Receives are posted before sends, so a message never waits to be asked for.
 Messages are tagged with the collective's number and digest, and headers go over sockets beside
 them. A rank that took another path sends under other tags: its data are never taken for something
 else, and its header tells.
+
+The gloo context is made here, beside the process groups of torch: it needs no other rank to be
+made, and connects to a peer when the first message goes there. Beyond ``routes.DIRECT`` ranks
+messages go by halving and doubling (``zfunc.worlds.halving``), and only neighbours in a ring check
+each other's headers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -19,17 +29,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from zfunc.errors import DesyncError
-from zfunc.worlds.transport import Call, Steps, mismatch, missized, silence, told
+from zfunc.errors import DesyncError, DeviceError
+from zfunc.worlds.halving import Halving
+from zfunc.worlds.routes import children, is_direct, neighbours, parent
+from zfunc.worlds.transport import Call, Steps, elsewhere, mismatch, missized, silence, told
 from zfunc.worlds.wires import Wires
 
-__all__ = ["PointToPoint"]
+__all__ = ["Place", "PointToPoint", "lazily_connected"]
 
 PATIENCE = 3.0  # seconds for a peer to say what it is in
 SCRATCH_BYTES, WORTH_KEEPING = 64 * 2**20, 2**18
-CARD_BYTES = 512
 ANY = -1  # a message length that the header alone tells
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 Message = tuple[int, Any]  # the peer concerned and torch's Work
 Header = tuple[int, int]  # the peer concerned and the header's ticket
@@ -65,84 +78,170 @@ class Scratch:
             self._free.pop()
 
 
-class PointToPoint:
-    """The transport over the gloo backend of a process group."""
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a group, and how it finds the others.
 
-    def __init__(self, process_group: dist.ProcessGroup, timeout: float) -> None:
-        self.rank = process_group.rank()
-        self.size = process_group.size()
-        self._gloo: Any = process_group._get_backend(torch.device("cpu"))
-        self._world_ranks = dist.get_process_group_ranks(process_group)
+    Attributes:
+        rank: its index among the members.
+        members: the members' ranks in the world.
+        store: known to all members, and to no other group.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    store: Store
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> Place:
+        """The place of this rank in a process group of torch."""
+        store = dist.distributed_c10d._get_default_store()
+        return cls(
+            process_group.rank(),
+            tuple(dist.get_process_group_ranks(process_group)),
+            PrefixStore(f"zfunc/{process_group.group_name}", store),
+        )
+
+
+@contextmanager
+def lazily_connected() -> Iterator[None]:
+    """What torch makes of gloo in this block connects to a peer when it is first needed."""
+    before = os.environ.get(LAZY)
+    os.environ[LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[LAZY]
+        else:
+            os.environ[LAZY] = before
+
+
+class PointToPoint:
+    """The transport over gloo between the members of a group.
+
+    Args:
+        place: this rank's, or a process group of torch with the same members.
+        timeout: seconds to wait for a peer.
+
+    Raises:
+        DeviceError: this torch was built without gloo.
+    """
+
+    def __init__(self, place: Place | dist.ProcessGroup, timeout: float) -> None:
+        if not isinstance(place, Place):
+            place = Place.of(place)
+        self.rank = place.rank
+        self.size = len(place.members)
+        self._store = place.store
+        self._world_ranks = place.members
         self._seconds = timeout
         self._timeout = timedelta(seconds=timeout)
-        # Each rank starts with its right neighbour, so that nobody is everybody's first.
-        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._gloo: Any = _context(place, self._timeout)
+        self._peers = neighbours(self.rank, self.size)
         self._all = range(self.size)
         self._first = 1 if self.rank == 0 else 0  # the first peer in rank order
-        self._scratch = Scratch()
-        self._wires = Wires(self.rank, self.size, self._introduce, timeout)
+        self.scratch = Scratch()
+        self._wires = Wires(self.rank, self._publish, self._card_of, timeout)
+        self._direct = is_direct(self.size)
+        self._halving = Halving(self)
+
+    def _publish(self, card: bytes) -> None:
+        self._store.set(f"card/{self.rank}", card.hex())
+
+    def _card_of(self, peer: int) -> bytes:
+        try:
+            return bytes.fromhex(self._store.get(f"card/{peer}").decode())
+        except RuntimeError as error:
+            raise TimeoutError(f"timed out: it has not joined the group ({error})") from error
+
+    def hosted(self, data: Tensor | None) -> bool:
+        return True
+
+    def in_rounds(self, data: Tensor | None) -> bool:
+        return not self._direct
+
+    def settle(self) -> None:
+        return
+
+    def abort(self) -> bool:
+        return False
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
-        return self.size - 1
+        return len(self._peers)
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+        if self._direct:
+            return self._all_gather(call, full, cuts)
+        return self._halving.all_gather(call, full, cuts)
+
+    def _all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = [full[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
         headers = self.announce(call, [own.numel()] * self.size)
-        received = [self._receive(call, peer, segments[peer]) for peer in self._peers]
-        sent = [self._send(call, peer, own) for peer in self._peers]
+        received = [self.receive(call, peer, segments[peer]) for peer in self._peers]
+        sent = [self.send(call, peer, own) for peer in self._peers]
         yield
         self.agree(call, headers, [segment.numel() for segment in segments])
-        self._finish(call, received + sent)
+        self.finish(call, received + sent)
         return full
 
     def reduce_scatter(
+        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+    ) -> Steps[Tensor]:
+        if self._direct:
+            return self._reduce_scatter(call, full, cuts, out)
+        return self._halving.reduce_scatter(call, full, cuts, out)
+
+    def _reduce_scatter(
         self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
         segments = [full[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
         headers = self.announce(call, [segment.numel() for segment in segments])
         out = torch.empty_like(own) if out is None else out
-        parts = [self._scratch.take(own) if self._spare(rank) else own for rank in self._all]
+        parts = [self.scratch.take(own) if self._spare(rank) else own for rank in self._all]
         in_place = out.data_ptr() == own.data_ptr()
-        parts[self._first] = self._scratch.take(own) if in_place else out
-        received = [self._receive(call, peer, parts[peer]) for peer in self._peers]
-        sent = [self._send(call, peer, segments[peer]) for peer in self._peers]
+        parts[self._first] = self.scratch.take(own) if in_place else out
+        received = [self.receive(call, peer, parts[peer]) for peer in self._peers]
+        sent = [self.send(call, peer, segments[peer]) for peer in self._peers]
         yield
         self.agree(call, headers, [own.numel()] * self.size)
-        self._finish(call, received)
+        self.finish(call, received)
         self._sum(parts, out)
-        self._finish(call, sent)
+        self.finish(call, sent)
         for rank in self._all:
             if self._spare(rank) or (in_place and rank == self._first):
-                self._scratch.give(parts[rank])
+                self.scratch.give(parts[rank])
         return out
 
     def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
+        if not self._direct:
+            return self._halving.all_reduce(call, flat, cuts)
         if cuts is None:
             return self._all_reduce_whole(call, flat)
         return self._all_reduce_segments(call, flat, cuts)
 
     def _all_reduce_whole(self, call: Call, flat: Tensor) -> Steps[Tensor]:
         headers = self.announce(call, [flat.numel()] * self.size)
-        parts = [flat if rank == self.rank else self._scratch.take(flat) for rank in self._all]
-        received = [self._receive(call, peer, parts[peer]) for peer in self._peers]
-        sent = [self._send(call, peer, flat) for peer in self._peers]
+        parts = [flat if rank == self.rank else self.scratch.take(flat) for rank in self._all]
+        received = [self.receive(call, peer, parts[peer]) for peer in self._peers]
+        sent = [self.send(call, peer, flat) for peer in self._peers]
         yield
         self.agree(call, headers, [flat.numel()] * self.size)
-        self._finish(call, received + sent)
+        self.finish(call, received + sent)
         self._sum(parts, flat)
         for peer in self._peers:
-            self._scratch.give(parts[peer])
+            self.scratch.give(parts[peer])
         return flat
 
     def _all_reduce_segments(self, call: Call, flat: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = [flat[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
-        yield from self.reduce_scatter(call, flat, cuts, own)
-        received = [self._receive(call, peer, segments[peer], phase=1) for peer in self._peers]
-        sent = [self._send(call, peer, own, phase=1) for peer in self._peers]
-        self._finish(call, received + sent)
+        yield from self._reduce_scatter(call, flat, cuts, own)
+        received = [self.receive(call, peer, segments[peer], phase=1) for peer in self._peers]
+        sent = [self.send(call, peer, own, phase=1) for peer in self._peers]
+        self.finish(call, received + sent)
         return flat
 
     def all_to_all(
@@ -152,44 +251,41 @@ class PointToPoint:
         like = chunks[self.rank]
         parts = [like.new_empty(size) for size in sizes]
         parts[self.rank].copy_(like)
-        received = [self._receive(call, peer, parts[peer]) for peer in self._peers]
-        sent = [self._send(call, peer, chunks[peer]) for peer in self._peers]
+        everyone = [(self.rank + step) % self.size for step in range(1, self.size)]
+        received = [self.receive(call, peer, parts[peer]) for peer in everyone]
+        sent = [self.send(call, peer, chunks[peer]) for peer in everyone]
         yield
         self.agree(call, headers, sizes)
-        self._finish(call, received + sent)
+        self.finish(call, received + sent)
         return parts
 
     def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
         headers = self.announce(call, [flat.numel()] * self.size)
-        if self.rank == src:
-            messages = [self._send(call, peer, flat) for peer in self._peers]
-        else:
-            messages = [self._receive(call, src, flat)]
+        above = parent(self.rank, self.size, src)
+        messages = [] if above is None else [self.receive(call, above, flat)]
+        below = children(self.rank, self.size, src)
+        if above is None:
+            messages = [self.send(call, peer, flat) for peer in below]
         yield
         self.agree(call, headers, [flat.numel()] * self.size)
-        self._finish(call, messages)
+        self.finish(call, messages)
+        if above is not None:
+            self.finish(call, [self.send(call, peer, flat) for peer in below])
         return flat
 
     def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+        return self._exchange(call, data) if self._direct else self._halving.exchange(call, data)
+
+    def _exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
         headers = self.announce(call, [len(data)] * self.size)
-        sent = [self._send(call, peer, _tensor(data)) for peer in self._peers]
+        sent = [self.send(call, peer, _tensor(data)) for peer in self._peers]
         yield
         lengths = self.agree(call, headers, [ANY] * self.size)
         parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        received = [self._receive(call, peer, parts[peer]) for peer in self._peers]
-        self._finish(call, received + sent)
+        received = [self.receive(call, peer, parts[peer]) for peer in self._peers]
+        self.finish(call, received + sent)
         parts[self.rank] = _tensor(data)
         return [part.numpy().tobytes() for part in parts]
-
-    def _introduce(self, card: bytes) -> list[bytes]:
-        """Exchange cards of the same size for all, before there are wires."""
-        call = Call("connect", "", 0, 0)
-        cards = [torch.empty(CARD_BYTES, dtype=torch.uint8) for _ in self._all]
-        cards[self.rank] = _tensor(card.ljust(CARD_BYTES))
-        received = [self._receive(call, peer, cards[peer]) for peer in self._peers]
-        sent = [self._send(call, peer, cards[self.rank]) for peer in self._peers]
-        self._finish(call, received + sent)
-        return [part.numpy().tobytes().rstrip() for part in cards]
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Add in rank order; partial sums in the first part received, which may be ``out``.
@@ -204,15 +300,27 @@ class PointToPoint:
         """Whether a part from ``rank`` arrives in scratch, not in the result or in place."""
         return rank not in (self.rank, self._first)
 
-    def _send(self, call: Call, peer: int, data: Tensor, phase: int = 0) -> Message:
+    def send(self, call: Call, peer: int, data: Tensor, phase: int = 0) -> Message:
+        """Start to send ``data``, which must not change before the message is finished."""
+        return self._message(self._gloo.send, call, peer, data, phase)
+
+    def receive(self, call: Call, peer: int, into: Tensor, phase: int = 0) -> Message:
+        """Start to receive into memory that must not be read before the message is finished."""
+        return self._message(self._gloo.recv, call, peer, into, phase)
+
+    def _message(self, start: Any, call: Call, peer: int, data: Tensor, phase: int) -> Message:
         if data.numel() == 0:
             return peer, None
-        return peer, self._gloo.send([data], peer, _tag(call, phase))
-
-    def _receive(self, call: Call, peer: int, into: Tensor, phase: int = 0) -> Message:
-        if into.numel() == 0:
-            return peer, None
-        return peer, self._gloo.recv([into], peer, _tag(call, phase))
+        if data.is_cuda:
+            raise DeviceError(
+                f"{call}: its tensors are on {data.device}, but this world computes on the CPU "
+                "(its process group has no NCCL, or the CPU was asked for). Start with zf.init(), "
+                'or with dist.init_process_group("nccl"), or move the state to the CPU'
+            )
+        try:
+            return peer, start([data], peer, _tag(call, phase))
+        except RuntimeError as error:  # the first message connects
+            raise self._lost(call, peer, error) from error
 
     def announce(
         self, call: Call, lengths: Sequence[int], peers: Sequence[int] | None = None
@@ -243,7 +351,8 @@ class PointToPoint:
             lengths[peer] = length
         return lengths
 
-    def _finish(self, call: Call, messages: Sequence[Message]) -> None:
+    def finish(self, call: Call, messages: Sequence[Message]) -> None:
+        """Wait for messages, those of this list in any order."""
         for peer, work in messages:
             if work is None:
                 continue
@@ -254,9 +363,45 @@ class PointToPoint:
 
     def _lost(self, call: Call, peer: int, error: Exception) -> DesyncError:
         rank = self._world_ranks[peer]
+        if not self._direct and (cause := self._cause()):
+            return elsewhere(cause)
         if isinstance(error, TimeoutError) or "imed out" in str(error):
             return silence(call, [rank], self._seconds)
         return DesyncError(f"{call}: rank {rank} is gone: {error}")
+
+    def leave(self, error: DesyncError) -> None:
+        """Let those know who are no neighbours, and no longer keep anybody waiting.
+
+        In a large group most ranks wait for partners that are further on the way: their
+        connections end here, and the store tells them why.
+        """
+        if self._direct or self._gloo is None:
+            return
+        with suppress(RuntimeError):
+            self._store.compare_set("cause", "", str(error))
+        self._gloo = None
+        traceback.clear_frames(error.__traceback__)  # which hold messages under way
+
+    def _cause(self) -> str:
+        """What another rank of a large group has failed with."""
+        deadline = time.monotonic() + min(PATIENCE, self._seconds)
+        while time.monotonic() < deadline:
+            with suppress(RuntimeError):
+                if self._store.check(["cause"]):
+                    return self._store.get("cause").decode()
+            time.sleep(0.05)
+        return ""
+
+
+def _context(place: Place, timeout: timedelta) -> Any:
+    if not dist.is_gloo_available():
+        raise DeviceError(
+            "this torch was built without gloo, which zfunc needs between ranks, for NCCL's "
+            "headers too: install a build of torch that has it"
+        )
+    store = PrefixStore("gloo", place.store)
+    with lazily_connected():
+        return dist.ProcessGroupGloo(store, place.rank, len(place.members), timeout)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -32,8 +32,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from zfunc.errors import DesyncError
-from zfunc.worlds import world
-from zfunc.worlds.distributed import DistributedWorld, local_rank
+from zfunc.worlds import devices, world
+from zfunc.worlds.distributed import DistributedWorld
+from zfunc.worlds.gloo import lazily_connected
 
 __all__ = ["init", "launch"]
 
@@ -42,50 +43,58 @@ LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 GRACE = 3.0  # seconds that the other ranks get to report once one has failed
 
 
-def init(timeout: float | None = None) -> world.World:
+def init(timeout: float | None = None, device: str | None = None) -> world.World:
     """Join the world that torchrun's (or ``launch``'s) environment describes. Idempotent.
 
-    The backend is NCCL, with gloo for the host, where every local rank has a GPU of its own; else
-    gloo. Without such an environment this process stays a world of one.
+    Every rank computes on a GPU of its own, with NCCL between them, if all have one: the only one
+    that it sees, or the one of its number on its host. If none has, all compute on the CPU. Without
+    such an environment this process stays a world of one. Where the process group has been made
+    already, with NCCL or gloo, the world is that group's, and it is left as it is.
 
     Args:
         timeout: seconds a collective waits for a silent peer; default ``ZFUNC_TIMEOUT`` or 600.
+        device: ``"cpu"``, or ``"cuda"``, or one GPU as ``"cuda:1"``; default ``ZFUNC_DEVICE``, or
+            what there is.
 
     Returns:
         The world, which is from now on ``zfunc.worlds.world.current()``.
+
+    Raises:
+        DeviceError: some ranks have no GPU of their own where others have; on all ranks alike.
+        ValueError: another ``device``.
     """
     _tune_memory()
+    devices.asked(device)
     joined = world.current()
     if timeout is not None:
         joined.timeout = float(timeout)
+    if isinstance(joined, DistributedWorld) and device is not None:
+        joined.ask(device)
     if joined.size > 1 or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return joined
     seconds = world.default_timeout() if timeout is None else float(timeout)
-    _join(seconds)
-    joined = DistributedWorld(seconds)
+    agreed = _join(seconds, devices.asked(device))
+    joined = DistributedWorld(seconds, agreed=agreed)
     world.adopt(joined)
     return joined
 
 
-def _join(seconds: float) -> None:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _join(seconds: float, wanted: str | None) -> torch.device:
     limit = timedelta(seconds=seconds)
     store, rank, size = next(rendezvous("env://", timeout=limit))
     # torchrun keeps its store when it restarts the ranks, with the addresses of those that died.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    where = {
-        "store": PrefixStore(f"zfunc/attempt_{attempt}", store),
-        "rank": rank,
-        "world_size": size,
-        "timeout": limit,
-    }
-    if dist.is_nccl_available() and torch.cuda.device_count() >= max(1, ranks_here):
-        device = torch.device("cuda", local_rank())
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
-    else:
-        dist.init_process_group("gloo", **where)
+    store = PrefixStore(f"zfunc/attempt_{attempt}", store)
+    device = devices.agree(PrefixStore("devices", store), rank, size, wanted, None)
+    where = {"store": store, "rank": rank, "world_size": size, "timeout": limit}
+    with lazily_connected():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
+        else:
+            dist.init_process_group("gloo", **where)
     atexit.register(_leave)
+    return device
 
 
 def _leave() -> None:

@@ -1,13 +1,21 @@
-"""Collectives on GPU tensors: NCCL's own, with the headers beside them over gloo.
+"""Collectives on GPU tensors: NCCL's own, with the headers beside them over sockets.
 
 Waiting for a native collective only makes the current stream wait, so the host never blocks on
-the data. It does check its neighbour's header first: a rank in another collective is found on
-the host before its numbers are used. Tensors on the CPU go point to point over gloo.
+the data. Outside a step it checks its neighbours' headers first: a rank in another collective is
+found on the host before its numbers are used. Inside one (``comm.unchecked``) the headers are
+checked at the step's end, all of them, so that no host waits for the others meanwhile; a step that
+has returned was checked, and one that hangs the device for want of a peer is found by then.
+
+Reductions go through a communicator of their own: collectives of one run in the order of issue,
+and the gather that the next layer waits for would stand behind the reduction of the last.
+Tensors on the CPU go point to point over gloo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +25,12 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.worlds.gloo import Header, PointToPoint
+from zfunc.worlds.routes import is_direct
 from zfunc.worlds.transport import Call, Steps
 
 __all__ = ["Native"]
+
+UNCHECKED = 64  # collectives whose headers may be waiting to be looked at: the sockets hold more
 
 
 # Renamed in torch 2.13; the older names warn there.
@@ -28,18 +39,65 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Native:
-    """The transport over a process group with NCCL for GPUs and gloo for the host."""
+    """The transport over a process group with NCCL for GPUs and gloo for the host.
 
-    def __init__(self, process_group: dist.ProcessGroup, cpu: PointToPoint) -> None:
+    Args:
+        process_group: moves gathers and broadcasts, and whatever there is no other for.
+        cpu: moves what is on the CPU, and the headers.
+        reductions: makes the process group for reductions, when the first is issued.
+        late: whether headers may be checked by :meth:`settle` now.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        cpu: PointToPoint,
+        reductions: Callable[[], dist.ProcessGroup] | None = None,
+        late: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.rank, self.size = cpu.rank, cpu.size
         self._pg = process_group
         self._cpu = cpu
+        self._late = late
+        self._make_reductions = reductions
+        self._reductions: dist.ProcessGroup | None = None
+        self._aborted = False
+        self._unchecked: deque[tuple[Call, list[Header], Sequence[int]]] = deque()
         # Ranks in a ring that all agree with their neighbours agree.
         self._ring = sorted({(self.rank - 1) % self.size, (self.rank + 1) % self.size})
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
-        everyone = data is None or self._hosts(data) or kind == "all_to_all"
-        return self.size - 1 if everyone else len(self._ring)
+        if self.hosted(data):
+            return self._cpu.announces_to(kind, data)
+        return len(self._told(kind))
+
+    def _told(self, kind: str) -> list[int]:
+        """Who gets the header of a native collective."""
+        if kind == "all_to_all" and is_direct(self.size):  # each its own length
+            return [(self.rank + step) % self.size for step in range(1, self.size)]
+        return self._ring
+
+    def hosted(self, data: Tensor | None) -> bool:
+        return data is None or self._hosts(data)
+
+    def in_rounds(self, data: Tensor | None) -> bool:
+        return self.hosted(data) and self._cpu.in_rounds(data)
+
+    def settle(self) -> None:
+        self._check(0)
+
+    def abort(self) -> bool:
+        if not self._aborted:
+            self._aborted = True
+            self._unchecked.clear()
+            for group in (self._pg, self._reductions):
+                if group is not None:
+                    with suppress(RuntimeError):  # another error has ended it
+                        group.abort()
+        return True
+
+    def leave(self, error: DesyncError) -> None:
+        self._cpu.leave(error)
 
     def _hosts(self, data: Tensor) -> bool:
         return not data.is_cuda
@@ -56,7 +114,7 @@ class Native:
             own = segments[self.rank]
             works = [_all_gather(full, own, group=self._pg, async_op=True)]
         else:  # NCCL has no gather of uneven segments
-            works = [self._start_broadcast(part, src) for src, part in enumerate(segments)]
+            works = self._broadcasts(segments, full.device)
         yield
         self._finish(call, headers, works)
         return full
@@ -81,7 +139,7 @@ class Native:
             full = padded.view(-1)
         numel = segments[self.rank].numel()
         into = full.new_empty(longest) if out is None or numel < longest else out
-        work = _reduce_scatter(into, full, group=self._pg, async_op=True)
+        work = _reduce_scatter(into, full, group=self._reducing(), async_op=True)
         yield
         self._finish(call, headers, [work])
         if numel == longest:
@@ -95,7 +153,9 @@ class Native:
 
     def _all_reduce(self, call: Call, flat: Tensor) -> Steps[Tensor]:
         headers = self._announce(call)
-        works = [dist.all_reduce(flat, group=self._pg, async_op=True)] if flat.numel() else []
+        works = []
+        if flat.numel():
+            works.append(dist.all_reduce(flat, group=self._reducing(), async_op=True))
         yield
         self._finish(call, headers, works)
         return flat
@@ -113,13 +173,12 @@ class Native:
         sent = torch.cat([chunk.view(-1) for chunk in chunks])
         received = sent.new_empty(sum(sizes))
         lengths = [chunk.numel() for chunk in chunks]
-        # Lengths that do not match would hang the GPU: the host compares them before it starts.
-        self._cpu.agree(call, self._cpu.announce(call, lengths), sizes)
+        headers = self._cpu.announce(call, lengths, self._told(call.kind))
         work = dist.all_to_all_single(
             received, sent, list(sizes), lengths, group=self._pg, async_op=True
         )
         yield
-        self._finish(call, [], [work])
+        self._finish(call, headers, [work], sizes)
         # Copies, so that keeping one chunk does not keep them all.
         return [part.clone() for part in received.split(list(sizes))]
 
@@ -138,6 +197,29 @@ class Native:
     def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
         return self._cpu.exchange(call, data)
 
+    def _reducing(self) -> dist.ProcessGroup:
+        """The communicator of reductions; made by all ranks, at their first."""
+        if self._make_reductions is None:
+            return self._pg
+        if self._reductions is None:
+            self._reductions = self._make_reductions()
+        return self._reductions
+
+    def _broadcasts(self, segments: Sequence[Tensor], device: torch.device) -> list[Any]:
+        """Each segment from its rank; one launch, where the backend can."""
+        try:
+            together = bool(self._pg._get_backend(device).supports_coalescing)
+        except (AttributeError, RuntimeError):
+            together = False
+        if not together:
+            return [self._start_broadcast(part, src) for src, part in enumerate(segments)]
+        with dist.distributed_c10d._coalescing_manager(
+            group=self._pg, device=device, async_ops=True
+        ) as work:
+            for src, part in enumerate(segments):
+                self._start_broadcast(part, src)
+        return [work]
+
     def _start_broadcast(self, flat: Tensor, src: int) -> Any:
         if flat.numel() == 0:
             return None
@@ -146,16 +228,24 @@ class Native:
     def _announce(self, call: Call) -> list[Header]:
         return self._cpu.announce(call, [0] * self.size, self._ring)
 
-    def _finish(self, call: Call, headers: list[Header], works: list[Any]) -> None:
-        """Compare headers on the host, then make the current stream wait for the data."""
-        try:
-            self._cpu.agree(call, headers, [0] * self.size)
-        except DesyncError:
-            self._pg.abort()  # or the kernels already started would wait for ever
-            raise
+    def _finish(
+        self,
+        call: Call,
+        headers: list[Header],
+        works: list[Any],
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Compare headers on the host, now or later; make the current stream wait for the data."""
+        self._unchecked.append((call, headers, lengths or [0] * self.size))
+        self._check(UNCHECKED if self._late() else 0)
         for work in works:
             if work is not None:
                 work.wait()
+
+    def _check(self, left: int) -> None:
+        """Check the oldest headers until so many are left."""
+        while len(self._unchecked) > left:
+            self._cpu.agree(*self._unchecked.popleft())
 
 
 def _segments(full: Tensor, cuts: Sequence[int]) -> list[Tensor]:

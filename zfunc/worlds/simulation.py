@@ -20,7 +20,17 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.worlds.axes import Mesh
-from zfunc.worlds.transport import Call, Steps, Transport, mismatch, missized, silence, told
+from zfunc.worlds.routes import is_direct, neighbours, summed
+from zfunc.worlds.transport import (
+    Call,
+    Steps,
+    Transport,
+    elsewhere,
+    mismatch,
+    missized,
+    silence,
+    told,
+)
 from zfunc.worlds.world import World, entered, on_leave, waiting
 
 __all__ = ["simulate"]
@@ -103,7 +113,7 @@ class Fabric:
         """An error of one member is an error of all: who agrees with some still cannot go on."""
         first = meeting.errors[min(meeting.errors)]
         for rank in meeting.members:
-            meeting.errors.setdefault(rank, DesyncError(f"elsewhere in this group: {first}"))
+            meeting.errors.setdefault(rank, elsewhere(first))
         meeting.over.set()
 
     def _close(self, key: tuple[tuple[int, ...], int], meeting: Meeting) -> None:
@@ -155,7 +165,22 @@ class Meetings:
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
-        return self.size - 1
+        return len(neighbours(self.rank, self.size))
+
+    def hosted(self, data: Tensor | None) -> bool:
+        return True
+
+    def in_rounds(self, data: Tensor | None) -> bool:
+        return False
+
+    def settle(self) -> None:
+        return
+
+    def abort(self) -> bool:
+        return False
+
+    def leave(self, error: DesyncError) -> None:
+        return
 
     def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:
         meeting = self._fabric.join(self._members, self._world_rank, call, part, serve)
@@ -215,6 +240,8 @@ class Meetings:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
+    if not is_direct(len(parts)):
+        return summed(parts)
     total = parts[0].clone()
     for part in parts[1:]:
         total.add_(part)

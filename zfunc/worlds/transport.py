@@ -58,6 +58,28 @@ class Transport(Protocol):
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         """How many peers a collective on ``data`` sends its header to."""
 
+    def hosted(self, data: Tensor | None) -> bool:
+        """Whether a collective on ``data`` is the host's work, and in the host's memory."""
+
+    def in_rounds(self, data: Tensor | None) -> bool:
+        """Whether a collective on ``data`` goes on in ``wait``.
+
+        Ranks that waited for such in different orders would wait for each other.
+        """
+
+    def settle(self) -> None:
+        """Check the headers of collectives that were waited for, but not yet checked.
+
+        Raises:
+            DesyncError: a peer was in another one, is silent or gone.
+        """
+
+    def abort(self) -> bool:
+        """Stop what is under way on the device; whether there is anything of that kind."""
+
+    def leave(self, error: DesyncError) -> None:
+        """Let others know that this rank has failed and takes part no longer."""
+
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         """Fill ``full``, whose own segment is in place."""
 
@@ -88,6 +110,21 @@ class Alone:
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         return 0
+
+    def hosted(self, data: Tensor | None) -> bool:
+        return True
+
+    def in_rounds(self, data: Tensor | None) -> bool:
+        return False
+
+    def settle(self) -> None:
+        return
+
+    def abort(self) -> bool:
+        return False
+
+    def leave(self, error: DesyncError) -> None:
+        return
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         yield
@@ -150,6 +187,11 @@ def missized(call: Call, peer: int, found: int, expected: int) -> DesyncError:
         f"{call}: rank {peer} sends {found} elements, this rank expects {expected}: "
         "pass the sizes= that the peers' chunks have"
     )
+
+
+def elsewhere(cause: str | DesyncError) -> DesyncError:
+    """The error for a rank that agrees with its peers, but cannot go on."""
+    return DesyncError(f"elsewhere in this group: {cause}")
 
 
 def silence(call: Call, peers: Sequence[int], seconds: float) -> DesyncError:

@@ -1,17 +1,23 @@
-"""A socket to each peer, for the headers that keep ranks in step.
+"""Sockets to the neighbours, for the headers that keep ranks in step.
 
 Headers could travel as messages of the backend, but gloo asks the receiver first and wakes a
 thread on either side for each: some 0.2 ms per collective, more where the cores are busy. Sixteen
 bytes written to a socket wait in the kernel until somebody looks. A closed socket also tells at
 once that a peer has died, and a read from it can be interrupted.
+
+A rank listens from the beginning and calls a peer when it first has something to tell it, over a
+socket of its own for each direction: so nobody waits to be called, and a rank has sockets to those
+ranks only that it really talks to.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import socket
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -24,26 +30,40 @@ assert HEADER.size == HEADER_BYTES
 TEXT = -1  # in place of a digest: that many bytes of text follow
 TOKEN_BYTES = 16
 GREETING_SECONDS = 10.0
+BACKLOG = 4096  # callers that nobody has listened to yet; the system may allow fewer
 
-Exchange = Callable[[bytes], list[bytes]]
+Cards = Callable[[int], bytes]
 
 
 class Wires:
-    """Ordered headers between all ranks of one group.
+    """Ordered headers between ranks of one group.
 
     Args:
         rank: this rank in the group.
-        size: the number of ranks.
-        exchange: returns the bytes that every rank passes to it, by rank.
+        publish: receives this rank's card: where it listens, and the word that callers must know.
+        card_of: returns the card of a rank, once that has published it.
         timeout: seconds to wait for a peer.
     """
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(
+        self, rank: int, publish: Callable[[bytes], None], card_of: Cards, timeout: float
+    ) -> None:
+        self._rank, self._card_of, self._timeout = rank, card_of, timeout
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._heard: defaultdict[int, int] = defaultdict(int)
         self._early: dict[tuple[int, int], tuple[int, int]] = {}
-        self._sockets = _connect(rank, size, exchange, timeout)
+        self._to: dict[int, socket.socket] = {}
+        self._from: dict[int, socket.socket] = {}
+        self._server = socket.create_server(("", 0), backlog=BACKLOG)
+        # Whoever calls must know a word that only went through the store.
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        here = (_host(), _address(), str(self._server.getsockname()[1]))
+        publish(self._token + "\n".join(here).encode())
+
+    @property
+    def sockets(self) -> int:
+        """How many are open, the listening one among them."""
+        return 1 + len(self._to) + len(self._from)
 
     def send(self, peer: int, digest: int, length: int) -> int:
         """Send a header; returns its ticket: how many have gone to this peer.
@@ -51,7 +71,8 @@ class Wires:
         Raises:
             OSError: the peer is gone.
         """
-        self._sockets[peer].sendall(HEADER.pack(digest, length))
+        sock = self._to.get(peer) or self._call(peer)
+        sock.sendall(HEADER.pack(digest, length))
         self._sent[peer] += 1
         return self._sent[peer]
 
@@ -71,9 +92,9 @@ class Wires:
         return self._early.pop((peer, ticket))
 
     def tell(self, text: str) -> None:
-        """Send every peer a text, for whoever asks with :meth:`ask`."""
+        """Send every peer that was called a text, for whoever asks with :meth:`ask`."""
         data = text.encode()
-        for sock in self._sockets.values():
+        for sock in self._to.values():
             try:
                 sock.sendall(HEADER.pack(TEXT, len(data)) + data)
             except OSError:
@@ -81,46 +102,60 @@ class Wires:
 
     def ask(self, peer: int, timeout: float) -> str | None:
         """The text that the peer tells, behind the headers it has sent; ``None`` if it does not."""
-        self._sockets[peer].settimeout(min(timeout, self._timeout))
+        seconds = min(timeout, self._timeout)
         try:
+            sock = self._from.get(peer) or self._answer(peer, seconds)
+            sock.settimeout(seconds)
             while True:
-                digest, length = HEADER.unpack(self._read(peer, HEADER_BYTES))
+                digest, length = HEADER.unpack(_read(sock, HEADER_BYTES))
                 if digest == TEXT:
-                    return self._read(peer, length).decode()
+                    return _read(sock, length).decode()
         except OSError:
             return None
 
     def _read(self, peer: int, length: int) -> bytes:
-        return _read(self._sockets[peer], length)
+        return _read(self._from.get(peer) or self._answer(peer, self._timeout), length)
+
+    def _call(self, peer: int) -> socket.socket:
+        """Connect to a peer and say who calls."""
+        card = self._card_of(peer)
+        host, address, port = card[TOKEN_BYTES:].decode().split("\n")
+        target = "127.0.0.1" if host == _host() else address
+        sock = socket.create_connection((target, int(port)), self._timeout)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(card[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))
+        self._to[peer] = sock
+        return sock
+
+    def _answer(self, peer: int, seconds: float) -> socket.socket:
+        """Let callers in until ``peer`` is among them."""
+        deadline = time.monotonic() + seconds
+        with selectors.DefaultSelector() as watched:
+            watched.register(self._server, selectors.EVENT_READ)
+            if peer in self._to:  # nothing ever comes this way, but the end
+                watched.register(self._to[peer], selectors.EVENT_READ)
+            while peer not in self._from:
+                left = deadline - time.monotonic()
+                ready = [key.fileobj for key, _ in watched.select(left)] if left > 0 else []
+                if self._server in ready:
+                    self._welcome()
+                elif ready:
+                    raise ConnectionResetError("connection closed by the peer")
+                else:
+                    raise TimeoutError("timed out")
+        return self._from[peer]
+
+    def _welcome(self) -> None:
+        sock, _ = self._server.accept()
+        caller = _greeted(sock, self._token)
+        if caller is not None:
+            sock.settimeout(self._timeout)
+            self._from[caller] = sock
 
     def __del__(self) -> None:
-        for sock in getattr(self, "_sockets", {}).values():
-            sock.close()
-
-
-def _connect(rank: int, size: int, exchange: Exchange, timeout: float) -> dict[int, socket.socket]:
-    """Every rank listens, tells the others where, calls the lower ones and answers the higher."""
-    with socket.create_server(("", 0), backlog=size) as server:
-        server.settimeout(timeout)
-        # Whoever connects must know a word that only went through the process group.
-        token = secrets.token_bytes(TOKEN_BYTES)
-        here = (_host(), _address(), str(server.getsockname()[1]))
-        cards = exchange(token + "\n".join(here).encode())
-        sockets = {}
-        for peer in range(rank):
-            host, address, port = cards[peer][TOKEN_BYTES:].decode().split("\n")
-            target = "127.0.0.1" if host == here[0] else address
-            sockets[peer] = socket.create_connection((target, int(port)), timeout)
-            sockets[peer].sendall(cards[peer][:TOKEN_BYTES] + rank.to_bytes(8, "little"))
-        while len(sockets) < size - 1:
-            sock, _ = server.accept()
-            caller = _greeted(sock, token)
-            if caller is not None:
-                sockets[caller] = sock
-    for sock in sockets.values():
-        sock.settimeout(timeout)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sockets
+        if hasattr(self, "_server"):
+            for sock in (self._server, *self._to.values(), *self._from.values()):
+                sock.close()
 
 
 def _greeted(sock: socket.socket, token: bytes) -> int | None:

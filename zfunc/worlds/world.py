@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from zfunc.comm import Group
     from zfunc.worlds.accounting import Ledger
     from zfunc.worlds.transport import Transport
 
@@ -57,6 +58,8 @@ class World:
         timeout: seconds a collective waits for a silent peer before it raises.
         memo: this rank's scratch space for caches that live as long as the world.
         ledgers: the open ledgers, which every collective of this rank reports to.
+        groups: every group that was made in this world.
+        unchecked: how many blocks are open in which headers are checked late.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, timeout: float | None = None) -> None:
@@ -65,6 +68,8 @@ class World:
         self.timeout = default_timeout() if timeout is None else float(timeout)
         self.memo: dict[Any, Any] = {}
         self.ledgers: list[Ledger] = []
+        self.groups: list[Group] = []
+        self.unchecked = 0
 
     @property
     def device(self) -> torch.device:
