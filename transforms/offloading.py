@@ -31,6 +31,7 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.intake import copied
 from zfunc.nodes import Tree
 from zfunc.placed.cutting import make_layout
+from zfunc.placed.evaluation import Present
 from zfunc.placed.hosted import HostSpill
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import is_frozen
@@ -234,6 +235,9 @@ class Offload(Transform):
             )
         if hosted:
             device, pin = hosted[0].device, self.pin
+            if device.type == "cuda":
+                held = (x for x in tree.leaves(state) if isinstance(x, Tensor))
+                running.notes[Present] = Present.of(held, device)
             self._by_unit(running, lambda layout: HostSpill(layout, device, pin))
         nodes = stored_nodes(state)
         there = {path.split(".", 1)[0] for path in nodes}

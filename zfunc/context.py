@@ -166,6 +166,7 @@ class Context:
         join: ``(node, params)`` -> the plain params with the values of all ranks, or ``None``
             for the usual way; see :meth:`zfunc.placed.sharded.Sharded.join`.
         notes: what transforms note down for the time of this call.
+        offers: for addresses of the old state where the value that follows is to be written.
     """
 
     transforms: tuple[Any, ...] = ()
@@ -191,6 +192,7 @@ class Context:
     compute: torch.dtype | None = None
     join: Callable[[Any, Any], Any] = lambda node, params: None
     notes: dict[Any, Any] = field(default_factory=dict)
+    offers: dict[int, Tensor] = field(default_factory=dict)
 
 
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
@@ -247,7 +249,17 @@ def reuse(x: Tensor) -> Tensor:
     if spent(x):
         raise DonatedStateError(gone("a leaf"))
     alias = x.detach()
-    return alias if spend(x) else x.clone()
+    if spend(x):
+        return alias
+    offers = running.offers if (running := _CURRENT.get()) is not None else None
+    if (
+        offers
+        and (room := offers.get(x.data_ptr())) is not None
+        and room.shape == x.shape
+        and room.dtype == x.dtype
+    ):
+        return offers.pop(x.data_ptr()).copy_(x)
+    return x.clone()
 
 
 def donates() -> bool:

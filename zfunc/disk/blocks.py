@@ -15,21 +15,13 @@ from pathlib import Path
 
 import xxhash
 
+from zfunc.disk.pages import PAGE as ALIGN
+from zfunc.disk.pages import aligned
 from zfunc.errors import CheckpointError, PlacementError
 
 __all__ = ["ALIGN", "BLOCK", "Files", "Region", "aligned", "digest"]
 
-ALIGN = 4096  # of memory, offsets and lengths, as direct I/O wants them
 BLOCK = 1 << 22
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages.
-
-    >>> aligned(1), aligned(4096)
-    (4096, 4096)
-    """
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 def digest(data: memoryview) -> int:

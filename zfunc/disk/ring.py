@@ -7,18 +7,20 @@ ahead is bounded by the ring, so no number of buffers is too small.
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-from zfunc.disk.blocks import aligned
+from zfunc.disk.pages import FLIGHTS, Block, address_of, aligned
 
-__all__ = ["Buffer", "Ring"]
+__all__ = ["HOST", "Buffer", "Ring"]
+
+SMALLEST = 1 << 16
+LINE = 64  # bytes; no two tensors of a buffer share a cache line
 
 
 class Buffer:
@@ -37,35 +39,68 @@ class Buffer:
 
 
 class Ring:
-    """Recycled buffers of together at most ``limit`` bytes (see :meth:`take`)."""
+    """Recycled buffers of together at most ``limit`` bytes (see :meth:`take`).
 
-    def __init__(self) -> None:
-        self.limit = 0
+    Args:
+        smallest: the least that a buffer takes.
+        limit: bytes.
+
+    Attributes:
+        locked: whether its memory is page-locked.
+    """
+
+    def __init__(self, smallest: int = SMALLEST, limit: int = 0) -> None:
+        self.limit, self.locked = limit, False
         self.taken = 0  # bytes in use, those beyond the limit included
-        self._free: dict[int, list[mmap.mmap]] = {}
-        self._back: deque[tuple[int, mmap.mmap]] = deque()
+        self._smallest = smallest
+        self._free: dict[tuple[int, bool], list[Block]] = {}
+        self._back: deque[Block] = deque()
         self._views: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()
         self._lock = Lock()
 
-    def take(self, nbytes: int, must: bool = True) -> Buffer | None:
-        """A buffer of at least ``nbytes``; None if the ring is used up, unless ``must``."""
-        size = max(aligned(nbytes), 1 << 16)
+    def take(self, nbytes: int, must: bool = True, locked: bool | None = None) -> Buffer | None:
+        """A buffer of at least ``nbytes``; None if the ring is used up, unless ``must``.
+
+        Raises:
+            PlacementError: so much memory cannot be page-locked.
+        """
+        size = max(aligned(nbytes), self._smallest)
+        locked = self.locked if locked is None else locked
+        FLIGHTS.reap()
         with self._lock:
             self._collect()
             if not must and self.taken and self.taken + size > self.limit:
                 return None
-            row = self._free.get(size)
-            memory = row.pop() if row else None
+            row = self._free.get((size, locked))
+            block = row.pop() if row else None
             self.taken += size
-            if memory is None:
+            if block is None:
                 self._make_room(size)
-        if memory is None:
-            memory = mmap.mmap(-1, size)
-        view = memoryview(memory)
-        self._views[torch.frombuffer(view, dtype=torch.uint8).data_ptr()] = view
+        if block is None:
+            try:
+                block = Block(size, locked)
+            except BaseException:
+                self.taken -= size
+                raise
+        view = memoryview(block.memory)
+        self._views[address_of(view)] = view
         # A finalizer may run anywhere, so it takes no lock: appending is atomic.
-        weakref.finalize(view, self._back.append, (size, memory)).atexit = False
+        weakref.finalize(view, self._back.append, block).atexit = False
         return Buffer(view)
+
+    def tensors(
+        self, sizes: Sequence[tuple[int, torch.dtype]], locked: bool | None = None
+    ) -> list[Tensor]:
+        """1-D tensors of ``(numel, dtype)`` each, in one buffer of just their size."""
+        starts, end = [], 0
+        for numel, dtype in sizes:
+            starts.append(start := -(-end // LINE) * LINE)
+            end = start + numel * dtype.itemsize
+        if not end:
+            return [torch.empty(0, dtype=dtype) for _, dtype in sizes]
+        buffer = self.take(end, locked=locked)
+        assert buffer is not None
+        return [buffer.tensor(at, n, t) for at, (n, t) in zip(starts, sizes, strict=True)]
 
     def at(self, address: int) -> Buffer | None:
         """The buffer in use that begins at an address."""
@@ -74,17 +109,22 @@ class Ring:
 
     def _collect(self) -> None:
         while self._back:
-            size, memory = self._back.popleft()
-            self.taken -= size
-            self._free.setdefault(size, []).append(memory)
+            block = self._back.popleft()
+            self.taken -= block.nbytes
+            self._free.setdefault((block.nbytes, block.locked), []).append(block)
 
     def _make_room(self, size: int) -> None:
         """Return idle memory to the system until the ring keeps to its limit."""
-        idle = sum(s * len(row) for s, row in self._free.items())
-        for s, row in self._free.items():
+        idle = self.idle
+        for (s, _), row in self._free.items():
             while row and self.taken + idle > self.limit:
                 row.pop()  # unmapped with its last reference
                 idle -= s
+
+    @property
+    def idle(self) -> int:
+        """Bytes that nobody uses."""
+        return sum(s * len(row) for (s, _), row in self._free.items())
 
     def wait(self, nbytes: int, pending: Callable[[], bool]) -> Buffer:
         """A buffer as soon as ``pending`` (which waits for some work to end) has freed one."""
@@ -99,6 +139,11 @@ class Ring:
 
     def clear(self) -> None:
         """Return all idle memory to the system."""
+        FLIGHTS.reap()
         with self._lock:
             self._collect()
             self._free.clear()
+
+
+HOST = Ring(smallest=1, limit=1 << 62)
+"""State, gradients and copies of a process that computes on another device than the host."""

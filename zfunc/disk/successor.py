@@ -13,13 +13,15 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from zfunc import context
 from zfunc.disk.generations import Placement, Plan
+from zfunc.disk.ring import HOST
 from zfunc.disk.store import Store
 from zfunc.disk.stored import Stored
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Lazy, Placed
 from zfunc.placed.evaluation import Collected, Joined, Take, filling, gathered_up, stream
-from zfunc.placed.hosted import Hosted, lowered, page_locked
+from zfunc.placed.hosted import Hosted, Settled, in_host_memory
 from zfunc.placed.placement import marked
 from zfunc.placed.readable import Readable
 from zfunc.placed.sharded import Sharded
@@ -61,9 +63,10 @@ def lower(
         elif not keep(name):
             out.append(back(name, node))
         else:
-            local = node.sharded() if node.on_meta else gathered_up(node)
-            flats = [x if node.on_meta else lowered(x, pin) for x in local.flats]
-            out.append(Hosted(Sharded(node.layout, flats), node.home, pin))
+            local = node.skeleton if node.on_meta else gathered_up(node)
+            out.append(in_host_memory(local, node.home, pin, empty=node.on_meta))
+            del local
+            HOST.clear()  # what units went through on their way down
     return optree.tree_unflatten(spec, out)
 
 
@@ -142,7 +145,8 @@ def succeed(old: Any, new: Any) -> Any:
     names, before, spec = _nodes(old)
     after = _along(old, _unveiled(new, lambda lazy: lazy.params), "")
     writes: dict[str, tuple[Stored, int]] = {}
-    collected: dict[int, Collected] = {}
+    collected: dict[int, Collected | Settled] = {}
+    offers, stays = _offers(before)
     for i, (name, was, now) in enumerate(zip(names, before, after, strict=True)):
         if isinstance(was, Stored):
             if now is not was:
@@ -153,7 +157,7 @@ def succeed(old: Any, new: Any) -> Any:
         elif isinstance(was, Hosted):
             if now is not was:
                 node = _checked(name, was, assembled(was.layout, now))
-                collected[i] = Collected(node)
+                collected[i] = Settled(was, stays, offers)
                 targets.append((node, collected[i]))
         elif isinstance(now, Streamed):
             collected[i] = Collected(now, now.device)
@@ -167,20 +171,22 @@ def succeed(old: Any, new: Any) -> Any:
             was, slot = writes[name]
             after[i] = Stored(was.column, slot, was.home)
         elif i in collected:
-            after[i] = _back(before[i], collected[i].result())
+            after[i] = collected[i].result()
     out = optree.tree_unflatten(spec, after)
     _commit(out, old, writes)
     return out
 
 
-def _back(was: Any, now: Sharded) -> Any:
-    """What was evaluated, as the state held it before."""
-    if not isinstance(was, Hosted):
-        return now
-    flats = [
-        x if x is None else page_locked(x, was.pin and was.device.type == "cuda") for x in now.flats
-    ]
-    return Hosted(Sharded(now.layout, flats), was.device, was.pin)
+def _offers(before: list[Any]) -> tuple[dict[int, Tensor] | None, frozenset[int]]:
+    """Where optimizers may write the new state at once, if they may not where the old one lies.
+
+    And where the old one lies, since what stays there is not copied.
+    """
+    hosted = [x for node in before if isinstance(node, Hosted) for x in node.held()]
+    stays = frozenset(x.data_ptr() for x in hosted if x is not None and x.numel())
+    running = context.current()
+    donated = running is not None and running.donation is not None
+    return None if running is None or donated else running.offers, stays
 
 
 def _along(old: Any, new: Any, path: str) -> list[Any]:

@@ -9,8 +9,8 @@ off, so memory that is donated is overwritten when it would have been at once, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,15 @@ from torch import Tensor
 
 from zfunc import context
 from zfunc.context import Donation
-from zfunc.nodes import NAMESPACE, Lazy, Tree, register
+from zfunc.nodes import NAMESPACE, Lazy, Tree, register, spent
+from zfunc.placed.copies import Descent, Upload, uploaded
 from zfunc.placed.leaves import freeze
+from zfunc.placed.numbers import Numbers
 from zfunc.placed.sharded import Sharded, summed
 from zfunc.placed.streamed import Op, Streamed
 from zfunc.squares import square_sum
 
-__all__ = ["Evaluated", "Joined", "full", "gathered_up", "stream", "sums"]
+__all__ = ["Evaluated", "Joined", "Present", "full", "gathered_up", "stream", "sums"]
 
 Key = tuple[Any, int]  # what is evaluated (an op or a node), and of which unit
 Take = Callable[[int, Sharded], None]
@@ -49,23 +51,97 @@ def stream(targets: Sequence[tuple[Streamed, Take]], final: bool = False) -> Non
     for node, take in targets:
         for unit in range(len(node.layout.units)):
             wanted.setdefault((node.origin, unit), []).append((node.index, take))
-    groups = _groups(list(wanted))
+    groups = sorted(_groups(list(wanted)), key=_when)
     ahead: dict[Key, Any] = {}
+    numbers = Numbers()
     for i, group in enumerate(groups):
         following = groups[i + 1] if i + 1 < len(groups) else []
-        now = {key: ahead.pop(key, None) or _begin(key) for key in group if _reads(key)}
-        for key in following:
-            if _reads(key) and (reading := _begin(key, must=False)) is not None:
-                ahead[key] = reading
-        _run(group, now, wanted, final)
+        now = _begun(group, ahead)
+        ahead = _begun(following, must=False)
+        _run(group, now, wanted, numbers, final)
 
 
-def _reads(key: Key) -> bool:
-    return bool(key[0].reads)
+def _begun(
+    group: list[Key], ahead: dict[Key, Any] | None = None, must: bool = True
+) -> dict[Key, Any]:
+    """What of a group is to be fetched, on its way; what is ``ahead`` already is not begun anew."""
+    found = dict(ahead or {})
+    for key in group:
+        if key[0].reads and key not in found:
+            reading = key[0].begin_read(key[1], must)
+            if reading is not None:
+                found[key] = reading
+    far = [key for key in group if key[0].away]
+    if far and far[0] not in found:
+        found.update(_descending(far, group))
+    return found
 
 
-def _begin(key: Key, must: bool = True) -> Any:
-    return key[0].begin_read(key[1], must)
+def _when(group: list[Key]) -> int:
+    return max((node.when(unit) for node, unit in group if isinstance(node, Streamed)), default=0)
+
+
+@dataclass(frozen=True)
+class Present:
+    """What a state holds on a device: it is there as soon as the step begins.
+
+    Attributes:
+        event: of the stream that computes, at the beginning of the step.
+        tensors: the identities of the state's tensors.
+    """
+
+    event: Any
+    tensors: frozenset[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], device: torch.device) -> Present:
+        event = torch.cuda.current_stream(device).record_event()
+        return cls(event, frozenset(id(x) for x in tensors if x.device.type == device.type))
+
+    def covers(self, tensors: Iterable[Any]) -> bool:
+        """Whether all of these are the state's own, and nothing has been written over them."""
+        return all(x is None or (id(x) in self.tensors and not spent(x)) for x in tensors)
+
+
+def _descending(far: list[Key], group: list[Key]) -> dict[Key, Any]:
+    """Parts of trees on a device, on their way to the host together."""
+    parts = {key: key[0].part(key[1]) for key in far}
+    flats = [x for part in parts.values() for x in _data(part)]
+    if not flats:
+        return {key: _Descending(part, None) for key, part in parts.items()}
+    running = context.current()
+    there: Present | None = None if running is None else running.notes.get(Present)
+    known = there is not None and all(there.covers(node.sources(unit)) for node, unit in far)
+    landings = [(node.landing, unit) for node, unit in group if node.landing is not None]
+    behind = [event for x, unit in landings if (event := x.events.get(unit)) is not None]
+    node, unit = far[0]
+    name = node.layout.units[unit].name
+    descent = Descent(flats, name, behind, [there.event] if known and there else None)
+
+    def arrived() -> dict[int, Tensor]:
+        found = {id(x): y for x, y in zip(flats, descent.wait(), strict=True)}
+        for landing, k in landings:
+            landing.events.pop(k, None)  # this event comes behind it
+        return found
+
+    return {key: _Descending(part, arrived) for key, part in parts.items()}
+
+
+class _Descending:
+    """One part of a tree on its way to the host."""
+
+    def __init__(self, part: Sharded, arrived: Callable[[], dict[int, Tensor]] | None) -> None:
+        self._part, self._arrived = part, arrived
+
+    def part(self) -> Sharded:
+        """The part, in host memory."""
+        found = {} if self._arrived is None else self._arrived()
+        flats = [x if x is None else found.get(id(x), x) for x in self._part.flats]
+        return Sharded(self._part.layout, [x if x is None else _at_home(x) for x in flats])
+
+
+def _at_home(x: Tensor) -> Tensor:
+    return x if x.device == _HOST else x.to(_HOST)  # an empty one
 
 
 def _serial(key: Key) -> int:
@@ -112,20 +188,25 @@ def _run(
     group: list[Key],
     readings: dict[Key, Any],
     wanted: dict[Key, list[tuple[int, Take]]],
+    numbers: Numbers,
     final: bool = False,
 ) -> None:
     """Evaluate one group, and hand out what is wanted of it."""
+    descended = {k: x.part() for k, x in readings.items() if isinstance(x, _Descending)}
     last = {need: key for key in group for need in _needs(key)}
     made: dict[Key, Sequence[Sharded]] = {}
     read: set[int] = set()
     for key in group:
         origin, unit = key
         if not isinstance(origin, Op):
-            if key in readings:
+            if key in descended:
+                part = descended.pop(key)
+                read |= _storages((part,))
+            elif key in readings:
                 part = origin.arrived(unit, readings.pop(key))
                 read |= _storages((part,))
             else:
-                part = on(origin.part(unit), _HOST)
+                part = origin.part(unit)
             made[key] = (part,)
             continue
         spent = {need for need in _needs(key) if last[need] == key and need not in wanted}
@@ -133,7 +214,8 @@ def _run(
         inputs = [x for need in spent for part in made[need] for x in _data(part)]
         free = [x for x in inputs if x.untyped_storage().data_ptr() in read - kept]
         parts = [_united(node, units, made) for node, units in _rows(key)]
-        with _donating(free, final):
+        far = any(node.device.type != "cpu" for node in origin.sources)
+        with _donating(free, final), numbers if far else nullcontext():
             made[key] = origin.run(unit, parts)
         del parts, inputs, free
         for need in spent:
@@ -146,8 +228,9 @@ def _run(
 
 def on(part: Sharded, device: torch.device) -> Sharded:
     """A part whose tensors are on a device; those that are there already are not copied."""
-    flats = [x if x is None or x.device == device else x.to(device) for x in part.flats]
-    return Sharded(part.layout, flats)
+    if device.type != "cpu":
+        return Sharded(part.layout, uploaded(part.flats, device))
+    return Sharded(part.layout, [x if x is None else x.to(device) for x in part.flats])
 
 
 def _data(part: Sharded) -> list[Tensor]:
@@ -203,9 +286,9 @@ class Evaluated:
             out: list[Sharded] = []
             wanted = {key: [(self.node.index, lambda unit, part: out.append(part))]}
             (group,) = _groups([key])
-            _run(group, {k: _begin(k) for k in group if _reads(k)}, wanted)
+            _run(group, _begun(group), wanted, Numbers())
             flats = [out[0].flats[i] for i in self.node.layout.units[self.unit].flats]
-            self._values = [x.to(self.node.device) for x in flats if x is not None]
+            self._values = Upload([x for x in flats if x is not None], self.node.device).wait()
         return self._values
 
     def advance(self) -> None:
@@ -274,8 +357,9 @@ class Collected:
     def __call__(self, unit: int, part: Sharded) -> None:
         for i in self._layout.units[unit].flats:
             x = part.flats[i]
-            x = x if x is None or not _in_buffer(x) else x.clone()
-            self._flats[i] = None if x is None else x.to(self._device)
+            if x is not None and self._device.type != "cpu":
+                x = Upload([x], self._device).wait()[0]
+            self._flats[i] = x if x is None or not _in_buffer(x) else x.clone()
 
     def result(self) -> Sharded:
         """The tree."""
@@ -338,7 +422,9 @@ def filling(lazy: Joined) -> Take:
     device = next((x.device for x in leaves if isinstance(x, Tensor)), _HOST)
 
     def take(unit: int, part: Sharded) -> None:
-        flats = [x.clone() if x is not None and _in_buffer(x) else x for x in part.flats]
+        flats: Sequence[Tensor | None] = part.flats
+        if device.type == "cpu":
+            flats = [x.clone() if x is not None and _in_buffer(x) else x for x in flats]
         lazy.made = on(Sharded(part.layout, flats), device).join(lazy.made)
 
     return take

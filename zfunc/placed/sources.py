@@ -12,6 +12,7 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Lazy, Placed, Tree
 from zfunc.placed.layout import Layout
+from zfunc.placed.numbers import numbers_of
 from zfunc.placed.pieces import assemble, cut_flats, leaves_of
 from zfunc.placed.sharded import Sharded, cut
 from zfunc.placed.streamed import Deferred, Op, Parts, Streamed, rank_in, registered
@@ -41,9 +42,14 @@ class Held(Streamed):
     def __init__(self, node: Sharded) -> None:
         self._node = node
         self.skeleton = Sharded(node.layout, [x if x is None else x.to("meta") for x in node.flats])
+        self.away = any(x is not None and x.device.type == "cuda" for x in node.flats)
 
     def held(self) -> Sequence[Tensor | None]:
         return self._node.held()
+
+    def sources(self, unit: int) -> list[Any]:
+        """The tensors of which a unit is made."""
+        return [self._node.flats[i] for i in self.layout.units[unit].flats]
 
     def part(self, unit: int) -> Sharded:
         """One unit of it."""
@@ -57,6 +63,8 @@ class Cut(Streamed):
 
     def __init__(self, layout: Layout, tree: Tree) -> None:
         self._tree = tree
+        self.away = self.home.type == "cuda"
+        self._near = False
         leaves = leaves_of(layout, tree)
         rank = rank_in(layout)
         flats: list[Tensor | None] = []
@@ -74,7 +82,8 @@ class Cut(Streamed):
     def home(self) -> torch.device:
         """Where the tree's tensors are."""
         leaves = optree.tree_leaves(self._tree, namespace=NAMESPACE)
-        device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
+        there = (x.device for x in leaves if isinstance(x, Tensor) and x.ndim)
+        device = next(there, torch.device("cpu"))
         return torch.get_default_device() if device.type == "meta" else device
 
     @property
@@ -85,9 +94,18 @@ class Cut(Streamed):
 
     def part(self, unit: int) -> Sharded:
         """One unit of it."""
+        if not self._near and not self.away:
+            self._tree, self._near = numbers_of(self._tree), True
         flats = self.layout.units[unit].flats
         rank = self.group.rank
         return Sharded(self.layout, cut_flats(self.layout, self._tree, rank, only=flats))
+
+    def sources(self, unit: int) -> list[Any]:
+        """The tensors of which a unit is made."""
+        leaves = leaves_of(self.layout, self._tree)
+        return [
+            leaves[s.index] for i in self.layout.units[unit].flats for s in self.layout.by_flat[i]
+        ]
 
     def packed(self) -> Tree:
         """A plain copy."""

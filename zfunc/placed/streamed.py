@@ -28,7 +28,7 @@ from zfunc.placed.readable import Readable
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streaming import spans_of_flat
 
-__all__ = ["Deferred", "Op", "Streamed", "rank_in", "registered", "whole"]
+__all__ = ["Deferred", "Op", "Streamed", "rank_in", "registered", "same_node", "whole"]
 
 T = TypeVar("T", bound=type)
 _SERIAL = itertools.count(1)
@@ -57,6 +57,8 @@ class Streamed(Readable):
     Attributes:
         skeleton: structure and layout, on ``meta``.
         reads: whether its units have to be read.
+        away: whether they are in the memory of a device.
+        landing: of gradients that are on their way, what to wait for.
         squares: the leaves' sums of squares, if they are known already.
         device: where units are used; they are evaluated on the host.
     """
@@ -64,6 +66,8 @@ class Streamed(Readable):
     streams = True
     resident = False
     reads: ClassVar[bool] = False
+    away = False
+    landing: Any = None
     squares: Any = None
     device: torch.device = torch.device("cpu")
     index = 0
@@ -89,6 +93,10 @@ class Streamed(Readable):
 
     def held(self) -> Sequence[Tensor | None]:
         return ()
+
+    def when(self, unit: int) -> int:
+        """As the how manieth a unit is there: those that come first are evaluated first."""
+        return 0
 
     def names(self) -> list[str]:
         return self.skeleton.names()
@@ -233,8 +241,8 @@ class Op:
         shifts: for each source by how much its leaf indices differ from those of ``layout``.
     """
 
-    reads = False
-    squares = None
+    reads = away = False
+    landing = squares = None
 
     def __init__(
         self,
