@@ -84,7 +84,8 @@ class LayerRef(Ref):
             ticket = run.pack(x)
             if ticket is not x:
                 return ticket
-        return x
+        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
+        return x if x.grad_fn is None else x.detach()
 
     def resolve(self) -> Tree:
         return self._subtree()
@@ -345,6 +346,8 @@ class Pass:
     def close(self) -> None:
         """Forget everything, so that no cycle of references keeps gradients alive."""
         for source in self.sources:
+            for run in source.runs:
+                run.pending = run.values = run.entered = run.fetched = None
             source.runs.clear()
         self.sources.clear()
         self.lingering.clear()
