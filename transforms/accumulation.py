@@ -26,6 +26,7 @@ from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.differentiation import checked
 from zfunc.nodes import NAMESPACE
+from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
 from zfunc.primitives import Mean
 from zfunc.readings import number, on_host, sent
@@ -108,6 +109,7 @@ def _accumulated(
             buffers, aux = _threaded(buffers, aux)
         auxes.append(aux)
         grads = new if sums is not None else _added(grads, new, i)
+        del new
     factor = losses.correction()
     if isinstance(factor, Tensor) or factor != 1.0:
         grads = tree.map(linear_map(partial(_times, factor=factor)), grads)
@@ -115,11 +117,12 @@ def _accumulated(
 
 
 def _added(total: Any, new: Any, i: int) -> Any:
-    if i == 0:
-        return new
-    if i == 1:  # the first may be memory that autograd or the user has as well
-        return tree.map(torch.add, total, new)
-    return tree.map(lambda t, g: t.add_(g), total, new)
+    """The sum, in memory of its own: no third set of gradients is ever there beside two."""
+    if streams(new):
+        return new if i == 0 else tree.map(torch.add, total, new)
+    if i == 0:  # perhaps memory that autograd or the user has as well
+        return tree.map(linear_map(torch.clone), new)
+    return tree.map(linear_map(lambda t, g: t.add_(g)), total, new)
 
 
 def _times(g: Tensor, factor: float | Tensor) -> Tensor:

@@ -327,8 +327,11 @@ class Shard(Transform):
             largest = max(sizes, key=lambda name: sizes[name], default="none")
             lines.append(
                 f"units: {len(sizes)}, the largest {largest} of {sizes.get(largest, 0)} bytes; "
-                f"{self.prefetch} gathered ahead"
+                f"{self.prefetch} layer{'s' * (self.prefetch != 1)} gathered ahead"
             )
+        if most := [row for key, row in memo.items() if key[0] == "most under way"]:
+            ahead, leaving = (max(column) for column in zip(*most, strict=True))
+            lines.append(f"under way at most: {ahead} bytes ahead, {leaving} of gradients")
         return lines
 
     def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
@@ -382,7 +385,8 @@ def shard(
         persist_below: stage 3 keeps leaves of fewer elements whole on every rank. Units
             travel as one buffer, in which small leaves cost no messages of their own, so
             this is off by default.
-        prefetch: how many units ahead parameters are gathered.
+        prefetch: how many layers ahead parameters are gathered; on a CPU no more than 64 MiB
+            of them, or a single unit.
         roles: which entries of the state are ``"params"`` and ``"opt_state"``, beside
             those of that name. Other entries that hold trees shaped like the params
             (averages, teachers) are cut like optimizer state.

@@ -298,6 +298,7 @@ def _by_unit(
         owner.finish()
         running.memo[plan] = tuple(owner.events)
         running.memo["left", call] = tuple(owner.results)
+        running.memo["most under way", call] = owner.most_ahead, owner.most_in_flight
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
         holding = asked.collector is not None and asked.collector.holding
         grads = None if holding else rebuild([source.gradients() for source in sources])

@@ -5,8 +5,8 @@ data-flow order (gather, cast, ...) and comes out as the leaves that the layer s
 Backward, as soon as the gradients of all its leaves are there, they *leave* through
 the ``leave`` seams, asynchronously.
 
-The order in which units enter is recorded; the next pass starts the next unit's
-entry while this one computes. The record is a hint and never a law: a pass that
+The order in which units enter is recorded; the next pass starts the entry of the next
+layer's units while this one computes. The record is a hint and never a law: a pass that
 takes another path gathers what it needs when it needs it. Ranks that take
 different paths from each other are told so by the collectives' headers.
 
@@ -42,7 +42,10 @@ from zfunc.unit_runs import UnitRun, redeem
 
 __all__ = ["Pass", "Source", "there", "there_and_back"]
 
-IN_FLIGHT, IN_FLIGHT_LEAN = 3, 1  # units whose full gradients wait for the network at once
+# Bytes of units that entered ahead, and of full gradients that wait for the network: one unit is
+# always there. Where parameters are cut a host's memory is scarce; a GPU must be kept busy.
+AHEAD_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT_BYTES_LEAN = 2**26, 2**26, 2**24
+BYTES_ON_A_GPU = 2**30
 
 
 class LayerRef(Ref):
@@ -56,6 +59,7 @@ class LayerRef(Ref):
 
     def _subtree(self) -> Tree:
         found: dict[int, Tensor] = {}
+        self.source.start(self.runs)
         for run in self.runs:
             found.update(run.leaves())
         items = [found.get(i) for i in range(self.span.start, self.span.stop)]
@@ -74,7 +78,7 @@ class LayerRef(Ref):
         finally:
             del params
             for run in self.runs:
-                if self.source.last_layer[run.info.index] == self.layer:
+                if self.source.layout.layer_of_unit[run.info.index] == self.layer:
                     run.release()
                 else:
                     owner.lingering.append(run)
@@ -84,7 +88,8 @@ class LayerRef(Ref):
             ticket = run.pack(x)
             if ticket is not x:
                 return ticket
-        return x
+        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
+        return x if x.grad_fn is None else x.detach()
 
     def resolve(self) -> Tree:
         return self._subtree()
@@ -136,16 +141,19 @@ class Source:
             else:
                 mine = [self.plain[s.index] for f in unit.flats for s in layout.by_flat[f]]
             self.runs.append(UnitRun(owner, self, i, mine))
-        self.layer_units, self.last_layer = _units_of_layers(layout)
+        self.layer_units = _units_of_layers(layout)
+        stored_at = next((x.device for run in self.runs for x in run.stored), None)
+        self.device = stored_at if self.node is None else self.node.device
 
     def view(self) -> Tree:
         """The tree for the loss: root leaves entered, a reference for each layer."""
         layout = self.layout
         found: dict[int, Tensor] = {}
-        for i in sorted(
-            {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
-        ):
-            found.update(self.runs[i].leaves())
+        root = {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
+        runs = [self.runs[i] for i in sorted(root)]
+        self.start(runs)
+        for run in runs:
+            found.update(run.leaves())
         if not layout.layers and layout.spec.is_leaf():
             return found.get(0)
         items: list[Any] = []
@@ -158,6 +166,18 @@ class Source:
                 items.append(found.get(at))
                 at += 1
         return optree.tree_unflatten(layout.outer, items)
+
+    def start(self, runs: Sequence[UnitRun]) -> None:
+        """Start the entry of units that are needed together, before any is waited for."""
+        if self.flat and self.node is None:
+            for run in runs:
+                if run.entered is None:
+                    run.start()
+
+    def limit(self, on_a_host: int) -> int:
+        """How many bytes may be under way at once."""
+        on_host = self.device is None or self.device.type == "cpu"
+        return on_a_host if on_host else BYTES_ON_A_GPU
 
     def gradients(self) -> Tree:
         """What arrived, as a placed tree where gradients are cut and as a plain one elsewhere."""
@@ -186,16 +206,13 @@ class Source:
         return torch.zeros(high - low, dtype=spec.dtype, device=run.stored[0].device)
 
 
-def _units_of_layers(layout: Layout) -> tuple[list[list[int]], dict[int, int]]:
-    """For each layer its units; for each unit the last layer that it serves."""
+def _units_of_layers(layout: Layout) -> list[list[int]]:
+    """For each layer its units."""
     if "layers" not in layout._memo:
-        units, last = [], {}
-        for k, layer in enumerate(layout.layers):
-            slots = [s for s in layout.slots[layer.start : layer.stop] if s]
-            mine = sorted({layout.unit_of_flat[s.flat] for s in slots})
-            units.append(mine)
-            last.update(dict.fromkeys(mine, k))
-        layout._memo["layers"] = (units, last)
+        layout._memo["layers"] = [
+            sorted({layout.unit_of_flat[s.flat] for s in layout.slots[k.start : k.stop] if s})
+            for k in layout.layers
+        ]
     return layout._memo["layers"]
 
 
@@ -207,12 +224,14 @@ class Pass:
         before, after: ``enter`` seams on the way to, and behind, the gather.
         leave: ``leave`` seams, first to last.
         plan: the order in which units entered last time: ``(source, unit)`` pairs.
-        prefetch: how many units ahead entry starts.
+        prefetch: how many layers ahead entry starts, as far as their bytes allow.
         room: bytes of units that may be there beyond these: entered ahead, or kept because they
             are needed again soon. What small units that are not merged may take together.
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
         running: the context of the call, if there is one.
+        most_ahead, most_in_flight: bytes of units ahead, and of gradients on their way, that were
+            there at once.
         spill: where gradients go that are not to stay in memory: a function of their layout
             and whether they are cut.
     """
@@ -228,13 +247,16 @@ class Pass:
     sources: list[Source] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     lingering: list[UnitRun] = field(default_factory=list)
-    arrivals: list[tuple[UnitRun, Pending]] = field(default_factory=list)
+    arrivals: list[tuple[UnitRun, Pending, int]] = field(default_factory=list)
     results: dict[tuple[int, int], Pending] = field(default_factory=dict)
     evaluating: bool = False
     thinned: bool = False
     transient: list[UnitRun] = field(default_factory=list)
     waiting: Container[tuple[int, int]] = ()
     cursor: int = 0
+    in_flight: int = 0
+    most_ahead: int = 0
+    most_in_flight: int = 0
 
     def __post_init__(self) -> None:
         self.tick = torch.zeros((), requires_grad=True)
@@ -262,24 +284,42 @@ class Pass:
                 self.cursor = i + 1
                 return
 
-    def look_ahead(self) -> None:
-        """Start the entry of the units that the plan has next, and reading those behind them."""
+    def look_ahead(self, now: UnitRun) -> None:
+        """Start the entry of the layers that the plan has next, and reading those behind them.
+
+        The other units of the layer that is entering are started, too.
+        """
         for key in self.plan[self.cursor : self.cursor + self.prefetch + 1]:
             if run := self._known(key):
                 run.fetch()
-        room = self.room
+        room, ahead, layers = self.room, 0, {self._layer(now.key)}
+        met: set[tuple[int, int]] = set()
         for i, key in enumerate(self.plan[self.cursor :]):
-            room -= self._size(key)
-            run = self._known(key)
+            size, run = self._size(key), self._known(key)
+            room -= size
+            layers.add(self._layer(key))
             on_disk = run is not None and run.source.node is not None  # its store reads ahead
-            if i >= self.prefetch and (room < 0 or on_disk):
+            enough = i >= self.prefetch if on_disk else len(layers) > self.prefetch + 1
+            if enough and (room < 0 or on_disk):
                 return
-            if run is not None:
-                run.start()
+            if run is None or run.values is not None or key in met:
+                continue
+            met.add(key)
+            if ahead and ahead + size > run.source.limit(AHEAD_BYTES):
+                return
+            run.start()
+            ahead += size
+            self.most_ahead = max(self.most_ahead, ahead)
 
     def soon(self, run: UnitRun) -> bool:
         """Whether the plan has this unit next, or so soon that all until then has room."""
-        return is_soon(run.key, self.plan[self.cursor :], self.room, self._size)
+        coming = self.plan[self.cursor :]
+        return is_soon(run.key, coming, self.room, self._size, self._layer)
+
+    def _layer(self, key: tuple[int, int]) -> tuple[int, int]:
+        """Which layer a unit belongs to; that of a tree which is not here stands for itself."""
+        run = self._known(key)
+        return key if run is None else (key[0], run.source.layout.layer_of_unit[key[1]])
 
     def _known(self, key: tuple[int, int]) -> UnitRun | None:
         """A unit of the plan, which may be of other trees than these."""
@@ -305,15 +345,19 @@ class Pass:
                 other.values, other.touched = None, False
         self.transient = [] if run.open else [run]
 
-    def sent(self, run: UnitRun, value: Pending) -> None:
-        """Remember a gradient on its way; hold few at once."""
-        self.arrivals.append((run, value))
+    def sent(self, run: UnitRun, value: Pending, nbytes: int) -> None:
+        """Remember a gradient of so many bytes on its way; hold few at once."""
+        self.arrivals.append((run, value, nbytes))
+        self.in_flight += nbytes
         lean = any(source.flat for source in self.sources)  # parameters are cut: memory is scarce
-        if len(self.arrivals) > (IN_FLIGHT_LEAN if lean else IN_FLIGHT):
+        limit = run.source.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
+        while self.in_flight > limit and len(self.arrivals) > 1:
             self._arrive()
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
     def _arrive(self) -> None:
-        run, value = self.arrivals.pop(0)
+        run, value, nbytes = self.arrivals.pop(0)
+        self.in_flight -= nbytes
         value.advance()
         if run.source.sink is not None:
             value = run.source.sink.put(run.info.index, value.wait())
@@ -345,6 +389,8 @@ class Pass:
     def close(self) -> None:
         """Forget everything, so that no cycle of references keeps gradients alive."""
         for source in self.sources:
+            for run in source.runs:
+                run.pending = run.values = run.entered = run.fetched = None
             source.runs.clear()
         self.sources.clear()
         self.lingering.clear()
@@ -372,9 +418,8 @@ def _in_order(layouts: Sequence[Layout]) -> tuple[list[tuple[int, int]], list[tu
     root: list[tuple[int, int]] = []
     layers: list[tuple[int, int]] = []
     for k, layout in enumerate(layouts):
-        _, last = _units_of_layers(layout)
-        for i in range(len(layout.units)):
-            (layers if i in last else root).append((k, i))
+        for i, layer in enumerate(layout.layer_of_unit):
+            (root if layer < 0 else layers).append((k, i))
     return root, layers
 
 

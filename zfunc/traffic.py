@@ -43,20 +43,30 @@ class Traffic:
 Key = TypeVar("Key", bound=Hashable)
 
 
-def is_soon(unit: Key, coming: Iterable[Key], room: int, size: Callable[[Key], int]) -> bool:
+def is_soon(
+    unit: Key,
+    coming: Iterable[Key],
+    room: int,
+    size: Callable[[Key], int],
+    layer: Callable[[Key], Hashable] = lambda unit: unit,
+) -> bool:
     """Whether a unit comes next, or so soon that it and all until then take no more than ``room``.
+
+    The units of its own ``layer`` come with it.
 
     >>> [is_soon("a", coming, 2, lambda unit: 1) for coming in ("ab", "bba", "bca", "b")]
     [True, True, False, False]
+    >>> [is_soon("a", coming, 0, lambda unit: 1, str.lower) for coming in ("Aab", "Aba")]
+    [True, False]
     """
-    met, left = {unit}, room - size(unit)
+    met, left, mine = {unit}, room - size(unit), layer(unit)
     for other in coming:
         if other == unit:
             return True
-        if other not in met:
+        if other not in met and layer(other) != mine:
             met.add(other)
             left -= size(other)
-        if left < 0:
+        if left < 0 and layer(other) != mine:
             return False
     return False
 
@@ -74,7 +84,7 @@ def gathered(
         if unit not in kept:
             for i in layout.units[unit].flats:
                 _gather(traffic, "gather parameters", layout, i, rank)
-        soon = is_soon(unit, units[n:], room, layout.unit_nbytes)
+        soon = is_soon(unit, units[n:], room, layout.unit_nbytes, layout.layer_of_unit.__getitem__)
         (kept.add if soon else kept.discard)(unit)
 
 

@@ -81,7 +81,7 @@ class UnitRun:
             own = {x.untyped_storage().data_ptr() for x in self.stored}
             where = [x.untyped_storage().data_ptr() for x in self.values]
             self.foreign = {at: i for i, at in enumerate(where) if at not in own}
-        self.owner.look_ahead()
+        self.owner.look_ahead(self)
         return self.values
 
     def acquire_again(self) -> list[Tensor]:
@@ -183,11 +183,12 @@ class UnitRun:
             flats.append(layout.pack(i, row, pool().take))
             del row
         value: Pending = Ready(flats)
+        nbytes = sum(x.nbytes for x in flats)
         del flats
         for seam in self.owner.leaving():
             if (value := seam(value, self.info)) is None:
                 return  # kept back
-        self.owner.sent(self, value)
+        self.owner.sent(self, value, nbytes)
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -8,31 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.unit.live_bytes import Peak
 from tests.unit.replay_models import GPT, check, parameters
 from zfunc.tape.recording import record
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes alive at once in storages that operations have touched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
-        self.bytes = max(self.bytes, sum(n for _, n in self.storages.values()))
-        return result
 
 
 def peak_and_sizes(make_state: Callable[[], Any]) -> tuple[int, int, int]:

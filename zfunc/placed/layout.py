@@ -136,6 +136,16 @@ class Layout:
         return tuple(owner[i] for i in range(len(self.flats)))
 
     @cached_property
+    def layer_of_unit(self) -> tuple[int, ...]:
+        """For each unit the last layer that it serves; -1 for the root's."""
+        last = dict.fromkeys(range(len(self.units)), -1)
+        for k, layer in enumerate(self.layers):
+            for slot in self.slots[layer.start : layer.stop]:
+                if slot is not None:
+                    last[self.unit_of_flat[slot.flat]] = k
+        return tuple(last.values())
+
+    @cached_property
     def root_leaves(self) -> tuple[int, ...]:
         """Indices of the leaves outside every layer."""
         inside = {i for layer in self.layers for i in range(layer.start, layer.stop)}
