@@ -26,9 +26,10 @@ from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.differentiation import checked
 from zfunc.nodes import NAMESPACE
+from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
 from zfunc.primitives import Mean
-from zfunc.readings import number, on_host, sent
+from zfunc.readings import Reading, number, on_host, sent
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.transforms.microbatches import microbatches, own_leaves
@@ -109,6 +110,8 @@ def _accumulated(
         auxes.append(aux)
         grads = new if sums is not None else _added(grads, new, i)
     factor = losses.correction()
+    if isinstance(factor, Tensor) and streams(grads):
+        factor = Reading(factor).wait()  # gradients are on the host
     if isinstance(factor, Tensor) or factor != 1.0:
         grads = tree.map(linear_map(partial(_times, factor=factor)), grads)
     return (losses.mean(), _with_buffers(_mean(auxes), buffers)), grads
