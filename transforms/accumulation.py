@@ -180,7 +180,7 @@ class _Losses:
         have to wait for the number."""
         if self.count is None or self.assumed is None:
             return 1.0
-        factor = torch.where(self.count == 0, torch.nan, self.assumed / self.count)
+        factor = self.assumed / self.count * (self.count / self.count)  # NaN of no elements
         return number(factor) if on_host(factor) else factor
 
     def mean(self) -> Tensor:
