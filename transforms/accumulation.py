@@ -29,7 +29,7 @@ from zfunc.nodes import NAMESPACE
 from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
 from zfunc.primitives import Mean
-from zfunc.readings import number, on_host, sent
+from zfunc.readings import Reading, number, on_host, sent
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.step import Differentiate, Transform, transform_of
 from zfunc.transforms.microbatches import microbatches, own_leaves
@@ -111,6 +111,8 @@ def _accumulated(
         grads = new if sums is not None else _added(grads, new, i)
         del new
     factor = losses.correction()
+    if isinstance(factor, Tensor) and streams(grads):
+        factor = Reading(factor).wait()  # gradients are on the host
     if isinstance(factor, Tensor) or factor != 1.0:
         grads = tree.map(linear_map(partial(_times, factor=factor)), grads)
     return (losses.mean(), _with_buffers(_mean(auxes), buffers)), grads
@@ -180,7 +182,7 @@ class _Losses:
         have to wait for the number."""
         if self.count is None or self.assumed is None:
             return 1.0
-        factor = torch.where(self.count == 0, torch.nan, self.assumed / self.count)
+        factor = self.assumed / self.count * (self.count / self.count)  # NaN of no elements
         return number(factor) if on_host(factor) else factor
 
     def mean(self) -> Tensor:

@@ -196,9 +196,10 @@ class Call:
         """Whether some rank saw what is not finite (0-d, else 0), and the means of ``squares``
         over the ranks; a collective, for which no host waits."""
         names, size = sorted(self.squares), self.group.size
-        rows = [self._row(name) for name in names]
+        zero = torch.zeros((), dtype=torch.float64, device=self._device())
+        rows = [self._row(name, zero) for name in names]
         self.finite += [row.isfinite().all() for row in rows]
-        fine = torch.stack(self.finite).all() if self.finite else self._zero.bool().logical_not()
+        fine = torch.stack(self.finite).all() if self.finite else zero == 0
         flag = fine.logical_not().double().view(1)
         together = torch.cat([flag, *(row.nan_to_num() for row in rows)])
         self.group.all_reduce(together, label="norms").wait()
@@ -206,16 +207,15 @@ class Call:
         means = (together[1:] / size).split(sizes)
         return together[0], dict(zip(names, means, strict=True))
 
-    @property
-    def _zero(self) -> Tensor:
-        """0-d, where gradients are."""
-        flats = [x for node in self.carried["worker"].values() for x in node.flats]
-        device = next((x.device for x in flats if x is not None), torch.device("cpu"))
-        return torch.zeros((), dtype=torch.float64, device=device)
+    def _device(self) -> torch.device:
+        """Where gradients are, or, if there were none, errors."""
+        seen = [*self.finite, *(x for row in self.squares.values() for x in row.values())]
+        seen += [x for row in self.worker.values() for x in row if x is not None]
+        return seen[0].device if seen else torch.device("cpu")
 
-    def _row(self, name: str) -> Tensor:
+    def _row(self, name: str, zero: Tensor) -> Tensor:
         """The squares of all leaves of an entry as of a sum over the ranks, float64."""
-        found, zero = self.squares.pop(name), self._zero
+        found = self.squares.pop(name)
         row = [found.get(i, zero) for i in range(len(self.layouts[name].slots))]
         if len({x.dtype for x in row}) > 1:
             row = [x.double() for x in row]

@@ -157,7 +157,8 @@ class Masters:
         norms = [torch.linalg.vector_norm(x, ord=float("inf")) for x in found if x.numel()]
         if not norms:
             return torch.zeros((), device=device)
-        wide = torch.promote_types(torch.float32, max((x.dtype for x in norms), key=_width))
+        widest = max((x.dtype for x in norms), key=lambda dtype: dtype.itemsize)
+        wide = torch.promote_types(torch.float32, widest)
         flags = torch.stack([x.to(device, wide) for x in norms]).isfinite()
         return flags.all().logical_not().float()
 
@@ -209,19 +210,19 @@ class Masters:
         Args:
             ours: entries whose new tensors nobody else holds, so that they may be written.
         """
-        assert self.unseen is not None
-        before = Entries(self.state)
+        bad, before = self.unseen, Entries(self.state)
+        assert bad is not None
         old = {x.untyped_storage().data_ptr() for x in _tensors(self.state)}
         written: set[int] = set()
 
-        def one(new: Any, was: Any, own: bool) -> Any:
-            if new is was or not (_alike(new, was) and new.device == self.unseen.device):
+        def one(new: Any, was: Any, own: bool, bad: Tensor = bad) -> Any:
+            if new is was or not (_alike(new, was) and new.device == bad.device):
                 return new
             fresh = own and new.untyped_storage().data_ptr() not in old
             if not fresh or new.data_ptr() in written:
-                return torch.where(self.unseen, was, new)
+                return torch.where(bad, was, new)
             written.add(new.data_ptr())
-            return torch.where(self.unseen, was, new, out=new)
+            return torch.where(bad, was, new, out=new)
 
         for name in entries.names:
             if name in kept or name not in before:
@@ -235,10 +236,6 @@ def _without(grads: Tree, bad: Tensor, own: bool) -> Tree:
     """The gradients, or zeros."""
     fill = Tensor.masked_fill_ if own else Tensor.masked_fill
     return tree.map(linear_map(lambda g: fill(g, bad, 0)), grads)
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _tensors(tree_: Tree) -> list[Tensor]:

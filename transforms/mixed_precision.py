@@ -17,6 +17,11 @@ not finite on any rank, the step is left out on all: every entry of the state st
 what it was but ``step`` and ``key``, for steps taken count data and randomness, not
 updates. (The optimizer's own count, and with it its schedule, stays.)
 
+A GPU works some time behind the host, which would have to wait to learn of it. With a dynamic
+loss scale it does, once a step. Otherwise nobody reads the flag: the GPU itself keeps the old
+state, but counts on the host go on; and where the step donates that state, there is nothing
+to keep, and the gradients count as zeros.
+
 Source: Micikevicius et al., Mixed Precision Training, 2018,
 https://arxiv.org/abs/1710.03740.
 """
@@ -364,7 +369,8 @@ def precision(
     Returns:
         A :class:`~zfunc.Step`. Where the step returns metrics, a dict, ``loss_scale``
         (0-d fp32) and ``overflow`` (0-d bool) are among them, and in a step that was left
-        out ``overflow_leaf``, the path of the first gradient that is not finite.
+        out ``overflow_leaf``, the path of the first gradient that is not finite (on a GPU only
+        with a dynamic scale: it takes one more wait).
 
     Raises:
         ValueError: a dtype that is not floating-point, a scale that is not positive.

@@ -78,25 +78,6 @@ class Donation:
         return True
 
 
-@dataclass
-class Withheld(Donation):
-    """Donated memory that is given away once ``ask`` has said whether the step counts at all.
-
-    Whoever wants it first asks, and may have to wait for the answer; until then nobody does.
-    """
-
-    given: Donation = field(default_factory=Donation)
-    ask: Callable[[], bool] = bool
-
-    @classmethod
-    def until(cls, given: Donation, ask: Callable[[], bool]) -> Withheld:
-        """The memory of ``given``."""
-        return cls(given.owners, given, ask)
-
-    def spend(self, x: Tensor) -> bool:
-        return self.ask() and self.given.spend(x)
-
-
 def _end(owner: tuple[range, Tensor]) -> int:
     return owner[0].stop
 
@@ -272,3 +253,22 @@ def spend(x: Tensor) -> bool:
     """Whether the running step donates the memory of ``x``; if so, it must not be read again."""
     context = current()
     return context is not None and context.donation is not None and context.donation.spend(x)
+
+
+@dataclass
+class Withheld(Donation):
+    """Donated memory that is given away once ``ask`` has said whether the step counts at all.
+
+    Whoever wants it first asks, and may have to wait for the answer; until then nobody does.
+    """
+
+    given: Donation = field(default_factory=Donation)
+    ask: Callable[[], bool] = bool
+
+    @classmethod
+    def until(cls, given: Donation, ask: Callable[[], bool]) -> Withheld:
+        """The memory of ``given``."""
+        return cls(given.owners, given, ask)
+
+    def spend(self, x: Tensor) -> bool:
+        return self.ask() and self.given.spend(x)
