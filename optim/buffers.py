@@ -214,9 +214,9 @@ def joined(rows: Sequence[Row], rates: Sequence[float]) -> Joined:
 def _side_by_side(rows: Sequence[Row]) -> Row:
     """New buffers with the elements of all rows, up to a multiple of 64."""
     short = -sum(row[0].numel() for row in rows) % BLOCK
-    pad = rows[0][0].new_zeros(short)
-    columns = zip(*rows, strict=True)
-    return tuple(torch._C._nn.flatten_dense_tensors([*column, pad]) for column in columns)
+    pads = [x.new_zeros(short) for x in rows[0]]
+    columns = zip(*rows, pads, strict=True)
+    return tuple(torch._C._nn.flatten_dense_tensors(list(column)) for column in columns)
 
 
 def parted(row: Row, stretches: Sequence[Stretch]) -> Iterator[tuple[Row, float]]:

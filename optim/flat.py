@@ -19,6 +19,7 @@ from torch import Tensor
 from zfunc import kernels, primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
+from zfunc.optim.buffers import Launch, parted
 from zfunc.optim.fused import Piece, Rates, own, pieces_of, stretches_of
 from zfunc.optim.schedules import symbolic
 from zfunc.optim.updates import Scaled
@@ -68,12 +69,18 @@ def lion_step(
     with torch.no_grad():
         stretches = stretches_of(decay, found.part)
         new = found.renewed()
+        groups: dict[tuple[torch.device, float, torch.dtype], Launch] = {}
         for g, p, m, pieces in zip(found.grads, *new, stretches, strict=True):
-            for start, stop, rate in pieces:
-                how = {"b1": b1, "b2": b2, "weight_decay": rate, "device": p.device}
-                hyper = kernels.lion_hyper(lr, factor=found.factor, **how)
-                grad, param, mean = (x.view(-1)[start:stop] for x in (g, p, m))
-                kernels.lion_flat_(grad, param, mean, hyper)
+            for part, rate in parted((p, g, m), pieces):
+                groups.setdefault((p.device, rate, p.dtype), Launch()).add(part)
+        made: dict[tuple[torch.device, float], Tensor] = {}
+        for (device, rate, _), group in groups.items():
+            if (device, rate) not in made:
+                how = {"b1": b1, "b2": b2, "weight_decay": rate, "device": device}
+                made[device, rate] = kernels.lion_hyper(lr, factor=found.factor, **how)
+            for param, grad, mean in group.stage():
+                kernels.lion_flat_(*(x.view(-1) for x in (grad, param, mean)), made[device, rate])
+            group.unstage()
     params, mu = found.trees(new)
     return params, mu
 
