@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.uploads import on_device
 from zfunc.kernels.operators import (
     KernelError,
     agree,
@@ -26,6 +25,7 @@ from zfunc.kernels.operators import (
     numbers,
     undifferentiated,
 )
+from zfunc.kernels.uploads import on_device
 
 __all__ = ["BLOCK", "FlatUpdate", "blocks", "hyper_tensor"]
 

@@ -27,7 +27,7 @@ from zfunc.context import reuse
 from zfunc.kernels.uploads import on_device
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
-from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted
+from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted, runs
 from zfunc.optim.updates import Scaled, scale
 from zfunc.placed.unitwise import by_unit
 
@@ -241,18 +241,6 @@ def stretches_of(decay: Rates, part: Tree) -> list[list[Stretch]]:
         list(runs([(a, decay(path)) for path, a, _ in pieces], length))
         for length, pieces in pieces_of(part)
     ]
-
-
-def runs(starts: list[tuple[int, float]], length: int) -> Iterator[Stretch]:
-    """``(start, stop, value)`` of the stretches of equal value in a buffer.
-
-    >>> list(runs([(0, 0.1), (64, 0.1), (128, 0.0)], 192))
-    [(0, 128, 0.1), (128, 192, 0.0)]
-    """
-    changes = [x for i, x in enumerate(starts) if i == 0 or x[1] != starts[i - 1][1]]
-    stops = [start for start, _ in changes[1:]] + [length]
-    for (start, value), stop in zip(changes, stops, strict=False):
-        yield start, stop, value
 
 
 def adamw_(

@@ -31,7 +31,10 @@ TXS: dict[str, Any] = {
 }
 CASES = {
     **TXS,
-    **{f"clipped {name}": optim.chain(optim.clip_by_global_norm(0.5), tx) for name, tx in TXS.items()},
+    **{
+        f"clipped {name}": optim.chain(optim.clip_by_global_norm(0.5), tx)
+        for name, tx in TXS.items()
+    },
 }
 WRAPS: dict[str, Any] = {
     "bare": lambda step: step,
@@ -48,7 +51,9 @@ def test_nobody_waits(wrap: str, name: str):
     with Cuda():
         found = trained(WRAPS[wrap], CASES[name], MODEL)
     for report in found.reports[1:]:
-        rows = [f"{row.what} at {row.where}" for row in report.rows if row.kind in ("sync", "pageable")]
+        rows = [
+            f"{row.what} at {row.where}" for row in report.rows if row.kind in ("sync", "pageable")
+        ]
         assert rows == []
     plain = trained(WRAPS[wrap], CASES[name], MODEL, on_gpu=False)
     names = zf.tree.flatten_names(plain.state.params)
