@@ -59,8 +59,8 @@ def hyper_tensor(
     here = [0.0 if isinstance(x, Tensor) and x.device.type != "cpu" else float(x) for x in values]
     if goal is not None and goal.type == "cuda" and _capturing():
         made = torch.empty(len(here), dtype=torch.float64, device=goal)
-        for i, x in enumerate(here):
-            made[i].fill_(x)
+        for i, number in enumerate(here):
+            made[i].fill_(number)
     else:
         made = on_device(torch.tensor(here, dtype=torch.float64, device="cpu"), goal)
     for i, x in enumerate(values):

@@ -62,7 +62,9 @@ def steps(tx: Any, params: Any, place: Any, donate: bool, dtype: torch.dtype) ->
         finally:
             context.pop(token)
         if seed == 1:  # moments lie as their parameters do, as in a state that was placed
-            state = tree.map(lambda x: x.clone(), state) if place is tidy else repacked(state, place)
+            state = (
+                tree.map(lambda x: x.clone(), state) if place is tidy else repacked(state, place)
+            )
     return params, state
 
 
