@@ -45,8 +45,10 @@ WRAPS: dict[str, Any] = {
 MODEL = gpt_model(depth=2)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("wrap", WRAPS)
+PAIRS = [(w, n) for i, n in enumerate(CASES) for j, w in enumerate(WRAPS) if (i // 2 + j) % 2 == 0]
+
+
+@pytest.mark.parametrize(("wrap", "name"), PAIRS)
 def test_nobody_waits(wrap: str, name: str):
     with Cuda():
         found = trained(WRAPS[wrap], CASES[name], MODEL)
