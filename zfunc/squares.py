@@ -136,8 +136,8 @@ class Segments:
     def square_sums(self, flat: Tensor) -> Tensor:
         """:func:`square_sums` of ``flat[start:stop]`` of each; what lies between does not count.
 
-        >>> Segments(((0, 2), (64, 65))).square_sums(torch.full((128,), 2.0))
-        tensor([8., 4.])
+        >>> Segments(((0, 4), (64, 65))).square_sums(torch.full((128,), 2.0))
+        tensor([16.,  4.])
         """
         usual = flat.device.type == "cpu" and flat.is_contiguous() and not flat.numel() % BLOCK
         if not usual or any(a % BLOCK for a, _ in self.bounds) or _special([flat]):
