@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.uploads import on_device
 
 __all__ = ["apply", "lamb_apply_kernel", "lamb_finish_kernel", "lamb_moments_kernel", "moments"]
 
@@ -122,8 +123,8 @@ def _tiles(
     for i, (start, stop) in enumerate(zip(starts, stops, strict=True)):
         rows += [(a, min(block, stop - a), i) for a in range(start, stop, block)]
         first.append(len(rows))
-    table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
-    return table, torch.tensor(first, dtype=torch.int64, device=device)
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+    return on_device(table, device), on_device(torch.tensor(first, dtype=torch.int64), device)
 
 
 def moments(

@@ -42,8 +42,7 @@ def square_sums(xs: Sequence[Tensor]) -> Tensor:
     >>> square_sums([torch.tensor([3.0, 4.0]), torch.ones(2, 2), torch.zeros(0)])
     tensor([25.,  4.,  0.])
     """
-    kinds = {(x.device.type, x.dtype) for x in xs}
-    if len(kinds) == 1 and not _special(xs):
+    if len({x.dtype for x in xs}) == len({x.device for x in xs}) == 1 and not _special(xs):
         with torch.no_grad():
             return _together(xs)
     if not xs:
@@ -137,8 +136,8 @@ class Segments:
     def square_sums(self, flat: Tensor) -> Tensor:
         """:func:`square_sums` of ``flat[start:stop]`` of each; what lies between does not count.
 
-        >>> Segments(((0, 2), (64, 65))).square_sums(torch.full((128,), 2.0))
-        tensor([8., 4.])
+        >>> Segments(((0, 4), (64, 65))).square_sums(torch.full((128,), 2.0))
+        tensor([16.,  4.])
         """
         usual = flat.device.type == "cpu" and flat.is_contiguous() and not flat.numel() % BLOCK
         if not usual or any(a % BLOCK for a, _ in self.bounds) or _special([flat]):
