@@ -37,7 +37,7 @@ def knows_bfloat16() -> bool:
 
 
 def is_bf16(handle: Any) -> bool:
-    return handle.dtype.scalar == tl.bfloat16  # type: ignore[no-any-return]
+    return handle.dtype.scalar == tl.bfloat16
 
 
 def widened(bits: Any) -> Any:
