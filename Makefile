@@ -1,6 +1,7 @@
 # Every target makes its own .venv if there is none, with the versions of constraints.txt.
 #   make train   train a small GPT on 2 ranks, ZeRO stage 3, with live progress and a loss curve
 #   make test    the whole test suite, docstring examples included
+#   make gpu     on a machine with a GPU: kernels and steps are right there, and how fast they are
 #   make bench   zfunc against DDP, FSDP2 and (where installed) DeepSpeed, interleaved in one run
 #   make lint    ruff and mypy
 #   make wheel   sdist and wheel into dist/
@@ -13,7 +14,7 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: train test bench lint format wheel clean
+.PHONY: train test gpu bench lint format wheel clean
 .DEFAULT_GOAL := test
 
 train: $(READY)
@@ -21,6 +22,11 @@ train: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# Both run, whatever the first finds; ten minutes in all, results in gpu-results/.
+gpu: $(READY)
+	@right=0; $(BIN)/python -m pytest -q tests/device || right=1; \
+	  $(BIN)/python -m benchmarks.gpu --out gpu-results $(ARGS) || right=1; exit $$right
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)

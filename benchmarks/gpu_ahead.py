@@ -44,7 +44,7 @@ class Shapes(TorchDispatchMode):
                 return RUNS[func.name()](*args, **kwargs)
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         factory = not given and any(x.name == "device" for x in func._schema.arguments)
-        if func.is_view or not factory and all(x.numel() <= LARGE for x in given):
+        if func.is_view or (not factory and all(x.numel() <= LARGE for x in given)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             return kwargs.get("out", args[0])
@@ -145,7 +145,7 @@ def compile_unit(unit: str) -> None:
     for case in CASES[name](Size(), cpu):
         kept = table[case.kernel]
         how = next(islice(candidates(case.kernel, kept), turn, None), None)
-        if how is None or turn and not case.tune:
+        if how is None or (turn and not case.tune):
             continue
         table[case.kernel] = how
         try:

@@ -270,8 +270,9 @@ def report(
     kind: str,
 ) -> None:
     """A row: what a token costs, and what it costs by other ways."""
-    seconds, steady = clock(ours)
-    found = {label: clock(call)[0] for label, call in others.items()}
+    seconds, steady, graph = clock(ours)
+    theirs = {label: clock(call) for label, call in others.items()}
+    found = {label: timing.seconds for label, timing in theirs.items()}
     if not clock.real:
         add("decode", name, ran=[*found])
         return
@@ -282,6 +283,7 @@ def report(
         share=round(moved / seconds / roof.copy, 3),
         predicted=REACH.get(kind, 0.9),
         steady=steady,
+        eager=["ours"] * (not graph) + [k for k, v in theirs.items() if not v.graph],
         ratios={label: round(value / seconds, 3) for label, value in found.items()},
     )
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -145,7 +145,7 @@ def measure(step: Step, size: Size, rank: int, device: torch.device) -> dict[str
         marks[i + 1].record()
     host = time.perf_counter() - start
     torch.cuda.synchronize()
-    each = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    each = [a.elapsed_time(b) for a, b in pairwise(marks)]
     found |= {"milliseconds": median(each), "least": min(each), "host": 1e3 * host / STEPS}
     found["peak"] = torch.cuda.max_memory_allocated()
     found |= traced(step, ids)

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_step --out gpu-results
     python -m benchmarks.gpu_step --dry-run           # tiny, on the CPU, over gloo
 
-A GPT of 370M parameters (100M on a GPU of less than 40 GB), 8 texts of 1,024 tokens a rank, AdamW:
-in TF32, and with bfloat16 beside float32 masters. For each: milliseconds of a step (the median of 20,
-by events), those of the host until all 20 were issued, peak memory, what the profiler says of
+A GPT of 370M parameters (100M on a GPU of less than 40 GB), texts of 1,024 tokens, AdamW: in TF32,
+and with bfloat16 beside float32 masters. For each: milliseconds of a step (the median of 20, by
+events), those of the host until all 20 were issued, peak memory, what the profiler says of
 communication with nothing beside it and of a GPU with nothing to do, and whether a steady step
 waits for the device (``torch.cuda.set_sync_debug_mode("error")``). Losses must agree.
 
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ CLOSE = {"": 2e-3, "bf16": 3e-2}  # of losses: TF32 and sums in another order; 8
 Add = Callable[..., None]
 
 
-def steps(add: Add, device: torch.device, deadline: float) -> None:
-    """Every contestant on one rank, and on two where there are as many GPUs."""
+def steps(
+    add: Add, device: torch.device, deadline: float, contestants: Iterable[str] = CONTESTANTS
+) -> None:
+    """Contestants on one rank, and on two where there are as many GPUs."""
     real = device.type == "cuda"
     size = "tiny"
     if real:
@@ -48,7 +50,7 @@ def steps(add: Add, device: torch.device, deadline: float) -> None:
     worlds = [n for n in (1, 2) if not real or torch.cuda.device_count() >= n]
     for i, ranks in enumerate(worlds):
         mine = time.monotonic() + max(deadline - time.monotonic(), 0) / (len(worlds) - i)
-        names = [x for x in CONTESTANTS if ranks == 1 or not x.startswith("torch")]
+        names = [x for x in contestants if ranks == 1 or not x.startswith("torch")]
         _world(add, names, ranks, size, device.type, mine)
     if worlds == [1]:
         add("steps", "2 ranks", skipped="there is one GPU")
@@ -136,6 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--budget", type=float, default=240.0, help="seconds")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU, without figures")
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
     given = parser.parse_args(arguments)
     if not given.dry_run and not torch.cuda.is_available():
         print("There is no GPU here; --dry-run tries the code on the CPU.", file=sys.stderr)
@@ -149,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
             file.write(json.dumps(rows[-1]) + "\n")
 
     device = torch.device("cpu" if given.dry_run else "cuda")
-    steps(add, device, time.monotonic() + given.budget)
+    steps(add, device, time.monotonic() + given.budget, given.contestants)
     print("\n".join(table(rows)))
     for row in rows:
         if "error" in row or "skipped" in row:

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.gpu_cases import Size
 
-__all__ = ["Ceilings", "Clock", "ceilings"]
+__all__ = ["Ceilings", "Clock", "Timing", "ceilings"]
 
 CALLS, REPLAYS = 20, 20
 Call = Callable[[int], object]
@@ -29,19 +30,28 @@ class Ceilings:
         return Ceilings(self.copy * 1e12, self.product * 1e12)
 
 
+class Timing(NamedTuple):
+    """Seconds of a call, whether two medians agree within 2 %, and whether a graph was timed: in
+    what is not captured the host's time to launch is counted, too."""
+
+    seconds: float
+    steady: bool
+    graph: bool
+
+
 @dataclass(frozen=True)
 class Clock:
     """Times calls on the current GPU; where it is not ``real`` it only runs them, once.
 
     >>> Clock(real=False)(lambda i: print("copy", i), 2)
     copy 0
-    (0.0, True)
+    Timing(seconds=0.0, steady=True, graph=True)
     """
 
     real: bool
 
-    def __call__(self, call: Call, copies: int = 1) -> tuple[float, bool]:
-        """Seconds of a call, and whether two medians agree within 2 %.
+    def __call__(self, call: Call, copies: int = 1) -> Timing:
+        """How long a call takes.
 
         Args:
             call: gets the number of the copy of its buffers that it is to use.
@@ -49,18 +59,19 @@ class Clock:
         """
         if not self.real:
             call(0)
-            return 0.0, True
+            return Timing(0.0, True, True)
         turn = itertools.cycle(range(copies))
         for _ in range(max(3, copies)):
             call(next(turn))
         torch.cuda.synchronize()
-        replay = graphed(lambda: [call(next(turn)) for _ in range(CALLS)])
+        replay, graph = graphed(lambda: [call(next(turn)) for _ in range(CALLS)])
         halves = [median(timed(replay) for _ in range(REPLAYS)) / CALLS for _ in range(2)]
-        return min(halves), abs(halves[0] - halves[1]) <= 0.02 * min(halves)
+        steady = abs(halves[0] - halves[1]) <= 0.02 * min(halves)
+        return Timing(min(halves), steady, graph)
 
 
-def graphed(body: Callable[[], object]) -> Callable[[], object]:
-    """``body`` as a CUDA graph; as it is, if something in it cannot be captured."""
+def graphed(body: Callable[[], object]) -> tuple[Callable[[], object], bool]:
+    """``body`` as a CUDA graph, and True; as it is, and False, if it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
@@ -71,9 +82,9 @@ def graphed(body: Callable[[], object]) -> Callable[[], object]:
                 body()
     except RuntimeError:
         torch.cuda.synchronize()
-        return body
+        return body, False
     torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay
+    return graph.replay, True
 
 
 def timed(body: Callable[[], object]) -> float:
@@ -90,9 +101,9 @@ def ceilings(clock: Clock, size: Size, device: torch.device) -> Ceilings:
     """A copy of several GB and a square product of random numbers."""
     x = torch.empty(size.copy, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    seconds, _ = clock(lambda i: y.copy_(x))
+    seconds = clock(lambda i: y.copy_(x)).seconds
     a, b = (torch.randn(size.square, size.square, device=device).bfloat16() for _ in range(2))
-    square, _ = clock(lambda i: a @ b)
+    square = clock(lambda i: a @ b).seconds
     if not clock.real:
         return Ceilings(0.0, 0.0)
     return Ceilings(2 * size.copy / seconds / 1e12, 2 * size.square**3 / square / 1e12)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +32,9 @@ from zfunc.kernels.payloads import Payload, mean_payloads, quantize_payload
 from zfunc.kernels.rotation import rotary
 from zfunc.kernels.skinny import skinny_mm, w4_mm, w8_mm, w8a8_mm
 
-__all__ = ["Verdict", "verify"]
+__all__ = ["Verdict", "verify", "verify_interpreted"]
 
-N = 3001  # a prime, beyond a block
+LENGTHS = (3001, 1, 70001, 16384)  # of flat samples, by the seed: a prime beyond a block first
 BOUND = 1e-5
 # A level at a tie may fall either way on a GPU, whose division is not rounded exactly.
 TIES = {"adamw8_flat", "quantize_groups", "fake_quant", "mean_payloads"}
@@ -38,7 +42,7 @@ TIES = {"adamw8_flat", "quantize_groups", "fake_quant", "mean_payloads"}
 
 # Both round to bfloat16, and what stands before a product may be rounded in another place.
 ROUNDED = {"skinny_mm", "w8_mm", "w4_mm", "w8a8_mm", "norm_qkv_rope", "norm_gate_up"}
-# Samples in bfloat16, whose bits Triton's interpreter takes for integers.
+# Samples in bfloat16, whose bits Triton's interpreter takes for integers until it is taught.
 HALF = {"adamw_flat", "lion_flat", *ROUNDED}
 
 
@@ -67,7 +71,10 @@ class Verdict:
 
 
 def verify(
-    names: Iterable[str] | None = None, device: torch.device | str | None = None
+    names: Iterable[str] | None = None,
+    device: torch.device | str | None = None,
+    *,
+    seed: int = 0,
 ) -> list[Verdict]:
     """Compare kernels with their twins on random numbers of this device.
 
@@ -76,6 +83,7 @@ def verify(
         device: where to run; the first GPU if there is one, else the CPU (where Triton
             runs only in its interpreter, with ``TRITON_INTERPRET=1``; without that, what has
             machine code is compared).
+        seed: of the numbers; others have other lengths, too.
 
     Returns:
         A verdict for each kernel, in the order of the table.
@@ -92,17 +100,43 @@ def verify(
         if name not in dispatch.KERNELS:
             known = ", ".join(dispatch.KERNELS)
             raise KernelError(f"kernels.verify: no kernel {name!r}; expected some of {known}.")
-    return [_verdict(name, place) for name in wanted]
+    return [_verdict(name, place, seed) for name in wanted]
 
 
-def _verdict(name: str, device: torch.device) -> Verdict:
+def verify_interpreted(seconds: float = 600.0) -> list[Verdict]:
+    """Compare every Triton kernel with its twin in Triton's interpreter: in a process of its own.
+
+    No GPU is needed, and none is asked: what its compiler makes of a kernel is not verified.
+
+    Args:
+        seconds: after which that process is ended.
+
+    Returns:
+        A verdict for each kernel, in the order of the table.
+
+    Raises:
+        KernelError: there is no Triton here, or that process failed.
+    """
+    if not dispatch.installed():
+        raise KernelError("kernels.verify_interpreted: Triton is not installed; pip install triton")
+    command = [sys.executable, "-m", "zfunc.kernels.interpreter_triton"]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    if ran.returncode:
+        raise KernelError(f"kernels.verify_interpreted: the process failed: {ran.stderr[-500:]}")
+    return [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]
+
+
+def _verdict(name: str, device: torch.device, seed: int = 0) -> Verdict:
     choice = dispatch.choose(name, torch.empty(0, device=device))
     interpreted = device.type == "cpu" and dispatch.interpreting()
     if choice.route == "torch" and not interpreted:
         return Verdict(name, False, choice.why)
     if interpreted and name in HALF and not _interpreter_knows_bfloat16():
         return Verdict(name, False, "Triton's interpreter does not know bfloat16")
-    sample = SAMPLES[name](torch.Generator().manual_seed(0), device)
+    sample = SAMPLES[name](torch.Generator().manual_seed(seed), device)
     with dispatch.use("torch"):
         expected = sample()
     with dispatch.use("triton" if interpreted else None):
@@ -129,8 +163,13 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 Sample = Callable[[torch.Generator, torch.device], Callable[[], tuple[Tensor, ...]]]
 
 
+def _length(generator: torch.Generator) -> int:
+    return LENGTHS[generator.initial_seed() % len(LENGTHS)]
+
+
 def _numbers(generator: torch.Generator, device: torch.device, count: int) -> list[Tensor]:
-    return [torch.randn(N, generator=generator).to(device) for _ in range(count)]
+    n = _length(generator)
+    return [torch.randn(n, generator=generator).to(device) for _ in range(count)]
 
 
 def _adamw(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
@@ -143,7 +182,7 @@ def _adamw8(generator: torch.Generator, device: torch.device) -> Callable[[], An
     """Values, not bytes: a code at a tie may fall either way."""
     g, p, m, v = _numbers(generator, device, 4)
     hyper = adamw_hyper(0.1, 3, factor=0.5, device=device)
-    scales = torch.rand(-(-N // 128), 2, generator=generator).to(device)
+    scales = torch.rand(-(-g.numel() // 128), 2, generator=generator).to(device)
     codes = (40 * m).clamp(-127, 127).to(torch.int8), (40 * v.abs()).clamp(0, 255).to(torch.uint8)
     low, tail = split24(p)
 
@@ -170,7 +209,8 @@ def _lion(generator: torch.Generator, device: torch.device) -> Callable[[], Any]
 def _lamb(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
     g, p, m, v = _numbers(generator, device, 4)
     hyper = adamw_hyper(0.1, 3, eps=1e-6, device=device)
-    segments = [(0, 1024), (1040, 1041), (1056, N)]
+    n, a = p.numel(), p.numel() // 48 * 16
+    segments = [(0, a), (a + 16, a + 17), (a + 32, n)] if a else [(0, n)]
 
     def run() -> tuple[Tensor, ...]:
         new, mu, nu = p.clone(), m.clone(), v.abs()
@@ -196,7 +236,7 @@ def _mean(generator: torch.Generator, device: torch.device) -> Callable[[], Any]
 def _unpack(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
     x, e = _numbers(generator, device, 2)
     bits, scale, _ = onebit_pack(x, e, group=128)
-    return lambda: (onebit_unpack(bits, scale, N, group=128),)
+    return lambda: (onebit_unpack(bits, scale, x.numel(), group=128),)
 
 
 def _levels(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
@@ -208,7 +248,7 @@ def _levels(generator: torch.Generator, device: torch.device) -> Callable[[], An
         for bits, symmetric, seed in ((8, True, None), (4, False, None), (4, True, 1)):
             q, scale, zero = quantize_groups(x, bits=bits, symmetric=symmetric, seed=seed)
             with dispatch.use("torch"):
-                out += [dequantize_groups(q, scale, zero, N, bits=bits), scale]
+                out += [dequantize_groups(q, scale, zero, x.numel(), bits=bits), scale]
         return tuple(out)
 
     return run
@@ -218,7 +258,7 @@ def _values(generator: torch.Generator, device: torch.device) -> Callable[[], An
     x = _numbers(generator, device, 1)[0]
     parts = quantize_groups(x), quantize_groups(x, bits=4, symmetric=False)
     return lambda: tuple(
-        dequantize_groups(*p, N, bits=b) for p, b in zip(parts, (8, 4), strict=True)
+        dequantize_groups(*p, x.numel(), bits=b) for p, b in zip(parts, (8, 4), strict=True)
     )
 
 
@@ -232,7 +272,8 @@ def _products(kind: str) -> Sample:
 
     def sample(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
         n, k = 70, 300
-        x = torch.randn(5, k, generator=generator).bfloat16().to(device)
+        rows = (5, 1, 16, 2)[generator.initial_seed() % 4]
+        x = torch.randn(rows, k, generator=generator).bfloat16().to(device)
         w = torch.randn(n, k, generator=generator).bfloat16().to(device)
         codes = torch.randint(-8, 8, (n, k), generator=generator).to(torch.int8).to(device)
         scale, grouped = (torch.rand(n, g, generator=generator).to(device) for g in (1, 3))
@@ -266,7 +307,7 @@ def _decode(generator: torch.Generator, device: torch.device) -> Callable[[], An
 
 def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
     x, y, e = _numbers(generator, device, 3)
-    form = Payload(N)
+    form = Payload(x.numel())
     received = torch.stack([quantize_payload(z, form)[0] for z in (x, y)])
 
     def run() -> tuple[Tensor, ...]:
@@ -274,7 +315,7 @@ def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], 
         assert left is not None
         q, scale, _ = form.parts(payload)
         with dispatch.use("torch"):
-            return dequantize_groups(q, scale, None, N) + left, scale
+            return dequantize_groups(q, scale, None, x.numel()) + left, scale
 
     return run
 

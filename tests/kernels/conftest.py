@@ -17,7 +17,7 @@ from zfunc import kernels
 collect_ignore: list[str] = []
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.kernels.bfloat16 import teach
+    from zfunc.kernels.interpreter_triton import teach
 
     teach()
 else:

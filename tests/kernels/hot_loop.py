@@ -13,8 +13,8 @@ __all__ = ["SLOTS_PER_BYTE", "amd", "nvidia"]
 # An MI300X has 304 CUs at 2.1 GHz (AMD's data sheet) and copies 4.18 TB/s (BabelStream, as AMD's
 # acceptance guide demands it: 4177285 MB/s): 6.54 bytes a clock and CU, whose four SIMDs take a
 # vector instruction for 64 lanes every 4 clocks, that is 64 slots: 9.8 a byte.
-# Of the others what data sheets say, bandwidth too, of which a copy reaches some 85 %: an A100 (80 GB)
-# 2.04 TB/s with 108 SMs at 1.41 GHz, a B200 8 TB/s with 148 at 1.97 GHz, and half of an MI250X
+# Of the others what data sheets say, bandwidth too, of which a copy reaches some 85 %: an A100 of
+# 80 GB 2.04 TB/s with 108 SMs at 1.41 GHz, a B200 8 TB/s with 148 at 1.97 GHz, half of an MI250X
 # 1.64 TB/s with 110 CUs at 1.7 GHz. The table shows shares of them, no test holds them.
 SLOTS_PER_BYTE = {"sm_90": 7.8, "gfx942": 9.8, "sm_80": 9.6, "sm_100": 4.7, "gfx90a": 7.3}
 

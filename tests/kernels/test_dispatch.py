@@ -209,7 +209,11 @@ def test_doctor(capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().out
     assert f"torch {torch.__version__.partition('+')[0]}" in said
     for name in dispatch.KERNELS:
-        assert f"\n  {name} " in said and f"verify {name}: " in said
+        assert f"\n  {name} " in said and f"verify {name}: right" in said
+    if not torch.cuda.is_available():
+        count = len(dispatch.KERNELS)
+        assert f"in Triton's interpreter, without a GPU: {count} of {count} kernels" in said
+        assert "nothing was compiled for a GPU or run on one" in said
 
 
 def test_an_unknown_kernel_is_named():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
 from collections.abc import Iterator
 
 import torch
 
 from zfunc import kernels
 from zfunc.kernels import dispatch, panels
+from zfunc.kernels.verification import verify_interpreted
 
 __all__ = ["devices", "report"]
 
@@ -28,7 +30,7 @@ def report(verify: bool = False) -> Iterator[str]:
     """The lines that ``zfunc doctor`` prints.
 
     Args:
-        verify: also run each kernel beside its twin, where it can run.
+        verify: also run each kernel beside its twin: on the GPU, or what stands for it.
 
     >>> next(iter(report())).startswith("zfunc")
     True
@@ -48,8 +50,35 @@ def report(verify: bool = False) -> Iterator[str]:
         if device.type == "cpu":
             where = panels.host()
             yield f"  {'low-bit products':18s} {'llvm' if where.isa else 'torch'}: {where.why}"
-    for verdict in kernels.verify() if verify else ():
+    if verify:
+        yield from _verified()
+
+
+def _verified() -> Iterator[str]:
+    """What runs here beside its twin: on a GPU; without one machine code, and Triton's kernels in
+    its interpreter. The last line says which of them was done."""
+    gpu = torch.cuda.is_available()
+    ran = [verdict for verdict in kernels.verify() if verdict.ran or gpu]
+    for verdict in ran:
         yield f"verify {verdict}"
+    right = sum(verdict.ran and verdict.right for verdict in ran)
+    if gpu:
+        yield f"verified on {_name(torch.device('cuda'))}: {right} of {len(ran)} kernels are right"
+        return
+    yield f"verified as machine code on this CPU: {right} of {len(ran)} kernels are right"
+    try:
+        interpreted = verify_interpreted()
+    except (kernels.KernelError, subprocess.TimeoutExpired) as error:
+        yield f"not verified: the kernels in Triton. {error}"
+        return
+    for verdict in interpreted:
+        yield f"verify {verdict}"
+    right = sum(verdict.ran and verdict.right for verdict in interpreted)
+    yield (
+        f"verified in Triton's interpreter, without a GPU: {right} of {len(interpreted)} kernels "
+        "are right"
+    )
+    yield "nothing was compiled for a GPU or run on one: there is none here"
 
 
 def _version(package: str) -> str | None:
