@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +62,7 @@ HERE = threading.local()
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles that tell the record of their rank when they are issued and awaited."""
     init, wait, call = comm.Handle.__init__, comm.Handle.wait, comm.Group._call
 
@@ -95,7 +94,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(comm.Group, "_call", named)
     monkeypatch.setattr(comm.Handle, "__init__", issued)
     monkeypatch.setattr(comm.Handle, "wait", awaited)
-    yield
 
 
 def params(depth: int) -> Tree:
