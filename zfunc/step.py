@@ -242,7 +242,7 @@ class Step:
         )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:
-            with ledger() as sent:
+            with ledger(complete=False) as sent:
                 out = self._run(running, state, args, kwargs)
         finally:
             MESH.reset(outer)

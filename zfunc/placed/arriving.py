@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.errors import DesyncError
+from zfunc.worlds.accounting import on_close
 from zfunc.worlds.world import current, on_leave
 
 __all__ = ["arrive", "is_arriving", "looking", "settled"]
@@ -104,3 +105,4 @@ def _complete() -> None:
 
 
 on_leave.append(_complete)
+on_close.append(_complete)
