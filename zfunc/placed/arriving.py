@@ -91,7 +91,7 @@ def settled(xs: Iterable[Any]) -> None:
         if type(x) is Arriving:
             x.__dict__["_zfunc_arrival"].finish()
             del x.__dict__["_zfunc_arrival"]
-            x.__class__ = Tensor
+            x.__class__ = Tensor  # type: ignore[assignment]
 
 
 def _complete() -> None:
