@@ -17,6 +17,7 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.errors import DonatedStateError
 from zfunc.nodes import spent
+from zfunc.placed.arriving import looking
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.leaves import is_frozen
 from zfunc.tree import gone
@@ -56,10 +57,11 @@ class Donation:
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Donation:
         donation = cls()
-        for x in tensors:
-            if x.numel():
-                row = donation.owners.setdefault(x.untyped_storage().data_ptr(), [])
-                row.append((_bytes_of(x), x))
+        with looking():
+            for x in tensors:
+                if x.numel():
+                    row = donation.owners.setdefault(x.untyped_storage().data_ptr(), [])
+                    row.append((_bytes_of(x), x))
         for at, row in list(donation.owners.items()):
             row.sort(key=lambda owner: owner[0].start)
             if any(a.stop > b.start for (a, _), (b, _) in pairwise(row)):
@@ -148,6 +150,7 @@ class Context:
         compute: the 16-bit dtype in which layers compute, if there is one.
         join: ``(node, params)`` -> the plain params with the values of all ranks, or ``None``
             for the usual way; see :meth:`zfunc.placed.sharded.Sharded.join`.
+        complete: whether gathers of new parameters end within the step that starts them.
         notes: what transforms note down for the time of this call.
         offers: for addresses of the old state where the value that follows is to be written.
     """
@@ -174,6 +177,7 @@ class Context:
     reduce_once: bool = False
     compute: torch.dtype | None = None
     join: Callable[[Any, Any], Any] = lambda node, params: None
+    complete: bool = False
     notes: dict[Any, Any] = field(default_factory=dict)
     offers: dict[int, Tensor] = field(default_factory=dict)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zfunc import random, tree
 from zfunc.nodes import carry
+from zfunc.placed.arriving import looking
 from zfunc.placed.leaves import is_placed
 
 __all__ = ["copied", "detached", "first_placed", "key_of"]
@@ -38,8 +39,9 @@ def detached(state: Any) -> Any:
     A step decides itself what to track; otherwise every state would drag along the
     graph of all steps before it.
     """
-    if not any(_is_tracked(x) for x in tree.leaves(state)):
-        return state
+    with looking():
+        if not any(_is_tracked(x) for x in tree.leaves(state)):
+            return state
     return optree.tree_map(
         lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
         state,

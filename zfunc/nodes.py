@@ -209,7 +209,8 @@ class Placed:
     def join(self, params: Any) -> Any:
         """The plain tree ``params`` with this node's values, from all ranks, in place of its own.
 
-        Leaves that this node lacks are passed on as they are. A collective.
+        Leaves that this node lacks are passed on as they are. A collective; within a step the
+        values may still be on their way (:mod:`zfunc.placed.arriving`).
         """
         raise NotImplementedError
 

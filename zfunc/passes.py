@@ -302,7 +302,7 @@ class Pass:
             enough = i >= self.prefetch if on_disk else len(layers) > self.prefetch + 1
             if enough and (room < 0 or on_disk):
                 return
-            if run is None or run.values is not None or key in met:
+            if run is None or run.values is not None or key in met or run.arriving:
                 continue
             met.add(key)
             if ahead and ahead + size > run.source.limit(AHEAD_BYTES):

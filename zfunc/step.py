@@ -242,7 +242,7 @@ class Step:
         )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:
-            with ledger() as sent, unchecked():
+            with ledger(complete=False) as sent, unchecked():
                 out = self._run(running, state, args, kwargs)
         finally:
             MESH.reset(outer)

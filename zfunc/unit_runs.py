@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zfunc.context import RECOMPUTED
 from zfunc.errors import PlacementError
+from zfunc.placed.arriving import is_arriving, settled
 from zfunc.pool import pool
 from zfunc.seams import Pending, Ready, UnitInfo
 
@@ -54,9 +55,15 @@ class UnitRun:
     def key(self) -> tuple[int, int]:
         return self.info.key
 
+    @property
+    def arriving(self) -> bool:
+        """Whether what is stored has still to be waited for."""
+        return any(map(is_arriving, self.stored))
+
     def start(self) -> None:
         """Begin to enter, unless it is under way or done."""
         if self.values is None and self.pending is None:
+            settled(self.stored)
             value: Pending = Ready(self.stored)
             if self.source.node is not None:
                 value = self.fetched or self.source.node.fetch(self.info.index)

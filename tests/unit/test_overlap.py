@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +62,7 @@ HERE = threading.local()
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles that tell the record of their rank when they are issued and awaited."""
     init, wait, call = comm.Handle.__init__, comm.Handle.wait, comm.Group._call
 
@@ -95,7 +94,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(comm.Group, "_call", named)
     monkeypatch.setattr(comm.Handle, "__init__", issued)
     monkeypatch.setattr(comm.Handle, "wait", awaited)
-    yield
 
 
 def params(depth: int) -> Tree:
@@ -118,7 +116,7 @@ def loss(params: Tree, x: Tensor) -> Tensor:
 
 
 def third_step(stage: int, depth: int, **how: Any) -> tuple[list[Span], str]:
-    """The collectives that a third step issues or ends, on rank 0, and what the step says."""
+    """The collectives that a third step ends on rank 0, in the order of issue, and what it says."""
 
     def run() -> tuple[list[Span], str]:
         record = HERE.record = Record()
@@ -129,14 +127,10 @@ def third_step(stage: int, depth: int, **how: Any) -> tuple[list[Span], str]:
             state = step.place(zf.TrainState.create(params(depth), tx))
             for i in range(3):
                 x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i))
-                before = len(record.spans)
+                before = {id(span) for span in record.spans if span.awaited is not None}
                 state, _ = step(state, x)
-            if stage in (1, 2):  # gathers of the second step's end, awaited in the third
-                before -= sum(span.what.startswith("all_gather join") for span in record.spans) // 3
-                spans = record.spans[before:]
-            else:
-                spans = record.spans[before:]
-        return [s for s in spans if s.awaited is not None], str(step.describe())
+        ended = [s for s in record.spans if s.awaited is not None and id(s) not in before]
+        return ended, str(step.describe())
 
     return zf.simulate(2)(run)()[0]
 
@@ -166,6 +160,19 @@ def test_units_of_a_layer_travel_together_at_stage_3(depth: int, prefetch: int) 
     ahead, leaving = (int(word) for word in text.split("under way at most:")[1].split()[0:4:3])
     assert 4 * UNIT <= ahead <= 4 * UNIT * (prefetch + 1)
     assert UNIT <= leaving <= (4 * depth + 2) * UNIT
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gathers_of_new_parameters_run_beside_the_next_forward_pass(stage: int) -> None:
+    spans, _ = third_step(stage, 4)
+    joins = [s for s in spans if " join " in s.what]
+    assert len(joins) == 2 + 4 * 4  # the second step's, each awaited once
+    for what in exposed(spans):
+        root = ("all_gather join root", "reduce_scatter reduce root")
+        assert what.startswith((*root, "reduce_scatter reduce blocks.0[")), what
+    assert [s.awaited for s in joins] == sorted(s.awaited or 0 for s in joins)  # as each enters
+    assert len({s.awaited for s in joins}) > 4
 
 
 def test_what_is_under_way_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

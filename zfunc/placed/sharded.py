@@ -20,6 +20,7 @@ from zfunc.context import current
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.kernels.uploads import on_device
 from zfunc.nodes import Tree, carry, register, spent
+from zfunc.placed.arriving import arrive
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import freeze
 from zfunc.placed.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
@@ -296,7 +297,7 @@ class Sharded(OfFlats, Readable):
         if running is not None and (otherwise := running.join(self, params)) is not None:
             return otherwise
         leaves = leaves_of(layout, params)
-        bases, handles = {}, []
+        bases, handles = {}, {}
         for i, local in enumerate(self.flats):
             if local is None or not layout.by_flat[i]:
                 continue
@@ -306,12 +307,16 @@ class Sharded(OfFlats, Readable):
                 continue
             bases[i] = base = full_around(local, spec.length, spec.bounds(group.rank)[0])
             label = f"join {layout.units[layout.unit_of_flat[i]].name}"
-            handles.append(group.all_gather(base, local, cuts=spec.cuts, label=label))
-        for handle in handles:
-            handle.wait()
+            handles[i] = group.all_gather(base, local, cuts=spec.cuts, label=label)
+        if running is None or running.complete:
+            while handles:
+                handles.popitem()[1].wait()
         for i, base in bases.items():
             for slot, view in zip(layout.by_flat[i], layout.views(i, base), strict=True):
                 leaves[slot.index] = carry(view, leaves[slot.index])
+            if i in handles:
+                mine = [leaves[slot.index] for slot in layout.by_flat[i]]
+                arrive(mine, group, handles[i].wait)
         return optree.tree_unflatten(layout.spec, leaves)
 
     def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Sharded:

@@ -8,7 +8,7 @@ whatever thread the collective was issued (backward runs on threads of its own o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -18,6 +18,9 @@ from zfunc.worlds.world import current
 __all__ = ["HEADER", "Ledger", "ledger"]
 
 HEADER = "header"
+
+on_close: list[Callable[[], None]] = []
+"""Called when a ledger closes: what it has counted is completed, and so has been sent."""
 
 
 @dataclass
@@ -58,8 +61,11 @@ class Ledger:
 
 
 @contextmanager
-def ledger() -> Iterator[Ledger]:
+def ledger(complete: bool = True) -> Iterator[Ledger]:
     """Count the bytes that this rank sends inside the block. Nested ledgers all count.
+
+    Args:
+        complete: whether the block ends only when all of it has been sent.
 
     >>> with ledger() as led:
     ...     pass
@@ -73,3 +79,5 @@ def ledger() -> Iterator[Ledger]:
     finally:
         # By identity: two ledgers with equal counts are equal dataclasses.
         ledgers[:] = [other for other in ledgers if other is not opened]
+    for finish in on_close if complete else ():
+        finish()

@@ -1,0 +1,108 @@
+"""Leaves whose values are on their way: what a step returned is gathered while the next one begins.
+
+At ZeRO stages 1 and 2 a step ends with the gathers of its new parameters. It returns them under
+way: each leaf is a tensor of its full shape in the memory that is being filled, of a class whose
+torch functions wait first. The next step waits unit by unit, as each enters; whoever looks
+earlier waits for what he looks at. Once waited for, a leaf is an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+from zfunc.comm import Group
+from zfunc.errors import DesyncError
+from zfunc.worlds.accounting import on_close
+from zfunc.worlds.world import current, on_leave
+
+__all__ = ["arrive", "is_arriving", "looking", "settled"]
+
+looking = torch._C.DisableTorchFunctionSubclass
+"""Inside it, nobody waits: for asking many tensors where they lie, and not what they hold."""
+
+
+@dataclass(eq=False)
+class Arrival:
+    """What several leaves wait for: ``finish`` returns when they are there."""
+
+    finish: Callable[[], Any]
+
+
+class Arriving(Tensor):
+    """A leaf whose memory is being filled."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _LOOKS:
+            with looking():
+                return func(*args, **(kwargs or {}))
+        settled(torch_pytree.tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+# What is known before the values are. (Not `dim`: vmap asks for it, and nothing else, in time.)
+_LOOKS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "is_meta")),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf")),
+    Tensor.is_floating_point,
+    Tensor.numel,
+}
+
+
+def arrive(leaves: Iterable[Tensor], group: Group, finish: Callable[[], Any]) -> None:
+    """Let leaves wait for ``finish`` as soon as somebody looks at one of them."""
+    arrival = Arrival(finish)
+    for leaf in leaves:
+        leaf.__dict__["_zfunc_arrival"] = arrival
+        leaf.__class__ = Arriving
+    memo = current().memo
+    if "arrivals" not in memo:
+        memo["arrivals"] = WeakSet(), set()
+        atexit.unregister(_complete)
+        atexit.register(_complete)  # what was registered last runs first: the world is still there
+    pending, groups = memo["arrivals"]
+    pending.add(arrival)
+    groups.add(group)
+
+
+def is_arriving(x: Any) -> bool:
+    """Whether somebody has still to wait for a leaf."""
+    return type(x) is Arriving
+
+
+def settled(xs: Iterable[Any]) -> None:
+    """Wait for those of some leaves that are arriving.
+
+    Raises:
+        DesyncError: a peer took another path; the message names the unit.
+    """
+    for x in xs:
+        if type(x) is Arriving:
+            x.__dict__["_zfunc_arrival"].finish()
+            del x.__dict__["_zfunc_arrival"]
+            x.__class__ = Tensor  # type: ignore[assignment]
+
+
+def _complete() -> None:
+    """End what this rank takes part in: its peers may wait for it, though nobody here does."""
+    pending, groups = current().memo.get("arrivals", ((), ()))
+    with suppress(DesyncError):
+        for arrival in list(pending):
+            arrival.finish()
+        for group in groups:
+            group._finish_dropped()
+
+
+on_leave.append(_complete)
+on_close.append(_complete)
