@@ -17,6 +17,8 @@ from torch import Tensor
 
 __all__ = [
     "NAMESPACE",
+    "OPAQUE",
+    "PLACED",
     "Encoded",
     "Layers",
     "Lazy",
@@ -24,12 +26,16 @@ __all__ = [
     "Placed",
     "Span",
     "Tree",
+    "any_spent",
     "carry",
     "register",
     "spent",
 ]
 
 NAMESPACE = "zfunc"
+# The same nodes but some, which are leaves there: `is_leaf=` would ask Python about every leaf.
+PLACED = "zfunc.placed"  # placed nodes are leaves
+OPAQUE = "zfunc.opaque"  # and so are trees that are computed only if somebody looks
 Tree = Any
 T = TypeVar("T", bound=type)
 
@@ -60,7 +66,9 @@ def register(
         keys = [torch_pytree.MappingKey[Any, Any](entry) for entry in entries]
         return list(zip(keys, children, strict=True)), static
 
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
+    for namespace in (NAMESPACE, PLACED, OPAQUE):
+        if namespace not in getattr(cls, "leaf_in", ()):
+            optree.register_pytree_node(cls, flatten, unflatten, namespace=namespace)
     torch_pytree.register_pytree_node(
         cls,
         torch_flatten,
@@ -131,6 +139,7 @@ class Placed:
     """
 
     streams: ClassVar[bool] = False
+    leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE)
 
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
         """Apply an elementwise ``f`` to this node's data."""
@@ -244,7 +253,7 @@ class Placed:
 
 def carry(new: Any, old: Any) -> Any:
     """Let the successor of a plain leaf keep what was marked on it (frozen, placed, where)."""
-    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or not old.__dict__:
         return new
     if new.shape == old.shape or spent(old):  # a spent leaf has no shape, but it has its marks
         for mark in ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed"):
@@ -256,6 +265,11 @@ def carry(new: Any, old: Any) -> Any:
 def spent(x: Any) -> bool:
     """Whether a tensor's memory was given to a later state (see ``donate``)."""
     return isinstance(x, Tensor) and "_zfunc_donated" in x.__dict__
+
+
+def any_spent(xs: Sequence[Any]) -> bool:
+    """Whether the memory of one of them was given to a later state."""
+    return any(map(spent, xs))
 
 
 class Encoded:
@@ -273,6 +287,8 @@ class Encoded:
 
 class Lazy:
     """A tree that is computed only if somebody looks (see ``optim.Moved``)."""
+
+    leaf_in: ClassVar[tuple[str, ...]] = (OPAQUE,)
 
     def force(self) -> Tree:
         """The tree itself."""

@@ -17,7 +17,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -55,11 +55,14 @@ class LayerRef(Ref):
         self.runs = [source.runs[i] for i in source.layer_units[layer]]
 
     def _subtree(self) -> Tree:
+        indices = range(self.span.start, self.span.stop)
         found: dict[int, Tensor] = {}
-        for run in self.runs:
-            found.update(run.leaves())
-        items = [found.get(i) for i in range(self.span.start, self.span.stop)]
-        return optree.tree_unflatten(self.span.spec, items)
+        if len(self.runs) == 1:
+            found = self.runs[0].leaves()
+        else:
+            for run in self.runs:
+                found.update(run.leaves())
+        return optree.tree_unflatten(self.span.spec, [found.get(i) for i in indices])
 
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         owner = self.source.owner
@@ -91,8 +94,7 @@ class LayerRef(Ref):
 
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]
-        key = (self.source, self.layer)
-        return replace(info, stack=stack, depth=depth, of=of, key=key)
+        return LayerInfo(info.index, info.name, stack, depth, of, (self.source, self.layer))
 
     def __repr__(self) -> str:
         return f"Ref({self.span.name})"

@@ -130,13 +130,16 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     if running.layer_key is not None:
         inner = _scoped(fn, random.fold_in(running.layer_key, index))
 
+    if not running.around:
+        return _compute(inner, params, xs, kw)
+
     def call(*xs: Any, **kw: Any) -> Any:
         return _compute(inner, params, xs, kw)
 
     info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
     if isinstance(params, Ref):
         info = params.told(info)
-    for transform in reversed(running.transforms):
+    for transform in running.around:
         call = transform.layer(call, info)
     return call(*xs, **kw)
 

@@ -44,11 +44,8 @@ class UnitRun:
         self.open = 0
         self.touched = False
         self.partial: list[Tensor | None] | None = None
-        layout = source.layout
-        self.slots = [slot for i in self.info.flats for slot in layout.by_flat[i]]
-        self.live = [
-            source.differentiated and layout.flats[slot.flat].trainable for slot in self.slots
-        ]
+        self.leaf_indices, live = source.layout.leaves_of_unit(index)
+        self.live = live if source.differentiated else (False,) * len(live)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -104,23 +101,23 @@ class UnitRun:
             self.tracked = tracked
             if tracked:
                 self.open += 1
-                outs = iter(
-                    _Enter.apply(
-                        self.owner.tick,
-                        self,
-                        [v for v, on in zip(views, self.live, strict=True) if on],
-                    )
-                )
-                views = [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
-            self.entered = {slot.index: v for slot, v in zip(self.slots, views, strict=True)}
+                views = self._tracked(views)
+            self.entered = dict(zip(self.leaf_indices, views, strict=True))
         return self.entered
+
+    def _tracked(self, views: list[Tensor]) -> list[Tensor]:
+        if all(self.live):
+            return list(_Enter.apply(self.owner.tick, self, views))
+        pairs = zip(views, self.live, strict=True)
+        outs = iter(_Enter.apply(self.owner.tick, self, [v for v, on in pairs if on]))
+        return [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
 
     def _stand_ins(self, views: list[Tensor]) -> dict[int, Tensor]:
         """Leaves for a second forward pass, whose graph goes nowhere: the first one's has the
         gradients."""
         pairs = zip(views, self.live, strict=True)
         leaves = [v.detach().requires_grad_() if on else v for v, on in pairs]
-        return {slot.index: v for slot, v in zip(self.slots, leaves, strict=True)}
+        return dict(zip(self.leaf_indices, leaves, strict=True))
 
     def _check_eager(self) -> None:
         if torch._C._functorch.maybe_current_level() is not None:
@@ -170,16 +167,15 @@ class UnitRun:
     def send(self) -> None:
         """Hand the unit's full gradient to the ``leave`` seams."""
         layout = self.source.layout
-        trainable = [slot.index for slot, on in zip(self.slots, self.live, strict=True) if on]
         if self.partial is None:
             if self.key not in self.owner.waiting:
                 return
-            self.partial = [None] * len(trainable)
-        grads = dict(zip(trainable, self.partial, strict=True))
-        self.partial = None
+            self.partial = [None] * sum(self.live)
+        grads, self.partial = self.partial, None
         flats = []
         for i in self.info.trainable:
-            row = [grads.pop(slot.index) for slot in layout.by_flat[i]]
+            count = len(layout.by_flat[i])
+            row, grads = grads[:count], grads[count:]
             flats.append(layout.pack(i, row, pool().take))
             del row
         value: Pending = Ready(flats)
