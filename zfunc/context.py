@@ -190,7 +190,6 @@ class Context:
     join: Callable[[Any, Any], Any] = lambda node, params: None
     notes: dict[Any, Any] = field(default_factory=dict)
 
-
     @cached_property
     def around(self) -> list[Any]:
         """The transforms that surround layers, the innermost first."""

@@ -28,6 +28,7 @@ __all__ = [
     "Tree",
     "any_spent",
     "carry",
+    "leaves_in",
     "register",
     "spent",
 ]
@@ -249,6 +250,44 @@ class Placed:
         node is not changed.
         """
         raise NotImplementedError
+
+
+_LEAVES = {Tensor, torch.nn.Parameter, type(None)}
+_SEEN: dict[Any, list[optree.PyTreeSpec]] = {}  # a few structures by what tells them at a glance
+
+
+def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
+    """The leaves of a tree, ``None`` aside.
+
+    A step asks for those of its state time and again. Walking along a structure that is known
+    takes a tenth of finding it out.
+
+    >>> leaves_in({"b": None, "a": [1, 2]})
+    [1, 2]
+    """
+    kind: Any = type(tree)
+    if kind is Tensor:
+        return [tree]
+    key = (
+        (kind, namespace, len(tree), next(iter(tree), None)) if kind is dict else (kind, namespace)
+    )
+    seen = _SEEN.get(key, [])
+    for spec in seen:
+        try:
+            items = spec.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            continue
+        odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
+        if not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items):
+            return [x for x in items if x is not None]
+    items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
+    if len(items) > 1:
+        _SEEN[key] = [spec, *seen[:3]]
+    return [x for x in items if x is not None]
+
+
+def _is_leaf(x: Any, namespace: str) -> bool:
+    return optree.tree_is_leaf(x, none_is_leaf=True, namespace=namespace)
 
 
 def carry(new: Any, old: Any) -> Any:

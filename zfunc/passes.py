@@ -140,10 +140,24 @@ class Source:
             self.runs.append(UnitRun(owner, self, i, mine))
         self.layer_units, self.last_layer = _units_of_layers(layout)
 
+    @property
+    def direct(self) -> bool:
+        """Whether layers need no references: nothing is done to what they hold, nor to a call
+        of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
+        owner = self.owner
+        if self.flat or self.group.size > 1 or owner.entering(self):
+            return False
+        return owner.running is not None and not owner.running.around
+
     def view(self) -> Tree:
         """The tree for the loss: root leaves entered, a reference for each layer."""
         layout = self.layout
         found: dict[int, Tensor] = {}
+        if self.direct:
+            for run in self.runs:
+                found.update(run.leaves())
+            indices = range(len(layout.slots))
+            return optree.tree_unflatten(layout.spec, [found.get(i) for i in indices])
         for i in sorted(
             {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
         ):

@@ -30,6 +30,7 @@ from zfunc.nodes import (
     Placed,
     Tree,
     carry,
+    leaves_in,
     register,
     any_spent,
     spent,
@@ -254,7 +255,7 @@ def _merged(x: Any, y: Any) -> Any:
 def leaves(tree: Tree) -> list[Any]:
     """The tensors a tree holds: leaves of plain parts, local buffers of placed ones."""
     forced = tree.force() if isinstance(tree, Lazy) else tree
-    return optree.tree_leaves(forced, namespace=NAMESPACE)
+    return leaves_in(forced)
 
 
 def paths(tree: Tree) -> list[str]:

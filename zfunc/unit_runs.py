@@ -132,7 +132,7 @@ class UnitRun:
         if not self.source.flat:
             return [x.detach() for x in values]
         for i, full in zip(self.info.flats, values, strict=True):
-            out.extend(layout.views(i, full.detach()))
+            out.extend(x.detach() for x in layout.views(i, full.detach()))
         return out
 
     def release(self) -> None:
@@ -222,7 +222,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(tick: Tensor, run: UnitRun, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(leaf.detach() for leaf in leaves)
+        return tuple(leaves)  # new tensors, which nobody else has
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

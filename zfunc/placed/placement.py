@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree
+from zfunc.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in
 from zfunc.placed.layout import Layout, Slot, Unit, find_layers
 from zfunc.placed.leaves import freeze, home_of, is_frozen, mark_placed, settle_home
 from zfunc.placed.pieces import assemble_all, leaves_of, pieces_of_parts
@@ -175,9 +175,8 @@ def packed(layout: Layout, node: Tree) -> Tree:
 
 def marked(params: Tree) -> Tree:
     """Params of a placed state, the plain leaves among them marked as such."""
-    for node in optree.tree_leaves(params, namespace=OPAQUE):
-        placed = isinstance(node, Placed)
-        for leaf in optree.tree_leaves(node, namespace=NAMESPACE) if placed else (node,):
+    for node in leaves_in(params, OPAQUE):
+        for leaf in leaves_in(node) if isinstance(node, Placed) else (node,):
             if isinstance(leaf, Tensor):
                 mark_placed(leaf)
     return params
@@ -185,19 +184,28 @@ def marked(params: Tree) -> Tree:
 
 def placed_nodes(node: Any) -> list[Placed]:
     """All placed nodes in a tree, those aside that a lazy one hides."""
-    return [x for x in optree.tree_leaves(node, namespace=OPAQUE) if isinstance(x, Placed)]
+    return [x for x in leaves_in(node, OPAQUE) if isinstance(x, Placed)]
+
+
+def _lies_as(layout: Layout, params: Tree) -> bool:
+    """Whether a plain tree is the one that the layout is of, its leaves where that says."""
+    try:
+        leaves = layout.spec.flatten_up_to(params)
+    except (ValueError, TypeError):
+        return False
+    return all(
+        x is None or home_of(x) is home for x, home in zip(leaves, layout.homes, strict=True)
+    )
 
 
 def layout_for(
     params: Tree, size: int, memo: dict[Any, Layout], make: Callable[[Tree], Layout]
 ) -> Layout:
     """The layout of a plain params tree: where its leaves live, or a new one."""
+    first = next((home for leaf in leaves_in(params) if (home := home_of(leaf))), (None, 0))[0]
+    if first is not None and first.world == size and _lies_as(first, params):
+        return first
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
-    first = next((home for leaf in leaves if (home := home_of(leaf))), (None, 0))[0]
-    if first is not None and first.world == size and first.spec == spec:
-        known = first.homes
-        if all(x is None or home_of(x) is known[i] for i, x in enumerate(leaves)):
-            return first
     homes = [(i, home_of(leaf)) for i, leaf in enumerate(leaves) if leaf is not None]
     if homes and all(home and home[0].world == size for _, home in homes):
         first = homes[0][1][0]  # type: ignore[index]

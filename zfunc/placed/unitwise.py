@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from zfunc.nodes import PLACED, Placed, Tree
+from zfunc.nodes import PLACED, Placed, Tree, leaves_in
 from zfunc.tree import align, first_placed
 
 __all__ = ["by_unit", "streams"]
@@ -18,7 +18,7 @@ def streams(*trees: Tree) -> bool:
     return any(
         isinstance(node, Placed) and node.streams
         for one in trees
-        for node in optree.tree_leaves(one, namespace=PLACED)
+        for node in leaves_in(one, PLACED)
     )
 
 
