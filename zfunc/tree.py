@@ -29,10 +29,10 @@ from zfunc.nodes import (
     Lazy,
     Placed,
     Tree,
+    any_spent,
     carry,
     leaves_in,
     register,
-    any_spent,
     spent,
 )
 from zfunc.squares import square_sum
@@ -70,7 +70,7 @@ def _is_placed(node: Any) -> bool:
 
 def dotted(*parts: Any) -> str:
     """The path of a leaf from its entries; empty ones are dropped."""
-    return ".".join(str(part) for part in parts if str(part) != "")
+    return ".".join([text for part in parts if (text := str(part))])
 
 
 def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:

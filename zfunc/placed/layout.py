@@ -260,8 +260,14 @@ class Layout:
             return base.narrow(0, low, high - low)
         local = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
         by_index = {s.index: x for s, x in zip(self.by_flat[flat], leaves, strict=True)}
+        targets, sources = [], []
         for slot, a, b, offset in self.segments(flat, rank):
-            local[a:b] = by_index[slot.index].reshape(-1)[offset : offset + b - a]
+            x, target = by_index[slot.index], local.as_strided((b - a,), (1,), a)
+            whole = b - a == slot.numel
+            targets.append(target.view(slot.shape) if whole else target)
+            sources.append(x if whole else x.reshape(-1)[offset : offset + b - a])
+        if targets:
+            torch._foreach_copy_(targets, sources)
         return local
 
     def buffer_under(self, flat: int, leaves: Sequence[Tensor]) -> Tensor | None:

@@ -63,7 +63,7 @@ def cut_flats(
 def _cut_flat(
     layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
 ) -> Tensor:
-    leaves = [torch.as_tensor(x) for x in leaves]
+    leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
     for slot, x in zip(slots, leaves, strict=True):
         if x.ndim and tuple(x.shape) != slot.shape:
             raise PlacementError(
