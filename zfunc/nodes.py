@@ -6,6 +6,7 @@ registry, so that ``torch.func`` and ``torch.compile`` see them as well.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -253,7 +254,17 @@ class Placed:
 
 
 _LEAVES = {Tensor, torch.nn.Parameter, type(None)}
-_SEEN: dict[Any, list[optree.PyTreeSpec]] = {}  # a few structures by what tells them at a glance
+
+
+class _Seen(threading.local):
+    """A few structures by what tells them at a glance. Ranks that are threads have equal layouts,
+    which are long to compare; those of one rank are the same."""
+
+    def __init__(self) -> None:
+        self.specs: dict[Any, list[optree.PyTreeSpec]] = {}
+
+
+_seen = _Seen()
 
 
 def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
@@ -271,7 +282,7 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
     key = (
         (kind, namespace, len(tree), next(iter(tree), None)) if kind is dict else (kind, namespace)
     )
-    seen = _SEEN.get(key, [])
+    seen = _seen.specs.get(key, [])
     for spec in seen:
         try:
             items = spec.flatten_up_to(tree)
@@ -282,7 +293,7 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
             return [x for x in items if x is not None]
     items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
     if len(items) > 1:
-        _SEEN[key] = [spec, *seen[:3]]
+        _seen.specs[key] = [spec, *seen[:3]]
     return [x for x in items if x is not None]
 
 

@@ -273,7 +273,9 @@ def _bits(leaves: Sequence[Tensor]) -> list[int]:
             out[i] = int(_words(leaf.contiguous()).sum(dtype=torch.int64))
     for some in together.values():
         words = _words(torch._C._nn.flatten_dense_tensors([leaves[i].detach() for i in some]))
-        sums = torch.cat([words.new_zeros(1, dtype=torch.int64), words.cumsum(0, dtype=torch.int64)])
+        sums = torch.cat(
+            [words.new_zeros(1, dtype=torch.int64), words.cumsum(0, dtype=torch.int64)]
+        )
         ends = torch.tensor([0, *accumulate(leaves[i].numel() for i in some)])
         for i, total in zip(some, sums[ends.to(sums.device)].diff().tolist(), strict=True):
             out[i] = total
