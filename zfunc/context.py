@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -41,45 +41,40 @@ __all__ = [
 Owner = tuple[int, int, Tensor]  # where in its storage a tensor begins and ends, in bytes
 
 
+class Residents(list[Tensor]):
+    """The tensors of the old state that live in one storage."""
+
+    @cached_property
+    def row(self) -> list[Owner] | None:
+        """In the order of their bytes; ``None`` if two share some: neither may have the memory."""
+        row = sorted([(*_bytes_of(x), x) for x in self if x.numel()], key=_start)
+        return None if any(a[1] > b[0] for a, b in pairwise(row)) else row
+
+
+@dataclass
 class Donation:
     """The memory of the input state, free to be written by its successor.
 
-    Tensors of the old state in memory that is spent go blank, so that the old values can no
-    longer be read, neither later in the step nor after it; their neighbours in the
-    same storage stay, and may pass into the new state as they are.
+    ``owners`` maps a storage to the tensors of the old state that live in it. Those in
+    memory that is spent go blank, so that the old values can no longer be read, neither
+    later in the step nor after it; their neighbours in the same storage stay, and may
+    pass into the new state as they are.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._owners: dict[int, list[Owner] | None] = {}  # by storage, looked into when asked for
+    owners: dict[int, Residents] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Donation:
-        """The memory of these tensors."""
-        return cls(list(tensors))
-
-    @cached_property
-    def _by_storage(self) -> dict[int, list[Tensor]]:
-        found: defaultdict[int, list[Tensor]] = defaultdict(list)
-        for x in self._tensors:
-            found[x.untyped_storage().data_ptr()].append(x)
-        found.pop(0, None)  # without memory
-        return found
-
-    def _owners_of(self, storage: int) -> list[Owner] | None:
-        """The tensors in a storage, in order; ``None`` if it is not donated."""
-        if storage not in self._owners:
-            row: list[Owner] | None = None
-            if found := self._by_storage.get(storage):
-                row = sorted([(*_bytes_of(x), x) for x in found if x.numel()], key=_start)
-                if any(a[1] > b[0] for a, b in pairwise(row)):
-                    row = None  # two leaves in one memory: neither may have it
-            self._owners[storage] = row
-        return self._owners[storage]
+        owners: defaultdict[int, Residents] = defaultdict(Residents)
+        for x in tensors:
+            owners[x.untyped_storage().data_ptr()].append(x)
+        owners.pop(0, None)  # without memory
+        return cls(dict(owners))
 
     def spend(self, x: Tensor) -> bool:
         """Blank the tensors in the memory of ``x``; False if it is not donated."""
-        row = self._owners_of(x.untyped_storage().data_ptr())
+        found = self.owners.get(x.untyped_storage().data_ptr())
+        row = None if found is None else found.row
         if row is None:
             return False
         start, stop = _bytes_of(x)
@@ -101,7 +96,7 @@ def _stop(owner: Owner) -> int:
 def _bytes_of(x: Tensor) -> tuple[int, int]:
     """Where in its storage a tensor lies, from its first byte to behind its last."""
     size = x.element_size()
-    start = x.storage_offset() * size
+    start = int(x.storage_offset()) * size
     if x.is_contiguous():
         return start, start + x.numel() * size
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

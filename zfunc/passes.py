@@ -144,10 +144,10 @@ class Source:
     def direct(self) -> bool:
         """Whether layers need no references: nothing is done to what they hold, nor to a call
         of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
-        owner = self.owner
-        if self.flat or self.group.size > 1 or owner.entering(self):
+        running = self.owner.running
+        if running is None or self.flat or self.group.size > 1 or self.owner.entering(self):
             return False
-        return owner.running is not None and not owner.running.around
+        return not running.around and not any(t.by_unit for t in running.transforms)
 
     def view(self) -> Tree:
         """The tree for the loss: root leaves entered, a reference for each layer."""

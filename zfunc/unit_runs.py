@@ -128,9 +128,10 @@ class UnitRun:
             )
 
     def _views(self, values: list[Tensor]) -> list[Tensor]:
-        layout, out = self.source.layout, []
         if not self.source.flat:
             return [x.detach() for x in values]
+        layout = self.source.layout
+        out: list[Tensor] = []
         for i, full in zip(self.info.flats, values, strict=True):
             out.extend(x.detach() for x in layout.views(i, full.detach()))
         return out

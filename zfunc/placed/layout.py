@@ -245,7 +245,7 @@ class Layout:
                     target.zero_()
         pairs = [(t, x) for t, x in zip(targets, leaves, strict=True) if x is not None]
         if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            torch._foreach_copy_([t for t, _ in pairs], [x for _, x in pairs])
         return full
 
     def cut(self, flat: int, leaves: Sequence[Tensor], rank: int, copy: bool = False) -> Tensor:
