@@ -38,9 +38,9 @@ class Donate(Transform):
 
     def finish(self, old: Any, out: Any) -> Any:
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
-        kept = {id(x) for x in tree.leaves(out)}
+        kept = set(map(id, tree.leaves(out)))
         for x in tree.leaves(old):
-            if isinstance(x, Tensor) and id(x) not in kept:
+            if id(x) not in kept and isinstance(x, Tensor):
                 blank(x)
         return out
 

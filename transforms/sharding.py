@@ -23,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import optree
 from torch import Tensor
 
 from zfunc import tree
 from zfunc.comm import Group
 from zfunc.context import PLACING, Context
 from zfunc.errors import PlacementError
-from zfunc.nodes import Tree
+from zfunc.nodes import NAMESPACE, Tree
 from zfunc.passes import there_and_back
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.layout import Layout
@@ -223,18 +224,19 @@ class Shard(Transform):
         return name in self._named("params")
 
     def _check_whole(self, name: str, params: Tree) -> None:
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=False):
+        size = self.group.size
+        for i, leaf in enumerate(tree.leaves(params)):
             home = home_of(leaf)
             if isinstance(leaf, Tensor) and not is_placed(leaf):
                 raise PlacementError(
-                    f"{name}.{path} is not from a state that {self!r} has placed: call "
+                    f"{name}.{_path(params, i)} is not from a state that {self!r} has placed: call "
                     "state = step.place(full_state) first. (A step keeps its parameters' marks in "
                     "what it returns, and zf.tree.map does; other copies lose them.)"
                 )
-            if home is not None and home[0].world != self.group.size:
+            if home is not None and home[0].world != size:
                 raise PlacementError(
-                    f"{name}.{path} was placed on {home[0].world} ranks, the current world has "
-                    f"{self.group.size}. `unplace` the state there and `place` it here."
+                    f"{name}.{_path(params, i)} was placed on {home[0].world} ranks, the current "
+                    f"world has {size}. `unplace` the state there and `place` it here."
                 )
 
     # One call
@@ -351,6 +353,11 @@ class Shard(Transform):
                     joined(traffic, layout, rank)
             call += 1
         return traffic
+
+
+def _path(params: Tree, index: int) -> str:
+    """The path of a leaf that has a value, for messages."""
+    return tree.dotted(*optree.tree_structure(params, namespace=NAMESPACE).paths()[index])
 
 
 def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import islice, pairwise
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,57 +43,71 @@ __all__ = [
 ]
 
 
+Owner = tuple[int, int, Tensor]  # where in its storage a tensor begins and ends, in bytes
+
+
+class Residents(list[Tensor]):
+    """The tensors of the old state that live in one storage."""
+
+    @cached_property
+    def row(self) -> list[Owner] | None:
+        """In the order of their bytes; ``None`` if two share some: neither may have the memory."""
+        with looking():
+            row = sorted([(*_bytes_of(x), x) for x in self if x.numel()], key=_start)
+        return None if any(a[1] > b[0] for a, b in pairwise(row)) else row
+
+
 @dataclass
 class Donation:
     """The memory of the input state, free to be written by its successor.
 
-    ``owners`` maps a storage to the tensors of the old state that live in it, each with
-    its bytes. Those in memory that is spent go blank, so that the old values can no
-    longer be read, neither later in the step nor after it; their neighbours in the
-    same storage stay, and may pass into the new state as they are.
+    ``owners`` maps a storage to the tensors of the old state that live in it. Those in
+    memory that is spent go blank, so that the old values can no longer be read, neither
+    later in the step nor after it; their neighbours in the same storage stay, and may
+    pass into the new state as they are.
     """
 
-    owners: dict[int, list[tuple[range, Tensor]]] = field(default_factory=dict)
+    owners: dict[int, Residents] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Donation:
-        donation = cls()
+        owners: defaultdict[int, Residents] = defaultdict(Residents)
         with looking():
             for x in tensors:
-                if x.numel():
-                    row = donation.owners.setdefault(x.untyped_storage().data_ptr(), [])
-                    row.append((_bytes_of(x), x))
-        for at, row in list(donation.owners.items()):
-            row.sort(key=lambda owner: owner[0].start)
-            if any(a.stop > b.start for (a, _), (b, _) in pairwise(row)):
-                del donation.owners[at]  # two leaves in one memory: neither may have it
-        return donation
+                owners[x.untyped_storage().data_ptr()].append(x)
+        owners.pop(0, None)  # without memory
+        return cls(dict(owners))
 
     def spend(self, x: Tensor) -> bool:
         """Blank the tensors in the memory of ``x``; False if it is not donated."""
-        row = self.owners.get(x.untyped_storage().data_ptr())
+        found = self.owners.get(x.untyped_storage().data_ptr())
+        row = None if found is None else found.row
         if row is None:
             return False
-        here = _bytes_of(x)
-        first = bisect_right(row, here.start, key=_end)
-        for its, owner in islice(row, first, None):
-            if its.start >= here.stop:
+        start, stop = _bytes_of(x)
+        for i in range(bisect_right(row, start, key=_stop), len(row)):
+            if row[i][0] >= stop:
                 break
-            blank(owner)
+            blank(row[i][2])
         return True
 
 
-def _end(owner: tuple[range, Tensor]) -> int:
-    return owner[0].stop
+def _start(owner: Owner) -> int:
+    return owner[0]
 
 
-def _bytes_of(x: Tensor) -> range:
+def _stop(owner: Owner) -> int:
+    return owner[1]
+
+
+def _bytes_of(x: Tensor) -> tuple[int, int]:
     """Where in its storage a tensor lies, from its first byte to behind its last."""
-    start = x.storage_offset() * x.element_size()
+    size = x.element_size()
+    start = int(x.storage_offset()) * size
     if x.is_contiguous():
-        return range(start, start + x.nbytes)
+        return start, start + x.numel() * size
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return range(start, start + (last + 1) * x.element_size() if x.numel() else start)
+    return start, start + (last + 1) * size if x.numel() else start
 
 
 @dataclass(frozen=True)
@@ -181,6 +196,11 @@ class Context:
     notes: dict[Any, Any] = field(default_factory=dict)
     offers: dict[int, Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def around(self) -> list[Any]:
+        """The transforms that surround layers, the innermost first."""
+        return [t for t in reversed(self.transforms) if t.wraps_layers]
+
 
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
 """Of a layer whose activations are not kept: ``"first"`` in its forward pass, ``"again"``
@@ -209,7 +229,7 @@ def pop(token: Token[Context | None]) -> None:
 
 def blank(x: Tensor) -> None:
     """Leave a donated tensor without its memory, and marked."""
-    if not spent(x):
+    if "_zfunc_donated" not in x.__dict__:
         plain = type(x) in (Tensor, torch.nn.Parameter)
         x.data = _nothing(x.dtype, x.device) if plain else x.new_empty(0)
         x.__dict__["_zfunc_donated"] = True

@@ -22,7 +22,7 @@ from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.modules.products import SHORT, products
-from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.nodes import NAMESPACE, PLACED, Placed, Tree, leaves_in
 from zfunc.passes import Pass, Source, there
 from zfunc.placed.leaves import is_frozen
 from zfunc.placed.sharded import Sharded
@@ -196,7 +196,7 @@ def _belongs_to_a_graph(x: Tensor | None) -> bool:
 
 
 def _nodes(params: Tree) -> list[Any]:
-    return optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
+    return leaves_in(params, PLACED)
 
 
 def _check_differentiable(path: str, leaf: Any) -> None:
@@ -312,14 +312,12 @@ def _sources(
     running: Context, owner: Pass, params: Tree
 ) -> tuple[Callable[[list[Any]], Tree], list[Source]]:
     """The placed nodes of a params tree, or a plain tree as a whole, each one source."""
-    nodes, spec = optree.tree_flatten(
-        params, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
-    )
-    placed = [node for node in nodes if isinstance(node, Sharded | Streamed)]
+    placed = [node for node in _nodes(params) if isinstance(node, Sharded | Streamed)]
     if not placed:
         layout, cut = running.layout_for(params)
         source = owner.add(layout, params, running.group, cut=cut, differentiated=True)
         return lambda new: new[0], [source]
+    nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
     if len(placed) < sum(node is not None for node in nodes):
         raise PlacementError(
             "the params given to value_and_grad mix placed and plain tensors. Place all of them "

@@ -8,7 +8,7 @@ import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.nodes import carry
+from zfunc.nodes import PLACED, carry
 from zfunc.placed.arriving import looking
 from zfunc.placed.leaves import is_placed
 
@@ -17,12 +17,10 @@ __all__ = ["copied", "detached", "first_placed", "key_of"]
 
 def first_placed(state: Any) -> str | None:
     """The path of a placed node, or of a plain leaf of a placed state, if there is one."""
-    keys, nodes, _ = optree.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, tree.Placed), namespace=tree.NAMESPACE
-    )
-    for key, node in zip(keys, nodes, strict=True):
+    nodes, spec = optree.tree_flatten(state, namespace=PLACED)
+    for i, node in enumerate(nodes):
         if isinstance(node, tree.Placed) or is_placed(node):
-            return tree.dotted(*key) or "the state"
+            return tree.dotted(*spec.paths()[i]) or "the state"
     return None
 
 
@@ -40,7 +38,7 @@ def detached(state: Any) -> Any:
     graph of all steps before it.
     """
     with looking():
-        if not any(_is_tracked(x) for x in tree.leaves(state)):
+        if not any(map(_is_tracked, tree.leaves(state))):
             return state
     return optree.tree_map(
         lambda x: carry(x.detach(), x) if _is_tracked(x) else x,

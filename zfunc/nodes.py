@@ -6,6 +6,7 @@ registry, so that ``torch.func`` and ``torch.compile`` see them as well.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -19,6 +20,8 @@ from zfunc.squares import square_sum
 
 __all__ = [
     "NAMESPACE",
+    "OPAQUE",
+    "PLACED",
     "Encoded",
     "Layers",
     "Lazy",
@@ -26,12 +29,17 @@ __all__ = [
     "Placed",
     "Span",
     "Tree",
+    "any_spent",
     "carry",
+    "leaves_in",
     "register",
     "spent",
 ]
 
 NAMESPACE = "zfunc"
+# The same nodes but some, which are leaves there: `is_leaf=` would ask Python about every leaf.
+PLACED = "zfunc.placed"  # placed nodes are leaves
+OPAQUE = "zfunc.opaque"  # and so are trees that are computed only if somebody looks
 Tree = Any
 T = TypeVar("T", bound=type)
 
@@ -62,7 +70,9 @@ def register(
         keys = [torch_pytree.MappingKey[Any, Any](entry) for entry in entries]
         return list(zip(keys, children, strict=True)), static
 
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
+    for namespace in (NAMESPACE, PLACED, OPAQUE):
+        if namespace not in getattr(cls, "leaf_in", ()):
+            optree.register_pytree_node(cls, flatten, unflatten, namespace=namespace)
     torch_pytree.register_pytree_node(
         cls,
         torch_flatten,
@@ -133,6 +143,7 @@ class Placed:
     """
 
     streams: ClassVar[bool] = False
+    leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE)
 
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
         """Apply an elementwise ``f`` to this node's data."""
@@ -252,9 +263,57 @@ class Placed:
         raise NotImplementedError
 
 
+_LEAVES = {Tensor, torch.nn.Parameter, type(None)}
+
+
+class _Seen(threading.local):
+    """A few structures by what tells them at a glance. Ranks that are threads have equal layouts,
+    which are long to compare; those of one rank are the same."""
+
+    def __init__(self) -> None:
+        self.specs: dict[Any, list[optree.PyTreeSpec]] = {}
+
+
+_seen = _Seen()
+
+
+def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
+    """The leaves of a tree, ``None`` aside.
+
+    A step asks for those of its state time and again. Walking along a structure that is known
+    takes a tenth of finding it out.
+
+    >>> leaves_in({"b": None, "a": [1, 2]})
+    [1, 2]
+    """
+    kind: Any = type(tree)
+    if kind is Tensor:
+        return [tree]
+    key = (
+        (kind, namespace, len(tree), next(iter(tree), None)) if kind is dict else (kind, namespace)
+    )
+    seen = _seen.specs.get(key, [])
+    for spec in seen:
+        try:
+            items = spec.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            continue
+        odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
+        if not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items):
+            return [x for x in items if x is not None]
+    items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
+    if len(items) > 1:
+        _seen.specs[key] = [spec, *seen[:3]]
+    return [x for x in items if x is not None]
+
+
+def _is_leaf(x: Any, namespace: str) -> bool:
+    return optree.tree_is_leaf(x, none_is_leaf=True, namespace=namespace)
+
+
 def carry(new: Any, old: Any) -> Any:
     """Let the successor of a plain leaf keep what was marked on it (frozen, placed, where)."""
-    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or not old.__dict__:
         return new
     if new.shape == old.shape or spent(old):  # a spent leaf has no shape, but it has its marks
         for mark in ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed"):
@@ -266,6 +325,11 @@ def carry(new: Any, old: Any) -> Any:
 def spent(x: Any) -> bool:
     """Whether a tensor's memory was given to a later state (see ``donate``)."""
     return isinstance(x, Tensor) and "_zfunc_donated" in x.__dict__
+
+
+def any_spent(xs: Sequence[Any]) -> bool:
+    """Whether the memory of one of them was given to a later state."""
+    return any(map(spent, xs))
 
 
 class Encoded:
@@ -283,6 +347,8 @@ class Encoded:
 
 class Lazy:
     """A tree that is computed only if somebody looks (see ``optim.Moved``)."""
+
+    leaf_in: ClassVar[tuple[str, ...]] = (OPAQUE,)
 
     def force(self) -> Tree:
         """The tree itself."""

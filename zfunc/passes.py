@@ -17,7 +17,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -58,12 +58,15 @@ class LayerRef(Ref):
         self.runs = [source.runs[i] for i in source.layer_units[layer]]
 
     def _subtree(self) -> Tree:
+        indices = range(self.span.start, self.span.stop)
         found: dict[int, Tensor] = {}
         self.source.start(self.runs)
-        for run in self.runs:
-            found.update(run.leaves())
-        items = [found.get(i) for i in range(self.span.start, self.span.stop)]
-        return optree.tree_unflatten(self.span.spec, items)
+        if len(self.runs) == 1:
+            found = self.runs[0].leaves()
+        else:
+            for run in self.runs:
+                found.update(run.leaves())
+        return optree.tree_unflatten(self.span.spec, [found.get(i) for i in indices])
 
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         owner = self.source.owner
@@ -96,8 +99,7 @@ class LayerRef(Ref):
 
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]
-        key = (self.source, self.layer)
-        return replace(info, stack=stack, depth=depth, of=of, key=key)
+        return LayerInfo(info.index, info.name, stack, depth, of, (self.source, self.layer))
 
     def __repr__(self) -> str:
         return f"Ref({self.span.name})"
@@ -145,10 +147,24 @@ class Source:
         stored_at = next((x.device for run in self.runs for x in run.stored), None)
         self.device = stored_at if self.node is None else self.node.device
 
+    @property
+    def direct(self) -> bool:
+        """Whether layers need no references: nothing is done to what they hold, nor to a call
+        of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
+        running = self.owner.running
+        if running is None or self.flat or self.group.size > 1 or self.owner.entering(self):
+            return False
+        return not running.around and not any(t.by_unit for t in running.transforms)
+
     def view(self) -> Tree:
         """The tree for the loss: root leaves entered, a reference for each layer."""
         layout = self.layout
         found: dict[int, Tensor] = {}
+        if self.direct:
+            for run in self.runs:
+                found.update(run.leaves())
+            indices = range(len(layout.slots))
+            return optree.tree_unflatten(layout.spec, [found.get(i) for i in indices])
         root = {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
         runs = [self.runs[i] for i in sorted(root)]
         self.start(runs)

@@ -128,7 +128,10 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     index, running.layer_calls = running.layer_calls, running.layer_calls + 1
     inner = fn
     if running.layer_key is not None:
-        inner = _scoped(fn, random.fold_in(running.layer_key, index))
+        inner = _scoped(fn, running.layer_key, index)
+
+    if not running.around:
+        return _compute(inner, params, xs, kw)
 
     def call(*xs: Any, **kw: Any) -> Any:
         return _compute(inner, params, xs, kw)
@@ -136,7 +139,7 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
     if isinstance(params, Ref):
         info = params.told(info)
-    for transform in reversed(running.transforms):
+    for transform in running.around:
         call = transform.layer(call, info)
     return call(*xs, **kw)
 
@@ -148,11 +151,11 @@ def _compute(fn: Callable[..., Any], params: Tree, xs: tuple[Any, ...], kw: dict
     return fn(params, *xs, **kw)
 
 
-def _scoped(fn: Callable[..., Any], key: Tensor) -> Callable[..., Any]:
-    """``fn`` with torch's random functions deciding by ``key`` alone."""
+def _scoped(fn: Callable[..., Any], key: Tensor, index: int) -> Callable[..., Any]:
+    """``fn`` with torch's random functions deciding by a layer's key alone."""
 
     def call(*xs: Any, **kw: Any) -> Any:
-        with random.scope(key):
+        with random.scope.folded(key, index):
             return fn(*xs, **kw)
 
     return call

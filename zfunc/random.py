@@ -161,8 +161,11 @@ def fold_in(key: Key, data: int | Tensor) -> Tensor:
         data = int(number(data))
     elif not isinstance(data, int):
         raise PlacementError(f"fold_in takes an int or a 0-d integer tensor, not {data!r}.")
-    word = _signed(_mix(_mix(_word(key) ^ _FOLD) + _GOLDEN * data))
-    return _marked(torch.tensor(word, device="cpu"))
+    return _marked(torch.tensor(_signed(_folded(key, data)), device="cpu"))
+
+
+def _folded(key: Key, data: int) -> int:
+    return _mix(_mix(_word(key) ^ _FOLD) + _GOLDEN * data)
 
 
 # --- samplers ----------------------------------------------------------------------------------
@@ -354,6 +357,13 @@ class scope:
 
     def __init__(self, key: Key) -> None:
         self.seed = _signed(_word(key))
+
+    @classmethod
+    def folded(cls, key: Key, data: int) -> scope:
+        """``scope(fold_in(key, data))``, without a tensor on the way."""
+        made = cls.__new__(cls)
+        made.seed = _signed(_folded(key, data))
+        return made
 
     def __enter__(self) -> None:
         if not _thread.found:

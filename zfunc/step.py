@@ -77,6 +77,11 @@ class Transform:
     def name(self) -> str:
         return type(self).__name__.lower()
 
+    @property
+    def wraps_layers(self) -> bool:
+        """Whether ``layer`` does anything."""
+        return type(self).layer is not Transform.layer
+
     def beside(self, others: Sequence[Transform]) -> Transform:
         """This transform, given the others that the step is wrapped in.
 

@@ -22,7 +22,20 @@ from torch import Tensor
 
 from zfunc import norms
 from zfunc.errors import DonatedStateError, PlacementError
-from zfunc.nodes import NAMESPACE, Layers, Lazy, Placed, Tree, carry, register, spent
+from zfunc.nodes import (
+    NAMESPACE,
+    OPAQUE,
+    PLACED,
+    Layers,
+    Lazy,
+    Placed,
+    Tree,
+    any_spent,
+    carry,
+    leaves_in,
+    register,
+    spent,
+)
 from zfunc.squares import square_sum, square_sums
 
 __all__ = [
@@ -56,13 +69,9 @@ def _is_placed(node: Any) -> bool:
     return isinstance(node, Placed)
 
 
-def _is_opaque(node: Any) -> bool:
-    return isinstance(node, Placed | Lazy)
-
-
 def dotted(*parts: Any) -> str:
     """The path of a leaf from its entries; empty ones are dropped."""
-    return ".".join(str(part) for part in parts if str(part) != "")
+    return ".".join([text for part in parts if (text := str(part))])
 
 
 def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
@@ -73,17 +82,22 @@ def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
 
 def _items(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and structure alone: paths cost more than both."""
-    items, spec = optree.tree_flatten(
-        tree, is_leaf=_is_opaque, none_is_leaf=True, namespace=NAMESPACE
-    )
-    if any(isinstance(item, Lazy) for item in items):
+    items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    others = [item for item in items if not isinstance(item, Tensor)]
+    if any(isinstance(item, Lazy) for item in others):
         forced = [item.force() if isinstance(item, Lazy) else item for item in items]
         return _items(optree.tree_unflatten(spec, forced))
+    placed = any(isinstance(item, Placed) for item in others)
+    if placed or any_spent(items):
+        _check_each(items, spec)
+    return items, spec
+
+
+def _check_each(items: list[Any], spec: optree.PyTreeSpec) -> None:
     for i, item in enumerate(items):
         for x in item.held() if isinstance(item, Placed) else (item,):
             if x is not None and spent(x):
                 raise DonatedStateError(x.__dict__.get("_zfunc_story") or gone(_names(spec)[i]))
-    return items, spec
 
 
 def _names(spec: optree.PyTreeSpec) -> list[str]:
@@ -100,7 +114,7 @@ def gone(path: str) -> str:
 
 def check_alive(tree: Tree) -> None:
     """Raise ``DonatedStateError`` if a leaf's memory belongs to a later state."""
-    if any(spent(x) for x in leaves(tree)):
+    if any_spent(leaves(tree)):
         _flatten(tree)
 
 
@@ -242,7 +256,7 @@ def _merged(x: Any, y: Any) -> Any:
 def leaves(tree: Tree) -> list[Any]:
     """The tensors a tree holds: leaves of plain parts, local buffers of placed ones."""
     forced = tree.force() if isinstance(tree, Lazy) else tree
-    return optree.tree_leaves(forced, namespace=NAMESPACE)
+    return leaves_in(forced)
 
 
 def paths(tree: Tree) -> list[str]:
@@ -288,7 +302,7 @@ def full(tree: Tree) -> Tree:
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     check_alive(tree)
-    nodes, spec = optree.tree_flatten(tree, is_leaf=_is_placed, namespace=NAMESPACE)
+    nodes, spec = optree.tree_flatten(tree, namespace=PLACED)
     plain, kinds = _by_kind(nodes)
     out: list[Any] = list(nodes)
     for i in plain:

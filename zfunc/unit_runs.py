@@ -45,11 +45,8 @@ class UnitRun:
         self.open = 0
         self.touched = False
         self.partial: list[Tensor | None] | None = None
-        layout = source.layout
-        self.slots = [slot for i in self.info.flats for slot in layout.by_flat[i]]
-        self.live = [
-            source.differentiated and layout.flats[slot.flat].trainable for slot in self.slots
-        ]
+        self.leaf_indices, live = source.layout.leaves_of_unit(index)
+        self.live = live if source.differentiated else (False,) * len(live)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -111,23 +108,23 @@ class UnitRun:
             self.tracked = tracked
             if tracked:
                 self.open += 1
-                outs = iter(
-                    _Enter.apply(
-                        self.owner.tick,
-                        self,
-                        [v for v, on in zip(views, self.live, strict=True) if on],
-                    )
-                )
-                views = [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
-            self.entered = {slot.index: v for slot, v in zip(self.slots, views, strict=True)}
+                views = self._tracked(views)
+            self.entered = dict(zip(self.leaf_indices, views, strict=True))
         return self.entered
+
+    def _tracked(self, views: list[Tensor]) -> list[Tensor]:
+        if all(self.live):
+            return list(_Enter.apply(self.owner.tick, self, views))
+        pairs = zip(views, self.live, strict=True)
+        outs = iter(_Enter.apply(self.owner.tick, self, [v for v, on in pairs if on]))
+        return [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
 
     def _stand_ins(self, views: list[Tensor]) -> dict[int, Tensor]:
         """Leaves for a second forward pass, whose graph goes nowhere: the first one's has the
         gradients."""
         pairs = zip(views, self.live, strict=True)
         leaves = [v.detach().requires_grad_() if on else v for v, on in pairs]
-        return {slot.index: v for slot, v in zip(self.slots, leaves, strict=True)}
+        return dict(zip(self.leaf_indices, leaves, strict=True))
 
     def _check_eager(self) -> None:
         if torch._C._functorch.maybe_current_level() is not None:
@@ -138,11 +135,12 @@ class UnitRun:
             )
 
     def _views(self, values: list[Tensor]) -> list[Tensor]:
-        layout, out = self.source.layout, []
         if not self.source.flat:
             return [x.detach() for x in values]
+        layout = self.source.layout
+        out: list[Tensor] = []
         for i, full in zip(self.info.flats, values, strict=True):
-            out.extend(layout.views(i, full.detach()))
+            out.extend(x.detach() for x in layout.views(i, full.detach()))
         return out
 
     def release(self) -> None:
@@ -177,16 +175,15 @@ class UnitRun:
     def send(self) -> None:
         """Hand the unit's full gradient to the ``leave`` seams."""
         layout = self.source.layout
-        trainable = [slot.index for slot, on in zip(self.slots, self.live, strict=True) if on]
         if self.partial is None:
             if self.key not in self.owner.waiting:
                 return
-            self.partial = [None] * len(trainable)
-        grads = dict(zip(trainable, self.partial, strict=True))
-        self.partial = None
+            self.partial = [None] * sum(self.live)
+        grads, self.partial = self.partial, None
         flats = []
         for i in self.info.trainable:
-            row = [grads.pop(slot.index) for slot in layout.by_flat[i]]
+            count = len(layout.by_flat[i])
+            row, grads = grads[:count], grads[count:]
             flats.append(layout.pack(i, row, pool().take))
             del row
         value: Pending = Ready(flats)
@@ -234,7 +231,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(tick: Tensor, run: UnitRun, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(leaf.detach() for leaf in leaves)
+        return tuple(leaves)  # new tensors, which nobody else has
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

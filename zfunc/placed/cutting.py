@@ -56,14 +56,15 @@ def _groups(
     def stack(layer: Layer) -> str:
         return layer.name.rpartition(".")[0]
 
-    def weight(some: Sequence[Layer]) -> int:
-        return sum(sum(sizes[layer.start : layer.stop]) for layer in some)
-
+    filled = 0
     for layer in layers:
-        fits = merge and weight([*run, layer]) <= small
+        weight = sum(sizes[layer.start : layer.stop])
+        fits = merge and filled + weight <= small
         if run and not (fits and stack(run[0]) == stack(layer)):
             flush()
+            filled = 0
         run.append(layer)
+        filled += weight
     flush()
     for name, leaves in spans:
         # The root's leaves (embedding, head) have little to do with each other in time.
@@ -76,10 +77,13 @@ def _split(
 ) -> list[tuple[str, list[int]]]:
     """Cut a huge group between leaves, so that no part but a single leaf exceeds the limit."""
     parts: list[list[int]] = [[]]
+    filled = 0
     for i in leaves:
-        if parts[-1] and sum(sizes[j] for j in parts[-1]) + sizes[i] > unit_bytes:
+        if parts[-1] and filled + sizes[i] > unit_bytes:
             parts.append([])
+            filled = 0
         parts[-1].append(i)
+        filled += sizes[i]
     label = name or "root"
     if len(parts) == 1:
         return [(label, parts[0])]

@@ -36,6 +36,9 @@ from zfunc.worlds.axes import Mesh
 __all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "aligned", "find_layers"]
 
 ALIGN = 64
+SMALL = 1 << 20  # bytes of a flat that are zeroed sooner than its gaps one by one
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and start of a leaf in its flat: what a view of it takes."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,29 @@ class Layout:
         return tuple(tuple(sorted(row, key=lambda slot: slot.start)) for row in rows)
 
     @cached_property
+    def places(self) -> tuple[tuple[Place, ...], ...]:
+        """For each flat the places of its slots, in the order of ``by_flat``."""
+        return tuple(
+            tuple((slot.shape, _strides(slot.shape), slot.start) for slot in row)
+            for row in self.by_flat
+        )
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each flat the padding, ``(start, stop)``."""
+        rows = []
+        for spec, row in zip(self.flats, self.by_flat, strict=True):
+            starts = [*(slot.start for slot in row), spec.length]
+            stops = [0, *(slot.start + slot.numel for slot in row)]
+            rows.append(tuple((a, b) for a, b in zip(stops, starts, strict=True) if a < b))
+        return tuple(rows)
+
+    @cached_property
+    def homes(self) -> tuple[tuple[Layout, int], ...]:
+        """What a plain leaf of a tree that lies so remembers of it, by leaf index."""
+        return tuple((self, i) for i in range(len(self.slots)))
+
+    @cached_property
     def unit_of_flat(self) -> tuple[int, ...]:
         owner = {flat: i for i, unit in enumerate(self.units) for flat in unit.flats}
         return tuple(owner[i] for i in range(len(self.flats)))
@@ -160,6 +186,15 @@ class Layout:
             for k, parent in enumerate(parents)
         )
 
+    def leaves_of_unit(self, unit: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Indices of a unit's leaves, flat by flat, and which of them are trainable."""
+        key = ("leaves of unit", unit)
+        if key not in self._memo:
+            slots = [slot for i in self.units[unit].flats for slot in self.by_flat[i]]
+            trainable = tuple(self.flats[slot.flat].trainable for slot in slots)
+            self._memo[key] = (tuple(slot.index for slot in slots), trainable)
+        return self._memo[key]
+
     def segments(self, flat: int, rank: int) -> list[tuple[Slot, int, int, int]]:
         """This rank's pieces of a flat's leaves: ``(slot, start, stop, offset)``.
 
@@ -178,13 +213,17 @@ class Layout:
 
     def views(self, flat: int, full: Tensor) -> list[Tensor]:
         """Zero-copy leaves of a full flat, in the order of ``by_flat``."""
-        parts = [
-            full.narrow(0, slot.start, slot.numel).view(slot.shape) for slot in self.by_flat[flat]
-        ]
+        parts = self._parts(flat, full)
+        if all(slot.code is None for slot in self.by_flat[flat]):
+            return parts
         return [
             part if slot.code is None else slot.code.read(part)
             for slot, part in zip(self.by_flat[flat], parts, strict=True)
         ]
+
+    def _parts(self, flat: int, full: Tensor) -> list[Tensor]:
+        strided, at = full.as_strided, full.storage_offset()
+        return [strided(shape, stride, at + start) for shape, stride, start in self.places[flat]]
 
     def pack(
         self,
@@ -204,17 +243,19 @@ class Layout:
         if alone and some is not None and some.is_contiguous() and some.numel() == spec.length:
             return some.detach().view(-1)
         full = (take or empty)(spec.length, dtype, device)
-        end = 0
-        for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
-            if slot.start > end:
-                full[end : slot.start].zero_()
-            end = slot.start + slot.numel
-            target = full.narrow(0, slot.start, slot.numel)
-            if leaf is None:
-                target.zero_()
-            else:
-                target.view(slot.shape).copy_(leaf)
-        full[end:].zero_()
+        targets = self._parts(flat, full)
+        lacking = any(leaf is None for leaf in leaves)
+        if full.nbytes <= SMALL:
+            full.zero_()
+        else:
+            for start, stop in self.gaps[flat]:
+                full[start:stop].zero_()
+            for target, leaf in zip(targets, leaves, strict=True) if lacking else ():
+                if leaf is None:
+                    target.zero_()
+        pairs = [(t, x) for t, x in zip(targets, leaves, strict=True) if x is not None]
+        if pairs:
+            torch._foreach_copy_([t for t, _ in pairs], [x for _, x in pairs])
         return full
 
     def cut(self, flat: int, leaves: Sequence[Tensor], rank: int, copy: bool = False) -> Tensor:
@@ -229,8 +270,14 @@ class Layout:
             return base.narrow(0, low, high - low)
         local = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
         by_index = {s.index: x for s, x in zip(self.by_flat[flat], leaves, strict=True)}
+        targets, sources = [], []
         for slot, a, b, offset in self.segments(flat, rank):
-            local[a:b] = by_index[slot.index].reshape(-1)[offset : offset + b - a]
+            x, target = by_index[slot.index], local.as_strided((b - a,), (1,), a)
+            whole = b - a == slot.numel
+            targets.append(target.view(slot.shape) if whole else target)
+            sources.append(x if whole else x.reshape(-1)[offset : offset + b - a])
+        if targets:
+            torch._foreach_copy_(targets, sources)
         return local
 
     def buffer_under(self, flat: int, leaves: Sequence[Tensor]) -> Tensor | None:
@@ -328,6 +375,15 @@ class Layout:
         return sum(
             (b - a) * flat.dtype.itemsize for flat in self.flats for a, b in [flat.bounds(rank)]
         )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor.
+
+    >>> _strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def aligned(numel: int) -> int:

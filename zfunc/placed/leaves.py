@@ -38,7 +38,7 @@ def is_frozen(leaf: Any) -> bool:
 
 def settle_home(leaf: Tensor, layout: Layout, index: int) -> Tensor:
     """Remember in which layout a plain leaf of a placed state lies (ZeRO 0 to 2)."""
-    leaf.__dict__["_zfunc_home"] = (layout, index)
+    leaf.__dict__["_zfunc_home"] = layout.homes[index]
     return leaf
 
 

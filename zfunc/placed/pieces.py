@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfunc.context import spend
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Encoded, Placed, Tree
+from zfunc.nodes import PLACED, Encoded, Placed, Tree, leaves_in
 from zfunc.placed.layout import Layout, Slot
 from zfunc.tree import paths
 
@@ -63,7 +63,7 @@ def cut_flats(
 def _cut_flat(
     layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
 ) -> Tensor:
-    leaves = [torch.as_tensor(x) for x in leaves]
+    leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
     for slot, x in zip(slots, leaves, strict=True):
         if x.ndim and tuple(x.shape) != slot.shape:
             raise PlacementError(
@@ -109,12 +109,7 @@ def assemble_all(layout: Layout, pieces: dict[int, Tensor], rank: int) -> list[T
 
 
 def _holds_parts(tree: Tree) -> bool:
-    nodes = optree.tree_leaves(tree, is_leaf=_is_placed, namespace=NAMESPACE)
-    return any(isinstance(node, Placed) for node in nodes)
-
-
-def _is_placed(node: Any) -> bool:
-    return isinstance(node, Placed)
+    return any(isinstance(node, Placed) for node in leaves_in(tree, PLACED))
 
 
 def pieces_of_parts(layout: Layout, tree: Tree, rank: int) -> dict[int, Tensor]:
@@ -125,9 +120,7 @@ def pieces_of_parts(layout: Layout, tree: Tree, rank: int) -> dict[int, Tensor]:
     """
     pieces: dict[int, Tensor] = {}
     at = 0
-    for node in optree.tree_leaves(
-        tree, is_leaf=_is_placed, none_is_leaf=True, namespace=NAMESPACE
-    ):
+    for node in optree.tree_leaves(tree, none_is_leaf=True, namespace=PLACED):
         if isinstance(node, Placed):
             pieces.update({at + i: piece for i, piece in node.pieces().items()})
             at += node.num_leaves

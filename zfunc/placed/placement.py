@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import optree
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Lazy, Placed, Tree
+from zfunc.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in
 from zfunc.placed.layout import Layout, Slot, Unit, find_layers
 from zfunc.placed.leaves import freeze, home_of, is_frozen, mark_placed, settle_home
 from zfunc.placed.pieces import assemble_all, leaves_of, pieces_of_parts
@@ -175,26 +177,36 @@ def packed(layout: Layout, node: Tree) -> Tree:
 
 def marked(params: Tree) -> Tree:
     """Params of a placed state, the plain leaves among them marked as such."""
-    for leaf in optree.tree_leaves(
-        params, is_leaf=lambda x: isinstance(x, Lazy), namespace=NAMESPACE
-    ):
-        if isinstance(leaf, Tensor):
-            mark_placed(leaf)
+    for node in leaves_in(params, OPAQUE):
+        for leaf in leaves_in(node) if isinstance(node, Placed) else (node,):
+            if isinstance(leaf, Tensor):
+                mark_placed(leaf)
     return params
 
 
 def placed_nodes(node: Any) -> list[Placed]:
     """All placed nodes in a tree, those aside that a lazy one hides."""
-    nodes = optree.tree_leaves(
-        node, is_leaf=lambda x: isinstance(x, Placed | Lazy), namespace=NAMESPACE
+    return [x for x in leaves_in(node, OPAQUE) if isinstance(x, Placed)]
+
+
+def _lies_as(layout: Layout, params: Tree) -> bool:
+    """Whether a plain tree is the one that the layout is of, its leaves where that says."""
+    try:
+        leaves = layout.spec.flatten_up_to(params)
+    except (ValueError, TypeError):
+        return False
+    return all(
+        x is None or home_of(x) is home for x, home in zip(leaves, layout.homes, strict=True)
     )
-    return [x for x in nodes if isinstance(x, Placed)]
 
 
 def layout_for(
     params: Tree, size: int, memo: dict[Any, Layout], make: Callable[[Tree], Layout]
 ) -> Layout:
     """The layout of a plain params tree: where its leaves live, or a new one."""
+    first = next((home for leaf in leaves_in(params) if (home := home_of(leaf))), (None, 0))[0]
+    if first is not None and first.world == size and _lies_as(first, params):
+        return first
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
     homes = [(i, home_of(leaf)) for i, leaf in enumerate(leaves) if leaf is not None]
     if homes and all(home and home[0].world == size for _, home in homes):
@@ -207,6 +219,7 @@ def layout_for(
     return memo[key]
 
 
+SMALL = 1 << 12  # elements of a leaf that is looked at together with others
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -217,16 +230,23 @@ def check_same(group: Group, name: str, params: Tree) -> None:
     that each rank's part fits those of the others.
     """
     keys, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
-    rows = [
-        (dotted(*k) or name, x) for k, x in zip(keys, leaves, strict=True) if torch.is_tensor(x)
-    ]
+    rows = [(k, x) for k, x in zip(keys, leaves, strict=True) if torch.is_tensor(x)]
     if group.size == 1 or any(x.is_meta for _, x in rows):
         return
-    mine = [(path, tuple(x.shape), str(x.dtype), _bits(x)) for path, x in rows]
+    bits = _bits([x for _, x in rows])
+    facts = zip(rows, bits, strict=True)
+    mine = [(key, tuple(x.shape), str(x.dtype), n) for (key, x), n in facts]
+    digest = hashlib.sha256(repr(mine).encode()).digest()
+    if len(set(group.exchange(digest, label="same params"))) == 1:
+        return
     for rank, theirs in enumerate(group.exchange(mine, label="same params")):
         if theirs != mine:
             a, b = next(
-                ((x, y) for x, y in zip(mine, theirs, strict=False) if x != y),
+                (
+                    ((dotted(*x[0]) or name, *x[1:]), (dotted(*y[0]) or name, *y[1:]))
+                    for x, y in zip(mine, theirs, strict=False)
+                    if x != y
+                ),
                 (("number of leaves", len(mine)), ("number of leaves", len(theirs))),
             )
             if a[0] != b[0]:
@@ -242,9 +262,28 @@ def check_same(group: Group, name: str, params: Tree) -> None:
             )
 
 
-def _bits(leaf: Tensor) -> int:
-    words = leaf.detach().contiguous().view(_WORDS[leaf.element_size()])
-    return int(words.sum(dtype=torch.int64))
+def _bits(leaves: Sequence[Tensor]) -> list[int]:
+    """The sum of each leaf's bits, modulo 2**64; small leaves are added up together."""
+    together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    out = [0] * len(leaves)
+    for i, leaf in enumerate(leaves):
+        if leaf.numel() <= SMALL:
+            together.setdefault((leaf.dtype, leaf.device), []).append(i)
+        else:
+            out[i] = int(_words(leaf.contiguous()).sum(dtype=torch.int64))
+    for some in together.values():
+        words = _words(torch._C._nn.flatten_dense_tensors([leaves[i].detach() for i in some]))
+        sums = torch.cat(
+            [words.new_zeros(1, dtype=torch.int64), words.cumsum(0, dtype=torch.int64)]
+        )
+        ends = torch.tensor([0, *accumulate(leaves[i].numel() for i in some)])
+        for i, total in zip(some, sums[ends.to(sums.device)].diff().tolist(), strict=True):
+            out[i] = total
+    return out
+
+
+def _words(x: Tensor) -> Tensor:
+    return x.detach().view(-1).view(_WORDS[x.element_size()])
 
 
 def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:

@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.nodes import PLACED, Placed, Tree, leaves_in
 from zfunc.tree import align, first_placed
 
 __all__ = ["by_unit", "streams"]
@@ -18,9 +18,7 @@ def streams(*trees: Tree) -> bool:
     return any(
         isinstance(node, Placed) and node.streams
         for one in trees
-        for node in optree.tree_leaves(
-            one, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
-        )
+        for node in leaves_in(one, PLACED)
     )
 
 

@@ -1,0 +1,268 @@
+"""What a steady step does besides its arithmetic, counted: operators, walks, references, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zfunc as zf
+from zfunc import nodes, passes, random
+from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, leaves_in
+from zfunc.placed import layout as layouts
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.placement import _bits
+
+TX = zf.optim.sgd(0.1)
+
+
+class Operators(TorchDispatchMode):
+    """Counts every operator, in backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def module(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(layers)]
+    return nn.Sequential(*blocks)
+
+
+def differentiating(functional: Any) -> Callable[..., Any]:
+    """A hand-written step that differentiates and leaves the state as it is."""
+    differentiate = zf.value_and_grad(lambda p, x: functional.apply(p, x).square().mean())
+
+    def step(state: Any, batch: Tensor) -> Any:
+        loss, grads = differentiate(state.params, batch)
+        return state, {"loss": loss, "grads": grads}
+
+    return step
+
+
+def running(layers: int, stage: int, *wraps: Any, **how: Any) -> tuple[Any, Any]:
+    functional = zf.functionalize(module(layers))
+    step = zf.shard(differentiating(functional), stage=stage, **how)
+    for wrap in wraps:
+        step = wrap(step)
+    return step, step.place(zf.TrainState.create(functional.params, TX))
+
+
+def operators(call: Callable[[], Any]) -> Counter[str]:
+    with Operators() as seen:
+        call()
+    return seen.counts
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_leaf_costs_a_view_on_its_way_in_and_one_on_its_way_out(stage: int) -> None:
+    x = torch.ones(2, 4)
+
+    def count(layers: int) -> int:
+        step, state = running(layers, stage)
+        for _ in range(2):
+            step(state, x)
+        plain = zf.functionalize(module(layers))
+        base = operators(lambda: differentiating(plain)(zf.TrainState.create(plain.params, TX), x))
+        return operators(lambda: step(state, x)).total() - base.total()
+
+    more = count(12) - count(4)  # 8 layers of 4 leaves
+    assert more <= 2.0 * 8 * 4, more
+
+
+def test_gradients_of_a_unit_are_packed_by_one_operator() -> None:
+    step, state = running(6, 0)
+    seen = operators(lambda: step(state, torch.ones(2, 4)))
+    assert seen["_foreach_copy_"] == 1 and seen["copy_"] == 0, seen
+
+
+def test_a_steady_step_walks_along_structures_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = running(6, 0)
+    for _ in range(2):
+        step(state, torch.ones(2, 4))
+    walked: list[int] = []
+    flatten = optree.tree_flatten
+
+    def counted(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = flatten(tree, *args, **kwargs)
+        walked.append(len(leaves))
+        return leaves, spec
+
+    monkeypatch.setattr(nodes.optree, "tree_flatten", counted)
+    step(state, torch.ones(2, 4))
+    assert not [n for n in walked if n >= 24], walked
+
+
+@pytest.mark.parametrize(
+    ("stage", "wraps", "direct"),
+    [(0, (), True), (2, (), True), (3, (), False), (0, (zf.remat,), False)],
+)
+def test_layers_need_references_only_where_something_is_done_to_them(
+    stage: int, wraps: tuple[Any, ...], direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    call = passes.LayerRef.call
+
+    def counted(self: passes.LayerRef, *args: Any) -> Any:
+        calls.append(self)
+        return call(self, *args)
+
+    monkeypatch.setattr(passes.LayerRef, "call", counted)
+    step, state = running(5, stage, *wraps)
+    step(state, torch.ones(2, 4))
+    assert bool(calls) != direct
+
+
+def test_gradients_are_the_same_with_references_and_without() -> None:
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    functional = zf.functionalize(module(5))
+    plain = zf.TrainState.create(functional.params, TX)
+    want = differentiating(functional)(plain, x)[1]
+    for stage in (0, 1, 2):
+        step, state = running(5, stage)
+        got = zf.full(step(state, x)[1])
+        assert torch.equal(got["loss"], want["loss"])
+        pairs = zip(zf.tree.leaves(got["grads"]), zf.tree.leaves(want["grads"]), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+# --- leaves of a tree ---
+
+
+def test_leaves_of_a_known_structure_are_those_of_this_tree() -> None:
+    trees: list[Any] = [
+        {"a": torch.ones(1), "b": {"c": torch.zeros(2)}},
+        {"a": torch.ones(1), "b": {"c": {"d": torch.zeros(2), "e": 3}}},  # a subtree for a leaf
+        {"a": torch.ones(1), "b": {"c": None}},
+        {"a": None, "b": {"c": torch.zeros(2)}},
+        {"b": {"c": torch.zeros(2)}, "a": 5},
+        {"a": torch.ones(1), "b": {"x": torch.zeros(2)}},
+        {"a": torch.ones(1), "b": [torch.zeros(2)]},
+        {"a": Layers([{"w": torch.ones(1)}]), "b": {"c": torch.zeros(2)}},
+        {},
+        torch.ones(3),
+        None,
+        (torch.ones(1), [2.0, None]),
+    ]
+    for _ in range(2):
+        for tree in trees:
+            for namespace in (NAMESPACE, PLACED, OPAQUE):
+                want = optree.tree_leaves(tree, namespace=namespace)
+                got = leaves_in(tree, namespace)
+                assert len(got) == len(want)
+                assert all(a is b for a, b in zip(got, want, strict=True))
+
+
+def test_placed_nodes_are_leaves_where_nobody_looks_into_them() -> None:
+    step, state = running(3, 3)
+    assert [type(x).__name__ for x in leaves_in(state.params, PLACED)] == ["Sharded"]
+    assert all(isinstance(x, Tensor) for x in leaves_in(state.params))
+    moved = zf.optim.Moved(state.params, state.params, lambda: state.params)
+    assert leaves_in({"m": moved}, OPAQUE) == [moved]
+    assert [type(x).__name__ for x in leaves_in({"m": moved}, PLACED)] == ["Sharded"]
+
+
+# --- layouts ---
+
+
+class Counted(list[int]):
+    """Sizes that count how often one is read."""
+
+    reads = 0
+
+    def __getitem__(self, i: Any) -> Any:
+        type(self).reads += 1
+        return super().__getitem__(i)
+
+
+def test_cutting_reads_the_size_of_each_leaf_a_few_times() -> None:
+    from zfunc.placed.cutting import _groups
+    from zfunc.placed.layout import find_layers
+
+    n = 500
+    for tree in ({str(i): torch.ones(1) for i in range(n)}, Layers([torch.ones(1)] * n)):
+        _, layers = find_layers(tree)
+        root = [] if layers else list(range(n))
+        Counted.reads = 0
+        groups = _groups(layers, root, Counted([4] * n), 1 << 26, True)
+        assert len(groups) == 1 and len(groups[0][1]) == n
+        assert Counted.reads <= 4 * n
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+@pytest.mark.parametrize("lacking", [(), (1,), (0, 2)])
+def test_a_packed_flat_holds_its_leaves_and_zeros(
+    small: int, lacking: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "SMALL", small)
+    shapes = [(3, 5), (64,), (), (0, 2), (7, 1, 2)]
+    tree = [torch.randn(5, 3).t(), *(torch.randn(shape) for shape in shapes[1:])]
+    layout = make_layout(tree)
+    leaves = [None if i in lacking else x for i, x in enumerate(tree)]
+
+    def dirty(n: int, dtype: torch.dtype, device: Any) -> Tensor:
+        return torch.full((n,), 9.0, dtype=dtype)
+
+    full = layout.pack(0, leaves, dirty)
+    want = torch.zeros(layout.flats[0].length)
+    for slot, leaf in zip(layout.by_flat[0], leaves, strict=True):
+        if leaf is not None:
+            want[slot.start : slot.start + slot.numel] = leaf.reshape(-1)
+    assert torch.equal(full, want)
+    for view, leaf in zip(layout.views(0, full), leaves, strict=True):
+        assert leaf is None or torch.equal(view, leaf)
+
+
+def test_bits_of_leaves_are_added_up_exactly() -> None:
+    torch.manual_seed(0)
+    leaves = [
+        torch.randn(3, 5),
+        torch.randn(5, 3).t(),
+        torch.randn(()),
+        torch.randn(0),
+        torch.randn(5000),
+        torch.randn(7, dtype=torch.float64),
+        torch.randn(9).bfloat16(),
+        torch.tensor([1, -2]),
+        torch.tensor([True, False]),
+    ]
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    want = [
+        int(x.contiguous().view(-1).view(kinds[x.element_size()]).sum(dtype=torch.int64))
+        for x in leaves
+    ]
+    assert _bits(leaves) == want
+
+
+def test_ranks_that_start_alike_send_one_digest_each() -> None:
+    params = {str(i): torch.ones(3) for i in range(300)}
+
+    def run() -> int:
+        step = zf.shard(zf.train_step(lambda p, x: x * p["0"].sum(), TX), stage=3)
+        with zf.comm.ledger() as led:
+            step.place(zf.TrainState.create(params, TX))
+        return led.payload_bytes
+
+    assert max(zf.simulate(2)(run)()) < 2000
+
+
+def test_a_layers_stream_is_that_of_its_key() -> None:
+    key = random.key(3)
+    for i in (0, 5):
+        with random.scope(random.fold_in(key, i)):
+            want = torch.rand(4)
+        with random.scope.folded(key, i):
+            assert torch.equal(torch.rand(4), want)
