@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("tests.gpu.cuda")
 
+import zfunc as zf
 from tests.gpu.ranks import launch
 from tests.gpu.training import Model, Trained, on_one_gpu, trained
-
-import zfunc as zf
 from zfunc import optim, tree
 from zfunc.optim import DynamicScale
 
