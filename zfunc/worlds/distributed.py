@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zfunc.errors import DeviceError
 from zfunc.worlds import devices, world
