@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def test_everybody_hears_who_parted(tmp_path: Path) -> None:
             ranks.barrier()
         except DesyncError as error:
             (tmp_path / str(ranks.rank)).write_text(str(error))
+            # Rank 3 is told by the end of others, after which `launch` waits 3 s for it.
+            deadline = time.monotonic() + 40
+            while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+                time.sleep(0.05)
             raise
 
     with pytest.raises(DesyncError):
