@@ -404,7 +404,7 @@ def _context(place: Place, timeout: timedelta) -> Any:
             "this torch was built without gloo, which zfunc needs between ranks, for NCCL's "
             "headers too: install a build of torch that has it"
         )
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
