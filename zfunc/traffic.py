@@ -1,7 +1,8 @@
 """What a step sends, computed from its layouts: the figures of ``step.describe()``.
 
 Per rank, with N ranks and a flat of n elements: an all-gather sends this rank's part to
-N - 1 peers, a reduce-scatter sends each peer its part, and an all-reduce is both.
+N - 1 peers, a reduce-scatter sends each peer its part, and an all-reduce is both. In a large
+group the way is another one, and the bytes nearly the same (see ``zfunc.worlds.routes``).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import TypeVar
 
 import torch
 
-from zfunc.comm import all_reduce_bytes
 from zfunc.placed.layout import Layout
 from zfunc.rounds import in_rounds
+from zfunc.worlds.routes import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 
 __all__ = ["PURPOSES", "Traffic", "gathered", "is_soon", "joined", "reduced"]
 
@@ -98,8 +99,8 @@ def joined(traffic: Traffic, layout: Layout, rank: int) -> None:
 def _gather(traffic: Traffic, purpose: str, layout: Layout, flat: int, rank: int) -> None:
     spec = layout.flats[flat]
     if not spec.whole and layout.by_flat[flat]:
-        low, high = spec.bounds(rank)
-        traffic.add(purpose, (high - low) * spec.dtype.itemsize * (layout.world - 1))
+        sent = all_gather_bytes(spec.cuts, spec.dtype.itemsize, rank, layout.world)
+        traffic.add(purpose, sent)
 
 
 def reduced(
@@ -118,13 +119,14 @@ def reduced(
                 continue
             size = (dtype or spec.dtype).itemsize
             if cut and not spec.whole:
-                low, high = spec.bounds(rank)
-                traffic.add("reduce gradients", (spec.length - (high - low)) * size)
+                sent = reduce_scatter_bytes(spec.cuts, size, rank, layout.world)
+                traffic.add("reduce gradients", sent)
             elif in_rounds(spec, torch.get_default_device()):
                 low, high = spec.bounds(rank)
                 own = (high - low) * size
                 traffic.add("reduce gradients", spec.length * size - own)
-                traffic.add("reduce gradients", own * (layout.world - 1))
+                sent = all_gather_bytes(spec.cuts, size, rank, layout.world)
+                traffic.add("reduce gradients", sent)
             else:
                 nbytes = all_reduce_bytes(spec.length, size, rank, layout.world)
                 traffic.add("reduce gradients", nbytes)

@@ -2,5 +2,6 @@
 
 In the order of reading: ``world`` (who am I, how many are we), ``axes`` (the named mesh),
 ``transport`` (what a backend provides), ``accounting`` (what was sent), ``simulation``,
-``distributed``, ``launching``; ``gloo`` with ``wires``, and ``nccl``, are the backends.
+``devices``, ``distributed``, ``launching``; ``gloo`` with ``wires``, ``routes`` and ``halving``,
+and ``nccl``, are the backends.
 """

@@ -1,8 +1,8 @@
 """Named axes over the ranks: ``data``, ``tensor``, ``pipe``.
 
 A :class:`Mesh` is a value: names and sizes, nothing more. Its groups belong to the world, which
-caches them; in a distributed world they are those of a ``torch.distributed`` ``DeviceMesh`` with
-the same names, so that other libraries can share them.
+caches them; in a distributed world they are zfunc's own, beside the process groups of the user
+(``zfunc.worlds.distributed``).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def mesh(data: int = -1, tensor: int = 1, pipe: int = 1) -> Mesh:
 def group(on: Mesh | None, axis: str | tuple[str, ...]) -> Group:
     """The ranks along ``axis`` of a mesh, in the current world; cached there.
 
-    In a distributed world the first call for an axis is a collective: every rank makes it.
+    In a distributed world the first call is one that every rank makes: they agree on devices.
 
     Args:
         on: a mesh over the world; ``None`` is the whole world on one axis, ``"data"``.

@@ -163,7 +163,12 @@ class Ballot:
 
 
 def agree(
-    store: Store, rank: int, size: int, wanted: str | None, set_by_user: torch.device | None
+    store: Store,
+    rank: int,
+    size: int,
+    wanted: str | None,
+    bound: torch.device | None = None,
+    current: torch.device | None = None,
 ) -> torch.device:
     """This rank's device, once all ranks have found one of the same kind; a collective.
 
@@ -172,7 +177,9 @@ def agree(
         rank: this rank.
         size: the number of ranks.
         wanted: what was asked for.
-        set_by_user: the device that the user's own process group is bound to, or made current.
+        bound: the device that the user's own process group is bound to.
+        current: the one that is current beside such a group; taken if no two ranks have the same,
+            for the first is current where nobody has chosen.
 
     Raises:
         DeviceError: on some rank there is no device to choose; the same error on all.
@@ -181,9 +188,13 @@ def agree(
     ballot, host = Ballot(store, rank, size), _host()
     where = f"rank {rank} on host {socket.gethostname()}"
     given = local_rank()
+    if current is not None:
+        ballot.store.add(f"current/{_identity(host, current)}", 1)
     index = ballot.index_on_host(host)
-    if set_by_user is not None and wanted in (None, "cuda"):
-        found: torch.device | str = set_by_user
+    if current is not None and ballot.store.add(f"current/{_identity(host, current)}", 0) == 1:
+        bound = bound or current
+    if bound is not None and wanted in (None, "cuda"):
+        found: torch.device | str = bound
     else:
         count = torch.cuda.device_count() if wanted != "cpu" else 0
         found = choose(wanted, count, index if given is None else given)

@@ -54,7 +54,7 @@ class DistributedWorld(world.World):
         if self._device is not None:
             return self._device
         if self._accelerated and devices.asked(self.asked) != "cpu":
-            return self._users() or torch.device("cuda", torch.cuda.current_device())
+            return self._bound() or torch.device("cuda", torch.cuda.current_device())
         return devices.CPU
 
     def ask(self, device: str) -> None:
@@ -104,19 +104,20 @@ class DistributedWorld(world.World):
                     'dist.init_process_group("nccl"), or leave that to zf.init()'
                 )
             return devices.CPU
-        store = PrefixStore("devices", self._store())
-        device = devices.agree(store, self.rank, self.size, wanted, self._users())
+        store, bound, current = PrefixStore("devices", self._store()), self._bound(), None
+        if bound is None and torch.cuda.device_count() > 0 and wanted != "cpu":
+            current = torch.device("cuda", torch.cuda.current_device())
+        device = devices.agree(store, self.rank, self.size, wanted, bound, current)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return device
 
-    def _users(self) -> torch.device | None:
-        """The GPU that the user has bound to the process group or made current."""
+    def _bound(self) -> torch.device | None:
+        """The GPU that the user has bound to the process group."""
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
-        if bound is not None and bound.type == "cuda":
-            return torch.device("cuda", bound.index or 0)
-        current = torch.cuda.current_device()
-        return torch.device("cuda", current) if current > 0 else None  # 0 is also nobody's choice
+        if bound is None or bound.type != "cuda":
+            return None
+        return torch.device("cuda", bound.index or 0)
 
     def _store(self) -> Store:
         """A part of the process group's store that no world before this one has written to."""

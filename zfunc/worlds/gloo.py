@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -142,18 +141,14 @@ class PointToPoint:
         self._all = range(self.size)
         self._first = 1 if self.rank == 0 else 0  # the first peer in rank order
         self.scratch = Scratch()
-        self._wires = Wires(self.rank, self._publish, self._card_of, timeout)
+        self._wires = _wires(place, timeout)
         self._direct = is_direct(self.size)
         self._halving = Halving(self)
 
-    def _publish(self, card: bytes) -> None:
-        self._store.set(f"card/{self.rank}", card.hex())
-
-    def _card_of(self, peer: int) -> bytes:
-        try:
-            return bytes.fromhex(self._store.get(f"card/{peer}").decode())
-        except RuntimeError as error:
-            raise TimeoutError(f"timed out: it has not joined the group ({error})") from error
+    def close(self) -> None:
+        """End the connections of this group; nothing may be under way."""
+        self._wires.close()
+        self._gloo = None
 
     def hosted(self, data: Tensor | None) -> bool:
         return True
@@ -370,17 +365,14 @@ class PointToPoint:
         return DesyncError(f"{call}: rank {rank} is gone: {error}")
 
     def leave(self, error: DesyncError) -> None:
-        """Let those know who are no neighbours, and no longer keep anybody waiting.
+        """Tell the store why, for those who are no neighbours.
 
-        In a large group most ranks wait for partners that are further on the way: their
-        connections end here, and the store tells them why.
+        In a large group most ranks wait for partners that are further on the way. They find out
+        when a partner's connections end with its process, or by the timeout.
         """
-        if self._direct or self._gloo is None:
-            return
-        with suppress(RuntimeError):
-            self._store.compare_set("cause", "", str(error))
-        self._gloo = None
-        traceback.clear_frames(error.__traceback__)  # which hold messages under way
+        if not self._direct:
+            with suppress(RuntimeError):
+                self._store.compare_set("cause", "", str(error))
 
     def _cause(self) -> str:
         """What another rank of a large group has failed with."""
@@ -393,15 +385,33 @@ class PointToPoint:
         return ""
 
 
+def _wires(place: Place, timeout: float) -> Wires:
+    def publish(card: bytes) -> None:
+        place.store.set(f"card/{place.rank}", card.hex())
+
+    def card_of(peer: int) -> bytes:
+        try:
+            return bytes.fromhex(place.store.get(f"card/{peer}").decode())
+        except RuntimeError as error:
+            raise TimeoutError(f"timed out: it has not joined the group ({error})") from error
+
+    return Wires(place.rank, publish, card_of, timeout)
+
+
 def _context(place: Place, timeout: timedelta) -> Any:
     if not dist.is_gloo_available():
         raise DeviceError(
             "this torch was built without gloo, which zfunc needs between ranks, for NCCL's "
             "headers too: install a build of torch that has it"
         )
-    store = PrefixStore("gloo", place.store)
-    with lazily_connected():
-        return dist.ProcessGroupGloo(store, place.rank, len(place.members), timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in named] or [
+        gloo.create_default_device(lazy_init=True)
+    ]
+    return gloo(PrefixStore("gloo", place.store), place.rank, len(place.members), options)
 
 
 def _tensor(data: bytes) -> Tensor:

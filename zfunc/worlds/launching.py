@@ -85,7 +85,7 @@ def _join(seconds: float, wanted: str | None) -> torch.device:
     # torchrun keeps its store when it restarts the ranks, with the addresses of those that died.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"zfunc/attempt_{attempt}", store)
-    device = devices.agree(PrefixStore("devices", store), rank, size, wanted, None)
+    device = devices.agree(PrefixStore("devices", store), rank, size, wanted)
     where = {"store": store, "rank": rank, "world_size": size, "timeout": limit}
     with lazily_connected():
         if device.type == "cuda":

@@ -152,10 +152,14 @@ class Wires:
             sock.settimeout(self._timeout)
             self._from[caller] = sock
 
+    def close(self) -> None:
+        """Hang up."""
+        for sock in (self._server, *self._to.values(), *self._from.values()):
+            sock.close()
+
     def __del__(self) -> None:
         if hasattr(self, "_server"):
-            for sock in (self._server, *self._to.values(), *self._from.values()):
-                sock.close()
+            self.close()
 
 
 def _greeted(sock: socket.socket, token: bytes) -> int | None:

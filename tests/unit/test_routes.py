@@ -1,0 +1,333 @@
+"""Who talks to whom in a large group: what is computed, and what the real code does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from zfunc.comm import Group, Ledger
+from zfunc.worlds import routes
+from zfunc.worlds.gloo import Place, PointToPoint
+from zfunc.worlds.wires import Wires
+from zfunc.worlds.world import World
+
+MANY = 1024
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 31, 100, 1000, 1023, MANY])
+def test_partners_and_neighbours_are_mutual_and_few(size: int) -> None:
+    few = size - 1 if routes.is_direct(size) else 1 + size.bit_length()
+    for rank in range(size):
+        near = routes.neighbours(rank, size)
+        assert rank not in near and len(near) == len(set(near)) <= few
+        assert all(rank in routes.neighbours(peer, size) for peer in near)
+        if not routes.is_direct(size):
+            partners = routes.Cube(rank, size).partners()
+            assert len(partners) <= few
+            assert all(rank in routes.Cube(peer, size).partners() for peer in partners)
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, 20, 100, MANY])
+def test_a_broadcast_reaches_everybody_once(size: int) -> None:
+    for src in (0, size // 3, size - 1):
+        reached = Counter(p for r in range(size) for p in routes.children(r, size, src))
+        assert reached == Counter(r for r in range(size) if r != src)
+        for rank in range(size):
+            for peer in routes.children(rank, size, src):
+                assert routes.parent(peer, size, src) == rank
+
+
+@pytest.mark.parametrize("size", [17, 24, 100])
+def test_sums_add_every_rank_once(size: int) -> None:
+    words = routes.summed([Counter([rank]) for rank in range(size)])
+    assert words == Counter(range(size))
+
+
+# Real groups: every rank a thread with a gloo context and wires of its own.
+
+
+def among(size: int, body: Callable[[Group], Any], timeout: float = 60.0) -> list[Any]:
+    """Run ``body`` on the ranks of a group over real connections."""
+    store, hold = HashStore(), threading.Barrier(size)
+    members = tuple(range(size))
+
+    def run(rank: int) -> Any:
+        place = Place(rank, members, PrefixStore("group", store))
+        transport = PointToPoint(place, timeout)
+        try:
+            return body(Group("data", World(rank, size, timeout), transport))
+        finally:
+            hold.wait()
+            transport.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def values(rank: int, numel: int) -> Tensor:
+    return torch.sin(torch.arange(numel, dtype=torch.float64) * (rank + 1)) * 3.0 ** (rank % 7)
+
+
+@pytest.mark.parametrize("size", [17, 19, 24])
+def test_a_large_group_computes_what_a_simulated_one_does(size: int) -> None:
+    numel = 5 * size + 3
+    uneven = routes.offsets([(7 * r) % 11 for r in range(size)])
+
+    def body(ranks: Group) -> list[Any]:
+        book = Ledger()
+        ranks._world.ledgers.append(book)
+        x = values(ranks.rank, numel)
+        low, high = uneven[ranks.rank], uneven[ranks.rank + 1]
+        whole = torch.zeros(uneven[-1], dtype=torch.float64)
+        handles: list[Any] = [
+            ranks.all_reduce(values(ranks.rank, 5)),  # small: whole
+            ranks.all_reduce(x.clone()),  # by segments
+            ranks.reduce_scatter(values(ranks.rank, uneven[-1]), cuts=uneven),
+            ranks.all_gather(whole, values(ranks.rank, high - low), cuts=uneven),
+            ranks.broadcast(x.clone(), size - 2),
+            ranks.all_to_all([x[:2] + peer for peer in range(size)]),
+        ]
+        if ranks.rank % 2:
+            handles[-1].wait()  # those issued before are finished first, in their order
+        results = [handle.wait() for handle in handles]
+        results.append(ranks.exchange("x" * (ranks.rank % 3)))
+        ranks.barrier()
+        peers = {*ranks._transport._wires._to}  # type: ignore[attr-defined]
+        assert peers == set(routes.neighbours(ranks.rank, size))
+        return [results, book.total_bytes]
+
+    outcomes = among(size, body)
+    parts = [values(r, numel) for r in range(size)]
+    pieces = [values(r, uneven[-1]) for r in range(size)]
+    total, pieces_total = routes.summed(parts), routes.summed(pieces)
+    for rank, ((small, large, own, whole, sent, chunks, texts), nbytes) in enumerate(outcomes):
+        assert torch.equal(small, routes.summed([values(r, 5) for r in range(size)]))
+        assert torch.equal(large, total)
+        assert torch.equal(own, pieces_total[uneven[rank] : uneven[rank + 1]])
+        lengths = [(7 * r) % 11 for r in range(size)]
+        gathered = [values(r, length) for r, length in enumerate(lengths)]
+        assert torch.equal(whole, torch.cat(gathered))
+        assert torch.equal(sent, parts[size - 2])
+        assert all(torch.equal(c, parts[r][:2] + rank) for r, c in enumerate(chunks))
+        assert texts == ["x" * (r % 3) for r in range(size)]
+        assert nbytes > 0
+
+
+class Counted:
+    """A backend of gloo that counts what it is asked to send."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.sent = backend, 0
+        self.peers: set[int] = set()
+        self.recv = backend.recv
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self.sent += sum(x.nbytes for x in tensors)
+        self.peers.add(peer)
+        return self.backend.send(tensors, peer, tag)
+
+
+@pytest.mark.parametrize("size", [3, 17, 22])
+def test_the_ledger_counts_what_goes_out(size: int) -> None:
+    cuts = routes.offsets([(5 * r) % 7 for r in range(size)])
+    calls: dict[str, Callable[[Group], Any]] = {
+        "all_gather": lambda g: g.all_gather(
+            torch.zeros(cuts[-1]), torch.ones(cuts[g.rank + 1] - cuts[g.rank]), cuts=cuts
+        ).wait(),
+        "reduce_scatter": lambda g: g.reduce_scatter(torch.ones(cuts[-1]), cuts=cuts).wait(),
+        "small": lambda g: g.all_reduce(torch.ones(3)).wait(),
+        "large": lambda g: g.all_reduce(torch.ones(1001)).wait(),
+        "broadcast": lambda g: g.broadcast(torch.ones(9), 2).wait(),
+        "exchange": lambda g: g.exchange("x" * g.rank),
+        "barrier": lambda g: g.barrier(),
+    }
+
+    def body(ranks: Group) -> dict[str, tuple[int, int]]:
+        transport: Any = ranks._transport
+        counted = transport._gloo = Counted(transport._gloo)
+        out = {}
+        for name, call in calls.items():
+            book = Ledger()
+            ranks._world.ledgers[:] = [book]
+            before = counted.sent
+            call(ranks)
+            out[name] = book.payload_bytes, counted.sent - before
+        return out
+
+    for counted in among(size, body):
+        for name, (ours, sent) in counted.items():
+            assert ours == sent, name
+
+
+def sockets() -> int:
+    gc.collect()
+    found = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")
+        except OSError:
+            continue  # closed meanwhile
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts Linux's descriptors")
+def test_sockets_are_opened_to_partners_only() -> None:
+    size, counts = 20, []
+    meet = threading.Barrier(size)
+
+    def count(at: str) -> None:
+        if meet.wait() == 0:
+            counts.append(sockets() - before)
+        meet.wait()
+
+    def body(ranks: Group) -> None:
+        count("made")
+        ranks.all_reduce(torch.ones(3)).wait()
+        count("reduced")
+        ranks.all_reduce(torch.ones(3000)).wait()
+        ranks.exchange(ranks.rank)
+        count("again")
+
+    before = sockets()
+    among(size, body)
+    edges = sum(len(routes.Cube(r, size).partners()) for r in range(size))
+    assert counts[0] == 2 * size  # that listen: gloo's and the wires'
+    assert counts[1] == counts[2] == 2 * size + edges + 2 * 2 * size
+    assert counts[1] < size * (size - 1)  # what gloo alone would have to everybody
+
+
+# A thousand ranks.
+
+
+class Counting(Store):
+    """A store that counts the messages to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.messages = HashStore(), Counter[str]()
+
+    def set(self, key: str, value: str) -> None:
+        self.messages["set"] += 1
+        self.base.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.messages["get"] += 1
+        return self.base.get(key)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self.messages["wait"] += 1
+
+    def add(self, key: str, value: int) -> int:
+        self.messages["add"] += 1
+        return self.base.add(key, value)
+
+
+class Silent:
+    """Messages that are complete at once; remembers to whom."""
+
+    def __init__(self) -> None:
+        self.peers: set[int] = set()
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self.peers.add(peer)
+        return self
+
+    recv = send
+
+    def wait(self, timeout: Any) -> None:
+        return
+
+
+class Agreeing:  # in place of Wires
+    """Wires on which every peer agrees; remembers who they are."""
+
+    def __init__(self) -> None:
+        self.peers: dict[int, tuple[int, int]] = {}
+
+    def send(self, peer: int, digest: int, length: int) -> int:
+        self.peers[peer] = digest, length
+        return 1
+
+    def receive(self, peer: int, ticket: int) -> tuple[int, int]:
+        return self.peers[peer]
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("size", [1000, MANY])
+@pytest.mark.parametrize("rank", [0, 1, 511, 999])
+def test_a_rank_of_a_thousand_talks_to_a_few(rank: int, size: int) -> None:
+    store = Counting()
+    transport = PointToPoint(Place(rank, tuple(range(size)), store), 5.0)
+    # Made by this rank alone: it says where it listens, twice, and asks for nobody.
+    assert store.messages == Counter({"set": 2})
+    backend, wires = Silent(), Agreeing()
+    transport._gloo, transport._wires = backend, wires  # type: ignore[assignment]
+    group = Group("data", World(rank, size, 5.0), transport)
+    full = torch.ones(4 * size)
+    group.all_gather(full, full[4 * rank : 4 * rank + 4]).wait()
+    group.reduce_scatter(full).wait()
+    group.all_reduce(full).wait()
+    group.all_reduce(torch.ones(2)).wait()
+    group.barrier()
+    bound = 1 + (size - 1).bit_length()
+    assert len(backend.peers) <= bound
+    assert wires.peers.keys() == set(routes.neighbours(rank, size))
+    for src in (0, size // 2):
+        group.broadcast(torch.ones(2), src).wait()
+    # Gloo: a socket to each partner; wires: one for each direction; and two that listen.
+    assert len(backend.peers) <= 4 * bound
+    assert len(backend.peers) + 2 * len(wires.peers) + 2 <= 60
+    transport.close()
+
+
+def test_the_headers_of_a_thousand_ranks_need_five_sockets_each() -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 6 * MANY + 500
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"at most {hard} open files are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    try:
+        asked: Counter[int] = Counter()
+        cards: dict[int, bytes] = {}
+
+        def made(rank: int) -> Wires:
+            def card_of(peer: int) -> bytes:
+                asked[rank] += 1
+                return cards[peer]
+
+            return Wires(rank, lambda card: cards.__setitem__(rank, card), card_of, 30.0)
+
+        wires = [made(rank) for rank in range(MANY)]
+        for rank, mine in enumerate(wires):
+            for peer in routes.neighbours(rank, MANY):
+                mine.send(peer, rank, 0)
+        for rank, mine in enumerate(wires):
+            for peer in routes.neighbours(rank, MANY):
+                assert mine.receive(peer, 1) == (peer, 0)
+        assert {mine.sockets for mine in wires} == {5}
+        assert set(asked.values()) == {2}
+        for mine in wires:
+            mine.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_bytes_of_a_thousand_ranks_are_no_more_than_directly() -> None:
+    cuts = routes.even_cuts(MANY * 7, MANY)
+    for rank in (0, 3, MANY - 1):
+        assert routes.all_gather_bytes(cuts, 4, rank, MANY) == 7 * 4 * (MANY - 1)
+        assert routes.reduce_scatter_bytes(cuts, 4, rank, MANY) == 7 * 4 * (MANY - 1)
+        assert routes.all_reduce_bytes(2, 4, rank, MANY) == 8 * 10
