@@ -167,7 +167,7 @@ def test_leaves_of_a_known_structure_are_those_of_this_tree() -> None:
 
 
 def test_placed_nodes_are_leaves_where_nobody_looks_into_them() -> None:
-    step, state = running(3, 3)
+    _, state = running(3, 3)
     assert [type(x).__name__ for x in leaves_in(state.params, PLACED)] == ["Sharded"]
     assert all(isinstance(x, Tensor) for x in leaves_in(state.params))
     moved = zf.optim.Moved(state.params, state.params, lambda: state.params)
