@@ -27,6 +27,7 @@ from zfunc.context import reuse
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
 from zfunc.optim.updates import Scaled, scale
+from zfunc.placed.numbers import at_hand
 from zfunc.placed.unitwise import by_unit, streams
 
 __all__ = ["BLOCK", "Piece", "adamw_", "own", "pieces_of", "step", "stretches_of"]
@@ -75,6 +76,10 @@ def step(
     grads = primitives.reduced(grads)
     if not streams(grads, params, mu, nu):
         return _step(grads, params, mu, nu, factor, decay, how)
+
+    # Units are updated on the host: what they need of a device is read once, before the first.
+    factor, *values = at_hand([factor, *how.values()])
+    how = dict(zip(how, values, strict=True))
 
     def unit(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:
         done = _step(g, p, m, v, factor, decay, how)
