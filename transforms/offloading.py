@@ -132,14 +132,15 @@ class Offload(Transform):
         if not self.takes(state):
             return copied(state) if self.represents and self._alone(step) else state
         roles, state = _roles(step, self), self.lay_out(state)
-        if self.to == "cpu":
-            return self._lowered(state, roles)
         nodes = placed_nodes(state)
         ranks = next((x.group for x in nodes if isinstance(x, Streamed | Sharded)), None)
         failed: PlacementError | None = None
         placed: Any = None
         try:
-            placed = self._written(state, step, roles)
+            if self.to == "cpu":
+                placed = self._lowered(state, roles)
+            else:
+                placed = self._written(state, step, roles)
         except PlacementError as error:
             failed = error
         if ranks is not None and ranks.size > 1:
@@ -171,6 +172,7 @@ class Offload(Transform):
 
     def _written(self, state: Any, step: Step, roles: Mapping[str, str]) -> Any:
         store = open_store(step, [Path(p) for p in self.path], self.buffers)
+        store.serve(_device_of(state), self.pin)
         store.sweep()
         store.forget()
 
