@@ -1,0 +1,503 @@
+"""A CUDA device that is not there: tensors compute on the CPU, say ``cuda:0``, and are watched.
+
+Inside :class:`Cuda` the project's own code runs as it would beside a GPU: ``torch.cuda`` answers,
+``torch.empty(3, device="cuda")`` is an ordinary CPU tensor that says ``cuda:0``, and operations
+see whether their operands are on one device. What is asked of the device is written down
+(:mod:`tests.gpu.record`), and vector clocks tell whether streams, communicators and the host use
+memory in an order that the device would keep (:mod:`tests.gpu.clocks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.gpu.clocks import Actor
+from tests.gpu.memory import Memory, Table, real_device, span
+from tests.gpu.record import Kind, Report, Row
+from tests.gpu.streams import Stream
+
+__all__ = ["Cuda", "active"]
+
+TABLE = Table()
+OURS = ("/zfunc/", "/transforms/", "/optim/", "/kernels/", "/quant/")
+HERE = __file__.rpartition("/")[0]
+
+aten = torch.ops.aten
+MAY_MIX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
+# These take tensors of one device only, be they of no dimension.
+STRICT = {aten.cat, aten.stack, aten.mm, aten.addmm, aten.bmm, aten.dot}
+NEVER_MIXED = ("aten::_foreach_", "aten::_fused_")
+NO_KERNEL = {aten.detach, aten.alias, aten.lift_fresh, aten.set_, aten.record_stream}
+FRESH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
+
+_active: Cuda | None = None
+
+
+def active() -> Cuda:
+    """The pretended CUDA of this process.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if _active is None:
+        raise RuntimeError("no CUDA is pretended here: with Cuda(): ...")
+    return _active
+
+
+class _Thread(threading.local):
+    """What each thread has of its own."""
+
+    def __init__(self) -> None:
+        self.current: dict[int, Stream] = {}
+        self.quiet = 0
+        self.changed: set[int] | None = None  # storages that a twin writes
+        self.guest = False  # a thread of autograd's
+
+
+class Cuda:
+    """One process with GPUs that are not there.
+
+    Args:
+        devices: how many GPUs this process sees.
+        strict: whether operations that mix devices raise, as on CUDA; they are recorded anyway.
+        patience: seconds for backward, beyond which its thread counts as hanging.
+        arguments: whether rows keep their arguments, for :meth:`Report.difference`.
+
+    >>> with Cuda() as cuda:
+    ...     x = torch.ones(2, device="cuda") + 1
+    ...     print(x.device, x.is_cuda, type(x).__name__, cuda.report.launches())
+    cuda:0 True Tensor 2
+    """
+
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        strict: bool = True,
+        patience: float = 120.0,
+        arguments: bool = False,
+    ) -> None:
+        self.devices, self.strict, self.patience = devices, strict, patience
+        self.keeps_arguments = arguments
+        self.report = Report()
+        self.host = Actor("host")
+        self.defaults = [Stream("compute", i) for i in range(max(1, devices))]
+        self.actors: dict[str, Actor] = {"host": self.host}
+        self.actors |= {stream.name: stream for stream in self.defaults}
+        self.device = 0
+        self.collectives: list[Any] = []
+        self.capturing: Any = None
+        self.thread = _Thread()
+        self.mode = _Mode(self)
+        self._undo = contextlib.ExitStack()
+
+    # Its life
+
+    def __enter__(self) -> Cuda:
+        from tests.gpu import patches
+
+        global _active
+        if _active is not None:
+            raise RuntimeError("CUDA is pretended here already")
+        _active = self
+        TABLE.begin(session=True)
+        TABLE.freed = self._freed
+        self._undo.enter_context(patches.installed(self))
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _active
+        self.mode.__exit__(None, None, None)
+        self._undo.close()
+        TABLE.freed = lambda memory: None
+        _active = None
+
+    def take(self) -> Report:
+        """What happened since the last time; a new step begins."""
+        taken, self.report = self.report, Report()
+        TABLE.begin()
+        return taken
+
+    # The record
+
+    def where(self) -> str:
+        """The innermost line of the project that is running, and who called it."""
+        frame: Any = sys._getframe(1)
+        found: list[str] = []
+        while frame is not None and len(found) < 3:
+            short = _short(frame.f_code.co_filename)
+            if short:
+                found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back
+        return " < ".join(found) or "(outside)"
+
+    def note(self, kind: Kind, what: str, where: str | None = None, **more: Any) -> None:
+        """Write a row down, unless the harness itself is at work."""
+        if not self.thread.quiet:
+            stream = more.pop("stream", self.current.name)
+            row = Row(kind, what, self.where() if where is None else where, stream, **more)
+            self.report.rows.append(row)
+
+    def sync(self, what: str, actor: Actor | None = None) -> None:
+        """The host waits for everything that was issued on a stream."""
+        if self.capturing is not None and not self.thread.quiet:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+        self.host.learn((actor or self.current).clock)
+        self.note("sync", what)
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """What runs here is the harness's own: nothing is written down or watched."""
+        self.thread.quiet += 1
+        try:
+            yield
+        finally:
+            self.thread.quiet -= 1
+
+    @contextlib.contextmanager
+    def seeing(self) -> Iterator[None]:
+        """See what this thread does from here on, if it is not one that is seen."""
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        if self.mode in modes:
+            yield
+        else:
+            with self.mode:
+                yield
+
+    # Devices and memory
+
+    @property
+    def current(self) -> Stream:
+        """The stream that this thread launches on."""
+        return self.thread.current.get(self.device) or self.defaults[self.device]
+
+    def find(self, x: Tensor) -> Memory | None:
+        return TABLE.find(x)
+
+    def device_of(self, x: Tensor) -> torch.device:
+        """Where a tensor pretends to be."""
+        found = TABLE.find(x)
+        if found is None or found.device is None:
+            return real_device(x)  # type: ignore[no-any-return]
+        return torch.device("cuda", found.device)
+
+    def on_gpu(self, x: object) -> bool:
+        if not isinstance(x, Tensor):
+            return False
+        found = TABLE.find(x)
+        return found is not None and found.device is not None
+
+    def adopt(self, x: Tensor, device: int | None = None) -> Tensor:
+        """A tensor's storage is the GPU's from now on."""
+        TABLE.add(x, device=self.device if device is None else device, home=self.current.name)
+        return x
+
+    def lock(self, x: Tensor) -> Tensor:
+        """A tensor's storage is page-locked from now on."""
+        TABLE.add(x, device=None, home="host", pinned=True)
+        self.note("pin", "pinned memory", nbytes=x.untyped_storage().nbytes())
+        return x
+
+    def pinned(self, x: Tensor) -> bool:
+        found = TABLE.find(x)
+        return found is not None and found.pinned
+
+    def use(self, actor: Actor, x: Tensor, writes: bool, where: str, what: str) -> None:
+        """An actor uses memory: it should know what was done there before."""
+        if self.thread.quiet or not x.numel():
+            return
+        memory = TABLE.find(x)
+        if memory is None:
+            return
+        start, stop = span(x, TABLE.start_of(x, memory))
+        step = actor.clock.get(actor.name, 0)
+        for use in memory.uses.enter(actor, step, start, stop, writes, where):
+            does = "overwrites" if writes else "reads"
+            did = "wrote" if use.writes else "reads"
+            text = f"{actor.name} {does} in {what} what {use.actor} {did} at {use.where}"
+            self.note("race", text, where, nbytes=x.nbytes)
+
+    def _freed(self, memory: Memory) -> None:
+        """Memory goes back to its stream: nobody else may still be using it."""
+        home = self.actors.get(memory.home)
+        if memory.device is None or home is None or memory.session != TABLE.session:
+            return
+        for use in memory.uses.unseen(home):
+            if use.actor not in (memory.home, "host") and use.actor not in memory.kept:
+                text = f"memory of {memory.home} freed while {use.actor} may use it"
+                self.note("race", text, use.where, nbytes=memory.nbytes)
+
+    # Launches
+
+    def issue(
+        self,
+        what: str,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+        *,
+        kind: Kind = "launch",
+        on: Actor | None = None,
+        **more: Any,
+    ) -> None:
+        """The host gives the device something to do on a stream."""
+        if self.thread.quiet:
+            return
+        actor = on or self.current
+        where = self.where()
+        actor.learn(self.host.clock)
+        actor.step()
+        self.note(kind, what, where, stream=actor.name, **more)
+        for x in reads:
+            self.use(actor, x, False, where, what)
+        for x in writes:
+            self.use(actor, x, True, where, what)
+
+    def named(self, args: Any) -> tuple[Any, ...]:
+        """Arguments as they are compared between steps; ``()`` if they are not kept."""
+        if not self.keeps_arguments or self.thread.quiet:
+            return ()
+        return tuple(self._named(x) for x in tree_leaves(args))
+
+    def _named(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x if isinstance(x, int | float | bool | str | None) else str(x)
+        memory = TABLE.find(x)
+        like = (tuple(x.shape), x.stride(), str(x.dtype))
+        if memory is None:  # a number of the host travels with the launch
+            return ("host", x.item() if x.ndim == 0 and not x.requires_grad else "pageable", *like)
+        at = x.data_ptr() - TABLE.start_of(x, memory)
+        side = "host" if memory.device is None else "gpu"
+        fresh = memory.born[0] == TABLE.step
+        name = f"{side} new {memory.born[1]}" if fresh else f"{side} {memory.number}"
+        return (name, at, *like)
+
+    def mixed(self, what: str, text: str) -> None:
+        """Operands are on different devices."""
+        self.note("mixed", f"{what}: {text}")
+        if self.strict:
+            raise RuntimeError(
+                f"{what}: Expected all tensors to be on the same device, but found at least two "
+                f"devices, cuda:0 and cpu! ({text}; at {self.where()})"
+            )
+
+
+def _short(filename: str, known: dict[str, str] | None = None) -> str:
+    """A file of the project by its path in the repository, ``""`` for all others."""
+    known = _KNOWN if known is None else known
+    found = known.get(filename)
+    if found is None:
+        found = ""
+        if not filename.startswith(HERE) and "site-packages" not in filename:
+            parts = [part for part in OURS if part in filename]
+            tails = [part[1:] + filename.rpartition(part)[2] for part in parts]
+            found = min(tails, key=len, default="")
+        known[filename] = found
+    return found
+
+
+_KNOWN: dict[str, str] = {}
+
+
+class _Mode(TorchDispatchMode):
+    """Sees the operations that run, below autograd."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        super().__init__()
+        self.cuda = cuda
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be imported, for seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs) if kwargs else {}
+        if func.namespace == "c10d":
+            from tests.gpu import collectives
+
+            return collectives.dispatch(self.cuda, func, args, kwargs)
+        return _Operation(self.cuda, self, func, args, kwargs).run()
+
+
+class _Operation:
+    """One operation under the mode."""
+
+    def __init__(self, cuda: Cuda, mode: _Mode, func: Any, args: Any, kwargs: Any) -> None:
+        self.cuda, self.mode, self.func, self.args, self.kwargs = cuda, mode, func, args, kwargs
+        self.packet = func.overloadpacket
+        self.given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.mine = [x for x in self.given if cuda.on_gpu(x)]
+
+    def run(self) -> Any:
+        goal, pin = self._goal()
+        if self.func.namespace not in ("aten", "prims", "prim"):
+            return self._inside()
+        if goal is None and not self.mine:
+            return self._on_host(pin)
+        if self.packet is aten.copy_ and len(self.mine) == 1:
+            return self._copied()
+        if self.packet is aten._foreach_copy_ and len(self.mine) < len(self.given):
+            return self._copied_lists()
+        if self.mine:
+            self._check()
+        if _reads(self.func, self.args, self.mine):
+            self.cuda.sync(str(self.func))
+        out = self.func(*self.args, **self.kwargs)
+        if goal == "host":
+            return out
+        self._launched(out, goal)
+        return out
+
+    def _goal(self) -> tuple[Any, bool]:
+        """The GPU that results are asked for on, ``"host"``, or None where operands decide."""
+        pin = bool(self.kwargs.get("pin_memory"))
+        if pin:
+            self.kwargs["pin_memory"] = False
+        asked = self.kwargs.get("device")
+        if self.packet is aten._to_copy:  # Tensor.to and its like never come here to move
+            self.kwargs.pop("device", None)
+            return None, pin
+        if asked is None:
+            return None, pin
+        if asked.type == "cuda":
+            self.kwargs["device"] = torch.device("cpu")
+            return self.cuda.device if asked.index is None else asked.index, pin
+        return ("host" if asked.type == "cpu" and self.mine else None), pin
+
+    def _inside(self) -> Any:
+        """An operator that is written in Python runs under our eyes, as it would for a GPU."""
+        if not self.mine:
+            return self.func(*self.args, **self.kwargs)
+        with self.mode:
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+            return self.func.redispatch(keys, *self.args, **self.kwargs)
+
+    def _on_host(self, pin: bool) -> Any:
+        cuda = self.cuda
+        if not cuda.thread.quiet and not _is_view(self.func):
+            locked = [x for x in self.given if cuda.pinned(x)]
+            if locked:
+                where, what = cuda.where(), str(self.func)
+                changed = {id(x) for x in self._changed()}
+                cuda.host.step()
+                for x in locked:
+                    cuda.use(cuda.host, x, id(x) in changed, where, what)
+        out = self.func(*self.args, **self.kwargs)
+        if pin:
+            cuda.lock(out)
+        return out
+
+    def _copied(self) -> Any:
+        from tests.gpu import transfers
+
+        into, source = self.args[:2]
+        eager = not (self.kwargs.get("non_blocking") or self.args[2:3] == (True,))
+        transfers.noted(self.cuda, into, source, blocking=eager, name="copy_")
+        self._written([into])
+        return self.func(*self.args, **self.kwargs)
+
+    def _copied_lists(self) -> Any:
+        from tests.gpu import transfers
+
+        eager = not (self.kwargs.get("non_blocking") or self.args[2:3] == (True,))
+        for into, source in zip(*self.args[:2], strict=True):
+            transfers.noted(self.cuda, into, source, blocking=eager, name="_foreach_copy_")
+        self._written(list(self.args[0]))
+        return self.func(*self.args, **self.kwargs)
+
+    def _check(self) -> None:
+        """CUDA takes operands on one device; numbers of the host travel with some launches."""
+        if self.packet in MAY_MIX or self.packet in NO_KERNEL or self.cuda.thread.quiet:
+            return
+        name = self.func._schema.name
+        strict = self.packet in STRICT or name.startswith(NEVER_MIXED)
+        others = [x for x in self.given if (x.ndim or strict) and not self.cuda.on_gpu(x)]
+        if name.startswith("aten::_fused_"):
+            lr = self.kwargs.get("lr")  # is read where it is
+            others = [x for x in others if x is not lr]
+        others = [x for x in others if real_device(x).type != "meta"]
+        if others:
+            shapes = [tuple(x.shape) for x in others]
+            self.cuda.mixed(str(self.func), f"{shapes} on the host")
+
+    def _changed(self) -> list[Tensor]:
+        schema = self.func._schema.arguments
+        given = [*zip(schema, self.args, strict=False)]
+        given += [(a, self.kwargs[a.name]) for a in schema if a.name in self.kwargs]
+        return [
+            y
+            for a, x in given
+            if a.alias_info is not None and a.alias_info.is_write
+            for y in tree_leaves(x)
+            if isinstance(y, Tensor)
+        ]
+
+    def _written(self, changed: list[Tensor]) -> None:
+        if self.cuda.thread.changed is not None:
+            self.cuda.thread.changed |= {x.untyped_storage()._cdata for x in changed}
+        if self.cuda.capturing is not None:
+            self.cuda.capturing.about_to_write(changed)
+
+    def _launched(self, out: Any, goal: int | None) -> None:
+        """What comes out is the GPU's; a kernel has been launched unless it is a view."""
+        cuda = self.cuda
+        if _is_view(self.func):
+            return
+        given = {x.untyped_storage()._cdata for x in self.mine}
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        index = cuda.find(self.mine[0]).device if self.mine and goal is None else goal  # type: ignore[union-attr]
+        for x in outs:
+            cuda.adopt(x, index)
+        if self.packet in FRESH or self.packet in NO_KERNEL:
+            return
+        changed = [x for x in self._changed() if cuda.on_gpu(x)]
+        fresh = [x for x in outs if x.untyped_storage()._cdata not in given]
+        ids = {id(x) for x in changed}
+        reads = [x for x in self.mine if id(x) not in ids]
+        cuda.issue(
+            str(self.func),
+            reads,
+            [*changed, *fresh],
+            arguments=cuda.named((self.args, self.kwargs, outs)) if cuda.keeps_arguments else (),
+        )
+
+
+def _is_view(func: Any) -> bool:
+    known = _VIEWS.get(func)
+    if known is None:
+        returns = func._schema.returns
+        shares = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
+        _VIEWS[func] = known = func.overloadpacket in (
+            aten.detach,
+            aten.alias,
+            aten.lift_fresh,
+        ) or (bool(shares) and all(shares))
+    return known
+
+
+_VIEWS: dict[Any, bool] = {}
+
+
+def _reads(func: Any, args: Any, mine: list[Tensor]) -> bool:
+    """Whether the host needs values of the device to go on."""
+    if not mine:
+        return False
+    packet = func.overloadpacket
+    if packet in READS:
+        return True
+    if packet in MAY_MIX:
+        masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+        fills = packet is not aten.index and args[2].numel() == 1 and len(masks) == len(args[1])
+        return bool(masks) and not fills
+    tags = func.tags
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
