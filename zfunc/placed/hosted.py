@@ -116,6 +116,11 @@ class Hosted(Streamed):
         return lambda: (dict(found), dtypes)
 
     @property
+    def locked(self) -> bool:
+        """Whether its memory is page-locked."""
+        return self.pin and self.device.type == "cuda"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of this rank's part."""
         return sum(x.nbytes for x in self._node.flats if x is not None)
@@ -231,7 +236,7 @@ class Settled:
     ) -> None:
         self._layout, self._device, self._pin = was.layout, was.device, was.pin
         self._stays = stays
-        self._locked = was.pin and was.device.type == "cuda"
+        self._locked = was.locked
         self._flats: list[Tensor | None] = list(was.held())
         self._sizes = [None if x is None else (x.numel(), x.dtype) for x in self._flats]
         self._rooms: dict[int, Tensor] | None = None
