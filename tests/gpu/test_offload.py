@@ -20,6 +20,7 @@ from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES
 from zfunc import optim
+from zfunc.context import reuse
 from zfunc.disk.pages import ACCOUNT, aligned
 from zfunc.disk.ring import HOST
 from zfunc.disk.successor import hosted_nodes
@@ -314,6 +315,31 @@ def test_without_donation_a_new_state_is_written_once() -> None:
         assert ACCOUNT.locked_bytes == 2 * before + gradients
         assert_same([x for node in old for x in node.held() if x is not None], kept)
         del state, new, old
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_trees_that_change_places(donated: bool) -> None:
+    """What one tree is written into was offered for another."""
+
+    def swapping(state: Any, batch: Any) -> Any:
+        _, grads = zf.value_and_grad(lambda p, x: (p["w"] * x).sum())(state["params"], batch)
+        a = zf.tree.map(lambda g, x: reuse(x).add_(g), grads, state["b"])
+        b = zf.tree.map(lambda g, x: reuse(x).sub_(g), grads, state["a"])
+        return {"params": state["params"], "a": a, "b": b}, {}
+
+    def body(wrap: Callable[[Any], Any], move: Callable[[Any], Any]) -> Any:
+        w = torch.arange(130.0)
+        state = move({"params": {"w": w}, "a": {"w": w + 1000}, "b": {"w": w + 2000}})
+        step = wrap(zf.Step(swapping))
+        state = step.place(state)
+        for i in range(3):
+            state, _ = step(state, move(torch.full((130,), float(i + 1))))
+        return down(step.unplace(state))
+
+    with Cuda() as cuda:
+        found = body(lambda f: zf.offload(zf.donate(f) if donated else f), up)
+        assert cuda.report.faults() == [], cuda.report.summary()
+    assert_same(found, body(lambda f: f, lambda x: x))
 
 
 def test_gradients_that_a_user_keeps_stay() -> None:

@@ -273,6 +273,7 @@ class Settled:
         if taken or room is None or self._sizes[flat] != (x.numel(), x.dtype):
             # Another tree's value may lie in the room that was offered.
             room = HOST.tensors([(x.numel(), x.dtype)], locked=self._locked)[0]
+        self._offers.pop(self._offered.get(flat, 0), None)
         return room.copy_(x)
 
     def result(self) -> Hosted:
