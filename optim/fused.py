@@ -29,6 +29,7 @@ from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted, runs
 from zfunc.optim.updates import Scaled, scale
+from zfunc.placed.numbers import at_hand
 from zfunc.placed.unitwise import by_unit
 
 __all__ = ["Piece", "adamw_", "on_host", "own", "pieces_of", "step", "stretches_of"]
@@ -78,11 +79,14 @@ def step(
         return _leafwise(columns, spec, factor, decay, how)
     if not any(node.streams for node in placed):
         return _step(grads, params, mu, nu, factor, decay, how)
-    known = on_host(factor)  # where units are evaluated
+
+    # Units are updated on the host: what they need of a device is read once, before the first.
+    factor, *values = at_hand([factor, *how.values()])
+    how = dict(zip(how, values, strict=True))
 
     def unit(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:
-        done = _step(g, p, m, v, known(), decay, how)
-        return done or otherwise(g if factor is None else scale(g, known()), p, m, v)
+        done = _step(g, p, m, v, factor, decay, how)
+        return done or otherwise(g if factor is None else scale(g, factor), p, m, v)
 
     new, mu, nu = by_unit(unit, 3, grads, params, mu, nu)
     return new, mu, nu

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.context import PLACING, Context
+from zfunc.disk.pages import aligned
+from zfunc.disk.ring import HOST
 from zfunc.disk.store import Store, open_store
 from zfunc.disk.stored import Spill
 from zfunc.disk.successor import hosted_nodes, lower, settle, stored_nodes, succeed
@@ -132,14 +134,15 @@ class Offload(Transform):
         if not self.takes(state):
             return copied(state) if self.represents and self._alone(step) else state
         roles, state = _roles(step, self), self.lay_out(state)
-        if self.to == "cpu":
-            return self._lowered(state, roles)
         nodes = placed_nodes(state)
         ranks = next((x.group for x in nodes if isinstance(x, Streamed | Sharded)), None)
         failed: PlacementError | None = None
         placed: Any = None
         try:
-            placed = self._written(state, step, roles)
+            if self.to == "cpu":
+                placed = self._lowered(state, roles)
+            else:
+                placed = self._written(state, step, roles)
         except PlacementError as error:
             failed = error
         if ranks is not None and ranks.size > 1:
@@ -163,6 +166,7 @@ class Offload(Transform):
 
     def _lowered(self, state: Any, roles: Mapping[str, str]) -> Any:
         """The state with the trees that are cut lazily in host memory."""
+        HOST.locked = self.pin and _device_of(state).type == "cuda"
 
         def keep(path: str) -> bool:
             return _role(path, roles) in self.what
@@ -171,6 +175,8 @@ class Offload(Transform):
 
     def _written(self, state: Any, step: Step, roles: Mapping[str, str]) -> Any:
         store = open_store(step, [Path(p) for p in self.path], self.buffers)
+        store.serve(_device_of(state), self.pin)
+        HOST.locked = store.ring.locked
         store.sweep()
         store.forget()
 
@@ -236,6 +242,7 @@ class Offload(Transform):
         if hosted:
             device, pin = hosted[0].device, self.pin
             if device.type == "cuda":
+                HOST.locked = pin
                 held = (x for x in tree.leaves(state) if isinstance(x, Tensor))
                 running.notes[Present] = Present.of(held, device)
             self._by_unit(running, lambda layout: HostSpill(layout, device, pin))
@@ -247,6 +254,7 @@ class Offload(Transform):
         if not nodes:
             return
         store: Store = next(iter(nodes.values())).column.store
+        HOST.locked = store.ring.locked
         self._by_unit(running, lambda layout: Spill(store, layout))
 
     def _by_unit(self, running: Context, spill: Callable[[Layout], Any]) -> None:
@@ -271,6 +279,7 @@ class Offload(Transform):
         return succeed(old, after.rebuild())
 
     def release(self, step: Step) -> None:
+        HOST.clear()
         stores = world.current().memo.get("stores", {})
         for store in list(stores.values()):
             if store.owner == step:
@@ -287,14 +296,16 @@ class Offload(Transform):
         hosted = hosted_nodes(state)
         memo["on host"] = sum(node.nbytes for node in hosted)
         memo["device"] = hosted[0].device if hosted else None
+        memo["locked"] = sum(aligned(node.nbytes) for node in hosted if node.locked)
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         if self.to == "cpu":
             if memo.get("device") is None:
                 return ["offload: to host memory, which is where this step computes: nothing moves"]
             return [
-                f"offload: {memo['on host']} bytes of this rank in host memory; units go up to "
-                f"{memo['device']}, gradients come down, and the optimizer runs on the host"
+                f"offload: {memo['on host']} bytes of this rank in host memory, of which "
+                f"{memo['locked']} are page-locked; units go up to {memo['device']}, gradients "
+                "come down, and the optimizer runs on the host"
             ]
         where = ", ".join(self.path)
         sizes = memo.get("on disk")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zfunc import random, tree
 from zfunc.errors import PlacementError
+from zfunc.nodes import Lazy
 from zfunc.placed.leaves import freeze, is_frozen
 
 __all__ = ["TrainState"]
@@ -141,8 +142,8 @@ def _check(path: str, leaf: Any) -> None:
 
 def _marked(params: Any, frozen: frozenset[str]) -> Any:
     """Plain frozen leaves carry a mark, which copies made by ``tree.map`` lose: renew it."""
-    if isinstance(params, tree.Placed):
-        return params
+    if isinstance(params, tree.Placed | Lazy):
+        return params  # what a lazy tree is filled into has its marks
     keys, leaves, spec = optree.tree_flatten_with_path(
         params,
         is_leaf=lambda x: isinstance(x, tree.Placed),

@@ -11,16 +11,14 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import ADAMW, alone, assert_same, named, regression, train
-from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES, mixed, nested, stack, tiny
 from tests.laws.test_shard_laws import SOME, odd_values, uses
 from zfunc import optim, tree
-from zfunc.disk.successor import hosted_nodes, stored_nodes
+from zfunc.disk.successor import stored_nodes
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)
 STACK = CASES["stack"]
-CASES_OF_ALL = {**CASES, **HAND_WRITTEN}
 TREES = {"stack": stack, "nested": nested, "tiny": tiny, "mixed": mixed}
 
 
@@ -279,35 +277,3 @@ def test_the_host_tier_on_a_host(stage: int | None) -> None:
 
     ranks = 1 if stage is None else 2
     assert_same(zf.simulate(ranks)(body)(True), zf.simulate(ranks)(body)(False))
-
-
-@pytest.mark.parametrize("name", ["stack", "gan", "the head", "mean teacher", "frozen", "joint"])
-def test_the_host_tier_beside_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the copies themselves: host and device are told apart, though they are one."""
-    monkeypatch.setattr(type(zf.offload(STACK.step(ADAMW)).transforms[0]), "moves", lambda *_: True)
-    case = CASES_OF_ALL[name]
-
-    def body(stage: int | None, on_host: bool, donated: bool, what: Any) -> Any:
-        bare = case.step(ADAMW)
-        step = bare if isinstance(bare, zf.Step) else zf.Step(bare)
-        step = zf.offload(step, roles=case.roles, what=what) if on_host else step
-        step = step if stage is None else zf.shard(step, stage=stage, roles=case.roles)
-        step = zf.donate(step) if donated else step
-        state = step.place(case.state(ADAMW, F64))
-        if on_host:
-            assert hosted_nodes(state) or (what == ("params",) and stage in (0, 1, 2))
-        metrics, state = train(step, state, case, 3)
-        return metrics, step.unplace(state)
-
-    both = ("opt_state", "params")
-    for stage, donated, what in [
-        (None, False, both),
-        (0, False, both),
-        (1, True, both),
-        (2, False, both),
-        (3, True, both),
-        (3, False, ("opt_state",)),
-        (3, False, ("params",)),
-    ]:
-        run = zf.simulate(1 if stage is None else 2)(body)
-        assert_same(run(stage, True, donated, what), run(stage, False, donated, what), str(stage))

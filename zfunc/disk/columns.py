@@ -8,9 +8,11 @@ them, and with them all nodes of the generation that was there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +20,10 @@ from torch import Tensor
 
 from zfunc.context import blank
 from zfunc.disk.blocks import Region, aligned
+from zfunc.disk.pages import wait_for
 from zfunc.disk.ring import Buffer
 from zfunc.errors import CheckpointError
+from zfunc.placed.copies import descend
 from zfunc.placed.layout import Layout
 
 if TYPE_CHECKING:
@@ -70,6 +74,9 @@ class Column:
         sums: for each slot and unit the checksums of its blocks; None: nothing written.
         tokens: for each slot those of the generation in it.
         squares: for the gradients in a slot, the sum of squares of each leaf's part.
+        order: for gradients, as the how manieth each unit came.
+        written: by slot and unit, the writes that were begun last.
+        lifting: references to units that are read, and then go up to the device.
         device: where its units are used.
     """
 
@@ -90,6 +97,9 @@ class Column:
         self.sums: list[list[list[int] | None]] = [[None] * len(layout.units) for _ in regions]
         self.tokens = [self._fresh() for _ in regions]
         self.squares: dict[int, Tensor] = {}
+        self.order: dict[int, int] = {}
+        self.written: dict[tuple[int, int], list[Future[Any]]] = {}
+        self.lifting: deque[Any] = deque()
         self.device = torch.device("cpu")
 
     def _fresh(self) -> tuple[Tensor, ...]:
@@ -109,7 +119,7 @@ class Column:
             blank(token)
         self.tokens[slot] = self._fresh()
         self.sums[slot] = [None] * len(self.layout.units)
-        self.squares = {}
+        self.squares, self.order = {}, {}
 
     def write(self, slot: int, unit: int, flats: Sequence[Tensor | None]) -> list[Future[Any]]:
         """Start to write one unit; ``flats`` are indexed as those of the layout."""
@@ -117,18 +127,25 @@ class Column:
         if not section.nbytes:
             return []
         values = [flats[i] for i, _, _, _ in section.flats]
-        buffer = self._buffer_under(section, values) or self._copied(section, values)
+        landed, buffer = _there, self._buffer_under(section, values)
+        if buffer is None:
+            landed, buffer = self._copied(unit, values)
         sums = self.sums[slot][unit] = [0] * region.blocks
 
-        def one(block: int) -> None:
+        def one(block: int, buffer: Buffer = buffer) -> None:
+            landed()
             a, b = region.bounds(block)
             sums[block] = self.store.files.write(region, block, buffer.view[a:b])
 
-        return [self.store.submit(one, block) for block in range(region.blocks)]
+        written = [self.store.submit(one, block) for block in range(region.blocks)]
+        self.written[slot, unit] = written
+        return written
 
     def _buffer_under(self, section: Section, values: Sequence[Tensor | None]) -> Buffer | None:
         """The buffer of which the values are the flats, if they are just where they were read."""
         rows = list(zip(section.flats, values, strict=True))
+        if any(x is not None and x.device.type != "cpu" for x in values):
+            return None
         starts = (x.data_ptr() - at for (*_, at), x in rows if x is not None and x.numel())
         buffer = self.store.ring.at(start := next(starts, 0))
         for (_, dtype, numel, at), value in rows:
@@ -138,16 +155,23 @@ class Column:
                 return None
         return buffer
 
-    def _copied(self, section: Section, values: Sequence[Tensor | None]) -> Buffer:
+    def _copied(
+        self, unit: int, values: Sequence[Tensor | None]
+    ) -> tuple[Callable[[], None], Buffer]:
+        """A buffer with the values, and a function that waits until they are in it."""
+        section = self.sections[unit]
         buffer = self.store.room(section.nbytes)
-        end = 0
+        end, flats, into = 0, [], []
         for (_, dtype, numel, at), value in zip(section.flats, values, strict=True):
             assert value is not None
             buffer.view[end:at] = bytes(at - end)
-            buffer.tensor(at, numel, dtype).copy_(value)
+            flats.append(value)
+            into.append(buffer.tensor(at, numel, dtype))
             end = at + numel * dtype.itemsize
         buffer.view[end : section.nbytes] = bytes(section.nbytes - end)
-        return buffer
+        event = descend(flats, into, pin=self.store.ring.locked)
+        self.store.leaving.add(event, flats)
+        return (_there if event is None else _Landed(event, self.layout.units[unit].name)), buffer
 
     def read(self, slot: int, unit: int, must: bool = True) -> Reading | None:
         """Start to read one unit; None if that would be ahead of time and there is no room."""
@@ -161,7 +185,11 @@ class Column:
         if buffer is None:
             return None
 
+        before = self.written.get((slot, unit), ())  # submitted earlier, so they do not wait for us
+
         def one(block: int, buffer: Buffer = buffer) -> int:
+            for writing in before:
+                writing.result()
             a, b = region.bounds(block)
             return self.store.files.read(region, block, buffer.view[a:b])
 
@@ -217,6 +245,23 @@ class Column:
         )
 
 
+def _there() -> None:
+    """Values that need not be waited for."""
+
+
+class _Landed:
+    """Waits, once, for an event that many threads need."""
+
+    def __init__(self, event: Any, name: str) -> None:
+        self._event, self._name, self._lock = event, name, Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            if self._event is not None:
+                wait_for(self._event, self._name)
+                self._event = None
+
+
 class Reading:
     """One unit on its way from the disk; a ``Pending``."""
 
@@ -232,6 +277,11 @@ class Reading:
         self._buffer, self._futures = buffer, futures
         self._sums = column.sums[slot][unit]
         self._values: list[Tensor] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has been read."""
+        return all(future.done() for future in self._futures)
 
     def wait(self) -> list[Tensor]:
         """The unit's flats that have values.

@@ -161,10 +161,21 @@ class Flights:
             if self._reads.get(x.data_ptr()) is event:
                 del self._reads[x.data_ptr()]
 
+    def pass_one(self) -> bool:
+        """Wait for the copy that has been under way for longest; whether there was one."""
+        with self._lock:
+            row = next((row for row in self._rows.values() if row), None)
+            if row is None:
+                return False
+            event, kept = row.popleft()
+            wait_for(event, "ring")
+            self._forget(event, kept)
+        return True
+
     def settle(self, x: Tensor, name: str) -> None:
         """Wait until no device reads a host tensor any more: it is about to be overwritten."""
         event = self._reads.get(x.data_ptr()) if self._reads else None
-        if event is not None and not event.query():
+        if event is not None:
             wait_for(event, name)
 
     def end(self) -> None:
@@ -183,9 +194,10 @@ FLIGHTS = Flights()
 
 
 def wait_for(event: Any, name: str) -> None:
-    """Let the host wait for an event, that of unit ``name``."""
-    ACCOUNT.waits[name] += 1
-    event.synchronize()
+    """Let the host wait for an event, that of unit ``name``, unless it has happened."""
+    if not event.query():
+        ACCOUNT.waits[name] += 1
+        event.synchronize()
 
 
 @atexit.register

@@ -80,12 +80,14 @@ def _opened(store: Store, state: Any, offload: Any) -> Any:
     for name, node in zip(names, found, strict=True):
         if isinstance(node, Cut) and name in home.columns:
             home.columns[name].device = node.home
+            store.serve(node.home, offload.pin)
     out: list[Any] = []
     for name, node in zip(names, found, strict=True):
         if name in home.columns:
             out.append(Stored(home.columns[name], chosen["slots"][name], home))
         elif isinstance(node, Tensor) and name in chosen["plain"]:
-            out.append(unpacked(*chosen["plain"][name]))
+            plain = unpacked(*chosen["plain"][name])
+            out.append(plain if node.is_meta else plain.to(node.device))
         elif node is None or not isinstance(node, Tensor | Streamed):
             out.append(node)
         else:

@@ -146,4 +146,7 @@ class Ring:
 
 
 HOST = Ring(smallest=1, limit=1 << 62)
-"""State, gradients and copies of a process that computes on another device than the host."""
+"""State, gradients and copies of a process that computes on another device than the host.
+
+Whether what copies pass through is ``locked`` is for the step to say that runs.
+"""

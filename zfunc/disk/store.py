@@ -30,8 +30,10 @@ import torch
 
 from zfunc.disk.blocks import Files, Region, aligned, refused
 from zfunc.disk.columns import Column, sections
+from zfunc.disk.pages import FLIGHTS
 from zfunc.disk.ring import Buffer, Ring
 from zfunc.errors import PlacementError
+from zfunc.placed.copies import Leaving
 from zfunc.placed.layout import Layout
 from zfunc.worlds import world
 
@@ -57,6 +59,7 @@ class Store:
         self.closed = True
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # placements
         self.dead: list[str] = []  # folders of placements that nobody holds any more
+        self.leaving = Leaving(0)  # gradients on a device, being copied into the ring
         self._spills: list[Column] = []
         self._made = 0
         self._pending: set[Future[Any]] = set()
@@ -133,7 +136,11 @@ class Store:
 
     def room(self, nbytes: int) -> Buffer:
         """A buffer, as soon as a write has freed one."""
-        return self.ring.wait(nbytes, lambda: self.settle(block=False))
+        return self.ring.wait(nbytes, lambda: self.settle(block=False) or FLIGHTS.pass_one())
+
+    def serve(self, device: torch.device, pin: bool) -> None:
+        """Let copies to and from a device run by themselves: the ring is page-locked."""
+        self.ring.locked = pin and device.type == "cuda"
 
     @contextmanager
     def thrifty(self, nbytes: int) -> Iterator[None]:
@@ -157,6 +164,7 @@ class Store:
                 largest = max(largest, section.nbytes)
         need = self.buffers * (max(sizes.values(), default=0) + largest)
         self.ring.limit = max(self.ring.limit, need)
+        self.leaving.limit = max(self.leaving.limit, 2 * largest)
 
     # Gradients
 

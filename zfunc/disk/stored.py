@@ -15,7 +15,7 @@ from zfunc.disk.columns import Column, Reading, section
 from zfunc.disk.store import Store
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.nodes import Span, spent
-from zfunc.placed.hosted import Upload
+from zfunc.placed.copies import Upload
 from zfunc.placed.layout import Layout
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed, rank_in, registered
@@ -59,9 +59,20 @@ class Stored(Streamed):
 
     def fetch(self, unit: int, must: bool = True) -> Any:
         reading = self.begin_read(unit, must)
-        if reading is None or self.device.type == "cpu":
+        if self.device.type == "cpu":
             return reading
-        return Lifted(reading, self.device)
+        lifting = self.column.lifting
+        while lifting and ((first := lifting[0]()) is None or first.lift()):
+            lifting.popleft()  # what has been read meanwhile goes up
+        if reading is None:
+            return None
+        lifted = Lifted(reading, self.device)
+        lifting.append(weakref.ref(lifted))
+        return lifted
+
+    def when(self, unit: int) -> int:
+        order = self.column.order
+        return order.get(unit, len(order))
 
     def begin_read(self, unit: int, must: bool = True) -> Reading | None:
         """Start to read one unit.
@@ -137,12 +148,20 @@ class Lifted:
 
     def __init__(self, reading: Reading, device: torch.device) -> None:
         self._reading, self._device = reading, device
-        self._values: list[Tensor] | None = None
+        self._pin = reading.column.store.ring.locked
+        self._upload: Upload | None = None
+
+    def lift(self, must: bool = False) -> bool:
+        """Begin to copy what has been read; whether it was."""
+        if self._upload is None and (must or self._reading.done):
+            self._upload = Upload(self._reading.wait(), self._device, self._pin)
+            del self._reading
+        return self._upload is not None
 
     def wait(self) -> list[Tensor]:
-        if self._values is None:
-            self._values = Upload(self._reading.wait(), self._device).wait()
-        return self._values
+        self.lift(must=True)
+        assert self._upload is not None
+        return self._upload.wait()
 
     def advance(self) -> None:
         """There is one round only."""
@@ -168,6 +187,8 @@ class Spill:
         self._column = store.spill(layout, rank_in(layout))
         self._lease = Lease(store, self._column)
         self._dtypes: list[torch.dtype | None] = list(self._column.dtypes)
+        if not all(x.done() for row in self._column.written.values() for x in row):
+            store.settle()  # of gradients that nobody wanted
         self._column.begin(0)
 
     def put(self, unit: int, flats: Sequence[Tensor]) -> Ready:
@@ -190,10 +211,11 @@ class Spill:
         column.regions[0][unit] = replace(region, nbytes=made.nbytes)
         column.squares.update(Sharded(column.layout, full).partial_sums(square_sum))
         column.device = flats[0].device if flats else column.device
+        column.order[unit] = len(column.order)
         self._store.behind(column.write(0, unit, full))
         return Ready([])
 
     def node(self) -> Stored:
-        """The gradients, all of them on disk; zero where none came."""
-        self._store.settle()
+        """The gradients, perhaps still on their way; zero where none came."""
+        self._store.leaving.end()
         return Stored(self._column, 0, self._lease)

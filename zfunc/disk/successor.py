@@ -164,7 +164,11 @@ def succeed(old: Any, new: Any) -> Any:
             targets.append((now, collected[i]))
     if not targets:
         return new
-    _advance(old, writes, targets)
+    try:
+        _advance(old, writes, targets)
+    finally:
+        if offers is not None:
+            offers.clear()  # by now the new state lies there
     after = _along(old, _unveiled(new, lambda lazy: marked(lazy.made)), "")
     for i, name in enumerate(names):
         if name in writes:

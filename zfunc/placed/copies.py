@@ -35,9 +35,9 @@ def stream_of(device: torch.device, name: str) -> Any:
 
 def _staged(x: Tensor, pin: bool) -> Tensor:
     """A host tensor from which a device copies by itself."""
-    if not pin or not x.numel() or x.is_pinned():
+    if not pin or not HOST.locked or not x.numel() or x.is_pinned():
         return x
-    return HOST.tensors([(x.numel(), x.dtype)], locked=True)[0].view(x.shape).copy_(x)
+    return HOST.tensors([(x.numel(), x.dtype)])[0].view(x.shape).copy_(x)
 
 
 class Upload:
@@ -62,7 +62,7 @@ class Upload:
         up.wait_stream(self._home)  # whatever was in this memory before
         with torch.cuda.stream(up):
             for mine, x in zip(self._flats, flats, strict=True):
-                _copy(mine, x, "up", pin)
+                _copy(mine, x, "up", pin and HOST.locked)
             self._event = up.record_event()
         FLIGHTS.hold(up, self._event, flats, reads=True)
         ACCOUNT.rise(self._nbytes)
@@ -192,11 +192,11 @@ class Descent:
         behind: Sequence[Any] = (),
         after: Sequence[Any] | None = None,
     ) -> None:
-        self.name = name
-        self.flats = HOST.tensors([(x.numel(), x.dtype) for x in flats], locked=True)
+        self.name, self._event = name, None
+        self.flats = HOST.tensors([(x.numel(), x.dtype) for x in flats])
         self._home, self._sources = torch.cuda.current_stream(flats[0].device), tuple(flats)
         events = [self._home.record_event()] if after is None else [*after]
-        self._event = descend(flats, self.flats, "aside", [*events, *behind])
+        self._event = descend(flats, self.flats, "aside", [*events, *behind], HOST.locked)
 
     def wait(self) -> list[Tensor]:
         """The tensors, in host memory."""

@@ -193,6 +193,9 @@ def _run(
 ) -> None:
     """Evaluate one group, and hand out what is wanted of it."""
     descended = {k: x.part() for k, x in readings.items() if isinstance(x, _Descending)}
+    for node, unit in group:
+        if node.landing is not None:
+            node.landing.wait(unit)  # behind it much else is done: its parameters' way up, say
     last = {need: key for key in group for need in _needs(key)}
     made: dict[Key, Sequence[Sharded]] = {}
     read: set[int] = set()

@@ -116,6 +116,11 @@ class Hosted(Streamed):
         return lambda: (dict(found), dtypes)
 
     @property
+    def locked(self) -> bool:
+        """Whether its memory is page-locked."""
+        return self.pin and self.device.type == "cuda"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of this rank's part."""
         return sum(x.nbytes for x in self._node.flats if x is not None)
@@ -231,7 +236,7 @@ class Settled:
     ) -> None:
         self._layout, self._device, self._pin = was.layout, was.device, was.pin
         self._stays = stays
-        self._locked = was.pin and was.device.type == "cuda"
+        self._locked = was.locked
         self._flats: list[Tensor | None] = list(was.held())
         self._sizes = [None if x is None else (x.numel(), x.dtype) for x in self._flats]
         self._rooms: dict[int, Tensor] | None = None
@@ -268,6 +273,7 @@ class Settled:
         if taken or room is None or self._sizes[flat] != (x.numel(), x.dtype):
             # Another tree's value may lie in the room that was offered.
             room = HOST.tensors([(x.numel(), x.dtype)], locked=self._locked)[0]
+        self._offers.pop(self._offered.get(flat, 0), None)
         return room.copy_(x)
 
     def result(self) -> Hosted:
