@@ -43,8 +43,11 @@ def check(case: Case, turn: int) -> None:
     mine, host = runs
     faults = [str(row) for report in (mine.placing, *mine.reports) for row in report.faults()]
     assert not faults, faults[:3]
-    assert_near(mine.metrics, host.metrics, tolerance, "metrics")
     whole = tolerance < 1e-4  # moments and residuals are of another size than what is rounded
+    for a, b in zip(mine.metrics, host.metrics, strict=True):
+        for name in a:
+            loose = 1 if whole or name == "loss" else 20
+            assert_near({name: a[name]}, {name: b[name]}, loose * tolerance, "metrics")
     for part in ("params", "opt_state") if whole else ("params",):
         assert_near(getattr(mine.state, part), getattr(host.state, part), tolerance, part)
     assert mine.reports[-1].launches() > 20
