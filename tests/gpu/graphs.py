@@ -99,9 +99,7 @@ class Graph:
         """An operation; its results come into the same memory again."""
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         given = {
-            x.untyped_storage()._cdata
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, Tensor)
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         }
         fresh = [x.untyped_storage()._cdata not in given for x in results]
         self._born |= {
