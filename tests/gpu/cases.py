@@ -19,7 +19,6 @@ __all__ = [
     "model",
     "named",
     "refusal",
-    "rounds",
     "tolerance",
     "wrapped",
 ]

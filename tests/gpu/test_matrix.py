@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 
+import zfunc as zf
 from tests.gpu import cases, ranks
 from tests.gpu.covering import covering, uncovered
 from tests.gpu.cuda import Cuda
