@@ -161,6 +161,9 @@ def _issued(cuda: Cuda, func: Any, name: str, named: dict[str, Any]) -> Issued:
         number=number,
         arguments=cuda.named((reads, writes)),
     )
+    if cuda.recording is not None:  # a replay waits at once: its numbers are needed in order
+        cuda.recording.about_to_write(writes)
+        cuda.recording.other(lambda: _started(func, named, group).wait() and None)
     return Issued(cuda, comm, number, what, _started(func, named, group), (reads, writes))
 
 

@@ -175,6 +175,11 @@ class Cuda:
             with self.mode:
                 yield
 
+    @property
+    def recording(self) -> Any:
+        """The graph that what is launched here goes into, if there is one."""
+        return None if self.thread.quiet else self.capturing
+
     # Devices and memory
 
     @property
@@ -200,7 +205,8 @@ class Cuda:
 
     def adopt(self, x: Tensor, device: int | None = None) -> Tensor:
         """A tensor's storage is the GPU's from now on."""
-        TABLE.add(x, device=self.device if device is None else device, home=self.current.name)
+        home = self.current.name if self.capturing is None else "a graph's pool"
+        TABLE.add(x, device=self.device if device is None else device, home=home)
         return x
 
     def lock(self, x: Tensor) -> Tensor:
@@ -215,7 +221,7 @@ class Cuda:
 
     def use(self, actor: Actor, x: Tensor, writes: bool, where: str, what: str) -> None:
         """An actor uses memory: it should know what was done there before."""
-        if self.thread.quiet or not x.numel():
+        if self.thread.quiet or self.capturing is not None or not x.numel():
             return
         memory = TABLE.find(x)
         if memory is None:
@@ -258,6 +264,9 @@ class Cuda:
         actor.learn(self.host.clock)
         actor.step()
         self.note(kind, what, where, stream=actor.name, **more)
+        if self.recording is not None:  # nothing is done yet
+            self.recording.touches(reads, writes)
+            return
         for x in reads:
             self.use(actor, x, False, where, what)
         for x in writes:
@@ -352,6 +361,8 @@ class _Operation:
             self._check()
         if _reads(self.func, self.args, self.mine):
             self.cuda.sync(str(self.func))
+        if self.func._schema.is_mutable:
+            self._written(self._changed())
         out = self.func(*self.args, **self.kwargs)
         if goal == "host":
             return out
@@ -404,6 +415,8 @@ class _Operation:
         eager = not (self.kwargs.get("non_blocking") or self.args[2:3] == (True,))
         transfers.noted(self.cuda, into, source, blocking=eager, name="copy_")
         self._written([into])
+        if self.cuda.recording is not None:
+            self.cuda.recording.other(lambda: into.copy_(source) and None)
         return self.func(*self.args, **self.kwargs)
 
     def _copied_lists(self) -> Any:
@@ -445,8 +458,8 @@ class _Operation:
     def _written(self, changed: list[Tensor]) -> None:
         if self.cuda.thread.changed is not None:
             self.cuda.thread.changed |= {x.untyped_storage()._cdata for x in changed}
-        if self.cuda.capturing is not None:
-            self.cuda.capturing.about_to_write(changed)
+        if self.cuda.recording is not None:
+            self.cuda.recording.about_to_write(changed)
 
     def _launched(self, out: Any, goal: int | None) -> None:
         """What comes out is the GPU's; a kernel has been launched unless it is a view."""
@@ -458,6 +471,8 @@ class _Operation:
         index = cuda.find(self.mine[0]).device if self.mine and goal is None else goal  # type: ignore[union-attr]
         for x in outs:
             cuda.adopt(x, index)
+        if cuda.recording is not None:
+            cuda.recording.operation(self.func, self.args, self.kwargs, out)
         if self.packet in FRESH or self.packet in NO_KERNEL:
             return
         changed = [x for x in self._changed() if cuda.on_gpu(x)]

@@ -36,12 +36,16 @@ def watched(cuda: Cuda, real: Callable[[str], Callable[..., None]]) -> Callable[
                 launch(*args, **how)
                 return
             given = [x for x in (*args, *how.values()) if isinstance(x, Tensor)]
+            if cuda.recording is not None:
+                cuda.recording.about_to_write([x for x in given if cuda.on_gpu(x)])
             with cuda.quietly(), _changes(cuda) as changed:
                 twin(*args, **how)
             written = [x for x in given if x.untyped_storage()._cdata in changed]
             with cuda.quietly():
                 right = [x.clone() for x in written]
             launch(*args, **how)
+            if cuda.recording is not None:
+                cuda.recording.other(lambda: twin(*args, **how))
             with cuda.quietly():  # what the launcher does with what no kernel has written
                 for x, numbers in zip(written, right, strict=True):
                     x.copy_(numbers)

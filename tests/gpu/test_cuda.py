@@ -29,9 +29,8 @@ def test_nothing_stays_behind() -> None:
         return [sorted((k, id(v)) for k, v in vars(place).items()) for place in places]
 
     before = names()
-    with Cuda(), pytest.raises(ZeroDivisionError):
-        torch.ones(1, device="cuda")
-        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="same device"), Cuda():
+        torch.ones(2, device="cuda") + torch.ones(2)
     assert names() == before
 
 

@@ -61,6 +61,8 @@ def move(
     if goal.type == "cuda":
         cuda.adopt(out, goal.index)
     noted(cuda, out, x, blocking=blocking, name=name)
+    if cuda.recording is not None:
+        cuda.recording.other(lambda: out.copy_(x) and None, (out,))
     return out
 
 

@@ -1,0 +1,70 @@
+"""Steps 2 and 3 ask the same of the device: launches, arguments, storages. They can be a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zfunc as zf
+from tests.gpu import ranks
+from tests.gpu.cuda import Cuda, active
+from tests.gpu.training import Model, trained
+from tests.laws.cases import regression
+from tests.laws.models import block, stack
+from zfunc import optim
+
+SCHEDULED = optim.adamw(optim.warmup_cosine(1e-3, warmup=2, steps=10))
+CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), SCHEDULED)
+
+
+def noisy(params: Any, x: Tensor) -> Tensor:
+    return F.dropout(block(params, x), 0.1)
+
+
+def noisy_loss(params: Any, batch: Any) -> Tensor:
+    x = zf.scan(noisy, params["blocks"], block(params["first"], batch["x"]))
+    return (x @ params["head"]["w"] - batch["y"]).square().mean()
+
+
+NOISY = Model(
+    lambda: stack(torch.float32, layers=4), noisy_loss, lambda i: regression(i, torch.float32)
+)
+
+
+def difference(wrap: Callable[[Any], Any], tx: Any = SCHEDULED) -> str:
+    """The first thing that the second and the third step do differently."""
+    cuda = active()
+    cuda.keeps_arguments = True
+    try:
+        run = trained(wrap, tx, NOISY, key=3)
+    finally:
+        cuda.keeps_arguments = False
+    second, third = run.reports[1:3]
+    assert second.launches() > 40
+    told = second.difference(third)
+    return told or "".join(str(row) for row in third.host_temporaries()[:1])
+
+
+def sharded(stage: int) -> Callable[[Any], Any]:
+    return lambda f: zf.shard(zf.donate(f), stage=stage, unit_bytes=600)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_steps_are_one(stage: int) -> None:
+    with Cuda():
+        assert difference(sharded(stage)) == ""
+        assert difference(lambda f: zf.precision(sharded(stage)(f)), CLIPPED) == ""
+
+
+def _on_two_ranks() -> list[str]:
+    return [difference(sharded(stage)) for stage in range(4)]
+
+
+def test_two_steps_are_one_on_two_ranks() -> None:
+    for found in ranks.launch(_on_two_ranks):
+        assert found == ["", "", "", ""]

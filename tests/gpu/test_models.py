@@ -1,0 +1,109 @@
+"""Models and meshes beyond the matrix: Hugging Face's, MoQ through its phases, two axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zfunc as zf
+from tests.gpu import ranks
+from tests.gpu.cuda import Cuda
+from tests.gpu.training import Model, Trained, gpt_model, trained
+from tests.laws.cases import assert_near
+from tests.laws.test_huggingface import LENGTH, MODELS, VOCAB
+from zfunc import kernels, optim
+
+TX = optim.adamw(1e-3)
+
+
+def both(wrap: Any, model: Callable[[str], Model], **how: Any) -> tuple[Trained, Trained]:
+    """A run on the device, and the same on the host, where twins compute as well."""
+    with kernels.use("torch"):
+        host = trained(wrap, TX, model("cpu"), on_gpu=False, **how)
+    with Cuda():
+        return trained(wrap, TX, model("cuda"), **how), host
+
+
+def assert_alike(mine: Trained, host: Trained, tolerance: float) -> None:
+    assert not [str(row) for report in mine.reports for row in report.faults()]
+    assert_near(mine.metrics, host.metrics, tolerance, "metrics")
+    assert_near(mine.state.params, host.state.params, tolerance, "params")
+
+
+def hugging_face(name: str, dtype: torch.dtype, device: str) -> Model:
+    """Moved as users move it: the whole module, with its buffers."""
+
+    def batch(i: int) -> dict[str, Any]:
+        ids = zf.random.randint(zf.random.key(i), 0, VOCAB, (4, LENGTH))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    torch.manual_seed(0)
+    functional = zf.functionalize(MODELS[name](0.0).to(dtype).train().to(device))
+    return Model(
+        lambda: functional.params,
+        lambda params, batch: functional.apply(params, **batch).loss,
+        batch,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face_models_train(name: str, dtype: torch.dtype) -> None:
+    def wrap(step: Any) -> Any:
+        return zf.remat(zf.shard(step, stage=3, unit_bytes=1 << 12))
+
+    mine, host = both(wrap, lambda device: hugging_face(name, dtype, device), steps=2)
+    assert_alike(mine, host, 1e-9 if dtype == torch.float64 else 1e-5)
+    assert mine.reports[-1].count("kernel") > 0 or dtype == torch.float64
+
+
+@pytest.mark.parametrize("curvature", [None, "power_iteration"])
+def test_moq_through_all_its_phases(curvature: str | None) -> None:
+    """16 bits, falling ones, mixed and stochastic, and the last."""
+
+    def wrap(step: Any) -> Any:
+        how = {"start_bits": 16, "target_bits": 12, "offset": 1, "period": 1, "mix_rate": 0.5}
+        return zf.quantize(
+            zf.shard(step, stage=3, unit_bytes=1 << 10),
+            rounding="stochastic",
+            **({"curvature": curvature} if curvature else {}),
+            **how,
+        )
+
+    mine, host = both(wrap, lambda device: gpt_model(2, 8, torch.float64), steps=8, key=3)
+    assert_alike(mine, host, 1e-6)  # its scales are float32
+
+
+def _on_two_axes(stage: int) -> float:
+    def wrap(step: Any) -> Any:
+        mesh = zf.mesh(data=2, tensor=2)
+        return zf.shard(step, stage=stage, mesh=mesh, axis="data", unit_bytes=1 << 10)
+
+    model = gpt_model(2, 8, torch.float64)
+    mine = trained(wrap, TX, model)
+    host = trained(wrap, TX, model, on_gpu=False)
+    assert_alike(mine, host, 1e-9)
+    groups = {row.group.partition("]")[0] for row in mine.reports[-1].collectives()}
+    assert len(groups) == 1 and all(text.count(",") == 1 for text in groups)
+    return float(mine.metrics[-1]["loss"])
+
+
+def test_a_mesh_of_two_axes() -> None:
+    assert len(set(ranks.launch(_on_two_axes, 3, nprocs=4))) <= 2
+
+
+def _chosen() -> tuple[str, str, str]:
+    import torch.distributed as dist
+
+    from zfunc.worlds import world
+
+    return str(world.current().device), str(dist.get_backend_config()), dist.get_backend()
+
+
+def test_ranks_choose_their_devices_themselves() -> None:
+    found = ranks.launch(_chosen)
+    assert [device for device, _, _ in found] == ["cuda:0", "cuda:1"]
+    assert {config for _, config, _ in found} == {"cpu:gloo,cuda:nccl"}
