@@ -89,10 +89,12 @@ def lion_step(
         made: dict[tuple[torch.device, float], Tensor] = {}
         for (device, rate, _), group in groups.items():
             if (device, rate) not in made:
-                how = {"b1": b1, "b2": b2, "weight_decay": rate, "device": device}
-                made[device, rate] = kernels.lion_hyper(lr, factor=found.factor, **how)
-            for param, grad, mean in group.stage():
-                kernels.lion_flat_(*(x.view(-1) for x in (grad, param, mean)), made[device, rate])
+                made[device, rate] = kernels.lion_hyper(
+                    lr, b1=b1, b2=b2, weight_decay=rate, factor=found.factor, device=device
+                )
+            for row in group.stage():
+                grad, param, mean = (x.view(-1) for x in row)
+                kernels.lion_flat_(grad, param, mean, made[device, rate])
             group.unstage()
     params, mu = found.trees(new)
     return params, mu

@@ -15,7 +15,6 @@ Where :mod:`zfunc.kernels` has a kernel for the tensors, on a GPU, each buffer g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import optree
@@ -32,7 +31,7 @@ from zfunc.optim.updates import Scaled, scale
 from zfunc.placed.numbers import at_hand
 from zfunc.placed.unitwise import by_unit
 
-__all__ = ["Piece", "adamw_", "on_host", "own", "pieces_of", "step", "stretches_of"]
+__all__ = ["Piece", "adamw_", "own", "pieces_of", "step", "stretches_of"]
 
 SCRATCH = 1 << 18
 DEVICES = ("cpu", "cuda")
@@ -90,11 +89,6 @@ def step(
 
     new, mu, nu = by_unit(unit, 3, grads, params, mu, nu)
     return new, mu, nu
-
-
-def on_host(factor: float | Tensor | None) -> Callable[[], Any]:
-    """A function that gives a factor to those who compute on the host, which waits for it once."""
-    return cache(lambda: factor.to("cpu") if isinstance(factor, Tensor) else factor)
 
 
 def _leafwise(
