@@ -35,7 +35,7 @@ from zfunc.worlds import world
 __all__ = ["Captured", "captured"]
 
 WARM = 2  # eager steps before the capture: plans, pools and workspaces are made in them
-HOST = ("step", "key")  # entries that stay on the host, where randomness is decided
+HOST = ("key", "step")  # entries that stay on the host, where randomness is decided
 
 
 def captured(step: Callable[..., Any]) -> Captured:

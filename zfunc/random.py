@@ -361,10 +361,10 @@ class scope:
         self.seed, self.path = _signed(_word(key)), path_of(key)
 
     def __enter__(self) -> None:
+        if _watchers:
+            _watchers[-1].enter(self.path)  # it may refuse
         if not _thread.found:
             _acquire()
-        if _watchers:
-            _watchers[-1].enter(self.path)
         _thread.found.append(_save())
         for generator, _ in _thread.found[-1]:
             generator.manual_seed(self.seed)
