@@ -25,6 +25,7 @@ from zfunc.kernels.operators import (
     numbers,
     undifferentiated,
 )
+from zfunc.kernels.uploads import on_device
 
 __all__ = ["BLOCK", "FlatUpdate", "blocks", "hyper_tensor"]
 
@@ -42,17 +43,43 @@ def hyper_tensor(
 ) -> Tensor:
     """Hyperparameters as one float64 tensor on a device, without waiting for the device.
 
+    What the host knows travels in one copy; what a device knows stays there. While a CUDA graph
+    is captured, numbers of the host are what they are in every replay, and are filled in.
+
     Args:
         row: gives the numbers; it gets a function that makes a number fit for arithmetic.
-        inputs: those that may be 0-d tensors, and then stay on the device.
+        inputs: those that may be 0-d tensors, on the host or on the device.
     """
-    if not any(isinstance(x, Tensor) for x in inputs):
-        return torch.tensor(row(lambda x: x), dtype=torch.float64, device=device)
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if any(_symbolic(x) for x in tensors):
+        return torch.stack([torch.as_tensor(x).double() for x in row(_wide)])
+    there = next((x.device for x in tensors if x.device.type != "cpu"), None)
+    goal = torch.device(device) if device is not None else there
+    values = row(_wide)
+    here = [0.0 if isinstance(x, Tensor) and x.device.type != "cpu" else float(x) for x in values]
+    if goal is not None and goal.type == "cuda" and _capturing():
+        made = torch.empty(len(here), dtype=torch.float64, device=goal)
+        for i, number in enumerate(here):
+            made[i].fill_(number)
+    else:
+        made = on_device(torch.tensor(here, dtype=torch.float64, device="cpu"), goal)
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor) and x.device.type != "cpu":
+            made[i].copy_(x)
+    return made
 
-    def wide(x: Number) -> Tensor:
-        return torch.as_tensor(x, dtype=torch.float64, device=device)
 
-    return torch.stack([wide(x) for x in row(wide)])
+def _wide(x: Number) -> Any:
+    return x.double() if isinstance(x, Tensor) else x
+
+
+def _symbolic(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _capturing() -> bool:
+    """Whether what is launched goes into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)

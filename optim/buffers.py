@@ -20,7 +20,18 @@ from torch import Tensor
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import home_of
 
-__all__ = ["BLOCK", "SMALL", "Flats", "Joined", "Launch", "Row", "Stretch", "joined", "parted"]
+__all__ = [
+    "BLOCK",
+    "SMALL",
+    "Flats",
+    "Joined",
+    "Launch",
+    "Row",
+    "Stretch",
+    "joined",
+    "parted",
+    "runs",
+]
 
 BLOCK = 64
 SMALL = 1 << 14  # elements up to which a leaf is copied beside others
@@ -84,10 +95,25 @@ class Flats:
                 out.append([(0, length, rates[0])])
                 continue
             starts = [(slot.start, rates[self.position[slot.index]]) for slot in slots]
-            changes = [x for k, x in enumerate(starts) if not k or x[1] != starts[k - 1][1]]
-            stops = [*(start for start, _ in changes[1:]), length]
-            out.append([(a, b, rate) for (a, rate), b in zip(changes, stops, strict=True)])
+            out.append(list(runs(starts, length)))
         return out
+
+    def pieces(self, paths: Sequence[str]) -> list[tuple[int, list[tuple[str, int, int]]]]:
+        """For each flat its length, and where in it lies which leaf.
+
+        Args:
+            paths: of the leaves given.
+        """
+        return [
+            (
+                self.layout.flats[i].length,
+                [
+                    (paths[self.position[slot.index]], slot.start, slot.start + slot.numel)
+                    for slot in self.layout.by_flat[i]
+                ],
+            )
+            for i in self.which
+        ]
 
     def leaves(self, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """From columns of flats to columns of leaves, in the order of the leaves given."""
@@ -214,9 +240,21 @@ def joined(rows: Sequence[Row], rates: Sequence[float]) -> Joined:
 def _side_by_side(rows: Sequence[Row]) -> Row:
     """New buffers with the elements of all rows, up to a multiple of 64."""
     short = -sum(row[0].numel() for row in rows) % BLOCK
-    pad = rows[0][0].new_zeros(short)
-    columns = zip(*rows, strict=True)
-    return tuple(torch._C._nn.flatten_dense_tensors([*column, pad]) for column in columns)
+    pads = [x.new_zeros(short) for x in rows[0]]
+    columns = zip(*rows, pads, strict=True)
+    return tuple(torch._C._nn.flatten_dense_tensors(list(column)) for column in columns)
+
+
+def runs(starts: Sequence[tuple[int, float]], length: int) -> Iterator[Stretch]:
+    """``(start, stop, value)`` of the stretches of equal value in a buffer.
+
+    >>> list(runs([(0, 0.1), (64, 0.1), (128, 0.0)], 192))
+    [(0, 128, 0.1), (128, 192, 0.0)]
+    """
+    changes = [x for i, x in enumerate(starts) if i == 0 or x[1] != starts[i - 1][1]]
+    stops = [start for start, _ in changes[1:]] + [length]
+    for (start, value), stop in zip(changes, stops, strict=False):
+        yield start, stop, value
 
 
 def parted(row: Row, stretches: Sequence[Stretch]) -> Iterator[tuple[Row, float]]:

@@ -11,6 +11,7 @@ from zfunc import tree
 from zfunc.optim.base import EmptyState, GradientTransformation
 from zfunc.optim.schedules import plain, symbolic
 from zfunc.optim.updates import Scaled, scale
+from zfunc.placed.unitwise import streams
 
 __all__ = ["clip_by_global_norm"]
 
@@ -39,6 +40,8 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
     def lazily(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         norm = tree.global_norm(grads)
+        if norm.device.type != "cpu" and streams(grads):
+            norm = norm.to("cpu")  # where such are computed with: the host waits, once
         # NaN is not within the norm, and spreads through the factor.
         factor = plain(torch.where(norm <= max_norm, 1.0, max_norm / norm))
         if isinstance(factor, Tensor):  # on a GPU whoever comes next multiplies on its way

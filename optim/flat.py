@@ -19,7 +19,8 @@ from torch import Tensor
 from zfunc import kernels, primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
-from zfunc.optim.fused import Piece, Rates, own, pieces_of, stretches_of
+from zfunc.optim.buffers import Flats, Launch, Stretch, parted, runs
+from zfunc.optim.fused import Piece, Rates, own, pieces_of
 from zfunc.optim.schedules import symbolic
 from zfunc.optim.updates import Scaled
 from zfunc.placed.unitwise import streams
@@ -38,12 +39,25 @@ class _Buffers:
     factor: Number
     state: list[tuple[Tensor, ...]]  # parameters and moments of each buffer
     part: Tree  # parameters, placed as the gradients are
+    pieces: list[tuple[int, list[Piece]]]  # of each buffer its length, and what of which leaf it is
+    under: Flats | None = None  # where the buffers are the flats under plain leaves
 
     def renewed(self) -> list[list[Tensor]]:
         """Memory for the new parameters and moments, with the old ones in it."""
         return [own(column) for column in zip(*self.state, strict=True)]
 
+    def stretches(self, decay: Rates) -> list[list[Stretch]]:
+        """Of each buffer, what stretches of it decay by how much."""
+        if not callable(decay):
+            return [[(0, length, decay)] for length, _ in self.pieces]
+        return [
+            list(runs([(a, decay(path)) for path, a, _ in pieces], length))
+            for length, pieces in self.pieces
+        ]
+
     def trees(self, columns: list[list[Tensor]]) -> list[Tree]:
+        if self.under is not None:
+            columns = self.under.leaves(columns)
         spec = optree.tree_structure(self.part, namespace=NAMESPACE)
         return [optree.tree_unflatten(spec, column) for column in columns]
 
@@ -66,14 +80,20 @@ def lion_step(
     if found is None:
         return None
     with torch.no_grad():
-        stretches = stretches_of(decay, found.part)
+        stretches = found.stretches(decay)
         new = found.renewed()
+        groups: dict[tuple[torch.device, float, torch.dtype], Launch] = {}
         for g, p, m, pieces in zip(found.grads, *new, stretches, strict=True):
-            for start, stop, rate in pieces:
-                how = {"b1": b1, "b2": b2, "weight_decay": rate, "device": p.device}
-                hyper = kernels.lion_hyper(lr, factor=found.factor, **how)
-                grad, param, mean = (x.view(-1)[start:stop] for x in (g, p, m))
-                kernels.lion_flat_(grad, param, mean, hyper)
+            for part, rate in parted((p, g, m), pieces):
+                groups.setdefault((p.device, rate, p.dtype), Launch()).add(part)
+        made: dict[tuple[torch.device, float], Tensor] = {}
+        for (device, rate, _), group in groups.items():
+            if (device, rate) not in made:
+                how = {"b1": b1, "b2": b2, "weight_decay": rate, "device": device}
+                made[device, rate] = kernels.lion_hyper(lr, factor=found.factor, **how)
+            for param, grad, mean in group.stage():
+                kernels.lion_flat_(*(x.view(-1) for x in (grad, param, mean)), made[device, rate])
+            group.unstage()
     params, mu = found.trees(new)
     return params, mu
 
@@ -138,7 +158,7 @@ def _runs(
     found: _Buffers, new: list[list[Tensor]], hyper: Callable[..., Tensor], decay: Rates
 ) -> Iterator[_Run]:
     made: dict[tuple[torch.device, float], Tensor] = {}
-    for g, *state, (_, pieces) in zip(found.grads, *new, pieces_of(found.part), strict=True):
+    for g, *state, (_, pieces) in zip(found.grads, *new, found.pieces, strict=True):
         alike: dict[float, list[Piece]] = {}
         for piece in pieces:
             rate = decay(piece[0]) if callable(decay) else decay
@@ -196,7 +216,15 @@ def _collected(name: str, lr: Number, grads: Tree, *state: Tree) -> _Buffers | N
     part = tree.map(collect, grads, *state)
     if not rows or not all(_fits(name, row) for row in rows):
         return None
-    return _Buffers([g.contiguous() for g, *_ in rows], factor, [row[1:] for row in rows], part)
+    # Now: the leaves of memory that is donated will have no length.
+    pieces, under = list(pieces_of(part)), None
+    if not any(isinstance(node, Placed) for _, node in nodes(part)):
+        under = Flats.under([(p, g, *rest) for g, p, *rest in rows])
+    if under is not None:
+        rows = [(g, p, *rest) for p, g, *rest in under.rows]
+        pieces = under.pieces([path for path, _ in nodes(part)])
+    grads = [g.contiguous() for g, *_ in rows]
+    return _Buffers(grads, factor, [row[1:] for row in rows], part, pieces, under)
 
 
 def _fits(name: str, row: tuple[Tensor, ...]) -> bool:

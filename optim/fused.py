@@ -15,6 +15,7 @@ Where :mod:`zfunc.kernels` has a kernel for the tensors, on a GPU, each buffer g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import optree
@@ -26,11 +27,11 @@ from zfunc.context import reuse
 from zfunc.kernels.uploads import on_device
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
-from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted
+from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted, runs
 from zfunc.optim.updates import Scaled, scale
-from zfunc.placed.unitwise import by_unit, streams
+from zfunc.placed.unitwise import by_unit
 
-__all__ = ["Piece", "adamw_", "collected", "own", "pieces_of", "rates_of", "step", "stretches_of"]
+__all__ = ["Piece", "adamw_", "on_host", "own", "pieces_of", "step", "stretches_of"]
 
 SCRATCH = 1 << 18
 DEVICES = ("cpu", "cuda")
@@ -71,15 +72,55 @@ def step(
     if isinstance(grads, Scaled):
         grads, factor = grads.grads, grads.factor
     grads = primitives.reduced(grads)
-    if not streams(grads, params, mu, nu):
+    columns, spec = tree.align((grads, params, mu, nu))
+    placed = [x for row in columns for x in row if isinstance(x, Placed)]
+    if not placed:
+        return _leafwise(columns, spec, factor, decay, how)
+    if not any(node.streams for node in placed):
         return _step(grads, params, mu, nu, factor, decay, how)
+    known = on_host(factor)  # where units are evaluated
 
     def unit(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:
-        done = _step(g, p, m, v, factor, decay, how)
-        return done or otherwise(g if factor is None else scale(g, factor), p, m, v)
+        done = _step(g, p, m, v, known(), decay, how)
+        return done or otherwise(g if factor is None else scale(g, known()), p, m, v)
 
     new, mu, nu = by_unit(unit, 3, grads, params, mu, nu)
     return new, mu, nu
+
+
+def on_host(factor: float | Tensor | None) -> Callable[[], Any]:
+    """A function that gives a factor to those who compute on the host, which waits for it once."""
+    return cache(lambda: factor.to("cpu") if isinstance(factor, Tensor) else factor)
+
+
+def _leafwise(
+    columns: Sequence[Sequence[Any]],
+    spec: optree.PyTreeSpec,
+    factor: float | Tensor | None,
+    decay: Rates,
+    how: dict[str, Any],
+) -> tuple[Tree, Tree, Tree] | None:
+    """:func:`step` on plain trees: ``(gradient, parameter, mean, square)`` of each leaf."""
+    rows = [
+        (p, g if g.dtype == p.dtype else g.to(p.dtype), m, v)
+        for g, p, m, v in columns
+        if g is not None
+    ]
+    if not _fit(rows):
+        return None
+    rates = [decay] * len(rows) if not callable(decay) else _rates(decay, columns, spec)
+    with torch.no_grad():
+        new = [iter(column) for column in _plain(rows, rates, factor, how)]
+    done = [[None if row[0] is None else next(column) for row in columns] for column in new]
+    p, m, v = (optree.tree_unflatten(spec, leaves) for leaves in done)
+    return p, m, v
+
+
+def _rates(
+    decay: Callable[[str], float], columns: Sequence[Sequence[Any]], spec: optree.PyTreeSpec
+) -> list[float]:
+    rows = zip(spec.paths(), columns, strict=True)
+    return [decay(tree.dotted(*path)) for path, row in rows if row[0] is not None]
 
 
 def _step(
@@ -91,39 +132,20 @@ def _step(
     decay: Rates,
     how: dict[str, Any],
 ) -> tuple[Tree, Tree, Tree] | None:
-    rows, part = collected(grads, params, mu, nu)
+    rows: list[Row] = []
+
+    def collect(g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        rows.append((p, g if g.dtype == p.dtype else g.to(p.dtype), m, v))
+        return p
+
+    part = tree.map(collect, grads, params, mu, nu)
     if not _fit(rows):
         return None
     with torch.no_grad():
-        if any(isinstance(node, Placed) for node in _nodes(part)):
-            new = _renewed(rows, stretches_of(decay, part), factor, how)
-        else:
-            new = _plain(rows, rates_of(decay, part), factor, how)
+        new = _renewed(rows, stretches_of(decay, part), factor, how)
     spec = optree.tree_structure(part, namespace=NAMESPACE)
     done = [optree.tree_unflatten(spec, column) for column in new]
     return done[0], done[1], done[2]
-
-
-def collected(grads: Tree, params: Tree, *moments: Tree) -> tuple[list[Row], Tree]:
-    """The buffers of trees, ``(params, grads, *moments)`` each, and a tree that has them so.
-
-    Gradients come in the dtype of the parameters.
-    """
-    columns, spec = tree.align((grads, params, *moments))
-    rows: list[Row] = []
-
-    def collect(g: Tensor, p: Tensor, *rest: Tensor) -> Tensor:
-        rows.append((p, g if g.dtype == p.dtype else g.to(p.dtype), *rest))
-        return p
-
-    if any(isinstance(x, Placed) for row in columns for x in row):
-        return rows, tree.map(collect, grads, params, *moments)
-    out = [None if row[0] is None else collect(*row) for row in columns]
-    return rows, optree.tree_unflatten(spec, out)
-
-
-def _nodes(part: Tree) -> list[Any]:
-    return optree.tree_leaves(part, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
 
 
 def _fit(rows: Sequence[Row]) -> bool:
@@ -206,13 +228,6 @@ def _placed_pieces(path: str, node: Any) -> Iterator[tuple[int, list[Piece]]]:
             yield flat.numel(), [(tree.dotted(path, leaf), a, b) for leaf, a, b in segments]
 
 
-def rates_of(decay: Rates, part: Tree) -> list[float]:
-    """The decay of each leaf of a plain tree."""
-    if not callable(decay):
-        return [decay] * len(tree.leaves(part))
-    return [decay(path) for path, _ in nodes(part)]
-
-
 def whole_stretches(rows: Sequence[Row], rates: Sequence[float]) -> list[list[Stretch]]:
     """Each buffer decays alike."""
     return [[(0, row[0].numel(), rate)] for row, rate in zip(rows, rates, strict=True)]
@@ -226,18 +241,6 @@ def stretches_of(decay: Rates, part: Tree) -> list[list[Stretch]]:
         list(runs([(a, decay(path)) for path, a, _ in pieces], length))
         for length, pieces in pieces_of(part)
     ]
-
-
-def runs(starts: list[tuple[int, float]], length: int) -> Iterator[Stretch]:
-    """``(start, stop, value)`` of the stretches of equal value in a buffer.
-
-    >>> list(runs([(0, 0.1), (64, 0.1), (128, 0.0)], 192))
-    [(0, 128, 0.1), (128, 192, 0.0)]
-    """
-    changes = [x for i, x in enumerate(starts) if i == 0 or x[1] != starts[i - 1][1]]
-    stops = [start for start, _ in changes[1:]] + [length]
-    for (start, value), stop in zip(changes, stops, strict=False):
-        yield start, stop, value
 
 
 def adamw_(

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc import tree
+from zfunc import context, primitives, tree
 from zfunc.errors import NonFiniteError
+from zfunc.kernels.uploads import Sent, on_device
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
+from zfunc.optim.updates import Moved
+from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
 
 __all__ = ["SkipState", "all_finite", "first_nonfinite", "skip_nonfinite"]
@@ -36,8 +39,12 @@ def skip_nonfinite(
         tx: any transformation; its state stays what it was in a skipped step.
         max_consecutive: so many skipped steps in a row are borne. No limit if left out.
 
+    On a GPU nobody waits for the answer: the update is made, in new memory even under
+    ``donate``, and chosen or not by a flag on the device, where the counts move, too. There one
+    step too many is noticed in the step after it, which waits for the count of the one before.
+
     Raises:
-        NonFiniteError: (from ``update``) one more; the first leaf concerned is named.
+        NonFiniteError: (from ``update``) one more; the first leaf concerned is named, if known.
 
     >>> from zfunc import optim
     >>> tx = skip_nonfinite(optim.sgd(1.0))
@@ -51,6 +58,9 @@ def skip_nonfinite(
 
     def run(grads: Tree, state: SkipState, params: Tree, additive: bool) -> tuple[Tree, SkipState]:
         inner, total, row = state
+        if _stays_on_device(grads):
+            _check_last(row, max_consecutive)
+            return _unless(tx, grads, state, params, watched=max_consecutive is not None)
         if all_finite(grads):
             updates, inner = (tx.additive if additive else tx.update)(grads, inner, params)
             return updates, SkipState(inner, total.clone(), torch.zeros_like(row))
@@ -65,6 +75,63 @@ def skip_nonfinite(
     return GradientTransformation(
         init, partial(run, additive=False), additive=partial(run, additive=True), checked=True
     )
+
+
+def _stays_on_device(grads: Tree) -> bool:
+    """Whether gradients lie on a GPU, so that asking whether they are finite would wait for it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return (
+        any(isinstance(x, Tensor) and x.is_cuda for x in tree.leaves(grads))
+        and not primitives.compressing()  # what is left of one step goes into the next
+        and not streams(grads)
+    )
+
+
+def _check_last(row: Tensor, most: int | None) -> None:
+    """Raise if the steps before were too many in a row that were skipped."""
+    if most is None:
+        return
+    sent = row.__dict__.get("_zfunc_sent")
+    count = int(sent.value() if isinstance(sent, Sent) else row)
+    if count > most:
+        raise NonFiniteError(
+            f"gradients were not finite in each of the last {count} steps (max_consecutive="
+            f"{most}). Lower the learning rate or the loss scale, or look at the loss of the last "
+            "batches."
+        )
+
+
+def _unless(
+    tx: GradientTransformation, grads: Tree, state: SkipState, params: Tree, watched: bool
+) -> tuple[Tree, SkipState]:
+    """The update, if all is finite; which of both is decided on the device."""
+    fine = tree.global_norm(_marks(grads)).isfinite()
+
+    def chosen(new: Any, old: Any) -> Any:
+        if new is old or not isinstance(new, Tensor):
+            return new
+        a, b = (x if x.ndim else on_device(x, fine.device) for x in (new, old))
+        return torch.where(fine, a, b)
+
+    def update(u: Tensor) -> Tensor:
+        return torch.where(fine, u, _nothing(u))
+
+    with context.keeping():  # the old state may have to be the new one
+        updates, inner = tx.update(grads, state.inner_state, params)
+    if isinstance(updates, Moved):
+        lazy = updates
+        updates = Moved(
+            tree.map(chosen, lazy.new, params), params, lambda: tree.map(update, lazy.force())
+        )
+    else:
+        updates = tree.map(update, updates)
+    total, row = (on_device(x, fine.device) for x in (state.total_skipped, state.consecutive))
+    row = torch.where(fine, 0, row + 1)
+    if watched:
+        row.__dict__["_zfunc_sent"] = Sent(row)
+    inner = tree.map(chosen, inner, state.inner_state)
+    return updates, SkipState(inner, total + ~fine, row)
 
 
 def _nothing(grad: Tensor) -> Tensor:

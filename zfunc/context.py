@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,6 +32,7 @@ __all__ = [
     "Withheld",
     "current",
     "donates",
+    "keeping",
     "pop",
     "push",
     "reuse",
@@ -260,6 +262,20 @@ def reuse(x: Tensor) -> Tensor:
     ):
         return offers.pop(x.data_ptr()).copy_(x)
     return x.clone()
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Within the block the running step donates nothing."""
+    running = current()
+    donation = running.donation if running is not None else None
+    if running is not None:
+        running.donation = None
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.donation = donation
 
 
 def donates() -> bool:

@@ -42,8 +42,7 @@ def square_sums(xs: Sequence[Tensor]) -> Tensor:
     >>> square_sums([torch.tensor([3.0, 4.0]), torch.ones(2, 2), torch.zeros(0)])
     tensor([25.,  4.,  0.])
     """
-    kinds = {(x.device.type, x.dtype) for x in xs}
-    if len(kinds) == 1 and not _special(xs):
+    if len({x.dtype for x in xs}) == len({x.device for x in xs}) == 1 and not _special(xs):
         with torch.no_grad():
             return _together(xs)
     if not xs:

@@ -323,8 +323,9 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
     """
-    check_alive(tree)
     nodes = optree.tree_leaves(tree, is_leaf=_is_placed, namespace=NAMESPACE)
+    if any(spent(x) for x in nodes) or any(isinstance(x, Placed) for x in nodes):
+        check_alive(tree)
     return norms.shared(nodes, _norm)
 
 

@@ -206,7 +206,10 @@ class Sharded(OfFlats, Readable):
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tree:
         if f is square_sum:
-            totals, dtypes = self._square_totals(), [x if x is None else x.dtype for x in self.flats]
+            totals, dtypes = (
+                self._square_totals(),
+                [x if x is None else x.dtype for x in self.flats],
+            )
             return _spread(self.layout, totals, dtypes)
         dtypes = [None if x is None else x.dtype for x in self.flats]
         device = next((x.device for x in self.flats if x is not None), None)
@@ -401,7 +404,9 @@ def _across(
     else:
         totals = torch.zeros(len(every), *shape, dtype=wide, device=device)
         for indices, values in parts:
-            totals.index_copy_(0, _table(layout, indices, totals), on_device(values.to(wide), device))
+            totals.index_copy_(
+                0, _table(layout, indices, totals), on_device(values.to(wide), device)
+            )
     group.all_reduce(totals, label="sums of leaves").wait()
     return totals
 
