@@ -322,7 +322,9 @@ def backward(
     narrow = length <= LONGEST_BACKWARD
     tiles = tile(length, how["BLOCK"], 512) if narrow else SUMS
     columns = triton.cdiv(length, SUMS["BLOCK"])
-    programs = min(triton.cdiv(rows, tiles["ROWS"]), most if narrow else max(2, 2 * most // columns))
+    programs = min(
+        triton.cdiv(rows, tiles["ROWS"]), most if narrow else max(2, 2 * most // columns)
+    )
     shares = [
         None if p is None else p.new_empty((programs, length), dtype=torch.float32)
         for p in (dw, db)

@@ -255,10 +255,12 @@ class _Graph:
         self._scopes.register(self._graph, device)
         how: Any = {"stream": run.stream, "capture_error_mode": "thread_local"}
         args, kwargs = optree.tree_unflatten(self._given_spec, self._given)
+        # The step spends what it is given; the first replay is still to read the state itself.
+        given_state = optree.tree_unflatten(self._spec, [_alias(x) for x in leaves])
         self._scopes.recording = True
         try:
-            with ONE_AT_A_TIME, torch.cuda.graph(self._graph, **how), self._scopes.of(state):
-                new, out = step(state, *args, **kwargs)
+            with ONE_AT_A_TIME, torch.cuda.graph(self._graph, **how), self._scopes.of(given_state):
+                new, out = step(given_state, *args, **kwargs)
                 made, spec = _flat(new)
                 self._check_kept(spec, made)
                 self._bring_home(made)
@@ -283,14 +285,13 @@ class _Graph:
                     f"captured(): {path} goes in as {_kind(old)} and comes out as {_kind(new)}; "
                     "a graph needs both alike."
                 )
-            counts = new.numel() == 1 and not new.is_floating_point() and bool(new - old == 1)
-            if old.device.type == "cpu" and not counts and not torch.equal(old, new):
+            if old.device.type == "cpu" and not _counted(old, new) and not torch.equal(old, new):
                 raise CompositionError(
                     f"captured(): the step changes {path} on the host, where a replay runs no "
                     "Python; only counting up by one is understood. Keep it on the GPU."
                 )
         self._counting = [
-            isinstance(old, Tensor) and old.device.type == "cpu" and not torch.equal(old, new)
+            not _is_on_device(old) and isinstance(old, Tensor) and _counted(old, new)
             for old, new in zip(self._state, made, strict=True)
         ]
 
@@ -331,10 +332,11 @@ class _Graph:
         ):
             if _is_on_device(home):
                 fresh.append(_alias(home, like))
-                if old.device == home.device:
-                    context.blank(old)
+                context.blank(old)
             else:
                 fresh.append(old + 1 if counting else old)
+                if counting:
+                    context.blank(old)
         out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
         return (
             optree.tree_unflatten(self._spec, fresh),
@@ -390,6 +392,11 @@ def _check_same(what: str, spec: Any, old: Sequence[Any], its: Any, new: Sequenc
             )
 
 
+def _counted(old: Tensor, new: Tensor) -> bool:
+    """Whether a number of the host has been counted up by one."""
+    return old.ndim == 0 and not old.is_floating_point() and bool(new - old == 1)
+
+
 def _is_counter(a: Any, b: Any) -> bool:
     """Whether a count that was taken to the GPU comes from the host once more."""
     both = isinstance(a, Tensor) and isinstance(b, Tensor)
@@ -437,7 +444,10 @@ def _is_on_device(x: Any) -> bool:
 
 
 def _alias(x: Any, like: Any = None) -> Any:
-    return carry(x.detach(), x if like is None else like) if _is_on_device(x) else x
+    """A tensor of its own in the same memory; on the host a copy, since `donate` blanks that, too."""
+    if not isinstance(x, Tensor):
+        return x
+    return carry(x.detach() if _is_on_device(x) else x.clone(), x if like is None else like)
 
 
 def _at(x: Tensor) -> int:

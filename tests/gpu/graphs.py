@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from tests.gpu.cuda import Cuda
@@ -74,7 +74,8 @@ class _Capture(TorchDispatchMode):
         if func.namespace == "c10d" or func._schema.is_mutable:
             for x in given:
                 self._save(x)
-        kwargs_then = dict(kwargs)
+        # Of their own: the project may give a tensor that it is done with other memory.
+        given_then = tree_map_only(Tensor, torch.Tensor.detach, (args, dict(kwargs)))
         out = func(*args, **kwargs)
         results = _tensors(out)
         if not any(self.cuda.on_gpu(x) for x in (*given, *results)):
@@ -83,7 +84,8 @@ class _Capture(TorchDispatchMode):
         self.made |= {x.untyped_storage()._cdata for x in results} - held
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         generator = torch.cuda.default_generators[0]._current if seeded else None
-        self.graph.recorded.append((func, args, kwargs_then, out, generator))
+        kept = tree_map_only(Tensor, torch.Tensor.detach, out)
+        self.graph.recorded.append((func, *given_then, kept, generator))
         return out
 
     def _save(self, x: Tensor) -> None:
