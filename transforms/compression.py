@@ -91,6 +91,9 @@ class CompressGrads(Transform):
     def __repr__(self) -> str:
         return f"compress_grads({self.method!r}, freeze_step={self.freeze_step!r})"
 
+    def obstacle(self) -> str:
+        return "decides on the host when compression begins and whether a step is left out"
+
     def beside(self, others: Sequence[Transform]) -> CompressGrads:
         if any(other.name == NAME for other in others):
             raise CompositionError(

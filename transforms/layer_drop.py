@@ -86,6 +86,9 @@ class DropLayers(Transform):
     def __repr__(self) -> str:
         return f"drop_layers(theta={self.theta:g}, gamma={self.gamma:g})"
 
+    def obstacle(self) -> str:
+        return "leaves out other layers in each step, by coins that the host tosses"
+
     def check(self, state: Any) -> None:
         entries = Entries(state)
         for name, what in (("step", "the number of steps taken"), ("key", "a random key")):

@@ -79,6 +79,13 @@ class Precision(Transform):
         scale = "" if self.loss_scale is None else f", loss_scale={self.loss_scale}"
         return f"precision(compute={compute}, reduce={reduce}{scale})"
 
+    def obstacle(self) -> str | None:
+        if isinstance(self.loss_scale, DynamicScale):
+            return (
+                "asks on the host whether a gradient has overflowed; bfloat16 needs no loss scale"
+            )
+        return None
+
     def __post_init__(self) -> None:
         for what, dtype in (("compute", self.compute), ("reduce", self.reduce_dtype)):
             if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

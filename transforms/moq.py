@@ -74,6 +74,9 @@ class MoQ(Transform):
         rules = self.rules
         return f"quantize(start_bits={rules.start_bits}, target_bits={rules.target_bits})"
 
+    def obstacle(self) -> str:
+        return "counts bits down on the host"
+
     # The state
 
     def chosen(self, state: Any) -> dict[str, torch.Size]:

@@ -105,6 +105,9 @@ class Offload(Transform):
         where = f", path={os.pathsep.join(self.path)!r}" if self.path else ""
         return f"offload(to={self.to!r}{where})"
 
+    def obstacle(self) -> str:
+        return "runs the optimizer on the host, where a graph computes nothing"
+
     def beside(self, others: Sequence[Transform]) -> Transform:
         if self.to == "disk" and any(other.name == "compress_grads" for other in others):
             raise CompositionError(

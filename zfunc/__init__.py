@@ -29,6 +29,7 @@ from zfunc.errors import (
 )
 from zfunc.files.checkpoint import checkpoints, restore, save
 from zfunc.files.pretrained import export_safetensors, import_safetensors
+from zfunc.graphs import captured
 from zfunc.language.generation import generate
 from zfunc.modules.functional import Functional, functionalize
 from zfunc.placed.sharded import Sharded
@@ -76,6 +77,7 @@ __all__ = [
     "ZfuncError",
     "accumulate",
     "axis_index",
+    "captured",
     "checkpoints",
     "comm",
     "compress_grads",

@@ -20,7 +20,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -152,6 +152,7 @@ def fold_in(key: Key, data: int | Tensor) -> Tensor:
     >>> bool(fold_in(key(0), 3) == fold_in(key(0), torch.tensor(3)))
     True
     """
+    counts = isinstance(data, Tensor) and "_zfunc_step" in data.__dict__
     if isinstance(data, Tensor):
         if data.dim() != 0 or data.is_floating_point() or data.is_complex():
             raise PlacementError(
@@ -161,7 +162,10 @@ def fold_in(key: Key, data: int | Tensor) -> Tensor:
         data = int(number(data))
     elif not isinstance(data, int):
         raise PlacementError(f"fold_in takes an int or a 0-d integer tensor, not {data!r}.")
-    return _marked(torch.tensor(_signed(_folded(key, data)), device="cpu"))
+    made = _marked(torch.tensor(_signed(_folded(key, data)), device="cpu"))
+    if (path := path_of(key)) is not None:
+        made.__dict__["_zfunc_path"] = (*path, STEP if counts else data)
+    return made
 
 
 def _folded(key: Key, data: int) -> int:
@@ -303,7 +307,8 @@ _thread = _Thread()
 
 
 def _generators() -> list[torch.Generator]:
-    if torch.cuda.is_initialized():
+    recorded = _watchers and _watchers[-1].recording  # then the GPU's is the graph's
+    if torch.cuda.is_initialized() and not recorded:
         device = torch.cuda.default_generators[torch.cuda.current_device()]
         return [torch.default_generator, device]
     return [torch.default_generator]
@@ -353,19 +358,22 @@ class scope:
     True
     """
 
-    __slots__ = ("seed",)
+    __slots__ = ("path", "seed")
 
     def __init__(self, key: Key) -> None:
-        self.seed = _signed(_word(key))
+        self.seed, self.path = _signed(_word(key)), path_of(key)
 
     @classmethod
     def folded(cls, key: Key, data: int) -> scope:
         """``scope(fold_in(key, data))``, without a tensor on the way."""
         made = cls.__new__(cls)
-        made.seed = _signed(_folded(key, data))
+        path = path_of(key)
+        made.seed, made.path = _signed(_folded(key, data)), path and (*path, data)
         return made
 
     def __enter__(self) -> None:
+        if _watchers:
+            _watchers[-1].enter(self.path)  # it may refuse
         if not _thread.found:
             _acquire()
         _thread.found.append(_save())
@@ -374,6 +382,8 @@ class scope:
 
     def __exit__(self, *exception: Any) -> None:
         _restore(_thread.found.pop())
+        if _watchers:
+            _watchers[-1].leave()
         if not _thread.found:
             _release()
 
@@ -400,3 +410,44 @@ def paused() -> Iterator[None]:
 
 
 on_wait.append(paused)
+
+
+# --- how keys were derived, for a step that is recorded ----------------------------------------
+
+STEP = "step"
+"""Stands in a key's path for the state's step count, which differs from call to call."""
+
+
+class Watcher(Protocol):
+    """Is told of scopes as they open and close."""
+
+    recording: bool
+
+    def enter(self, path: tuple[Any, ...] | None) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+_watchers: list[Watcher] = []  # not a context variable: backward opens scopes in threads of its own
+
+
+def path_of(key: Key) -> tuple[Any, ...] | None:
+    """What has been folded into the watched key to make this one; ``None`` of another."""
+    return key.__dict__.get("_zfunc_path") if isinstance(key, Tensor) else None
+
+
+@contextmanager
+def watched(watcher: Watcher, key: Any, step: Any) -> Iterator[None]:
+    """Tell ``watcher`` of all scopes inside the block, and how ``key`` and ``step`` made theirs."""
+    marks = [(key, "_zfunc_path", ()), (step, "_zfunc_step", True)]
+    for x, name, value in marks:
+        if isinstance(x, Tensor):
+            x.__dict__[name] = value
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+        for x, name, _ in marks:
+            if isinstance(x, Tensor):
+                x.__dict__.pop(name, None)

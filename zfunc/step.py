@@ -168,6 +168,10 @@ class Transform:
         """Put the result of a call in order; ``old`` is what ``open`` was given."""
         return out
 
+    def obstacle(self) -> str | None:
+        """Why a step in it cannot be one CUDA graph (``zf.captured``), or None if it can."""
+        return None
+
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         """Note in the step's memo what ``describe`` needs of a state just placed."""
 

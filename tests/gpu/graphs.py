@@ -7,14 +7,15 @@ memory, whatever it holds by then; the host's Python does not run again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.gpu.streams import StreamContext, opened
 
@@ -44,7 +45,7 @@ class Graph:
         return self._pool
 
     def register_generator_state(self, generator: torch.Generator) -> None:
-        """What is drawn at a replay goes on from what was drawn before; so does the host's."""
+        """What is drawn at a replay goes on from where the generator was left."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if self.cuda.capturing is not None:
@@ -97,17 +98,22 @@ class Graph:
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation; its results come into the same memory again."""
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        results = [x.detach() for x in tree_leaves(out) if isinstance(x, Tensor)]
         given = {
             x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         }
+        # Of their own: the project may give a tensor that it is done with other memory.
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, dict(kwargs)))
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        drawn = torch.cuda.default_generators[self.cuda.device]._current if seeded else None
         fresh = [x.untyped_storage()._cdata not in given for x in results]
         self._born |= {
             x.untyped_storage()._cdata for x, new in zip(results, fresh, strict=True) if new
         }
 
         def again() -> None:
-            found = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+            with _drawing_from(drawn):
+                found = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
             for into, x, new in zip(results, found, fresh, strict=True):
                 if new:
                     into.copy_(x)
@@ -144,6 +150,21 @@ class Capture:
     def __exit__(self, *error: object) -> None:
         self.graph.capture_end()
         self.context.__exit__(*error)
+
+
+@contextlib.contextmanager
+def _drawing_from(generator: Any) -> Iterator[None]:
+    """Operations draw from the host's generator here, which goes on as this one for a while."""
+    if generator is None:
+        yield
+        return
+    before = torch.default_generator.get_state()
+    torch.default_generator.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(before)
 
 
 def module(cuda: Cuda) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class _Generator(torch._C.Generator):
             return torch._C.Generator(device)
         made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         made._goal = torch.device("cuda", goal.index or 0)
+        made._current = made
         return made
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -96,6 +97,12 @@ class _Generator(torch._C.Generator):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._goal  # type: ignore[attr-defined, no-any-return]
+
+    def graphsafe_get_state(self) -> Any:
+        return self._current
+
+    def graphsafe_set_state(self, state: Any) -> None:
+        self._current = state
 
 
 def _accelerator(cuda: Cuda) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from zfunc.errors import PlacementError
 from zfunc.quant.qtensor import QTensor
 
-__all__ = ["CudaGraphs", "OnDevice", "Recorder", "recorder"]
+__all__ = ["ONE_AT_A_TIME", "CudaGraphs", "OnDevice", "Reads", "Recorder", "recorder"]
 
 
 class Recorder(Protocol):
@@ -34,7 +34,7 @@ class Recorder(Protocol):
         """
 
 
-_ONE_AT_A_TIME = threading.Lock()  # torch allows one capture in a process
+ONE_AT_A_TIME = threading.Lock()  # torch allows one capture in a process
 
 
 class CudaGraphs:
@@ -62,7 +62,7 @@ class CudaGraphs:
             graph = torch.cuda.CUDAGraph()
             # Of this thread only: another one may allocate while this one records.
             how: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
-            with _ONE_AT_A_TIME, torch.cuda.graph(graph, pool=self._pool, **how):
+            with ONE_AT_A_TIME, torch.cuda.graph(graph, pool=self._pool, **how):
                 out = run(*inputs)
             self._pool = graph.pool()
 
@@ -108,6 +108,30 @@ class OnDevice(TorchDispatchMode):
         if func in _COPIES and len(places) > 1:
             raise PlacementError(f"{func} copies between {' and '.join(sorted(places))}")
         return out
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operations that make a number of Python, or a shape, of a device's values.
+
+    Attributes:
+        found: their names.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, QTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on what it is made of
+        if _reads(func, args):
+            given = tree_leaves((args, kwargs))
+            if any(isinstance(x, Tensor) and x.device == self._device for x in given):
+                self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)

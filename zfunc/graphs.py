@@ -1,0 +1,458 @@
+"""``captured``: a whole training step as one CUDA graph.
+
+Law: ``captured(step)`` gives the states and metrics of ``step``, bit for bit.
+
+Small layers leave a GPU waiting for Python. A CUDA graph launches all that one call has launched,
+on the addresses that it was launched with, and runs no Python at all. So what differs from step to
+step has to come through memory: the batch is copied to where the recorded one was, a donated state
+stays where it is, counts and rates are computed on the device, and each scope of randomness
+(:class:`zfunc.random.scope`) has a generator of its own, seeded before each replay from the state's
+key and step as the step itself would have done. What Python would have to decide anew cannot be
+captured, and is refused by name.
+
+Source: Carilli and others, *Accelerating PyTorch with CUDA Graphs*, 2021.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc import context, random, tree
+from zfunc.errors import CompositionError
+from zfunc.language.recording import ONE_AT_A_TIME, Reads
+from zfunc.nodes import NAMESPACE, carry
+from zfunc.step import Step, as_step
+from zfunc.worlds import world
+
+__all__ = ["Captured", "captured"]
+
+WARM = 2  # eager steps before the capture: plans, pools and workspaces are made in them
+HOST = ("key", "step")  # entries that stay on the host, where randomness is decided
+
+
+def captured(step: Callable[..., Any]) -> Captured:
+    """Run a step as one CUDA graph.
+
+    The first two calls run the step as it is, the third records it, and from then on each call is
+    one launch. All of them are steps of the training.
+
+    Args:
+        step: a step that donates its state (``zf.donate``), wrapped in everything else that it is
+            to be wrapped in: ``captured`` is the outermost. Shapes are the same in every call.
+
+    Returns:
+        A :class:`Captured`, called like the step. ``.step`` is the step itself.
+
+    Raises:
+        CompositionError: (from a call, before the state is touched) the step cannot be captured:
+            the state is not on a GPU, or is not donated; a transform or the loss decides on the
+            host; a shape has changed. The message says which.
+
+    >>> import zfunc as zf
+    >>> tx = zf.optim.sgd(0.1)
+    >>> step = captured(zf.donate(zf.train_step(lambda p, x: (p["w"] * x).sum(), tx)))
+    >>> try:
+    ...     step(zf.TrainState.create({"w": torch.ones(2)}, tx), torch.ones(2))
+    ... except CompositionError as error:
+    ...     print(str(error).split(":")[1].split(".")[0].strip())
+    the state is on the CPU, and a CUDA graph needs a GPU
+    """
+    return Captured(as_step(step))
+
+
+class Captured:
+    """A step that is replayed as a CUDA graph; see :func:`captured`.
+
+    Attributes:
+        step: the step itself, which may be called as well.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def __repr__(self) -> str:
+        return f"captured({self.step!r})"
+
+    def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """One step: ``(state, *args) -> (state, metrics)``."""
+        if context.current() is not None:
+            raise CompositionError(
+                "captured() is the outermost of all: a graph of a part of a step would leave the "
+                "rest behind. Write captured(shard(donate(step))), not shard(captured(step))."
+            )
+        run = self._run()
+        if run.graph is None:
+            _check(self.step, state, (args, kwargs), run)
+            if run.calls < WARM:
+                run.calls += 1
+                return run.warm(self.step, state, args, kwargs)
+            run.graph = _Graph(self.step, state, args, kwargs, run)
+        return run.graph.replay(state, args, kwargs)
+
+    def _run(self) -> _Run:
+        runs = world.current().memo.setdefault("captured", weakref.WeakKeyDictionary())
+        if self not in runs:
+            runs[self] = _Run()
+        found: _Run = runs[self]
+        return found
+
+    def place(self, state: Any) -> Any:
+        """See :meth:`zfunc.Step.place`."""
+        return self.step.place(state)
+
+    def unplace(self, state: Any) -> Any:
+        """See :meth:`zfunc.Step.unplace`."""
+        return self.step.unplace(state)
+
+    def init(self, make_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`zfunc.Step.init`."""
+        return self.step.init(make_state, *args, **kwargs)
+
+    def local_batch(self, batch: Any) -> Any:
+        """See :func:`zfunc.local_batch`."""
+        from zfunc.batches import local_batch
+
+        return local_batch(batch)
+
+    def describe(self) -> Any:
+        """See :meth:`zfunc.Step.describe`."""
+        return self.step.describe()
+
+    def close(self) -> None:
+        """Let go of the graph and of what the step holds; the next call begins anew."""
+        world.current().memo.get("captured", {}).pop(self, None)
+        self.step.close()
+
+    def __enter__(self) -> Captured:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@dataclass
+class _Run:
+    """What one rank knows of a captured step.
+
+    Attributes:
+        calls: how many eager ones there have been.
+        obstacles: what the last of them did that a graph cannot.
+        scopes: its scopes of randomness.
+        graph: the recorded step, once it is.
+    """
+
+    calls: int = 0
+    obstacles: list[str] = field(default_factory=list)
+    scopes: _Scopes = field(default_factory=lambda: _Scopes())
+    graph: _Graph | None = None
+    stream: Any = None
+
+    def warm(self, step: Step, state: Any, args: Any, kwargs: Any) -> Any:
+        """An eager step, on the stream and with the state as they will be recorded."""
+        device = _device(state)
+        self.stream = self.stream or torch.cuda.Stream(device)
+        self.scopes.paths.clear()
+        reads = Reads(device)
+        here = torch.cuda.current_stream(device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream), self.scopes.of(state), reads:
+            out = step(_counted_on(state, device), *args, **kwargs)
+        here.wait_stream(self.stream)
+        self.obstacles = reads.found
+        return out
+
+
+class _Scopes:
+    """The scopes of randomness that one step opens, in order.
+
+    Noted in an eager step; while the step is recorded each has a generator of its own.
+
+    Attributes:
+        paths: what was folded into the state's key to make each scope's.
+        generators: theirs, once there are some.
+    """
+
+    def __init__(self) -> None:
+        self.paths: list[tuple[Any, ...]] = []
+        self.generators: list[torch.Generator] = []
+        self.recording = False
+        self._next = 0
+        self._outer: list[torch.Generator] = []
+
+    @contextmanager
+    def of(self, state: Any) -> Iterator[None]:
+        """Watch the scopes that are opened inside the block."""
+        key, step = (_entry(state, name) for name in HOST)
+        with random.watched(self, key, step):
+            yield
+
+    def register(self, graph: Any, device: torch.device) -> None:
+        """A generator for each scope, known to the graph."""
+        self.generators = [torch.Generator(device) for _ in self.paths]
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+
+    def enter(self, path: tuple[Any, ...] | None) -> None:
+        """A scope opens; ``path`` is ``None`` if its key does not come from the state's."""
+        if path is None:
+            raise CompositionError(
+                "captured(): something draws random numbers by a key that does not come from "
+                "state.key by zf.random.fold_in, so a replay could not renew it. Fold "
+                "numbers into the key that the loss is given."
+            )
+        if not self.recording:
+            self.paths.append(path)
+            return
+        if self._next >= len(self.paths) or self.paths[self._next] != path:
+            raise CompositionError(
+                "captured(): the step opens other scopes of randomness than in the call before "
+                f"(number {self._next}). Layers that come and go (drop_layers, branches of the "
+                "loss) cannot be captured."
+            )
+        device = self._default()
+        self._outer.append(device.graphsafe_get_state())
+        device.graphsafe_set_state(self.generators[self._next])
+        self._next += 1
+
+    def leave(self) -> None:
+        """The scope opened last closes: the one around it goes on where it was."""
+        if self.recording:
+            self._default().graphsafe_set_state(self._outer.pop())
+
+    def seed(self, state: Any) -> None:
+        """Let the next replay draw what the step would draw on this state."""
+        key, step = (_entry(state, name) for name in HOST)
+        for path, generator in zip(self.paths, self.generators, strict=True):
+            own = key
+            for data in path:
+                own = random.fold_in(own, step if data is random.STEP else data)
+            generator.manual_seed(random.scope(own).seed)
+
+    def _default(self) -> torch.Generator:
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+class _Graph:
+    """One recorded step: where it reads and writes, and how it is repeated."""
+
+    def __init__(self, step: Step, state: Any, args: Any, kwargs: Any, run: _Run) -> None:
+        device = _device(state)
+        state = _counted_on(state, device)
+        leaves, self._spec = _flat(state)
+        self._state = [_alias(x) for x in leaves]
+        given, self._given_spec = _flat((args, kwargs))
+        self._given = [x.clone() if isinstance(x, Tensor) else x for x in given]
+        self._scopes = run.scopes
+        self._graph = torch.cuda.CUDAGraph()
+        self._scopes.register(self._graph, device)
+        how: Any = {"stream": run.stream, "capture_error_mode": "thread_local"}
+        args, kwargs = optree.tree_unflatten(self._given_spec, self._given)
+        # The step spends what it is given; the first replay is still to read the state itself.
+        given_state = optree.tree_unflatten(self._spec, [_alias(x) for x in leaves])
+        self._scopes.recording = True
+        try:
+            with ONE_AT_A_TIME, torch.cuda.graph(self._graph, **how), self._scopes.of(given_state):
+                new, out = step(given_state, *args, **kwargs)
+                made, spec = _flat(new)
+                self._check_kept(spec, made)
+                self._bring_home(made)
+        finally:
+            self._scopes.recording = False
+        self._marks = made
+        self._out, self._out_spec = _flat(out)
+        self._check_out()
+
+    def _check_kept(self, spec: Any, made: Sequence[Any]) -> None:
+        """Raise if the new state is not of the old one's form: it is the next call's old one."""
+        if spec != self._spec:
+            raise CompositionError(
+                "captured(): the step returns a state of another structure than it was given. "
+                "Call the step itself until the structure stays."
+            )
+        for path, old, new in zip(_paths(spec), self._state, made, strict=True):
+            if not isinstance(old, Tensor):
+                continue
+            if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+                raise CompositionError(
+                    f"captured(): {path} goes in as {_kind(old)} and comes out as {_kind(new)}; "
+                    "a graph needs both alike."
+                )
+            if old.device.type == "cpu" and not _counted(old, new) and not torch.equal(old, new):
+                raise CompositionError(
+                    f"captured(): the step changes {path} on the host, where a replay runs no "
+                    "Python; only counting up by one is understood. Keep it on the GPU."
+                )
+        self._counting = [
+            not _is_on_device(old) and isinstance(old, Tensor) and _counted(old, new)
+            for old, new in zip(self._state, made, strict=True)
+        ]
+
+    def _bring_home(self, made: Sequence[Any]) -> None:
+        """Copy what the step made elsewhere to where the next replay reads it."""
+        home = {_at(x) for x in self._state if _is_on_device(x)}
+        away = [
+            (old, new.clone() if _at(new) in home else new)
+            for old, new in zip(self._state, made, strict=True)
+            if _is_on_device(old) and not _same_memory(old, new)
+        ]
+        for old, new in away:
+            old.copy_(new)
+
+    def _check_out(self) -> None:
+        for path, x in zip(_paths(self._out_spec), self._out, strict=True):
+            if isinstance(x, Tensor) and x.device.type == "cpu":
+                raise CompositionError(
+                    f"captured(): the step returns {path} on the host, where a replay would not "
+                    "renew it. Compute it from tensors on the GPU, or leave it out."
+                )
+
+    def replay(self, state: Any, args: Any, kwargs: Any) -> Any:
+        """One step."""
+        leaves, spec = _flat(state)
+        given, given_spec = _flat((args, kwargs))
+        _check_same("the state", self._spec, self._state, spec, leaves)
+        _check_same("the batch", self._given_spec, self._given, given_spec, given)
+        tree.check_alive(state)
+        for old, new in zip((*self._given, *self._state), (*given, *leaves), strict=True):
+            if _is_on_device(old) and not _same_memory(old, new):
+                old.copy_(new, non_blocking=True)
+        self._scopes.seed(state)
+        self._graph.replay()
+        fresh = []
+        for home, old, counting, like in zip(
+            self._state, leaves, self._counting, self._marks, strict=True
+        ):
+            if _is_on_device(home):
+                fresh.append(_alias(home, like))
+                context.blank(old)
+            else:
+                fresh.append(old + 1 if counting else old)
+                if counting:
+                    context.blank(old)
+        out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
+        return (
+            optree.tree_unflatten(self._spec, fresh),
+            optree.tree_unflatten(self._out_spec, out),
+        )
+
+
+# What can be captured
+
+
+def _check(step: Step, state: Any, given: Any, run: _Run) -> None:
+    """Raise ``CompositionError`` if the step cannot be captured; nothing is touched."""
+    if why := _obstacle(step, state, given, run):
+        raise CompositionError(
+            f"captured() cannot take this step: {why}. Call the step itself "
+            "(`captured_step.step`) where that must stay."
+        )
+
+
+def _obstacle(step: Step, state: Any, given: Any, run: _Run) -> str | None:
+    device = _device(state)
+    if device.type != "cuda":
+        return "the state is on the CPU, and a CUDA graph needs a GPU"
+    if not any(t.name == "donate" for t in step.transforms):
+        return "it does not donate its state, whose memory a graph writes into: zf.donate(step)"
+    for transform in step.transforms:
+        if why := transform.obstacle():
+            return f"{transform!r} {why}"
+    for path, x in zip(_paths(_flat(given)[1]), _flat(given)[0], strict=True):
+        if isinstance(x, Tensor) and x.device != device:
+            return (
+                f"the batch's {path} is on {x.device} and the state on {device}: "
+                "move it there first, x.to(device, non_blocking=True)"
+            )
+    if run.calls == WARM and run.obstacles:
+        return f"it waits for the GPU, in {run.obstacles[0]}"
+    return None
+
+
+def _check_same(what: str, spec: Any, old: Sequence[Any], its: Any, new: Sequence[Any]) -> None:
+    if spec != its:
+        raise CompositionError(
+            f"captured(): {what} has another structure than the one that was captured. Make a "
+            "captured step for each structure."
+        )
+    for path, a, b in zip(_paths(spec), old, new, strict=True):
+        alike = _kind(a) == _kind(b) if isinstance(a, Tensor) else a == b
+        if not alike and not (what == "the state" and _is_counter(a, b)):
+            raise CompositionError(
+                f"captured(): {what}'s {path} was {_kind(a)} when the step was captured and is "
+                f"{_kind(b)} now. A graph has fixed shapes: pad the batch, drop the last one, or "
+                "make a captured step for each shape."
+            )
+
+
+def _counted(old: Tensor, new: Tensor) -> bool:
+    """Whether a number of the host has been counted up by one."""
+    return old.ndim == 0 and not old.is_floating_point() and bool(new - old == 1)
+
+
+def _is_counter(a: Any, b: Any) -> bool:
+    """Whether a count that was taken to the GPU comes from the host once more."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return both and not a.ndim and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+
+
+def _flat(given: Any) -> tuple[list[Any], Any]:
+    leaves, spec = optree.tree_flatten(given, none_is_leaf=True, namespace=NAMESPACE)
+    return leaves, spec
+
+
+def _paths(spec: Any) -> list[str]:
+    return [tree.dotted(*path) for path in spec.paths()]
+
+
+def _entry(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+
+
+def _device(state: Any) -> torch.device:
+    """The GPU that a state is on, or the CPU."""
+    leaves = [x for x in _flat(state)[0] if isinstance(x, Tensor)]
+    return next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
+
+
+def _counted_on(state: Any, device: torch.device) -> Any:
+    """The state with the optimizer's counts on the GPU, where a replay counts on."""
+    leaves, spec = _flat(state)
+    host = {id(_entry(state, name)) for name in HOST}
+    moved = [
+        carry(x.to(device), x)
+        if isinstance(x, Tensor) and x.device.type == "cpu" and not x.ndim and id(x) not in host
+        else x
+        for x in leaves
+    ]
+    return optree.tree_unflatten(spec, moved)
+
+
+def _is_on_device(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type != "cpu"
+
+
+def _alias(x: Any, like: Any = None) -> Any:
+    """A tensor of its own in the same memory; on the host a copy, for `donate` blanks that, too."""
+    if not isinstance(x, Tensor):
+        return x
+    return carry(x.detach() if _is_on_device(x) else x.clone(), x if like is None else like)
+
+
+def _at(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
