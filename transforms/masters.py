@@ -21,7 +21,7 @@ from zfunc.placed.placement import Entries, reassembled
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
-from zfunc.readings import Reading, number, on_host
+from zfunc.readings import Reading, number, on_host, sent
 
 __all__ = ["Mastered", "Masters", "recast", "returned"]
 
@@ -181,7 +181,7 @@ class Masters:
         """What is added to the step's metrics."""
         self.settle()
         bad = torch.tensor(bool(self.overflow)) if self.unseen is None else self.unseen
-        found = {"loss_scale": self.scale.clone(), "overflow": bad}
+        found = {"loss_scale": sent(self.scale, bad, self.scale.dtype), "overflow": bad}
         return {**found, "overflow_leaf": self.leaf} if self.overflow else found
 
     def revert(self, entries: Entries, kept: Collection[str]) -> None:
