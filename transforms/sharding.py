@@ -60,6 +60,7 @@ from zfunc.worlds.axes import MESH, Mesh, group
 __all__ = ["Shard", "shard"]
 
 CUT = ("nothing", "optimizer state", "gradients and optimizer state", "the whole state")
+FIRST = 1 << 20  # bytes of layers whose gradients leave together before all others
 ROLES = {"params": "params", "opt_state": "opt_state"}
 
 
@@ -129,6 +130,7 @@ class Shard(Transform):
             unit_bytes=self.unit_bytes,
             persist_below=self.persist_below if self.stage == 3 else 0,
             merge=self.merge,
+            first=FIRST if self.stage < 3 and self.group.size > 1 else None,
             frozen=is_frozen,
         )
 
@@ -387,7 +389,8 @@ def shard(
         mesh: the ranks by named axes (``zf.mesh``); the whole world on ``"data"`` if None.
         axis: the mesh axis, or axes, to cut over and to average over.
         unit_bytes: larger units (layers) are split between leaves; consecutive layers
-            are merged up to an eighth of it. Where each layer has to be a unit of its own
+            are merged up to an eighth of it (below stage 3 the last ones, whose gradients
+            are ready first, up to 1 MiB, those before them up to twice that, and so on). Where each layer has to be a unit of its own
             (under ``drop_layers``), as many are gathered ahead and kept for backward.
         persist_below: stage 3 keeps leaves of fewer elements whole on every rank. Units
             travel as one buffer, in which small leaves cost no messages of their own, so

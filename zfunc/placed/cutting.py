@@ -38,38 +38,46 @@ def _groups(
     sizes: Sequence[int],
     unit_bytes: int,
     merge: bool,
+    first: int | None,
 ) -> list[tuple[str, list[int]]]:
     """Leaf indices that travel together, named: the root's first, then the layers'."""
-    small = unit_bytes // 8
-    groups: list[tuple[str, list[int]]] = []
     spans = [("", list(root))] if root else []
-    run: list[Layer] = []
-
-    def flush() -> None:
-        if not run:
-            return
-        first, last = run[0].name, run[-1].name.rpartition(".")[2]
-        name = first if len(run) == 1 else f"{first}-{last}"
+    for run in _merged(layers, sizes, unit_bytes // 8 if merge else 0, first):
+        last = run[-1].name.rpartition(".")[2]
+        name = run[0].name if len(run) == 1 else f"{run[0].name}-{last}"
         spans.append((name, [i for layer in run for i in range(layer.start, layer.stop)]))
-        run.clear()
-
-    def stack(layer: Layer) -> str:
-        return layer.name.rpartition(".")[0]
-
-    filled = 0
-    for layer in layers:
-        weight = sum(sizes[layer.start : layer.stop])
-        fits = merge and filled + weight <= small
-        if run and not (fits and stack(run[0]) == stack(layer)):
-            flush()
-            filled = 0
-        run.append(layer)
-        filled += weight
-    flush()
+    groups: list[tuple[str, list[int]]] = []
     for name, leaves in spans:
         # The root's leaves (embedding, head) have little to do with each other in time.
-        groups.extend(_split(name, leaves, sizes, unit_bytes if name else small))
+        groups.extend(_split(name, leaves, sizes, unit_bytes if name else unit_bytes // 8))
     return groups
+
+
+def _merged(
+    layers: Sequence[Layer], sizes: Sequence[int], most: int, first: int | None
+) -> list[list[Layer]]:
+    """Consecutive layers of one stack that make a unit of up to ``most`` bytes.
+
+    With ``first`` they are taken from the end: the last unit has up to ``first`` bytes, that before
+    it up to twice as many, and so on.
+    """
+    limit, filled = most if first is None else min(first, most), 0
+    runs: list[list[Layer]] = []
+    for layer in layers if first is None else reversed(layers):
+        weight = sum(sizes[layer.start : layer.stop])
+        fits = limit > 0 and filled + weight <= limit
+        if runs and fits and _stack(runs[-1][0]) == _stack(layer):
+            runs[-1].append(layer)
+            filled += weight
+            continue
+        limit = min(2 * limit, most) if runs else limit
+        runs.append([layer])
+        filled = weight
+    return runs if first is None else [run[::-1] for run in reversed(runs)]
+
+
+def _stack(layer: Layer) -> str:
+    return layer.name.rpartition(".")[0]
 
 
 def _split(
@@ -99,6 +107,7 @@ def make_layout(
     unit_bytes: int = 1 << 26,
     persist_below: int = 0,
     merge: bool = True,
+    first: int | None = None,
     frozen: Callable[[Tensor], bool] = lambda leaf: False,
 ) -> Layout:
     """Decide how a plain tree of parameters is cut over ``world`` ranks.
@@ -108,6 +117,8 @@ def make_layout(
         unit_bytes: a layer that is larger is split between leaves, the root at an eighth
             of it; consecutive layers of one stack are merged up to an eighth of it.
         merge: whether tiny layers travel together, as said.
+        first: bytes up to which the last layers are merged, whose gradients are ready first: over
+            a slow link they should leave soon. Twice as many before them, and so on.
         persist_below: leaves of fewer elements are kept whole on every rank.
         frozen: which leaves have no gradient.
 
@@ -126,7 +137,7 @@ def make_layout(
     slots: list[Slot | None] = [None] * len(leaves)
     flats: list[Flat] = []
     units: list[Unit] = []
-    for name, members in _groups(layers, root, sizes, unit_bytes, merge):
+    for name, members in _groups(layers, root, sizes, unit_bytes, merge, first):
         kinds: dict[tuple[Any, ...], list[int]] = {}
         kind: tuple[Any, ...]
         for i in members:
