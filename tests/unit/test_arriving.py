@@ -335,7 +335,7 @@ def test_an_error_names_the_unit() -> None:
             with pytest.raises(DesyncError, match="join root"):
                 under_way(state)["first"] + 1
         with pytest.raises(DesyncError, match="join root"):
-            state.params
+            _ = state.params
         return "raised"
 
     assert zf.simulate(2)(run)()[0] == "raised"
