@@ -219,7 +219,8 @@ class Joined:
 def _copies(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     """The parts of a buffer, in memory of their own: who keeps or saves one, keeps that one."""
     if flat.device.type == "cpu":
-        return torch.split_with_sizes_copy(flat, sizes)  # type: ignore[no-any-return]
+        copied: list[Tensor] = torch.ops.aten.split_with_sizes_copy(flat, sizes)
+        return copied
     parts = flat.split(sizes)
     copies = [torch.empty_like(part) for part in parts]
     torch._foreach_copy_(copies, list(parts))
