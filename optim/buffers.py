@@ -210,11 +210,21 @@ class Joined:
             for row, some in zip(self.together, self.order[1:], strict=True):
                 sizes = [self.shapes[i].numel() for i in some]
                 flat = row[k and k + 1]  # parameters, then moments; not gradients
-                parts = flat[: sum(sizes)].split(sizes)
-                for i, part in zip(some, parts, strict=True):
+                for i, part in zip(some, _copies(flat[: sum(sizes)], sizes), strict=True):
                     leaves[i] = part if len(self.shapes[i]) == 1 else part.view(self.shapes[i])
             out.append([leaves[i] for i in range(len(self.shapes))])
         return out
+
+
+def _copies(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """The parts of a buffer, in memory of their own: who keeps or saves one, keeps that one."""
+    if flat.device.type == "cpu":
+        copied: list[Tensor] = torch.ops.aten.split_with_sizes_copy(flat, sizes)
+        return copied
+    parts = flat.split(sizes)
+    copies = [torch.empty_like(part) for part in parts]
+    torch._foreach_copy_(copies, list(parts))
+    return copies
 
 
 def joined(rows: Sequence[Row], rates: Sequence[float]) -> Joined:

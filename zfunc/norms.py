@@ -22,10 +22,10 @@ class _Known:
     """A norm, and of what: tensors that are gone or were written to since are others."""
 
     of: tuple[weakref.ref[Any], ...]
-    versions: tuple[int, ...]
+    versions: tuple[tuple[int, int], ...]
     norm: Tensor
 
-    def fits(self, nodes: Sequence[Any], versions: tuple[int, ...]) -> bool:
+    def fits(self, nodes: Sequence[Any], versions: tuple[tuple[int, int], ...]) -> bool:
         return (
             len(nodes) == len(self.of)
             and versions == self.versions
@@ -62,12 +62,16 @@ def _transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def _versions(nodes: Sequence[Any]) -> tuple[int, ...] | None:
-    """How often each tensor has been written to; ``None`` where nobody counts."""
+def _versions(nodes: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
+    """How often each tensor has been written to, and where; ``None`` where nobody counts.
+
+    Nobody counts what is written through ``x.data`` and NumPy's views: who does that before
+    asking again makes a new tensor of it.
+    """
     try:
         if not any(isinstance(node, Placed) for node in nodes):
-            return tuple([x._version for x in nodes])
+            return tuple([(x._version, x.data_ptr()) for x in nodes])
         held = [x for n in nodes for x in (n.held() if isinstance(n, Placed) else (n,))]
-        return tuple(0 if x is None else x._version for x in held)
+        return tuple((0, 0) if x is None else (x._version, x.data_ptr()) for x in held)
     except (RuntimeError, AttributeError):  # tensors of inference mode have no such count
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor
 from zfunc import random, tree
 from zfunc.errors import PlacementError
 from zfunc.nodes import Lazy
+from zfunc.placed.arriving import is_arriving, is_passing, on_their_way, passing, settled
 from zfunc.placed.leaves import freeze, is_frozen
 
 __all__ = ["TrainState"]
 
+UNDER_WAY = "_under_way"  # where a state has its parameters until somebody asks for them
 _LEAVES = ("params", "opt_state", "step", "key", "buffers", "aux")
 
 
@@ -46,6 +48,23 @@ class TrainState:
     def __post_init__(self) -> None:
         if self.frozen:
             object.__setattr__(self, "params", _marked(self.params, frozenset(self.frozen)))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Parameters that a step returned under way: who asks between steps waits for them."""
+            if name != "params" or UNDER_WAY not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            params = self.__dict__[UNDER_WAY]
+            if not is_passing():
+                settled(tree.leaves(params))
+                self.__dict__["params"] = params
+                self.__dict__.pop(UNDER_WAY, None)
+            return params
+
+        def __getstate__(self) -> dict[str, Any]:
+            rest = {name: x for name, x in self.__dict__.items() if name != UNDER_WAY}
+            return {**rest, "params": self.params}
 
     @classmethod
     def create(
@@ -109,6 +128,26 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
+def handed_over(out: Any) -> None:
+    """Let nobody outside a step meet leaves that are on their way, unless he asks for leaves.
+
+    Args:
+        out: what a step returns. In states the parameters wait to be asked for; else they arrive.
+    """
+    if not on_their_way():
+        return
+    nodes = optree.tree_leaves(
+        out, is_leaf=lambda x: isinstance(x, TrainState), namespace=tree.NAMESPACE
+    )
+    for node in nodes:
+        if not isinstance(node, TrainState):
+            settled((node,))
+            continue
+        if any(map(is_arriving, tree.leaves(node.__dict__.get("params")))):
+            node.__dict__[UNDER_WAY] = node.__dict__.pop("params")
+        settled(tree.leaves([getattr(node, name) for name in _LEAVES if name != "params"]))
+
+
 def check_optimizer(tx: Any, where: str) -> None:
     """Raise ``TypeError`` if ``tx`` is no pair of ``init`` and ``update``."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
@@ -159,8 +198,13 @@ def _marked(params: Any, frozen: frozenset[str]) -> Any:
     return optree.tree_unflatten(spec, out)
 
 
+def _flatten(state: TrainState) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+    with passing():
+        return tuple(getattr(state, name) for name in _LEAVES), state.frozen, _LEAVES
+
+
 tree.register(
     TrainState,
-    lambda s: (tuple(getattr(s, name) for name in _LEAVES), s.frozen, _LEAVES),
+    _flatten,
     lambda frozen, children: TrainState(**dict(zip(_LEAVES, children, strict=True)), frozen=frozen),
 )

@@ -37,7 +37,9 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
 from zfunc.intake import copied, detached, first_placed, key_of
 from zfunc.passes import Pass
+from zfunc.placed.arriving import passing
 from zfunc.seams import Gradients, Pending, UnitInfo
+from zfunc.state import handed_over
 from zfunc.traffic import Traffic
 from zfunc.worlds import world
 from zfunc.worlds.axes import MESH
@@ -240,6 +242,12 @@ class Step:
     # One call
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        with passing():
+            out = self._called(state, args, kwargs)
+        handed_over(out)
+        return out
+
+    def _called(self, state: Any, args: Any, kwargs: Any) -> Any:
         self._check(state)
         state = detached(state)
         memo = self._memo()

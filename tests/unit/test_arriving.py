@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 import time
@@ -19,7 +20,7 @@ import zfunc as zf
 from tests.unit.test_overlap import UNIT, WIDTH, loss, params
 from zfunc import comm, context, optim
 from zfunc.errors import DesyncError, DonatedStateError
-from zfunc.placed.arriving import is_arriving
+from zfunc.placed.arriving import is_arriving, passing
 
 Tree = Any
 TX = optim.adamw(0.01)
@@ -53,6 +54,16 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         return handle
 
     monkeypatch.setattr(comm.Group, "all_gather", garbled)
+
+
+def under_way(state: Any) -> Tree:
+    """A state's parameters as a step is given them, without waiting for any."""
+    with passing():
+        return state.params
+
+
+def held(state: Any) -> list[Tensor]:
+    return zf.tree.leaves(under_way(state))
 
 
 def batch(i: int) -> Tensor:
@@ -123,6 +134,14 @@ READERS: dict[str, Callable[[Tree], Any]] = {
     "torch's tree_map": lambda p: torch.utils._pytree.tree_map(torch.neg, p),
     "a layer": lambda p: loss(p, batch(9)),
     "evaluate": lambda p: zf.evaluate(loss)(p, batch(9)),
+    "grad": lambda p: torch.func.grad(loss)(p, batch(9)),
+    "vjp": lambda p: torch.func.vjp(lambda q: loss(q, batch(9)), p)[1](torch.ones(())),
+    "jacrev": lambda p: torch.func.jacrev(lambda w, q: (w @ q["last"]).sum(0))(p["first"], p),
+    "grad by vmap": lambda p: torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(p, batch(9)),
+    "captured by grad": lambda p: torch.func.grad(lambda w: (w * p["first"]).sum())(
+        torch.ones(WIDTH, WIDTH)
+    ),
+    "functionalize": lambda p: torch.func.functionalize(loss)(p, batch(9)),
     "value_and_grad": lambda p: torch.autograd.grad(
         p["first"].requires_grad_().square().sum(), p["first"]
     ),
@@ -137,8 +156,64 @@ def test_readers_wait() -> None:
         step, before = stepped(2, steps=1)
         for name, read in READERS.items():
             state, _ = step(before, batch(1))
-            assert all(map(is_arriving, zf.tree.leaves(state.params))), name
-            same(read(state.params), wanted[name])
+            assert all(map(is_arriving, held(state))), name
+            same(read(under_way(state)), wanted[name])
+
+    zf.simulate(2)(run)()
+
+
+SECRETLY: dict[str, Callable[[Any], Any]] = {
+    "torch.tensor": lambda s: torch.tensor(s.params["first"]),
+    "data": lambda s: read_into(lambda x: setattr(x, "data", s.params["first"])),
+    "set_": lambda s: read_into(lambda x: x.set_(s.params["first"])),
+    "subclass": lambda s: torch.Tensor._make_subclass(nn.Parameter, s.params["first"]).detach(),
+    "dlpack": lambda s: torch.from_dlpack(torch.utils.dlpack.to_dlpack(s.params["first"])),
+    "deepcopy": lambda s: copy.deepcopy(s).params,
+    "copy": lambda s: copy.copy(s).params,
+    "pickle": lambda s: pickle.loads(pickle.dumps(s)).params,
+    "replace": lambda s: torch.tensor(s.replace(step=s.step + 1).params["first"]),
+    "asdict": lambda s: copy.deepcopy(dataclasses.asdict(s)["params"]),
+}
+"""Readers that ask no torch function."""
+
+
+def read_into(write: Callable[[Tensor], Any]) -> Tensor:
+    x = torch.zeros(WIDTH, WIDTH)
+    write(x)
+    return x + 0
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.usefixtures("late")
+def test_between_steps_a_state_gives_what_has_arrived() -> None:
+    plain = zf.TrainState.create(expected(), TX)
+    wanted = {name: read(plain) for name, read in SECRETLY.items()}
+
+    def run() -> None:
+        step, before = stepped(2, steps=1)
+        for name, read in SECRETLY.items():
+            state, _ = step(before, batch(1))
+            assert all(map(is_arriving, held(state))), name
+            same(read(state), wanted[name])
+        same(step(copy.deepcopy(before), batch(1))[0].params, expected())
+
+    zf.simulate(2)(run)()
+
+
+@pytest.mark.usefixtures("late")
+def test_other_states_and_metrics_have_arrived() -> None:
+    def plain(state: Any, x: Tensor) -> Any:
+        _, grads = zf.value_and_grad(loss)(state["params"], x)
+        updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
+        params = optim.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, params["first"]
+
+    def run() -> None:
+        step = zf.shard(plain, stage=2, unit_bytes=UNIT)
+        state = step.place({"params": params(3), "opt_state": TX.init(params(3))})
+        state, metric = step(state, batch(0))
+        assert not any(map(is_arriving, [*zf.tree.leaves(state), metric]))
+        same(state["params"], expected(1))
 
     zf.simulate(2)(run)()
 
@@ -207,18 +282,18 @@ def test_it_can_be_saved(block: bool, tmp_path: Path) -> None:
 def test_looking_at_shapes_and_places_waits_for_nothing() -> None:
     def run() -> None:
         _, state = stepped(2)
-        for x in zf.tree.leaves(state.params):
+        for x in held(state):
             assert (x.shape, x.dtype, x.device) == (
                 (WIDTH, WIDTH),
                 torch.float32,
                 torch.device("cpu"),
             )
             assert not x.requires_grad and x.numel() == WIDTH**2 and isinstance(x, Tensor)
-        zf.tree.paths(state.params)
-        assert all(map(is_arriving, zf.tree.leaves(state.params)))
-        state.params["first"] + 0
-        assert type(state.params["first"]) is Tensor
-        assert sum(map(is_arriving, zf.tree.leaves(state.params))) == 4 * 3 + 1
+        zf.tree.paths(under_way(state))
+        assert all(map(is_arriving, held(state)))
+        under_way(state)["first"] + 0
+        assert type(under_way(state)["first"]) is Tensor
+        assert sum(map(is_arriving, held(state))) == 4 * 3 + 1
 
     zf.simulate(2)(run)()
 
@@ -226,7 +301,7 @@ def test_looking_at_shapes_and_places_waits_for_nothing() -> None:
 def test_nothing_is_under_way_on_one_rank_or_where_gathers_are_to_end() -> None:
     def run() -> None:
         _, state = stepped(2)
-        assert not any(map(is_arriving, zf.tree.leaves(state.params)))
+        assert not any(map(is_arriving, held(state)))
 
     zf.simulate(1)(run)()
 
@@ -242,7 +317,7 @@ def test_nothing_is_under_way_on_one_rank_or_where_gathers_are_to_end() -> None:
 
         step = zf.shard(plain, stage=2, unit_bytes=UNIT)
         state, _ = step(step.place(zf.TrainState.create(params(3), TX)), batch(0))
-        assert not any(map(is_arriving, zf.tree.leaves(state.params)))
+        assert not any(map(is_arriving, held(state)))
 
     zf.simulate(2)(inside)()
 
@@ -254,11 +329,13 @@ def test_an_error_names_the_unit() -> None:
         _, state = stepped(2)
         if zf.rank() == 1:
             return ""
-        first = state.params["first"].__dict__["_zfunc_arrival"]
+        first = under_way(state)["first"].__dict__["_zfunc_arrival"]
         first.finish = lambda: (_ for _ in ()).throw(DesyncError("all_gather('join root[0]')"))
         for _ in range(2):
             with pytest.raises(DesyncError, match="join root"):
-                state.params["first"] + 1
+                under_way(state)["first"] + 1
+        with pytest.raises(DesyncError, match="join root"):
+            _ = state.params
         return "raised"
 
     assert zf.simulate(2)(run)()[0] == "raised"

@@ -160,3 +160,11 @@ def test_a_hundred_leaves_take_few_operations(place: Any, donate: bool):
     work = {k: n for k, n in counted.calls.items() if not k.removeprefix("aten.").startswith(views)}
     assert work["aten._fused_adamw_"] == 1
     assert sum(work.values()) < 40, work
+
+
+def test_small_leaves_have_memory_of_their_own() -> None:
+    """A leaf that is kept, copied or saved alone does not bring the others along."""
+    params, tx = numbers(0), optim.adamw(0.1)
+    updates, state = tx.update(numbers(1), tx.init(params), params)
+    for x in tree.leaves((optim.apply_updates(params, updates), state)):
+        assert x.untyped_storage().nbytes() == x.nbytes

@@ -68,6 +68,14 @@ def test_what_was_written_to_has_another_norm(placed: bool, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("running")
+def test_a_tensor_given_other_memory_has_another_norm():
+    grads = [torch.ones(4), torch.ones(5)]
+    assert tree.global_norm(grads).item() == 3
+    grads[0].data = torch.full((4,), 3.0)
+    assert tree.global_norm(grads).item() == pytest.approx(41**0.5)
+
+
+@pytest.mark.usefixtures("running")
 def test_nothing_is_kept_alive_and_ids_do_not_matter():
     import weakref
 

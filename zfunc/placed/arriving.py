@@ -4,27 +4,36 @@ At ZeRO stages 1 and 2 a step ends with the gathers of its new parameters. It re
 way: each leaf is a tensor of its full shape in the memory that is being filled, of a class whose
 torch functions wait first. The next step waits unit by unit, as each enters; whoever looks
 earlier waits for what he looks at. Once waited for, a leaf is an ordinary tensor.
+
+Not everything that reads a tensor is such a function (``torch.tensor``, ``y.data = x``, DLPack,
+extensions in C++). So only a step is given such leaves: between steps whoever asks a
+``TrainState`` for its parameters waits for all of them, and no other state has any. Within a
+step there is ``torch.func``, which wraps its arguments itself: it is made to wait here.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch._functorch.eager_transforms as functorch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfunc.comm import Group
 from zfunc.errors import DesyncError
 from zfunc.worlds.accounting import on_close
 from zfunc.worlds.world import current, on_leave
 
-__all__ = ["arrive", "is_arriving", "looking", "settled"]
+__all__ = ["arrive", "is_arriving", "is_passing", "looking", "on_their_way", "passing", "settled"]
 
 looking = torch._C.DisableTorchFunctionSubclass
 """Inside it, nobody waits: for asking many tensors where they lie, and not what they hold."""
@@ -47,7 +56,9 @@ class Arriving(Tensor):
         if func in _LOOKS:
             with looking():
                 return func(*args, **(kwargs or {}))
-        settled(torch_pytree.tree_leaves((args, kwargs)))
+        # What is copied deeply brings along all that has been copied so far, some of it half made.
+        met = args[0] if func is Tensor.__deepcopy__ else (args, kwargs)
+        settled(torch_pytree.tree_leaves(met))
         return func(*args, **(kwargs or {}))
 
 
@@ -62,6 +73,9 @@ _LOOKS = {
 
 def arrive(leaves: Iterable[Tensor], group: Group, finish: Callable[[], Any]) -> None:
     """Let leaves wait for ``finish`` as soon as somebody looks at one of them."""
+    if not _FOLLOWED:
+        finish()
+        return
     arrival = Arrival(finish)
     for leaf in leaves:
         leaf.__dict__["_zfunc_arrival"] = arrival
@@ -89,9 +103,62 @@ def settled(xs: Iterable[Any]) -> None:
     """
     for x in xs:
         if type(x) is Arriving:
-            x.__dict__["_zfunc_arrival"].finish()
+            arrival = x.__dict__["_zfunc_arrival"]
+            if torch._C._are_functorch_transforms_active():  # which would forbid to write
+                with temporarily_clear_interpreter_stack():
+                    arrival.finish()
+            else:
+                arrival.finish()
             del x.__dict__["_zfunc_arrival"]
             x.__class__ = Tensor  # type: ignore[assignment]
+
+
+_PASSING: ContextVar[bool] = ContextVar("zfunc_passing", default=False)
+
+
+@contextmanager
+def passing() -> Iterator[None]:
+    """Within the block, a step's call, states give their parameters as they are: under way."""
+    token = _PASSING.set(True)
+    try:
+        yield
+    finally:
+        _PASSING.reset(token)
+
+
+def is_passing() -> bool:
+    """Whether a step is being called."""
+    return _PASSING.get()
+
+
+def on_their_way() -> bool:
+    """Whether anything on this rank may still have to be waited for."""
+    return bool(current().memo.get("arrivals", ((), ()))[0])
+
+
+def _waiting(wrap: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(wrap)
+    def wait(x: Tensor, *args: Any) -> Tensor:
+        settled((x,))
+        return wrap(x, *args)
+
+    return wait
+
+
+def _wait_in_functorch() -> bool:
+    """Let ``torch.func`` wait: it asks a tensor nothing before it wraps it.
+
+    Returns:
+        Whether this torch wraps as those do that are known.
+    """
+    names = ("_wrap_for_grad", "_wrap_functional_tensor")
+    known = all(hasattr(functorch, name) for name in names)
+    for name in names if known else ():
+        setattr(functorch, name, _waiting(getattr(functorch, name)))
+    return known
+
+
+_FOLLOWED = _wait_in_functorch()
 
 
 def _complete() -> None:
