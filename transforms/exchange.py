@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zfunc.comm import Group, Handle
+from zfunc.worlds.routes import all_gather_bytes
 
 __all__ = ["Codec", "Gathered", "Scattered", "phase_bytes"]
 
@@ -114,4 +115,5 @@ def phase_bytes(
     (520, 520)
     """
     sizes = [codec.nbytes(b - a, dtype) for a, b in pairwise(cuts)]
-    return sum(sizes) - sizes[rank], sizes[rank] * (len(sizes) - 1)
+    gathered = all_gather_bytes((0, *accumulate(sizes)), 1, rank, len(sizes))
+    return sum(sizes) - sizes[rank], gathered

@@ -122,9 +122,8 @@ def reduced(
                 sent = reduce_scatter_bytes(spec.cuts, size, rank, layout.world)
                 traffic.add("reduce gradients", sent)
             elif in_rounds(spec, torch.get_default_device()):
-                low, high = spec.bounds(rank)
-                own = (high - low) * size
-                traffic.add("reduce gradients", spec.length * size - own)
+                sent = reduce_scatter_bytes(spec.cuts, size, rank, layout.world)
+                traffic.add("reduce gradients", sent)
                 sent = all_gather_bytes(spec.cuts, size, rank, layout.world)
                 traffic.add("reduce gradients", sent)
             else:

@@ -249,3 +249,19 @@ def test_a_plain_process_says_what_happened_and_exits_promptly(name: str) -> Non
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def test_a_chunk_longer_than_expected_is_an_error_that_says_so() -> None:
+    """Gloo would end the process that it is sent to."""
+
+    def body() -> str:
+        ranks = everyone()
+        chunks = [torch.ones(3 + 50 * (ranks.rank == 1)) for _ in range(2)]
+        try:
+            ranks.all_to_all(chunks, sizes=[3, 53 if ranks.rank == 1 else 3]).wait()
+        except DesyncError as error:
+            return str(error)
+        return ""
+
+    message = launch(body, nprocs=2, timeout=5)[0]
+    assert "rank 1 sends 53 elements, this rank expects 3" in message

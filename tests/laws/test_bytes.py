@@ -124,3 +124,20 @@ def test_persisted_leaves_are_what_theory_leaves_out() -> None:
     small = WIDTH * 10
     for size in zf.simulate(2)(body)():
         assert size == pytest.approx(4 * ((COUNT - small) / 2 + small), rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [17, 20])
+def test_all_reduces_in_two_rounds_are_told_before_in_large_groups_too(ranks: int) -> None:
+    def loss(p: Any, batch: torch.Tensor) -> torch.Tensor:
+        return ((batch @ p["w"]) ** 2).mean()
+
+    def body() -> tuple[int, int | None]:
+        step = zf.shard(zf.train_step(loss, TX), stage=0)
+        state = step.place(zf.TrainState.create({"w": torch.ones(130, 150)}, TX))
+        step(state, torch.ones(2, 130))
+        with zf.comm.ledger() as led:
+            step(state, torch.ones(2, 130))
+        return led.total_bytes, step.describe().sent_bytes
+
+    for sent, predicted in zf.simulate(ranks)(body)():
+        assert sent == predicted

@@ -119,3 +119,10 @@ def test_its_bytes_are_what_theory_says() -> None:
         for *_, sent in exchanged(OneBit(), cuts, torch.float32, rounds=1):
             scales = 4 * (4096 // 2048) * (ranks - 1)
             assert sent == [n // 8 * (ranks - 1) // ranks + scales] * 2
+
+
+@pytest.mark.parametrize("ranks", [3, 17, 20])
+def test_its_bytes_are_told_before_in_large_groups_too(ranks: int) -> None:
+    cuts = cuts_of(3000, ranks, 1)
+    for *_, rank, sent in exchanged(Int8(), cuts, torch.float32, rounds=1):
+        assert sent == list(phase_bytes(Int8(), cuts, torch.float32, rank))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from zfunc.comm import Group, Ledger
+from zfunc.errors import DesyncError
 from zfunc.worlds import routes
 from zfunc.worlds.gloo import Place, PointToPoint
 from zfunc.worlds.wires import Wires
@@ -331,3 +334,50 @@ def test_the_bytes_of_a_thousand_ranks_are_no_more_than_directly() -> None:
         assert routes.all_gather_bytes(cuts, 4, rank, MANY) == 7 * 4 * (MANY - 1)
         assert routes.reduce_scatter_bytes(cuts, 4, rank, MANY) == 7 * 4 * (MANY - 1)
         assert routes.all_reduce_bytes(2, 4, rank, MANY) == 8 * 10
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_nobody_connects_in_vain_to_a_rank_that_has_left(size: int) -> None:
+    """The first message with data connects, for as long as the timeout where nobody answers."""
+    start = time.monotonic()
+
+    def body(ranks: Group) -> str:
+        ranks.barrier()  # of so few sends no data
+        if ranks.rank == 1:
+            ranks._transport.close()  # type: ignore[attr-defined]
+            return ""
+        with pytest.raises(DesyncError) as caught:
+            ranks.all_gather(torch.ones(9 * size), torch.ones(9), label="first").wait()
+        return str(caught.value)
+
+    for rank, message in enumerate(among(size, body)):
+        assert rank == 1 or "rank 1 is gone" in message, (rank, message)
+    assert time.monotonic() - start < 30
+
+
+def test_a_peer_in_another_collective_is_told_before_anyone_connects() -> None:
+    start = time.monotonic()
+
+    def body(ranks: Group) -> str:
+        if ranks.rank == 1:
+            with pytest.raises(DesyncError):
+                ranks.barrier(label="more")
+            return ""
+        with pytest.raises(DesyncError) as caught:
+            ranks.all_gather(torch.ones(27), torch.ones(9), label="first").wait()
+        return str(caught.value)
+
+    for rank, message in enumerate(among(3, body)):
+        assert rank == 1 or "rank 1 is in barrier('more')" in message, (rank, message)
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_never_comes_is_missed_whatever_the_store_waits_for() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    transport = PointToPoint(Place(0, (0, 1), store), 0.3)
+    start = time.monotonic()
+    with pytest.raises(DesyncError, match=r"rank 1 did not take part within 0\.3 s"):
+        Group("data", World(0, 2, 0.3), transport).barrier()
+    assert time.monotonic() - start < 30
+    transport.close()

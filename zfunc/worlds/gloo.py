@@ -143,6 +143,8 @@ class PointToPoint:
         self.scratch = Scratch()
         self._wires = _wires(place, timeout)
         self._direct = is_direct(self.size)
+        self._met = False  # whether those who get headers have come to a collective with data
+        self._unmet: dict[int, list[Header]] = {}  # by collective, until then
         self._halving = Halving(self)
 
     def close(self) -> None:
@@ -312,10 +314,40 @@ class PointToPoint:
                 "(its process group has no NCCL, or the CPU was asked for). Start with zf.init(), "
                 'or with dist.init_process_group("nccl"), or move the state to the CPU'
             )
+        if not self._met:
+            self._meet(call)
         try:
-            return peer, start([data], peer, _tag(call, phase))
+            return peer, start([data], peer, _tag(call, phase, data.numel()))
         except RuntimeError as error:  # the first message connects
             raise self._lost(call, peer, error) from error
+
+    def _meet(self, call: Call) -> None:
+        """Return when connections are not made in vain.
+
+        Gloo connects with the first message, and waits for as long as the timeout where the peer
+        has died, or is in a collective that sends this rank nothing. So all headers of the first
+        collective with data are compared before. In a large group, where a rank gets headers from
+        neighbours only, all say in the store that theirs agree; that is at the first collective.
+        """
+        for other, ticket in self._unmet.get(call.number, []):
+            self._compare(call, other, ticket)
+        self._met = True
+        self._unmet.clear()
+        if not self._direct:
+            self._store.set(f"met/{self.rank}", "")
+            if self._store.add("met", 1) == self.size:
+                self._store.set("all met", "")
+            self._await_all(call)
+
+    def _await_all(self, call: Call) -> None:
+        deadline = time.monotonic() + self._seconds
+        while not self._store.check(["all met"]):
+            if self._store.check(["cause"]):
+                raise elsewhere(self._store.get("cause").decode())
+            if time.monotonic() > deadline:
+                missing = [k for k in self._all if not self._store.check([f"met/{k}"])]
+                raise silence(call, [self._world_ranks[k] for k in missing], self._seconds)
+            time.sleep(0.01)
 
     def announce(
         self, call: Call, lengths: Sequence[int], peers: Sequence[int] | None = None
@@ -327,24 +359,35 @@ class PointToPoint:
                 headers.append((peer, self._wires.send(peer, call.digest, lengths[peer])))
             except OSError as error:
                 raise self._lost(call, peer, error) from error
+        if not self._met:
+            self._unmet[call.number] = headers
+            if peers is None and not self._direct:
+                self._meet(call)
         return headers
 
     def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> list[int]:
         """Check every peer's header; returns the lengths that they tell, by rank."""
         lengths = [0] * self.size
+        self._unmet.pop(call.number, None)
         for peer, ticket in headers:
-            try:
-                digest, length = self._wires.receive(peer, ticket)
-            except OSError as error:
-                raise self._lost(call, peer, error) from error
-            if digest != call.digest:
-                self._wires.tell(told(call.digest))
-                theirs = self._wires.ask(peer, PATIENCE) or told(digest)
-                raise mismatch(call, self._world_ranks[peer], theirs)
+            length = self._compare(call, peer, ticket)
+            self._wires.forget(peer, ticket)
             if expected[peer] not in (length, ANY):
                 raise missized(call, self._world_ranks[peer], length, expected[peer])
             lengths[peer] = length
         return lengths
+
+    def _compare(self, call: Call, peer: int, ticket: int) -> int:
+        """The length that a peer tells, if it is in the same collective."""
+        try:
+            digest, length = self._wires.receive(peer, ticket)
+        except OSError as error:
+            raise self._lost(call, peer, error) from error
+        if digest != call.digest:
+            self._wires.tell(told(call.digest))
+            theirs = self._wires.ask(peer, PATIENCE) or told(digest)
+            raise mismatch(call, self._world_ranks[peer], theirs)
+        return length
 
     def finish(self, call: Call, messages: Sequence[Message]) -> None:
         """Wait for messages, those of this list in any order."""
@@ -372,7 +415,8 @@ class PointToPoint:
         """
         if not self._direct:
             with suppress(RuntimeError):
-                self._store.compare_set("cause", "", str(error))
+                here = f"on rank {self._world_ranks[self.rank]}: "
+                self._store.compare_set("cause", "", here + str(error))
 
     def _cause(self) -> str:
         """What another rank of a large group has failed with."""
@@ -390,7 +434,8 @@ def _wires(place: Place, timeout: float) -> Wires:
         place.store.set(f"card/{place.rank}", card.hex())
 
     def card_of(peer: int) -> bytes:
-        try:
+        try:  # the store may be a user's, which waits for as long as that says
+            place.store.wait([f"card/{peer}"], timedelta(seconds=timeout))
             return bytes.fromhex(place.store.get(f"card/{peer}").decode())
         except RuntimeError as error:
             raise TimeoutError(f"timed out: it has not joined the group ({error})") from error
@@ -420,6 +465,9 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _tag(call: Call, phase: int) -> int:
-    """31 bits: 14 of the number, 16 of the digest, 1 of the phase."""
-    return (call.number & 0x3FFF) << 17 | (1 + call.digest % 65534) << 1 | phase
+def _tag(call: Call, phase: int, numel: int) -> int:
+    """31 bits: 14 of the number, 16 of the digest and the size, 1 of the phase.
+
+    The size is there since gloo ends the process of a rank to which more is sent than it expects.
+    """
+    return (call.number & 0x3FFF) << 17 | (1 + (call.digest + numel) % 65534) << 1 | phase

@@ -77,7 +77,7 @@ class Wires:
         return self._sent[peer]
 
     def receive(self, peer: int, ticket: int) -> tuple[int, int]:
-        """The peer's header with this ticket: a digest and a length.
+        """The peer's header with this ticket: a digest and a length; kept until forgotten.
 
         Raises:
             TimeoutError: it did not come in time.
@@ -89,7 +89,11 @@ class Wires:
                 raise ConnectionAbortedError(f"it stopped in {self._read(peer, length).decode()}")
             self._heard[peer] += 1
             self._early[peer, self._heard[peer]] = digest, length
-        return self._early.pop((peer, ticket))
+        return self._early[peer, ticket]
+
+    def forget(self, peer: int, ticket: int) -> None:
+        """Keep this header no longer."""
+        self._early.pop((peer, ticket), None)
 
     def tell(self, text: str) -> None:
         """Send every peer that was called a text, for whoever asks with :meth:`ask`."""
