@@ -15,6 +15,7 @@ import optree
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from zfunc.squares import square_sum
 
@@ -266,6 +267,19 @@ class Placed:
 _LEAVES = {Tensor, torch.nn.Parameter, type(None)}
 
 
+class _Untold(TorchFunctionMode):
+    """Where two structures differ optree's error writes out both; a tensor's values would be
+    waited for, on a GPU, and nobody reads them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return "tensor" if func is Tensor.__repr__ else func(*args, **(kwargs or {}))
+
+
+_UNTOLD = _Untold()
+
+
 class _Seen(threading.local):
     """A few structures by what tells them at a glance. Ranks that are threads have equal layouts,
     which are long to compare; those of one rank are the same."""
@@ -295,7 +309,8 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
     seen = _seen.specs.get(key, [])
     for spec in seen:
         try:
-            items = spec.flatten_up_to(tree)
+            with _UNTOLD:
+                items = spec.flatten_up_to(tree)
         except (ValueError, TypeError):
             continue
         odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
