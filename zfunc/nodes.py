@@ -6,6 +6,7 @@ registry, so that ``torch.func`` and ``torch.compile`` see them as well.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -317,9 +318,16 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
         if not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items):
             return [x for x in items if x is not None]
     items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
-    if len(items) > 1:
+    if len(items) > 1 and not _holds(spec):
         _seen.specs[key] = [spec, *seen[:3]]
     return [x for x in items if x is not None]
+
+
+def _holds(spec: optree.PyTreeSpec) -> bool:
+    """Whether a structure keeps values alive: one of a node that only it can rebuild does."""
+    static = gc.get_referents(spec)
+    static += [y for x in static if type(x) is tuple for y in x]
+    return any(isinstance(x, Placed | Lazy | Tensor) for x in static)
 
 
 def _is_leaf(x: Any, namespace: str) -> bool:

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("tests.gpu.cuda")
-
 import zfunc as zf
 from tests.gpu.ranks import launch
 from tests.gpu.training import Model, Trained, on_one_gpu, trained
