@@ -54,17 +54,32 @@ def sharded(stage: int) -> Callable[[Any], Any]:
     return lambda f: zf.shard(zf.donate(f), stage=stage, unit_bytes=600)
 
 
+WRAPS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "plain": (lambda f: f, SCHEDULED),
+    "bf16, clipped": (zf.precision, CLIPPED),
+    "accumulate": (lambda f: zf.accumulate(f, 2), SCHEDULED),
+    "remat": (zf.remat, CLIPPED),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_steps_are_one(stage: int) -> None:
+def test_two_steps_are_one(stage: int, name: str) -> None:
+    wrap, tx = WRAPS[name]
     with Cuda():
-        assert difference(sharded(stage)) == ""
-        assert difference(lambda f: zf.precision(sharded(stage)(f)), CLIPPED) == ""
+        assert difference(lambda f: wrap(sharded(stage)(f)), tx) == ""
 
 
-def _on_two_ranks() -> list[str]:
-    return [difference(sharded(stage)) for stage in range(4)]
+def _on_two_ranks() -> dict[str, str]:
+    found = {}
+    for stage in range(4):
+        for name, (wrap, tx) in WRAPS.items():
+            told = difference(lambda f, w=wrap, s=stage: w(sharded(s)(f)), tx)
+            if told:
+                found[f"{name} at {stage}"] = told
+    return found
 
 
 def test_two_steps_are_one_on_two_ranks() -> None:
     for found in ranks.launch(_on_two_ranks):
-        assert found == ["", "", "", ""]
+        assert found == {}

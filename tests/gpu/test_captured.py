@@ -166,9 +166,7 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
     "compress": (lambda f: zf.compress_grads(sharded(0)(f), "int8"), "decides on the host when"),
     "drop_layers": (lambda f: zf.drop_layers(sharded(0)(f), 0.5, 1.0), "coins that the host"),
     "quantize": (
-        lambda f: zf.quantize(
-            sharded(0)(f), start_bits=10, target_bits=8, offset=0, period=1
-        ),
+        lambda f: zf.quantize(sharded(0)(f), start_bits=10, target_bits=8, offset=0, period=1),
         "counts bits down",
     ),
     "fp16": (
@@ -245,7 +243,7 @@ def test_what_comes_back_on_the_host_is_refused() -> None:
         step, state = made(returning(lambda metrics: torch.zeros(2)), SCHEDULED)
         for i in range(2):
             state, _ = step(state, batch(i))
-        with pytest.raises(zf.CompositionError, match="returns .*host.* on the host"):
+        with pytest.raises(zf.CompositionError, match=r"returns .*host.* on the host"):
             step(state, batch(2))
         state, _ = step.step(state, batch(2))
         assert int(state.step) == 3
@@ -308,5 +306,3 @@ def test_all_of_its_metrics_are_its_own() -> None:
         value = float(first["loss"])
         state, second = step(state, batch(4))
         assert float(first["loss"]) == value != float(second["loss"])
-
-
