@@ -164,11 +164,14 @@ class Tolerance:
         near: of every number, relative and absolute.
         share: of the elements of each part that may be further away;
         far: and how far those may be.
+        spreads: whether those take all others with them: then it is parameters and losses alone
+            that are compared.
     """
 
     near: float
     share: float = 0.0
     far: float = 0.0
+    spreads: bool = False
 
 
 def tolerance(case: Case) -> Tolerance:
@@ -180,7 +183,13 @@ def tolerance(case: Case) -> Tolerance:
     edge that they come out on the other side. Each is then off by twice what one step may move
     it, in every step; Adam's quotient moves it by ``RATE`` or little more. In float64 only few
     bits are that near to an edge: float32 scales tell on which side.
+
+    Where gradients of 16 bits are compressed, one such element changes the scale or the factors
+    that all elements of its unit share, so all are off, moments and norms by as much as the
+    compression itself errs; parameters still by no more than the steps may move them.
     """
+    if case["precision"] and case["compress"]:
+        return Tolerance(1e-5, 1.0, 2 * RATE * STEPS, spreads=True)
     single = case["dtype"] == "float32"
     leaps = bool(case["precision"] or case["compress"] or case["quantize"])
     leaps = leaps or (single and case["optimizer"] == "lion")

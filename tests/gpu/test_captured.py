@@ -72,6 +72,9 @@ def compare(wrap: Wrap, tx: Any) -> None:
     same(eager[1], captured[1])
     for report in captured[2]:
         assert not report.faults(), report.summary()
+    during = captured[2][2].rows
+    begins, ends = (i for i, row in enumerate(during) if row.what in ("begins", "ends"))
+    assert not [str(row) for row in during[begins:ends] if row.kind in ("copy", "sync")]
     for report in captured[2][3:]:
         assert [row.what for row in report.of("capture")] == ["replay"], report.summary()
         assert report.host_waits() == [], report.summary()

@@ -48,8 +48,10 @@ def check(case: Case, turn: int) -> None:
     faults = [str(row) for report in (mine.placing, *mine.reports) for row in report.faults()]
     assert not faults, faults[:3]
     for i, (a, b) in enumerate(zip(mine.metrics, host.metrics, strict=True)):
+        if tolerance.spreads:
+            a, b = {"loss": a["loss"]}, {"loss": b["loss"]}
         near({f"metrics of step {i}": a}, {f"metrics of step {i}": b}, tolerance)
-    for part in ("params", "opt_state"):
+    for part in ("params",) if tolerance.spreads else ("params", "opt_state"):
         near({part: getattr(mine.state, part)}, {part: getattr(host.state, part)}, tolerance)
     assert mine.reports[-1].launches() > 20
 

@@ -11,7 +11,7 @@ import pytest
 
 import zfunc as zf
 from tests.gpu import ranks
-from tests.gpu.record import Row
+from tests.gpu.record import Report, Row
 from tests.gpu.training import gpt_model, trained
 from zfunc import optim, passes
 
@@ -21,7 +21,7 @@ LAYERS = (4, 12)
 
 @dataclass
 class Flown:
-    """What was under way in the third step of a run.
+    """What was under way in the third step of a run, at stages 1 and 2 in the second as well.
 
     Attributes:
         flights: kind, label, launches until the first wait, whether anything waited.
@@ -41,8 +41,10 @@ def flown(stage: int, depth: int) -> Flown:
     def wrap(step: Any) -> Any:
         return zf.shard(zf.donate(step), stage=stage, unit_bytes=UNIT)
 
-    report = trained(wrap, optim.adamw(1e-3), gpt_model(depth, 32)).reports[2]
+    _, before, report = trained(wrap, optim.adamw(1e-3), gpt_model(depth, 32)).reports
     assert not report.faults()
+    if stage < 3:  # what one step starts the next one waits for
+        report = Report(before.rows + report.rows)
 
     def gathers(row: Row) -> bool:
         return row.what == "all_gather"
@@ -114,8 +116,8 @@ def test_what_is_under_way_is_bounded() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_gather_beside_the_next_forward(stage: int) -> None:
     flights = runs()[stage, 4].flights
-    gathers = [(label, n) for what, label, n, _ in flights if what == "all_gather"]
-    assert gathers
+    gathers = [(label, n) for what, label, n, done in flights if what == "all_gather" and done]
+    assert len(gathers) > 4
     assert [label for label, launches in gathers if launches <= 3][1:] == []
 
 
