@@ -115,10 +115,11 @@ def test_what_is_under_way_is_bounded() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_gather_beside_the_next_forward(stage: int) -> None:
+    """None is exposed but the first: the root, which is three pieces here and enters whole."""
     flights = runs()[stage, 4].flights
     gathers = [(label, n) for what, label, n, done in flights if what == "all_gather" and done]
     assert len(gathers) > 4
-    assert [label for label, launches in gathers if launches <= 3][1:] == []
+    assert {label for label, n in gathers if n <= 3} <= {f"join root[{i}]" for i in range(3)}
 
 
 def test_gathers_and_reductions_do_not_share_a_queue() -> None:
