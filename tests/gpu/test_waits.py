@@ -88,8 +88,8 @@ def test_offload_waits_for_each_units_own_event() -> None:
     with Cuda():
         ACCOUNT.begin()
         run = trained(lambda f: zf.offload(sharded(3)(f)), ADAMW)
-        units = dict(ACCOUNT.waits)  # by unit, of all three steps
-        assert len(units) > 3 and set(units.values()) == {len(run.reports)}
+        units = set(ACCOUNT.waits)  # by name
+        assert len(units) > 3
         for report in steady(run):
             found = report.host_waits()
             assert len(found) <= len(units)
