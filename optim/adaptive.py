@@ -315,7 +315,9 @@ def _steady(ratios: Tree, mean: Tensor, count: Tensor) -> tuple[Tree, Tensor]:
             f"init saw; this step has {len(leaves)} leaves. Give it gradients of the same "
             "structure, None where a parameter has none."
         )
-    gain = (1 - COEFF) / (1 - COEFF ** plain(count))  # so that the zero at first does not count
+    n = plain(count)  # on a GPU in as many digits as on the host
+    n = n.double() if isinstance(n, Tensor) else n
+    gain = (1 - COEFF) / (1 - COEFF**n)  # so that the zero at first does not count
     new, present = mean, [x for x in leaves if x is not None]
     if present:
         # Together to where the mean is: the host waits for a GPU once at most, not for each leaf.

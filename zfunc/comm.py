@@ -134,7 +134,7 @@ class Group:
         self.size = transport.size
         self._world = world
         self._transport = transport
-        self._issued = 0
+        self.issued = self.hosted = 0
         self._failure: DesyncError | None = None
         self._dropped: list[Handle[Any]] = []
         self._inflight: list[tuple[weakref.ref[Handle[Any]], int]] = []
@@ -307,6 +307,22 @@ class Group:
         self._record(call, sent, None)
         return parts
 
+    def mark(self, label: str) -> None:
+        """Tell the neighbours that this rank has come here, and check their mark before this one.
+
+        For what runs again on the device without Python's taking part. The host waits only for a
+        neighbour that is a whole mark behind.
+
+        Raises:
+            DesyncError: a neighbour did something else, is silent or gone.
+        """
+        call = self._call("mark", label, (), None)
+        try:
+            self._transport.mark(call)
+        except DesyncError as error:
+            self._fail(error)
+            raise
+
     def settle(self) -> None:
         """Check the headers of all collectives that were waited for inside :func:`unchecked`.
 
@@ -364,8 +380,9 @@ class Group:
             raise DesyncError(
                 f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
             ) from self._failure
-        self._issued += 1
-        call = Call(kind, label, announced(kind, label, what), self._issued)
+        self.issued += 1
+        self.hosted += self._transport.hosted(data)
+        call = Call(kind, label, announced(kind, label, what), self.issued)
         if sent is not None:
             self._record(call, sent, data)
         return call

@@ -26,6 +26,7 @@ from zfunc.worlds import world
 from zfunc.worlds.transport import Alone
 
 __all__ = [
+    "ENDING",
     "PLACING",
     "RECOMPUTED",
     "Context",
@@ -140,6 +141,11 @@ def uncut(tree: Any) -> tuple[Any, bool]:
     return make_layout(tree, frozen=is_frozen), False
 
 
+ENDING: ContextVar[bool] = ContextVar("zfunc_ending", default=False)
+"""Whether steps end the gathers of new parameters that they start: what is recorded as a graph
+does, and cannot leave them to the next call."""
+
+
 @dataclass
 class Context:
     """One call of a step on one rank.
@@ -192,7 +198,7 @@ class Context:
     reduce_once: bool = False
     compute: torch.dtype | None = None
     join: Callable[[Any, Any], Any] = lambda node, params: None
-    complete: bool = False
+    complete: bool = field(default_factory=ENDING.get)
     notes: dict[Any, Any] = field(default_factory=dict)
     offers: dict[int, Tensor] = field(default_factory=dict)
 

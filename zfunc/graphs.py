@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zfunc import context, random, tree
+from zfunc.comm import Group
 from zfunc.errors import CompositionError
 from zfunc.language.recording import ONE_AT_A_TIME, Reads
 from zfunc.nodes import NAMESPACE, carry
@@ -88,6 +89,7 @@ class Captured:
                 "captured() is the outermost of all: a graph of a part of a step would leave the "
                 "rest behind. Write captured(shard(donate(step))), not shard(captured(step))."
             )
+        tree.check_alive(state)
         run = self._run()
         if run.graph is None:
             _check(self.step, state, (args, kwargs), run)
@@ -146,12 +148,15 @@ class _Run:
         calls: how many eager ones there have been.
         obstacles: what the last of them did that a graph cannot.
         scopes: its scopes of randomness.
+        groups: those whose ranks took part in it.
         graph: the recorded step, once it is.
+        stream: on which all of this runs.
     """
 
     calls: int = 0
     obstacles: list[str] = field(default_factory=list)
     scopes: _Scopes = field(default_factory=lambda: _Scopes())
+    groups: list[Group] = field(default_factory=list)
     graph: _Graph | None = None
     stream: Any = None
 
@@ -163,10 +168,19 @@ class _Run:
         reads = Reads(device)
         here = torch.cuda.current_stream(device)
         self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream), self.scopes.of(state), reads:
+        for x in _flat(state)[0]:  # the step lets go of it while this stream still reads it
+            if _is_on_device(x):
+                x.record_stream(self.stream)
+        before = _collectives()
+        with torch.cuda.stream(self.stream), self.scopes.of(state), reads, _ending():
             out = step(_counted_on(state, device), *args, **kwargs)
         here.wait_stream(self.stream)
-        self.obstacles = reads.found
+        self.obstacles = [f"waits for the GPU, in {name}" for name in reads.found]
+        after = {group: n for group, n in _collectives().items() if n != before.get(group)}
+        self.groups = list(after)
+        for group, (_, hosted) in after.items():
+            if hosted != before.get(group, (0, 0))[1]:
+                self.obstacles.append(f"exchanges values through the host, in {group}")
         return out
 
 
@@ -250,7 +264,7 @@ class _Graph:
         self._state = [_alias(x) for x in leaves]
         given, self._given_spec = _flat((args, kwargs))
         self._given = [x.clone() if isinstance(x, Tensor) else x for x in given]
-        self._scopes = run.scopes
+        self._scopes, self._groups = run.scopes, run.groups
         self._graph = torch.cuda.CUDAGraph()
         self._scopes.register(self._graph, device)
         how: Any = {"stream": run.stream, "capture_error_mode": "thread_local"}
@@ -259,7 +273,12 @@ class _Graph:
         given_state = optree.tree_unflatten(self._spec, [_alias(x) for x in leaves])
         self._scopes.recording = True
         try:
-            with ONE_AT_A_TIME, torch.cuda.graph(self._graph, **how), self._scopes.of(given_state):
+            with (
+                ONE_AT_A_TIME,
+                torch.cuda.graph(self._graph, **how),
+                self._scopes.of(given_state),
+                _ending(),
+            ):
                 new, out = step(given_state, *args, **kwargs)
                 made, spec = _flat(new)
                 self._check_kept(spec, made)
@@ -320,11 +339,12 @@ class _Graph:
         given, given_spec = _flat((args, kwargs))
         _check_same("the state", self._spec, self._state, spec, leaves)
         _check_same("the batch", self._given_spec, self._given, given_spec, given)
-        tree.check_alive(state)
         for old, new in zip((*self._given, *self._state), (*given, *leaves), strict=True):
             if _is_on_device(old) and not _same_memory(old, new):
                 old.copy_(new, non_blocking=True)
         self._scopes.seed(state)
+        for group in self._groups:  # ranks that take another path are told, one step later
+            group.mark("replay")
         self._graph.replay()
         fresh = []
         for home, old, counting, like in zip(
@@ -344,6 +364,22 @@ class _Graph:
         )
 
 
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Steps end the gathers that they start."""
+    token = context.ENDING.set(True)
+    try:
+        yield
+    finally:
+        context.ENDING.reset(token)
+
+
+def _collectives() -> dict[Group, tuple[int, int]]:
+    """How many each group of this rank has issued, and how many of them were the host's work."""
+    groups = world.current().groups
+    return {group: (group.issued, group.hosted) for group in groups if group.size > 1}
+
+
 # What can be captured
 
 
@@ -357,14 +393,14 @@ def _check(step: Step, state: Any, given: Any, run: _Run) -> None:
 
 
 def _obstacle(step: Step, state: Any, given: Any, run: _Run) -> str | None:
+    for transform in step.transforms:
+        if why := transform.obstacle():
+            return f"{transform!r} {why}"
     device = _device(state)
     if device.type != "cuda":
         return "the state is on the CPU, and a CUDA graph needs a GPU"
     if not any(t.name == "donate" for t in step.transforms):
         return "it does not donate its state, whose memory a graph writes into: zf.donate(step)"
-    for transform in step.transforms:
-        if why := transform.obstacle():
-            return f"{transform!r} {why}"
     for path, x in zip(_paths(_flat(given)[1]), _flat(given)[0], strict=True):
         if isinstance(x, Tensor) and x.device != device:
             return (
@@ -372,7 +408,7 @@ def _obstacle(step: Step, state: Any, given: Any, run: _Run) -> str | None:
                 "move it there first, x.to(device, non_blocking=True)"
             )
     if run.calls == WARM and run.obstacles:
-        return f"it waits for the GPU, in {run.obstacles[0]}"
+        return f"it {run.obstacles[0]}"
     return None
 
 

@@ -6,6 +6,7 @@ registry, so that ``torch.func`` and ``torch.compile`` see them as well.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import optree
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from zfunc.squares import square_sum
 
@@ -266,6 +268,19 @@ class Placed:
 _LEAVES = {Tensor, torch.nn.Parameter, type(None)}
 
 
+class _Untold(TorchFunctionMode):
+    """Where two structures differ optree's error writes out both; a tensor's values would be
+    waited for, on a GPU, and nobody reads them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return "tensor" if func is Tensor.__repr__ else func(*args, **(kwargs or {}))
+
+
+_UNTOLD = _Untold()
+
+
 class _Seen(threading.local):
     """A few structures by what tells them at a glance. Ranks that are threads have equal layouts,
     which are long to compare; those of one rank are the same."""
@@ -295,16 +310,24 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
     seen = _seen.specs.get(key, [])
     for spec in seen:
         try:
-            items = spec.flatten_up_to(tree)
+            with _UNTOLD:
+                items = spec.flatten_up_to(tree)
         except (ValueError, TypeError):
             continue
         odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
         if not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items):
             return [x for x in items if x is not None]
     items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
-    if len(items) > 1:
+    if len(items) > 1 and not _holds(spec):
         _seen.specs[key] = [spec, *seen[:3]]
     return [x for x in items if x is not None]
+
+
+def _holds(spec: optree.PyTreeSpec) -> bool:
+    """Whether a structure keeps values alive: one of a node that only it can rebuild does."""
+    static = gc.get_referents(spec)
+    static += [y for x in static if type(x) is tuple for y in x]
+    return any(isinstance(x, Placed | Lazy | Tensor) for x in static)
 
 
 def _is_leaf(x: Any, namespace: str) -> bool:

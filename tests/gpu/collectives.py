@@ -145,7 +145,8 @@ def dispatch(cuda: Cuda, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _issued(cuda: Cuda, func: Any, name: str, named: dict[str, Any]) -> Issued:
     group = dist.ProcessGroup.unbox(named["process_group"])
-    comm = cuda.actors.setdefault(f"nccl {group.group_name}", Actor(f"nccl {group.group_name}"))
+    name_of = _named(group)
+    comm = cuda.actors.setdefault(name_of, Actor(name_of))
     comm.learn(cuda.current.clock)
     reads, writes = _sides(name, named)
     number, what = next(_NUMBERS), MOVES[name]
@@ -156,7 +157,7 @@ def _issued(cuda: Cuda, func: Any, name: str, named: dict[str, Any]) -> Issued:
         kind="collective",
         on=comm,
         label=_label(),
-        group=f"{dist.get_process_group_ranks(group)} {group.group_name}",
+        group=comm.name,
         nbytes=max(sum(x.nbytes for x in side) for side in (reads, writes)),
         number=number,
         arguments=cuda.named((reads, writes)),
@@ -179,18 +180,27 @@ def _started(func: Any, named: dict[str, Any], group: Any) -> Any:
 
 def _beside(group: Any) -> Any:
     """A process group whose tensors of the host go where those of the device go in ``group``."""
-    if group.group_name not in _BESIDE:
+    name = _named(group)
+    if name not in _BESIDE:
         backend = group._get_backend(torch.device("cuda"))
         made = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
         made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         kind = dist.ProcessGroup.BackendType.GLOO
         made._register_backend(torch.device("cpu"), kind, backend)
-        made._set_group_name(f"{group.group_name} nccl")
-        _BESIDE[group.group_name] = made
-    return _BESIDE[group.group_name]
+        made._set_group_name(f"{name} beside")
+        _BESIDE[name] = made
+    return _BESIDE[name]
+
+
+def _named(group: Any) -> str:
+    """A communicator's name. Groups that torch did not make, but the project, have none."""
+    if id(group) not in _NAMES:
+        _NAMES[id(group)] = (f"nccl {group.group_name or len(_NAMES)}", group)
+    return _NAMES[id(group)][0]
 
 
 _BESIDE: dict[str, Any] = {}
+_NAMES: dict[int, tuple[str, Any]] = {}
 _NUMBERS = itertools.count()
 
 

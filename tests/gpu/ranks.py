@@ -46,4 +46,4 @@ def launch(
     fn: Callable[..., T], *args: Any, nprocs: int = 2, devices: int | None = None
 ) -> list[T]:
     """``zf.launch`` with a GPU for each rank; the results, by rank."""
-    return zf.launch(OnGPUs(fn, devices), *args, nprocs=nprocs, timeout=60)
+    return zf.launch(OnGPUs(fn, devices), *args, nprocs=nprocs, timeout=300)

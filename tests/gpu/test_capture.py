@@ -21,6 +21,8 @@ from zfunc import optim
 SCHEDULED = optim.adamw(optim.warmup_cosine(1e-3, warmup=2, steps=10))
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), SCHEDULED)
 
+UPLOADS = "kernels/uploads.py"
+
 
 def noisy(params: Any, x: Tensor) -> Tensor:
     return F.dropout(block(params, x), 0.1)
@@ -46,25 +48,42 @@ def difference(wrap: Callable[[Any], Any], tx: Any = SCHEDULED) -> str:
         cuda.keeps_arguments = False
     second, third = run.reports[1:3]
     assert second.launches() > 40
-    told = second.difference(third)
-    return told or "".join(str(row) for row in third.host_temporaries()[:1])
+    # Hyperparameters that the host knows travel up, in page-locked memory that torch keeps for it;
+    # `captured` has them on the device, and test_captured.py asserts that nothing goes up there.
+    sites = {row.site.partition(":")[0] for row in third.host_temporaries()}
+    return second.difference(third) or "".join(sites - {UPLOADS}) or third.count("pageable") * "!"
 
 
 def sharded(stage: int) -> Callable[[Any], Any]:
     return lambda f: zf.shard(zf.donate(f), stage=stage, unit_bytes=600)
 
 
+WRAPS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "plain": (lambda f: f, SCHEDULED),
+    "bf16, clipped": (zf.precision, CLIPPED),
+    "accumulate": (lambda f: zf.accumulate(f, 2), SCHEDULED),
+    "remat": (zf.remat, CLIPPED),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_steps_are_one(stage: int) -> None:
+def test_two_steps_are_one(stage: int, name: str) -> None:
+    wrap, tx = WRAPS[name]
     with Cuda():
-        assert difference(sharded(stage)) == ""
-        assert difference(lambda f: zf.precision(sharded(stage)(f)), CLIPPED) == ""
+        assert difference(lambda f: wrap(sharded(stage)(f)), tx) == ""
 
 
-def _on_two_ranks() -> list[str]:
-    return [difference(sharded(stage)) for stage in range(4)]
+def _on_two_ranks() -> dict[str, str]:
+    found = {}
+    for stage in range(4):
+        for name, (wrap, tx) in WRAPS.items():
+            told = difference(lambda f, w=wrap, s=stage: w(sharded(s)(f)), tx)
+            if told:
+                found[f"{name} at {stage}"] = told
+    return found
 
 
 def test_two_steps_are_one_on_two_ranks() -> None:
     for found in ranks.launch(_on_two_ranks):
-        assert found == ["", "", "", ""]
+        assert found == {}

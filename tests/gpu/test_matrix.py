@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import pytest
+import torch
 
 import zfunc as zf
 from tests.gpu import cases, ranks
 from tests.gpu.covering import covering, uncovered
 from tests.gpu.cuda import Cuda
 from tests.gpu.training import trained
-from tests.laws.cases import assert_near
 from tests.laws.covering import Covering
 from zfunc import kernels
 
 Case = cases.Case
-STEPS = 3
+STEPS = cases.STEPS
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def of_ranks(n: int) -> list[Case]:
 
 def check(case: Case, turn: int) -> None:
     """One case on this rank's device, and the same on the host, where twins compute as well."""
-    model, (tolerance, parts) = cases.model(case), cases.tolerance(case)
+    model, tolerance = cases.model(case), cases.tolerance(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # compression begins too early here
         runs = []
@@ -46,22 +47,48 @@ def check(case: Case, turn: int) -> None:
     mine, host = runs
     faults = [str(row) for report in (mine.placing, *mine.reports) for row in report.faults()]
     assert not faults, faults[:3]
-    for a, b in zip(mine.metrics, host.metrics, strict=True):
-        for name in a:
-            loose = 1 if name == "loss" or tolerance < 1e-4 else 20
-            assert_near({name: a[name]}, {name: b[name]}, loose * tolerance, "metrics")
-    for part in parts:
-        assert_near(getattr(mine.state, part), getattr(host.state, part), tolerance, part)
+    for i, (a, b) in enumerate(zip(mine.metrics, host.metrics, strict=True)):
+        if tolerance.spreads:
+            a, b = {"loss": a["loss"]}, {"loss": b["loss"]}
+        near({f"metrics of step {i}": a}, {f"metrics of step {i}": b}, tolerance)
+    for part in ("params",) if tolerance.spreads else ("params", "opt_state"):
+        near({part: getattr(mine.state, part)}, {part: getattr(host.state, part)}, tolerance)
     assert mine.reports[-1].launches() > 20
 
 
-def on_rank(numbered: list[tuple[int, Case]]) -> None:
+def near(mine: Any, host: Any, tolerance: cases.Tolerance) -> None:
+    """All elements are near, but few that rounding has taken to the other side of an edge."""
+    a, b = zf.tree.flatten_names(mine), zf.tree.flatten_names(host)
+    assert a.keys() == b.keys()
+    off, total, worst = 0, 0, ("", 0.0)
+    for name, x in a.items():
+        if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+            assert bool((x == b[name]).all() if isinstance(x, torch.Tensor) else x == b[name]), name
+            continue
+        theirs = b[name].double()
+        far = (x.double() - theirs).abs()
+        beyond = far > tolerance.near * (1 + theirs.abs())
+        assert bool((x.isnan() == b[name].isnan()).all()), name
+        off, total = off + int(beyond.sum()), total + x.numel()
+        if x.numel() and float(far.max()) > worst[1]:
+            worst = (name, float(far.max()))
+    told = f"{off} of {total} elements are off by more than {tolerance.near}, most in {worst}"
+    assert off <= tolerance.share * total or (off <= 1 and tolerance.share), told
+    assert not off or worst[1] <= tolerance.far, told
+
+
+def on_rank(numbered: list[tuple[int, Case]]) -> list[str]:
+    """The cases that come out otherwise; whatever else goes wrong ends the world."""
+    failed = []
     for turn, case in numbered:
         try:
             check(case, turn)
+        except AssertionError as error:
+            failed.append(f"{cases.named(case)}: {str(error)[:400]}")
         except BaseException as error:
             error.add_note(f"CASE {turn}: {cases.named(case)}")
             raise
+    return failed
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -78,11 +105,11 @@ def test_pairs_on_one_rank(part: int) -> None:
 
 @pytest.mark.parametrize("part", range(2))
 def test_pairs_on_two_ranks(part: int) -> None:
-    """In one launch; after a case that fails, the rest in another."""
+    """In one launch; after a case that ends it, the rest in another."""
     left, failed = [*enumerate(of_ranks(2))][part::2], []
     while left:
         try:
-            ranks.launch(on_rank, left)
+            failed += [text for found in ranks.launch(on_rank, left) for text in found]
             break
         except Exception as error:
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])

@@ -214,8 +214,8 @@ def test_a_rate_that_is_on_the_device() -> None:
 
 
 def waits(report: Report) -> list[str]:
-    """Where the host waited for the device. What ``optim`` does for norms is counted there."""
-    return [row.site for row in report.host_waits(besides=("summed", "squares"))]
+    """Where the host waited for the device."""
+    return [row.site for row in report.host_waits()]
 
 
 @pytest.mark.parametrize("donated", [False, True])

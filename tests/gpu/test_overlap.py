@@ -2,78 +2,126 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import zfunc as zf
 from tests.gpu import ranks
-from tests.gpu.record import Row
+from tests.gpu.record import Report, Row
 from tests.gpu.training import gpt_model, trained
-from zfunc import optim
+from zfunc import optim, passes
 
 UNIT = 1 << 13  # a layer of width 32 is four units
+LAYERS = (4, 12)
 
 
-def _flown(stage: int, depth: int) -> tuple[list[tuple[str, str, int, bool]], int, int]:
-    """Of the third step: collectives with their launches until the first wait; bytes."""
+@dataclass
+class Flown:
+    """What was under way in the third step of a run, at stages 1 and 2 in the second as well.
 
+    Attributes:
+        flights: kind, label, launches until the first wait, whether anything waited.
+        gathered, reduced: the most bytes under way of either.
+        layer: bytes of one layer's gathers.
+        queues: the communicators of gathers, and those of reductions.
+    """
+
+    flights: list[tuple[str, str, int, bool]]
+    gathered: int
+    reduced: int
+    layer: int
+    queues: tuple[set[str], set[str]]
+
+
+def flown(stage: int, depth: int) -> Flown:
     def wrap(step: Any) -> Any:
         return zf.shard(zf.donate(step), stage=stage, unit_bytes=UNIT)
 
-    run = trained(wrap, optim.adamw(1e-3), gpt_model(depth, 32))
-    report = run.reports[2]
+    _, before, report = trained(wrap, optim.adamw(1e-3), gpt_model(depth, 32)).reports
     assert not report.faults()
-    flights = [(f.issued.what, f.label, f.launches, f.awaited) for f in report.flights()]
-    layer = sum(row.nbytes for row in report.collectives() if _place(row.label)[1] == 1) // 3
-    return flights, report.in_flight(), layer
+    if stage < 3:  # what one step starts the next one waits for
+        report = Report(before.rows + report.rows)
+
+    def gathers(row: Row) -> bool:
+        return row.what == "all_gather"
+
+    def reductions(row: Row) -> bool:
+        return row.what == "reduce_scatter"
+
+    rows = report.collectives()
+    forward = {row.label: row.nbytes for row in rows if placed(row.label) == ("gather", 1)}
+    return Flown(
+        [(f.issued.what, f.label, f.launches, f.awaited) for f in report.flights()],
+        report.in_flight(gathers),
+        report.in_flight(reductions),
+        sum(forward.values()),
+        ({row.group for row in rows if gathers(row)}, {r.group for r in rows if reductions(r)}),
+    )
 
 
-def _place(label: str) -> tuple[str, int]:
+def placed(label: str) -> tuple[str, int]:
     """``"gather blocks.3[1]"`` -> gather, 3; the root is -1."""
     found = re.search(r"blocks\.(\d+)", label)
     return label.split()[0], int(found.group(1)) if found else -1
 
 
-@pytest.mark.parametrize("depth", [4, 12])
+def _runs() -> dict[Any, Flown]:
+    found: dict[Any, Flown] = {(3, depth): flown(3, depth) for depth in LAYERS}
+    found |= {(stage, 4): flown(stage, 4) for stage in (1, 2)}
+    limit, passes.BYTES_ON_A_GPU = passes.BYTES_ON_A_GPU, 3 * found[3, 12].layer
+    try:
+        found["a device with less room"] = flown(3, 12)
+    finally:
+        passes.BYTES_ON_A_GPU = limit
+    return found
+
+
+@functools.cache
+def runs() -> dict[Any, Flown]:
+    """All of them, in one launch; as rank 0 saw them."""
+    return ranks.launch(_runs)[0]
+
+
+@pytest.mark.parametrize("depth", LAYERS)
 def test_stage_3_has_compute_beside_every_unit(depth: int) -> None:
-    flights, in_flight, layer = ranks.launch(_flown, 3, depth)[0]
-    units = [label for _, label, _, _ in flights if _place(label) == ("gather", 1)]
-    assert len(units) >= 4  # forward; some of them in backward again
+    """But the root and the first layer in forward, and their reductions in backward."""
+    flights = runs()[3, depth].flights
+    assert len([label for _, label, _, _ in flights if placed(label) == ("gather", 1)]) >= 4
     seen: set[str] = set()
     exposed = []
     for what, label, launches, awaited in flights:
-        kind, index = _place(label)
+        kind, index = placed(label)
         forward = kind == "gather" and label not in seen
         seen.add(label)
         exempt = index in (-1, 0) and (forward or kind == "reduce")
         if awaited and not exempt and launches <= 3:
             exposed.append((what, label, launches))
     assert not exposed, f"{len(exposed)} of {len(flights)}: {exposed}"
-    assert 0 < in_flight <= 6 * max(layer, UNIT)
+
+
+def test_what_is_under_way_is_bounded() -> None:
+    """Gathers by the layers ahead, whatever the depth; reductions by bytes of the device."""
+    for depth in LAYERS:
+        found = runs()[3, depth]
+        assert 0 < found.gathered <= 2 * found.layer + UNIT, found
+    tight = runs()["a device with less room"]
+    assert 0 < tight.reduced <= 3 * tight.layer + UNIT * 4
+    assert runs()[3, 12].reduced > tight.reduced
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_gather_beside_the_next_forward(stage: int) -> None:
-    flights, _, _ = ranks.launch(_flown, stage, 4)[0]
-    gathers = [(label, n) for what, label, n, _ in flights if what == "all_gather"]
-    assert gathers
-    assert [label for label, launches in gathers if launches <= 3][1:] == []
-
-
-def _groups() -> set[tuple[str, str]]:
-    run = trained(
-        lambda f: zf.shard(zf.donate(f), stage=3, unit_bytes=UNIT),
-        optim.adamw(1e-3),
-        gpt_model(4, 32),
-    )
-    rows: list[Row] = run.reports[2].collectives()
-    return {(row.what, row.group) for row in rows}
+    """None is exposed but the first: the root, which is three pieces here and enters whole."""
+    flights = runs()[stage, 4].flights
+    gathers = [(label, n) for what, label, n, done in flights if what == "all_gather" and done]
+    assert len(gathers) > 4
+    assert {label for label, n in gathers if n <= 3} <= {f"join root[{i}]" for i in range(3)}
 
 
 def test_gathers_and_reductions_do_not_share_a_queue() -> None:
-    for found in ranks.launch(_groups):
-        gathers = {group for what, group in found if what == "all_gather"}
-        reductions = {group for what, group in found if what == "reduce_scatter"}
-        assert gathers and reductions and not gathers & reductions
+    gathers, reductions = runs()[3, 4].queues
+    assert gathers and reductions and not gathers & reductions

@@ -266,3 +266,16 @@ def test_a_layers_stream_is_that_of_its_key() -> None:
             want = torch.rand(4)
         with random.scope.folded(key, i):
             assert torch.equal(torch.rand(4), want)
+
+
+def test_no_value_is_written_out_to_tell_structures_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that would be waited for."""
+
+    def looked(*given: Any, **how: Any) -> str:
+        raise AssertionError("a tensor was printed")
+
+    monkeypatch.setattr(torch._tensor_str, "_str", looked)
+    one = {"layers": Layers([{"w": torch.zeros(3)}] * 2), "head": torch.zeros(2)}
+    two = one | {"layers": Layers([{"w": torch.zeros(3), "b": torch.ones(4)}] * 2)}
+    for _ in range(3):
+        assert (len(leaves_in(one)), len(leaves_in(two))) == (3, 5)

@@ -86,6 +86,10 @@ class Native:
     def settle(self) -> None:
         self._check(0)
 
+    def mark(self, call: Call) -> None:
+        self._unchecked.append((call, self._announce(call), [0] * self.size))
+        self._check(1)
+
     def abort(self) -> bool:
         if not self._aborted:
             self._aborted = True

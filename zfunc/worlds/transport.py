@@ -74,6 +74,13 @@ class Transport(Protocol):
             DesyncError: a peer was in another one, is silent or gone.
         """
 
+    def mark(self, call: Call) -> None:
+        """Announce a call in which nothing is sent, and check earlier ones: this one may wait.
+
+        Raises:
+            DesyncError: a peer was in another one, is silent or gone.
+        """
+
     def abort(self) -> bool:
         """Stop what is under way on the device; whether there is anything of that kind."""
 
@@ -118,6 +125,9 @@ class Alone:
         return False
 
     def settle(self) -> None:
+        return
+
+    def mark(self, call: Call) -> None:
         return
 
     def abort(self) -> bool:
