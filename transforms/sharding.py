@@ -19,7 +19,7 @@ reduces once, stage 2 keeps cut sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from zfunc.comm import Group
 from zfunc.context import PLACING, Context
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Tree
+from zfunc.optim.adaptive import AdamState
 from zfunc.passes import there_and_back
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.layout import Layout
@@ -165,8 +166,7 @@ class Shard(Transform):
                 entries[name] = marked(placed)
             else:
                 entries[name] = twins.replace(
-                    entries[name],
-                    lambda layout, node: self._whole_or_cut(self.stage >= 1, layout, node, rank),
+                    entries[name], self._moments(name, entries[name], rank)
                 )
         return entries.rebuild()
 
@@ -175,6 +175,24 @@ class Shard(Transform):
         if step is not None and any(t.takes(node) for t in step.transforms):
             return Cut(layout if cutting else whole(layout), node)
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
+
+    def _moments(self, name: str, entry: Any, rank: int) -> Callable[[Layout, Tree], Tree]:
+        """How a tree like the params within an entry of the state is represented."""
+        if name in self._named("opt_state") and self._keeps_flats(entry):
+            return lambda layout, node: cut(whole(layout), node, 0, copy=True)
+        return lambda layout, node: self._whole_or_cut(self.stage >= 1, layout, node, rank)
+
+    def _keeps_flats(self, opt_state: Any) -> bool:
+        """Whether moments that nobody cuts may be flats, which are updated without asking for
+        their leaves: those of an Adam behind which nothing sees its updates leaf by leaf."""
+        step = PLACING.get()
+        if self.stage or step is None or not getattr(step.tx, "checked", False):
+            return False
+        others = [t for t in step.transforms if t is not self]
+        if any(t.leaves or t.represents or t.compresses or t.takes(opt_state) for t in others):
+            return False
+        last = opt_state[-1] if type(opt_state) is tuple and opt_state else opt_state
+        return isinstance(last, AdamState)
 
     def _named(self, role: str) -> list[str]:
         return [name for name, its in self.roles if its == role]

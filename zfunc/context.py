@@ -235,10 +235,11 @@ def pop(token: Token[Context | None]) -> None:
 
 def blank(x: Tensor) -> None:
     """Leave a donated tensor without its memory, and marked."""
-    if "_zfunc_donated" not in x.__dict__:
+    marks = x.__dict__
+    if "_zfunc_donated" not in marks:
         plain = type(x) in (Tensor, torch.nn.Parameter)
         x.data = _nothing(x.dtype, x.device) if plain else x.new_empty(0)
-        x.__dict__["_zfunc_donated"] = True
+        marks["_zfunc_donated"] = True
 
 
 @cache

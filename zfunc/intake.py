@@ -38,7 +38,8 @@ def detached(state: Any) -> Any:
     graph of all steps before it.
     """
     with looking():
-        if not any(map(_is_tracked, tree.leaves(state))):
+        tensors = [x for x in tree.leaves(state) if isinstance(x, Tensor)]
+        if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
             return state
     return optree.tree_map(
         lambda x: carry(x.detach(), x) if _is_tracked(x) else x,

@@ -334,14 +334,17 @@ def _is_leaf(x: Any, namespace: str) -> bool:
     return optree.tree_is_leaf(x, none_is_leaf=True, namespace=namespace)
 
 
+_CARRIED = ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed")
+
+
 def carry(new: Any, old: Any) -> Any:
     """Let the successor of a plain leaf keep what was marked on it (frozen, placed, where)."""
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or not old.__dict__:
         return new
-    if new.shape == old.shape or spent(old):  # a spent leaf has no shape, but it has its marks
-        for mark in ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed"):
-            if mark in old.__dict__:
-                new.__dict__[mark] = old.__dict__[mark]
+    marks = old.__dict__
+    # A spent leaf has no shape, but it has its marks.
+    if "_zfunc_donated" in marks or new.shape == old.shape:
+        new.__dict__.update({mark: marks[mark] for mark in _CARRIED if mark in marks})
     return new
 
 
@@ -352,7 +355,7 @@ def spent(x: Any) -> bool:
 
 def any_spent(xs: Sequence[Any]) -> bool:
     """Whether the memory of one of them was given to a later state."""
-    return any(map(spent, xs))
+    return any("_zfunc_donated" in x.__dict__ for x in xs if isinstance(x, Tensor))
 
 
 class Encoded:

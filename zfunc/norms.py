@@ -52,7 +52,9 @@ def shared(nodes: Sequence[Any], norm: Callable[[Sequence[Any]], Tensor]) -> Ten
     for one in known:
         if one.fits(nodes, versions):
             return one.norm.clone()  # whoever is given it may write into it
-    found = norm(nodes)
+    lying = running.notes.get("lying")
+    node = None if lying is None else lying.under(nodes)
+    found = norm(nodes if node is None else [node])
     known.append(_Known(tuple(map(weakref.ref, nodes)), versions, found.clone()))
     del known[:-KEPT]
     return found

@@ -31,9 +31,10 @@ from zfunc.context import RECOMPUTED, LayerInfo
 from zfunc.errors import PlacementError
 from zfunc.nodes import Placed, Tree, register
 from zfunc.placed.layout import Layout
+from zfunc.placed.lying import Lying
 from zfunc.placed.pieces import leaves_of
 from zfunc.placed.sharded import Sharded
-from zfunc.placed.streamed import Streamed
+from zfunc.placed.streamed import Streamed, whole
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.seams import Pending, gather
@@ -134,6 +135,9 @@ class Source:
             columns: list[Any] = list(stored.flats)
         elif self.node is None:
             self.plain = leaves_of(layout, stored)
+        # Full flats of gradients that leave as they are, with the views that they were filled by.
+        self.packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self.returns_packed = differentiated and not cut and len(owner.leave) == 1
         self.runs: list[UnitRun] = []
         for i, unit in enumerate(layout.units):
             if self.node is not None:
@@ -211,9 +215,16 @@ class Source:
         leaves: list[Any] = [None] * len(layout.slots)
         for i, full in enumerate(flats):
             if full is not None:
-                for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
+                for slot, view in zip(layout.by_flat[i], self._views(i, full), strict=True):
                     leaves[slot.index] = view
+        if self.owner.running is not None:
+            self.owner.running.notes["lying"] = Lying.of(leaves, Sharded(whole(layout), flats))
         return optree.tree_unflatten(layout.spec, leaves)
+
+    def _views(self, flat: int, full: Tensor) -> list[Tensor]:
+        packed, views = self.packed.pop(flat, (None, []))
+        same = packed is not None and packed.data_ptr() == full.data_ptr()
+        return views if same else self.layout.views(flat, full)
 
     def _zeros(self, run: UnitRun, flat: int) -> Tensor:
         """The gradient of a unit that no rank has used."""

@@ -120,6 +120,11 @@ def check_alive(tree: Tree) -> None:
 
 def align(trees: Sequence[Tree]) -> tuple[list[list[Any]], optree.PyTreeSpec]:
     """Flatten all trees along the one in which the most is placed."""
+    if any(isinstance(tree, Placed) for tree in trees):  # one node stands for all that there is
+        for tree in trees:
+            if not isinstance(tree, Lazy):
+                check_alive(tree)
+        return [list(trees)], _LEAF
     flat = [_items(tree) for tree in trees]
     spine = min(range(len(trees)), key=lambda i: flat[i][1].num_leaves)
     spec = flat[spine][1]
@@ -133,6 +138,9 @@ def align(trees: Sequence[Tree]) -> tuple[list[list[Any]], optree.PyTreeSpec]:
         except (ValueError, TypeError) as error:
             raise PlacementError(_mismatch(trees[spine], tree, spine, i, error)) from None
     return [list(row) for row in zip(*columns, strict=True)], spec
+
+
+_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=OPAQUE)
 
 
 def _mismatch(a: Tree, b: Tree, i: int, j: int, error: Exception) -> str:
@@ -337,8 +345,8 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
     """
-    nodes = optree.tree_leaves(tree, is_leaf=_is_placed, namespace=NAMESPACE)
-    if any(spent(x) for x in nodes) or any(isinstance(x, Placed) for x in nodes):
+    nodes = leaves_in(tree, PLACED)
+    if any_spent(nodes) or any(isinstance(x, Placed) for x in nodes):
         check_alive(tree)
     return norms.shared(nodes, _norm)
 

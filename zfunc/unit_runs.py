@@ -184,8 +184,11 @@ class UnitRun:
         for i in self.info.trainable:
             count = len(layout.by_flat[i])
             row, grads = grads[:count], grads[count:]
-            flats.append(layout.pack(i, row, pool().take))
-            del row
+            parts: list[Tensor] | None = [] if self.source.returns_packed else None
+            flats.append(layout.pack(i, row, pool().take, parts))
+            if parts:
+                self.source.packed[i] = flats[-1], parts
+            del row, parts
         value: Pending = Ready(flats)
         nbytes = sum(x.nbytes for x in flats)
         del flats

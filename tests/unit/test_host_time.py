@@ -279,3 +279,88 @@ def test_no_value_is_written_out_to_tell_structures_apart(monkeypatch: pytest.Mo
     two = one | {"layers": Layers([{"w": torch.zeros(3), "b": torch.ones(4)}] * 2)}
     for _ in range(3):
         assert (len(leaves_in(one)), len(leaves_in(two))) == (3, 5)
+
+
+# --- what a step does with all leaves together ---
+
+
+def trained(stage: int, tx: Any, layers: int = 4) -> tuple[Any, Any, Any]:
+    functional = zf.functionalize(module(layers))
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return functional.apply(params, x).square().mean()
+
+    plain = zf.train_step(loss_fn, tx)
+    return plain, zf.shard(zf.donate(plain), stage=stage), functional.params
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_moments_of_adam_that_nobody_cuts_are_flats(clip: bool) -> None:
+    adam = zf.optim.adamw(0.1)
+    tx = zf.optim.chain(zf.optim.clip_by_global_norm(0.5), adam) if clip else adam
+    plain, step, params = trained(0, tx)
+    want = zf.TrainState.create(params, tx)
+    state = step.place(want)
+    nodes = [x for x in leaves_in(state.opt_state, PLACED) if not isinstance(x, Tensor)]
+    assert [type(x).__name__ for x in nodes] == ["Sharded", "Sharded"]
+    for k in range(3):
+        x = torch.full((2, 4), 1.0 + k)
+        spent_moments = nodes[0].flats[0]
+        want, metrics = plain(want, x)
+        state, got = step(state, x)
+        assert torch.equal(got["grad_norm"], metrics["grad_norm"])
+    assert spent_moments.numel() == 0
+    pairs = zip(zf.tree.leaves(step.unplace(state)), zf.tree.leaves(want), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_moments_stay_plain_where_updates_are_seen_leaf_by_leaf() -> None:
+    def scaled(grads: Any, state: Any, params: Any) -> Any:
+        return zf.tree.map(lambda g: g / (1.0 + g.norm()), grads), state
+
+    last = zf.optim.GradientTransformation(lambda params: (), scaled)
+    tx = zf.optim.chain(zf.optim.adam(0.1), last)
+    plain, step, params = trained(0, tx)
+    want, x = zf.TrainState.create(params, tx), torch.linspace(-1, 1, 8).view(2, 4)
+    state = step.place(want)
+    assert all(isinstance(x, Tensor) for x in leaves_in(state.opt_state, PLACED))
+    state, _ = step(state, x)
+    want, _ = plain(want, x)
+    pairs = zip(zf.tree.leaves(step.unplace(state)), zf.tree.leaves(want), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_norm_and_update_take_no_operator_for_a_leaf_but_its_new_view(stage: int) -> None:
+    def count(layers: int) -> int:
+        _, step, params = trained(stage, zf.optim.adamw(0.1), layers)
+        functional = zf.functionalize(module(layers))
+        alone = zf.shard(zf.donate(differentiating(functional)), stage=stage)
+        bare = alone.place(zf.TrainState.create(functional.params, TX))
+        state = step.place(zf.TrainState.create(params, zf.optim.adamw(0.1)))
+        x = torch.ones(2, 4)
+        state, _ = step(state, x)
+        out, _ = alone(bare, x)
+        base = operators(lambda: alone(out, x)).total()
+        return operators(lambda: step(state, x)).total() - base
+
+    more = count(12) - count(4)  # 8 layers of 4 leaves
+    assert more <= 1.0 * 8 * 4, more
+
+
+def test_flats_stand_for_leaves_only_where_these_still_lie_in_them() -> None:
+    from zfunc.placed.lying import Lying
+    from zfunc.placed.sharded import cut
+
+    leaves = [torch.ones(3), None, torch.ones(2)]
+    layout = make_layout(leaves)
+    node = cut(layout, leaves, 0, copy=True)
+    flat = node.flats[0]
+    assert flat is not None
+    a, b = layout.views(0, flat)
+    lying = Lying.of([a, None, b], node)
+    assert lying.under([a, b]) is node
+    assert lying.under([a]) is None and lying.under([b, a]) is None
+    assert lying.under([a, b.clone()]) is None
+    b.data = torch.zeros(2)
+    assert lying.under([a, b]) is None

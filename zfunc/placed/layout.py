@@ -230,11 +230,13 @@ class Layout:
         flat: int,
         leaves: Sequence[Tensor | None],
         take: Callable[[int, torch.dtype, torch.device | None], Tensor] | None = None,
+        parts: list[Tensor] | None = None,
     ) -> Tensor:
         """A full flat with the leaves (in the order of ``by_flat``); ``None`` is zero.
 
         A copy in memory that ``take`` provides, except that a leaf which is a whole flat
-        by itself stays where it is if ``take`` is given.
+        by itself stays where it is if ``take`` is given. What is copied to is added to
+        ``parts``: the leaves as they lie in the flat.
         """
         spec = self.flats[flat]
         some = next((x for x in leaves if x is not None), None)
@@ -244,6 +246,8 @@ class Layout:
             return some.detach().view(-1)
         full = (take or empty)(spec.length, dtype, device)
         targets = self._parts(flat, full)
+        if parts is not None:
+            parts.extend(targets)
         lacking = any(leaf is None for leaf in leaves)
         if full.nbytes <= SMALL:
             full.zero_()
@@ -287,6 +291,14 @@ class Layout:
         storage = first.untyped_storage()
         if start < 0 or (start + spec.length) * first.element_size() > storage.nbytes():
             return None
+        base, size = first.data_ptr(), first.element_size()
+        together = (
+            [x.data_ptr() - base for x in leaves] == self._steps(flat, size)
+            and all(x.is_contiguous() for x in leaves)
+            and len({x.dtype for x in leaves}) == 1
+        )
+        if together:
+            return first.detach().as_strided((spec.length,), (1,), start)
         where = storage.data_ptr()
         for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
             if (
@@ -297,6 +309,21 @@ class Layout:
             ):
                 return None
         return first.detach().as_strided((spec.length,), (1,), start)
+
+    def _steps(self, flat: int, size: int) -> list[int]:
+        """How many bytes after the first leaf of a flat each one begins, of elements that large."""
+        key = ("steps", flat, size)
+        if key not in self._memo:
+            row = self.by_flat[flat]
+            self._memo[key] = [(slot.start - row[0].start) * size for slot in row]
+        return self._memo[key]
+
+    def shapes(self, flat: int) -> list[tuple[int, ...]]:
+        """Of a flat's leaves, in the order of ``by_flat``."""
+        key = ("shapes", flat)
+        if key not in self._memo:
+            self._memo[key] = [slot.shape for slot in self.by_flat[flat]]
+        return self._memo[key]
 
     def select(self, keep: Callable[[int], bool]) -> Layout:
         """The layout of the kept leaves alone, every piece staying on its rank."""

@@ -47,7 +47,7 @@ def cut_flats(
             flats.append(None)
         elif not some:
             flats.append(torch.zeros(0, dtype=layout.flats[i].dtype))
-        elif all(x is None for x in some):
+        elif some[0] is None and all(x is None for x in some):
             flats.append(None)
         elif any(x is None for x in some):
             lacking = next(s.path for s, x in zip(slots, some, strict=True) if x is None)
@@ -64,14 +64,14 @@ def _cut_flat(
     layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
 ) -> Tensor:
     leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
+    if [x.shape for x in leaves] == layout.shapes(flat):
+        return layout.cut(flat, leaves, rank, copy)
     for slot, x in zip(slots, leaves, strict=True):
         if x.ndim and tuple(x.shape) != slot.shape:
             raise PlacementError(
                 f"{slot.path} has shape {slot.shape} in one tree and {tuple(x.shape)} in another. "
                 "Leaves of one map must agree in shape, or be 0-d."
             )
-    if all(tuple(x.shape) == slot.shape for slot, x in zip(slots, leaves, strict=True)):
-        return layout.cut(flat, leaves, rank, copy)
     low, high = layout.flats[flat].bounds(rank)
     out = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
     by_index = {slot.index: x for slot, x in zip(slots, leaves, strict=True)}
