@@ -93,7 +93,7 @@ def lion_step(
                     lr, b1=b1, b2=b2, weight_decay=rate, factor=found.factor, device=device
                 )
             for row in group.stage():
-                grad, param, mean = (x.view(-1) for x in row)
+                param, grad, mean = (x.view(-1) for x in row)
                 kernels.lion_flat_(grad, param, mean, made[device, rate])
             group.unstage()
     params, mu = found.trees(new)

@@ -121,10 +121,10 @@ def check_alive(tree: Tree) -> None:
 def align(trees: Sequence[Tree]) -> tuple[list[list[Any]], optree.PyTreeSpec]:
     """Flatten all trees along the one in which the most is placed."""
     if any(isinstance(tree, Placed) for tree in trees):  # one node stands for all that there is
-        for tree in trees:
-            if not isinstance(tree, Lazy):
-                check_alive(tree)
-        return [list(trees)], _LEAF
+        row = [tree.force() if isinstance(tree, Lazy) else tree for tree in trees]
+        for tree in row:
+            check_alive(tree)
+        return [row], _LEAF
     flat = [_items(tree) for tree in trees]
     spine = min(range(len(trees)), key=lambda i: flat[i][1].num_leaves)
     spec = flat[spine][1]

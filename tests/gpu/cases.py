@@ -99,6 +99,8 @@ def runs(case: Case) -> bool:
     """Whether a case, whole or in part, is one that runs."""
     if case.get("persist_below") and case.get("stage", 3) != 3:
         return False  # says nothing
+    if case.get("persist_below") and case.get("compress") == "zero_one":
+        return False  # of stage 0 alone
     if case.get("stage", 3) is None and case.get("unit_bytes", 1 << 12) != 1 << 12:
         return False
     if case.get("compress") and ("stage" in case and case["stage"] is None):
