@@ -1,4 +1,4 @@
-"""``multi_transform`` behind a clip: gradients that are scaled later are cut like the whole tree."""
+"""``multi_transform`` behind a clip: gradients scaled later are cut like the whole tree."""
 
 from __future__ import annotations
 
