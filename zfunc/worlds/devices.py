@@ -77,8 +77,8 @@ def choose(wanted: str | None, count: int, index: int) -> torch.device | str:
         count: how many GPUs this rank sees.
         index: this rank's index among the ranks of its host.
 
-    >>> choose(None, 8, 3), choose(None, 1, 3), choose(None, 0, 3)
-    (device(type='cuda', index=3), device(type='cuda', index=0), device(type='cpu'))
+    >>> choose(None, 0, 3), choose("cuda", 0, 3)
+    (device(type='cpu'), 'cuda was asked for, and it sees no GPU')
     """
     if wanted == "cpu" or (wanted is None and count == 0):
         return CPU
