@@ -186,7 +186,8 @@ def tolerance(case: Case) -> Tolerance:
     it, in every step; Adam's quotient moves it by ``RATE`` or little more. In float64 only few
     bits are that near to an edge: float32 scales tell on which side.
 
-    Where gradients of 16 bits are compressed, or weights of 16 bits have fewer still, one such element changes the scale or the factors
+    Where gradients of 16 bits are compressed, or weights of 16 bits have fewer still, one such
+    element changes the scale or the factors
     that all elements of its unit share, so all are off, moments and norms by as much as the
     compression itself errs; parameters still by no more than the steps may move them. Those of
     ``onebit`` are longer, with second moments that are frozen after one update.
