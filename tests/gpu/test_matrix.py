@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import zfunc as zf
 from tests.gpu import cases, ranks
 from tests.gpu.covering import covering, uncovered
 from tests.gpu.cuda import Cuda
-from tests.gpu.training import trained
+from tests.gpu.training import Trained, trained
 from tests.laws.covering import Covering
 from zfunc import kernels
 
@@ -35,7 +37,7 @@ def of_ranks(n: int) -> list[Case]:
 
 def check(case: Case, turn: int) -> None:
     """One case on this rank's device, and the same on the host, where twins compute as well."""
-    model, tolerance = cases.model(case), cases.tolerance(case)
+    model = cases.model(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # compression begins too early here
         runs = []
@@ -47,34 +49,60 @@ def check(case: Case, turn: int) -> None:
     mine, host = runs
     faults = [str(row) for report in (mine.placing, *mine.reports) for row in report.faults()]
     assert not faults, faults[:3]
-    for i, (a, b) in enumerate(zip(mine.metrics, host.metrics, strict=True)):
-        if tolerance.spreads:
-            a, b = {"loss": a["loss"]}, {"loss": b["loss"]}
-        near({f"metrics of step {i}": a}, {f"metrics of step {i}": b}, tolerance)
-    for part in ("params",) if tolerance.spreads else ("params", "opt_state"):
-        near({part: getattr(mine.state, part)}, {part: getattr(host.state, part)}, tolerance)
+    close, apart = cases.tolerance(case)
+    pairs = [*alike(whole(mine), whole(host))]
+    if apart:
+        beside(pairs, zf.tree.flatten_names(model.params()), apart)
+    else:
+        near(pairs, close)
     assert mine.reports[-1].launches() > 20
 
 
-def near(mine: Any, host: Any, tolerance: cases.Tolerance) -> None:
-    """All elements are near, but few that rounding has taken to the other side of an edge."""
+Numbers = tuple[str, torch.Tensor, torch.Tensor]
+
+
+def whole(run: Trained) -> dict[str, Any]:
+    """All that a run computed: parameters, the optimizer's state, metrics by name and step."""
+    metrics = {name: [row[name] for row in run.metrics] for name in run.metrics[0]}
+    return {"params": run.state.params, "opt_state": run.state.opt_state, "metrics": metrics}
+
+
+def alike(mine: Any, host: Any) -> Iterator[Numbers]:
+    """The numbers of both, in float64; whatever is no number, and NaNs, must be equal."""
     a, b = zf.tree.flatten_names(mine), zf.tree.flatten_names(host)
     assert a.keys() == b.keys()
-    off, total, worst = 0, 0, ("", 0.0)
     for name, x in a.items():
+        y = b[name]
         if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
-            assert bool((x == b[name]).all() if isinstance(x, torch.Tensor) else x == b[name]), name
+            assert bool((x == y).all() if isinstance(x, torch.Tensor) else x == y), name
             continue
-        theirs = b[name].double()
-        far = (x.double() - theirs).abs()
-        beyond = far > tolerance.near * (1 + theirs.abs())
-        assert bool((x.isnan() == b[name].isnan()).all()), name
-        off, total = off + int(beyond.sum()), total + x.numel()
-        if x.numel() and float(far.max()) > worst[1]:
-            worst = (name, float(far.max()))
-    told = f"{off} of {total} elements are off by more than {tolerance.near}, most in {worst}"
-    assert off <= tolerance.share * total or (off <= 1 and tolerance.share), told
-    assert not off or worst[1] <= tolerance.far, told
+        assert bool((x.isnan() == y.isnan()).all()), name
+        yield name, x.double().nan_to_num(), y.double().nan_to_num()
+
+
+def near(pairs: list[Numbers], close: float) -> None:
+    """All numbers are within a relative and absolute distance."""
+    for name, x, y in pairs:
+        off = (x - y).abs() > close * (1 + y.abs())
+        worst = float((x - y).abs().max()) if x.numel() else 0.0
+        assert not off.any(), f"{name}: {int(off.sum())} of {x.numel()} are off, most {worst}"
+
+
+def beside(pairs: list[Numbers], start: dict[str, Any], apart: float) -> None:
+    """Of each part, the norm of all differences is small beside what training made of it.
+
+    Parts are the parameters, each kind of moment, and each metric over the steps.
+    """
+    between, made = Counter[str](), Counter[str]()
+    for name, x, y in pairs:
+        leaf = max((key for key in start if name.endswith(f".{key}")), key=len, default=None)
+        part = name.removesuffix(f".{leaf}") if leaf else name.rpartition(".")[0]
+        before = start[leaf].double() if leaf and part == "params" else 0.0
+        between[part] += float((x - y).square().sum())
+        made[part] += float((y - before).square().sum())
+    for part in made:
+        told = f"{part}: {between[part] ** 0.5} apart, of {made[part] ** 0.5}"
+        assert between[part] <= apart**2 * made[part], told
 
 
 def on_rank(numbered: list[tuple[int, Case]]) -> list[str]:

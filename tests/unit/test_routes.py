@@ -234,6 +234,10 @@ class Counting(Store):
         self.messages["add"] += 1
         return self.base.add(key, value)
 
+    def check(self, keys: list[str]) -> bool:
+        self.messages["check"] += 1
+        return self.base.check(keys)
+
 
 class Silent:
     """Messages that are complete at once; remembers to whom."""
@@ -264,6 +268,9 @@ class Agreeing:  # in place of Wires
     def receive(self, peer: int, ticket: int) -> tuple[int, int]:
         return self.peers[peer]
 
+    def forget(self, peer: int, ticket: int) -> None:
+        return
+
     def close(self) -> None:
         return
 
@@ -275,6 +282,7 @@ def test_a_rank_of_a_thousand_talks_to_a_few(rank: int, size: int) -> None:
     transport = PointToPoint(Place(rank, tuple(range(size)), store), 5.0)
     # Made by this rank alone: it says where it listens, twice, and asks for nobody.
     assert store.messages == Counter({"set": 2})
+    store.base.add("met", size - 1)  # all others have said that their headers agree
     backend, wires = Silent(), Agreeing()
     transport._gloo, transport._wires = backend, wires  # type: ignore[assignment]
     group = Group("data", World(rank, size, 5.0), transport)
