@@ -77,14 +77,14 @@ def step(
     if not placed:
         return _leafwise(columns, spec, factor, decay, how)
     if not any(node.streams for node in placed):
-        return _step(grads, params, mu, nu, factor, decay, how)
+        return _step(columns, spec, factor, decay, how)
 
     # Units are updated on the host: what they need of a device is read once, before the first.
     factor, *values = at_hand([factor, *how.values()])
     how = dict(zip(how, values, strict=True))
 
     def unit(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:
-        done = _step(g, p, m, v, factor, decay, how)
+        done = _step(*tree.align((g, p, m, v)), factor, decay, how)
         return done or otherwise(g if factor is None else scale(g, factor), p, m, v)
 
     new, mu, nu = by_unit(unit, 3, grads, params, mu, nu)
@@ -122,10 +122,8 @@ def _rates(
 
 
 def _step(
-    grads: Tree,
-    params: Tree,
-    mu: Tree,
-    nu: Tree,
+    columns: Sequence[list[Any]],
+    spec: optree.PyTreeSpec,
     factor: float | Tensor | None,
     decay: Rates,
     how: dict[str, Any],
@@ -136,12 +134,12 @@ def _step(
         rows.append((p, g if g.dtype == p.dtype else g.to(p.dtype), m, v))
         return p
 
-    part = tree.map(collect, grads, params, mu, nu)
+    part = tree.map_rows(collect, columns, spec)
     if not _fit(rows):
         return None
     with torch.no_grad():
         new = _renewed(rows, stretches_of(decay, part), factor, how)
-    spec = optree.tree_structure(part, namespace=NAMESPACE)
+    spec = optree.tree_structure(part, namespace=NAMESPACE)  # flats are its leaves
     done = [optree.tree_unflatten(spec, column) for column in new]
     return done[0], done[1], done[2]
 

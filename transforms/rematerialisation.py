@@ -72,7 +72,7 @@ class Remat(Transform):
                 return call(*xs, **kw)
             xs, kw = _without_caches(info, xs, kw)
             body = _Twice(call)
-            keyless = body.running.layer_key is None
+            keyless = body.running.layer_scope is None
             return checkpoint(body, kw, *xs, use_reentrant=False, preserve_rng_state=keyless)
 
         return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -166,7 +166,7 @@ class Context:
         keeps: which units' gradients are left for another transform than shard to average.
         frozen: whether second moments stay as they are in this call.
         unsettled: whether ``settled`` must be given the second moments before the step.
-        layer_key, layer_calls: randomness of the layers of the running loss.
+        layer_scope, layer_calls: randomness of the layers of the running loss.
         reduce_once: whether whole gradients are summed before they are reduced.
         compute: the 16-bit dtype in which layers compute, if there is one.
         join: ``(node, params)`` -> the plain params with the values of all ranks, or ``None``
@@ -193,7 +193,7 @@ class Context:
     frozen: bool = False
     unsettled: bool = False
     axis: str | tuple[str, ...] = "data"
-    layer_key: Tensor | None = None
+    layer_scope: Callable[[int], AbstractContextManager[Any]] | None = None
     layer_calls: int = 0
     reduce_once: bool = False
     compute: torch.dtype | None = None

@@ -269,7 +269,7 @@ def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     if running.key is None:
         return nullcontext()
     key = random.fold_in(running.key, running.group.rank)
-    running.layer_key = random.fold_in(key, 2 * call + 1)
+    running.layer_scope = random.scope.folded(random.fold_in(key, 2 * call + 1))
     return random.scope(random.fold_in(key, 2 * call))
 
 

@@ -8,11 +8,11 @@ import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.nodes import PLACED, carry
+from zfunc.nodes import PLACED, any_spent, carry
 from zfunc.placed.arriving import looking
 from zfunc.placed.leaves import is_placed
 
-__all__ = ["copied", "detached", "first_placed", "key_of"]
+__all__ = ["admitted", "copied", "first_placed", "key_of"]
 
 
 def first_placed(state: Any) -> str | None:
@@ -31,14 +31,19 @@ def copied(state: Any) -> Any:
     )
 
 
-def detached(state: Any) -> Any:
+def admitted(state: Any) -> Any:
     """The state without leaves that autograd tracks (modules' Parameters, say).
 
     A step decides itself what to track; otherwise every state would drag along the
     graph of all steps before it.
+
+    Raises:
+        DonatedStateError: a leaf's memory belongs to a later state.
     """
+    tensors = [x for x in tree.leaves(state) if isinstance(x, Tensor)]
+    if any_spent(tensors):
+        tree.check_alive(state)  # says which
     with looking():
-        tensors = [x for x in tree.leaves(state) if isinstance(x, Tensor)]
         if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
             return state
     return optree.tree_map(

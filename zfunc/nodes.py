@@ -344,7 +344,10 @@ def carry(new: Any, old: Any) -> Any:
     marks = old.__dict__
     # A spent leaf has no shape, but it has its marks.
     if "_zfunc_donated" in marks or new.shape == old.shape:
-        new.__dict__.update({mark: marks[mark] for mark in _CARRIED if mark in marks})
+        its = new.__dict__
+        for mark in _CARRIED:
+            if mark in marks:
+                its[mark] = marks[mark]
     return new
 
 

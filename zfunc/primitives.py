@@ -7,12 +7,13 @@ On plain parameters, outside a step, each does the obvious thing. A running step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from zfunc import context, random
+from zfunc import context
 from zfunc.nodes import Lazy, Placed, Tree, register
 
 __all__ = [
@@ -127,8 +128,8 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
         return _compute(fn, params, xs, kw)
     index, running.layer_calls = running.layer_calls, running.layer_calls + 1
     inner = fn
-    if running.layer_key is not None:
-        inner = _scoped(fn, running.layer_key, index)
+    if running.layer_scope is not None:
+        inner = _scoped(fn, running.layer_scope(index))
 
     if not running.around:
         return _compute(inner, params, xs, kw)
@@ -151,11 +152,11 @@ def _compute(fn: Callable[..., Any], params: Tree, xs: tuple[Any, ...], kw: dict
     return fn(params, *xs, **kw)
 
 
-def _scoped(fn: Callable[..., Any], key: Tensor, index: int) -> Callable[..., Any]:
+def _scoped(fn: Callable[..., Any], scope: AbstractContextManager[Any]) -> Callable[..., Any]:
     """``fn`` with torch's random functions deciding by a layer's key alone."""
 
     def call(*xs: Any, **kw: Any) -> Any:
-        with random.scope.folded(key, index):
+        with scope:
             return fn(*xs, **kw)
 
     return call

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -162,14 +162,15 @@ def fold_in(key: Key, data: int | Tensor) -> Tensor:
         data = int(number(data))
     elif not isinstance(data, int):
         raise PlacementError(f"fold_in takes an int or a 0-d integer tensor, not {data!r}.")
-    made = _marked(torch.tensor(_signed(_folded(key, data)), device="cpu"))
+    made = _marked(torch.tensor(_signed(_mix(_stem(key) + _GOLDEN * data)), device="cpu"))
     if (path := path_of(key)) is not None:
         made.__dict__["_zfunc_path"] = (*path, STEP if counts else data)
     return made
 
 
-def _folded(key: Key, data: int) -> int:
-    return _mix(_mix(_word(key) ^ _FOLD) + _GOLDEN * data)
+def _stem(key: Key) -> int:
+    """What the numbers are added to that are folded into a key."""
+    return _mix(_word(key) ^ _FOLD)
 
 
 # --- samplers ----------------------------------------------------------------------------------
@@ -364,12 +365,16 @@ class scope:
         self.seed, self.path = _signed(_word(key)), path_of(key)
 
     @classmethod
-    def folded(cls, key: Key, data: int) -> scope:
-        """``scope(fold_in(key, data))``, without a tensor on the way."""
-        made = cls.__new__(cls)
-        path = path_of(key)
-        made.seed, made.path = _signed(_folded(key, data)), path and (*path, data)
-        return made
+    def folded(cls, key: Key) -> Callable[[int], scope]:
+        """``data -> scope(fold_in(key, data))``, without a tensor on the way."""
+        stem, path = _stem(key), path_of(key)
+
+        def of(data: int) -> scope:
+            made = cls.__new__(cls)
+            made.seed, made.path = _signed(_mix(stem + _GOLDEN * data)), path and (*path, data)
+            return made
+
+        return of
 
     def __enter__(self) -> None:
         if _watchers:

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Segments", "square_sum", "square_sums", "wide_dtype"]
+__all__ = ["Segments", "square_sum", "square_sums", "wide_dtype", "zeros"]
 
 BLOCK = 64
 LARGE = 1 << 12  # elements from which on a leaf is not copied to lie beside others
@@ -105,12 +105,13 @@ def _side_by_side(xs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     for x, n in zip(xs, sizes, strict=True):
         row.append(x)
         if n % BLOCK:
-            row.append(_zeros(x.dtype, BLOCK - n % BLOCK))
+            row.append(zeros(x.dtype, BLOCK - n % BLOCK))
     return torch._C._nn.flatten_dense_tensors(row)
 
 
 @cache
-def _zeros(dtype: torch.dtype, length: int) -> Tensor:
+def zeros(dtype: torch.dtype, length: int) -> Tensor:
+    """Padding on the CPU, always the same tensor: nobody may write to it."""
     with torch.inference_mode(False):  # they outlive the mode that they are made in
         return torch.zeros(length, dtype=dtype, device="cpu")
 

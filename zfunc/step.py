@@ -35,7 +35,7 @@ from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
-from zfunc.intake import copied, detached, first_placed, key_of
+from zfunc.intake import admitted, copied, first_placed, key_of
 from zfunc.passes import Pass
 from zfunc.placed.arriving import passing
 from zfunc.seams import Gradients, Pending, UnitInfo
@@ -248,8 +248,8 @@ class Step:
         return out
 
     def _called(self, state: Any, args: Any, kwargs: Any) -> Any:
+        state = admitted(state)
         self._check(state)
-        state = detached(state)
         memo = self._memo()
         running = Context(
             transforms=self.transforms,
@@ -287,7 +287,6 @@ class Step:
         return out
 
     def _check(self, state: Any) -> None:
-        tree.check_alive(state)
         if not any(t.represents for t in self.transforms) and first_placed(state):
             raise PlacementError(
                 "this state was placed by another step: a bare step takes plain trees. Call the "
@@ -308,13 +307,13 @@ class Step:
         Raises:
             PlacementError: the state is placed already, or has no params.
         """
-        tree.check_alive(state)
+        state = admitted(state)
         if found := first_placed(state):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "
                 "from, or `step.unplace(state)`."
             )
-        return self._noted(self._placed(detached(state)))
+        return self._noted(self._placed(state))
 
     def _noted(self, placed: Any) -> Any:
         memo = self._memo()

@@ -171,7 +171,11 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     >>> map(lambda a, b: a + b, {"w": 1, "b": None}, {"w": 2, "b": 3})
     {'w': 3, 'b': None}
     """
-    rows, spec = align((tree, *rest))
+    return map_rows(f, *align((tree, *rest)))
+
+
+def map_rows(f: Callable[..., Any], rows: Sequence[list[Any]], spec: optree.PyTreeSpec) -> Tree:
+    """:func:`map` of trees that are aligned."""
     return optree.tree_unflatten(spec, [_map_row(f, row) for row in rows])
 
 

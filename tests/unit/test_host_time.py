@@ -261,10 +261,11 @@ def test_ranks_that_start_alike_send_one_digest_each() -> None:
 
 def test_a_layers_stream_is_that_of_its_key() -> None:
     key = random.key(3)
+    scope = random.scope.folded(key)
     for i in (0, 5):
         with random.scope(random.fold_in(key, i)):
             want = torch.rand(4)
-        with random.scope.folded(key, i):
+        with scope(i):
             assert torch.equal(torch.rand(4), want)
 
 
