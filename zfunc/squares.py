@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,43 +132,67 @@ def _added(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Leaves, or parts of such, in a flat: ``bounds`` are their starts and stops, in order."""
+    """Leaves, or parts of such, in some flats: of each flat their starts and stops, in order."""
 
-    bounds: tuple[tuple[int, int], ...]
+    bounds: tuple[tuple[tuple[int, int], ...], ...]
 
-    def square_sums(self, flat: Tensor) -> Tensor:
+    def square_sums(self, flats: Sequence[Tensor]) -> Tensor:
         """:func:`square_sums` of ``flat[start:stop]`` of each; what lies between does not count.
 
-        >>> Segments(((0, 4), (64, 65))).square_sums(torch.full((128,), 2.0))
+        Args:
+            flats: 1-D tensors of one dtype, on one device.
+
+        >>> Segments((((0, 4), (64, 65)),)).square_sums([torch.full((128,), 2.0)])
         tensor([16.,  4.])
         """
-        usual = flat.device.type == "cpu" and flat.is_contiguous() and not flat.numel() % BLOCK
-        if not usual or any(a % BLOCK for a, _ in self.bounds) or _special([flat]):
-            return square_sums(self._views(flat))
+        usual = all(
+            flat.device.type == "cpu" and flat.is_contiguous() and not flat.numel() % BLOCK
+            for flat in flats
+        )
+        if not usual or self._crooked or _special(flats):
+            pairs = zip(self.bounds, flats, strict=True)
+            return square_sums([view for row, flat in pairs for view in _views(row, flat)])
         with torch.no_grad():
-            return self._summed(flat)
+            return self._summed(flats[0] if len(flats) == 1 else torch.cat(list(flats)), flats)
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        lengths, at = [], 0
-        for a, b in self.bounds:
-            lengths += [a - at, b - a]
-            at = b
-        return list(flat.detach().split_with_sizes([*lengths, flat.numel() - at])[1::2])
-
-    def _summed(self, flat: Tensor) -> Tensor:
-        rows, (cut, beyond) = _rows(flat), self._ends
+    def _summed(self, flat: Tensor, flats: Sequence[Tensor]) -> Tensor:
+        rows = _rows(flat)
+        (cut, beyond), offsets = self._places(tuple(x.numel() // BLOCK for x in flats))
         if len(cut):  # of their last block only a part
             last = flat.view(-1, BLOCK).index_select(0, cut).masked_fill_(beyond, 0.0)
             rows.index_copy_(0, cut, _rows(last.view(-1)))
-        return _added(rows, self._offsets, wide_dtype(flat))[1::2].contiguous()
+        return _added(rows, offsets, wide_dtype(flat))[1::2].contiguous()
 
     @cached_property
-    def _ends(self) -> tuple[Tensor, Tensor]:
-        """Which blocks are not full, and where in them nothing is."""
-        stops = torch.tensor([b for _, b in self.bounds if b % BLOCK], dtype=torch.int64)
-        return stops // BLOCK, torch.arange(BLOCK) >= (stops % BLOCK)[:, None]
+    def _crooked(self) -> bool:
+        """Whether something begins within a block."""
+        return any(a % BLOCK for row in self.bounds for a, _ in row)
 
     @cached_property
-    def _offsets(self) -> Tensor:
-        """In blocks, of each leaf and of what lies before it."""
-        return torch.tensor([0, *(x for a, b in self.bounds for x in (a // BLOCK, -(-b // BLOCK)))])
+    def _found(self) -> dict[tuple[int, ...], Any]:
+        return {}
+
+    def _places(self, blocks: tuple[int, ...]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """For flats of so many blocks: which blocks are not full and where in them nothing is; and,
+        in blocks, the offsets of each leaf and of what lies before it."""
+        if blocks not in self._found:
+            starts = [0, *accumulate(blocks)]
+            moved = [
+                (start * BLOCK + a, start * BLOCK + b)
+                for start, row in zip(starts, self.bounds, strict=False)
+                for a, b in row
+            ]
+            stops = torch.tensor([b for _, b in moved if b % BLOCK], dtype=torch.int64)
+            ends = stops // BLOCK, torch.arange(BLOCK) >= (stops % BLOCK)[:, None]
+            offsets = [0, *(x for a, b in moved for x in (a // BLOCK, -(-b // BLOCK)))]
+            self._found[blocks] = ends, torch.tensor(offsets)
+        found: tuple[tuple[Tensor, Tensor], Tensor] = self._found[blocks]
+        return found
+
+
+def _views(bounds: Sequence[tuple[int, int]], flat: Tensor) -> list[Tensor]:
+    lengths, at = [], 0
+    for a, b in bounds:
+        lengths += [a - at, b - a]
+        at = b
+    return list(flat.detach().split_with_sizes([*lengths, flat.numel() - at])[1::2])

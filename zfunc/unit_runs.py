@@ -233,13 +233,12 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(tick: Tensor, run: UnitRun, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(leaves)  # new tensors, which nobody else has
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.run = inputs[1]
+    def forward(ctx: Any, tick: Tensor, run: UnitRun, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        # No `setup_context`: torch looks up the signature of such a function at each call, which
+        # takes a tenth of a step of small units. (Nothing enters inside torch.func.)
+        ctx.run = run
         ctx.set_materialize_grads(False)
+        return tuple(leaves)  # new tensors, which nobody else has
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -50,7 +50,7 @@ def test_sums_keep_their_digits(dtype: torch.dtype):
 def test_what_lies_between_leaves_does_not_count():
     flat = torch.full((256,), float("inf"))
     flat[0:3], flat[128:192] = 2.0, 1.0
-    assert Segments(((0, 3), (128, 192))).square_sums(flat).tolist() == pytest.approx([12, 64])
+    assert Segments((((0, 3), (128, 192)),)).square_sums([flat]).tolist() == pytest.approx([12, 64])
 
 
 def test_leaves_do_not_spoil_each_other():
@@ -71,3 +71,15 @@ def test_strided_mixed_and_batched_leaves():
     assert mixed.tolist() == pytest.approx([506, 506, 4])
     assert torch.vmap(square_sum)(x).tolist() == pytest.approx([14, 126, 366])
     assert square_sums([]).tolist() == []
+
+
+def test_leaves_of_several_flats_have_the_sums_of_each_flat() -> None:
+    torch.manual_seed(0)
+    flats = [torch.randn(192), torch.randn(64), torch.randn(0), torch.randn(256)]
+    bounds = (((0, 100), (128, 129)), ((0, 64),), (), ((64, 64), (64, 200)))
+    each = [Segments((row,)).square_sums([x]) for row, x in zip(bounds, flats, strict=True)]
+    both = Segments(bounds).square_sums(flats)
+    assert torch.equal(both, torch.cat(each))
+    crooked = (*bounds[:3], ((3, 70),))
+    last = Segments(crooked).square_sums(flats)[-1]
+    assert float(last) == pytest.approx(float(flats[3][3:70].square().sum()))

@@ -229,16 +229,21 @@ def check_same(group: Group, name: str, params: Tree) -> None:
     Compares one exact number per leaf (the sum of its bits read as integers), so
     that each rank's part fits those of the others.
     """
-    keys, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
-    rows = [(k, x) for k, x in zip(keys, leaves, strict=True) if torch.is_tensor(x)]
-    if group.size == 1 or any(x.is_meta for _, x in rows):
+    if group.size == 1:
         return
-    bits = _bits([x for _, x in rows])
-    facts = zip(rows, bits, strict=True)
-    mine = [(key, tuple(x.shape), str(x.dtype), n) for (key, x), n in facts]
-    digest = hashlib.sha256(repr(mine).encode()).digest()
-    if len(set(group.exchange(digest, label="same params"))) == 1:
+    leaves, spec = optree.tree_flatten(params, namespace=NAMESPACE)
+    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves]
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if any(x.is_meta for x in tensors):
         return
+    bits = _bits(tensors)
+    digest = hashlib.sha256(repr((spec.paths(), kinds)).encode())
+    digest.update(bits.numpy().tobytes())
+    if len(set(group.exchange(digest.digest(), label="same params"))) == 1:
+        return
+    told = zip(spec.paths(), kinds, strict=True)
+    rows = zip([(key, kind) for key, kind in told if kind], bits.tolist(), strict=True)
+    mine = [(key, shape, str(dtype), n) for (key, (shape, dtype)), n in rows]
     for rank, theirs in enumerate(group.exchange(mine, label="same params")):
         if theirs != mine:
             a, b = next(
@@ -262,23 +267,23 @@ def check_same(group: Group, name: str, params: Tree) -> None:
             )
 
 
-def _bits(leaves: Sequence[Tensor]) -> list[int]:
-    """The sum of each leaf's bits, modulo 2**64; small leaves are added up together."""
+def _bits(leaves: Sequence[Tensor]) -> Tensor:
+    """The sum of each leaf's bits, modulo 2**64, in host memory; small ones together."""
     together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    out = [0] * len(leaves)
+    out = torch.zeros(len(leaves), dtype=torch.int64, device="cpu")
+    sizes = [x.numel() for x in leaves]
     for i, leaf in enumerate(leaves):
-        if leaf.numel() <= SMALL:
+        if sizes[i] <= SMALL:
             together.setdefault((leaf.dtype, leaf.device), []).append(i)
         else:
-            out[i] = int(_words(leaf.contiguous()).sum(dtype=torch.int64))
+            out[i] = _words(leaf.contiguous()).sum(dtype=torch.int64)
     for some in together.values():
-        words = _words(torch._C._nn.flatten_dense_tensors([leaves[i].detach() for i in some]))
-        sums = torch.cat(
-            [words.new_zeros(1, dtype=torch.int64), words.cumsum(0, dtype=torch.int64)]
-        )
-        ends = torch.tensor([0, *accumulate(leaves[i].numel() for i in some)])
-        for i, total in zip(some, sums[ends.to(sums.device)].diff().tolist(), strict=True):
-            out[i] = total
+        with torch.no_grad():
+            words = _words(torch._C._nn.flatten_dense_tensors([leaves[i] for i in some]))
+        first = words.new_zeros(1, dtype=torch.int64)
+        sums = torch.cat([first, words.cumsum(0, dtype=torch.int64)])
+        ends = torch.tensor([0, *accumulate(sizes[i] for i in some)])
+        out[torch.tensor(some)] = sums[ends.to(sums.device)].diff().cpu()
     return out
 
 

@@ -33,6 +33,8 @@ from zfunc.worlds.axes import group as group_of
 
 __all__ = ["Sharded", "summed"]
 
+TOGETHER = 1 << 16  # elements up to which a CPU squares a flat beside others
+
 
 class Sharded(OfFlats, Readable):
     """This rank's part of a tree.
@@ -244,18 +246,30 @@ class Sharded(OfFlats, Readable):
 
     def _square_parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Sums of squares of this rank's pieces: of which leaves, and 1-D what they are."""
-        rank, memo, out = self.group.rank, self.layout._memo, []
+        rank, out = self.group.rank, []
+        together: dict[Any, list[int]] = {}
         for i, x in enumerate(self.flats):
             if x is None or (self.layout.flats[i].whole and rank):
                 continue
-            if ("squares", i, rank) not in memo:
-                rows = self.layout.segments(i, rank)
-                bounds = Segments(tuple((a, b) for _, a, b, _ in rows))
-                memo["squares", i, rank] = tuple(slot.index for slot, *_ in rows), bounds
-            indices, bounds = memo["squares", i, rank]
+            alone = x.numel() > TOGETHER and x.device.type == "cpu"
+            together.setdefault((x.dtype, x.device, i if alone else -1), []).append(i)
+        for some in together.values():
+            indices, bounds = self._rows_of(tuple(some), rank)
             if indices:
-                out.append((indices, bounds.square_sums(x)))
+                flats = [x for i in some if (x := self.flats[i]) is not None]
+                out.append((indices, bounds.square_sums(flats)))
         return out
+
+    def _rows_of(self, flats: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], Segments]:
+        """Whose pieces this rank has in some flats, and where."""
+        key = ("squares", flats, rank)
+        if key not in self.layout._memo:
+            rows = [self.layout.segments(i, rank) for i in flats]
+            indices = tuple(slot.index for row in rows for slot, *_ in row)
+            bounds = tuple(tuple((a, b) for _, a, b, _ in row) for row in rows)
+            self.layout._memo[key] = indices, Segments(bounds)
+        found: tuple[tuple[int, ...], Segments] = self.layout._memo[key]
+        return found
 
     def partial_sums(self, f: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
         """``f`` of this rank's piece of each leaf, by leaf index; of whole flats on rank 0 only."""
