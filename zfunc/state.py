@@ -53,9 +53,11 @@ class TrainState:
 
         def __getattr__(self, name: str) -> Any:
             """Parameters that a step returned under way: who asks between steps waits for them."""
-            if name != "params" or UNDER_WAY not in self.__dict__:
+            params = self.__dict__.get(UNDER_WAY) if name == "params" else None
+            if params is None and name in self.__dict__:  # another thread asked, and waited
+                return self.__dict__[name]
+            if params is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            params = self.__dict__[UNDER_WAY]
             if not is_passing():
                 settled(tree.leaves(params))
                 self.__dict__["params"] = params
@@ -63,8 +65,9 @@ class TrainState:
             return params
 
         def __getstate__(self) -> dict[str, Any]:
-            rest = {name: x for name, x in self.__dict__.items() if name != UNDER_WAY}
-            return {**rest, "params": self.params}
+            known = {**self.__dict__, "params": self.params}
+            known.pop(UNDER_WAY, None)
+            return known
 
     @classmethod
     def create(
