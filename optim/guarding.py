@@ -11,6 +11,7 @@ from torch import Tensor
 from zfunc import context, primitives, tree
 from zfunc.errors import NonFiniteError
 from zfunc.kernels.uploads import Sent, on_device
+from zfunc.nodes import leaves_in
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
 from zfunc.optim.updates import Moved
@@ -82,7 +83,7 @@ def _stays_on_device(grads: Tree) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return (
-        any(isinstance(x, Tensor) and x.is_cuda for x in tree.leaves(grads))
+        any(isinstance(x, Tensor) and x.is_cuda for x in leaves_in(grads))
         and not primitives.compressing()  # what is left of one step goes into the next
         and not streams(grads)
     )

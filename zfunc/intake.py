@@ -8,7 +8,7 @@ import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.nodes import PLACED, carry
+from zfunc.nodes import PLACED, carry, leaves_in
 from zfunc.placed.arriving import looking
 from zfunc.placed.leaves import is_placed
 
@@ -38,7 +38,7 @@ def detached(state: Any) -> Any:
     graph of all steps before it.
     """
     with looking():
-        tensors = [x for x in tree.leaves(state) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves_in(state) if isinstance(x, Tensor)]
         if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
             return state
     return optree.tree_map(

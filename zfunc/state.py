@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zfunc import random, tree
 from zfunc.errors import PlacementError
-from zfunc.nodes import Lazy
+from zfunc.nodes import Lazy, leaves_in
 from zfunc.placed.arriving import is_arriving, is_passing, on_their_way, passing, settled
 from zfunc.placed.leaves import freeze, is_frozen
 
@@ -59,7 +59,7 @@ class TrainState:
             if params is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             if not is_passing():
-                settled(tree.leaves(params))
+                settled(leaves_in(params))
                 self.__dict__["params"] = params
                 self.__dict__.pop(UNDER_WAY, None)
             return params
@@ -146,9 +146,9 @@ def handed_over(out: Any) -> None:
         if not isinstance(node, TrainState):
             settled((node,))
             continue
-        if any(map(is_arriving, tree.leaves(node.__dict__.get("params")))):
+        if any(map(is_arriving, leaves_in(node.__dict__.get("params")))):
             node.__dict__[UNDER_WAY] = node.__dict__.pop("params")
-        settled(tree.leaves([getattr(node, name) for name in _LEAVES if name != "params"]))
+        settled(leaves_in([getattr(node, name) for name in _LEAVES if name != "params"]))
 
 
 def check_optimizer(tx: Any, where: str) -> None:

@@ -114,7 +114,7 @@ def gone(path: str) -> str:
 
 def check_alive(tree: Tree) -> None:
     """Raise ``DonatedStateError`` if a leaf's memory belongs to a later state."""
-    if any_spent(leaves(tree)):
+    if any_spent(leaves_in(tree)):
         _flatten(tree)
 
 
@@ -264,7 +264,7 @@ def _merged(x: Any, y: Any) -> Any:
 def leaves(tree: Tree) -> list[Any]:
     """The tensors a tree holds: leaves of plain parts, local buffers of placed ones."""
     forced = tree.force() if isinstance(tree, Lazy) else tree
-    return leaves_in(forced)
+    return optree.tree_leaves(forced, namespace=NAMESPACE)
 
 
 def paths(tree: Tree) -> list[str]:
