@@ -53,7 +53,8 @@ def value_and_grad(
         without gradients.
 
     Raises:
-        ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter.
+        ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter; or
+            under ``torch.inference_mode``.
         PlacementError: a leaf cannot be differentiated (named by its path).
 
     >>> value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, 3.0)
@@ -210,6 +211,11 @@ def _check_differentiable(path: str, leaf: Any) -> None:
 
 
 def _check_depends(loss: Tensor) -> None:
+    if not loss.requires_grad and torch.is_inference_mode_enabled():
+        raise ValueError(
+            "value_and_grad was called under torch.inference_mode, in which nothing can be "
+            "differentiated. Call the step outside of it, or under torch.no_grad."
+        )
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on none of the parameters given to value_and_grad. Does the loss "
@@ -292,7 +298,7 @@ def _by_unit(
             owner.computed()
             loss, seed, value = finish(loss)
             seed = _seeded(seed, asked.seed, loss)
-        if loss.requires_grad or not owner.thinned:
+        if loss.requires_grad or not owner.thinned or torch.is_inference_mode_enabled():
             _check_depends(loss)
             torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()

@@ -340,7 +340,8 @@ def global_norm(tree: Tree) -> Tensor:
 
     The squares are summed leaf by leaf, then over the leaves in leaf order, so
     that every rank gets the same bits. Within a step the norm of the same tensors,
-    which nobody has written to since, is taken once: clipping and a metric share it.
+    which nobody has written to since, is taken once: clipping and a metric share it. (What is
+    written through ``x.data`` or NumPy nobody sees: write to ``x`` itself.)
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
