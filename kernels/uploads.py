@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Sent", "on_device"]
+__all__ = ["on_device"]
 
 
 def on_device(x: Tensor, device: torch.device | str | None) -> Tensor:
@@ -29,28 +29,3 @@ def on_device(x: Tensor, device: torch.device | str | None) -> Tensor:
     if x.device.type == "cpu" and goal.type == "cuda":
         return x.pin_memory().to(goal, non_blocking=True)
     return x.to(goal)
-
-
-class Sent:
-    """A number on its way from a device to the host, which waits for it when it asks.
-
-    Args:
-        x: 0-d; what is launched after this may change it.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        self._there = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-        self._there.copy_(x, non_blocking=True)
-        self._event = torch.cuda.Event() if x.is_cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def value(self) -> float:
-        """The number; whoever asks a step later waits for no more than that step.
-
-        >>> Sent(torch.tensor(3)).value()
-        3
-        """
-        if self._event is not None:
-            self._event.synchronize()
-        return self._there.item()

@@ -77,7 +77,7 @@ class Flats:
         for i in which:
             mine = [rows[position[slot.index]] for slot in layout.by_flat[i]]
             columns = [list(column) for column in zip(*mine, strict=True)]
-            found = [_flat(layout, i, column) for column in columns]
+            found = [layout.buffer_under(i, column) for column in columns]
             if found[1] is None:
                 found[1] = _packed(layout, i, columns[1])
             if any(x is None for x in found):
@@ -146,27 +146,6 @@ def _positions(layout: Layout, indices: tuple[int, ...]) -> tuple[tuple[int, ...
         layout._memo[key] = (tuple(position), tuple(which) if whole else ())
     found: tuple[tuple[int, ...], tuple[int, ...]] = layout._memo[key]
     return found
-
-
-def _flat(layout: Layout, flat: int, leaves: Sequence[Tensor]) -> Tensor | None:
-    """The whole flat that the leaves are views of, if they are."""
-    spec, slots = layout.flats[flat], layout.by_flat[flat]
-    first = leaves[0]
-    size, start = first.itemsize, first.storage_offset() - slots[0].start
-    if start < 0 or (start + spec.length) * size > first.untyped_storage().nbytes():
-        return None
-    key = ("offsets", flat, size)
-    if key not in layout._memo:
-        layout._memo[key] = [(slot.start - slots[0].start) * size for slot in slots]
-    base = first.data_ptr()
-    # An empty leaf has no address of its own; it is a leaf without elements wherever it is.
-    places = [x.data_ptr() - base if x.numel() else None for x in leaves]
-    same = places == layout._memo[key] or all(
-        a is None or a == b for a, b in zip(places, layout._memo[key], strict=True)
-    )
-    if not same or not all(x.is_contiguous() for x in leaves):
-        return None
-    return first.detach().as_strided((spec.length,), (1,), start)
 
 
 def _packed(layout: Layout, flat: int, leaves: Sequence[Tensor]) -> Tensor:

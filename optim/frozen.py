@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.nodes import NAMESPACE
+from zfunc.nodes import NAMESPACE, leaves_in
 from zfunc.optim.adjacent import chunks, joined
 from zfunc.optim.decay import Rates
 from zfunc.optim.fused import own, stretches_of
@@ -108,7 +108,7 @@ def step(
 
 
 def _tracked(params: Tree) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(params))
+    return any(isinstance(x, Tensor) and x.requires_grad for x in leaves_in(params))
 
 
 def _chunk(

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from zfunc import context, primitives, tree
 from zfunc.errors import NonFiniteError
-from zfunc.kernels.uploads import Sent, on_device
+from zfunc.kernels.uploads import on_device
+from zfunc.nodes import leaves_in
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
 from zfunc.optim.updates import Moved
 from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
+from zfunc.readings import Reading
 
 __all__ = ["SkipState", "all_finite", "first_nonfinite", "skip_nonfinite"]
 
@@ -82,7 +84,7 @@ def _stays_on_device(grads: Tree) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return (
-        any(isinstance(x, Tensor) and x.is_cuda for x in tree.leaves(grads))
+        any(isinstance(x, Tensor) and x.is_cuda for x in leaves_in(grads))
         and not primitives.compressing()  # what is left of one step goes into the next
         and not streams(grads)
     )
@@ -92,8 +94,8 @@ def _check_last(row: Tensor, most: int | None) -> None:
     """Raise if the steps before were too many in a row that were skipped."""
     if most is None:
         return
-    sent = row.__dict__.get("_zfunc_sent")
-    count = int(sent.value() if isinstance(sent, Sent) else row)
+    reading = row.__dict__.get("_zfunc_reading")
+    count = int(row if reading is None else reading.wait())
     if count > most:
         raise NonFiniteError(
             f"gradients were not finite in each of the last {count} steps (max_consecutive="
@@ -129,7 +131,7 @@ def _unless(
     total, row = (on_device(x, fine.device) for x in (state.total_skipped, state.consecutive))
     row = torch.where(fine, 0, row + 1)
     if watched:
-        row.__dict__["_zfunc_sent"] = Sent(row)
+        row.__dict__["_zfunc_reading"] = Reading(row)
     inner = tree.map(chosen, inner, state.inner_state)
     return updates, SkipState(inner, total + ~fine, row)
 

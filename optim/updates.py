@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Lazy, Placed, carry, register
+from zfunc.nodes import NAMESPACE, Lazy, Placed, carry, leaves_in, register
 from zfunc.placed.unreduced import linear_map
 
 __all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
@@ -76,7 +76,7 @@ class Moved(_Deferred):
         """Whether ``new`` is the sum for just these parameters."""
         if params is self._params:
             return True
-        mine, theirs = tree.leaves(self._params), tree.leaves(params)
+        mine, theirs = leaves_in(self._params), leaves_in(params)
         return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
 
 

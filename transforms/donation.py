@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zfunc import tree
 from zfunc.context import Context, Donation, blank
+from zfunc.nodes import leaves_in
 from zfunc.step import Transform, transform_of
 
 __all__ = ["Donate", "donate"]
@@ -34,12 +34,12 @@ class Donate(Transform):
         return "donate"
 
     def configure(self, running: Context, state: Any) -> None:
-        running.donation = Donation.of(x for x in tree.leaves(state) if isinstance(x, Tensor))
+        running.donation = Donation.of(x for x in leaves_in(state) if isinstance(x, Tensor))
 
     def finish(self, old: Any, out: Any) -> Any:
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
-        kept = set(map(id, tree.leaves(out)))
-        for x in tree.leaves(old):
+        kept = set(map(id, leaves_in(out)))
+        for x in leaves_in(old):
             if id(x) not in kept and isinstance(x, Tensor):
                 blank(x)
         return out

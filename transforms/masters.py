@@ -14,7 +14,7 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.context import Context, Withheld, spend
 from zfunc.errors import NonFiniteError
-from zfunc.nodes import NAMESPACE, Placed, Tree, register, spent
+from zfunc.nodes import NAMESPACE, Placed, Tree, leaves_in, register, spent
 from zfunc.optim.guarding import all_finite, first_nonfinite
 from zfunc.placed.pieces import leaves_of
 from zfunc.placed.placement import Entries, reassembled
@@ -86,7 +86,7 @@ class Masters:
             for node, low in zip(nodes, spec.flatten_up_to(self.lows[name]), strict=True):
                 if node is not None:
                     self._copies[_identity(node)] = (node, low)
-        dtypes = {x.dtype for x in tree.leaves(dict(self.masters)) if isinstance(x, Tensor)}
+        dtypes = {x.dtype for x in leaves_in(dict(self.masters)) if isinstance(x, Tensor)}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.factor = number(self.scale)
 
@@ -152,7 +152,7 @@ class Masters:
         """1 if a gradient of this rank is not finite, 0-d, where the gradients are."""
         if streams(grads):
             return torch.tensor(float(not all_finite(scaled)), device="cpu")
-        found = [x for x in tree.leaves(grads) if isinstance(x, Tensor)]
+        found = [x for x in leaves_in(grads) if isinstance(x, Tensor)]
         device = next((x.device for x in found if not on_host(x)), torch.device("cpu"))
         norms = [torch.linalg.vector_norm(x, ord=float("inf")) for x in found if x.numel()]
         if not norms:
@@ -194,7 +194,7 @@ class Masters:
         before = Entries(self.state)
         for name in entries.names:
             if name not in kept and name in before:
-                if any(spent(x) for x in tree.leaves(before[name])):
+                if any(spent(x) for x in leaves_in(before[name])):
                     raise NonFiniteError(
                         f"the gradient of {self.leaf} is not finite, and the step cannot be left "
                         f"out: it had donated and overwritten the memory of {name!r} before it "
@@ -239,7 +239,7 @@ def _without(grads: Tree, bad: Tensor, own: bool) -> Tree:
 
 
 def _tensors(tree_: Tree) -> list[Tensor]:
-    return [x for x in tree.leaves(tree_) if isinstance(x, Tensor)]
+    return [x for x in leaves_in(tree_) if isinstance(x, Tensor)]
 
 
 def _alike(new: Any, was: Any) -> bool:
@@ -271,7 +271,7 @@ def recast(low: Tree, old: Tree, new: Tree) -> Tree:
     Written into the old copies' memory where that is donated. Masters that are cut have
     copies that are whole (ZeRO 1 and 2): these are gathered in 16 bits, a collective.
     """
-    kept = {id(x) for x in tree.leaves(old)}
+    kept = {id(x) for x in leaves_in(old)}
     if isinstance(new, Sharded) and not isinstance(low, Sharded):
         return _gathered(low, new, kept)
 

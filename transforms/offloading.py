@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zfunc import tree
 from zfunc.context import PLACING, Context
 from zfunc.disk.pages import aligned
 from zfunc.disk.ring import HOST
@@ -31,7 +30,7 @@ from zfunc.disk.stored import Spill
 from zfunc.disk.successor import hosted_nodes, lower, settle, stored_nodes, succeed
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.intake import copied
-from zfunc.nodes import Tree
+from zfunc.nodes import Tree, leaves_in
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.evaluation import Present
 from zfunc.placed.hosted import HostSpill
@@ -246,7 +245,7 @@ class Offload(Transform):
             device, pin = hosted[0].device, self.pin
             if device.type == "cuda":
                 HOST.locked = pin
-                held = (x for x in tree.leaves(state) if isinstance(x, Tensor))
+                held = (x for x in leaves_in(state) if isinstance(x, Tensor))
                 running.notes[Present] = Present.of(held, device)
             self._by_unit(running, lambda layout: HostSpill(layout, device, pin))
         nodes = stored_nodes(state)
@@ -327,7 +326,7 @@ class Offload(Transform):
 
 def _device_of(state: Any) -> torch.device:
     """Where a state computes: the device of its tensors."""
-    homes = [x.device for x in tree.leaves(state) if isinstance(x, Tensor) and x.ndim]
+    homes = [x.device for x in leaves_in(state) if isinstance(x, Tensor) and x.ndim]
     # What shard has made lazy already has no leaves; its tensors are still where they were.
     homes += [node.home for node in placed_nodes(state) if isinstance(node, Cut)]
     device = next((home for home in homes if home.type != "cpu"), torch.device("cpu"))

@@ -30,7 +30,7 @@ from zfunc import tree
 from zfunc.comm import Group
 from zfunc.context import PLACING, Context
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Tree
+from zfunc.nodes import NAMESPACE, Tree, leaves_in
 from zfunc.optim.adaptive import AdamState
 from zfunc.passes import there_and_back
 from zfunc.placed.cutting import make_layout
@@ -215,7 +215,7 @@ class Shard(Transform):
         """Whether an entry has something placed in it, or something that should have been."""
         if placed_nodes(entry):
             return True
-        if self.stage == 0 or not any(isinstance(x, Tensor) and x.ndim for x in tree.leaves(entry)):
+        if self.stage == 0 or not any(isinstance(x, Tensor) and x.ndim for x in leaves_in(entry)):
             return False
         params = [entries[name] for name in self._named("params") if name in entries]
         layouts = [p.layout if isinstance(p, Readable) else self._home(p) for p in params]
@@ -245,18 +245,18 @@ class Shard(Transform):
 
     def _check_whole(self, name: str, params: Tree) -> None:
         size = self.group.size
-        for i, leaf in enumerate(tree.leaves(params)):
+        for leaf in leaves_in(params):
             home = home_of(leaf)
             if isinstance(leaf, Tensor) and not is_placed(leaf):
                 raise PlacementError(
-                    f"{name}.{_path(params, i)} is not from a state that {self!r} has placed: call "
-                    "state = step.place(full_state) first. (A step keeps its parameters' marks in "
-                    "what it returns, and zf.tree.map does; other copies lose them.)"
+                    f"{name}.{_path(params, leaf)} is not from a state that {self!r} has placed: "
+                    "call state = step.place(full_state) first. (A step keeps its parameters' "
+                    "marks in what it returns, and zf.tree.map does; other copies lose them.)"
                 )
             if home is not None and home[0].world != size:
                 raise PlacementError(
-                    f"{name}.{_path(params, i)} was placed on {home[0].world} ranks, the current "
-                    f"world has {size}. `unplace` the state there and `place` it here."
+                    f"{name}.{_path(params, leaf)} was placed on {home[0].world} ranks, the "
+                    f"current world has {size}. `unplace` the state there and `place` it here."
                 )
 
     # One call
@@ -333,7 +333,7 @@ class Shard(Transform):
             memo["plan", "grad", call] = there_and_back([layout])
 
     def _home(self, params: Tree) -> Layout:
-        home = next((home for leaf in tree.leaves(params) if (home := home_of(leaf))), None)
+        home = next((home for leaf in leaves_in(params) if (home := home_of(leaf))), None)
         return home[0] if home else self.layout(params)
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
@@ -375,9 +375,10 @@ class Shard(Transform):
         return traffic
 
 
-def _path(params: Tree, index: int) -> str:
-    """The path of a leaf that has a value, for messages."""
-    return tree.dotted(*optree.tree_structure(params, namespace=NAMESPACE).paths()[index])
+def _path(params: Tree, leaf: Any) -> str:
+    """The path of a leaf, for messages."""
+    paths, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
+    return tree.dotted(*next(p for p, x in zip(paths, leaves, strict=True) if x is leaf))
 
 
 def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:

@@ -30,7 +30,7 @@ from zfunc.placed.streamed import Streamed
 from zfunc.primitives import Mean, Ref, enter
 from zfunc.readings import sent
 from zfunc.seams import Collector, Finish, Gradients
-from zfunc.tree import check_alive, dotted, leaves
+from zfunc.tree import check_alive, dotted
 
 __all__ = ["checked", "evaluate", "value_and_grad"]
 
@@ -53,7 +53,8 @@ def value_and_grad(
         without gradients.
 
     Raises:
-        ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter.
+        ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter; or
+            under ``torch.inference_mode``.
         PlacementError: a leaf cannot be differentiated (named by its path).
 
     >>> value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, 3.0)
@@ -210,6 +211,11 @@ def _check_differentiable(path: str, leaf: Any) -> None:
 
 
 def _check_depends(loss: Tensor) -> None:
+    if not loss.requires_grad and torch.is_inference_mode_enabled():
+        raise ValueError(
+            "value_and_grad was called under torch.inference_mode, in which nothing can be "
+            "differentiated. Call the step outside of it, or under torch.no_grad."
+        )
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on none of the parameters given to value_and_grad. Does the loss "
@@ -292,7 +298,7 @@ def _by_unit(
             owner.computed()
             loss, seed, value = finish(loss)
             seed = _seeded(seed, asked.seed, loss)
-        if loss.requires_grad or not owner.thinned:
+        if loss.requires_grad or not owner.thinned or torch.is_inference_mode_enabled():
             _check_depends(loss)
             torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()
@@ -312,12 +318,12 @@ def _sources(
     running: Context, owner: Pass, params: Tree
 ) -> tuple[Callable[[list[Any]], Tree], list[Source]]:
     """The placed nodes of a params tree, or a plain tree as a whole, each one source."""
-    placed = [node for node in _nodes(params) if isinstance(node, Sharded | Streamed)]
-    if not placed:
+    if not any(isinstance(node, Sharded | Streamed) for node in _nodes(params)):
         layout, cut = running.layout_for(params)
         source = owner.add(layout, params, running.group, cut=cut, differentiated=True)
         return lambda new: new[0], [source]
     nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
+    placed = [node for node in nodes if isinstance(node, Sharded | Streamed)]
     if len(placed) < sum(node is not None for node in nodes):
         raise PlacementError(
             "the params given to value_and_grad mix placed and plain tensors. Place all of them "
@@ -391,5 +397,5 @@ def _evaluated(
 
 def _computed_in(params: Tree) -> torch.dtype | None:
     """The 16-bit dtype of parameters that ``precision`` placed, or None."""
-    dtypes = {x.dtype for x in leaves(params) if isinstance(x, Tensor) and x.is_floating_point()}
+    dtypes = {x.dtype for x in leaves_in(params) if isinstance(x, Tensor) and x.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= SHORT else None

@@ -8,7 +8,7 @@ import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.nodes import PLACED, any_spent, carry
+from zfunc.nodes import PLACED, any_spent, carry, leaves_in
 from zfunc.placed.arriving import looking
 from zfunc.placed.leaves import is_placed
 
@@ -40,7 +40,7 @@ def admitted(state: Any) -> Any:
     Raises:
         DonatedStateError: a leaf's memory belongs to a later state.
     """
-    tensors = [x for x in tree.leaves(state) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves_in(state) if isinstance(x, Tensor)]
     if any_spent(tensors):
         tree.check_alive(state)  # says which
     with looking():

@@ -34,7 +34,7 @@ from zfunc.placed.layout import Layout
 from zfunc.placed.lying import Lying
 from zfunc.placed.pieces import leaves_of
 from zfunc.placed.sharded import Sharded
-from zfunc.placed.streamed import Streamed, whole
+from zfunc.placed.streamed import Streamed
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.seams import Pending, gather
@@ -218,7 +218,7 @@ class Source:
                 for slot, view in zip(layout.by_flat[i], self._views(i, full), strict=True):
                     leaves[slot.index] = view
         if self.owner.running is not None:
-            self.owner.running.notes["lying"] = Lying.of(leaves, Sharded(whole(layout), flats))
+            self.owner.running.notes["lying"] = Lying.of(leaves, layout)
         return optree.tree_unflatten(layout.spec, leaves)
 
     def _views(self, flat: int, full: Tensor) -> list[Tensor]:

@@ -55,7 +55,8 @@ class Reading:
     """A small tensor on its way to the host.
 
     From a GPU it is copied into page-locked memory behind what was launched so far. ``wait``
-    waits for that copy, not for what has been launched since. On a CPU nothing is copied.
+    waits for that copy, not for what has been launched since. On a CPU nothing is copied. Who
+    copies or pickles it waits.
 
     >>> Reading(torch.tensor([1.0, 2.0])).wait()
     [1.0, 2.0]
@@ -80,3 +81,7 @@ class Reading:
             self._event.synchronize()
             self._event = None
         return self._host.tolist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait()  # for an event belongs to this process
+        return self.__dict__

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zfunc import random, tree
 from zfunc.errors import PlacementError
-from zfunc.nodes import Lazy
+from zfunc.nodes import Lazy, leaves_in
 from zfunc.placed.arriving import is_arriving, is_passing, on_their_way, passing, settled
 from zfunc.placed.leaves import freeze, is_frozen
 
@@ -53,18 +53,21 @@ class TrainState:
 
         def __getattr__(self, name: str) -> Any:
             """Parameters that a step returned under way: who asks between steps waits for them."""
-            if name != "params" or UNDER_WAY not in self.__dict__:
+            params = self.__dict__.get(UNDER_WAY) if name == "params" else None
+            if params is None and name in self.__dict__:  # another thread asked, and waited
+                return self.__dict__[name]
+            if params is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            params = self.__dict__[UNDER_WAY]
             if not is_passing():
-                settled(tree.leaves(params))
+                settled(leaves_in(params))
                 self.__dict__["params"] = params
                 self.__dict__.pop(UNDER_WAY, None)
             return params
 
         def __getstate__(self) -> dict[str, Any]:
-            rest = {name: x for name, x in self.__dict__.items() if name != UNDER_WAY}
-            return {**rest, "params": self.params}
+            known = {**self.__dict__, "params": self.params}
+            known.pop(UNDER_WAY, None)
+            return known
 
     @classmethod
     def create(
@@ -143,9 +146,9 @@ def handed_over(out: Any) -> None:
         if not isinstance(node, TrainState):
             settled((node,))
             continue
-        if any(map(is_arriving, tree.leaves(node.__dict__.get("params")))):
+        if any(map(is_arriving, leaves_in(node.__dict__.get("params")))):
             node.__dict__[UNDER_WAY] = node.__dict__.pop("params")
-        settled(tree.leaves([getattr(node, name) for name in _LEAVES if name != "params"]))
+        settled(leaves_in([getattr(node, name) for name in _LEAVES if name != "params"]))
 
 
 def check_optimizer(tx: Any, where: str) -> None:

@@ -114,7 +114,7 @@ def gone(path: str) -> str:
 
 def check_alive(tree: Tree) -> None:
     """Raise ``DonatedStateError`` if a leaf's memory belongs to a later state."""
-    if any_spent(leaves(tree)):
+    if any_spent(leaves_in(tree)):
         _flatten(tree)
 
 
@@ -268,7 +268,7 @@ def _merged(x: Any, y: Any) -> Any:
 def leaves(tree: Tree) -> list[Any]:
     """The tensors a tree holds: leaves of plain parts, local buffers of placed ones."""
     forced = tree.force() if isinstance(tree, Lazy) else tree
-    return leaves_in(forced)
+    return optree.tree_leaves(forced, namespace=NAMESPACE)
 
 
 def paths(tree: Tree) -> list[str]:
@@ -344,7 +344,8 @@ def global_norm(tree: Tree) -> Tensor:
 
     The squares are summed leaf by leaf, then over the leaves in leaf order, so
     that every rank gets the same bits. Within a step the norm of the same tensors,
-    which nobody has written to since, is taken once: clipping and a metric share it.
+    which nobody has written to since, is taken once: clipping and a metric share it. (What is
+    written through ``x.data`` or NumPy nobody sees: write to ``x`` itself.)
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)

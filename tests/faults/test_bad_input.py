@@ -127,6 +127,17 @@ def test_losses_that_are_no_scalars() -> None:
         zf.value_and_grad(lambda p: torch.ones(()))({"w": torch.ones(2)})
 
 
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_a_step_under_inference_mode_says_so(stage: int | None) -> None:
+    step = zf.train_step(lambda p, x: (p["w"] * x).sum(), optim.sgd(0.1))
+    step = step if stage is None else zf.shard(step, stage=stage)
+    state = step.place(zf.TrainState.create({"w": torch.ones(2)}, optim.sgd(0.1)))
+    with torch.no_grad():
+        state, _ = step(state, torch.ones(2))
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+        step(state, torch.ones(2))
+
+
 def test_a_state_without_params_names_roles() -> None:
     with pytest.raises(zf.PlacementError, match="roles"):
         sharded().place({"weights": params(), "opt_state": TX.init(params())})

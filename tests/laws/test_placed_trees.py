@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +170,54 @@ def test_optimizers_on_every_rank_hold_their_part_only() -> None:
     for sizes, full in zf.simulate(2)(body)():
         assert max(sizes) <= 64
         assert_same(full, tree.map(lambda x: torch.zeros_like(x), stack(F64)))
+
+
+def test_leaves_come_in_the_order_of_their_paths() -> None:
+    """Also of an ordered dict that comes after a dict of the same keys."""
+    w, b = torch.zeros(2), torch.zeros(3)
+    for inner in ({"w": w, "b": b}, OrderedDict(w=w, b=b), OrderedDict(b=b, w=w)):
+        held = dict(zip(tree.paths({"net": inner}), tree.leaves({"net": inner}), strict=True))
+        assert held["net.w"] is w and held["net.b"] is b
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ordered_dicts_of_placed_trees(stage: int) -> None:
+    """Two nets of unlike sizes are differentiated and stepped together, then in another order."""
+
+    def loss(nets: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ nets["all"]["g"]["w"]).sum() + 100 * (x @ nets["all"]["d"]["w"]).square().sum()
+
+    def together(kind: Callable[..., Any], state: Any) -> Any:
+        return {"all": kind(g=state["g"], d=state["d"])}
+
+    def step_with(kind: Callable[..., Any]) -> Callable[..., Any]:
+        def step(state: Any, x: torch.Tensor) -> Any:
+            nets = together(kind, state)
+            _, grads = zf.value_and_grad(loss)(nets, x)
+            updates, opt = ADAMW.update(grads, state["opt"], nets)
+            new = zf.optim.apply_updates(nets, updates)["all"]
+            return {"g": new["g"], "d": new["d"], "opt": opt}, tree.global_norm(grads)
+
+        return step
+
+    def begun(kind: Callable[..., Any]) -> Any:
+        nets = {"g": {"w": numbers((4, 40), 1)}, "d": {"w": numbers((4, 4), 2)}}
+        return {**nets, "opt": ADAMW.init(together(kind, nets))}
+
+    def run(kind: Callable[..., Any], placed: bool) -> Any:
+        step, state = zf.Step(step_with(kind)), begun(kind)
+        if placed:
+            step = zf.shard(
+                step, stage=stage, roles={"g": "params", "d": "params", "opt": "opt_state"}
+            )
+            state = step.place(state)
+        for i in range(2):
+            state, norm = step(state, numbers((3, 4), i))
+        state = step.unplace(state)
+        return state["g"], state["d"], norm
+
+    plain = run(dict, False)
+    for kinds in ([dict, OrderedDict], [OrderedDict, dict]):
+        for found in zf.simulate(2)(lambda kinds=kinds: [run(kind, True) for kind in kinds])():
+            for one in found:
+                assert_near(one, plain, 1e-12)

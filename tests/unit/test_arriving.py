@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -277,6 +278,41 @@ def test_it_can_be_saved(block: bool, tmp_path: Path) -> None:
         same(zf.restore(tmp_path, made(2)[1]).params, wanted)
 
     zf.simulate(2)(run)()
+
+
+def test_threads_wait_for_the_same_leaves() -> None:
+    """A thread that logs or saves a state, and the training that goes on with it."""
+
+    def run() -> list[BaseException]:
+        _, state = stepped(2)
+        first, meet = under_way(state)["first"], threading.Barrier(2, timeout=20)
+        wrong: list[BaseException] = []
+        arrival = first.__dict__["_zfunc_arrival"]
+        finish = arrival.finish
+
+        def together() -> None:
+            finish()
+            meet.wait()  # both threads have seen that they must wait
+
+        def read() -> None:
+            try:
+                _ = first + 0
+            except BaseException as error:
+                wrong.append(error)
+
+        arrival.finish = together
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert type(first) is Tensor
+        params = state.params
+        # Who was told that there are none yet asks when there are.
+        assert type(state).__getattr__(state, "params") is params
+        return wrong
+
+    assert zf.simulate(2)(run)() == [[], []]
 
 
 def test_looking_at_shapes_and_places_waits_for_nothing() -> None:

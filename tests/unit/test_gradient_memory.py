@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zfunc as zf
 from tests.unit.live_bytes import Peak
@@ -56,6 +57,25 @@ def test_two_microbatches_need_one_more_set_of_gradients(stage: int, ranks: int)
     for n in (2, 3):
         peaks = (peak_of_a_step(n, stage, ranks)[0] for _ in range(runs))
         assert any(peak <= one + gradients + meeting for peak in peaks)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_nobody_holds_are_gone(stage: int) -> None:
+    """Not at the end of the step."""
+
+    def gone(state: Any, x: Tensor) -> Any:
+        _, grads = zf.value_and_grad(loss)(state.params, x)
+        zf.tree.global_norm(grads)
+        held = [StorageWeakRef(x.untyped_storage()) for x in zf.tree.leaves(grads)]
+        del grads
+        return state, all(ref.expired() for ref in held)
+
+    def run() -> bool:
+        step = zf.shard(gone, stage=stage, unit_bytes=UNIT)
+        state = step.place(zf.TrainState.create(params(), optim.sgd(0.1)))
+        return bool(step(state, torch.ones(2, WIDTH))[1])
+
+    assert zf.simulate(1)(run)() == [True]
 
 
 def test_sums_of_microbatches_leave_the_users_memory_alone() -> None:

@@ -355,12 +355,13 @@ def test_flats_stand_for_leaves_only_where_these_still_lie_in_them() -> None:
 
     leaves = [torch.ones(3), None, torch.ones(2)]
     layout = make_layout(leaves)
-    node = cut(layout, leaves, 0, copy=True)
-    flat = node.flats[0]
+    (flat,) = cut(layout, leaves, 0, copy=True).flats
     assert flat is not None
     a, b = layout.views(0, flat)
-    lying = Lying.of([a, None, b], node)
-    assert lying.under([a, b]) is node
+    lying = Lying.of([a, None, b], layout)
+    node = lying.under([a, b])
+    assert node is not None and node.flats[0] is not None
+    assert node.flats[0].data_ptr() == flat.data_ptr() and node.flats[0].shape == flat.shape
     assert lying.under([a]) is None and lying.under([b, a]) is None
     assert lying.under([a, b.clone()]) is None
     b.data = torch.zeros(2)

@@ -168,3 +168,18 @@ def test_small_leaves_have_memory_of_their_own() -> None:
     updates, state = tx.update(numbers(1), tx.init(params), params)
     for x in tree.leaves((optim.apply_updates(params, updates), state)):
         assert x.untyped_storage().nbytes() == x.nbytes
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 64), (3, 0, 64), (3, 64, 0), (0, 0, 5), (0, 0)])
+def test_a_flat_is_found_under_its_leaves_wherever_empty_ones_are(sizes: tuple[int, ...]) -> None:
+    leaves = {f"p{i}": torch.rand(size) for i, size in enumerate(sizes)}
+    layout = make_layout(leaves)
+    room = torch.zeros(layout.flats[0].length + 7)
+    views = layout.views(0, room[7:].copy_(layout.pack(0, list(leaves.values()))))
+    views = [x if x.numel() else torch.empty(0) for x in views]
+    found = layout.buffer_under(0, views)
+    assert found is not None and torch.equal(found, room[7:])
+    assert not any(sizes) or found.data_ptr() == room[7:].data_ptr()
+    for i, x in enumerate(views):
+        if x.numel():
+            assert layout.buffer_under(0, [*views[:i], x.clone(), *views[i + 1 :]]) is None

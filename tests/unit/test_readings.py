@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -210,3 +212,29 @@ def test_a_device_takes_the_old_state_after_an_overflow(bad: bool) -> None:
         assert out["params"]["n"] == 2 and int(out["step"]) == 1
         other = {**new, "params": {"a": shared}}
         assert held(bad, old, other)["params"]["a"] is shared  # another structure: as it is
+
+
+class Event:
+    """Of a device, which knows it for itself: neither copied nor pickled."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle an event")
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_reading_on_a_state_is_copied_and_pickled_with_it(again: Any) -> None:
+    row, event = torch.tensor(3), Event()
+    reading = row.__dict__["_zfunc_reading"] = Reading(row)
+    reading._event = event
+    assert not reading.known
+    found = again(row if again is not copy.copy else reading)
+    found = found if again is copy.copy else found.__dict__["_zfunc_reading"]
+    assert found.known and found.wait() == 3 and event.waited == 1

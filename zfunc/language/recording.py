@@ -79,37 +79,6 @@ def recorder(device: torch.device) -> Recorder | None:
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
-class OnDevice(TorchDispatchMode):
-    """Refuses what cannot be recorded: values of a device's tensors that Python asks for.
-
-    A capture that fails half-way leaves torch's allocator in a state of its own, so a step runs
-    under this mode first.
-
-    Raises:
-        PlacementError: for the operation, by name.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, QTensor) for kind in types):
-            return NotImplemented  # it comes back as operations on what it is made of
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if _reads(func, args) and any(x.device == self._device for x in given):
-            raise PlacementError(
-                f"{func} makes a number of Python, or a shape, of a tensor's value"
-            )
-        out = func(*args, **(kwargs or {}))
-        places = {str(x.device) for x in (*given, out) if isinstance(x, Tensor)}
-        if func in _COPIES and len(places) > 1:
-            raise PlacementError(f"{func} copies between {' and '.join(sorted(places))}")
-        return out
-
-
 class Reads(TorchDispatchMode):
     """Notes the operations that make a number of Python, or a shape, of a device's values.
 
@@ -127,11 +96,41 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, QTensor) for kind in types):
             return NotImplemented  # it comes back as operations on what it is made of
-        if _reads(func, args):
-            given = tree_leaves((args, kwargs))
-            if any(isinstance(x, Tensor) and x.device == self._device for x in given):
-                self.found.append(str(func))
+        if _reads(func, args) and any(x.device == self._device for x in _tensors(args, kwargs)):
+            self.met(func)
         return func(*args, **(kwargs or {}))
+
+    def met(self, func: Any) -> None:
+        """What becomes of such an operation."""
+        self.found.append(str(func))
+
+
+class OnDevice(Reads):
+    """Refuses what cannot be recorded: values of a device's tensors that Python asks for.
+
+    A capture that fails half-way leaves torch's allocator in a state of its own, so a step runs
+    under this mode first.
+
+    Raises:
+        PlacementError: for the operation, by name.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _COPIES and out is not NotImplemented:
+            places = {str(x.device) for x in _tensors(args, kwargs, out)}
+            if len(places) > 1:
+                raise PlacementError(f"{func} copies between {' and '.join(sorted(places))}")
+        return out
+
+    def met(self, func: Any) -> None:
+        raise PlacementError(f"{func} makes a number of Python, or a shape, of a tensor's value")
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)

@@ -103,14 +103,16 @@ def settled(xs: Iterable[Any]) -> None:
     """
     for x in xs:
         if type(x) is Arriving:
-            arrival = x.__dict__["_zfunc_arrival"]
+            arrival = x.__dict__.get("_zfunc_arrival")
+            if arrival is None:
+                continue  # another thread has waited just now
             if torch._C._are_functorch_transforms_active():  # which would forbid to write
                 with temporarily_clear_interpreter_stack():
                     arrival.finish()
             else:
                 arrival.finish()
-            del x.__dict__["_zfunc_arrival"]
             x.__class__ = Tensor  # type: ignore[assignment]
+            x.__dict__.pop("_zfunc_arrival", None)
 
 
 _PASSING: ContextVar[bool] = ContextVar("zfunc_passing", default=False)

@@ -315,29 +315,21 @@ class Layout:
         return local
 
     def buffer_under(self, flat: int, leaves: Sequence[Tensor]) -> Tensor | None:
-        """The full flat that the leaves are views of, if they are."""
-        first, spec = leaves[0], self.flats[flat]
-        start = first.storage_offset() - self.by_flat[flat][0].start
-        storage = first.untyped_storage()
-        if start < 0 or (start + spec.length) * first.element_size() > storage.nbytes():
+        """The full flat that the leaves are views of, if they are; an empty leaf lies anywhere."""
+        spec, row = self.flats[flat], self.by_flat[flat]
+        k = next((k for k, x in enumerate(leaves) if x.numel()), 0)
+        first, steps = leaves[k], self._steps(flat, leaves[k].itemsize)
+        start = first.storage_offset() - row[k].start
+        if start < 0 or (start + spec.length) * first.itemsize > first.untyped_storage().nbytes():
             return None
-        base, size = first.data_ptr(), first.element_size()
-        together = (
-            [x.data_ptr() - base for x in leaves] == self._steps(flat, size)
-            and all(x.is_contiguous() for x in leaves)
-            and len({x.dtype for x in leaves}) == 1
-        )
-        if together:
-            return first.detach().as_strided((spec.length,), (1,), start)
-        where = storage.data_ptr()
-        for slot, leaf in zip(self.by_flat[flat], leaves, strict=True):
-            if (
-                leaf.untyped_storage().data_ptr() != where
-                or leaf.storage_offset() != start + slot.start
-                or not leaf.is_contiguous()
-                or leaf.dtype != first.dtype
-            ):
-                return None
+        base = first.data_ptr() - steps[k]
+        places = [x.data_ptr() - base for x in leaves]
+        if places != steps and any(
+            x.numel() and a != b for x, a, b in zip(leaves, places, steps, strict=True)
+        ):
+            return None
+        if not all(x.is_contiguous() for x in leaves) or len({x.dtype for x in leaves}) > 1:
+            return None
         return first.detach().as_strided((spec.length,), (1,), start)
 
     def _steps(self, flat: int, size: int) -> list[int]:
