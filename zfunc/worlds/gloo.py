@@ -33,7 +33,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from zfunc.errors import DesyncError, DeviceError
 from zfunc.worlds.halving import Halving
 from zfunc.worlds.routes import children, is_direct, neighbours, parent
-from zfunc.worlds.transport import Call, Steps, elsewhere, mismatch, missized, silence, told
+from zfunc.worlds.transport import (
+    Call,
+    Hosted,
+    Steps,
+    elsewhere,
+    mismatch,
+    missized,
+    silence,
+    told,
+)
 from zfunc.worlds.wires import Wires
 
 __all__ = ["Place", "PointToPoint", "lazily_connected"]
@@ -91,16 +100,6 @@ class Place:
     members: tuple[int, ...]
     store: Store
 
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> Place:
-        """The place of this rank in a process group of torch."""
-        store = dist.distributed_c10d._get_default_store()
-        return cls(
-            process_group.rank(),
-            tuple(dist.get_process_group_ranks(process_group)),
-            PrefixStore(f"zfunc/{process_group.group_name}", store),
-        )
-
 
 @contextmanager
 def lazily_connected() -> Iterator[None]:
@@ -116,20 +115,18 @@ def lazily_connected() -> Iterator[None]:
             os.environ[LAZY] = before
 
 
-class PointToPoint:
+class PointToPoint(Hosted):
     """The transport over gloo between the members of a group.
 
     Args:
-        place: this rank's, or a process group of torch with the same members.
+        place: this rank's.
         timeout: seconds to wait for a peer.
 
     Raises:
         DeviceError: this torch was built without gloo.
     """
 
-    def __init__(self, place: Place | dist.ProcessGroup, timeout: float) -> None:
-        if not isinstance(place, Place):
-            place = Place.of(place)
+    def __init__(self, place: Place, timeout: float) -> None:
         self.rank = place.rank
         self.size = len(place.members)
         self._store = place.store
@@ -152,21 +149,12 @@ class PointToPoint:
         self._wires.close()
         self._gloo = None
 
-    def hosted(self, data: Tensor | None) -> bool:
-        return True
-
     def in_rounds(self, data: Tensor | None) -> bool:
         return not self._direct
-
-    def settle(self) -> None:
-        return
 
     def mark(self, call: Call) -> None:
         nothing = [0] * self.size
         self.agree(call, self.announce(call, nothing), nothing)
-
-    def abort(self) -> bool:
-        return False
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         return len(self._peers)
