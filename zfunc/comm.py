@@ -250,7 +250,8 @@ class Group:
             label: names the collective in errors and ledgers.
 
         Raises:
-            ValueError: not one chunk and size per rank, or of different dtypes.
+            ValueError: not one chunk and size per rank, chunks of different dtypes, or a size of
+                this rank's own chunk that is another.
         """
         where = f"all_to_all({label!r})"
         if len(chunks) != self.size or (sizes is not None and len(sizes) != self.size):
@@ -260,6 +261,11 @@ class Group:
         flats = [self._flat("all_to_all", label, chunk) for chunk in chunks]
         own = chunks[self.rank]
         expected = [own.numel()] * self.size if sizes is None else list(sizes)
+        if expected[self.rank] != own.numel():
+            raise ValueError(
+                f"{where}: sizes[{self.rank}] is {expected[self.rank]}, but the chunk of this rank "
+                f"for itself has {own.numel()} elements"
+            )
         sent = sum(flat.nbytes for flat in flats) - flats[self.rank].nbytes
         call = self._call("all_to_all", label, (own.dtype,), sent, own)
 

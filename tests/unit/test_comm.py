@@ -192,6 +192,10 @@ def test_many_reductions_under_way_stay_bounded(monkeypatch: pytest.MonkeyPatch)
         (lambda g: g.all_reduce(torch.zeros(3, 2).T, label="u"), r"'u'.*not contiguous"),
         (lambda g: g.all_to_all([torch.zeros(2)]), "expected 2 chunks"),
         (lambda g: g.all_to_all([torch.zeros(2), torch.zeros(2).int()]), "differ in dtype"),
+        (
+            lambda g: g.all_to_all([torch.zeros(1)] * 2, sizes=[3, 3], label="u"),
+            r"'u'.*sizes\[[01]\] is 3, but .* has 1 elements",
+        ),
         (lambda g: g.broadcast(torch.zeros(2), 2), "src=2"),
     ],
 )
