@@ -414,6 +414,7 @@ class Group:
         for group in tuple(self._world.groups):
             if group._transport.abort() and group._failure is None:
                 group._failure = error
+                group._transport.leave(error)
 
     def _issue(
         self, data: Tensor | None, start: Callable[[], Steps[T]], held: int = 0

@@ -271,6 +271,9 @@ class Agreeing:  # in place of Wires
     def forget(self, peer: int, ticket: int) -> None:
         return
 
+    def tell(self, text: str) -> None:
+        return
+
     def close(self) -> None:
         return
 
@@ -389,3 +392,64 @@ def test_a_rank_that_never_comes_is_missed_whatever_the_store_waits_for() -> Non
         Group("data", World(0, 2, 0.3), transport).barrier()
     assert time.monotonic() - start < 30
     transport.close()
+
+
+def test_a_rank_that_fails_alone_and_lives_tells_the_others() -> None:
+    """What rank 1 sends is too long for rank 0 only; the rest would wait for rank 0 in vain."""
+    start = time.monotonic()
+
+    def body(ranks: Group) -> str:
+        lengths = {(1, 0): 5}  # from, to
+        chunks = [torch.ones(lengths.get((ranks.rank, peer), 3)) for peer in range(3)]
+        handle = ranks.all_to_all(chunks, sizes=[3, 3, 3], label="experts")
+        with pytest.raises(DesyncError) as caught:
+            if ranks.rank != 1:  # whose message nobody takes
+                handle.wait()
+            ranks.barrier()
+        return str(caught.value)
+
+    messages = among(3, body)
+    assert "rank 1 sends 5 elements, this rank expects 3" in messages[0]
+    for message in messages[1:]:
+        assert "rank 0 is gone: it stopped in all_to_all('experts'): rank 1 sends 5" in message
+    assert time.monotonic() - start < 30
+
+
+class Deserted(HashStore):
+    """A store whose process has ended, as soon as ``key`` is waited for."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.base, self.key = HashStore(), key
+
+    def set(self, key: str, value: str) -> None:
+        self.base.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.base.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self.base.add(key, value)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._end(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        self._end(keys)
+        return self.base.check(keys)
+
+    def _end(self, keys: list[str]) -> None:
+        if self.key in keys:
+            raise torch.distributed.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.parametrize(("size", "key"), [(3, "card/1"), (17, "all met")])
+def test_a_store_that_is_gone_is_named_and_no_rank(size: int, key: str) -> None:
+    transport = PointToPoint(Place(0, tuple(range(size)), Deserted(key)), 5.0)
+    if size == 17:
+        transport._wires = Agreeing()  # type: ignore[assignment]
+    group = Group("data", World(0, size, 5.0), transport)
+    with pytest.raises(DesyncError, match="the store through which ranks find each other is gone"):
+        group.all_reduce(torch.ones(9)).wait()
+    with pytest.raises(DesyncError, match="failed before"):
+        group.barrier()

@@ -326,20 +326,24 @@ class PointToPoint(Hosted):
         self._met = True
         self._unmet.clear()
         if not self._direct:
-            self._store.set(f"met/{self.rank}", "")
-            if self._store.add("met", 1) == self.size:
-                self._store.set("all met", "")
-            self._await_all(call)
+            try:
+                self._await_all(call)
+            except dist.DistNetworkError as error:
+                raise _unreached(error) from error
 
     def _await_all(self, call: Call) -> None:
-        deadline = time.monotonic() + self._seconds
+        self._store.set(f"met/{self.rank}", "")
+        if self._store.add("met", 1) == self.size:
+            self._store.set("all met", "")
+        deadline, pause = time.monotonic() + self._seconds, 0.01
         while not self._store.check(["all met"]):
             if self._store.check(["cause"]):
                 raise elsewhere(self._store.get("cause").decode())
             if time.monotonic() > deadline:
                 missing = [k for k in self._all if not self._store.check([f"met/{k}"])]
                 raise silence(call, [self._world_ranks[k] for k in missing], self._seconds)
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)  # one store answers all ranks
 
     def announce(
         self, call: Call, lengths: Sequence[int], peers: Sequence[int] | None = None
@@ -400,11 +404,12 @@ class PointToPoint(Hosted):
         return DesyncError(f"{call}: rank {rank} is gone: {error}")
 
     def leave(self, error: DesyncError) -> None:
-        """Tell the store why, for those who are no neighbours.
+        """Tell the peers that listen to this rank why, and the store for those who are none.
 
         In a large group most ranks wait for partners that are further on the way. They find out
         when a partner's connections end with its process, or by the timeout.
         """
+        self._wires.tell(str(error))
         if not self._direct:
             with suppress(RuntimeError):
                 here = f"on rank {self._world_ranks[self.rank]}: "
@@ -421,6 +426,13 @@ class PointToPoint(Hosted):
         return ""
 
 
+def _unreached(error: Exception) -> DesyncError:
+    return DesyncError(
+        "the store through which ranks find each other is gone, and with it the process that "
+        f"serves it: rank 0, or torchrun ({error})"
+    )
+
+
 def _wires(place: Place, timeout: float) -> Wires:
     def publish(card: bytes) -> None:
         place.store.set(f"card/{place.rank}", card.hex())
@@ -429,6 +441,8 @@ def _wires(place: Place, timeout: float) -> Wires:
         try:  # the store may be a user's, which waits for as long as that says
             place.store.wait([f"card/{peer}"], timedelta(seconds=timeout))
             return bytes.fromhex(place.store.get(f"card/{peer}").decode())
+        except dist.DistNetworkError as error:
+            raise _unreached(error) from error
         except RuntimeError as error:
             raise TimeoutError(f"timed out: it has not joined the group ({error})") from error
 
