@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zfunc.errors import DesyncError, DeviceError
 
@@ -46,8 +46,8 @@ def checked(device: str | None) -> str | None:
     Raises:
         ValueError: something else.
     """
-    kind, _, index = (device or "").partition(":")
-    if device is None or device == "cpu" or (kind == "cuda" and (index or "0").isdecimal()):
+    kind, colon, index = (device or "").partition(":")
+    if device in (None, "cpu") or (kind == "cuda" and (index.isdecimal() or not colon)):
         return device
     raise ValueError(f"device={device!r} (or {ASKED}): expected 'cpu', 'cuda' or 'cuda:N'")
 
@@ -185,7 +185,9 @@ def agree(
         DeviceError: on some rank there is no device to choose; the same error on all.
         DesyncError: a rank did not come within the store's timeout.
     """
-    ballot, here = Ballot(store, rank, size), host()
+    # Ranks that have erred alike may ask again, for the CPU say: nothing said before counts then.
+    turn = store.add(f"turn of rank {rank}", 1)
+    ballot, here = Ballot(PrefixStore(f"turn {turn}", store), rank, size), host()
     where = f"rank {rank} on host {socket.gethostname()}"
     given = local_rank()
     if current is not None:
