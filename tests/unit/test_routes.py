@@ -419,6 +419,31 @@ def test_a_rank_that_fails_alone_and_lives_tells_the_others() -> None:
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.parametrize("size", [3, 17])
+@pytest.mark.parametrize("cycle", [False, True])
+def test_what_one_rank_drops_is_finished_in_its_turn(size: int, cycle: bool) -> None:
+    """The others wait for what comes after it first; a cycle is what an error leaves behind."""
+
+    def body(ranks: Group) -> list[float]:
+        before, dropped = (ranks.all_reduce(torch.ones(3000)) for _ in range(2))
+        if ranks.rank == 0:
+            box: list[Any] = [dropped]
+            if cycle:
+                box.append(box)
+            del dropped, box
+            gc.collect()
+            assert len(ranks._dropped) == 1
+        after = ranks.all_gather(torch.zeros(size), torch.ones(1))
+        sums = [before.wait().sum().item(), after.wait().sum().item()]
+        if ranks.rank:
+            assert dropped.wait().sum() == 3000 * size
+        ranks.barrier()
+        assert not ranks._under_way
+        return sums
+
+    assert among(size, body, timeout=20) == [[3000.0 * size, 1.0 * size]] * size
+
+
 class Deserted(HashStore):
     """A store whose process has ended, as soon as ``key`` is waited for."""
 
