@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from zfunc import description
 from zfunc.comm import Group, Ledger
 from zfunc.errors import DesyncError
+from zfunc.traffic import Traffic
 from zfunc.worlds import routes
 from zfunc.worlds.gloo import Place, PointToPoint
 from zfunc.worlds.wires import Wires
@@ -54,6 +57,19 @@ def test_a_broadcast_reaches_everybody_once(size: int) -> None:
 def test_sums_add_every_rank_once(size: int) -> None:
     words = routes.summed([Counter([rank]) for rank in range(size)])
     assert words == Counter(range(size))
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "told"), [("cuda", 8, 2), ("cuda", 1, 0), ("cpu", 8, 7)]
+)
+def test_what_is_told_in_advance_counts_the_headers_that_go_out(
+    device: str, size: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = SimpleNamespace(rank=0, size=size, device=torch.device(device))
+    monkeypatch.setattr("zfunc.worlds.world.current", lambda: here)
+    transform = SimpleNamespace(traffic=lambda memo: Traffic(calls=3))
+    parts, _ = description._sent(SimpleNamespace(transforms=[transform]), {})  # type: ignore[arg-type]
+    assert parts["headers"] == 3 * 16 * told
 
 
 # Real groups: every rank a thread with a gloo context and wires of its own.
