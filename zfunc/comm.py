@@ -60,12 +60,14 @@ class Handle(Generic[T]):
     peers take part in it all the same.
     """
 
-    def __init__(self, steps: Steps[T], group: Group) -> None:
+    def __init__(self, steps: Steps[T], group: Group, turn: int) -> None:
         self._lock = RLock()
         self._steps: Steps[T] | None = steps
         self._group = group
+        self._turn = turn  # its number among those that are finished in their order; 0 if in any
         self._error: BaseException | None = None
         self._result: T
+        group._under_way.add(steps)
         self._run(lambda: next(steps))
 
     @property
@@ -100,7 +102,7 @@ class Handle(Generic[T]):
             self._result = end.value
         except BaseException as error:
             self._error = error
-        self._steps = None  # drops the generator, and with it the buffers
+        self._let_go()
         if isinstance(self._error, DesyncError):
             self._group._fail(self._error)
 
@@ -108,7 +110,13 @@ class Handle(Generic[T]):
         """Take no further part: the group has failed."""
         if self._steps is not None:
             self._steps.close()
-            self._steps, self._error = None, error
+            self._error = error
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop the generator, and with it the buffers."""
+        self._group._under_way.discard(self._steps)
+        self._steps = None
 
     def __del__(self) -> None:
         if self._steps is not None:
@@ -136,6 +144,7 @@ class Group:
         self._transport = transport
         self.issued = self.hosted = 0
         self._failure: DesyncError | None = None
+        self._under_way: set[Steps[Any] | None] = set()  # the cycle collector would close them
         self._dropped: list[Handle[Any]] = []
         self._inflight: list[tuple[weakref.ref[Handle[Any]], int]] = []
         world.groups.append(self)
@@ -250,7 +259,8 @@ class Group:
             label: names the collective in errors and ledgers.
 
         Raises:
-            ValueError: not one chunk and size per rank, or of different dtypes.
+            ValueError: not one chunk and size per rank, chunks of different dtypes, or a size of
+                this rank's own chunk that is another.
         """
         where = f"all_to_all({label!r})"
         if len(chunks) != self.size or (sizes is not None and len(sizes) != self.size):
@@ -260,6 +270,11 @@ class Group:
         flats = [self._flat("all_to_all", label, chunk) for chunk in chunks]
         own = chunks[self.rank]
         expected = [own.numel()] * self.size if sizes is None else list(sizes)
+        if expected[self.rank] != own.numel():
+            raise ValueError(
+                f"{where}: sizes[{self.rank}] is {expected[self.rank]}, but the chunk of this rank "
+                f"for itself has {own.numel()} elements"
+            )
         sent = sum(flat.nbytes for flat in flats) - flats[self.rank].nbytes
         call = self._call("all_to_all", label, (own.dtype,), sent, own)
 
@@ -401,41 +416,42 @@ class Group:
         """
         self._failure = error
         if self._transport.in_rounds(None):  # partners far away wait for what would come next
-            for ref, _ in self._inflight:
-                if (handle := ref()) is not None:
-                    handle._abandon(error)
+            for handle in self._unfinished():
+                handle._abandon(error)
         self._transport.leave(error)
         for group in tuple(self._world.groups):
             if group._transport.abort() and group._failure is None:
                 group._failure = error
+                group._transport.leave(error)
 
     def _issue(
-        self, data: Tensor | None, start: Callable[[], Steps[T]], held: int = 0
+        self, data: Tensor | None, start: Callable[[], Steps[T]], held: int | None = None
     ) -> Handle[T]:
-        """Issue a collective; one that goes on in ``wait`` is finished in its turn."""
+        """Issue a collective; a reduction that holds memory is finished in its turn.
+
+        So is whatever goes on in ``wait``. What was dropped is finished behind this one, which
+        peers may wait for before they take part in that.
+        """
+        in_turn = held is not None or self._transport.in_rounds(data)
+        handle = Handle(start(), self, self.issued if in_turn else 0)
+        if in_turn:
+            self._inflight = [pair for pair in self._inflight if _is_unfinished(pair[0])]
+            self._inflight.append((weakref.ref(handle), held or 0))
         self._finish_dropped()
-        handle = Handle(start(), self)
-        if self._transport.in_rounds(data):
-            self._inflight = [pair for pair in self._inflight if _unfinished(pair[0])]
-            self._inflight.append((weakref.ref(handle), held))
         return handle
 
     def _reduce(self, data: Tensor, held: int, start: Callable[[], Steps[T]]) -> Handle[T]:
         """Issue a reduction, after finishing as many of the oldest as its ``held`` bytes need."""
         if not self._transport.hosted(data):
             return self._issue(data, start)  # in the device's memory, which the caller bounds
-        unfinished = [(ref, size) for ref, size in self._inflight if _unfinished(ref)]
+        unfinished = [(ref, size) for ref, size in self._inflight if _is_unfinished(ref)]
         total = held + sum(size for _, size in unfinished)
         while unfinished and total > INFLIGHT_BYTES:
             ref, size = unfinished.pop(0)
             total -= size
             if oldest := ref():
                 oldest.wait()
-        self._inflight = unfinished
-        handle = self._issue(data, start, held)
-        if not self._transport.in_rounds(data):
-            self._inflight.append((weakref.ref(handle), held))
-        return handle
+        return self._issue(data, start, held)
 
     def _finish_before(self, handle: Handle[Any]) -> None:
         """Finish what goes on in ``wait`` and was issued before this one, if this one does.
@@ -443,16 +459,27 @@ class Group:
         Ranks that waited for such in different orders would wait for each other. Large
         all-reduces take two rounds, so reductions always do; in a large group everything does.
         """
-        inflight = [ref() for ref, _ in self._inflight]
-        if handle in inflight:
-            self._finish_dropped()
-            for earlier in inflight[: inflight.index(handle)]:
-                if earlier is not None:
-                    earlier.wait()
+        earlier = [other for other in self._unfinished() if 0 < other._turn < handle._turn]
+        for other in sorted(earlier, key=lambda other: other._turn):
+            other.wait()
+
+    def _unfinished(self) -> list[Handle[Any]]:
+        """What takes turns, and what was dropped; a handle may be named twice.
+
+        Of handles that the cycle collector ends only the list of the dropped ones knows.
+        """
+        alive = [ref() for ref, _ in self._inflight]
+        return [
+            handle for handle in (*self._dropped, *alive) if handle is not None and not handle.done
+        ]
 
     def _finish_dropped(self) -> None:
         while self._dropped:
-            self._dropped.pop(0).wait()
+            handle = self._dropped.pop(0)
+            if self._failure is None:
+                handle.wait()
+            else:  # nobody takes part any longer
+                handle._abandon(self._failure)
 
 
 @contextmanager
@@ -488,7 +515,7 @@ def settle() -> None:
         group.settle()
 
 
-def _unfinished(ref: weakref.ref[Handle[Any]]) -> bool:
+def _is_unfinished(ref: weakref.ref[Handle[Any]]) -> bool:
     handle = ref()
     return handle is not None and not handle.done
 

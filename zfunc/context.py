@@ -22,8 +22,7 @@ from zfunc.placed.arriving import looking
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.leaves import is_frozen
 from zfunc.tree import gone
-from zfunc.worlds import world
-from zfunc.worlds.transport import Alone
+from zfunc.worlds.axes import alone
 
 __all__ = [
     "ENDING",
@@ -180,7 +179,7 @@ class Context:
     memo: dict[Any, Any] = field(default_factory=dict)
     key: Tensor | None = None
     donation: Donation | None = None
-    group: Group = field(default_factory=lambda: Group("none", world.current(), Alone()))
+    group: Group = field(default_factory=alone)
     by_unit: bool = False
     prefetch: int = 1
     room: int = 0

@@ -12,7 +12,7 @@ from zfunc.placed.placement import Entries
 from zfunc.traffic import PURPOSES
 from zfunc.worlds import world
 from zfunc.worlds.accounting import HEADER
-from zfunc.worlds.routes import neighbours
+from zfunc.worlds.routes import neighbours, ring
 from zfunc.worlds.transport import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -84,5 +84,6 @@ def _sent(step: Step, memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
         parts += traffic.payload
         calls += traffic.calls
     here = world.current()
-    parts["headers"] = HEADER_BYTES * calls * len(neighbours(here.rank, here.size))
+    told = ring if here.device.type == "cuda" else neighbours  # beside NCCL
+    parts["headers"] = HEADER_BYTES * calls * len(told(here.rank, here.size))
     return parts, sum(parts.values())

@@ -17,6 +17,7 @@ import torch
 from zfunc.placed.layout import Layout
 from zfunc.rounds import in_rounds
 from zfunc.worlds.routes import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from zfunc.worlds.world import current
 
 __all__ = ["PURPOSES", "Traffic", "gathered", "is_soon", "joined", "reduced"]
 
@@ -121,7 +122,7 @@ def reduced(
             if cut and not spec.whole:
                 sent = reduce_scatter_bytes(spec.cuts, size, rank, layout.world)
                 traffic.add("reduce gradients", sent)
-            elif in_rounds(spec, torch.get_default_device()):
+            elif in_rounds(spec, current().device):
                 sent = reduce_scatter_bytes(spec.cuts, size, rank, layout.world)
                 traffic.add("reduce gradients", sent)
                 sent = all_gather_bytes(spec.cuts, size, rank, layout.world)

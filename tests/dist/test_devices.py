@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tests.dist.pretended import gpus
@@ -84,6 +87,24 @@ def test_a_table_of_environments() -> None:
             assert len(set(found)) == 1, (name, "ranks err alike")
             for pattern in expected:
                 assert re.search(pattern, found[0]), (name, found[0])
+
+
+def test_ranks_that_have_erred_alike_may_ask_again() -> None:
+    store = HashStore()
+
+    def asking(rank: int) -> str:
+        with pytest.raises(DeviceError, match="cuda was asked for, and it sees no GPU"):
+            devices.agree(store, rank, 2, "cuda")
+        return str(devices.agree(store, rank, 2, "cpu"))
+
+    with gpus("", "a"), ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(asking, range(2))) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cpu:0", "gpu"])
+def test_a_device_that_cannot_be_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="expected 'cpu', 'cuda' or 'cuda:N'"):
+        devices.checked(device)
 
 
 def rejoined(backend: str | None, turn: int, bound: bool = False) -> None:

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+import zfunc as zf
+from zfunc import optim
 from zfunc.collectives import axis_index
 from zfunc.comm import Group, ledger
 from zfunc.errors import DesyncError
@@ -190,6 +192,10 @@ def test_many_reductions_under_way_stay_bounded(monkeypatch: pytest.MonkeyPatch)
         (lambda g: g.all_reduce(torch.zeros(3, 2).T, label="u"), r"'u'.*not contiguous"),
         (lambda g: g.all_to_all([torch.zeros(2)]), "expected 2 chunks"),
         (lambda g: g.all_to_all([torch.zeros(2), torch.zeros(2).int()]), "differ in dtype"),
+        (
+            lambda g: g.all_to_all([torch.zeros(1)] * 2, sizes=[3, 3], label="u"),
+            r"'u'.*sizes\[[01]\] is 3, but .* has 1 elements",
+        ),
         (lambda g: g.broadcast(torch.zeros(2), 2), "src=2"),
     ],
 )
@@ -255,3 +261,21 @@ def test_alone_nothing_is_sent() -> None:
         ranks.barrier()
     assert led.total_bytes == 0
     assert (world.rank(), world.world_size(), axis_index()) == (0, 1, 0)
+
+
+def test_a_step_makes_no_group_each_time_it_is_called() -> None:
+    tx = optim.sgd(0.1)
+
+    def loss(params: dict[str, Tensor], batch: Tensor) -> Tensor:
+        return (params["w"] * batch).sum()
+
+    def body() -> int:
+        step = zf.shard(zf.train_step(loss, tx), stage=3)
+        state = step.place(zf.TrainState.create({"w": torch.ones(8)}, tx))
+        state, _ = step(state, torch.ones(8))
+        before = len(world.current().groups)
+        for _ in range(3):
+            state, _ = step(state, torch.ones(8))
+        return len(world.current().groups) - before
+
+    assert zf.simulate(2)(body)() == [0, 0]

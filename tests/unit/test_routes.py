@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from zfunc import description
 from zfunc.comm import Group, Ledger
 from zfunc.errors import DesyncError
+from zfunc.traffic import Traffic
 from zfunc.worlds import routes
 from zfunc.worlds.gloo import Place, PointToPoint
 from zfunc.worlds.wires import Wires
@@ -54,6 +57,19 @@ def test_a_broadcast_reaches_everybody_once(size: int) -> None:
 def test_sums_add_every_rank_once(size: int) -> None:
     words = routes.summed([Counter([rank]) for rank in range(size)])
     assert words == Counter(range(size))
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "told"), [("cuda", 8, 2), ("cuda", 1, 0), ("cpu", 8, 7)]
+)
+def test_what_is_told_in_advance_counts_the_headers_that_go_out(
+    device: str, size: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = SimpleNamespace(rank=0, size=size, device=torch.device(device))
+    monkeypatch.setattr("zfunc.worlds.world.current", lambda: here)
+    transform = SimpleNamespace(traffic=lambda memo: Traffic(calls=3))
+    parts, _ = description._sent(SimpleNamespace(transforms=[transform]), {})  # type: ignore[arg-type]
+    assert parts["headers"] == 3 * 16 * told
 
 
 # Real groups: every rank a thread with a gloo context and wires of its own.
@@ -271,6 +287,9 @@ class Agreeing:  # in place of Wires
     def forget(self, peer: int, ticket: int) -> None:
         return
 
+    def tell(self, text: str) -> None:
+        return
+
     def close(self) -> None:
         return
 
@@ -389,3 +408,93 @@ def test_a_rank_that_never_comes_is_missed_whatever_the_store_waits_for() -> Non
         Group("data", World(0, 2, 0.3), transport).barrier()
     assert time.monotonic() - start < 30
     transport.close()
+
+
+def test_a_rank_that_fails_alone_and_lives_tells_the_others() -> None:
+    """What rank 1 sends is too long for rank 0 only; the rest would wait for rank 0 in vain."""
+    start = time.monotonic()
+
+    def body(ranks: Group) -> str:
+        lengths = {(1, 0): 5}  # from, to
+        chunks = [torch.ones(lengths.get((ranks.rank, peer), 3)) for peer in range(3)]
+        handle = ranks.all_to_all(chunks, sizes=[3, 3, 3], label="experts")
+
+        def go_on() -> None:
+            if ranks.rank != 1:  # whose message nobody takes
+                handle.wait()
+            ranks.barrier()
+
+        with pytest.raises(DesyncError) as caught:
+            go_on()
+        return str(caught.value)
+
+    messages = among(3, body)
+    assert "rank 1 sends 5 elements, this rank expects 3" in messages[0]
+    for message in messages[1:]:
+        assert "rank 0 is gone: it stopped in all_to_all('experts'): rank 1 sends 5" in message
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("size", [3, 17])
+@pytest.mark.parametrize("cycle", [False, True])
+def test_what_one_rank_drops_is_finished_in_its_turn(size: int, cycle: bool) -> None:
+    """The others wait for what comes after it first; a cycle is what an error leaves behind."""
+
+    def body(ranks: Group) -> list[float]:
+        before, dropped = (ranks.all_reduce(torch.ones(3000)) for _ in range(2))
+        if ranks.rank == 0:
+            box: list[Any] = [dropped]
+            if cycle:
+                box.append(box)
+            del dropped, box
+            gc.collect()
+            assert len(ranks._dropped) == 1
+        after = ranks.all_gather(torch.zeros(size), torch.ones(1))
+        sums = [before.wait().sum().item(), after.wait().sum().item()]
+        if ranks.rank:
+            assert dropped.wait().sum() == 3000 * size
+        ranks.barrier()
+        assert not ranks._under_way
+        return sums
+
+    assert among(size, body, timeout=20) == [[3000.0 * size, 1.0 * size]] * size
+
+
+class Deserted(HashStore):
+    """A store whose process has ended, as soon as ``key`` is waited for."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.base, self.key = HashStore(), key
+
+    def set(self, key: str, value: str) -> None:
+        self.base.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.base.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self.base.add(key, value)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._end(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        self._end(keys)
+        return self.base.check(keys)
+
+    def _end(self, keys: list[str]) -> None:
+        if self.key in keys:
+            raise torch.distributed.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.parametrize(("size", "key"), [(3, "card/1"), (17, "all met")])
+def test_a_store_that_is_gone_is_named_and_no_rank(size: int, key: str) -> None:
+    transport = PointToPoint(Place(0, tuple(range(size)), Deserted(key)), 5.0)
+    if size == 17:
+        transport._wires = Agreeing()  # type: ignore[assignment]
+    group = Group("data", World(0, size, 5.0), transport)
+    with pytest.raises(DesyncError, match="the store through which ranks find each other is gone"):
+        group.all_reduce(torch.ones(9)).wait()
+    with pytest.raises(DesyncError, match="failed before"):
+        group.barrier()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from zfunc.worlds import wires as module
 from zfunc.worlds.wires import TOKEN_BYTES, Wires
 
 
@@ -88,3 +89,43 @@ def test_a_peer_that_does_not_tell_is_not_waited_for() -> None:
         return wires.ask(1, 0.2) if rank == 0 else None
 
     assert connected(2, body) == [None, None]
+
+
+def test_machines_of_one_name_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that were cloned share a name; the number of the first network is the same on all."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    named = []
+    for machine in ("boot 1", "boot 2"):
+        monkeypatch.setattr("zfunc.worlds.devices.host", lambda name=machine: name)
+        named.append(module._host())
+    assert named[0] != named[1]
+
+
+def test_the_address_for_other_hosts_is_not_one_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routes = {"node0": "127.0.1.1", module.OUTSIDE[0]: "10.0.0.5"}
+    monkeypatch.setattr(module, "_source", routes.get)
+    monkeypatch.setenv("MASTER_ADDR", "node0")  # rank 0's own name, as Debian resolves it
+    assert module._address() == "10.0.0.5"
+    routes["node0"] = "fd00::7"
+    assert module._address() == "fd00::7"
+    routes.clear()
+    assert module._address() == "127.0.0.1"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs both kinds of address")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_callers_are_heard_under_either_kind_of_address(address: str) -> None:
+    cards: list[bytes] = []
+    wires = Wires(0, cards.append, lambda peer: b"", 5.0)
+    port = int(cards[0][TOKEN_BYTES:].decode().split("\n")[2])
+    try:
+        caller = socket.create_connection((address, port))
+    except OSError:
+        pytest.skip(f"no way to {address} here")
+    with caller:
+        caller.sendall(cards[0][:TOKEN_BYTES] + (1).to_bytes(8, "little"))
+        caller.sendall(module.HEADER.pack(7, 9))
+        assert wires.receive(1, 1) == (7, 9)
+    wires.close()

@@ -15,7 +15,7 @@ from zfunc.comm import Group
 from zfunc.worlds.transport import Alone, Transport
 from zfunc.worlds.world import World, current
 
-__all__ = ["MESH", "Mesh", "group", "mesh"]
+__all__ = ["MESH", "Mesh", "alone", "group", "mesh"]
 
 MESH: ContextVar[Mesh | None] = ContextVar("zfunc_mesh", default=None)
 """The mesh of the step that is running, which axis names refer to."""

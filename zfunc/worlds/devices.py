@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zfunc.errors import DesyncError, DeviceError
 
-__all__ = ["CPU", "agree", "asked", "checked", "choose", "local_rank"]
+__all__ = ["CPU", "agree", "asked", "checked", "choose", "host", "local_rank"]
 
 CPU = torch.device("cpu")
 ASKED = "ZFUNC_DEVICE"
@@ -46,8 +46,8 @@ def checked(device: str | None) -> str | None:
     Raises:
         ValueError: something else.
     """
-    kind, _, index = (device or "").partition(":")
-    if device is None or device == "cpu" or (kind == "cuda" and (index or "0").isdecimal()):
+    kind, colon, index = (device or "").partition(":")
+    if device in (None, "cpu") or (kind == "cuda" and (index.isdecimal() or not colon)):
         return device
     raise ValueError(f"device={device!r} (or {ASKED}): expected 'cpu', 'cuda' or 'cuda:N'")
 
@@ -185,13 +185,15 @@ def agree(
         DeviceError: on some rank there is no device to choose; the same error on all.
         DesyncError: a rank did not come within the store's timeout.
     """
-    ballot, host = Ballot(store, rank, size), _host()
+    # Ranks that have erred alike may ask again, for the CPU say: nothing said before counts then.
+    turn = store.add(f"turn of rank {rank}", 1)
+    ballot, here = Ballot(PrefixStore(f"turn {turn}", store), rank, size), host()
     where = f"rank {rank} on host {socket.gethostname()}"
     given = local_rank()
     if current is not None:
-        ballot.store.add(f"current/{_identity(host, current)}", 1)
-    index = ballot.index_on_host(host)
-    if current is not None and ballot.store.add(f"current/{_identity(host, current)}", 0) == 1:
+        ballot.store.add(f"current/{_identity(here, current)}", 1)
+    index = ballot.index_on_host(here)
+    if current is not None and ballot.store.add(f"current/{_identity(here, current)}", 0) == 1:
         bound = bound or current
     if bound is not None and wanted in (None, "cuda"):
         found: torch.device | str = bound
@@ -199,7 +201,7 @@ def agree(
         count = torch.cuda.device_count() if wanted != "cpu" else 0
         found = choose(wanted, count, index if given is None else given)
     if isinstance(found, torch.device) and found.type == "cuda":
-        other = ballot.shared_with(_identity(host, found))
+        other = ballot.shared_with(_identity(here, found))
         if other is not None:
             found = f"it shares {found} with rank {other}"
     problem = ballot.verdict(where, found)
@@ -213,7 +215,7 @@ def agree(
     return found
 
 
-def _host() -> str:
+def host() -> str:
     """Tells a machine from others, whatever they are called; containers on it are one."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()

@@ -33,7 +33,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from zfunc.errors import DesyncError, DeviceError
 from zfunc.worlds.halving import Halving
 from zfunc.worlds.routes import children, is_direct, neighbours, parent
-from zfunc.worlds.transport import Call, Steps, elsewhere, mismatch, missized, silence, told
+from zfunc.worlds.transport import (
+    Call,
+    Hosted,
+    Steps,
+    elsewhere,
+    mismatch,
+    missized,
+    silence,
+    told,
+)
 from zfunc.worlds.wires import Wires
 
 __all__ = ["Place", "PointToPoint", "lazily_connected"]
@@ -91,16 +100,6 @@ class Place:
     members: tuple[int, ...]
     store: Store
 
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> Place:
-        """The place of this rank in a process group of torch."""
-        store = dist.distributed_c10d._get_default_store()
-        return cls(
-            process_group.rank(),
-            tuple(dist.get_process_group_ranks(process_group)),
-            PrefixStore(f"zfunc/{process_group.group_name}", store),
-        )
-
 
 @contextmanager
 def lazily_connected() -> Iterator[None]:
@@ -116,20 +115,18 @@ def lazily_connected() -> Iterator[None]:
             os.environ[LAZY] = before
 
 
-class PointToPoint:
+class PointToPoint(Hosted):
     """The transport over gloo between the members of a group.
 
     Args:
-        place: this rank's, or a process group of torch with the same members.
+        place: this rank's.
         timeout: seconds to wait for a peer.
 
     Raises:
         DeviceError: this torch was built without gloo.
     """
 
-    def __init__(self, place: Place | dist.ProcessGroup, timeout: float) -> None:
-        if not isinstance(place, Place):
-            place = Place.of(place)
+    def __init__(self, place: Place, timeout: float) -> None:
         self.rank = place.rank
         self.size = len(place.members)
         self._store = place.store
@@ -152,21 +149,12 @@ class PointToPoint:
         self._wires.close()
         self._gloo = None
 
-    def hosted(self, data: Tensor | None) -> bool:
-        return True
-
     def in_rounds(self, data: Tensor | None) -> bool:
         return not self._direct
-
-    def settle(self) -> None:
-        return
 
     def mark(self, call: Call) -> None:
         nothing = [0] * self.size
         self.agree(call, self.announce(call, nothing), nothing)
-
-    def abort(self) -> bool:
-        return False
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         return len(self._peers)
@@ -338,20 +326,24 @@ class PointToPoint:
         self._met = True
         self._unmet.clear()
         if not self._direct:
-            self._store.set(f"met/{self.rank}", "")
-            if self._store.add("met", 1) == self.size:
-                self._store.set("all met", "")
-            self._await_all(call)
+            try:
+                self._await_all(call)
+            except dist.DistNetworkError as error:
+                raise _unreached(error) from error
 
     def _await_all(self, call: Call) -> None:
-        deadline = time.monotonic() + self._seconds
+        self._store.set(f"met/{self.rank}", "")
+        if self._store.add("met", 1) == self.size:
+            self._store.set("all met", "")
+        deadline, pause = time.monotonic() + self._seconds, 0.01
         while not self._store.check(["all met"]):
             if self._store.check(["cause"]):
                 raise elsewhere(self._store.get("cause").decode())
             if time.monotonic() > deadline:
                 missing = [k for k in self._all if not self._store.check([f"met/{k}"])]
                 raise silence(call, [self._world_ranks[k] for k in missing], self._seconds)
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)  # one store answers all ranks
 
     def announce(
         self, call: Call, lengths: Sequence[int], peers: Sequence[int] | None = None
@@ -412,11 +404,12 @@ class PointToPoint:
         return DesyncError(f"{call}: rank {rank} is gone: {error}")
 
     def leave(self, error: DesyncError) -> None:
-        """Tell the store why, for those who are no neighbours.
+        """Tell the peers that listen to this rank why, and the store for those who are none.
 
         In a large group most ranks wait for partners that are further on the way. They find out
         when a partner's connections end with its process, or by the timeout.
         """
+        self._wires.tell(str(error))
         if not self._direct:
             with suppress(RuntimeError):
                 here = f"on rank {self._world_ranks[self.rank]}: "
@@ -433,6 +426,13 @@ class PointToPoint:
         return ""
 
 
+def _unreached(error: Exception) -> DesyncError:
+    return DesyncError(
+        "the store through which ranks find each other is gone, and with it the process that "
+        f"serves it: rank 0, or torchrun ({error})"
+    )
+
+
 def _wires(place: Place, timeout: float) -> Wires:
     def publish(card: bytes) -> None:
         place.store.set(f"card/{place.rank}", card.hex())
@@ -441,6 +441,8 @@ def _wires(place: Place, timeout: float) -> Wires:
         try:  # the store may be a user's, which waits for as long as that says
             place.store.wait([f"card/{peer}"], timedelta(seconds=timeout))
             return bytes.fromhex(place.store.get(f"card/{peer}").decode())
+        except dist.DistNetworkError as error:
+            raise _unreached(error) from error
         except RuntimeError as error:
             raise TimeoutError(f"timed out: it has not joined the group ({error})") from error
 

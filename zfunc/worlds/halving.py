@@ -1,7 +1,8 @@
 """Collectives of a large group on CPU tensors: recursive halving and doubling.
 
 Each is a number of rounds, in each of which a rank exchanges with one partner (see
-``zfunc.worlds.routes`` for who that is). The first messages go out when the collective is issued;
+``zfunc.worlds.routes`` for who that is). It is written as a generator of the messages of each
+round, which are complete when it goes on. The first messages go out when the collective is issued;
 the rest of the rounds are in ``wait``. Neighbours in a ring have compared headers before anything
 that was received is used.
 """
@@ -9,7 +10,7 @@ that was received is used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +19,13 @@ from zfunc.worlds.routes import Cube, offsets
 from zfunc.worlds.transport import Call, Steps
 
 if TYPE_CHECKING:
-    from zfunc.worlds.gloo import Header, PointToPoint
+    from zfunc.worlds.gloo import Message, PointToPoint
+
+    Rounds = Iterator[list[Message]]
 
 __all__ = ["Halving"]
+
+T = TypeVar("T")
 
 
 class Halving:
@@ -31,38 +36,19 @@ class Halving:
         self._cube = Cube(transport.rank, transport.size)
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
-        headers = self._announce(call)
-        rounds = self._gather(call, full, cuts, phase=1)
-        next(rounds)
-        yield
-        self._agree(call, headers)
-        _end(rounds)
-        return full
+        return self._run(call, self._gather(call, full, cuts, phase=1), full)
 
     def reduce_scatter(
         self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
         rank = self._cube.rank
-        headers = self._announce(call)
         own = torch.empty_like(full[cuts[rank] : cuts[rank + 1]]) if out is None else out
-        rounds = self._scatter(call, full, cuts, own)
-        next(rounds)
-        yield
-        self._agree(call, headers)
-        _end(rounds)
-        return own
+        return self._run(call, self._scatter(call, full, cuts, own), own)
 
     def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
-        headers = self._announce(call)
         if cuts is None:
-            rounds = self._reduce_whole(call, flat)
-        else:
-            rounds = self._reduce_segments(call, flat, cuts)
-        next(rounds)
-        yield
-        self._agree(call, headers)
-        _end(rounds)
-        return flat
+            return self._run(call, self._reduce_whole(call, flat), flat)
+        return self._run(call, self._reduce_segments(call, flat, cuts), flat)
 
     def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
         rank, size = self._cube.rank, self._cube.size
@@ -76,81 +62,64 @@ class Halving:
         if data:
             own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             whole[cuts[rank] : cuts[rank + 1]].copy_(own)
-        _end(self._gather(call, whole, cuts, phase=0))
+        self._end(call, self._gather(call, whole, cuts, phase=0))
         text = whole.numpy().tobytes()
         return [text[cuts[peer] : cuts[peer + 1]] for peer in range(size)]
 
-    def _gather(self, call: Call, full: Tensor, cuts: Sequence[int], phase: int) -> Iterator[None]:
+    def _run(self, call: Call, rounds: Rounds, result: T) -> Steps[T]:
+        nothing = [0] * self._cube.size
+        headers = self._on.announce(call, nothing)
+        first = next(rounds)
+        yield
+        self._on.agree(call, headers, nothing)
+        self._on.finish(call, first)
+        self._end(call, rounds)
+        return result
+
+    def _end(self, call: Call, rounds: Rounds) -> None:
+        for messages in rounds:
+            self._on.finish(call, messages)
+
+    def _gather(self, call: Call, full: Tensor, cuts: Sequence[int], phase: int) -> Rounds:
         """Near partners first: after each round a rank has twice as much."""
         on, cube = self._on, self._cube
         rank, twin = cube.rank, cube.twin
-        own = full[cuts[rank] : cuts[rank + 1]]
         if twin is not None and cube.folded:
-            sent = [on.send(call, twin, own, phase)]
-            yield
-            on.finish(call, [*sent, on.receive(call, twin, full, phase)])
+            yield [on.send(call, twin, full[cuts[rank] : cuts[rank + 1]], phase)]
+            yield [on.receive(call, twin, full, phase)]
             return
-        before = (
-            []
-            if twin is None
-            else [on.receive(call, twin, full[cuts[twin] : cuts[twin + 1]], phase)]
-        )
-        messages = before if before else self._doubled(call, full, cuts, 1, phase)
-        yield
-        on.finish(call, messages)
-        for distance in reversed(cube.rounds()):
-            if distance > 1 or before:
-                on.finish(call, self._doubled(call, full, cuts, distance, phase))
         if twin is not None:
-            on.finish(call, [on.send(call, twin, full, phase)])
+            yield [on.receive(call, twin, full[cuts[twin] : cuts[twin + 1]], phase)]
+        for distance in reversed(cube.rounds()):
+            mine, theirs = (slice(*cube.stretch(cuts, *half)) for half in cube.halves(distance))
+            yield self._swap(call, distance, full[theirs], full[mine], phase)
+        if twin is not None:
+            yield [on.send(call, twin, full, phase)]
 
-    def _doubled(
-        self, call: Call, full: Tensor, cuts: Sequence[int], distance: int, phase: int
-    ) -> list[tuple[int, object]]:
-        on, cube = self._on, self._cube
-        mine, theirs = (slice(*cube.stretch(cuts, *corners)) for corners in cube.halves(distance))
-        peer = cube.partner(distance)
-        return [
-            on.receive(call, peer, full[theirs], phase),
-            on.send(call, peer, full[mine], phase),
-        ]
-
-    def _scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], own: Tensor
-    ) -> Iterator[None]:
+    def _scatter(self, call: Call, full: Tensor, cuts: Sequence[int], own: Tensor) -> Rounds:
         """Far partners first: after each round a rank is concerned with half as much."""
         on, cube = self._on, self._cube
         twin = cube.twin
         if twin is not None and cube.folded:
-            sent = [on.send(call, twin, full)]
-            yield
-            on.finish(call, [*sent, on.receive(call, twin, own)])
+            yield [on.send(call, twin, full)]
+            yield [on.receive(call, twin, own)]
             return
         total, start = full, 0  # what this rank has added up, and where in ``full`` it begins
         if twin is not None:
             arrived = on.scratch.take(full)
-            message = on.receive(call, twin, arrived)
-            yield
-            on.finish(call, [message])
+            yield [on.receive(call, twin, arrived)]
             total = torch.add(full, arrived, out=arrived)
-        waiting = twin is None
         for distance in cube.rounds():
             mine, other = (cube.stretch(cuts, *half) for half in cube.halves(distance))
             kept, given = (total[a - start : b - start] for a, b in (mine, other))
             part = on.scratch.take(kept)
-            peer = cube.partner(distance)
-            messages = [on.receive(call, peer, part), on.send(call, peer, given)]
-            if waiting:
-                yield
-                waiting = False
-            on.finish(call, messages)
+            yield self._swap(call, distance, part, given)
             added = torch.add(kept, part, out=part)  # the same bits at both: a + b is b + a
             self._give(total, full)
             total, start = added, mine[0]
         own.copy_(total[cuts[cube.rank] - start : cuts[cube.rank + 1] - start])
         if twin is not None:
-            theirs = total[cuts[twin] - start : cuts[twin + 1] - start]
-            on.finish(call, [on.send(call, twin, theirs)])
+            yield [on.send(call, twin, total[cuts[twin] - start : cuts[twin + 1] - start])]
         self._give(total, full)
 
     def _give(self, total: Tensor, full: Tensor) -> None:
@@ -158,45 +127,34 @@ class Halving:
         if total is not full:
             self._on.scratch.give(total)
 
-    def _reduce_segments(self, call: Call, flat: Tensor, cuts: Sequence[int]) -> Iterator[None]:
+    def _reduce_segments(self, call: Call, flat: Tensor, cuts: Sequence[int]) -> Rounds:
         own = flat[cuts[self._cube.rank] : cuts[self._cube.rank + 1]]
         yield from self._scatter(call, flat, cuts, own)
-        _end(self._gather(call, flat, cuts, phase=1))
+        yield from self._gather(call, flat, cuts, phase=1)
 
-    def _reduce_whole(self, call: Call, flat: Tensor) -> Iterator[None]:
+    def _reduce_whole(self, call: Call, flat: Tensor) -> Rounds:
         """Every partner sends all it has: the fewest rounds, for what is small."""
         on, cube = self._on, self._cube
         twin, part = cube.twin, torch.empty_like(flat)
         if twin is not None and cube.folded:
-            sent = [on.send(call, twin, flat)]
-            yield
-            on.finish(call, sent)
-            on.finish(call, [on.receive(call, twin, flat)])
+            yield [on.send(call, twin, flat)]
+            yield [on.receive(call, twin, flat)]
             return
         if twin is not None:
-            message = on.receive(call, twin, part)
-            yield
-            on.finish(call, [message])
+            yield [on.receive(call, twin, part)]
             flat.add_(part)
-        waiting = twin is None
         for distance in cube.rounds():
-            peer = cube.partner(distance)
-            messages = [on.receive(call, peer, part), on.send(call, peer, flat)]
-            if waiting:
-                yield
-                waiting = False
-            on.finish(call, messages)
+            yield self._swap(call, distance, part, flat)
             flat.add_(part)
         if twin is not None:
-            on.finish(call, [on.send(call, twin, flat)])
+            yield [on.send(call, twin, flat)]
 
-    def _announce(self, call: Call) -> list[Header]:
-        return self._on.announce(call, [0] * self._cube.size)
-
-    def _agree(self, call: Call, headers: list[Header]) -> None:
-        self._on.agree(call, headers, [0] * self._cube.size)
-
-
-def _end(rounds: Iterator[None]) -> None:
-    for _ in rounds:
-        pass
+    def _swap(
+        self, call: Call, distance: int, into: Tensor, data: Tensor, phase: int = 0
+    ) -> list[Message]:
+        """The messages between this rank and its partner in a round."""
+        peer = self._cube.partner(distance)
+        return [
+            self._on.receive(call, peer, into, phase),
+            self._on.send(call, peer, data, phase),
+        ]

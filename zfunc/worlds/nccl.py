@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.worlds.gloo import Header, PointToPoint
-from zfunc.worlds.routes import is_direct
+from zfunc.worlds.routes import neighbours, ring
 from zfunc.worlds.transport import Call, Steps
 
 __all__ = ["Native"]
@@ -63,8 +63,6 @@ class Native:
         self._reductions: dist.ProcessGroup | None = None
         self._aborted = False
         self._unchecked: deque[tuple[Call, list[Header], Sequence[int]]] = deque()
-        # Ranks in a ring that all agree with their neighbours agree.
-        self._ring = sorted({(self.rank - 1) % self.size, (self.rank + 1) % self.size})
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         if self.hosted(data):
@@ -73,9 +71,8 @@ class Native:
 
     def _told(self, kind: str) -> list[int]:
         """Who gets the header of a native collective."""
-        if kind == "all_to_all" and is_direct(self.size):  # each its own length
-            return [(self.rank + step) % self.size for step in range(1, self.size)]
-        return self._ring
+        # Of an all-to-all each rank gets a length of its own.
+        return (neighbours if kind == "all_to_all" else ring)(self.rank, self.size)
 
     def hosted(self, data: Tensor | None) -> bool:
         return data is None or self._hosts(data)
@@ -230,7 +227,7 @@ class Native:
         return dist.broadcast(flat, group_src=src, group=self._pg, async_op=True)
 
     def _announce(self, call: Call) -> list[Header]:
-        return self._cpu.announce(call, [0] * self.size, self._ring)
+        return self._cpu.announce(call, [0] * self.size, self._told(call.kind))
 
     def _finish(
         self,

@@ -29,6 +29,7 @@ __all__ = [
     "neighbours",
     "parent",
     "reduce_scatter_bytes",
+    "ring",
     "summed",
 ]
 
@@ -57,7 +58,17 @@ def neighbours(rank: int, size: int) -> list[int]:
     """
     if is_direct(size):
         return [(rank + step) % size for step in range(1, size)]
-    return [(rank + 1) % size, (rank - 1) % size]
+    return ring(rank, size)
+
+
+def ring(rank: int, size: int) -> list[int]:
+    """The ranks beside this one in a ring: two, or one in a pair.
+
+    >>> ring(0, 3), ring(0, 2), ring(0, 1)
+    ([1, 2], [1], [])
+    """
+    beside = dict.fromkeys([(rank + 1) % size, (rank - 1) % size])
+    return [peer for peer in beside if peer != rank]
 
 
 def even_cuts(numel: int, size: int) -> tuple[int, ...]:

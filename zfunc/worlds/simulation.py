@@ -23,6 +23,7 @@ from zfunc.worlds.axes import Mesh
 from zfunc.worlds.routes import is_direct, neighbours, summed
 from zfunc.worlds.transport import (
     Call,
+    Hosted,
     Steps,
     Transport,
     elsewhere,
@@ -116,12 +117,6 @@ class Fabric:
             meeting.errors.setdefault(rank, elsewhere(first))
         meeting.over.set()
 
-    def _close(self, key: tuple[tuple[int, ...], int], meeting: Meeting) -> None:
-        with self.lock:
-            self.meetings.pop(key, None)
-            meeting.parts.clear()
-        meeting.over.set()
-
     def wait(self, meeting: Meeting, rank: int) -> Any:
         """This rank's result, once all have come."""
         if not meeting.over.is_set():
@@ -156,7 +151,7 @@ class Fabric:
             meeting.errors[peer] = (Deserted if failed else DesyncError)(error)
 
 
-class Meetings:
+class Meetings(Hosted):
     """The transport of one simulated group. Reductions add in rank order."""
 
     def __init__(self, fabric: Fabric, members: tuple[int, ...], world_rank: int) -> None:
@@ -167,24 +162,9 @@ class Meetings:
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         return len(neighbours(self.rank, self.size))
 
-    def hosted(self, data: Tensor | None) -> bool:
-        return True
-
-    def in_rounds(self, data: Tensor | None) -> bool:
-        return False
-
-    def settle(self) -> None:
-        return
-
     def mark(self, call: Call) -> None:
         for _ in self._meet(call, None, list):
             pass
-
-    def abort(self) -> bool:
-        return False
-
-    def leave(self, error: DesyncError) -> None:
-        return
 
     def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:
         meeting = self._fabric.join(self._members, self._world_rank, call, part, serve)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 
-__all__ = ["HEADER_BYTES", "Alone", "Call", "Steps", "Transport", "announced"]
+__all__ = ["HEADER_BYTES", "Alone", "Call", "Hosted", "Steps", "Transport", "announced"]
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -110,13 +110,8 @@ class Transport(Protocol):
         """Every rank's bytes."""
 
 
-class Alone:
-    """The transport of a group of one: every collective is the identity."""
-
-    rank, size = 0, 1
-
-    def announces_to(self, kind: str, data: Tensor | None) -> int:
-        return 0
+class Hosted:
+    """Of a transport in the host's memory: nothing is checked late, or runs on a device."""
 
     def hosted(self, data: Tensor | None) -> bool:
         return True
@@ -127,13 +122,22 @@ class Alone:
     def settle(self) -> None:
         return
 
-    def mark(self, call: Call) -> None:
-        return
-
     def abort(self) -> bool:
         return False
 
     def leave(self, error: DesyncError) -> None:
+        return
+
+
+class Alone(Hosted):
+    """The transport of a group of one: every collective is the identity."""
+
+    rank, size = 0, 1
+
+    def announces_to(self, kind: str, data: Tensor | None) -> int:
+        return 0
+
+    def mark(self, call: Call) -> None:
         return
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:

@@ -12,6 +12,7 @@ ranks only that it really talks to.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import selectors
@@ -20,7 +21,9 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 
+from zfunc.worlds import devices
 from zfunc.worlds.transport import HEADER_BYTES
 
 __all__ = ["Wires"]
@@ -30,6 +33,7 @@ assert HEADER.size == HEADER_BYTES
 TEXT = -1  # in place of a digest: that many bytes of text follow
 TOKEN_BYTES = 16
 GREETING_SECONDS = 10.0
+OUTSIDE = "192.0.2.1", "2001:db8::1"  # nobody's: RFC 5737 and 3849 keep them for documentation
 BACKLOG = 4096  # callers that nobody has listened to yet; the system may allow fewer
 
 Cards = Callable[[int], bytes]
@@ -54,7 +58,7 @@ class Wires:
         self._early: dict[tuple[int, int], tuple[int, int]] = {}
         self._to: dict[int, socket.socket] = {}
         self._from: dict[int, socket.socket] = {}
-        self._server = socket.create_server(("", 0), backlog=BACKLOG)
+        self._server = _listening()
         # Whoever calls must know a word that only went through the store.
         self._token = secrets.token_bytes(TOKEN_BYTES)
         here = (_host(), _address(), str(self._server.getsockname()[1]))
@@ -189,20 +193,42 @@ def _read(sock: socket.socket, length: int) -> bytes:
     return data
 
 
+def _listening() -> socket.socket:
+    """A socket that hears callers of either kind of address, where the system has both."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+            )
+    return socket.create_server(("", 0), backlog=BACKLOG)
+
+
 def _host() -> str:
     """Tells this machine from others, containers with a network of their own included."""
     try:
-        return f"{socket.gethostname()} {os.stat('/proc/self/ns/net').st_ino}"
+        return f"{devices.host()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        return socket.gethostname()
+        return devices.host()
 
 
 def _address() -> str:
-    """The address under which the other hosts see this one: that of the way to rank 0's host."""
-    master = os.environ.get("MASTER_ADDR", socket.gethostname())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    """The address under which the other hosts see this one: that of the way to rank 0's host.
+
+    Rank 0's host may know its own name as an address that leads nowhere else (Debian: 127.0.1.1);
+    then that of the way out.
+    """
+    for target in (os.environ.get("MASTER_ADDR", socket.gethostname()), *OUTSIDE):
+        found = _source(target)
+        if found and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+            return found
+    return "127.0.0.1"
+
+
+def _source(target: str) -> str | None:
+    """The own address of the way to a host, by its routes; nothing is sent."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return None
