@@ -34,28 +34,77 @@ NOTHING: list[dict[str, str]] = [{}, {}, {}]
 
 CASES: dict[str, Case] = {
     "torchrun": (["0,1,2"] * 3, ONE_HOST, TORCHRUN, None, ["cuda:0", "cuda:1", "cuda:2"]),
-    "more GPUs than ranks": (["0,1,2,3"] * 3, ONE_HOST, TORCHRUN, None, ["cuda:0", "cuda:1", "cuda:2"]),
+    "more GPUs than ranks": (
+        ["0,1,2,3"] * 3,
+        ONE_HOST,
+        TORCHRUN,
+        None,
+        ["cuda:0", "cuda:1", "cuda:2"],
+    ),
     "srun --gpus-per-task=1": (["0", "1", "2"], ONE_HOST, TORCHRUN, None, ["cuda:0"] * 3),
     "srun on two hosts": (["0,1"] * 3, TWO_HOSTS, SLURM, None, ["cuda:0", "cuda:0", "cuda:1"]),
-    "no word of the scheduler": (["0,1"] * 3, TWO_HOSTS, NOTHING, None, ["cuda:0", "cuda:0", "cuda:1"]),
+    "no word of the scheduler": (
+        ["0,1"] * 3,
+        TWO_HOSTS,
+        NOTHING,
+        None,
+        ["cuda:0", "cuda:0", "cuda:1"],
+    ),
     "one each, no word": (["2", "0", "1"], TWO_HOSTS, NOTHING, None, ["cuda:0"] * 3),
     "no GPUs": ([""] * 3, ONE_HOST, TORCHRUN, None, ["cpu"] * 3),
     "the CPU by argument": (["0,1,2"] * 3, ONE_HOST, TORCHRUN, "cpu", ["cpu"] * 3),
     "the CPU by environment": (
-        ["0,1,2"] * 3, ONE_HOST, [e | {"ZFUNC_DEVICE": "cpu"} for e in TORCHRUN], None, ["cpu"] * 3
+        ["0,1,2"] * 3,
+        ONE_HOST,
+        [e | {"ZFUNC_DEVICE": "cpu"} for e in TORCHRUN],
+        None,
+        ["cpu"] * 3,
     ),
-    "one by name": (["0,1,2"] * 3, TWO_HOSTS, [{"ZFUNC_DEVICE": f"cuda:{2 - r}"} for r in range(3)],
-                    None, ["cuda:2", "cuda:1", "cuda:0"]),
+    "one by name": (
+        ["0,1,2"] * 3,
+        TWO_HOSTS,
+        [{"ZFUNC_DEVICE": f"cuda:{2 - r}"} for r in range(3)],
+        None,
+        ["cuda:2", "cuda:1", "cuda:0"],
+    ),
     "fewer GPUs than ranks": (
-        ["0,1"] * 3, ONE_HOST, TORCHRUN, None, [r"rank 2 on host a: it is number 2 .* sees 2 GPUs", r"ZFUNC_DEVICE=cpu"]
+        ["0,1"] * 3,
+        ONE_HOST,
+        TORCHRUN,
+        None,
+        [r"rank 2 on host a: it is number 2 .* sees 2 GPUs", r"ZFUNC_DEVICE=cpu"],
     ),
     "none on one rank": (
-        ["0", "", "1"], TWO_HOSTS, SLURM, None,
-        [r"rank \d on host a computes on cuda:0; rank 1 on host b computes on cpu", "1 of 3 ranks have no GPU"],
+        ["0", "", "1"],
+        TWO_HOSTS,
+        SLURM,
+        None,
+        [
+            r"rank \d on host a computes on cuda:0; rank 1 on host b computes on cpu",
+            "1 of 3 ranks have no GPU",
+        ],
     ),
-    "one for two": (["0", "1", "0"], ONE_HOST, TORCHRUN, None, [r"rank [02] on host a: it shares cuda:0 with rank [02]"]),
-    "asked for and missing": (["0", "", "1"], ONE_HOST, TORCHRUN, "cuda", [r"rank 1 on host a: cuda was asked for, and it sees no GPU"]),
-    "no such GPU": (["0,1"] * 3, ONE_HOST, TORCHRUN, "cuda:5", ["on host a: cuda:5 was asked for, and it sees 2 GPUs"]),
+    "one for two": (
+        ["0", "1", "0"],
+        ONE_HOST,
+        TORCHRUN,
+        None,
+        [r"rank [02] on host a: it shares cuda:0 with rank [02]"],
+    ),
+    "asked for and missing": (
+        ["0", "", "1"],
+        ONE_HOST,
+        TORCHRUN,
+        "cuda",
+        [r"rank 1 on host a: cuda was asked for, and it sees no GPU"],
+    ),
+    "no such GPU": (
+        ["0,1"] * 3,
+        ONE_HOST,
+        TORCHRUN,
+        "cuda:5",
+        ["on host a: cuda:5 was asked for, and it sees 2 GPUs"],
+    ),
 }
 
 
@@ -63,7 +112,7 @@ def chosen() -> dict[str, str]:
     """The device of this rank in each case, or the error."""
     here, found = world.current(), {}
     for name, (seen, hosts, environments, asked, _) in CASES.items():
-        clean = {key: "" for key in (*devices.LOCAL_RANKS, "ZFUNC_DEVICE")}
+        clean = dict.fromkeys((*devices.LOCAL_RANKS, "ZFUNC_DEVICE"), "")
         store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         with (
             mock.patch.dict(os.environ, clean | environments[here.rank]),
@@ -178,9 +227,7 @@ def communicators() -> dict[str, Any]:
     joined: Any = world.current()
     members = tuple(range(joined.size))
     with gpus("", "a"):
-        made = {
-            what: joined._new_communicator(members, what) for what in ("gathers", "reductions")
-        }
+        made = {what: joined._new_communicator(members, what) for what in ("gathers", "reductions")}
     asked: list[str] = []
 
     def reductions() -> Any:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import zfunc.worlds.world
-from zfunc.worlds.axes import group, mesh
 from zfunc.collectives import pmean, psum
 from zfunc.comm import Group, even_cuts, ledger
 from zfunc.errors import DesyncError
+from zfunc.worlds.axes import group, mesh
 from zfunc.worlds.launching import init, launch
 from zfunc.worlds.simulation import simulate
 
