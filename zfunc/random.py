@@ -368,7 +368,8 @@ class scope:
         """``scope(fold_in(key, data))``, without a tensor on the way."""
         made = cls.__new__(cls)
         path = path_of(key)
-        made.seed, made.path = _signed(_folded(key, data)), path and (*path, data)
+        made.seed = _signed(_folded(key, data))
+        made.path = None if path is None else (*path, data)
         return made
 
     def __enter__(self) -> None:
