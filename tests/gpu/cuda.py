@@ -104,7 +104,7 @@ class Cuda:
     # Its life
 
     def __enter__(self) -> Cuda:
-        from tests.gpu import patches
+        from tests.gpu import patches, streams
 
         global _active
         if _active is not None:
@@ -112,6 +112,7 @@ class Cuda:
         _active = self
         TABLE.begin(session=True)
         TABLE.freed = self._freed
+        self.actors |= streams.begun()
         self._undo.enter_context(patches.installed(self))
         self.mode.__enter__()
         return self
