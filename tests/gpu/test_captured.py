@@ -156,7 +156,7 @@ def _two_ranks() -> tuple[str, str]:
 
 
 def test_and_on_two_ranks_which_check_on_each_other() -> None:
-    for refused, strayed in ranks.launch(_two_ranks):
+    for refused, strayed in ranks.launch(_two_ranks, alone=True):
         assert "exchanges values through the host, in Group('data'" in refused
         assert "mark('replay')" in strayed, strayed
 

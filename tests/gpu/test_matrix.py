@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections import Counter
@@ -17,7 +18,7 @@ import torch
 import zfunc as zf
 from tests.gpu import cases, ranks
 from tests.gpu.covering import covering, uncovered
-from tests.gpu.cuda import Cuda
+from tests.gpu.cuda import Cuda, active
 from tests.gpu.training import Trained, trained
 from tests.laws.covering import Covering
 from zfunc import kernels
@@ -44,7 +45,8 @@ def check(case: Case, turn: int) -> None:
         for on_gpu in (True, False):
             wrap, tx = cases.wrapped(case, turn)
             twins = not on_gpu and not case["offload"]  # whose optimizer is the host's on both
-            with kernels.use("torch" if twins else None):
+            watched = contextlib.nullcontext() if on_gpu else active().away()
+            with kernels.use("torch" if twins else None), watched:
                 runs.append(trained(wrap, tx, model, steps=STEPS, on_gpu=on_gpu, key=5))
     mine, host = runs
     faults = [str(row) for report in (mine.placing, *mine.reports) for row in report.faults()]
