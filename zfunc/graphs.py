@@ -172,13 +172,12 @@ class _Run:
         reads = Reads(device)
         here = torch.cuda.current_stream(device)
         self.stream.wait_stream(here)
-        for x in _flat(state)[0]:  # the step lets go of it while this stream still reads it
-            if _is_on_device(x):
-                x.record_stream(self.stream)
+        _kept_for(self.stream, state)  # the step lets go of it while this stream still reads it
         before = _collectives()
         with torch.cuda.stream(self.stream), self.scopes.of(state), reads, _ending():
             out = step(_counted_on(state, device), *args, **kwargs)
         here.wait_stream(self.stream)
+        _kept_for(here, out)  # where the caller uses it and lets go of it
         self.obstacles = [f"waits for the GPU, in {name}" for name in reads.found]
         after = {group: n for group, n in _collectives().items() if n != before.get(group)}
         self.groups = list(after)
@@ -271,6 +270,7 @@ class _Graph:
         self._given = [x.clone() if isinstance(x, Tensor) else x for x in given]
         self._homes = {_at(x) for x in (*self._state, *self._given) if _is_on_device(x)}
         self._scopes, self._groups = run.scopes, run.groups
+        self._stream = run.stream
         self._graph = torch.cuda.CUDAGraph()
         self._scopes.register(self._graph, device)
         how: Any = {"stream": run.stream, "capture_error_mode": "thread_local"}
@@ -344,11 +344,17 @@ class _Graph:
         given, given_spec = _flat((args, kwargs))
         _check_same("the state", self._spec, self._state, spec, leaves)
         _check_same("the batch", self._given_spec, self._given, given_spec, given)
-        self._bring_home((*self._given, *self._state), (*given, *leaves))
-        self._scopes.seed(state)
-        for group in self._groups:  # ranks that take another path are told, one step later
-            group.mark("replay")
-        self._graph.replay()
+        here = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(here)  # all memory of the graph's is this stream's
+        with torch.cuda.stream(self._stream):
+            self._bring_home((*self._given, *self._state), (*given, *leaves))
+            self._scopes.seed(state)
+            for group in self._groups:  # ranks that take another path are told, one step later
+                group.mark("replay")
+            self._graph.replay()
+            out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
+        here.wait_stream(self._stream)
+        _kept_for(here, out)
         fresh = []
         for home, old, counting, like in zip(
             self._state, leaves, self._counting, self._marks, strict=True
@@ -360,7 +366,6 @@ class _Graph:
                 fresh.append(old + 1 if counting else old)
                 if counting:
                     context.blank(old)
-        out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
         return (
             optree.tree_unflatten(self._spec, fresh),
             optree.tree_unflatten(self._out_spec, out),
@@ -479,6 +484,13 @@ def _counted_on(state: Any, device: torch.device) -> Any:
         for x in leaves
     ]
     return optree.tree_unflatten(spec, moved)
+
+
+def _kept_for(stream: Any, given: Any) -> None:
+    """Memory of another stream is not handed out anew before this one has used it."""
+    for x in _flat(given)[0]:
+        if _is_on_device(x):
+            x.record_stream(stream)
 
 
 def _is_on_device(x: Any) -> bool:

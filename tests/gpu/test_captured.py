@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -416,6 +417,21 @@ def test_closed_it_begins_anew() -> None:
         for i in range(4, 8):
             state, _ = step(state, batch(i))
         assert int(state.step) == 8
+
+
+def test_what_a_step_returns_may_be_used_and_dropped_at_once() -> None:
+    """By the stream of the caller, who knows nothing of the one that the step runs on."""
+    with Cuda() as cuda:
+        step, state = made(lambda f: zf.captured(sharded(2)(f)), SCHEDULED)
+        for i in range(5):
+            state, out = step(state, batch(i))
+            twice = [2 * x for x in tree.leaves(out) if x.is_cuda]
+            del out
+        tree.map(lambda x: x + 1 if x.is_cuda else x, state.params)
+        step.close()
+        del state, step
+        gc.collect()
+        assert cuda.report.faults() == [] and twice
 
 
 def test_all_of_its_metrics_are_its_own() -> None:
