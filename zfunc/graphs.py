@@ -439,7 +439,7 @@ def _alike(a: Any, b: Any) -> bool:
     """Whether a graph that has seen ``a`` may be given ``b``."""
     if isinstance(a, Tensor):
         return _kind(a) == _kind(b)
-    same = type(a) is type(b) and a == b
+    same: Any = type(a) is type(b) and a == b
     return bool(same.all() if hasattr(same, "all") else same)
 
 

@@ -122,21 +122,9 @@ def on_rank(numbered: list[tuple[int, Case]]) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_pairs_on_one_rank(part: int) -> None:
-    failed = []
-    for turn, case in [*enumerate(of_ranks(1))][part::4]:
-        try:
-            with Cuda():
-                check(case, turn)
-        except Exception as error:
-            failed.append(f"{cases.named(case)}: {type(error).__name__}: {str(error)[:400]}")
-    assert not failed, "\n".join([f"{len(failed)} cases", *failed])
-
-
-@pytest.mark.parametrize("part", range(2))
 def test_pairs_on_two_ranks(part: int) -> None:
-    """In one launch; after a case that ends it, the rest in another."""
-    left, failed = [*enumerate(of_ranks(2))][part::2], []
+    """On the same ranks; after a case that ends them, the rest on others."""
+    left, failed = [*enumerate(of_ranks(2))][part::4], []
     while left:
         try:
             failed += [text for found in ranks.launch(on_rank, left) for text in found]
@@ -149,6 +137,18 @@ def test_pairs_on_two_ranks(part: int) -> None:
             at = next(i for i, (other, _) in enumerate(left) if other == turn)
             failed.append(f"{cases.named(left[at][1])}: {type(error).__name__}: {text[:400]}")
             left = left[at + 1 :]
+    assert not failed, "\n".join([f"{len(failed)} cases", *failed])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_pairs_on_one_rank(part: int) -> None:
+    failed = []
+    for turn, case in [*enumerate(of_ranks(1))][part::4]:
+        try:
+            with Cuda():
+                check(case, turn)
+        except Exception as error:
+            failed.append(f"{cases.named(case)}: {type(error).__name__}: {str(error)[:400]}")
     assert not failed, "\n".join([f"{len(failed)} cases", *failed])
 
 
