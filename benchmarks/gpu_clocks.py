@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Watch:
                 self.process = subprocess.Popen(
                     [*command, "-lms", "500"], stdout=file, stderr=subprocess.DEVNULL
                 )
+            weakref.finalize(self, self.process.kill)  # whatever becomes of the run
 
     def stop(self) -> dict[str, Any]:
         """What was seen; of an AMD GPU what ``rocm-smi`` says now; nothing where neither is."""

@@ -20,12 +20,10 @@ The exit status is 1 where a promise is broken: on 1 rank stages 0 to 2 within 1
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -351,17 +349,8 @@ def main() -> None:
     found = run(args, plan, console)
     for line in found["broken"]:
         console.print(f"[bold red]broken: {line}[/]")
-    console.print(f"written: {write(found, args.out)}")
+    console.print(f"written: {report.write(found, args.out)}")
     sys.exit(1 if found["broken"] else 0)
-
-
-def write(found: dict[str, Any], folder: Path) -> Path:
-    """Store the record as ``host_time-<date>.json`` and return where."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = datetime.fromisoformat(found["date"]).strftime("%Y%m%d-%H%M%S")
-    path = folder / f"{found['benchmark']}-{stamp}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    return path
 
 
 if __name__ == "__main__":

@@ -173,9 +173,10 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def write(found: dict[str, Any], folder: Path) -> Path:
-    """Store a record as ``<benchmark>-<size>-<date>.json`` and return where."""
+    """Store a record as ``<benchmark>-<size, if there is one>-<date>.json`` and return where."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = datetime.fromisoformat(found["date"]).strftime("%Y%m%d-%H%M%S")
-    path = folder / f"{found['benchmark']}-{found['settings']['size']}-{stamp}.json"
+    size = [found["settings"]["size"]] if "size" in found["settings"] else []
+    path = folder / f"{'-'.join([found['benchmark'], *size, stamp])}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     return path

@@ -115,15 +115,20 @@ def verify_interpreted(seconds: float = 600.0) -> list[Verdict]:
         A verdict for each kernel, in the order of the table.
 
     Raises:
-        KernelError: there is no Triton here, or that process failed.
+        KernelError: there is no Triton here, or that process failed or took too long.
     """
     if not dispatch.installed():
         raise KernelError("kernels.verify_interpreted: Triton is not installed; pip install triton")
     command = [sys.executable, "-m", "zfunc.kernels.interpreter_triton"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=seconds, check=False
-    )
+    try:
+        ran = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KernelError(
+            f"kernels.verify_interpreted: not done within {seconds:g} s; give it more time."
+        ) from error
     if ran.returncode:
         raise KernelError(f"kernels.verify_interpreted: the process failed: {ran.stderr[-500:]}")
     return [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]

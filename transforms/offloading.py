@@ -257,6 +257,7 @@ class Offload(Transform):
             return
         store: Store = next(iter(nodes.values())).column.store
         HOST.locked = store.ring.locked
+        store.drain()  # what a step that broke off was writing
         self._by_unit(running, lambda layout: Spill(store, layout))
 
     def _by_unit(self, running: Context, spill: Callable[[Layout], Any]) -> None:

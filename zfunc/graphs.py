@@ -28,6 +28,7 @@ from torch import Tensor
 from zfunc import context, random, tree
 from zfunc.comm import Group
 from zfunc.errors import CompositionError
+from zfunc.intake import entry
 from zfunc.language.recording import ONE_AT_A_TIME, Reads
 from zfunc.nodes import NAMESPACE, carry
 from zfunc.step import Step, as_step
@@ -47,7 +48,10 @@ def captured(step: Callable[..., Any]) -> Captured:
 
     Args:
         step: a step that donates its state (``zf.donate``), wrapped in everything else that it is
-            to be wrapped in: ``captured`` is the outermost. Shapes are the same in every call.
+            to be wrapped in: ``captured`` is the outermost. The third call fixes structure, shapes,
+            dtypes and numbers of the batch (whatever the first two were given). A later one with
+            others is refused, and the state is as it was: give it to ``.step``, pad the batch, or
+            make a captured step for each shape; they may take turns on one state.
 
     Returns:
         A :class:`Captured`, called like the step. ``.step`` is the step itself.
@@ -55,7 +59,7 @@ def captured(step: Callable[..., Any]) -> Captured:
     Raises:
         CompositionError: (from a call, before the state is touched) the step cannot be captured:
             the state is not on a GPU, or is not donated; a transform or the loss decides on the
-            host; a shape has changed. The message says which.
+            host; the batch is not like the one that was recorded. The message says which.
 
     >>> import zfunc as zf
     >>> tx = zf.optim.sgd(0.1)
@@ -168,13 +172,12 @@ class _Run:
         reads = Reads(device)
         here = torch.cuda.current_stream(device)
         self.stream.wait_stream(here)
-        for x in _flat(state)[0]:  # the step lets go of it while this stream still reads it
-            if _is_on_device(x):
-                x.record_stream(self.stream)
+        _kept_for(self.stream, state)  # the step lets go of it while this stream still reads it
         before = _collectives()
         with torch.cuda.stream(self.stream), self.scopes.of(state), reads, _ending():
             out = step(_counted_on(state, device), *args, **kwargs)
         here.wait_stream(self.stream)
+        _kept_for(here, out)  # where the caller uses it and lets go of it
         self.obstacles = [f"waits for the GPU, in {name}" for name in reads.found]
         after = {group: n for group, n in _collectives().items() if n != before.get(group)}
         self.groups = list(after)
@@ -204,12 +207,13 @@ class _Scopes:
     @contextmanager
     def of(self, state: Any) -> Iterator[None]:
         """Watch the scopes that are opened inside the block."""
-        key, step = (_entry(state, name) for name in HOST)
+        key, step = (entry(state, name) for name in HOST)
         with random.watched(self, key, step):
             yield
 
     def register(self, graph: Any, device: torch.device) -> None:
         """A generator for each scope, known to the graph."""
+        self._next = 0  # an earlier recording may have been broken off
         self.generators = [torch.Generator(device) for _ in self.paths]
         for generator in self.generators:
             graph.register_generator_state(generator)
@@ -243,7 +247,7 @@ class _Scopes:
 
     def seed(self, state: Any) -> None:
         """Let the next replay draw what the step would draw on this state."""
-        key, step = (_entry(state, name) for name in HOST)
+        key, step = (entry(state, name) for name in HOST)
         for path, generator in zip(self.paths, self.generators, strict=True):
             own = key
             for data in path:
@@ -264,7 +268,9 @@ class _Graph:
         self._state = [_alias(x) for x in leaves]
         given, self._given_spec = _flat((args, kwargs))
         self._given = [x.clone() if isinstance(x, Tensor) else x for x in given]
+        self._homes = {_at(x) for x in (*self._state, *self._given) if _is_on_device(x)}
         self._scopes, self._groups = run.scopes, run.groups
+        self._stream = run.stream
         self._graph = torch.cuda.CUDAGraph()
         self._scopes.register(self._graph, device)
         how: Any = {"stream": run.stream, "capture_error_mode": "thread_local"}
@@ -282,7 +288,7 @@ class _Graph:
                 new, out = step(given_state, *args, **kwargs)
                 made, spec = _flat(new)
                 self._check_kept(spec, made)
-                self._bring_home(made)
+                self._bring_home(self._state, made)
         finally:
             self._scopes.recording = False
         self._marks = made
@@ -314,16 +320,15 @@ class _Graph:
             for old, new in zip(self._state, made, strict=True)
         ]
 
-    def _bring_home(self, made: Sequence[Any]) -> None:
-        """Copy what the step made elsewhere to where the next replay reads it."""
-        home = {_at(x) for x in self._state if _is_on_device(x)}
+    def _bring_home(self, homes: Sequence[Any], values: Sequence[Any]) -> None:
+        """Copy what lies elsewhere to where a replay reads it; leaves may have changed places."""
         away = [
-            (old, new.clone() if _at(new) in home else new)
-            for old, new in zip(self._state, made, strict=True)
-            if _is_on_device(old) and not _same_memory(old, new)
+            (home, x.clone() if _at(x) in self._homes else x)
+            for home, x in zip(homes, values, strict=True)
+            if _is_on_device(home) and not _same_memory(home, x)
         ]
-        for old, new in away:
-            old.copy_(new)
+        for home, x in away:
+            home.copy_(x, non_blocking=True)
 
     def _check_out(self) -> None:
         for path, x in zip(_paths(self._out_spec), self._out, strict=True):
@@ -339,13 +344,17 @@ class _Graph:
         given, given_spec = _flat((args, kwargs))
         _check_same("the state", self._spec, self._state, spec, leaves)
         _check_same("the batch", self._given_spec, self._given, given_spec, given)
-        for old, new in zip((*self._given, *self._state), (*given, *leaves), strict=True):
-            if _is_on_device(old) and not _same_memory(old, new):
-                old.copy_(new, non_blocking=True)
-        self._scopes.seed(state)
-        for group in self._groups:  # ranks that take another path are told, one step later
-            group.mark("replay")
-        self._graph.replay()
+        here = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(here)  # all memory of the graph's is this stream's
+        with torch.cuda.stream(self._stream):
+            self._bring_home((*self._given, *self._state), (*given, *leaves))
+            self._scopes.seed(state)
+            for group in self._groups:  # ranks that take another path are told, one step later
+                group.mark("replay")
+            self._graph.replay()
+            out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
+        here.wait_stream(self._stream)
+        _kept_for(here, out)
         fresh = []
         for home, old, counting, like in zip(
             self._state, leaves, self._counting, self._marks, strict=True
@@ -357,7 +366,6 @@ class _Graph:
                 fresh.append(old + 1 if counting else old)
                 if counting:
                     context.blank(old)
-        out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
         return (
             optree.tree_unflatten(self._spec, fresh),
             optree.tree_unflatten(self._out_spec, out),
@@ -419,13 +427,20 @@ def _check_same(what: str, spec: Any, old: Sequence[Any], its: Any, new: Sequenc
             "captured step for each structure."
         )
     for path, a, b in zip(_paths(spec), old, new, strict=True):
-        alike = _kind(a) == _kind(b) if isinstance(a, Tensor) else a == b
-        if not alike and not (what == "the state" and _is_counter(a, b)):
+        if not _alike(a, b) and not (what == "the state" and _is_counter(a, b)):
             raise CompositionError(
                 f"captured(): {what}'s {path} was {_kind(a)} when the step was captured and is "
-                f"{_kind(b)} now. A graph has fixed shapes: pad the batch, drop the last one, or "
-                "make a captured step for each shape."
+                f"{_kind(b)} now. A graph has fixed shapes and numbers: pad the batch, drop the "
+                "last one, give a number as a tensor on the GPU, or make a captured step for each."
             )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether a graph that has seen ``a`` may be given ``b``."""
+    if isinstance(a, Tensor):
+        return _kind(a) == _kind(b)
+    same: Any = type(a) is type(b) and a == b
+    return bool(same.all() if hasattr(same, "all") else same)
 
 
 def _counted(old: Tensor, new: Tensor) -> bool:
@@ -452,10 +467,6 @@ def _paths(spec: Any) -> list[str]:
     return [tree.dotted(*path) for path in spec.paths()]
 
 
-def _entry(state: Any, name: str) -> Any:
-    return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
-
-
 def _device(state: Any) -> torch.device:
     """The GPU that a state is on, or the CPU."""
     leaves = [x for x in _flat(state)[0] if isinstance(x, Tensor)]
@@ -465,7 +476,7 @@ def _device(state: Any) -> torch.device:
 def _counted_on(state: Any, device: torch.device) -> Any:
     """The state with the optimizer's counts on the GPU, where a replay counts on."""
     leaves, spec = _flat(state)
-    host = {id(_entry(state, name)) for name in HOST}
+    host = {id(entry(state, name)) for name in HOST}
     moved = [
         carry(x.to(device), x)
         if isinstance(x, Tensor) and x.device.type == "cpu" and not x.ndim and id(x) not in host
@@ -473,6 +484,13 @@ def _counted_on(state: Any, device: torch.device) -> Any:
         for x in leaves
     ]
     return optree.tree_unflatten(spec, moved)
+
+
+def _kept_for(stream: Any, given: Any) -> None:
+    """Memory of another stream is not handed out anew before this one has used it."""
+    for x in _flat(given)[0]:
+        if _is_on_device(x):
+            x.record_stream(stream)
 
 
 def _is_on_device(x: Any) -> bool:

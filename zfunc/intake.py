@@ -12,7 +12,7 @@ from zfunc.nodes import PLACED, any_spent, carry, leaves_in
 from zfunc.placed.arriving import looking
 from zfunc.placed.leaves import is_placed
 
-__all__ = ["admitted", "copied", "first_placed", "key_of"]
+__all__ = ["admitted", "copied", "entry", "first_placed", "key_of"]
 
 
 def first_placed(state: Any) -> str | None:
@@ -57,13 +57,14 @@ def _is_tracked(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad and x.is_leaf
 
 
-def _entry(state: Any, name: str) -> Any:
+def entry(state: Any, name: str) -> Any:
+    """What a state has under a name, or None."""
     return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
 
 
 def key_of(state: Any) -> Tensor | None:
     """The key of this step's randomness: that of the state and its step count."""
-    key, step = _entry(state, "key"), _entry(state, "step")
+    key, step = entry(state, "key"), entry(state, "step")
     if key is None:
         return None
     return random.fold_in(key, step) if isinstance(step, Tensor | int) else random.as_key(key)

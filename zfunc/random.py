@@ -371,7 +371,8 @@ class scope:
 
         def of(data: int) -> scope:
             made = cls.__new__(cls)
-            made.seed, made.path = _signed(_mix(stem + _GOLDEN * data)), path and (*path, data)
+            made.seed = _signed(_mix(stem + _GOLDEN * data))
+            made.path = None if path is None else (*path, data)
             return made
 
         return of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +29,7 @@ from tests.laws.models import CASES
 from zfunc import optim, tree
 from zfunc.disk.blocks import Files
 from zfunc.disk.generations import Placement
+from zfunc.disk.successor import stored_nodes
 from zfunc.worlds.world import World, entered
 
 F64 = torch.float64
@@ -286,6 +290,38 @@ def test_a_device_that_fills_up_during_a_step(tmp_path: Path) -> None:
         assert_same(step.unplace(new), expected(3))
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
+
+
+def test_steps_that_fail_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither their gradients' files and memory, nor an error that the next step would meet."""
+    step, state = begun(tmp_path, 1)
+    store = weakref.ref(next(iter(stored_nodes(state).values())).column.store)
+    batch, real = zf.local_batch(STACK.batch(1, F64)), os.pwritev
+
+    def failing(after: int) -> Callable[..., int]:
+        calls = itertools.count()
+
+        def call(*args: Any) -> int:
+            if next(calls) < after:
+                return real(*args)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return call
+
+    for after in (0, 3, 9, 20) * 3:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", failing(after))
+            with pytest.raises(zf.PlacementError, match="the device is full"):
+                step(state, batch)
+        gc.collect()
+    assert_same(step.unplace(step(state, batch)[0]), expected(2))
+    assert len(list(tmp_path.glob("rank-*/spill-*"))) == 1
+    step.close()
+    del step, state
+    gc.collect()
+    assert store() is None
 
 
 def test_a_path_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,8 @@ def _beside(group: Any) -> Any:
 def _named(group: Any) -> str:
     """A communicator's name. Groups that torch did not make, but the project, have none."""
     if id(group) not in _NAMES:
-        _NAMES[id(group)] = (f"nccl {group.group_name or len(_NAMES)} of {group.size()}", group)
+        name = group.group_name or f"without a name {len(_NAMES)}"
+        _NAMES[id(group)] = (f"nccl {name} of {group.size()}", group)
     return _NAMES[id(group)][0]
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.gpu.clocks import Actor
 from tests.gpu.memory import Memory, Table, real_device, span
+from tests.gpu.operations import Mode, leaves_of
 from tests.gpu.record import Kind, Report, Row
 from tests.gpu.streams import Stream
 
@@ -30,15 +30,6 @@ __all__ = ["Cuda", "active"]
 TABLE = Table()
 OURS = ("/zfunc/", "/transforms/", "/optim/", "/kernels/", "/quant/")
 HERE = __file__.rpartition("/")[0]
-
-aten = torch.ops.aten
-MAY_MIX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
-# These take tensors of one device only, be they of no dimension.
-STRICT = {aten.cat, aten.stack, aten.mm, aten.addmm, aten.bmm, aten.dot}
-NEVER_MIXED = ("aten::_foreach_", "aten::_fused_")
-NO_KERNEL = {aten.detach, aten.alias, aten.lift_fresh, aten.set_, aten.record_stream}
-FRESH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
 
 _active: Cuda | None = None
 
@@ -61,7 +52,6 @@ class _Thread(threading.local):
         self.current: dict[int, Stream] = {}
         self.quiet = 0
         self.changed: set[int] | None = None  # storages that a twin writes
-        self.guest = False  # a thread of autograd's
 
 
 class Cuda:
@@ -98,13 +88,13 @@ class Cuda:
         self.collectives: list[Any] = []
         self.capturing: Any = None
         self.thread = _Thread()
-        self.mode = _Mode(self)
+        self.mode = Mode(self)
         self._undo = contextlib.ExitStack()
 
     # Its life
 
     def __enter__(self) -> Cuda:
-        from tests.gpu import patches
+        from tests.gpu import patches, streams
 
         global _active
         if _active is not None:
@@ -112,6 +102,7 @@ class Cuda:
         _active = self
         TABLE.begin(session=True)
         TABLE.freed = self._freed
+        self.actors |= streams.begun()
         self._undo.enter_context(patches.installed(self))
         self.mode.__enter__()
         return self
@@ -135,10 +126,15 @@ class Cuda:
         """The innermost line of the project that is running, and who called it."""
         frame: Any = sys._getframe(1)
         found: list[str] = []
-        while frame is not None and len(found) < 3:
-            short = _short(frame.f_code.co_filename)
+        while frame is not None:
+            code = frame.f_code
+            short = _KNOWN.get(code.co_filename)
+            if short is None:
+                short = _short(code.co_filename)
             if short:
-                found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+                found.append(f"{short}:{frame.f_lineno} {code.co_name}")
+                if len(found) == 3:
+                    break
             frame = frame.f_back
         return " < ".join(found) or "(outside)"
 
@@ -164,6 +160,12 @@ class Cuda:
             yield
         finally:
             self.thread.quiet -= 1
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """What runs here has no device: its operations are not looked at."""
+        with self.quietly(), _disable_current_modes():
+            yield
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
@@ -276,7 +278,7 @@ class Cuda:
         """Arguments as they are compared between steps; ``()`` if they are not kept."""
         if not self.keeps_arguments or self.thread.quiet:
             return ()
-        return tuple(self._named(x) for x in tree_leaves(args))
+        return tuple(self._named(x) for x in leaves_of(args))
 
     def _named(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -301,218 +303,15 @@ class Cuda:
             )
 
 
-def _short(filename: str, known: dict[str, str] | None = None) -> str:
+def _short(filename: str) -> str:
     """A file of the project by its path in the repository, ``""`` for all others."""
-    known = _KNOWN if known is None else known
-    found = known.get(filename)
-    if found is None:
-        found = ""
-        if not filename.startswith(HERE) and "site-packages" not in filename:
-            parts = [part for part in OURS if part in filename]
-            tails = [part[1:] + filename.rpartition(part)[2] for part in parts]
-            found = min(tails, key=len, default="")
-        known[filename] = found
+    found = ""
+    if not filename.startswith(HERE) and "site-packages" not in filename:
+        parts = [part for part in OURS if part in filename]
+        tails = [part[1:] + filename.rpartition(part)[2] for part in parts]
+        found = min(tails, key=len, default="")
+    _KNOWN[filename] = found
     return found
 
 
 _KNOWN: dict[str, str] = {}
-
-
-class _Mode(TorchDispatchMode):
-    """Sees the operations that run, below autograd."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        super().__init__()
-        self.cuda = cuda
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # it would be imported, for seconds
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs) if kwargs else {}
-        if func.namespace == "c10d":
-            from tests.gpu import collectives
-
-            return collectives.dispatch(self.cuda, func, args, kwargs)
-        return _Operation(self.cuda, self, func, args, kwargs).run()
-
-
-class _Operation:
-    """One operation under the mode."""
-
-    def __init__(self, cuda: Cuda, mode: _Mode, func: Any, args: Any, kwargs: Any) -> None:
-        self.cuda, self.mode, self.func, self.args, self.kwargs = cuda, mode, func, args, kwargs
-        self.packet = func.overloadpacket
-        self.given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.mine = [x for x in self.given if cuda.on_gpu(x)]
-
-    def run(self) -> Any:
-        goal, pin = self._goal()
-        if self.func.namespace not in ("aten", "prims", "prim"):
-            return self._inside()
-        if goal is None and not self.mine:
-            return self._on_host(pin)
-        if self.packet is aten.copy_ and len(self.mine) == 1:
-            return self._copied()
-        if self.packet is aten._foreach_copy_ and len(self.mine) < len(self.given):
-            return self._copied_lists()
-        if self.mine:
-            self._check()
-        if _reads(self.func, self.args, self.mine):
-            self.cuda.sync(str(self.func))
-        if self.func._schema.is_mutable:
-            self._written(self._changed())
-        out = self.func(*self.args, **self.kwargs)
-        if goal == "host":
-            return out
-        self._launched(out, goal)
-        return out
-
-    def _goal(self) -> tuple[Any, bool]:
-        """The GPU that results are asked for on, ``"host"``, or None where operands decide."""
-        pin = bool(self.kwargs.get("pin_memory"))
-        if pin:
-            self.kwargs["pin_memory"] = False
-        asked = self.kwargs.get("device")
-        if self.packet is aten._to_copy:  # Tensor.to and its like never come here to move
-            self.kwargs.pop("device", None)
-            return None, pin
-        if asked is None:
-            return None, pin
-        if asked.type == "cuda":
-            self.kwargs["device"] = torch.device("cpu")
-            return self.cuda.device if asked.index is None else asked.index, pin
-        return ("host" if asked.type == "cpu" and self.mine else None), pin
-
-    def _inside(self) -> Any:
-        """An operator that is written in Python runs under our eyes, as it would for a GPU."""
-        if not self.mine:
-            return self.func(*self.args, **self.kwargs)
-        with self.mode:
-            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-            return self.func.redispatch(keys, *self.args, **self.kwargs)
-
-    def _on_host(self, pin: bool) -> Any:
-        cuda = self.cuda
-        if not cuda.thread.quiet and not _is_view(self.func):
-            locked = [x for x in self.given if cuda.pinned(x)]
-            if locked:
-                where, what = cuda.where(), str(self.func)
-                changed = {id(x) for x in self._changed()}
-                cuda.host.step()
-                for x in locked:
-                    cuda.use(cuda.host, x, id(x) in changed, where, what)
-        out = self.func(*self.args, **self.kwargs)
-        if pin:
-            cuda.lock(out)
-        return out
-
-    def _copied(self) -> Any:
-        from tests.gpu import transfers
-
-        into, source = self.args[:2]
-        eager = not (self.kwargs.get("non_blocking") or self.args[2:3] == (True,))
-        transfers.noted(self.cuda, into, source, blocking=eager, name="copy_")
-        self._written([into])
-        if self.cuda.recording is not None:
-            self.cuda.recording.other(lambda: into.copy_(source) and None)
-        return self.func(*self.args, **self.kwargs)
-
-    def _copied_lists(self) -> Any:
-        from tests.gpu import transfers
-
-        eager = not (self.kwargs.get("non_blocking") or self.args[2:3] == (True,))
-        for into, source in zip(*self.args[:2], strict=True):
-            transfers.noted(self.cuda, into, source, blocking=eager, name="_foreach_copy_")
-        self._written(list(self.args[0]))
-        return self.func(*self.args, **self.kwargs)
-
-    def _check(self) -> None:
-        """CUDA takes operands on one device; numbers of the host travel with some launches."""
-        if self.packet in MAY_MIX or self.packet in NO_KERNEL or self.cuda.thread.quiet:
-            return
-        name = self.func._schema.name
-        strict = self.packet in STRICT or name.startswith(NEVER_MIXED)
-        others = [x for x in self.given if (x.ndim or strict) and not self.cuda.on_gpu(x)]
-        if name.startswith("aten::_fused_"):
-            lr = self.kwargs.get("lr")  # is read where it is
-            others = [x for x in others if x is not lr]
-        others = [x for x in others if real_device(x).type != "meta"]
-        if others:
-            shapes = [tuple(x.shape) for x in others]
-            self.cuda.mixed(str(self.func), f"{shapes} on the host")
-
-    def _changed(self) -> list[Tensor]:
-        schema = self.func._schema.arguments
-        given = [*zip(schema, self.args, strict=False)]
-        given += [(a, self.kwargs[a.name]) for a in schema if a.name in self.kwargs]
-        return [
-            y
-            for a, x in given
-            if a.alias_info is not None and a.alias_info.is_write
-            for y in tree_leaves(x)
-            if isinstance(y, Tensor)
-        ]
-
-    def _written(self, changed: list[Tensor]) -> None:
-        if self.cuda.thread.changed is not None:
-            self.cuda.thread.changed |= {x.untyped_storage()._cdata for x in changed}
-        if self.cuda.recording is not None:
-            self.cuda.recording.about_to_write(changed)
-
-    def _launched(self, out: Any, goal: int | None) -> None:
-        """What comes out is the GPU's; a kernel has been launched unless it is a view."""
-        cuda = self.cuda
-        if _is_view(self.func):
-            return
-        given = {x.untyped_storage()._cdata for x in self.mine}
-        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        index = cuda.find(self.mine[0]).device if self.mine and goal is None else goal  # type: ignore[union-attr]
-        for x in outs:
-            cuda.adopt(x, index)
-        if cuda.recording is not None:
-            cuda.recording.operation(self.func, self.args, self.kwargs, out)
-        if self.packet in FRESH or self.packet in NO_KERNEL:
-            return
-        changed = [x for x in self._changed() if cuda.on_gpu(x)]
-        fresh = [x for x in outs if x.untyped_storage()._cdata not in given]
-        ids = {id(x) for x in changed}
-        reads = [x for x in self.mine if id(x) not in ids]
-        cuda.issue(
-            str(self.func),
-            reads,
-            [*changed, *fresh],
-            arguments=cuda.named((self.args, self.kwargs, outs)) if cuda.keeps_arguments else (),
-        )
-
-
-def _is_view(func: Any) -> bool:
-    known = _VIEWS.get(func)
-    if known is None:
-        returns = func._schema.returns
-        shares = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
-        _VIEWS[func] = known = func.overloadpacket in (
-            aten.detach,
-            aten.alias,
-            aten.lift_fresh,
-        ) or (bool(shares) and all(shares))
-    return known
-
-
-_VIEWS: dict[Any, bool] = {}
-
-
-def _reads(func: Any, args: Any, mine: list[Tensor]) -> bool:
-    """Whether the host needs values of the device to go on."""
-    if not mine:
-        return False
-    packet = func.overloadpacket
-    if packet in READS:
-        return True
-    if packet in MAY_MIX:
-        masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
-        fills = packet is not aten.index and args[2].numel() == 1 and len(masks) == len(args[1])
-        return bool(masks) and not fills
-    tags = func.tags
-    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

@@ -107,7 +107,7 @@ def _bound(kernel: Any, args: tuple[Any, ...], how: dict[str, Any]) -> dict[str,
     if (warps := options.get("num_warps", 4)) & (warps - 1) or not 1 <= warps <= 32:
         raise ValueError(f"{_name(kernel)}: num_warps={warps}; Triton takes a power of two")
     try:
-        bound = inspect.signature(kernel.fn).bind(*args, **how)
+        bound = _signature(kernel.fn).bind(*args, **how)
     except TypeError as error:
         raise TypeError(f"{_name(kernel)} is launched with other arguments: {error}") from None
     bound.apply_defaults()
@@ -117,6 +117,9 @@ def _bound(kernel: Any, args: tuple[Any, ...], how: dict[str, Any]) -> dict[str,
         ):
             raise TypeError(f"{_name(kernel)}: Triton takes no {type(x).__name__} for {label}")
     return dict(bound.arguments)
+
+
+_signature = functools.cache(inspect.signature)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ __all__ = ["Memory", "Table", "span", "storage_of"]
 
 _functorch: Any = torch._C._functorch
 real_device: Any = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -29,6 +31,7 @@ class Memory:
         pinned: whether the host's memory is page-locked.
         home: the stream that it was allocated on.
         nbytes: its size.
+        start: of a region, its first byte.
         born: the step in which it was allocated, and as the how manieth in it.
         kept: the streams that ``record_stream`` told it of.
     """
@@ -40,6 +43,7 @@ class Memory:
     nbytes: int
     born: tuple[int, int]
     session: int
+    start: int | None = None
     kept: set[str] = field(default_factory=set)
     uses: Uses = field(default_factory=Uses)
 
@@ -52,7 +56,8 @@ class Table:
 
     def __init__(self) -> None:
         self._held: dict[int, Memory] = {}
-        self._regions: dict[int, Memory] = {}  # by their first byte
+        self._regions: list[Memory] = []  # in the order of their first bytes
+        self._starts: list[int] = []  # which are these
         self._numbers = itertools.count()
         self.session = 0
         self.step = 0
@@ -90,11 +95,26 @@ class Table:
 
     def lock(self, address: int, nbytes: int) -> Memory:
         """A region of the host is page-locked (``cudaHostRegister``)."""
-        self._regions[address] = made = self._made(None, True, "host", nbytes)
+        made = self._made(None, True, "host", nbytes)
+        made.start = address
+        at = bisect.bisect_right(self._starts, address)
+        self._starts.insert(at, address)
+        self._regions.insert(at, made)
         return made
 
     def unlock(self, address: int) -> Memory | None:
-        return self._regions.pop(address, None)
+        if address not in self._starts:
+            return None
+        at = self._starts.index(address)
+        del self._starts[at]
+        return self._regions.pop(at)
+
+    def _region(self, address: int) -> Memory | None:
+        """The page-locked region that a byte is in."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or address >= self._starts[at] + self._regions[at].nbytes:
+            return None
+        return self._regions[at]
 
     def find(self, x: Tensor) -> Memory | None:
         """What is known of a tensor's memory; ``None`` for pageable memory of the host."""
@@ -104,19 +124,18 @@ class Table:
             if not _functorch.is_functorch_wrapped_tensor(x):
                 return None
             return self.find(_functorch.get_unwrapped(x))
-        if found is None and self._regions and real_device(x).type == "cpu":
-            at = x.data_ptr()
-            regions = self._regions.items()
-            found = next((m for start, m in regions if start <= at < start + m.nbytes), None)
-        if found is not None and found.session != self.session:
+        if found is None and self._regions and real_device(x) == _HOST:
+            found = self._region(x.data_ptr())
+        if found is None:
+            return None
+        if found.session != self.session:
             found.session, found.uses, found.kept = self.session, Uses(), set()
             found.home = "compute" if found.device is not None else "host"
         return found
 
     def start_of(self, x: Tensor, memory: Memory) -> int:
         """Where the memory begins that a tensor's bytes are counted from."""
-        address = next((start for start, m in self._regions.items() if m is memory), None)
-        return x.untyped_storage().data_ptr() if address is None else address
+        return x.untyped_storage().data_ptr() if memory.start is None else memory.start
 
 
 def storage_of(x: Tensor) -> Any:

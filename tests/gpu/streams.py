@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,10 @@ from tests.gpu.clocks import Actor, Clock
 if TYPE_CHECKING:
     from tests.gpu.cuda import Cuda
 
-__all__ = ["Event", "Stream", "StreamContext", "opened"]
+__all__ = ["Event", "Stream", "StreamContext", "begun", "opened"]
 
 _numbers = itertools.count(1)
+_opened: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 def _cuda() -> Cuda:
@@ -64,9 +66,17 @@ def opened(device: Any = None, priority: int = 0, **how: Any) -> Stream:
     """What ``torch.cuda.Stream(...)`` gives: a stream of the side."""
     cuda = _cuda()
     index = cuda.device if device is None else (torch.device(device).index or 0)
-    made = Stream(f"side {sum('side' in name for name in cuda.actors)}", index, priority)
+    made = Stream(f"side {next(_numbers)}", index, priority)
     cuda.actors[made.name] = made
+    _opened.add(made)
     return made
+
+
+def begun() -> dict[str, Actor]:
+    """A session begins: the streams that somebody kept from an earlier one, who know nothing."""
+    for stream in _opened:
+        stream.clock = {}
+    return {stream.name: stream for stream in _opened}
 
 
 class Event:

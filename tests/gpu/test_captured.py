@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -121,6 +123,21 @@ def _on_two_ranks() -> None:
             raise
 
 
+def _exchanging(params: Any, given: Any) -> Tensor:
+    """With a number of the host that the ranks agree on."""
+    return noisy_loss(params, given) * float(zf.pmean(torch.ones(())))
+
+
+def _exchanges() -> str:
+    """The ranks' host takes part: two eager calls, the third is refused, and the state is whole."""
+    step, state = after(2, _exchanging, sharded(2))
+    with pytest.raises(zf.CompositionError) as refused:
+        step(state, batch(2))
+    state, _ = step.step(state, batch(2))
+    assert int(state.step) == 3
+    return str(refused.value)
+
+
 def _strays() -> str:
     """Rank 1 takes the step itself where rank 0 replays it."""
     step, state = made(lambda f: zf.captured(sharded(2)(f)), SCHEDULED)
@@ -134,14 +151,15 @@ def _strays() -> str:
     return ""
 
 
-def _two_ranks() -> str:
+def _two_ranks() -> tuple[str, str]:
     _on_two_ranks()
-    return _strays()
+    return _exchanges(), _strays()
 
 
 def test_and_on_two_ranks_which_check_on_each_other() -> None:
-    for found in ranks.launch(_two_ranks):
-        assert "mark('replay')" in found, found
+    for refused, strayed in ranks.launch(_two_ranks, alone=True):
+        assert "exchanges values through the host, in Group('data'" in refused
+        assert "mark('replay')" in strayed, strayed
 
 
 # What cannot be captured
@@ -272,6 +290,106 @@ def test_another_state_can_be_given_to_a_captured_step() -> None:
         same(down(plain.unplace(eager)), down(step.unplace(other)))
 
 
+@pytest.mark.parametrize("stage", [None, 3])
+def test_leaves_may_change_places_between_calls(stage: int | None) -> None:
+    """Two that are read where they lie, each in the other's memory."""
+
+    def averaging(state: Any, given: Any) -> Any:
+        loss, grads = zf.value_and_grad(noisy_loss)(state["params"], given)
+        params = tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        mean = tree.map(torch.add, state["mean"], params)
+        return state | {"params": params, "mean": mean, "step": state["step"] + 1}, loss
+
+    def trained(wrap: Wrap) -> Any:
+        step = zf.donate(averaging)
+        step = wrap(step if stage is None else zf.shard(step, stage=stage, unit_bytes=600))
+        start = up(NOISY.params())
+        count = {"step": torch.tensor(0), "key": zf.random.key(3)}
+        mean = tree.map(torch.zeros_like, start)
+        state = step.place({"params": start, "mean": mean, **count})
+        for i in range(STEPS):
+            state, _ = step(state, batch(i))
+            if i == 3:
+                state |= {"params": state["mean"], "mean": state["params"]}
+        return down(step.unplace(state))
+
+    with Cuda():
+        same(trained(lambda f: f), trained(zf.captured))
+
+
+def test_captured_steps_for_two_shapes_take_turns_on_one_state() -> None:
+    """And before it is captured a step takes any shape."""
+
+    def trained(captured: bool) -> Any:
+        step, state = made(sharded(2), SCHEDULED)
+        steps = [zf.captured(step), zf.captured(step)] if captured else [step, step]
+        losses = []
+        for i in range(14):
+            few = i == 1 or i % 3 == 2
+            given = tree.map(lambda x: x[:4].clone(), batch(i)) if few else batch(i)
+            state, out = steps[i % 3 == 2](state, given)
+            losses.append(float(out["loss"]))
+        return losses, down(step.unplace(state))
+
+    with Cuda():
+        (losses, state), (found, last) = trained(False), trained(True)
+    assert found == losses
+    same(state, last)
+
+
+def test_a_number_of_the_host_is_recorded_as_it_was() -> None:
+    def scaled(params: Any, given: Any) -> Tensor:
+        return noisy_loss(params, given[0]) * given[1]
+
+    with Cuda():
+        step, state = made(lambda f: zf.captured(zf.donate(f)), SCHEDULED, scaled)
+        for i in range(4):
+            state, _ = step(state, (batch(i), 0.5))
+        for other in (0.25, 1, torch.tensor(0.5), torch.tensor(0.5).cuda(), np.full(2, 0.5)):
+            with pytest.raises(zf.CompositionError, match=r"was 0\.5 .*a number as a tensor"):
+                step(state, (batch(4), other))
+        state, _ = step(state, (batch(4), 0.5))
+        assert int(state.step) == 5
+
+
+def test_a_recording_that_was_broken_off_is_made_again() -> None:
+    broken: list[int] = []
+
+    def breaking(params: Any, given: Any) -> Tensor:
+        value = noisy_loss(params, given)
+        if torch.cuda.is_current_stream_capturing() and not broken:
+            broken.append(1)
+            raise KeyboardInterrupt
+        return value
+
+    with Cuda():
+        (eager, whole), (step, state) = after(0), after(2, breaking)
+        with pytest.raises(KeyboardInterrupt):
+            step(state, batch(2))
+        for i in range(2, STEPS):
+            state, _ = step(state, batch(i))
+        for i in range(STEPS):
+            whole, _ = eager.step(whole, batch(i))
+        same(down(whole), down(state))
+
+
+def test_the_scope_of_a_folded_key_knows_what_was_folded_in() -> None:
+    key, step = zf.random.key(3), torch.tensor(0)
+    with zf.random.watched(_Idle(), key, step):
+        for mine in (key, zf.random.fold_in(key, step), zf.random.key(4)):
+            expected = zf.random.scope(zf.random.fold_in(mine, 7))
+            found = zf.random.scope.folded(mine)(7)
+            assert (found.seed, found.path) == (expected.seed, expected.path)
+
+
+class _Idle:
+    recording = False
+
+    def enter(self, path: Any) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 @pytest.mark.parametrize("calls", [1, 4])
 def test_a_state_is_spent_by_the_call_that_it_is_given_to(calls: int) -> None:
     with Cuda():
@@ -299,6 +417,21 @@ def test_closed_it_begins_anew() -> None:
         for i in range(4, 8):
             state, _ = step(state, batch(i))
         assert int(state.step) == 8
+
+
+def test_what_a_step_returns_may_be_used_and_dropped_at_once() -> None:
+    """By the stream of the caller, who knows nothing of the one that the step runs on."""
+    with Cuda() as cuda:
+        step, state = made(lambda f: zf.captured(sharded(2)(f)), SCHEDULED)
+        for i in range(5):
+            state, out = step(state, batch(i))
+            twice = [2 * x for x in tree.leaves(out) if x.is_cuda]
+            del out
+        tree.map(lambda x: x + 1 if x.is_cuda else x, state.params)
+        step.close()
+        del state, step
+        gc.collect()
+        assert cuda.report.faults() == [] and twice
 
 
 def test_all_of_its_metrics_are_its_own() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import zfunc as zf
 from tests.gpu.ranks import launch
 from tests.gpu.training import Model, Trained, on_one_gpu, trained
+from tests.laws import residual
+from tests.laws.residual import errors, params, uneven
 from zfunc import optim, tree
 from zfunc.optim import DynamicScale
 
@@ -22,27 +24,8 @@ FALLING = {"start_bits": 8, "target_bits": 5, "period": 1}
 Wrap = Callable[[Any], Any]
 
 
-def params() -> Any:
-    *keys, head = zf.random.split(zf.random.key(0), 4)
-    rows = [{"w": 0.3 * zf.random.normal(k, (16, 16)), "b": torch.zeros(16)} for k in keys]
-    return {"layers": zf.Layers(rows), "head": 0.3 * zf.random.normal(head, (16, 4))}
-
-
-def layer(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"])
-
-
-def errors(p: Any, batch: Any) -> Tensor:
-    out = zf.scan(layer, p["layers"], batch["x"].to(p["head"].dtype)) @ p["head"]
-    return (out.float() - batch["y"]).square().mean(1)
-
-
 def loss(p: Any, batch: Any) -> Tensor:
     return errors(p, batch).mean() + batch["bad"].sum() * p["head"].float().sum()
-
-
-def uneven(p: Any, batch: Any) -> zf.Mean:
-    return zf.Mean((errors(p, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
 def counted(p: Any, batch: Any) -> zf.Mean:
@@ -50,15 +33,9 @@ def counted(p: Any, batch: Any) -> zf.Mean:
 
 
 def batch(i: int, bad: int | None = None) -> dict[str, Tensor]:
-    x, y, mask = zf.random.split(zf.random.key(50 + i), 3)
     spoiled = torch.zeros(24)
     spoiled[-1] = float("inf") if i == bad else 0.0  # a row of the last rank
-    return {
-        "x": zf.random.normal(x, (24, 16)),
-        "y": zf.random.normal(y, (24, 4)),
-        "mask": (zf.random.uniform(mask, (24,)) < 0.6).float(),
-        "bad": spoiled,
-    }
+    return residual.batch(i) | {"bad": spoiled}
 
 
 MODEL = Model(params, loss, batch)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections import Counter
@@ -17,7 +18,7 @@ import torch
 import zfunc as zf
 from tests.gpu import cases, ranks
 from tests.gpu.covering import covering, uncovered
-from tests.gpu.cuda import Cuda
+from tests.gpu.cuda import Cuda, active
 from tests.gpu.training import Trained, trained
 from tests.laws.covering import Covering
 from zfunc import kernels
@@ -44,7 +45,8 @@ def check(case: Case, turn: int) -> None:
         for on_gpu in (True, False):
             wrap, tx = cases.wrapped(case, turn)
             twins = not on_gpu and not case["offload"]  # whose optimizer is the host's on both
-            with kernels.use("torch" if twins else None):
+            watched = contextlib.nullcontext() if on_gpu else active().away()
+            with kernels.use("torch" if twins else None), watched:
                 runs.append(trained(wrap, tx, model, steps=STEPS, on_gpu=on_gpu, key=5))
     mine, host = runs
     faults = [str(row) for report in (mine.placing, *mine.reports) for row in report.faults()]
@@ -120,21 +122,9 @@ def on_rank(numbered: list[tuple[int, Case]]) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_pairs_on_one_rank(part: int) -> None:
-    failed = []
-    for turn, case in [*enumerate(of_ranks(1))][part::4]:
-        try:
-            with Cuda():
-                check(case, turn)
-        except Exception as error:
-            failed.append(f"{cases.named(case)}: {type(error).__name__}: {str(error)[:400]}")
-    assert not failed, "\n".join([f"{len(failed)} cases", *failed])
-
-
-@pytest.mark.parametrize("part", range(2))
 def test_pairs_on_two_ranks(part: int) -> None:
-    """In one launch; after a case that ends it, the rest in another."""
-    left, failed = [*enumerate(of_ranks(2))][part::2], []
+    """On the same ranks; after a case that ends them, the rest on others."""
+    left, failed = [*enumerate(of_ranks(2))][part::4], []
     while left:
         try:
             failed += [text for found in ranks.launch(on_rank, left) for text in found]
@@ -147,6 +137,18 @@ def test_pairs_on_two_ranks(part: int) -> None:
             at = next(i for i, (other, _) in enumerate(left) if other == turn)
             failed.append(f"{cases.named(left[at][1])}: {type(error).__name__}: {text[:400]}")
             left = left[at + 1 :]
+    assert not failed, "\n".join([f"{len(failed)} cases", *failed])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_pairs_on_one_rank(part: int) -> None:
+    failed = []
+    for turn, case in [*enumerate(of_ranks(1))][part::4]:
+        try:
+            with Cuda():
+                check(case, turn)
+        except Exception as error:
+            failed.append(f"{cases.named(case)}: {type(error).__name__}: {str(error)[:400]}")
     assert not failed, "\n".join([f"{len(failed)} cases", *failed])
 
 

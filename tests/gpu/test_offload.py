@@ -430,14 +430,18 @@ def test_too_little_pinned_memory(to: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def _too_little() -> Any:
+    runtime = torch.cuda.cudart()
+    locks = runtime.cudaHostRegister
     if zf.rank() == 1:
-        torch.cuda.cudart().cudaHostRegister = lambda *args: 2
+        runtime.cudaHostRegister = lambda *args: 2
     try:
         cut(zf.offload(zf.train_step(MODEL.loss, ADAMW)), 3).place(
             zf.TrainState.create(up(MODEL.params()), ADAMW)
         )
     except zf.PlacementError as error:
         return str(error)
+    finally:
+        runtime.cudaHostRegister = locks
     return None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
+from tests.laws.residual import batch, errors, params, uneven
 from zfunc import context, optim
 from zfunc.placed.placement import Entries
 from zfunc.readings import Reading, number, on_host, sent
@@ -34,34 +35,6 @@ class Reads(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.seen.update([name] if name in READS else [])
         return func(*args, **(kwargs or {}))
-
-
-def params() -> Any:
-    *keys, head = zf.random.split(zf.random.key(0), 3)
-    rows = [{"w": 0.3 * zf.random.normal(k, (16, 16)), "b": torch.zeros(16)} for k in keys]
-    return {"layers": zf.Layers(rows), "head": 0.3 * zf.random.normal(head, (16, 4))}
-
-
-def layer(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"])
-
-
-def errors(p: Any, batch: Any) -> Tensor:
-    out = zf.scan(layer, p["layers"], batch["x"].to(p["head"].dtype)) @ p["head"]
-    return (out.float() - batch["y"]).square().mean(1)
-
-
-def uneven(p: Any, batch: Any) -> zf.Mean:
-    return zf.Mean((errors(p, batch) * batch["mask"]).sum(), batch["mask"].sum())
-
-
-def batch(i: int) -> dict[str, Tensor]:
-    x, y, mask = zf.random.split(zf.random.key(50 + i), 3)
-    return {
-        "x": zf.random.normal(x, (24, 16)),
-        "y": zf.random.normal(y, (24, 4)),
-        "mask": (zf.random.uniform(mask, (24,)) < 0.6).float(),
-    }
 
 
 F16 = {"compute": torch.float16, "loss_scale": "dynamic"}
@@ -86,7 +59,7 @@ def test_a_steady_step_reads_no_number(stage: int, name: str) -> None:
 
     def body() -> Counter[str]:
         step = WRAPS[name](zf.shard(zf.train_step(loss, SGD), stage=stage, unit_bytes=600))
-        state = step.place(zf.TrainState.create(params(), SGD))
+        state = step.place(zf.TrainState.create(params(layers=2), SGD))
         for i in range(2):
             state, _ = step(state, zf.local_batch(batch(i)))
         with Reads() as reads:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -19,7 +22,9 @@ from zfunc.disk.pages import PAGE as ALIGN
 from zfunc.disk.pages import aligned
 from zfunc.errors import CheckpointError, PlacementError
 
-__all__ = ["ALIGN", "BLOCK", "Files", "Region", "aligned", "digest"]
+__all__ = ["ALIGN", "BLOCK", "Files", "Region", "aligned", "digest", "finished"]
+
+T = TypeVar("T")
 
 BLOCK = 1 << 22
 
@@ -27,6 +32,18 @@ BLOCK = 1 << 22
 def digest(data: memoryview) -> int:
     """The checksum of a block; the interpreter runs on meanwhile."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def finished(work: Future[T]) -> T:
+    """What some work gives, when it is done.
+
+    What it raises is raised as a copy: an exception keeps all frames that it passes through, and a
+    future, which may be kept, would keep with its own the state and the gradients in them.
+    """
+    error = work.exception()
+    if error is not None:
+        raise copy(error) from error.__cause__
+    return work.result()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zfunc.context import blank
-from zfunc.disk.blocks import Region, aligned
+from zfunc.disk.blocks import Region, aligned, finished
 from zfunc.disk.pages import wait_for
 from zfunc.disk.ring import Buffer
 from zfunc.errors import CheckpointError
@@ -189,7 +189,7 @@ class Column:
 
         def one(block: int, buffer: Buffer = buffer) -> int:
             for writing in before:
-                writing.result()
+                finished(writing)
             a, b = region.bounds(block)
             return self.store.files.read(region, block, buffer.view[a:b])
 
@@ -292,7 +292,7 @@ class Reading:
         if self._values is None:
             for block, future in enumerate(self._futures):
                 assert self._sums is not None
-                if future.result() != self._sums[block]:
+                if finished(future) != self._sums[block]:
                     raise self.column.damaged(self.slot, self.unit, block)
             self._values = [self._tensor(*row) for row in self.column.sections[self.unit].flats]
             self._futures, self._buffer = [], None

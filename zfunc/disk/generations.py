@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from zfunc.disk.blocks import Region, refused
+from zfunc.disk.blocks import Region, finished, refused
 from zfunc.disk.columns import Column, sections
 from zfunc.disk.store import Store
 from zfunc.errors import CheckpointError
@@ -163,7 +163,7 @@ class Placement:
         for name in sorted({r.name for c in self.columns.values() for r in c.regions[0]}):
             futures.append(self.store.submit(self.store.files.sync, name))
         for future in futures:
-            future.result()
+            finished(future)
         last = self.newest[-1].number if self.newest else 0
         sums = {name: self.columns[name].sums[slot] for name, slot in slots.items()}
         made = Generation(last + 1, dict(slots), sums, _packed(plain))

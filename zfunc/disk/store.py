@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from zfunc.disk.blocks import Files, Region, aligned, refused
+from zfunc.disk.blocks import Files, Region, aligned, finished, refused
 from zfunc.disk.columns import Column, sections
 from zfunc.disk.pages import FLIGHTS
 from zfunc.disk.ring import Buffer, Ring
@@ -119,6 +119,8 @@ class Store:
         Raises:
             PlacementError: a write has failed.
         """
+        if block:
+            self.leaving.end()
         if not self._pending:
             return False
         done, rest = wait(self._pending, return_when=FIRST_COMPLETED)
@@ -126,11 +128,12 @@ class Store:
             done, rest = wait(self._pending)
         self._pending = set(rest)
         for future in done:
-            future.result()
+            finished(future)
         return True
 
     def drain(self) -> None:
         """Wait for all writes, whatever becomes of them."""
+        self.leaving.end()
         wait(self._pending)
         self._pending.clear()
 

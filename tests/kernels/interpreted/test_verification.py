@@ -33,3 +33,8 @@ def test_an_interpreter_without_bfloat16_is_no_verdict(monkeypatch: pytest.Monke
     for verdict in kernels.verify(["lion_flat", "rms_norm"]):
         assert verdict.ran == (verdict.kernel not in verification.HALF)
         assert verdict.ran or "does not know bfloat16" in str(verdict)
+
+
+def test_a_process_that_takes_too_long_is_ended():
+    with pytest.raises(kernels.KernelError, match=r"not done within 0\.01 s"):
+        verification.verify_interpreted(seconds=0.01)
