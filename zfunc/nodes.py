@@ -281,15 +281,66 @@ class _Untold(TorchFunctionMode):
 _UNTOLD = _Untold()
 
 
+class _Known:
+    """A structure, and whether trying it first pays.
+
+    To find out a structure takes three times as long as to walk along it, and to learn that
+    another one was expected forty times: optree writes out both.
+    """
+
+    __slots__ = ("credit", "spec")
+
+    def __init__(self, spec: optree.PyTreeSpec) -> None:
+        self.spec, self.credit = spec, MISS
+
+    def leaves(self, tree: Tree, namespace: str) -> list[Any] | None:
+        """The leaves of a tree of this structure, if it is worth while to ask."""
+        if self.credit < 0:
+            self.credit += 1
+            return None
+        try:
+            with _UNTOLD:
+                items = self.spec.flatten_up_to(tree)
+        except (ValueError, TypeError):
+            self.credit -= MISS
+            return None
+        self.credit = min(self.credit + 1, 4 * MISS)
+        odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
+        fits = not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items)
+        return items if fits else None
+
+
+MISS = 20  # hits that pay for one miss
+MOST = 256  # structures that are remembered
+
+
 class _Seen(threading.local):
-    """A few structures by what tells them at a glance. Ranks that are threads have equal layouts,
-    which are long to compare; those of one rank are the same."""
+    """Structures by what tells them at a glance. Ranks that are threads have equal layouts, which
+    are long to compare; those of one rank are the same."""
 
     def __init__(self) -> None:
-        self.specs: dict[Any, list[optree.PyTreeSpec]] = {}
+        self.specs: dict[Any, _Known] = {}
 
 
 _seen = _Seen()
+
+
+def _glance(x: Any, deep: bool = True) -> Any:
+    """What tells a tree from most others without walking along it."""
+    kind = type(x)
+    if kind is dict:
+        return kind, len(x), next(iter(x), None)
+    if isinstance(x, Tensor):
+        return None
+    if isinstance(x, Placed):
+        return kind, id(getattr(x, "layout", None))
+    if isinstance(x, tuple):
+        return kind, *[_glance(y, False) for y in x[:8]]
+    if isinstance(x, list):
+        return kind, len(x)
+    if deep and hasattr(x, "__dict__"):
+        return kind, *[_glance(y, False) for y in x.__dict__.values()]
+    return kind
 
 
 def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
@@ -302,25 +353,17 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
     >>> leaves_in({"b": None, "a": [1, 2]})
     [1, 2]
     """
-    kind: Any = type(tree)
-    if kind is Tensor:
+    if type(tree) is Tensor:
         return [tree]
-    key = (
-        (kind, namespace, len(tree), next(iter(tree), None)) if kind is dict else (kind, namespace)
-    )
-    seen = _seen.specs.get(key, [])
-    for spec in seen:
-        try:
-            with _UNTOLD:
-                items = spec.flatten_up_to(tree)
-        except (ValueError, TypeError):
-            continue
-        odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
-        if not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items):
-            return [x for x in items if x is not None]
-    items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
-    if len(items) > 1 and not _holds(spec):
-        _seen.specs[key] = [spec, *seen[:3]]
+    key = namespace, _glance(tree)
+    known = _seen.specs.get(key)
+    items = None if known is None else known.leaves(tree, namespace)
+    if items is None:
+        items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
+        if len(items) > 1 and not _holds(spec):
+            if len(_seen.specs) >= MOST:
+                _seen.specs.clear()
+            _seen.specs.setdefault(key, _Known(spec)).spec = spec
     return [x for x in items if x is not None]
 
 

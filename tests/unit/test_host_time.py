@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
 from zfunc import nodes, passes, random
-from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, leaves_in
+from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, leaves_in
 from zfunc.placed import layout as layouts
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.placement import _bits
@@ -366,3 +366,25 @@ def test_flats_stand_for_leaves_only_where_these_still_lie_in_them() -> None:
     assert lying.under([a, b.clone()]) is None
     b.data = torch.zeros(2)
     assert lying.under([a, b]) is None
+
+
+def test_states_of_two_stages_are_told_apart_at_a_glance() -> None:
+    """To try one's structure on the other costs more than all that is saved."""
+    tx, params = zf.optim.adamw(1e-3), {"w": torch.ones(3), "b": torch.ones(2)}
+    step = zf.train_step(lambda params, batch: params["w"].sum(), tx)
+    full = zf.TrainState.create(params, tx)
+    states = [zf.shard(step, stage=stage).place(full) for stage in (0, 1, 2, 3)]
+    assert len({_glance(state) for state in states}) == 4
+
+
+def test_structures_that_take_turns_are_soon_not_tried_on_each_other() -> None:
+    trees = [{"same": {"w": torch.ones(1), name: torch.ones(2)}} for name in ("x", "y")]
+    keys = {(NAMESPACE, _glance(tree)) for tree in trees}
+    assert len(keys) == 1
+    tried = 0
+    for _ in range(100):
+        for tree in trees:
+            known = _seen.specs.get(*keys)  # type: ignore[arg-type]
+            tried += known is not None and known.credit >= 0
+            assert leaves_in(tree) == optree.tree_leaves(tree, namespace=NAMESPACE)
+    assert tried <= 12
