@@ -30,7 +30,7 @@ from zfunc import tree
 from zfunc.comm import Group
 from zfunc.context import PLACING, Context
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Tree, leaves_in
+from zfunc.nodes import NAMESPACE, OPAQUE, Tree, leaves_in
 from zfunc.optim.adaptive import AdamState
 from zfunc.passes import there_and_back
 from zfunc.placed.cutting import make_layout
@@ -222,9 +222,10 @@ class Shard(Transform):
         return Twins(layouts).holds(entry)
 
     def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
+        leaves = leaves_in(entry, OPAQUE)
         nodes = [
             node
-            for node in placed_nodes(entry)
+            for node in leaves
             if isinstance(node, Sharded | Streamed) and node.layout.axis != ()
         ]
         if bool(nodes) != cut:
@@ -237,15 +238,13 @@ class Shard(Transform):
             )
         for node in nodes:
             _ = node.group  # raises if the state is from a world of another size
-        if not cut and self._named_params(name):
-            self._check_whole(name, entry)
+        if not cut and name in self._named("params"):
+            plain = all(isinstance(x, Tensor) for x in leaves)
+            self._check_whole(name, entry, leaves if plain else leaves_in(entry))
 
-    def _named_params(self, name: str) -> bool:
-        return name in self._named("params")
-
-    def _check_whole(self, name: str, params: Tree) -> None:
+    def _check_whole(self, name: str, params: Tree, leaves: Sequence[Any]) -> None:
         size = self.group.size
-        for leaf in leaves_in(params):
+        for leaf in leaves:
             home = home_of(leaf)
             if isinstance(leaf, Tensor) and not is_placed(leaf):
                 raise PlacementError(

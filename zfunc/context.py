@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-Owner = tuple[int, int, Tensor]  # where in its storage a tensor begins and ends, in bytes
+Owner = tuple[int, int, Tensor]  # where in memory a tensor begins and ends
 
 
 class Residents(list[Tensor]):
@@ -101,11 +101,11 @@ def _stop(owner: Owner) -> int:
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
-    """Where in its storage a tensor lies, from its first byte to behind its last."""
-    size = x.element_size()
-    start = int(x.storage_offset()) * size
+    """Where in memory a tensor lies, from its first byte to behind its last."""
+    start = x.data_ptr()
     if x.is_contiguous():
-        return start, start + x.numel() * size
+        return start, start + x.nbytes
+    size = x.element_size()
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return start, start + (last + 1) * size if x.numel() else start
 
@@ -200,6 +200,11 @@ class Context:
     complete: bool = field(default_factory=ENDING.get)
     notes: dict[Any, Any] = field(default_factory=dict)
     offers: dict[int, Tensor] = field(default_factory=dict)
+
+    def next_scope(self) -> AbstractContextManager[Any] | None:
+        """The scope of randomness of the next layer that is called, if it has one of its own."""
+        index, self.layer_calls = self.layer_calls, self.layer_calls + 1
+        return None if self.layer_scope is None else self.layer_scope(index)
 
     @cached_property
     def around(self) -> list[Any]:

@@ -126,11 +126,9 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     running = context.current()
     if running is None:
         return _compute(fn, params, xs, kw)
-    index, running.layer_calls = running.layer_calls, running.layer_calls + 1
-    inner = fn
-    if running.layer_scope is not None:
-        inner = _scoped(fn, running.layer_scope(index))
-
+    index = running.layer_calls
+    scope = running.next_scope()
+    inner = fn if scope is None else _scoped(fn, scope)
     if not running.around:
         return _compute(inner, params, xs, kw)
 

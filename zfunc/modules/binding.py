@@ -106,6 +106,7 @@ class Template:
         units = self.anatomy.units
         self.values: list[Any] = [None] * len(units)
         self.bound: list[Any] = [None] * len(units)
+        self.resting: list[Any] = [None] * len(units)  # which of `unit_rest` is in the slots
         self.cells = [Cell() for _ in units]
         self.reaching = [bool(unit.shared or unit.buffers) for unit in units]
         self._find_slots()
@@ -168,9 +169,14 @@ class Template:
 
         @functools.wraps(forward)
         def routed(*args: Any, **kwargs: Any) -> Any:
-            params = self.values[i]
-            if type(params) is dict and current() is None:
-                return forward(*args, **kwargs)  # what layer() comes to, without its price
+            params, running = self.values[i], current()
+            # What layer() comes to where nothing surrounds layers, without its price.
+            if type(params) is dict and (running is None or not running.around):
+                scope = None if running is None else running.next_scope()
+                if scope is None:
+                    return forward(*args, **kwargs)
+                with scope:
+                    return forward(*args, **kwargs)
             return layer(LayerCall(self, i), params, *args, **kwargs)
 
         part.__dict__["forward"] = routed
@@ -263,11 +269,13 @@ class Template:
     def _bind_unit(self, i: int, value: Any) -> None:
         """Bind a unit's plain params; a ``Ref`` or nothing leaves its resting tensors."""
         if value is None or isinstance(value, Ref):
-            _fill(self.unit_rest[i])
+            if self.resting[i] is not self.unit_rest[i]:
+                self.resting[i] = self.unit_rest[i]
+                _fill(self.unit_rest[i])
             if self.cells[i].ref is not value:
                 self.cells[i].hold(value)
         else:
-            unit = self.anatomy.units[i]
+            unit, self.resting[i] = self.anatomy.units[i], None
             write(value, self.unit_nodes[i], [], unit.leaves, f"layer {unit.name}")
         self.bound[i] = value
 
