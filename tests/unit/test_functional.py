@@ -25,10 +25,11 @@ from tests.unit.functional_models import (
     run,
     square,
 )
-from zfunc import random, tree
+from zfunc import context, random, tree
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import functionalize
 from zfunc.modules.lazy import LazyTensor
+from zfunc.transforms.rematerialisation import remat
 from zfunc.tree import Layers
 
 
@@ -172,7 +173,8 @@ def test_layers_run_through_the_primitive(monkeypatch: pytest.MonkeyPatch) -> No
         return fn(tree.map(lambda p: p * 0, params), *xs, **kw)
 
     monkeypatch.setattr("zfunc.modules.binding.layer", spy)
-    monkeypatch.setattr("zfunc.modules.binding.current", object)  # as inside a step
+    around = context.Context(transforms=remat(lambda state: state).transforms)
+    monkeypatch.setattr("zfunc.modules.binding.current", lambda: around)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     f = functionalize(module)
     assert torch.equal(f.apply(f.params, X), torch.zeros(5, 2))
