@@ -281,6 +281,10 @@ class _Untold(TorchFunctionMode):
 _UNTOLD = _Untold()
 
 
+MISS = 20  # hits that pay for one miss
+MOST = 256  # structures that are remembered
+
+
 class _Known:
     """A structure, and whether trying it first pays.
 
@@ -308,10 +312,6 @@ class _Known:
         odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
         fits = not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items)
         return items if fits else None
-
-
-MISS = 20  # hits that pay for one miss
-MOST = 256  # structures that are remembered
 
 
 class _Seen(threading.local):
