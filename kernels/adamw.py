@@ -111,7 +111,7 @@ def adamw_flat(
     >>> adamw_flat(g, p, zero, zero, hyper)[0]
     tensor([0.9000, 1.1000])
     """
-    UPDATE.check(grad, (param, mu, nu), hyper)
+    UPDATE.undifferentiated(grad, param, mu, nu, hyper)
     new = _adamw(grad, param, mu, nu, hyper, low)
     return new[0], new[1], new[2], new[3] if low is not None else None
 
@@ -134,7 +134,7 @@ def adamw_flat_(
     >>> p
     tensor([0.9000, 0.9000])
     """
-    UPDATE.check_donated(grad, (param, mu, nu), low, hyper)
+    UPDATE.undifferentiated(grad, param, mu, nu, hyper)
     _adamw_(grad, param, mu, nu, low, hyper)
 
 

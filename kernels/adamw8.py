@@ -38,9 +38,12 @@ from zfunc.kernels.operators import (
     KernelError,
     agree,
     apart,
+    copies,
     define,
     dense,
     looped,
+    numbers,
+    together,
     undifferentiated,
 )
 
@@ -125,12 +128,7 @@ def adamw8_flat(
     >>> adamw8_flat(g, p, moments8(2), adamw_hyper(0.1, 1, weight_decay=0.0))[0]
     tensor([0.9000, 1.1000])
     """
-    _check("adamw8_flat", grad, param, tail, moments, hyper)
-    if tail is not None and low is not None:
-        raise KernelError(
-            "kernels.adamw8_flat: low is the copy of a float32 master; bfloat16 parameters with a "
-            "tail are their own copy: leave low out."
-        )
+    undifferentiated("adamw8_flat", INSTEAD, grad, param, hyper)
     new = _adamw8(grad, param, tail, *moments, hyper, low)
     p, t, *after, copy = new
     return p, t if tail is not None else None, Moments8(*after), copy if low is not None else None
@@ -161,16 +159,13 @@ def adamw8_flat_(
     >>> whole24(p, tail), state.mu
     (tensor([0.9000, 0.9000]), tensor([127, 127], dtype=torch.int8))
     """
-    _check("adamw8_flat_", grad, param, tail, moments, hyper)
-    agree("adamw8_flat_", param=param, low=low)
-    dense("adamw8_flat_", param=param, tail=tail, low=low, **moments._asdict())
+    undifferentiated("adamw8_flat_", INSTEAD, grad, param, hyper)
     _adamw8_(grad, param, tail, *moments, low, hyper)
 
 
 def _check(
     name: str, grad: Tensor, param: Tensor, tail: Tensor | None, moments: Moments8, hyper: Tensor
 ) -> None:
-    undifferentiated(name, INSTEAD, grad, param, hyper)
     agree(name, grad=grad, param=param, tail=tail, mu=moments.mu, nu=moments.nu)
     wanted = torch.float32 if tail is None else torch.bfloat16
     found = [x.dtype for x in (param, tail, *moments) if x is not None]
@@ -182,13 +177,55 @@ def _check(
             "float32 parameters alone, or bfloat16 ones with the tail of kernels.split24, and "
             "moments from kernels.moments8."
         )
+    if not numbers(grad):
+        raise KernelError(
+            f"kernels.{name}: grad is {grad.dtype}; expected floating-point numbers of 16 bits "
+            "or more."
+        )
+    together(name, param=param, scales=moments.scales)
     groups = -(-param.numel() // GROUP)
-    if moments.scales.shape != (groups, 2) or hyper.shape != (len(HYPER),):
+    bad = hyper.shape != (len(HYPER),) or hyper.dtype != torch.float64
+    if moments.scales.shape != (groups, 2) or bad:
         raise KernelError(
             f"kernels.{name}: scales are {tuple(moments.scales.shape)}, hyper "
-            f"{tuple(hyper.shape)}; expected {(groups, 2)} for {param.numel()} parameters, and "
-            f"{(len(HYPER),)} from kernels.adamw_hyper."
+            f"{hyper.dtype}{list(hyper.shape)}; expected {(groups, 2)} for {param.numel()} "
+            f"parameters, and float64[{len(HYPER)}] from kernels.adamw_hyper."
         )
+
+
+def _check_fresh(
+    grad: Tensor,
+    param: Tensor,
+    tail: Tensor | None,
+    mu: Tensor,
+    nu: Tensor,
+    scales: Tensor,
+    hyper: Tensor,
+    low: torch.dtype | None,
+) -> None:
+    _check("adamw8_flat", grad, param, tail, Moments8(mu, nu, scales), hyper)
+    if tail is not None and low is not None:
+        raise KernelError(
+            "kernels.adamw8_flat: low is the copy of a float32 master; bfloat16 parameters with a "
+            "tail are their own copy: leave low out."
+        )
+
+
+def _check_inplace(
+    grad: Tensor,
+    param: Tensor,
+    tail: Tensor | None,
+    mu: Tensor,
+    nu: Tensor,
+    scales: Tensor,
+    low: Tensor | None,
+    hyper: Tensor,
+) -> None:
+    moments = Moments8(mu, nu, scales)
+    _check("adamw8_flat_", grad, param, tail, moments, hyper)
+    agree("adamw8_flat_", param=param, low=low)
+    copies("adamw8_flat_", low)
+    dense("adamw8_flat_", param=param, tail=tail, low=low, **moments._asdict())
 
 
 def _room(
@@ -237,9 +274,13 @@ def _inplace(
     low: Tensor | None,
     hyper: Tensor,
 ) -> None:
-    apart("adamw8_flat_", param=param, tail=tail, mu=mu, nu=nu, scales=scales, low=low)
+    grad = grad.contiguous()
+    # An element may take the place of its gradient, which is read before; not another's.
+    over = (grad.data_ptr(), grad.dtype) == (param.data_ptr(), param.dtype)
+    read = None if over else grad
+    apart("adamw8_flat_", grad=read, param=param, tail=tail, mu=mu, nu=nu, scales=scales, low=low)
     state = (param, tail, mu, nu, scales)
-    dispatch.run("adamw8_flat", grad.contiguous(), *state, *state, low, hyper=hyper)
+    dispatch.run("adamw8_flat", grad, *state, *state, low, hyper=hyper)
 
 
 _adamw8: Callable[..., Any] = define(
@@ -248,12 +289,14 @@ _adamw8: Callable[..., Any] = define(
     _fresh,
     _room,
     looped(lambda: _adamw8),
+    _check_fresh,
 )
 _adamw8_: Callable[..., Any] = define(
     "adamw8_flat_(Tensor grad, Tensor(a!) param, Tensor(b!)? tail, Tensor(c!) mu, Tensor(d!) nu,"
     " Tensor(e!) scales, Tensor(f!)? low, Tensor hyper) -> ()",
     _inplace,
     lambda *args: None,
+    check=_check_inplace,
 )
 
 

@@ -19,6 +19,7 @@ from zfunc.kernels.operators import (
     KernelError,
     agree,
     apart,
+    copies,
     define,
     dense,
     folded,
@@ -108,22 +109,30 @@ class FlatUpdate:
             self._fresh,
             lambda grad, *rest: self._room(*rest),
             folded(lambda: fresh, 1 + len(self.state)),
+            lambda grad, *rest: self.fits(grad, rest[:-2], rest[-2]),
         )
         inplace = define(
             f"{self.name}_(Tensor grad, {donated}, Tensor(low!)? low, Tensor hyper) -> ()",
             self._inplace,
             lambda *args: None,
+            check=lambda grad, *rest: self._fits_donated(grad, rest[:-2], *rest[-2:]),
         )
         return fresh, inplace
 
-    def check(self, grad: Tensor, state: Sequence[Tensor], hyper: Tensor) -> None:
+    def undifferentiated(self, grad: Tensor, *rest: Tensor) -> None:
+        """Refuse tensors whose gradient is asked for, which the operators cannot see.
+
+        Raises:
+            KernelError: gradients are being recorded.
+        """
+        undifferentiated(self.name, self.instead, grad, *rest)
+
+    def fits(self, grad: Tensor, state: Sequence[Tensor], hyper: Tensor) -> None:
         """Refuse what the operators cannot take.
 
         Raises:
-            KernelError: shapes, dtypes or devices differ, ``hyper`` is of another
-                optimizer, or gradients are being recorded.
+            KernelError: shapes, dtypes or devices differ, or ``hyper`` is of another optimizer.
         """
-        undifferentiated(self.name, self.instead, grad, *state, hyper)
         buffers = dict(zip(self.state, state, strict=True))
         agree(self.name, grad=grad, **buffers)
         dtypes = {label: x.dtype for label, x in buffers.items()}
@@ -142,16 +151,13 @@ class FlatUpdate:
                 f"float64[{len(self.hyper)}]: {', '.join(self.hyper)}."
             )
 
-    def check_donated(
+    def _fits_donated(
         self, grad: Tensor, state: Sequence[Tensor], low: Tensor | None, hyper: Tensor
     ) -> None:
-        """Refuse what cannot be updated where it lies.
-
-        Raises:
-            KernelError: as :meth:`check`, or a buffer is not contiguous.
-        """
-        self.check(grad, state, hyper)
+        """:meth:`fits`, and what is updated where it lies is contiguous."""
+        self.fits(grad, state, hyper)
         agree(self.name, param=state[0], low=low)
+        copies(self.name, low)
         dense(self.name, low=low, **dict(zip(self.state, state, strict=True)))
 
     def _fresh(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -41,6 +41,7 @@ from zfunc.kernels.operators import (
     define,
     looped,
     numbers,
+    together,
     undifferentiated,
 )
 from zfunc.kernels.tracing import in_graph
@@ -85,7 +86,7 @@ def quantize_groups(
     (tensor([  50, -100,   12,  127], dtype=torch.int8), tensor([0.0200]))
     """
     undifferentiated("quantize_groups", INSTEAD, x)
-    _check("quantize_groups", x, bits, group, (8, 4))
+    _check("quantize_groups", x, bits, group, (8, 4))  # before the length of a row is asked for
     q, scale, zero = _quantize(x, bits, _size(x.shape[-1], group), symmetric, seed_tensor(seed))
     return q, scale, None if symmetric else zero
 
@@ -119,18 +120,8 @@ def dequantize_groups(
     tensor([0., 1., 5.])
     """
     undifferentiated("dequantize_groups", INSTEAD, scale, zero)
-    size = _size(length, group)
     check_group("dequantize_groups", bits, group, (8, 4))
-    width = length if bits == 8 else -(-length // 2)
-    wanted = ((*q.shape[:-1], width), (*q.shape[:-1], _groups(length, size)))
-    lows = wanted[1] if zero is None else tuple(zero.shape)
-    if (tuple(q.shape), tuple(scale.shape), lows) != (*wanted, wanted[1]):
-        raise KernelError(
-            f"kernels.dequantize_groups: levels {tuple(q.shape)}, scales {tuple(scale.shape)}, "
-            f"zeros {None if zero is None else tuple(zero.shape)}; expected {wanted[0]} and "
-            f"{wanted[1]} for rows of {length} with bits={bits}, group={group}."
-        )
-    out: Tensor = _dequantize(q, scale, zero, length, bits, size, dtype)
+    out: Tensor = _dequantize(q, scale, zero, length, bits, _size(length, group), dtype)
     return out
 
 
@@ -215,6 +206,53 @@ def check_group(name: str, bits: int, group: int | None, known: Any) -> None:
         raise KernelError(
             f"kernels.{name}: group={group}; expected an even number, or None for a whole row. "
             "The last group of a row may be shorter."
+        )
+
+
+def _check_quantize(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> None:
+    _check("quantize_groups", x, bits, size, (8, 4))
+    check_seed("quantize_groups", seed)
+
+
+def _check_fake(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> None:
+    _check("fake_quant", x, bits, size, range(2, 17))
+    check_seed("fake_quant", seed)
+
+
+def check_seed(name: str, seed: Tensor | None) -> None:
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
+        raise KernelError(
+            f"kernels.{name}: seed is {seed.dtype}{list(seed.shape)}; expected one int64 number."
+        )
+
+
+def _check_dequantize(
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    length: int,
+    bits: int,
+    size: int,
+    dtype: torch.dtype,
+) -> None:
+    name = "dequantize_groups"
+    check_group(name, bits, size, (8, 4))
+    together(name, q=q, scale=scale, zero=zero)
+    width = length if bits == 8 else -(-length // 2)
+    wanted = ((*q.shape[:-1], width), (*q.shape[:-1], _groups(length, size)))
+    lows = wanted[1] if zero is None else tuple(zero.shape)
+    if (tuple(q.shape), tuple(scale.shape), lows) != (*wanted, wanted[1]):
+        raise KernelError(
+            f"kernels.{name}: levels {tuple(q.shape)}, scales {tuple(scale.shape)}, "
+            f"zeros {None if zero is None else tuple(zero.shape)}; expected {wanted[0]} and "
+            f"{wanted[1]} for rows of {length} with bits={bits}, groups of {size}."
+        )
+    parts = [scale] if zero is None else [scale, zero]
+    if q.is_complex() or dtype.is_complex or not numbers(*parts):
+        raise KernelError(
+            f"kernels.{name}: levels are {q.dtype}, scales and zeros {[x.dtype for x in parts]}, "
+            f"the result {dtype}; expected real levels and results, and floating-point scales of "
+            "16 bits or more."
         )
 
 
@@ -318,6 +356,7 @@ _quantize: Callable[..., Any] = define(
     _run_quantize,
     _rooms,
     looped(lambda: _quantize),
+    _check_quantize,
 )
 _dequantize: Callable[..., Any] = define(
     "dequantize_groups(Tensor q, Tensor scale, Tensor? zero, int length, int bits, int size,"
@@ -325,12 +364,14 @@ _dequantize: Callable[..., Any] = define(
     _run_dequantize,
     _dequantized,
     looped(lambda: _dequantize),
+    _check_dequantize,
 )
 _fake: Callable[..., Any] = define(
     "fake_quant(Tensor x, int bits, int size, bool symmetric, Tensor? seed) -> Tensor",
     _run_fake,
     lambda x, *how: torch.empty_like(x, memory_format=torch.contiguous_format),
     looped(lambda: _fake),
+    _check_fake,
 )
 
 
@@ -347,7 +388,7 @@ def dequantize_limit(*tensors: Tensor, **how: Any) -> str | None:
 
 
 def mean_limit(*tensors: Tensor, **how: Any) -> str | None:
-    """Why it cannot take these means, of which a group lies on the stack."""
+    """Why it cannot take these means, of which each thread keeps a group."""
     if how and how["size"] > LONGEST:
         return f"it takes groups up to {LONGEST}, not {how['size']}"
     return dispatch.in_float32(*tensors)

@@ -32,7 +32,7 @@ from zfunc.kernels.llvm import Writer, host
 __all__ = ["dequantize", "fake_quant", "mean", "quantize"]
 
 SOURCE = ("x", "error", "shares", "lows", "rest", "senders", "width", "scales")
-QUANTIZE = (*SOURCE, "out", "scale", "zero", "left", *PLACES, "seed")
+QUANTIZE = (*SOURCE, "out", "scale", "zero", "left", *PLACES, "seed", "scratch", "scratch_bytes")
 DEQUANTIZE = ("q", "scale", "zero", "out", *PLACES)
 F32 = torch.float32
 
@@ -152,12 +152,22 @@ def _quantize(
     places: tuple[int, ...],
 ) -> None:
     kernel, (_, _, size, _, total, _) = _quantizing(host().isa, form), places
-    _run(kernel, (*source, *into, *places), size * total)
+    n = size * total
+    if form.away is None or form.error:
+        _run(kernel, (*source, *into, *places, 0, 0), n)
+        return
+    memory, scratch = llvm.scratch([4 * (size + 16)], _threads(n))
+    _run(kernel, (*source, *into, *places, *scratch), n)
+    del memory  # now that nobody works in it
 
 
 def _run(kernel: llvm.Kernel, arguments: tuple[Tensor | int | None, ...], n: int) -> None:
     found = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments]
-    kernel(found, 1 if n < ALONE else 0)
+    kernel(found, _threads(n))
+
+
+def _threads(n: int) -> int:
+    return 1 if n < ALONE else 0
 
 
 def _word(seed: Tensor | None) -> int:
@@ -179,7 +189,8 @@ def _quantizing(isa: str, form: Rounding) -> llvm.Kernel:
     w = Writer("quantizing", QUANTIZE)
     b, a = w.b, w.arguments
 
-    room = None if form.away is None or form.error else w.room(w.f32, w.sum(a["size"], 16))
+    alone = form.away is not None and not form.error  # a mean whose error nobody keeps
+    room = w.scratch()(w.times(w.sum(a["size"], 16), 4)) if alone else None
 
     def group(where: Group) -> None:
         first, again = _values(w, form, where, room)

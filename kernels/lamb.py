@@ -29,7 +29,17 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.adamw import HYPER, adamw_hyper
-from zfunc.kernels.operators import KernelError, agree, apart, define, dense, undifferentiated
+from zfunc.kernels.operators import (
+    KernelError,
+    agree,
+    apart,
+    copies,
+    define,
+    dense,
+    numbers,
+    together,
+    undifferentiated,
+)
 
 __all__ = ["lamb_apply_", "lamb_hyper", "lamb_moments_", "lamb_ratios"]
 
@@ -66,8 +76,7 @@ def lamb_moments_(
     >>> lamb_moments_(g, p, m, v, [(0, 2)], hyper)
     tensor([[25.,  2.]])
     """
-    _check("lamb_moments_", segments, hyper, grad=grad, param=param, mu=mu, nu=nu)
-    dense("lamb_moments_", mu=mu, nu=nu)
+    undifferentiated("lamb_moments_", INSTEAD, grad, param, mu, nu, hyper)
     out: Tensor = _moments(grad, param, mu, nu, *_columns(segments), hyper)
     return out
 
@@ -110,20 +119,57 @@ def lamb_apply_(
     >>> p
     tensor([2.8000, 3.8000])
     """
-    _check("lamb_apply_", segments, hyper, param=param, mu=mu, nu=nu)
-    agree("lamb_apply_", param=param, low=low)
-    dense("lamb_apply_", param=param, low=low)
-    if ratios.shape != (len(segments),):
-        raise KernelError(
-            f"kernels.lamb_apply_: ratios are {tuple(ratios.shape)}; expected one for each of "
-            f"the {len(segments)} segments."
-        )
+    undifferentiated("lamb_apply_", INSTEAD, param, mu, nu, hyper)
     _apply(param, mu, nu, low, *_columns(segments), ratios, hyper)
 
 
-def _check(name: str, segments: Segments, hyper: Tensor, **buffers: Tensor) -> None:
-    undifferentiated(name, INSTEAD, *buffers.values(), hyper)
+def _check_moments(
+    grad: Tensor,
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    starts: list[int],
+    stops: list[int],
+    hyper: Tensor,
+) -> None:
+    name = "lamb_moments_"
+    _check(name, starts, stops, hyper, grad=grad, param=param, mu=mu, nu=nu)
+    dense(name, mu=mu, nu=nu)
+
+
+def _check_apply(
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    low: Tensor | None,
+    starts: list[int],
+    stops: list[int],
+    ratios: Tensor,
+    hyper: Tensor,
+) -> None:
+    name = "lamb_apply_"
+    _check(name, starts, stops, hyper, param=param, mu=mu, nu=nu)
+    agree(name, param=param, low=low)
+    copies(name, low)
+    together(name, param=param, ratios=ratios)
+    dense(name, param=param, low=low)
+    if ratios.shape != (len(starts),) or not numbers(ratios):
+        raise KernelError(
+            f"kernels.{name}: ratios are {ratios.dtype}{list(ratios.shape)}; expected one "
+            f"floating-point number for each of the {len(starts)} segments."
+        )
+
+
+def _check(
+    name: str, starts: list[int], stops: list[int], hyper: Tensor, **buffers: Tensor
+) -> None:
     agree(name, **buffers)
+    if not numbers(*buffers.values()) or buffers["param"].dim() != 1:
+        found = {label: f"{x.dtype}{list(x.shape)}" for label, x in buffers.items()}
+        raise KernelError(
+            f"kernels.{name}: {found}; expected flat buffers of floating-point numbers of 16 bits "
+            "or more."
+        )
     dtypes = {label: x.dtype for label, x in buffers.items() if label != "grad"}
     if len(set(dtypes.values())) > 1:
         raise KernelError(
@@ -134,9 +180,14 @@ def _check(name: str, segments: Segments, hyper: Tensor, **buffers: Tensor) -> N
             f"kernels.{name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
             f"float64[{len(HYPER)}]: make it with kernels.lamb_hyper."
         )
+    if len(starts) != len(stops):
+        raise KernelError(
+            f"kernels.{name}: {len(starts)} segments begin and {len(stops)} end; expected one "
+            "end for each."
+        )
     (n,) = buffers["param"].shape
     end = 0
-    for start, stop in sorted(segments):
+    for start, stop in sorted(zip(starts, stops, strict=True)):
         if not end <= start <= stop <= n:
             raise KernelError(
                 f"kernels.{name}: segment ({start}, {stop}) overlaps another or leaves the buffer "
@@ -163,10 +214,12 @@ def _run_moments(
     stops: list[int],
     hyper: Tensor,
 ) -> Tensor:
-    apart("lamb_moments_", mu=mu, nu=nu)
+    grad, param = grad.contiguous(), param.contiguous()
+    apart("lamb_moments_", grad=grad, mu=mu, nu=nu)
+    apart("lamb_moments_", param=param, mu=mu, nu=nu)
     squares = torch.zeros(len(starts), 2, dtype=_wide(param), device=param.device)
     how = {"starts": tuple(starts), "stops": tuple(stops), "hyper": hyper}
-    dispatch.run("lamb_moments", grad.contiguous(), param.contiguous(), mu, nu, squares, **how)
+    dispatch.run("lamb_moments", grad, param, mu, nu, squares, **how)
     return squares
 
 
@@ -180,9 +233,11 @@ def _run_apply(
     ratios: Tensor,
     hyper: Tensor,
 ) -> None:
-    apart("lamb_apply_", param=param, low=low)
+    mu, nu, ratios = mu.contiguous(), nu.contiguous(), ratios.contiguous()
+    for label, x in {"mu": mu, "nu": nu, "ratios": ratios}.items():
+        apart("lamb_apply_", param=param, low=low, **{label: x})
     how = {"starts": tuple(starts), "stops": tuple(stops), "hyper": hyper}
-    rest = (mu.contiguous(), nu.contiguous(), low, ratios.contiguous())
+    rest = (mu, nu, low, ratios)
     dispatch.run("lamb_apply", param, *rest, **how)
 
 
@@ -193,12 +248,14 @@ _moments: Callable[..., Any] = define(
     lambda grad, param, mu, nu, starts, stops, hyper: param.new_empty(
         len(starts), 2, dtype=_wide(param)
     ),
+    check=_check_moments,
 )
 _apply: Callable[..., Any] = define(
     "lamb_apply_(Tensor(a!) param, Tensor mu, Tensor nu, Tensor(b!)? low, int[] starts,"
     " int[] stops, Tensor ratios, Tensor hyper) -> ()",
     _run_apply,
     lambda *args: None,
+    check=_check_apply,
 )
 
 

@@ -84,7 +84,7 @@ def lion_flat(
     >>> lion_flat(g, p, torch.zeros(2), lion_hyper(0.25))[0]
     tensor([0.7500, 1.2500])
     """
-    UPDATE.check(grad, (param, mu), hyper)
+    UPDATE.undifferentiated(grad, param, mu, hyper)
     new = _lion(grad, param, mu, hyper, low)
     return new[0], new[1], new[2] if low is not None else None
 
@@ -107,7 +107,7 @@ def lion_flat_(
     >>> p
     tensor([0.7500, 0.7500])
     """
-    UPDATE.check_donated(grad, (param, mu), low, hyper)
+    UPDATE.undifferentiated(grad, param, mu, hyper)
     _lion_(grad, param, mu, low, hyper)
 
 

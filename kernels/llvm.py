@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from llvmlite import ir
 
-__all__ = ["Host", "Kernel", "Writer", "compiled", "host", "once", "single"]
+__all__ = ["Host", "Kernel", "Writer", "compiled", "host", "once", "scratch", "single"]
 
 R = TypeVar("R")
 
@@ -146,6 +147,37 @@ def compiled(module: ir.Module, name: str, isa: str = "") -> Kernel:
             together(ctypes.addressof(values), threads)
 
     return run
+
+
+class _Scratch(threading.local):
+    memory: Tensor | None = None
+
+
+_scratch = _Scratch()
+LINE = 64  # bytes of a cache line
+MOST = 1 << 22  # bytes of scratch that a thread keeps
+
+
+def scratch(sizes: Sequence[int], threads: int = 0) -> tuple[Tensor, list[int]]:
+    """Memory for a kernel to work in, off the stack, and its arguments that say where it is.
+
+    Args:
+        sizes: bytes of the parts that each thread asks :meth:`Writer.scratch` for.
+        threads: that the kernel runs on; 0 stands for all.
+
+    Returns:
+        ``(memory, [address, bytes of a thread])``. The memory must be held until the kernel has
+        run; its contents may go with the next call.
+    """
+    each = sum(size + -size % LINE for size in sizes)
+    needed = each * (threads or torch.get_num_threads()) + LINE
+    memory = _scratch.memory
+    if memory is None or memory.nbytes < needed:
+        memory = torch.empty(needed, dtype=torch.uint8)
+        if needed <= MOST:
+            _scratch.memory = memory
+    address = memory.data_ptr()
+    return memory, [address + -address % LINE, each]
 
 
 _KEPT: list[Any] = []  # machine code lives as long as the process
@@ -275,8 +307,27 @@ class Writer:
         name = f"llvm.masked.store.{_name(value.type)}.p0"
         self.intrinsic(name, self.ir.VoidType(), value, address, one, mask)
 
-    def room(self, kind: Any, count: Any) -> Any:
-        """The address of ``count`` values on the stack, 64 bytes aligned; not within a loop."""
+    def scratch(self) -> Callable[[Any], Any]:
+        """This thread's share of :func:`scratch`: gives the addresses of parts of so many bytes.
+
+        The kernel has the arguments ``scratch`` and ``scratch_bytes``.
+        """
+        a = self.arguments
+        at = self.sum(a["scratch"], self.times(self.thread(), a["scratch_bytes"]))
+
+        def part(size: Any) -> Any:
+            nonlocal at
+            here = self.at(at, 0)
+            at = self.sum(at, self.b.and_(self.sum(size, LINE - 1), self.n(-LINE)))
+            return here
+
+        return part
+
+    def room(self, kind: Any, count: int) -> Any:
+        """The address of ``count`` values on the stack, 64 bytes aligned; not within a loop.
+
+        A few KB in all: threads may have small stacks, and their end ends the process.
+        """
         address = self.b.alloca(kind, self._number(count))
         address.align = 64
         return self.b.inttoptr(self.b.ptrtoint(address, self.i64), self.pointer)

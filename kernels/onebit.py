@@ -41,6 +41,7 @@ from zfunc.kernels.operators import (
     dense,
     looped,
     numbers,
+    together,
     undifferentiated,
 )
 
@@ -91,7 +92,8 @@ def onebit_pack(
     >>> bits, scale, error
     (tensor([5], dtype=torch.uint8), tensor([2.]), tensor([1., 1., 0., 0.]))
     """
-    _check("onebit_pack", x, error, group, scaling)
+    undifferentiated("onebit_pack", INSTEAD, x, error)
+    _check_group("onebit_pack", group)
     out: tuple[Tensor, Tensor, Tensor] = _pack(x, error, group or 0, scaling)
     return out
 
@@ -113,8 +115,8 @@ def onebit_pack_(
     >>> error
     tensor([1., 1., 0., 0.])
     """
-    _check("onebit_pack_", x, error, group, scaling)
-    dense("onebit_pack_", error=error)
+    undifferentiated("onebit_pack_", INSTEAD, x, error)
+    _check_group("onebit_pack_", group)
     out: tuple[Tensor, Tensor] = _pack_(x, error, group or 0, scaling)
     return out
 
@@ -141,7 +143,8 @@ def onebit_mean(
     >>> onebit_mean(bits, scale, torch.zeros(4), scaling="mean")  # of +2-2+2-2 and +4+4+4-4
     (tensor([7], dtype=torch.uint8), tensor([2.5000]), tensor([ 0.5000, -1.5000,  0.5000, -0.5000]))
     """
-    _check_received("onebit_mean", bits, scale, error, group, scaling)
+    undifferentiated("onebit_mean", INSTEAD, scale, error)
+    _check_group("onebit_mean", group)
     out: tuple[Tensor, Tensor, Tensor] = _mean(bits, scale, error, group or 0, scaling)
     return out
 
@@ -161,8 +164,8 @@ def onebit_mean_(
     >>> onebit_mean_(*sent, torch.zeros(2))
     (tensor([1], dtype=torch.uint8), tensor([2.]))
     """
-    _check_received("onebit_mean_", bits, scale, error, group, scaling)
-    dense("onebit_mean_", error=error)
+    undifferentiated("onebit_mean_", INSTEAD, scale, error)
+    _check_group("onebit_mean_", group)
     out: tuple[Tensor, Tensor] = _mean_(bits, scale, error, group or 0, scaling)
     return out
 
@@ -195,7 +198,6 @@ def onebit_unpack(
     """
     undifferentiated("onebit_unpack", INSTEAD, scale)
     _check_group("onebit_unpack", group)
-    _check_bits("onebit_unpack", bits, scale, n, group)
     out: Tensor = _unpack(bits, scale, n, group or 0, dtype)
     return out
 
@@ -217,22 +219,16 @@ def onebit_unpack_(bits: Tensor, scale: Tensor, out: Tensor, *, group: int | Non
     tensor([ 2., -2.])
     """
     undifferentiated("onebit_unpack_", INSTEAD, scale, out)
-    dense("onebit_unpack_", out=out)
     _check_group("onebit_unpack_", group)
-    _check_bits("onebit_unpack_", bits, scale, out.shape[-1] if out.dim() else 1, group)
-    if out.shape[:-1] != bits.shape[:-1]:
-        raise KernelError(
-            f"kernels.onebit_unpack_: out is {tuple(out.shape)}, but bits {tuple(bits.shape)}; "
-            "expected a row for each sender."
-        )
     _unpack_(bits, scale, out, group or 0)
     return out
 
 
-def _check(name: str, x: Tensor, error: Tensor, group: int | None, scaling: str) -> None:
-    undifferentiated(name, INSTEAD, x, error)
+def _check(name: str, x: Tensor, error: Tensor, group: int, scaling: str) -> None:
     agree(name, x=x, error=error)
-    _check_group(name, group)
+    if name.endswith("_"):
+        dense(name, error=error)
+    _check_group(name, group or None)
     if x.dim() != 1:
         raise KernelError(f"kernels.{name}: x is {tuple(x.shape)}; expected [n]: pass x.view(-1).")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -246,7 +242,7 @@ def _check(name: str, x: Tensor, error: Tensor, group: int | None, scaling: str)
 
 
 def _check_received(
-    name: str, bits: Tensor, scale: Tensor, error: Tensor, group: int | None, scaling: str
+    name: str, bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling: str
 ) -> None:
     _check(name, error, error, group, scaling)
     if bits.dim() != 2 or not bits.shape[0]:
@@ -254,7 +250,7 @@ def _check_received(
             f"kernels.{name}: bits are {tuple(bits.shape)}; expected a row for each worker, one "
             "at least."
         )
-    undifferentiated(name, INSTEAD, scale)
+    together(name, bits=bits, error=error)
     _check_bits(name, bits, scale, error.numel(), group)
     if scale.dtype != error.dtype:
         raise KernelError(
@@ -262,9 +258,32 @@ def _check_received(
         )
 
 
-def _check_bits(name: str, bits: Tensor, scale: Tensor, n: int, group: int | None) -> None:
+def _check_unpack(bits: Tensor, scale: Tensor, n: int, group: int, dtype: torch.dtype) -> None:
+    _check_group("onebit_unpack", group or None)
+    _check_bits("onebit_unpack", bits, scale, n, group)
+    if n < 0:
+        raise KernelError(f"kernels.onebit_unpack: {n} elements; expected a number of them.")
+
+
+def _check_unpack_(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
+    name = "onebit_unpack_"
+    dense(name, out=out)
+    _check_group(name, group or None)
+    together(name, bits=bits, out=out)
+    _check_bits(name, bits, scale, out.shape[-1] if out.dim() else 1, group)
+    if out.dim() != bits.dim() or out.shape[:-1] != bits.shape[:-1]:
+        raise KernelError(
+            f"kernels.{name}: out is {tuple(out.shape)}, but bits {tuple(bits.shape)}; "
+            "expected a row for each sender."
+        )
+    if not out.is_floating_point():
+        raise KernelError(f"kernels.{name}: out is {out.dtype}; expected a floating-point dtype.")
+
+
+def _check_bits(name: str, bits: Tensor, scale: Tensor, n: int, group: int) -> None:
+    together(name, bits=bits, scale=scale)
     rows = bits.shape[:-1]
-    wanted = ((*rows, onebit_bytes(n)), (*rows, _scales(n, group or 0)))
+    wanted = ((*rows, onebit_bytes(n)), (*rows, _scales(n, group)))
     if bits.dim() not in (1, 2) or (tuple(bits.shape), tuple(scale.shape)) != wanted:
         raise KernelError(
             f"kernels.{name}: bits are {tuple(bits.shape)} and scales {tuple(scale.shape)}; "
@@ -325,6 +344,8 @@ def _mean_fresh(bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling:
 
 
 def _mean_inplace(bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling: str) -> Any:
+    bits, scale = bits.contiguous(), scale.contiguous()
+    apart("onebit_mean_", bits=bits, scale=scale, error=error)
     return _run("onebit_mean", (bits, scale), error, error, group, scaling)
 
 
@@ -335,7 +356,10 @@ def _unpack_fresh(bits: Tensor, scale: Tensor, n: int, group: int, dtype: torch.
 
 
 def _unpack_inplace(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
-    dispatch.run("onebit_unpack", bits.contiguous(), scale.contiguous(), out, group=group)
+    bits, scale = bits.contiguous(), scale.contiguous()
+    for label, x in {"bits": bits, "scale": scale}.items():
+        apart("onebit_unpack_", out=out, **{label: x})
+    dispatch.run("onebit_unpack", bits, scale, out, group=group)
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -347,11 +371,13 @@ _pack: Callable[..., Any] = define(
     _pack_fresh,
     lambda x, error, group, scaling: (*_room(error, group), _contiguous(error)),
     looped(lambda: _pack),
+    lambda *args: _check("onebit_pack", *args),
 )
 _pack_ = define(
     "onebit_pack_(Tensor x, Tensor(a!) error, int group, str scaling) -> (Tensor, Tensor)",
     _pack_inplace,
     lambda x, error, group, scaling: _room(error, group),
+    check=lambda *args: _check("onebit_pack_", *args),
 )
 _mean: Callable[..., Any] = define(
     "onebit_mean(Tensor bits, Tensor scale, Tensor error, int group, str scaling)"
@@ -359,23 +385,27 @@ _mean: Callable[..., Any] = define(
     _mean_fresh,
     lambda bits, scale, error, group, scaling: (*_room(error, group), _contiguous(error)),
     looped(lambda: _mean),
+    lambda *args: _check_received("onebit_mean", *args),
 )
 _mean_ = define(
     "onebit_mean_(Tensor bits, Tensor scale, Tensor(a!) error, int group, str scaling)"
     " -> (Tensor, Tensor)",
     _mean_inplace,
     lambda bits, scale, error, group, scaling: _room(error, group),
+    check=lambda *args: _check_received("onebit_mean_", *args),
 )
 _unpack: Callable[..., Any] = define(
     "onebit_unpack(Tensor bits, Tensor scale, int n, int group, ScalarType dtype) -> Tensor",
     _unpack_fresh,
     lambda bits, scale, n, group, dtype: scale.new_empty((*bits.shape[:-1], n), dtype=dtype),
     looped(lambda: _unpack),
+    _check_unpack,
 )
 _unpack_ = define(
     "onebit_unpack_(Tensor bits, Tensor scale, Tensor(a!) out, int group) -> ()",
     _unpack_inplace,
     lambda bits, scale, out, group: None,
+    check=_check_unpack_,
 )
 
 for _name, _twin, _traffic in (

@@ -11,6 +11,7 @@ zero without a word, in torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "agree",
     "aligned",
     "apart",
+    "copies",
     "define",
     "dense",
     "folded",
@@ -52,6 +54,7 @@ def define(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     batch: Callable[..., Batched] | None = None,
+    check: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
     """An operator ``zfunc::name``.
 
@@ -61,12 +64,16 @@ def define(
         run: what it does, on any device.
         fake: the same for shapes, dtypes and devices alone.
         batch: its rule for ``vmap``, as :func:`torch.library.register_vmap` takes it.
+        check: refuses, given the same, what ``run`` must not touch: kernels read and write memory
+            by address, and whoever calls ``torch.ops.zfunc.name`` comes past every other check.
 
     >>> double = define("doc_double(Tensor x) -> Tensor", lambda x: x + x, torch.empty_like)
     >>> double(torch.ones(2))
     tensor([2., 2.])
     """
     name = f"{NAMESPACE}::{schema.partition('(')[0]}"
+    if check is not None:
+        run, fake = _checked(check, run), _checked(check, fake)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     RUNS[name] = run
@@ -75,6 +82,15 @@ def define(
         torch.library.register_vmap(name, batch, lib=LIBRARY)
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name.rpartition(":")[2]).default
     return op
+
+
+def _checked(check: Callable[..., None], run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def checked(*args: Any) -> Any:
+        check(*args)
+        return run(*args)
+
+    return checked
 
 
 def folded(op: Callable[[], Callable[..., Any]], elementwise: int) -> Callable[..., Batched]:
@@ -175,6 +191,19 @@ def numbers(*tensors: Tensor) -> bool:
     """Whether tensors are floating-point numbers that arithmetic is defined for: not of 8 bits."""
     wide = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     return all(x.dtype in wide for x in tensors)
+
+
+def copies(name: str, low: Tensor | None) -> None:
+    """Check that a buffer for a copy of the parameters can hold one.
+
+    Raises:
+        KernelError: it is not of a floating-point dtype.
+    """
+    if low is not None and not low.is_floating_point():
+        raise KernelError(
+            f"kernels.{name}: low is {low.dtype}; expected a floating-point dtype: it receives a "
+            "copy of the parameters."
+        )
 
 
 def together(name: str, **tensors: Tensor | None) -> None:

@@ -228,14 +228,20 @@ def linear(x: Tensor, weight: Panels, bits: int) -> Tensor:
     x = x.contiguous()
     rows, n = _rows(m, halves), weight.rows[0]
     out = torch.empty(rows, n)
-    chunk = CHUNKS[-1]
+    chunk, inputs = CHUNKS[-1], rows * halves
+    threads = 1 if weight.data.nbytes < LITTLE else 0
+    small = 4 * weight.groups * inputs
+    parts = weight.groups * weight.filled * inputs, small, small, 4 * rows
+    memory, scratch = llvm.scratch(parts, threads)
     _linear(host().isa, rows, halves, *weight.kind, _chains(weight.lines, rows * halves))(
         [
             *(x.data_ptr(), *weight.addresses, out.data_ptr()),
             *(weight.count, weight.groups, weight.lines, n, m, k, weight.filled // chunk),
+            *scratch,
         ],
-        1 if weight.data.nbytes < LITTLE else 0,
+        threads,
     )
+    del memory  # now that nobody works in it
     return out if m == rows else out.resize_(m, n)  # no view
 
 

@@ -41,6 +41,7 @@ PRODUCT = (
 LINEAR = (
     *("x", "weights", "scale", "zero", "out"),
     *("panels", "groups", "lines", "n", "m", "k", "chunks"),
+    *("scratch", "scratch_bytes"),
 )
 ROUNDING = (
     *("x", "codes", "start", "sums", "row_scale"),
@@ -92,15 +93,17 @@ def linear(spec: Product, chunk: int) -> ir.Module:
     """:func:`rounding` and :func:`product` of one block at once.
 
     Every thread rounds all rows for itself, which for a few takes less time than to wait for
-    another to have done it. Arguments: :data:`LINEAR`; a group is ``chunks`` of ``chunk`` columns.
+    another to have done it, in scratch of its own. Arguments: :data:`LINEAR`; a group is ``chunks``
+    of ``chunk`` columns.
     """
     w = Writer("linear", LINEAR)
     a, inputs = w.arguments, spec.inputs
     columns = w.times(a["groups"], a["chunks"], chunk)
     a |= {"rows": w.n(spec.rows), "blocks": w.n(1), "offset": w.n(1 << (spec.bits - 1))}
-    a["codes"] = w.room(w.i8, w.times(columns, inputs))
-    a["start"], a["sums"] = (w.room(w.i32, w.times(a["groups"], inputs)) for _ in range(2))
-    a["row_scale"] = w.room(w.f32, w.n(spec.rows))
+    part = w.scratch()
+    a["codes"] = part(w.times(columns, inputs))
+    a["start"], a["sums"] = (part(w.times(a["groups"], inputs, 4)) for _ in range(2))
+    a["row_scale"] = part(w.n(4 * spec.rows))
     _round(w, w.n(0), a["m"], spec.halves, chunk, tiled=False)
     _multiply(w, spec)
     return w.done()

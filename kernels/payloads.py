@@ -18,13 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.groupwise import INSTEAD, check_group, limit, mean_limit, seed_tensor
+from zfunc.kernels.groupwise import (
+    INSTEAD,
+    check_group,
+    check_seed,
+    limit,
+    mean_limit,
+    seed_tensor,
+)
 from zfunc.kernels.groupwise_torch import mean_twin
 from zfunc.kernels.operators import (
     KernelError,
@@ -35,6 +43,7 @@ from zfunc.kernels.operators import (
     dense,
     looped,
     numbers,
+    together,
     undifferentiated,
 )
 
@@ -136,7 +145,7 @@ def quantize_payload(
     >>> payload[:4]
     tensor([  1,   2,   3, 127], dtype=torch.uint8)
     """
-    _check("quantize_payload", form, x=x, error=error)
+    undifferentiated("quantize_payload", INSTEAD, x, error)
     payload, new = _pack(x, error, *_flags(form), seed_tensor(seed))
     return payload, None if error is None else new
 
@@ -156,8 +165,7 @@ def quantize_payload_(
     >>> quantize_payload_(torch.tensor([1.0, 126.75]), Payload(2), error)[:2], error
     (tensor([  1, 127], dtype=torch.uint8), tensor([0.2500, 0.0000]))
     """
-    _check("quantize_payload_", form, x=x, error=error)
-    dense("quantize_payload_", error=error)
+    undifferentiated("quantize_payload_", INSTEAD, x, error)
     payload: Tensor = _pack_(x, error, *_flags(form), seed_tensor(seed))
     return payload
 
@@ -191,7 +199,7 @@ def mean_payloads(
     >>> dequantize_payload(mean_payloads(torch.stack(sent), form)[0], form)
     tensor([  2., 127.])
     """
-    _check_received("mean_payloads", received, form, error)
+    undifferentiated("mean_payloads", INSTEAD, error)
     payload, new = _mean(received, error, *_flags(form), seed_tensor(seed))
     return payload, None if error is None else new
 
@@ -212,8 +220,7 @@ def mean_payloads_(
     >>> mean_payloads_(sent[None], form, error)[:2], error
     (tensor([  1, 127], dtype=torch.uint8), tensor([0.2500, 0.0000]))
     """
-    _check_received("mean_payloads_", received, form, error)
-    dense("mean_payloads_", error=error)
+    undifferentiated("mean_payloads_", INSTEAD, error)
     payload: Tensor = _mean_(received, error, *_flags(form), seed_tensor(seed))
     return payload
 
@@ -238,7 +245,6 @@ def dequantize_payload(
     >>> dequantize_payload(quantize_payload(torch.tensor([0.0, 1.0, 5.0]), form)[0], form)
     tensor([0., 1., 5.])
     """
-    _check_payload("dequantize_payload", payload, form, (1, 2))
     out: Tensor = _unpack(payload, *_flags(form), dtype)
     return out
 
@@ -248,7 +254,6 @@ def _flags(form: Payload) -> tuple[int, int, int, bool, torch.dtype]:
 
 
 def _check(name: str, form: Payload, **tensors: Tensor | None) -> None:
-    undifferentiated(name, INSTEAD, *tensors.values())
     agree(name, **tensors)
     for label, x in tensors.items():
         if x is not None and (x.shape != (form.n,) or not numbers(x)):
@@ -279,6 +284,34 @@ def _check_payload(name: str, payload: Tensor, form: Payload, dims: tuple[int, .
             f"kernels.{name}: payload is {payload.dtype}{list(payload.shape)}; expected "
             f"uint8{shape} for {form}."
         )
+
+
+def _checked(name: str, x: Tensor, error: Tensor | None, *rest: Any) -> None:
+    """``x``, or what was received, with an error, before memory is touched."""
+    *flags, seed = rest
+    form = _form(name, *flags)
+    check_seed(name, seed)
+    if name.startswith("mean"):
+        _check_received(name, x, form, error)
+        together(name, received=x, error=error)
+    else:
+        _check(name, form, x=x, error=error)
+    if name.endswith("_"):
+        dense(name, error=error)
+
+
+def _checked_unpack(payload: Tensor, *rest: Any) -> None:
+    form = _form("dequantize_payload", *rest[:-1])
+    _check_payload("dequantize_payload", payload, form, (1, 2))
+
+
+def _form(name: str, n: int, bits: int, group: int, symmetric: bool, dtype: Any) -> Payload:
+    if n < 0 or not dtype.is_floating_point:
+        raise KernelError(
+            f"kernels.{name}: {n} elements with scales in {dtype}; expected a number of them, and "
+            "a floating-point dtype."
+        )
+    return Payload(n, bits, group, symmetric, dtype)
 
 
 def _new(like: Tensor, form: Payload) -> Tensor:
@@ -334,6 +367,8 @@ def _mean_fresh(received: Tensor, error: Tensor | None, *rest: Any) -> tuple[Ten
 
 def _mean_inplace(received: Tensor, error: Tensor, *rest: Any) -> Tensor:
     *flags, seed = rest
+    received = received.contiguous()
+    apart("mean_payloads_", received=received, error=error)
     return _fill_mean(received, error, error, Payload(*flags), seed)
 
 
@@ -361,28 +396,33 @@ _pack: Callable[..., Any] = define(
     _pack_fresh,
     _pack_shapes,
     looped(lambda: _pack),
+    partial(_checked, "quantize_payload"),
 )
 _pack_: Callable[..., Any] = define(
     f"quantize_payload_(Tensor x, Tensor(a!) error, {FORM}, Tensor? seed) -> Tensor",
     _pack_inplace,
     lambda x, error, *rest: _pack_shapes(x, error, *rest)[0],
+    check=partial(_checked, "quantize_payload_"),
 )
 _mean: Callable[..., Any] = define(
     f"mean_payloads(Tensor received, Tensor? error, {FORM}, Tensor? seed) -> (Tensor, Tensor)",
     _mean_fresh,
     _pack_shapes,
     looped(lambda: _mean),
+    partial(_checked, "mean_payloads"),
 )
 _mean_: Callable[..., Any] = define(
     f"mean_payloads_(Tensor received, Tensor(a!) error, {FORM}, Tensor? seed) -> Tensor",
     _mean_inplace,
     lambda received, error, *rest: _pack_shapes(received, error, *rest)[0],
+    check=partial(_checked, "mean_payloads_"),
 )
 _unpack: Callable[..., Any] = define(
     f"dequantize_payload(Tensor payload, {FORM}, ScalarType dtype) -> Tensor",
     _unpack_fresh,
     lambda payload, *rest: payload.new_empty((*payload.shape[:-1], rest[0]), dtype=rest[-1]),
     looped(lambda: _unpack),
+    _checked_unpack,
 )
 
 dispatch.register(

@@ -14,8 +14,9 @@ from zfunc import primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim import flat, frozen, fused, moments, units
 from zfunc.optim.base import GradientTransformation, nodes
-from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
+from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params, with_mask
 from zfunc.optim.moments import wide
+from zfunc.optim.paces import Pace, held, map_own, nothing, own_count, own_pace, paced, remembering
 from zfunc.optim.schedules import Rate, at, plain, started, symbolic
 from zfunc.optim.updates import Moved, moved
 
@@ -114,10 +115,11 @@ def _adam(
 
     def onwards(mu: Tree, nu: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         count = state.count + 1
-        f = partial(_direction, b1=b1, b2=b2, eps=eps, count=count, masked=primitives.frozen())
-        step = add_decay(rates, tree.map(f, mu, nu), params)
+        f = partial(_direction, b1=b1, b2=b2, eps=eps, masked=primitives.frozen())
+        own = map_own(lambda missed, m, v: f(m, v, count=own_count(count, missed)), mu, nu)
+        step = add_decay(rates, own, params)
         rate = at(lr, state.count)
-        updates = tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu)
+        updates = held(tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu))
         return updates, AdamState(count, mu, nu)
 
     def compressed(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
@@ -142,7 +144,7 @@ def _adam(
         return updates, AdamState(count, mu, nu)
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
-        rate, count = at(lr, state.count), state.count + 1
+        rate, count, paces = at(lr, state.count), state.count + 1, paced(rates)
         if params is not None:
             how = {"decay": rates, "count": count, "lr": rate, "b1": b1, "b2": b2, "eps": eps}
             own = primitives.own_step(grads, params, state.mu, state.nu, **how)
@@ -160,17 +162,21 @@ def _adam(
         if params is not None and _can_fuse(rate, weight_decay):
             how = {"count": count, "lr": rate, "b1": b1, "b2": b2, "eps": eps}
             done = fused.step(
-                grads, params, state.mu, state.nu, decay=rates, otherwise=otherwise, **how
+                *(grads, params, state.mu, state.nu),
+                decay=paces,
+                otherwise=remembering(otherwise),
+                **how,
             )
         if done is None:
             return additive(grads, state, params)
         new, mu, nu = done
         nu = primitives.settled(None, nu, b2)
         f = partial(_retrace, rate=rate, b1=b1, b2=b2, eps=eps, count=count)
-        updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))
+        updates = Moved(new, params, lambda: map_rates(f, paces, new, mu, nu))
         return updates, AdamState(count, mu, nu)
 
-    return GradientTransformation(_init, update, additive=additive, checked=True)
+    init = with_mask(_init, "adamw", rates)
+    return GradientTransformation(init, update, additive=additive, checked=True, unfit=None)
 
 
 def _can_fuse(rate: Number, weight_decay: float) -> bool:
@@ -202,10 +208,20 @@ def _direction(
 
 
 def _retrace(
-    decay: float, new: Tensor, m: Tensor, v: Tensor, *, rate: Number, **how: Any
+    pace: Pace | float | None,
+    new: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    rate: Number,
+    count: Tensor,
+    **how: Any,
 ) -> Tensor:
     """The update that led to ``new``: what it started from may have been overwritten."""
-    step = _direction(m, v, **how) * rate
+    if pace is None:
+        return nothing(new)
+    decay, missed = own_pace(pace)
+    step = _direction(m, v, count=own_count(count, missed), **how) * rate
     old = (wide(new) + step) / (1 - rate * decay)
     return (-step - old * (rate * decay)).to(new.dtype)
 
@@ -281,7 +297,9 @@ def lamb(
         updates = tree.map(lambda u, r, m: (u * (r * -rate)).to(m.dtype), step, ratios, mu)
         return updates, LambState(count, mu, nu, mean)
 
-    return GradientTransformation(init, update, additive=additive, checked=True)
+    return GradientTransformation(
+        with_mask(init, "lamb", rates), update, additive=additive, checked=True, unfit="lamb"
+    )
 
 
 def _gpu(params: Tree) -> torch.device | None:

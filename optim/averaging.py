@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zfunc import primitives, tree
+from zfunc import primitives
 from zfunc.optim import moments
 from zfunc.optim.base import GradientTransformation
 from zfunc.optim.moments import wide
+from zfunc.optim.paces import held, map_own, own_count
 from zfunc.optim.schedules import plain, started
 
 __all__ = ["EmaState", "ema"]
@@ -55,8 +56,15 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
         count = state.count + 1
         values = primitives.reduced(values)
         mean = moments.blend(values, state.ema, decay, 1 - decay)
-        seen = 1 - decay ** plain(count) if debias else 1.0
-        out = tree.map(lambda a, x: (wide(a) / seen).to(x.dtype), mean, values)
-        return out, EmaState(count, mean)
 
-    return GradientTransformation(init, update, checked=True)
+        def seen(missed: int) -> float | Tensor:
+            return 1 - decay ** plain(own_count(count, missed)) if debias else 1.0
+
+        common = seen(0)
+
+        def unbiased(missed: int, a: Tensor, x: Tensor) -> Tensor:
+            return (wide(a) / (seen(missed) if missed else common)).to(x.dtype)
+
+        return held(map_own(unbiased, mean, values)), EmaState(count, mean)
+
+    return GradientTransformation(init, update, checked=True, unfit=None)

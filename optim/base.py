@@ -16,6 +16,7 @@ import optree
 
 from zfunc import primitives
 from zfunc.errors import PlacementError
+from zfunc.freezing import without_frozen
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.elementwise import check_elementwise
 from zfunc.tree import dotted, paths
@@ -31,6 +32,7 @@ __all__ = [
 
 Tree = Any
 T = TypeVar("T")
+OWN = "a GradientTransformation of your own"
 InitFn = Callable[[Tree], Any]
 UpdateFn = Callable[..., tuple[Tree, Any]]
 
@@ -54,6 +56,8 @@ class GradientTransformation:
             parameters. ``update`` if left out.
         checked: whether it is known to be right on placed trees, and to call ``zf.reduced``
             where it needs the mean over the ranks. Others are given the mean.
+        unfit: what in it would touch leaves that a step has not used (see
+            :mod:`zfunc.optim.paces`), for messages; ``None`` if nothing does.
 
     >>> import torch
     >>> halve = GradientTransformation(
@@ -70,12 +74,17 @@ class GradientTransformation:
         *,
         additive: UpdateFn | None = None,
         checked: bool = False,
+        unfit: str | None = OWN,
     ) -> None:
-        self.init = init
-        self.checked = checked
+        self._init = init
+        self.checked, self.unfit = checked, unfit
         self._tried = False
         self._update = update
         self._additive = additive or update
+
+    def init(self, params: Tree) -> Any:
+        """The state before the first update; frozen leaves of ``params`` count as ``None``."""
+        return self._init(without_frozen(params))
 
     def update(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         """``(updates, new_state)``; the arguments are left as they are.
@@ -125,7 +134,10 @@ def identity() -> GradientTransformation:
     ({'w': 1}, EmptyState())
     """
     return GradientTransformation(
-        lambda params: EmptyState(), lambda grads, state, params: (grads, state), checked=True
+        lambda params: EmptyState(),
+        lambda grads, state, params: (grads, state),
+        checked=True,
+        unfit=None,
     )
 
 

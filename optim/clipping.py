@@ -53,5 +53,5 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         return (updates.force() if isinstance(updates, Scaled) else updates), state
 
     return GradientTransformation(
-        lambda params: EmptyState(), update, additive=lazily, checked=True
+        lambda params: EmptyState(), update, additive=lazily, checked=True, unfit=None
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -10,10 +10,18 @@ from zfunc import tree
 from zfunc.errors import CompositionError
 from zfunc.nodes import Placed
 from zfunc.optim.base import GradientTransformation, by_path, identity, nodes
+from zfunc.optim.choices import judged
 from zfunc.optim.updates import Moved, moved
 from zfunc.tree import dotted
 
-__all__ = ["MaskedState", "MultiTransformState", "chain", "masked", "multi_transform"]
+__all__ = [
+    "MaskedState",
+    "MultiTransformState",
+    "chain",
+    "masked",
+    "multi_transform",
+    "present",
+]
 
 Tree = Any
 
@@ -55,7 +63,12 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         partial(run, additive=False),
         additive=partial(run, additive=True),
         checked=True,
+        unfit=_unfit(txs),
     )
+
+
+def _unfit(txs: Iterable[GradientTransformation]) -> str | None:
+    return next((tx.unfit for tx in txs if tx.unfit is not None), None)
 
 
 class MaskedState(NamedTuple):
@@ -89,9 +102,11 @@ def masked(
         )
         return tree.merge(updates, grads), MaskedState(inner)
 
-    return GradientTransformation(
-        lambda params: MaskedState(tx.init(tree.select(params, keep))), update, checked=True
-    )
+    def init(params: Tree) -> MaskedState:
+        return MaskedState(tx.init(tree.select(params, keep)))
+
+    said = {"masked: the mask chooses": keep}
+    return GradientTransformation(judged(init, said), update, checked=True, unfit=_unfit([tx]))
 
 
 class MultiTransformState(NamedTuple):
@@ -124,7 +139,7 @@ def multi_transform(
     keeps = {name: partial(_has_label, label, name) for name in transforms}
 
     def init(params: Tree) -> MultiTransformState:
-        for path in _present(params):
+        for path in present(params):
             if label(path) not in transforms:
                 raise CompositionError(
                     f"leaf {path!r} has the label {label(path)!r}, but there are transformations "
@@ -147,12 +162,18 @@ def multi_transform(
             )
         return _united(parts, mine, grads, params), MultiTransformState(states)
 
+    said = {f"multi_transform: the label {name!r} is that of": keeps[name] for name in keeps}
     return GradientTransformation(
-        init, partial(run, additive=False), additive=partial(run, additive=True), checked=True
+        judged(init, said),
+        partial(run, additive=False),
+        additive=partial(run, additive=True),
+        checked=True,
+        unfit=_unfit(transforms.values()),
     )
 
 
-def _present(params: Tree) -> Iterable[str]:
+def present(params: Tree) -> Iterator[str]:
+    """Dotted paths of the leaves that have a value, in leaf order."""
     for path, node in nodes(params):
         if isinstance(node, Placed):
             yield from (dotted(path, name) for name in node.names())
@@ -162,7 +183,7 @@ def _present(params: Tree) -> Iterable[str]:
 
 def _among(grads: Tree, keep: Callable[[str], bool]) -> Callable[[str], bool]:
     """``keep``, of the leaves that have a gradient."""
-    trained = frozenset(_present(grads))
+    trained = frozenset(present(grads))
     return lambda path: path in trained and keep(path)
 
 

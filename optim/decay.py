@@ -9,10 +9,20 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.optim.base import EmptyState, GradientTransformation, by_path
+from zfunc.optim.choices import judged
 from zfunc.optim.moments import wide
+from zfunc.optim.paces import Paces, held
 from zfunc.placed.unreduced import linear_map
 
-__all__ = ["Rates", "add_decay", "add_decayed_weights", "decay_rates", "map_rates", "needs_params"]
+__all__ = [
+    "Rates",
+    "add_decay",
+    "add_decayed_weights",
+    "decay_rates",
+    "map_rates",
+    "needs_params",
+    "with_mask",
+]
 
 Tree = Any
 Rates = Callable[[str], float] | float
@@ -26,7 +36,12 @@ def decay_rates(weight_decay: float, mask: Tree | Callable[[str], bool] | None) 
     return lambda path: weight_decay if chosen(path) else 0.0
 
 
-def map_rates(f: Callable[..., Tensor], rates: Rates, *trees: Tree) -> Tree:
+def with_mask(init: Callable[[Tree], Any], name: str, rates: Rates) -> Callable[[Tree], Any]:
+    """``init``, which says so if a mask leaves no leaf to decay."""
+    return judged(init, {f"{name}: the mask chooses": rates}) if callable(rates) else init
+
+
+def map_rates(f: Callable[..., Tensor], rates: Paces, *trees: Tree) -> Tree:
     """``f(rate, leaf, ...)`` of corresponding leaves, elementwise."""
     if callable(rates):
         return tree.map_leaves(linear_map(lambda path, *xs: f(rates(path), *xs)), *trees)
@@ -75,6 +90,7 @@ def add_decayed_weights(
 
     def update(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         needs_params("add_decayed_weights", weight_decay, params)
-        return add_decay(rates, grads, params), state
+        return held(add_decay(rates, grads, params)), state
 
-    return GradientTransformation(lambda params: EmptyState(), update, checked=True)
+    init = with_mask(lambda params: EmptyState(), "add_decayed_weights", rates)
+    return GradientTransformation(init, update, checked=True, unfit=None)

@@ -12,8 +12,9 @@ from torch import Tensor
 from zfunc import primitives, tree
 from zfunc.optim import flat, moments
 from zfunc.optim.base import GradientTransformation
-from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params
+from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params, with_mask
 from zfunc.optim.moments import wide
+from zfunc.optim.paces import held, nothing, own_pace, paced
 from zfunc.optim.schedules import Rate, at, started
 from zfunc.optim.updates import Moved
 
@@ -61,14 +62,16 @@ def sgd(lr: Rate, momentum: float = 0.0, nesterov: bool = False) -> GradientTran
             grads = primitives.reduced(grads)
         step = grads
         if momentum:
-            step = trace = primitives.reduced(moments.blend(grads, trace, momentum, 1))
+            step = trace = primitives.reduced(
+                moments.blend(grads, trace, momentum, 1), momentum=True
+            )
         if nesterov:
             step = tree.map(lambda g, t: wide(g) + wide(t) * momentum, grads, trace)
         like = trace if momentum else grads
-        updates = tree.map(lambda u, x: (wide(u) * -rate).to(x.dtype), step, like)
+        updates = held(tree.map(lambda u, x: (wide(u) * -rate).to(x.dtype), step, like))
         return updates, SgdState(state.count + 1, trace)
 
-    return GradientTransformation(init, update, checked=True)
+    return GradientTransformation(init, update, checked=True, unfit=None)
 
 
 class LionState(NamedTuple):
@@ -108,15 +111,15 @@ def lion(
         return LionState(started(), moments.zeros(params))
 
     def update(grads: Tree, state: LionState, params: Tree) -> tuple[Tree, LionState]:
-        rate, done = at(lr, state.count), None
+        rate, paces, done = at(lr, state.count), paced(rates), None
         if params is not None and b2 > 0 and (isinstance(rate, Tensor) or rate * weight_decay < 1):
-            done = flat.lion_step(grads, params, state.mu, decay=rates, lr=rate, b1=b1, b2=b2)
+            done = flat.lion_step(grads, params, state.mu, decay=paces, lr=rate, b1=b1, b2=b2)
         if done is None:
             return additive(grads, state, params)
         new, mu = done
         f = partial(_retrace, rate=rate, b1=b1, b2=b2)
         updates = Moved(
-            new, params, lambda: map_rates(f, rates, new, mu, primitives.reduced(grads))
+            new, params, lambda: map_rates(f, paces, new, mu, primitives.reduced(grads))
         )
         return updates, LionState(state.count + 1, mu)
 
@@ -126,10 +129,12 @@ def lion(
         step = tree.map(lambda g, m: torch.sign(_mean(g, m, b1)), grads, state.mu)
         step = add_decay(rates, step, params)
         mu = moments.blend(grads, state.mu, b2, 1 - b2)
-        updates = tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu)
+        updates = held(tree.map(lambda u, m: (u * -rate).to(m.dtype), step, mu))
         return updates, LionState(state.count + 1, mu)
 
-    return GradientTransformation(init, update, additive=additive, checked=True)
+    return GradientTransformation(
+        with_mask(init, "lion", rates), update, additive=additive, checked=True, unfit=None
+    )
 
 
 def _mean(new: Tensor, old: Tensor, decay: float) -> Tensor:
@@ -137,9 +142,12 @@ def _mean(new: Tensor, old: Tensor, decay: float) -> Tensor:
 
 
 def _retrace(
-    decay: float, new: Tensor, m: Tensor, g: Tensor, *, rate: Any, b1: float, b2: float
+    pace: Any, new: Tensor, m: Tensor, g: Tensor, *, rate: Any, b1: float, b2: float
 ) -> Tensor:
     """The update that led to ``new``: what it started from may have been overwritten."""
+    if pace is None:
+        return nothing(new)
+    decay, _ = own_pace(pace)
     before = (wide(m) - wide(g) * (1 - b2)) / b2
     step = torch.sign(_mean(g, before, b1)) * rate
     old = (wide(new) + step) / (1 - rate * decay)

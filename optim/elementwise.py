@@ -14,6 +14,7 @@ import torch
 
 from zfunc import tree
 from zfunc.errors import CompositionError
+from zfunc.optim.choices import unjudged
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.sharded import cut
 from zfunc.worlds.world import World, entered
@@ -49,7 +50,7 @@ def check_elementwise(tx: Any) -> None:
 
 
 def _try(tx: Any) -> None:
-    with entered(World()):
+    with entered(World()), unjudged():
         plain = _sample(0)
         layout = make_layout(plain, world=1)
         try:

@@ -20,7 +20,8 @@ from zfunc import kernels, primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import Flats, Launch, Stretch, parted, runs
-from zfunc.optim.fused import Piece, Rates, own, pieces_of
+from zfunc.optim.fused import Piece, own, pieces_of
+from zfunc.optim.paces import Paces, own_pace
 from zfunc.optim.schedules import symbolic
 from zfunc.optim.updates import Scaled
 from zfunc.placed.unitwise import streams
@@ -46,7 +47,7 @@ class _Buffers:
         """Memory for the new parameters and moments, with the old ones in it."""
         return [own(column) for column in zip(*self.state, strict=True)]
 
-    def stretches(self, decay: Rates) -> list[list[Stretch]]:
+    def stretches(self, decay: Paces) -> list[list[Stretch]]:
         """Of each buffer, what stretches of it decay by how much."""
         if not callable(decay):
             return [[(0, length, decay)] for length, _ in self.pieces]
@@ -63,14 +64,14 @@ class _Buffers:
 
 
 def lion_step(
-    grads: Tree, params: Tree, mu: Tree, *, decay: Rates, lr: Number, b1: float, b2: float
+    grads: Tree, params: Tree, mu: Tree, *, decay: Paces, lr: Number, b1: float, b2: float
 ) -> tuple[Tree, Tree] | None:
     """One step of Lion in memory of its own (that of the arguments where it is donated).
 
     Args:
         grads: gradients, or a ``Scaled`` of them; everything is placed as they are.
         params, mu: parameters and momentum, of one dtype.
-        decay: weight decay, of all leaves or by leaf path.
+        decay: weight decay, of all leaves or by leaf path; see :mod:`zfunc.optim.paces`.
         lr, b1, b2: see :func:`zfunc.optim.lion`.
 
     Returns:
@@ -82,15 +83,17 @@ def lion_step(
     with torch.no_grad():
         stretches = found.stretches(decay)
         new = found.renewed()
-        groups: dict[tuple[torch.device, float, torch.dtype], Launch] = {}
+        groups: dict[tuple[torch.device, Any, torch.dtype], Launch] = {}
         for g, p, m, pieces in zip(found.grads, *new, stretches, strict=True):
             for part, rate in parted((p, g, m), pieces):
-                groups.setdefault((p.device, rate, p.dtype), Launch()).add(part)
-        made: dict[tuple[torch.device, float], Tensor] = {}
+                if rate is not None:  # else these leaves rest
+                    groups.setdefault((p.device, rate, p.dtype), Launch()).add(part)
+        made: dict[tuple[torch.device, Any], Tensor] = {}
         for (device, rate, _), group in groups.items():
             if (device, rate) not in made:
+                decay = own_pace(rate).decay
                 made[device, rate] = kernels.lion_hyper(
-                    lr, b1=b1, b2=b2, weight_decay=rate, factor=found.factor, device=device
+                    lr, b1=b1, b2=b2, weight_decay=decay, factor=found.factor, device=device
                 )
             for row in group.stage():
                 param, grad, mean = (x.view(-1) for x in row)
@@ -106,7 +109,7 @@ def lamb_step(
     mu: Tree,
     nu: Tree,
     *,
-    decay: Rates,
+    decay: Paces,
     lr: Number,
     steady: Callable[[Tree], tuple[Tree, Tensor]],
     **how: Any,
@@ -157,7 +160,7 @@ class _Run(NamedTuple):
 
 
 def _runs(
-    found: _Buffers, new: list[list[Tensor]], hyper: Callable[..., Tensor], decay: Rates
+    found: _Buffers, new: list[list[Tensor]], hyper: Callable[..., Tensor], decay: Paces
 ) -> Iterator[_Run]:
     made: dict[tuple[torch.device, float], Tensor] = {}
     for g, *state, (_, pieces) in zip(found.grads, *new, found.pieces, strict=True):

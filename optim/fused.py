@@ -27,6 +27,7 @@ from zfunc.kernels.uploads import on_device
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted, runs
+from zfunc.optim.paces import Paces, own_count, own_pace
 from zfunc.optim.updates import Scaled, scale
 from zfunc.placed.numbers import at_hand
 from zfunc.placed.unitwise import by_unit
@@ -38,7 +39,6 @@ DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Tree = Any
-Rates = Callable[[str], float] | float
 Piece = tuple[str, int, int]  # leaf path, start, stop
 
 
@@ -48,7 +48,7 @@ def step(
     mu: Tree,
     nu: Tree,
     *,
-    decay: Rates,
+    decay: Paces,
     otherwise: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree, Tree]],
     **how: Any,
 ) -> tuple[Tree, Tree, Tree] | None:
@@ -57,7 +57,7 @@ def step(
     Args:
         grads: gradients; everything is placed as they are.
         params, mu, nu: parameters and moments.
-        decay: weight decay, of all leaves or by leaf path.
+        decay: weight decay, of all leaves or by leaf path; see :mod:`zfunc.optim.paces`.
         otherwise: the same without the kernel, ``(grads, params, mu, nu) -> (params, mu, nu)``;
             for units on disk, of which it turns out later that the kernel cannot do them.
         how: the other keywords of :func:`adamw_`.
@@ -95,7 +95,7 @@ def _leafwise(
     columns: Sequence[Sequence[Any]],
     spec: optree.PyTreeSpec,
     factor: float | Tensor | None,
-    decay: Rates,
+    decay: Paces,
     how: dict[str, Any],
 ) -> tuple[Tree, Tree, Tree] | None:
     """:func:`step` on plain trees: ``(gradient, parameter, mean, square)`` of each leaf."""
@@ -115,8 +115,8 @@ def _leafwise(
 
 
 def _rates(
-    decay: Callable[[str], float], columns: Sequence[Sequence[Any]], spec: optree.PyTreeSpec
-) -> list[float]:
+    decay: Callable[[str], Any], columns: Sequence[Sequence[Any]], spec: optree.PyTreeSpec
+) -> list[Any]:
     rows = zip(spec.paths(), columns, strict=True)
     return [decay(tree.dotted(*path)) for path, row in rows if row[0] is not None]
 
@@ -125,7 +125,7 @@ def _step(
     columns: Sequence[list[Any]],
     spec: optree.PyTreeSpec,
     factor: float | Tensor | None,
-    decay: Rates,
+    decay: Paces,
     how: dict[str, Any],
 ) -> tuple[Tree, Tree, Tree] | None:
     rows: list[Row] = []
@@ -179,7 +179,7 @@ def _renewed(
 
 
 def _plain(
-    rows: Sequence[Row], rates: Sequence[float], factor: float | Tensor | None, how: dict[str, Any]
+    rows: Sequence[Row], rates: Sequence[Any], factor: float | Tensor | None, how: dict[str, Any]
 ) -> list[list[Tensor]]:
     """:func:`_renewed` of plain leaves: of the flats under them, where there are such."""
     if (flats := Flats.under(rows)) is not None:
@@ -224,12 +224,12 @@ def _placed_pieces(path: str, node: Any) -> Iterator[tuple[int, list[Piece]]]:
             yield flat.numel(), [(tree.dotted(path, leaf), a, b) for leaf, a, b in segments]
 
 
-def whole_stretches(rows: Sequence[Row], rates: Sequence[float]) -> list[list[Stretch]]:
+def whole_stretches(rows: Sequence[Row], rates: Sequence[Any]) -> list[list[Stretch]]:
     """Each buffer decays alike."""
     return [[(0, row[0].numel(), rate)] for row, rate in zip(rows, rates, strict=True)]
 
 
-def stretches_of(decay: Rates, part: Tree) -> list[list[Stretch]]:
+def stretches_of(decay: Paces, part: Tree) -> list[list[Stretch]]:
     """For each buffer of a tree, what stretches of it decay by how much."""
     if not callable(decay):
         return [[(0, x.numel(), decay)] for x in tree.leaves(part)]
@@ -255,33 +255,35 @@ def adamw_(
     Args:
         rows: ``(params, grads, mu, nu)`` buffers; those of a row agree in shape,
             dtype and device.
-        stretches: for each row ``(start, stop, weight decay)``.
+        stretches: for each row ``(start, stop, weight decay)``; see :mod:`zfunc.optim.paces`.
         factor: multiplies the gradients first; a number, or 0-d on their device.
         count: number of this step, from 1; 0-d.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
-    groups: dict[tuple[torch.device, torch.dtype, float], Launch] = {}
+    groups: dict[tuple[torch.device, torch.dtype, Any], Launch] = {}
     for row, pieces in zip(rows, stretches, strict=True):
         for part, rate in parted(row, pieces):
-            key = (part[0].device, part[0].dtype, rate)
-            groups.setdefault(key, Launch()).add(part)
-    knobs: dict[tuple[torch.device, float], Tensor] = {}
-    for (device, _, rate), group in groups.items():
-        blocks = group.stage()
+            if rate is not None:  # else these leaves rest
+                key = (part[0].device, part[0].dtype, rate)
+                groups.setdefault(key, Launch()).add(part)
+    knobs: dict[tuple[torch.device, Any], Tensor] = {}
+    for (device, _, pace), group in groups.items():
+        blocks, (rate, missed) = group.stage(), own_pace(pace)
+        own = own_count(count, missed)
         if kernels.choose("adamw_flat", *blocks[0]).route == "triton":
-            if (device, rate) not in knobs:
+            if (device, pace) not in knobs:
                 hyper = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": rate, "device": device}
                 gain = 1.0 if factor is None else factor
-                knobs[device, rate] = kernels.adamw_hyper(lr, count, factor=gain, **hyper)  # type: ignore[arg-type]
+                knobs[device, pace] = kernels.adamw_hyper(lr, own, factor=gain, **hyper)  # type: ignore[arg-type]
             for param, grad, mu, nu in blocks:
-                kernels.adamw_flat_(grad, param, mu, nu, knobs[device, rate])
+                kernels.adamw_flat_(grad, param, mu, nu, knobs[device, pace])
             group.unstage()
             continue
         if isinstance(factor, Tensor) and factor.device != device:
             factor = factor.to(device)  # a norm is known where the step computes
         # What the device lacks it is sent: `Tensor.to` of a host tensor would wait for it.
-        number = on_device(count.to(torch.float32), device)
+        number = on_device(own.to(torch.float32), device)
         scale = on_device(lr, device) if isinstance(lr, Tensor) else lr
         for batch in [blocks] if factor is None else _scaled(blocks, factor):
             p, g, m, v = (list(column) for column in zip(*batch, strict=True))

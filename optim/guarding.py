@@ -75,7 +75,11 @@ def skip_nonfinite(
         return tree.map(linear_map(_nothing), grads), SkipState(inner, total + 1, row + 1)
 
     return GradientTransformation(
-        init, partial(run, additive=False), additive=partial(run, additive=True), checked=True
+        init,
+        partial(run, additive=False),
+        additive=partial(run, additive=True),
+        checked=True,
+        unfit="skip_nonfinite",
     )
 
 

@@ -47,8 +47,10 @@ def blend(new: Tree, old: Tree, keep: float, gain: float, square: bool = False) 
         return wide(reuse(a)).mul_(keep).add_(x if gain == 1 else x * gain).to(a.dtype)
 
     # Aliases of all first: `reuse` blanks every tensor of the old state in the same storage.
-    f = one if square else linear_map(one)
-    return tree.map(f, new, tree.map(lambda a: a.view_as(a), old))
+    old = tree.map(lambda a: a.view_as(a), old)
+    if (used := primitives.missed()) is not None:  # what a step has not used stays
+        return tree.map_leaves(lambda path, x, a: one(x, a) if path in used else a, new, old)
+    return tree.map(one if square else linear_map(one), new, old)
 
 
 def first(
@@ -60,7 +62,7 @@ def first(
         nu, correction: frozen second moments; see :mod:`zfunc.optim.units`.
     """
     if nu is None or not units.local(grads):
-        return primitives.reduced(blend(grads, mu, decay, 1 - decay))
+        return primitives.reduced(blend(grads, mu, decay, 1 - decay), momentum=True)
     shares = primitives.reduced(units.shares(grads, mu, nu, decay, correction))
     return units.momentum(shares, nu, correction)
 

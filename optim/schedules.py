@@ -211,4 +211,6 @@ def scale_by_schedule(schedule: Rate) -> GradientTransformation:
             state.count + 1
         )
 
-    return GradientTransformation(lambda params: ScheduleState(started()), update, checked=True)
+    return GradientTransformation(
+        lambda params: ScheduleState(started()), update, checked=True, unfit=None
+    )

@@ -76,7 +76,7 @@ def fake_quantize(
 
     >>> import torch
     >>> fake_quantize(torch.tensor([[0.5, -2.0, 1.0]]), Format(3, None))
-    tensor([[ 0.6680, -2.0039,  0.6680]])
+    tensor([[ 0.5000, -2.0000,  1.0000]])
     """
     rows = rows_of(x, False)
     grid = grids.fit(rows, form, name, check)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import CheckpointError
+from zfunc.files.chunks import check_name
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
@@ -40,16 +41,28 @@ def save(path: PathLike, params: Tree) -> Path:
 
     Returns:
         The file.
+
+    Raises:
+        CheckpointError: a name that such a file cannot have, or one that two leaves would need.
     """
     from safetensors.torch import save_file
 
     file, tensors, header = Path(path), {}, {}
-    for name, leaf in flatten_names(params).items():
+    _told_apart(file, params)
+    leaves = flatten_names(params)
+    for name, leaf in leaves.items():
         if not isinstance(leaf, QTensor):
             tensors[name] = leaf.detach().contiguous()
             continue
         parts = {"codes": leaf.data_codes, "scale": leaf.scale.contiguous(), "zero": leaf.zero}
         held = {part: x for part, x in parts.items() if x is not None}
+        for taken in (f"{name}.{part}" for part in held):
+            if not isinstance(leaves.get(taken, leaf), QTensor):  # else it is stored in parts, too
+                raise CheckpointError(
+                    f"{file}: {name} is quantised, and would be stored in parts of which one is "
+                    f"called {taken}, like another leaf of the tree. Rename {taken}, or leave "
+                    f"{name} unquantised by `include`."
+                )
         tensors.update({f"{name}.{part}": x for part, x in held.items()})
         header[name] = {
             "bits": leaf.format.bits,
@@ -61,6 +74,8 @@ def save(path: PathLike, params: Tree) -> Path:
             "dtype": str(leaf.dtype).removeprefix("torch."),
             "crc32": {part: _checksum(x) for part, x in held.items()},
         }
+    for name in tensors:
+        check_name(name)
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         save_file(tensors, draft, metadata={"format": "pt", HEADER: json.dumps(header)})
@@ -68,6 +83,18 @@ def save(path: PathLike, params: Tree) -> Path:
     finally:
         draft.unlink(missing_ok=True)
     return file
+
+
+def _told_apart(file: Path, params: Tree) -> None:
+    """Refuse a tree in which two leaves have the same dotted name."""
+    met: dict[str, tuple[Any, ...]] = {}
+    for path in optree.tree_paths(params, namespace=NAMESPACE):
+        other = met.setdefault(dotted(*path), path)
+        if other is not path:
+            raise CheckpointError(
+                f"{file}: the leaves at {list(other)} and at {list(path)} would both be called "
+                f"{dotted(*path)}. Rename one of them."
+            )
 
 
 def load(path: PathLike, like: Any = None) -> Tree:
@@ -136,13 +163,15 @@ def stored_bits(path: PathLike) -> int | None:
         return None
     try:
         return 4 if all(entry["bits"] <= 4 for entry in json.loads(text).values()) else 8
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return 8  # a damaged header: `load` says so
 
 
 def _leaves(file: Path, text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     try:
-        header = dict(json.loads(text))
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise TypeError(f"it is a {type(header).__name__}")
         leaves: dict[str, Any] = {
             name: _leaf(
                 name, entry, {part: tensors.pop(f"{name}.{part}") for part in entry["crc32"]}
@@ -151,7 +180,7 @@ def _leaves(file: Path, text: str, tensors: dict[str, Tensor]) -> dict[str, Any]
         }
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: its header does not describe what it holds ({error}). Write it anew with "
             "quant.save."
@@ -162,8 +191,8 @@ def _leaves(file: Path, text: str, tensors: dict[str, Tensor]) -> dict[str, Any]
 def _leaf(name: str, entry: dict[str, Any], parts: dict[str, Tensor]) -> QTensor:
     """One leaf, after a look at everything that a product with it relies on."""
     form = Format(entry["bits"], entry["group_size"], entry["symmetric"], entry["dynamic"])
-    if form.bits > 8:
-        raise ValueError(f"{name}: {form.bits} bits")
+    if form.bits > 8 or (form.group_size or 0) >= 1 << 31:
+        raise ValueError(f"{name}: {form.bits} bits in groups of {form.group_size}")
     shape, dtype = torch.Size(entry["shape"]), _DTYPES[entry["dtype"]]
     turned = entry["transposed"]
     if len(shape) < (2 if turned else 1) or type(turned) is not bool:
@@ -189,9 +218,12 @@ def _leaf(name: str, entry: dict[str, Any], parts: dict[str, Tensor]) -> QTensor
                 f"{name}.{part} is not what was written: its checksum differs. The file is "
                 "damaged or was changed; take another copy."
             )
-    scale = parts["scale"]
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise CheckpointError(f"{name}.scale has values that are not positive numbers.")
+    scale, signed = parts["scale"], form.symmetric and form.packed
+    if not bool((torch.isfinite(scale) & ((scale != 0) if signed else (scale > 0))).all()):
+        raise CheckpointError(
+            f"{name}.scale has values that are {'0 or infinite' if signed else 'not positive'}, or "
+            "no numbers."
+        )
     return QTensor(parts["codes"], scale, parts.get("zero"), form, shape, dtype, turned)
 
 

@@ -5,8 +5,15 @@ of ``group_size`` elements of a row has one step ``scale`` and, if the grid is a
 code ``zero`` that stands for 0: ``weight = scale * (code - zero)``. Codes of ``b`` bits lie in
 ``[-2**(b - 1), 2**(b - 1) - 1]``.
 
-Symmetric: ``scale = max|w| / (2**(b-1) - 1)``, ``zero = 0``; nothing is clipped. Asymmetric: the
-codes span ``[min(w, 0), max(w, 0)]``, so that 0 is a code in both cases and padding is exact.
+Symmetric: ``zero = 0``. Of more than 4 bits, ``scale = max|w| / (2**(b-1) - 1)`` and nothing is
+clipped. Of up to 4 bits the scale is the one of least squared error among a few that bring the
+weight of largest magnitude to the lowest code or beyond it, see :mod:`zfunc.quant.steps`: it is
+negative where that weight is positive, and the largest weights may be clipped.
+``python -m benchmarks.low_bit_grids`` compares this with other scales.
+
+Asymmetric: the codes span ``[min(w, 0), max(w, 0)]``. So 0 is a code in each case, and padding is
+exact. What a tensor stands for is in its codes, scales and zero points alone, however they were
+found: those with symmetric 4-bit codes from -7 to 7, as earlier versions made them, are as good.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import NonFiniteError
+from zfunc.quant.steps import searched
 from zfunc.readings import number
 
 __all__ = ["BITS", "Format", "Grid", "dequantize", "fit", "quantize", "wide"]
@@ -92,7 +100,8 @@ class Grid:
     """The grids of all groups.
 
     Attributes:
-        scale: ``[n, groups]``, positive, of the format's ``scale_dtype``.
+        scale: ``[n, groups]``, not 0, of the format's ``scale_dtype``; negative only beside
+            symmetric codes of up to 4 bits.
         zero: ``[n, groups]`` int16, int8 for up to 8 bits; None where it is 0.
     """
 
@@ -115,7 +124,7 @@ def by_group(rows: Tensor, form: Format) -> Tensor:
 
 
 def fit(rows: Tensor, form: Format, name: str = "weight", check: bool = True) -> Grid:
-    """The grids that span each group.
+    """The grids of each group: those that span it or, symmetric of up to 4 bits, fit it best.
 
     Args:
         rows: ``[n, k]``, floating-point. Groups that are all zero get the scale 1.
@@ -134,22 +143,25 @@ def fit(rows: Tensor, form: Format, name: str = "weight", check: bool = True) ->
     if not x.numel():
         scale = x.new_ones(x.shape[:2])
         return Grid(scale.to(form.scale_dtype), None if form.symmetric else scale.to(kind))
-    low, high = x.aminmax(dim=-1)
-    if form.shared > 1:
-        low, high = -_over_rows(-low, form.shared), _over_rows(high, form.shared)
-    if form.symmetric:
-        span, steps = torch.maximum(-low, high), top
+    x = _in_blocks(x, form.shared)
+    zero = None
+    if form.symmetric and form.packed:
+        scale = searched(x, form.bits, form.scale_dtype)
     else:
-        low, high = low.clamp_max(0), high.clamp_min(0)
-        span, steps = high - low, 2 * top + 1
-    if check and not number(torch.isfinite(span).all()):
+        low, high = x.aminmax(dim=-1)
+        if form.symmetric:
+            span, steps = torch.maximum(-low, high), top
+        else:
+            low, high = low.clamp_max(0), high.clamp_min(0)
+            span, steps = high - low, 2 * top + 1
+        scale = (span / steps).to(form.scale_dtype)
+        scale = torch.where(scale <= 0, torch.ones_like(scale), scale)  # NaN stays
+        if not form.symmetric:
+            zero = -top - 1 - low / scale.to(x.dtype)
+            zero = zero.round_().clamp_(-top - 1, top).to(kind)
+    if check and not number(torch.isfinite(scale).all()):
         raise NonFiniteError(_not_finite(rows, name))
-    scale = (span / steps).to(form.scale_dtype)
-    scale = torch.where(scale <= 0, torch.ones_like(scale), scale)  # NaN stays
-    if form.symmetric:
-        return Grid(scale, None)
-    zero = -top - 1 - low / scale.to(x.dtype)
-    return Grid(scale, zero.round_().clamp_(-top - 1, top).to(kind))
+    return Grid(_each_row(scale, form, rows), None if zero is None else _each_row(zero, form, rows))
 
 
 def code_dtype(form: Format) -> torch.dtype:
@@ -157,16 +169,23 @@ def code_dtype(form: Format) -> torch.dtype:
     return torch.int8 if form.bits <= 8 else torch.int16
 
 
-def _over_rows(x: Tensor, shared: int) -> Tensor:
-    """The largest value of each column in blocks of ``shared`` rows, at all rows of the block."""
-    blocks = [part.amax(dim=0, keepdim=True).expand_as(part) for part in x.split(shared)]
-    return torch.cat(blocks)
+def _in_blocks(x: Tensor, shared: int) -> Tensor:
+    """``[n, groups, width]`` as ``[blocks, groups, shared * width]``: what has the same scale."""
+    if shared == 1:
+        return x
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -len(x) % shared))
+    return x.reshape(-1, shared, *x.shape[1:]).transpose(1, 2).flatten(2)
+
+
+def _each_row(x: Tensor, form: Format, rows: Tensor) -> Tensor:
+    """``[blocks, groups]`` as ``[n, groups]``."""
+    return x if form.shared == 1 else x.repeat_interleave(form.shared, dim=0)[: len(rows)]
 
 
 def _not_finite(rows: Tensor, name: str) -> str:
     bad = (~torch.isfinite(rows)).nonzero()
     if not len(bad):
-        return f"{name} spans more than its dtype can hold; scale it down before it is quantised."
+        return f"{name} spans more than a scale can hold; scale it down before it is quantised."
     row, column = bad[0].tolist()
     return (
         f"{name} has {len(bad)} value(s) that are NaN or infinite, the first in row {row}, column "
@@ -181,14 +200,15 @@ def quantize(rows: Tensor, grid: Grid, form: Format, noise: Tensor | None = None
     Args:
         rows: ``[n, k]``.
         noise: ``[n, k]`` in [-1/2, 1/2), added before rounding to the nearest code:
-            uniform noise makes the rounding stochastic, and right in the mean.
+            uniform noise makes the rounding stochastic, and right in the mean for every weight
+            that the grid does not clip.
 
     Returns:
         ``[n, k]`` int8, int16 for more than 8 bits.
 
     >>> rows = torch.tensor([[0.5, -2.0, 1.0]])
     >>> quantize(rows, fit(rows, Format(4, None)), Format(4, None))
-    tensor([[ 2, -7,  4]], dtype=torch.int8)
+    tensor([[ 2, -8,  4]], dtype=torch.int8)
     """
     k = rows.shape[1]
     dtype = wide(rows.dtype)
@@ -211,7 +231,7 @@ def dequantize(
     >>> rows = torch.tensor([[0.5, -2.0, 1.0]])
     >>> grid = fit(rows, form)
     >>> dequantize(quantize(rows, grid, form), grid, form)
-    tensor([[ 0.5703, -1.9961,  1.1406]])
+    tensor([[ 0.5000, -2.0000,  1.0000]])
     """
     k = codes.shape[1]
     x = by_group(codes, form).to(wide(dtype))

@@ -72,17 +72,9 @@ def _turned(weight: Any, *dims: int) -> Any:
     if dims and {d % 2 for d in dims} != {0, 1}:
         return NotImplemented
     n, k = weight.shape
-    turned = QTensor(
-        weight.scale,
-        weight.scale,
-        weight.zero,
-        weight.format,
-        (k, n),
-        weight.dtype,
-        not weight.transposed,
-    )
-    turned._store = weight._store
-    return turned
+    grid = weight.scale, weight.zero
+    way = not weight.transposed
+    return QTensor(weight._store, *grid, weight.format, (k, n), weight.dtype, way)
 
 
 def _same(weight: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ what it is multiplied with.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -32,6 +33,10 @@ R = TypeVar("R")  # codes as some kernel reads them
 
 class QTensor(Encoded, Tensor):
     """A low-bit weight.
+
+    Raises:
+        PlacementError: codes, scales and zero points do not form such a tensor. (Products read
+            them by address.)
 
     Attributes:
         scale: ``[n, groups]``: fp32, or bf16 beside 4-bit codes.
@@ -57,7 +62,7 @@ class QTensor(Encoded, Tensor):
     @staticmethod
     def __new__(
         cls,
-        data: Tensor,
+        data: Tensor | _Store,
         scale: Tensor,
         zero: Tensor | None,
         format: Format,
@@ -65,9 +70,11 @@ class QTensor(Encoded, Tensor):
         dtype: torch.dtype,
         transposed: bool = False,
     ) -> QTensor:
-        device = data.device
-        self: QTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self._store = _Store(data)
+        if not isinstance(data, _Store):  # that of another view, which has been checked
+            _check(data, scale, zero, format, shape, transposed)
+            data = _Store(data)
+        self: QTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=scale.device)
+        self._store = data
         self.scale, self.zero, self.format, self.transposed = scale, zero, format, transposed
         self.rows = (shape[1], shape[0]) if transposed else (scale.shape[0], shape[-1])
         self.depth = len(shape)
@@ -258,6 +265,43 @@ class QTensor(Encoded, Tensor):
             return args[0]
         args, kwargs = torch_pytree.tree_map_only(QTensor, QTensor.dequantize, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _check(
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    form: Format,
+    shape: torch.Size | tuple[int, ...],
+    transposed: bool,
+) -> None:
+    """Refuse parts that do not form a tensor of this shape."""
+    if not len(shape) or (transposed and len(shape) != 2) or form.bits > 8:
+        raise PlacementError(
+            f"a QTensor of shape {tuple(shape)} in {form}{', transposed' if transposed else ''}: "
+            "expected one of at least one dimension (two, if transposed) and of at most 8 bits."
+        )
+    n, k = (shape[1], shape[0]) if transposed else (math.prod(shape[:-1]), shape[-1])
+    grid = (n, form.groups(k))
+    codes = ((n, -(-k // 2)), torch.uint8) if form.packed else ((n, k), torch.int8)
+    wanted = {"codes": codes, "scale": (grid, form.scale_dtype)}
+    found = {"codes": data, "scale": scale}
+    if zero is not None or not form.symmetric:
+        wanted["zero"] = (grid, torch.int8)
+    if zero is not None:
+        found["zero"] = zero
+    fits = found.keys() == wanted.keys() and form.symmetric == (zero is None)
+    if not fits or any(
+        (tuple(x.shape), x.dtype) != wanted[name] or x.device != data.device
+        for name, x in found.items()
+    ):
+        given = {name: f"{x.dtype}{list(x.shape)} on {x.device}" for name, x in found.items()}
+        need = {name: f"{dtype}{list(size)}" for name, (size, dtype) in wanted.items()}
+        raise PlacementError(
+            f"a QTensor of shape {tuple(shape)} in {form} was given {given}; it consists of {need} "
+            f"on one device{', and of no zero points' if form.symmetric else ''}. "
+            "QTensor.quantize makes one from a plain tensor."
+        )
 
 
 class _Store:

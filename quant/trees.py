@@ -55,8 +55,10 @@ def quantize_tree(
         bits: 8 or 4.
         group_size: weights of a row that share a scale (the last group of a row may be
             shorter); None: one scale for each row.
-        symmetric: whether 0 lies in the middle of the grid. An asymmetric grid fits 4 bits
-            better, for a byte more in each group.
+        symmetric: whether 0 lies in the middle of the grid. With 4 bits each scale
+            is then the one of least squared error among a few, and the largest weights may be
+            clipped (:mod:`zfunc.quant.steps`); with 8 nothing is. An asymmetric grid fits 4 bits
+            somewhat better still, for a byte more in each group.
         include: which leaves: patterns of dotted paths, or a predicate on them. By default
             the weights of the linear layers if ``model`` is given, else every 2-D leaf that
             is not named like an embedding.

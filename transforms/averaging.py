@@ -20,13 +20,13 @@ from zfunc.placed.unreduced import Unreduced
 from zfunc.pool import empty, pool
 from zfunc.seams import UnitInfo, Waiting
 from zfunc.transforms.error_feedback import Call
-from zfunc.transforms.exchange import Gathered, Scattered, phase_bytes
+from zfunc.transforms.exchange import Codec, Gathered, Scattered, codecs_of, phase_bytes
 from zfunc.transforms.low_rank import LowRankMean, LowRankPart, PowerSGD, rank_bytes
 
 __all__ = ["averaged", "estimated", "scattered", "sent_bytes"]
 
 
-def averaged(call: Call, tree: Tree) -> Tree:
+def averaged(call: Call, tree: Tree, momentum: bool = False) -> Tree:
     """The tree with means in place of ``Unreduced`` nodes; a collective if there are any.
 
     All first phases are under way before the first second one begins. Leaves without errors
@@ -55,7 +55,7 @@ def averaged(call: Call, tree: Tree) -> Tree:
     means = [
         mean
         for name, row in rows.items()
-        for mean in _begun(call, name, {leaf: nodes[i].value for leaf, i in row.items()})
+        for mean in _begun(call, name, {leaf: nodes[i].value for leaf, i in row.items()}, momentum)
     ]
     for mean in means:
         mean.advance()
@@ -68,7 +68,9 @@ def averaged(call: Call, tree: Tree) -> Tree:
     return optree.tree_unflatten(spec, out)
 
 
-def _begun(call: Call, name: str, values: dict[int, Tensor]) -> Sequence[_Mean | LowRankMean]:
+def _begun(
+    call: Call, name: str, values: dict[int, Tensor], momentum: bool
+) -> Sequence[_Mean | LowRankMean]:
     """The means of one params entry's flats, or of what there is of them, under way."""
     layout = call.layouts[name]
     if isinstance(call.codec, PowerSGD):
@@ -78,8 +80,9 @@ def _begun(call: Call, name: str, values: dict[int, Tensor]) -> Sequence[_Mean |
             if (mine := _values_in(layout, i, values)) and call.worker[name][i] is not None
         ]
     part = _restricted(layout, frozenset(values))
+    codec = call.codec.of_momentum() if momentum else call.codec
     return [
-        _Mean(call, name, part, i, values)
+        _Mean(call, name, part, i, values, codec)
         for i in range(len(part.flats))
         if dense_of(part, i).length and part.flats[i].trainable
     ]
@@ -112,7 +115,13 @@ class _Mean:
     """The compressed mean of one flat."""
 
     def __init__(
-        self, call: Call, name: str, part: Layout, flat: int, values: dict[int, Tensor]
+        self,
+        call: Call,
+        name: str,
+        part: Layout,
+        flat: int,
+        values: dict[int, Tensor],
+        codec: Codec,
     ) -> None:
         self.call, self.name, self.part, self.flat = call, name, part, flat
         self.dense = dense_of(part, flat)
@@ -129,7 +138,8 @@ class _Mean:
         error = worker
         if self.dense != self.whole:
             error = torch.cat([worker[a:b] for a, b in self._places()])
-        self.first = Scattered(call.group, call.codec, x, self.dense.cuts, error, self.label)
+        codecs = codecs_of(codec, part, flat)
+        self.first = Scattered(call.group, codecs, x, self.dense.cuts, error, self.label)
         if error is not worker:
             for (a, b), mine in zip(self._places(), self._split(error), strict=True):
                 worker[a:b] = mine
@@ -228,7 +238,8 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
         call.worker[name][i] = error = old.clone()
         x = dense.squeezed(full).mul_(unit.group.size)  # of sums that make the mean
         label = f"compress {unit.name}"
-        first = Scattered(unit.group, call.codec, x, dense.cuts, error, label)
+        codecs = codecs_of(call.codec, unit.layout, i)
+        first = Scattered(unit.group, codecs, x, dense.cuts, error, label)
         parts.append(_Part(first, unit.layout, i, unit.group.rank))
     return Waiting(parts)
 
@@ -244,7 +255,8 @@ def sent_bytes(codec: Any, layout: Layout, stage: int, rank: int, size: int) -> 
             sent += rank_bytes(codec, layout, i, rank, size)
             continue
         dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
-        sent += phase_bytes(codec, dense.cuts, dtype, rank)[: 1 if stage else 2]
+        codecs = codecs_of(codec, layout, i)
+        sent += phase_bytes(codecs, dense.cuts, dtype, rank)[: 1 if stage else 2]
     return sent
 
 

@@ -46,7 +46,8 @@ def compress_grads(
             ``"onebit"``, what these lack being kept (4 bytes a parameter, cut over the ranks).
         method_options: ``group``, elements that share a scale: 2048 for ``"onebit"`` (``None``
             for all that travel to one rank together), 256 for ``"int8"``, 128 for ``"int4"``.
-            ``"onebit"`` also has ``scaling="mean"`` or ``"rms"``, and ``"zero_one"`` beside these
+            Those of ``"onebit"`` begin anew with each leaf (small neighbours share one). It also
+            has ``scaling="mean"``, ``"rms"`` or ``"auto"``, and ``"zero_one"`` beside these
             ``var_update_scaler=16``, ``local_step_scaler=32768`` and ``local_step_clipper=16``.
             ``"powersgd"`` has ``rank=4``.
 

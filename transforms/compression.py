@@ -47,10 +47,12 @@ from zfunc import context, tree
 from zfunc.context import Context, Withheld
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.nodes import NAMESPACE, Placed, Tree
-from zfunc.placed.carried import may_lose, put, take
+from zfunc.placed.carried import held, may_lose, may_stay, put, take
 from zfunc.placed.leaves import home_of
 from zfunc.placed.placement import Entries
+from zfunc.placed.residuals import Residual
 from zfunc.placed.sharded import Sharded
+from zfunc.placed.signs import sign
 from zfunc.placed.unreduced import Unreduced
 from zfunc.readings import Reading, on_host
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
@@ -67,11 +69,14 @@ __all__ = ["NAME", "SETTLED", "CompressGrads", "as_unreduced", "current_call", "
 
 NAME = "compress_grads"
 SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
-EARLY = 0.1  # of the steps that second moments look back, the fewest before a freeze
 # What errors are left out of. The sizes differ: errors of one would be leaps to another.
 FORMS = ("gradients", "momentum in units of its own", "movements")
+EARLY = 0.1  # of the steps that second moments look back, the fewest before a freeze
 _log = logging.getLogger("zfunc")
-may_lose(NAME, ("worker", "server", "bases", "updates"))
+KINDS = ("worker", "server", "bases", "updates", "zero_one")
+may_lose(NAME, KINDS[:4], sort="form")
+may_stay(NAME)
+sign(Residual, NAME)
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class CompressGrads(Transform):
 
     @property
     def _form(self) -> int:
-        """What errors are left out of, as an index of ``FORMS``."""
+        """What errors are left out of: gradients, momentum in units of its own, or movements."""
         return 0 if self.shard.stage or not self.codec.freezes else 1
 
     def _ours(self, carried: dict[str, Any]) -> dict[str, Any]:
@@ -155,18 +160,43 @@ class CompressGrads(Transform):
         return rest if carried is None or not carried["frozen"] else state
 
     def check(self, state: Any) -> None:
-        if self._ranks > 1 and take(state, NAME)[0] is None:
+        if self._ranks == 1:
+            return
+        carried = held(Entries(state)).get(NAME)
+        if carried is None:
             raise PlacementError(
                 f"the state carries no errors of compression (an entry {NAME!r} of aux), so "
                 f"{self!r} has not placed it. Call state = step.place(full_state) first."
             )
+        has = {kind for kind in KINDS if carried.get(kind)}
+        if has != (needs := self._kinds) and carried.get("worker") is not None:
+            listed = [" and ".join(sorted(some)) or "nothing" for some in (has, needs)]
+            raise PlacementError(
+                f"the state carries {listed[0]} of compression, so another method than {self!r} "
+                f"has placed it, which needs {listed[1]}. `unplace` it with the step that placed "
+                "it, and `place` the result here."
+            )
+        if (form := int(carried["form"])) != self._form:
+            raise PlacementError(
+                f"the state carries errors of {FORMS[form]}, those of {self!r} are of "
+                f"{FORMS[self._form]}. `unplace` it with the step that placed it, and `place` the "
+                "result here."
+            )
+
+    @property
+    def _kinds(self) -> set[str]:
+        """Of what is carried from step to step, which kinds this method and stage have."""
+        low_rank = isinstance(self.codec, PowerSGD)
+        found = {"worker"} | ({"bases"} if low_rank else set())
+        found |= {"server"} if self.shard.stage == 0 and not low_rank else set()
+        return found | ({"updates"} if self.gather is not None else set())
 
     # One call
 
     def configure(self, running: Context, state: Any) -> None:
         if self._ranks == 1:
             return
-        carried = self._ours(take(state, NAME)[0])
+        carried = take(state, NAME)[0]
         active = bool(carried["frozen"]) or self._reached(int(carried["count"]))
         call = Call(self.shard.group, self.codec, self.shard.stage, active, carried)
         running.notes[NAME] = call
@@ -175,7 +205,11 @@ class CompressGrads(Transform):
             if self.gather is not None:
                 old = before(state, self.shard.group.rank)
                 running.join = partial(joined, call, GATHERS[self.gather], old)
-            running.keeps = lambda unit: not unit.cut or call.entry_of(unit.layout) is not None
+            # Plain tensors beside cut trees are averaged as they are, at once.
+            whole = not self.shard.stage
+            running.keeps = lambda unit: (
+                whole if not unit.cut else call.entry_of(unit.layout) is not None
+            )
 
     def open(self, state: Any) -> Any:
         return take(state, NAME)[1]
@@ -253,9 +287,9 @@ class CompressGrads(Transform):
             running.donation = None  # the old state is the new one
         return not call.skipped
 
-    def reduce(self, grads: Any) -> Any:
+    def reduce(self, grads: Any, momentum: bool = False) -> Any:
         call = current_call()
-        return grads if call is None or call.stage else averaged(call, grads)
+        return grads if call is None or call.stage else averaged(call, grads, momentum)
 
     def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
         call = current_call()

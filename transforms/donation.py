@@ -10,17 +10,33 @@ change. torch has no donated buffers as XLA has, so the places that write new va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from zfunc.context import Context, Donation, blank
-from zfunc.nodes import leaves_in
+from zfunc.interrupts import succeeding
+from zfunc.nodes import any_spent, leaves_in
+from zfunc.placed.arriving import passing
 from zfunc.step import Transform, transform_of
 
 __all__ = ["Donate", "donate"]
+
+_GIVEN: ContextVar[list[list[Tensor]] | None] = ContextVar("zfunc_given", default=None)
+_STORY = (
+    "this state was donated to a step that failed ({error}) after it had begun to write over it: "
+    "old and new values are mixed. Go on from the last checkpoint (zf.restore), or leave out "
+    "`donate` to keep the state when a step fails."
+)
+_NOTE = (
+    "zfunc: the step had begun to write over the state that it was given, which is spent. Go on "
+    "from the last checkpoint (zf.restore), or leave out `donate` to keep the state when a step "
+    "fails."
+)
 
 
 @dataclass(frozen=True)
@@ -29,12 +45,19 @@ class Donate(Transform):
 
     position: ClassVar[int] = 0  # memory itself: it sees the state first and the result last
     name: ClassVar[str] = "donate"
+    guards: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return "donate"
 
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        return succeeding(partial(_noting, call), state, args, kwargs)
+
     def configure(self, running: Context, state: Any) -> None:
-        running.donation = Donation.of(x for x in leaves_in(state) if isinstance(x, Tensor))
+        tensors = [x for x in leaves_in(state) if isinstance(x, Tensor)]
+        running.donation = Donation.of(tensors)
+        if (given := _GIVEN.get()) is not None:
+            given.append(tensors)
 
     def finish(self, old: Any, out: Any) -> Any:
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
@@ -48,6 +71,32 @@ class Donate(Transform):
         return ["donate: new state in the memory of the old one, which is spent"]
 
 
+def _noting(call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+    """``call(state, args, kwargs)``; if it fails, what it has spent says so, and so does the error.
+
+    Memory goes blank before it is overwritten: as long as nothing is blank the state is whole.
+    """
+    given: list[list[Tensor]] = []
+    token = _GIVEN.set(given)
+    try:
+        return call(state, args, kwargs)
+    except BaseException as error:
+        with passing():
+            its = [x for x in leaves_in(state) if isinstance(x, Tensor)]
+        if given and any(map(any_spent, [its, *given])):  # else it was spent when it came
+            story = _STORY.format(error=type(error).__name__)
+            # Leaves that autograd tracks went in as others in the same memory.
+            for x in its:
+                if x.requires_grad and x.is_leaf:
+                    x.__dict__["_zfunc_donated"] = True
+                if any_spent([x]):
+                    x.__dict__.setdefault("_zfunc_story", story)
+            error.add_note(_NOTE)
+        raise
+    finally:
+        _GIVEN.reset(token)
+
+
 @transform_of
 def donate() -> Donate:
     """Let the step reuse the memory of its input state.
@@ -55,6 +104,11 @@ def donate() -> Donate:
     Call it as ``donate(step)`` or as the decorator ``@donate()``. The state that
     went in is spent: using it again raises ``DonatedStateError``. Keep what you
     still need by ``zf.full(state)`` or a copy.
+
+    Ctrl-C waits for the end of the step, and is raised with the new values in the state that the
+    step was given: ``except KeyboardInterrupt: zf.save(path, state)`` saves a whole state. A
+    second Ctrl-C does not wait. A step that fails before it has written over anything leaves the
+    state as it was; later than that, the error has a note that the state is spent.
 
     Raises:
         CompositionError: the step donates already.

@@ -24,7 +24,7 @@ from zfunc.placed.pieces import full_around, leaves_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.sharded import Sharded
 from zfunc.transforms.error_feedback import Call, layouts_of
-from zfunc.transforms.exchange import Codec
+from zfunc.transforms.exchange import Codec, codecs_of
 from zfunc.transforms.onebit import OneBit
 from zfunc.transforms.quantized import Int4, Int8
 
@@ -34,6 +34,14 @@ __all__ = ["GATHERS", "Half", "before", "check_gather", "gathered_bytes", "joine
 @dataclass(frozen=True)
 class Half:
     """Numbers rounded to bfloat16."""
+
+    def of_momentum(self) -> Half:
+        """Itself."""
+        return self
+
+    def over(self, leaves: Sequence[tuple[int, int, int]]) -> Half:
+        """Itself: each number is by itself."""
+        return self
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Bytes of ``n`` elements."""
@@ -118,11 +126,13 @@ def joined(
         call.updates[name][i] = kept = reuse(kept)
         error = squeezed_part(layout, i, rank, kept)
         move = squeezed_part(layout, i, rank, (local - mine).to(kept.dtype))
-        data = codec.pack_(move, error)
+        codecs = codecs_of(codec, layout, i)
+        data = codecs[rank].pack_(move, error)
         if error.data_ptr() != kept.data_ptr():
             kept.copy_(spread_part(layout, i, rank, error))
         cuts = dense_of(layout, i).cuts
-        at = (0, *accumulate(codec.nbytes(b - a, kept.dtype) for a, b in pairwise(cuts)))
+        parts = zip(codecs, pairwise(cuts), strict=True)
+        at = (0, *accumulate(each.nbytes(b - a, kept.dtype) for each, (a, b) in parts))
         label = f"join {layout.units[layout.unit_of_flat[i]].name}"
         full = data.new_empty(at[-1])
         rounds.append((node.group.all_gather(full, data, cuts=at, label=label), at, kept.dtype))
@@ -176,8 +186,8 @@ def _add(
     dtype: torch.dtype,
 ) -> None:
     dense, data = dense_of(layout, flat), handle.wait()
-    rows = zip(pairwise(dense.cuts), pairwise(at), strict=True)
-    moved = torch.cat([codec.unpack(data[c:d], b - a, dtype) for (a, b), (c, d) in rows])
+    rows = zip(codecs_of(codec, layout, flat), pairwise(dense.cuts), pairwise(at), strict=True)
+    moved = torch.cat([each.unpack(data[c:d], b - a, dtype) for each, (a, b), (c, d) in rows])
     for slot, start in zip(dense.slots, dense.starts, strict=True):
         base[slot.start : slot.start + slot.numel] += moved[start : start + slot.numel]
 
@@ -189,5 +199,6 @@ def gathered_bytes(codec: Codec, layout: Layout, rank: int) -> int:
         cuts = dense_of(layout, i).cuts
         if spec.trainable and not spec.whole and cuts[-1]:
             dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
-            total += codec.nbytes(cuts[rank + 1] - cuts[rank], dtype) * (layout.world - 1)
+            mine = codecs_of(codec, layout, i)[rank]
+            total += mine.nbytes(cuts[rank + 1] - cuts[rank], dtype) * (layout.world - 1)
     return total

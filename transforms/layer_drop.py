@@ -119,6 +119,7 @@ class DropLayers(Transform):
             memo["undropped", call] = plan  # recorded when all layers ran, or not recorded yet
         coins.toss(owner, random.fold_in(running.key, TAG), running.asked)
         memo["dropped", call] = owner.thinned = bool(coins.idle)
+        owner.idle.update(coins.idle)
         return [row for row in memo["undropped", call] if row not in coins.idle]
 
     def layer(self, call: Call, info: LayerInfo) -> Call:

@@ -17,8 +17,10 @@ from torch import Tensor
 from zfunc.differentiation import evaluate
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.modules.functional import Functional
-from zfunc.nodes import NAMESPACE
+from zfunc.nodes import NAMESPACE, OPAQUE, leaves_in
+from zfunc.placed.readable import Readable
 from zfunc.quant.choice import Include
+from zfunc.quant.encoding import Code
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.streaming import quantize_files
@@ -74,6 +76,15 @@ class LowBits(Transform):
     def unplace(self, state: Any) -> Any:
         return dequantize_tree(state)
 
+    def check(self, state: Any) -> None:
+        found = _bits_of(state)
+        if found and self.format.bits not in found:
+            raise PlacementError(
+                f"these parameters are stored in {' and '.join(map(str, sorted(found)))} bits, so "
+                f"another function than {self!r} has placed them. Give each function what its own "
+                "`place` returned."
+            )
+
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         return [f"quantize: parameters in {self.format}"]
 
@@ -120,6 +131,16 @@ def _wrapped(fn: Callable[..., Any], form: Format, include: Include) -> Step:
     if include is not None and not callable(include) and not isinstance(include, str):
         include = tuple(include)
     return inner.wrap(LowBits(form, include, owner if isinstance(owner, Functional) else None))
+
+
+def _bits_of(params: Any) -> set[int]:
+    """In how many bits low-bit leaves are stored."""
+    leaves = leaves_in(params, OPAQUE)
+    if all(kind is Tensor for kind in set(map(type, leaves))):
+        return set()
+    nodes = [x for x in leaves if isinstance(x, Readable)]
+    codes = [slot.code for node in nodes for slot in node.layout.present if slot.code is not None]
+    return {x.format.bits for x in (*leaves, *codes) if isinstance(x, QTensor | Code)}
 
 
 def _copied(low: Any, given: Any) -> Any:

@@ -19,6 +19,7 @@ from zfunc.optim.guarding import all_finite, first_nonfinite
 from zfunc.placed.pieces import leaves_of
 from zfunc.placed.placement import Entries, reassembled
 from zfunc.placed.sharded import Sharded
+from zfunc.placed.signs import sign
 from zfunc.placed.unitwise import streams
 from zfunc.placed.unreduced import linear_map
 from zfunc.readings import Reading, number, on_host, sent
@@ -47,6 +48,7 @@ class Mastered:
         return self.inner[key]
 
 
+sign(Mastered, "precision")
 register(
     Mastered,
     lambda node: ((node.inner, node.masters), None, ("inner", "masters")),

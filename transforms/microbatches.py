@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import optree
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zfunc import random
+from zfunc.batches import described, has_rows, is_plain, leaves_of, mapped, mislaid
 from zfunc.comm import even_cuts
 from zfunc.errors import CompositionError
 from zfunc.nodes import NAMESPACE, Lazy, Placed
@@ -43,53 +45,72 @@ def microbatches(
         CompositionError: there is nothing to cut, or it cannot be cut evenly; names the
             argument and the leaf.
     """
-    names = _names(asked)
-    given: Any = [*asked.args, *asked.kwargs.values()]
-    keys, leaves, spec = optree.tree_flatten_with_path(
-        given,
-        is_leaf=lambda x: isinstance(x, Placed | Lazy),
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
-    batch: dict[int, str] = {}
+    given = list(zip(_names(asked), [*asked.args, *asked.kwargs.values()], strict=True))
+    batch: dict[int, tuple[str, Any]] = {}
     folded: set[int] = set()
-    for i, (key, x) in enumerate(zip(keys, leaves, strict=True)):
-        name = names[key[0]]
-        if not isinstance(x, Tensor) or name == "buffers":
-            continue
-        if x.ndim and id(x) not in own:
-            batch[i] = dotted(name, *key[1:])
-        elif random.is_key(x) or (len(key) == 1 and _called_key(name, x)):
-            folded.add(i)
-    cuts = even_cuts(_rows({path: leaves[i] for i, path in batch.items()}, n, exact), n)
+    i = -1
+    for name, value in given:
+        for path, x in leaves_of(value):
+            i += 1
+            if name == "buffers":
+                continue
+            if has_rows(x) and id(x) not in own:
+                batch[i] = dotted(name, *path), x
+            elif isinstance(x, Tensor):
+                if random.is_key(x) or (not path and _called_key(name, x)):
+                    folded.add(i)
+            elif not (is_plain(x) or isinstance(x, Placed | Lazy) or callable(x)):
+                raise CompositionError(
+                    f"accumulate(n={n}) cannot cut {dotted(name, *path)}, {described(x)}. {WAYS}"
+                )
+    rows = _rows(list(batch.values()), n, exact, given)
+    for name, value in given:
+        for path, x in mislaid(value, rows) if name != "buffers" else ():
+            raise CompositionError(
+                f"accumulate(n={n}) cannot cut {dotted(name, *path)}, {described(x)}, as long as "
+                f"the batch has rows ({rows}). {WAYS}"
+            )
+    cuts = even_cuts(rows, n)
 
-    def part(k: int) -> Iterator[Any]:
-        for i, x in enumerate(leaves):
-            if i in batch:
-                yield x[cuts[k] : cuts[k + 1]]
-            else:
-                yield random.fold_in(x, k) if i in folded and k else x
+    def of(k: int) -> list[Any]:
+        part, leaf = slice(cuts[k], cuts[k + 1]), count()
+
+        def cut(x: Any) -> Any:
+            if (i := next(leaf)) in batch:
+                return x[part]
+            return random.fold_in(x, k) if i in folded and k else x
+
+        def lists(some: list[Any]) -> list[Any]:
+            return some[part] if len(some) == rows else some
+
+        return [mapped(cut, value, lists) for _, value in given]
 
     for k in range(n):
-        values = optree.tree_unflatten(spec, part(k))
-        cut = len(asked.args)
-        yield tuple(values[:cut]), dict(zip(asked.kwargs, values[cut:], strict=True))
+        values, free = of(k), len(asked.args)
+        yield tuple(values[:free]), dict(zip(asked.kwargs, values[free:], strict=True))
+
+
+WAYS = (
+    "A batch is made of tensors and NumPy arrays in dicts, lists, tuples or dataclasses; let the "
+    "loss close over what is no part of it."
+)
 
 
 def _called_key(name: str, x: Tensor) -> bool:
     return name.endswith("key") and x.ndim == 0 and x.dtype == torch.int64
 
 
-def _rows(batch: dict[str, Tensor], n: int, exact: bool) -> int:
+def _rows(batch: list[tuple[str, Any]], n: int, exact: bool, given: list[tuple[str, Any]]) -> int:
     """How many rows the batch has."""
     if not batch:
+        met = ", ".join(f"{name} is {described(value)}" for name, value in given)
         raise CompositionError(
             f"accumulate(n={n}) found no batch: the loss has no tensor of one or more dimensions "
-            "among its arguments behind the parameters. Pass the batch to it, "
-            "zf.value_and_grad(loss_fn)(params, batch), instead of closing over it."
+            f"among its arguments behind the parameters ({met or 'there are none'}). Pass the "
+            "batch to it, zf.value_and_grad(loss_fn)(params, batch), instead of closing over it."
         )
-    first, size = next((path, len(x)) for path, x in batch.items())
-    for path, x in batch.items():
+    first, size = next((path, len(x)) for path, x in batch)
+    for path, x in batch:
         if len(x) != size:
             raise CompositionError(
                 f"accumulate(n={n}) cuts tensors along dim 0: {first} has {size} rows there and "

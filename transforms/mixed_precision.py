@@ -41,11 +41,12 @@ from zfunc import context, tree
 from zfunc.context import Context, LayerInfo, uncut
 from zfunc.errors import PlacementError
 from zfunc.modules.products import SHORT, products
-from zfunc.nodes import NAMESPACE
+from zfunc.nodes import NAMESPACE, OPAQUE
 from zfunc.optim.loss_scaling import DynamicScale, next_scale
 from zfunc.placed import carried
 from zfunc.placed.leaves import is_frozen, settle_origin
 from zfunc.placed.placement import Entries
+from zfunc.placed.readable import Readable
 from zfunc.pool import pool
 from zfunc.primitives import Mean
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
@@ -147,6 +148,20 @@ class Precision(Transform):
                 f"the state's {self._home(entries)!r} has no master parameters beside it: this "
                 f"state is not one that {self!r} has placed. Call state = step.place(full_state) "
                 "first; a state of another step becomes full by that step's `unplace`."
+            )
+        for name in self._named(entries, "params"):
+            if (dtype := _dtype_of(entries[name])) not in (None, self.compute):
+                raise PlacementError(
+                    f"state entry {name!r} is {dtype}, so another precision than {self!r} has "
+                    f"placed it, which computes in {self.compute}. `unplace` it with the step that "
+                    "placed it, and `place` the result here."
+                )
+        dynamic, scaled = isinstance(self.loss_scale, DynamicScale), NAME in carried.held(entries)
+        if dynamic != scaled:
+            raise PlacementError(
+                f"the state carries {'a' if scaled else 'no'} dynamic loss scale, so another "
+                f"precision than {self!r} has placed it. `unplace` it with the step that placed "
+                "it, and `place` the result here."
             )
 
     def _named(self, entries: Entries, role: str) -> list[str]:
@@ -326,6 +341,14 @@ class Precision(Transform):
             f"precision: layers compute in {compute}, gradients are summed in {reduce}, masters "
             f"lie beside the optimizer state; loss scale: {scale}"
         ]
+
+
+def _dtype_of(params: Any) -> torch.dtype | None:
+    """In which the first parameter is stored, as are all."""
+    first = next(iter(optree.tree_iter(params, namespace=OPAQUE)), None)
+    if isinstance(first, Readable):
+        return next((flat.dtype for flat in first.layout.flats), None)
+    return first.dtype if isinstance(first, Tensor) else None
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

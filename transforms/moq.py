@@ -11,7 +11,7 @@ The schedule is state: it lies in the state's ``aux`` and is saved and restored 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -40,6 +40,7 @@ from zfunc.tree import dotted
 __all__ = ["MoQ"]
 
 NAME = "quantize"
+carried.may_lose(NAME, ["chosen"])  # checkpoints of before lack it
 TAG = -5  # sets the rounding's key apart from the other keys of a step
 
 
@@ -102,7 +103,10 @@ class MoQ(Transform):
         return wanted(path, ndim)
 
     def place(self, state: Any) -> Any:
-        return carried.put(state, NAME, schedules.start(self.rules, len(self.chosen(state))))
+        paths = self.chosen(state)
+        chosen = torch.tensor(_digest(paths), device="cpu")  # int64
+        begun = {**schedules.start(self.rules, len(paths)), "chosen": chosen}
+        return carried.put(state, NAME, begun)
 
     def unplace(self, state: Any) -> Any:
         return carried.take(state, NAME)[1]
@@ -131,11 +135,12 @@ class MoQ(Transform):
     def configure(self, running: Context, state: Any) -> None:
         schedule = carried.take(state, NAME)[0]
         paths = self.chosen(state)
-        if len(paths) != len(schedule["bits"]):
+        others = "chosen" in schedule and number(schedule["chosen"]) != _digest(paths)
+        if len(paths) != len(schedule["bits"]) or others:
             raise PlacementError(
-                f"the bit schedule has {len(schedule['bits'])} weights, the state has "
-                f"{len(paths)} to be rounded. It was placed by a step with another `include`, or "
-                "for another model."
+                f"the bit schedule has {len(schedule['bits'])}{' other' if others else ''} "
+                f"weights, the state has {len(paths)} to be rounded. It was placed by a step with "
+                f"another `include` than {self!r}, or for another model."
             )
         running.notes[NAME] = _Call(self, schedule, list(paths), running.key)
 
@@ -237,6 +242,11 @@ class _Call:
         form = self.owner.grouping.format(x.shape, bits)
         rounded = fake_quantize(x, form, noise, path, check=on_host(x))
         return x * mix + rounded * (1 - mix) if mix else rounded
+
+
+def _digest(paths: Iterable[str]) -> int:
+    """What tells which weights a schedule is of."""
+    return zlib.crc32("\n".join(paths).encode())
 
 
 def _layer_of(path: str, layers: list[str]) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import optree
 import torch
 from torch import Tensor
 
@@ -26,16 +27,16 @@ from zfunc.context import PLACING, Context
 from zfunc.disk.pages import aligned
 from zfunc.disk.ring import HOST
 from zfunc.disk.store import Store, open_store
-from zfunc.disk.stored import Spill
+from zfunc.disk.stored import Spill, Stored
 from zfunc.disk.successor import hosted_nodes, lower, settle, stored_nodes, succeed
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.intake import copied
-from zfunc.nodes import Tree, leaves_in
+from zfunc.nodes import NAMESPACE, Tree, leaves_in
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.evaluation import Present
-from zfunc.placed.hosted import HostSpill
+from zfunc.placed.hosted import Hosted, HostSpill
 from zfunc.placed.layout import Layout
-from zfunc.placed.leaves import is_frozen
+from zfunc.placed.leaves import home_of
 from zfunc.placed.placement import (
     Entries,
     Twins,
@@ -45,7 +46,9 @@ from zfunc.placed.placement import (
     placed_nodes,
     rejoined,
 )
+from zfunc.placed.readable import Readable
 from zfunc.placed.sharded import Sharded
+from zfunc.placed.signs import sign
 from zfunc.placed.sources import Cut
 from zfunc.placed.streamed import Streamed, rank_in, whole
 from zfunc.step import Step, Transform, transform_of
@@ -55,6 +58,10 @@ __all__ = ["Offload", "offload"]
 
 ROLES = {"params": "params", "opt_state": "opt_state"}
 WHAT = ("opt_state", "params")
+WHERE = {"cpu": "in host memory", "disk": "on disk"}
+_TIERS: dict[type, str] = {Hosted: "cpu", Stored: "disk"}
+sign(Hosted, "offload")
+sign(Stored, "offload")
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,11 @@ class Offload(Transform):
         step = PLACING.get()
         if not self.takes(state):
             return copied(state) if self.represents and self._alone(step) else state
+        if any(t.name == "compress_grads" for t in step.transforms):
+            raise CompositionError(
+                "compress_grads works on gradients in the memory of the device, and offload takes "
+                "them down to the host's. Leave out one of them."
+            )
         roles, state = _roles(step, self), self.lay_out(state)
         nodes = placed_nodes(state)
         ranks = next((x.group for x in nodes if isinstance(x, Streamed | Sharded)), None)
@@ -204,7 +216,7 @@ class Offload(Transform):
                 f"the state ({entries}) has no entry in the role of params: name it params, or "
                 'tell offload which entries are: roles={"generator": "params", ...}.'
             )
-        layouts = {name: _layout(entries[name]) for name in names}
+        layouts = {name: _layout(entries[name], (self.name, repr(self))) for name in names}
         twins = Twins(layouts.values())
         for name in entries.names:
             if name in names and "params" in self.what:
@@ -216,15 +228,13 @@ class Offload(Transform):
         return entries.rebuild()
 
     def check(self, state: Any) -> None:
-        if self.to != "disk":
-            return
-        nodes = stored_nodes(state)
         entries = Entries(state)
         for name, role in self.roles:
-            held = placed_nodes(entries[name]) if name in entries else []
-            if role == "params" and "params" in self.what and any(map(_is_sharded, held)):
-                raise PlacementError(_misplaced(name, self))
-        for node in nodes.values():
+            if name in entries:
+                self._check_entry(entries, name, role)
+        if self.to != "disk":
+            return
+        for node in stored_nodes(state).values():
             folders = tuple(str(folder.parent) for folder in node.column.store.folders)
             if folders != tuple(os.path.abspath(path) for path in self.path):
                 raise PlacementError(
@@ -232,15 +242,42 @@ class Offload(Transform):
                     "Take it out with the step that placed it (`unplace`), and `place` it here."
                 )
 
+    def _check_entry(self, entries: Entries, name: str, role: str) -> None:
+        """Raise if an entry of a state is on another tier than this one keeps it on."""
+        held = placed_nodes(entries[name])
+        tier = next((_TIERS[type(x)] for x in held if type(x) in _TIERS), None)
+        if tier is not None and (tier != self.to or role not in self.what):
+            raise PlacementError(
+                f"state entry {name!r} is {WHERE[tier]}, but {self!r} keeps "
+                + (f"it {WHERE[self.to]}" if role in self.what else f"{self.what} there alone")
+                + ". `unplace` it with the step that placed it, and `place` the result here."
+            )
+        asked = tier is None and self.to == "disk" and role in self.what
+        if asked and self._lacks(entries, name, role, any(map(_is_sharded, held))):
+            raise PlacementError(_misplaced(name, self))
+
+    def _lacks(self, entries: Entries, name: str, role: str, cut: bool) -> bool:
+        """Whether an entry of which nothing is on disk should be there."""
+        if role == "params" and cut:
+            return True
+        if role == "params":  # whole ones stay in memory where shard has placed them so
+            first = next((x for x in leaves_in(entries[name]) if isinstance(x, Tensor)), None)
+            home = home_of(first)
+            return first is not None and (home is None or home[0].axis == ())
+        if not any(isinstance(x, Tensor) and x.ndim for x in leaves_in(entries[name])):
+            return False
+        names = [n for n, its in self.roles if its == "params" and n in entries]
+        layouts = [_layout_of(entries[n]) for n in names]
+        # As `place` found them: moments of one of several layers that are alike stay in memory.
+        whole_again = optree.tree_map(
+            _unfolded, entries[name], is_leaf=_is_sharded, namespace=NAMESPACE
+        )
+        return Twins(layouts).holds(whole_again)
+
     # One call
 
     def configure(self, running: Context, state: Any) -> None:
         hosted = hosted_nodes(state)
-        if hosted and any(t.name == "compress_grads" for t in running.transforms):
-            raise CompositionError(
-                "compress_grads works on gradients in the memory of the device, and offload takes "
-                "them down to the host's. Leave out one of them."
-            )
         if hosted:
             device, pin = hosted[0].device, self.pin
             if device.type == "cuda":
@@ -334,6 +371,18 @@ def _device_of(state: Any) -> torch.device:
     return torch.get_default_device() if device.type == "meta" else device
 
 
+def _layout_of(params: Tree) -> Layout:
+    return params.layout if isinstance(params, Readable) else _layout(params)
+
+
+def _unfolded(node: Any) -> Any:
+    """A tree of the shapes that a node stands for."""
+    if not isinstance(node, Sharded):
+        return node
+    shapes = [slot and torch.empty(slot.shape, device="meta") for slot in node.layout.slots]
+    return optree.tree_unflatten(node.layout.spec, shapes)
+
+
 def _is_sharded(node: Any) -> bool:
     return isinstance(node, Sharded)
 
@@ -358,8 +407,8 @@ def _role(path: str, roles: Mapping[str, str]) -> str:
     return roles.get(path.split(".", 1)[0], "opt_state")
 
 
-def _layout(params: Tree) -> Layout:
-    return make_layout(params, axis=(), frozen=is_frozen)
+def _layout(params: Tree, by: tuple[str, str] | None = None) -> Layout:
+    return make_layout(params, axis=(), by=by)
 
 
 def _in_memory(path: str, node: Cut) -> Any:

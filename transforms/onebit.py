@@ -7,13 +7,17 @@ Li et al., 1-bit LAMB, 2021.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels import onebit_bytes, onebit_mean_, onebit_pack_, onebit_unpack, onebit_unpack_
+from zfunc.transforms.onebit_leaves import leafwise
+
+if TYPE_CHECKING:
+    from zfunc.transforms.exchange import Codec
 
 __all__ = ["OneBit"]
 
@@ -25,13 +29,15 @@ class OneBit:
     """Signs, and a scale for each ``group`` of elements; what they leave out is kept as an error.
 
     Attributes:
-        group: elements that share a scale; ``None`` for all that travel to one rank together.
-        scaling: ``"mean"`` of the absolute values, which leaves the smallest error, or
-            ``"rms"``, as published.
+        group: elements of a leaf that share a scale; ``None`` for all that travel to one rank
+            together, whatever leaves these are.
+        scaling: ``"mean"`` of the absolute values, which leaves the smallest error; ``"rms"``, as
+            published, with which large elements wait less long in the errors; or ``"auto"``: rms
+            for momentum as it is, whose large elements matter most, and else the mean.
     """
 
     group: int | None = 2048
-    scaling: str = "mean"
+    scaling: str = "auto"
 
     freezes: ClassVar[bool] = True  # of a sign nothing is left that second moments could learn
 
@@ -41,8 +47,21 @@ class OneBit:
                 f"group={self.group!r}: expected a power of two from {GROUPS[0]} to {GROUPS[-1]}, "
                 "or None for one scale for all that travels to a rank."
             )
-        if self.scaling not in ("mean", "rms"):
-            raise ValueError(f"scaling={self.scaling!r}: expected 'mean' or 'rms'.")
+        if self.scaling not in ("mean", "rms", "auto"):
+            raise ValueError(f"scaling={self.scaling!r}: expected 'mean', 'rms' or 'auto'.")
+
+    @property
+    def taken(self) -> str:
+        """``"mean"`` or ``"rms"``."""
+        return "mean" if self.scaling == "auto" else self.scaling
+
+    def of_momentum(self) -> OneBit:
+        """What suits momentum as it is."""
+        return self if self.scaling != "auto" else replace(self, scaling="rms")
+
+    def over(self, leaves: Sequence[tuple[int, int, int]]) -> Codec:
+        """The same for a buffer of these leaves, no group of which reaches into two."""
+        return self if self.group is None else leafwise(self, leaves)
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Bytes of ``n`` elements whose errors are in ``dtype``."""
@@ -50,13 +69,13 @@ class OneBit:
 
     def pack_(self, x: Tensor, error: Tensor) -> Tensor:
         """``x + error`` as bytes; ``error`` becomes what they leave out."""
-        bits, scale = onebit_pack_(x, error, group=self.group, scaling=self.scaling)
+        bits, scale = onebit_pack_(x, error, group=self.group, scaling=self.taken)
         return torch.cat([scale.view(torch.uint8), bits])
 
     def mean_(self, received: Sequence[Tensor], error: Tensor) -> Tensor:
         """The mean of what came from all ranks, plus ``error``, as bytes; likewise."""
         bits, scale = self._split(torch.stack(list(received)), len(error), error.dtype)
-        how = {"group": self.group, "scaling": self.scaling}
+        how = {"group": self.group, "scaling": self.taken}
         bits, scale = onebit_mean_(bits, scale, error, **how)  # type: ignore[arg-type]
         return torch.cat([scale.view(torch.uint8), bits])
 

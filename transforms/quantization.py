@@ -68,7 +68,8 @@ def quantize(
         groups: how many scales each weight has (blocks of rows).
         group_size: weights of a row that share a scale; instead of ``groups`` in training;
             in inference 128, and None is one scale for each row.
-        symmetric: whether 0 lies in the middle of the grid.
+        symmetric: whether 0 lies in the middle of the grid; scales of up to 4 bits are then those
+            of least squared error (:mod:`zfunc.quant.steps`).
         rounding: ``"nearest"`` or ``"stochastic"``, by the state's key.
         curvature: ``"power_iteration"`` measures, when bits are about to fall, the top Hessian
             eigenvalue of each layer, and delays the sensitive layers' next bits.

@@ -32,6 +32,14 @@ class Int8:
         if type(self.group) is not int or self.group < 2 or self.group % 2:
             raise ValueError(f"group={self.group!r}: expected an even number of elements.")
 
+    def over(self, leaves: Sequence[tuple[int, int, int]]) -> Int8:
+        """Itself: groups run across leaves."""
+        return self
+
+    def of_momentum(self) -> Int8:
+        """Itself."""
+        return self
+
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Bytes of ``n`` elements whose errors are in ``dtype``, as the scales are then."""
         return self._form(n, dtype).bytes

@@ -13,7 +13,6 @@ https://arxiv.org/abs/1604.06174; torch's non-reentrant checkpoint does the work
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zfunc import context
-from zfunc.context import RECOMPUTED, LayerInfo
+from zfunc.context import LayerInfo
 from zfunc.errors import CompositionError
+from zfunc.recomputation import Twice, cannot
 from zfunc.step import Transform, transform_of
 
 __all__ = ["Remat", "remat"]
@@ -66,14 +65,11 @@ class Remat(Transform):
             return call
 
         def run(*xs: Any, **kw: Any) -> Any:
-            # Inside torch.func nothing can be left out; inside a recomputed layer all is already.
-            traced = torch._C._functorch.maybe_current_level() is not None
-            if traced or RECOMPUTED.get() or not torch.is_grad_enabled():
+            if cannot() or not torch.is_grad_enabled():
                 return call(*xs, **kw)
             xs, kw = _without_caches(info, xs, kw)
-            body = _Twice(call)
-            keyless = body.running.layer_scope is None
-            return checkpoint(body, kw, *xs, use_reentrant=False, preserve_rng_state=keyless)
+            body = Twice(call)
+            return checkpoint(body, kw, *xs, use_reentrant=False, preserve_rng_state=body.keyless)
 
         return run
 
@@ -109,42 +105,6 @@ def _without_caches(
 
 def _is_cache(x: Any) -> bool:
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(x).__mro__)
-
-
-class _Twice:
-    """One call of a layer, to be run in forward and again in backward.
-
-    The second run may be on one of autograd's own threads (on a GPU) and after other
-    layers: it gets the context of the first, and its numbering of the layers inside.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        running = context.current()
-        assert running is not None
-        self.call, self.running = call, running
-        self.first = True
-        self.layer_calls = running.layer_calls
-        self.snapshot = contextvars.copy_context()
-
-    def __call__(self, kw: dict[str, Any], *xs: Any) -> Any:
-        if self.first:
-            self.first = False
-            return self._marked("first", kw, xs)
-        return self.snapshot.copy().run(self._again, kw, xs)
-
-    def _again(self, kw: dict[str, Any], xs: tuple[Any, ...]) -> Any:
-        after, self.running.layer_calls = self.running.layer_calls, self.layer_calls
-        try:
-            return self._marked("again", kw, xs)
-        finally:
-            self.running.layer_calls = after
-
-    def _marked(self, which: str, kw: dict[str, Any], xs: tuple[Any, ...]) -> Any:
-        token = RECOMPUTED.set(which)
-        try:
-            return self.call(*xs, **kw)
-        finally:
-            RECOMPUTED.reset(token)
 
 
 @transform_of

@@ -33,13 +33,13 @@ from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, OPAQUE, Tree, leaves_in
 from zfunc.optim.adaptive import AdamState
 from zfunc.passes import there_and_back
+from zfunc.placed.agreement import check_same
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.layout import Layout
-from zfunc.placed.leaves import home_of, is_frozen, is_placed
+from zfunc.placed.leaves import home_of, is_placed
 from zfunc.placed.placement import (
     Entries,
     Twins,
-    check_same,
     layout_for,
     marked,
     packed,
@@ -132,12 +132,12 @@ class Shard(Transform):
             persist_below=self.persist_below if self.stage == 3 else 0,
             merge=self.merge,
             first=FIRST if self.stage < 3 and self.group.size > 1 else None,
-            frozen=is_frozen,
+            by=(self.name, repr(self)),
         )
 
     def place(self, state: Any) -> Any:
         if self.of_tree:
-            check_same(self.group, "params", state)
+            check_same(self.group, {"params": state})
             return (
                 cut(self.layout(state), state, self.group.rank, True) if self.stage == 3 else state
             )
@@ -154,8 +154,7 @@ class Shard(Transform):
                     f"roles name the entry {name!r}, which the state ({entries}) does not have."
                 )
         layouts = {name: self.layout(entries[name]) for name in names}
-        for name in entries.names:
-            check_same(self.group, name, entries[name])
+        check_same(self.group, {name: entries[name] for name in entries.names})
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
             if name in layouts:
@@ -236,14 +235,25 @@ class Shard(Transform):
                 "state that it placed itself: state = step.place(full_state); a state of another "
                 "step becomes full by that step's `unplace`."
             )
-        for node in nodes:
-            _ = node.group  # raises if the state is from a world of another size
+        for layout in {id(node.layout): node.layout for node in nodes}.values():
+            self._check_ranks(name, layout)
         if not cut and name in self._named("params"):
             plain = all(isinstance(x, Tensor) for x in leaves)
             self._check_whole(name, entry, leaves if plain else leaves_in(entry))
 
+    def _check_ranks(self, name: str, layout: Layout) -> None:
+        """Raise if a state entry belongs to other ranks than those that take part here."""
+        theirs = Sharded(layout, ()).group  # raises if it is from a world of another size
+        if theirs is not self.group:
+            raise PlacementError(
+                f"state entry {name!r} was placed along axis {layout.axis!r} of "
+                f"{layout.mesh or 'all ranks'}, but {self!r} works along {self.axis!r} of "
+                f"{self.mesh or 'all ranks'}. `unplace` it with the step that placed it, and "
+                "`place` the result here."
+            )
+
     def _check_whole(self, name: str, params: Tree, leaves: Sequence[Any]) -> None:
-        size = self.group.size
+        size, seen = self.group.size, None
         for leaf in leaves:
             home = home_of(leaf)
             if isinstance(leaf, Tensor) and not is_placed(leaf):
@@ -257,6 +267,9 @@ class Shard(Transform):
                     f"{name}.{_path(params, leaf)} was placed on {home[0].world} ranks, the "
                     f"current world has {size}. `unplace` the state there and `place` it here."
                 )
+            if home is not None and home[0] is not seen and home[0].axis != ():
+                seen = home[0]
+                self._check_ranks(name, seen)
 
     # One call
 

@@ -158,6 +158,10 @@ class ZeroOneAdam(CompressGrads):
     def _form(self) -> int:
         return 2
 
+    @property
+    def _kinds(self) -> set[str]:
+        return super()._kinds | {"zero_one"}
+
     def _froze_at(self, count: int) -> int | None:
         step = self.freeze_step
         return step if isinstance(step, int) and count >= step else None
@@ -176,7 +180,7 @@ class ZeroOneAdam(CompressGrads):
     def configure(self, running: Context, state: Any) -> None:
         if self._ranks == 1:
             return
-        carried = self._ours(take(state, NAME)[0])
+        carried = take(state, NAME)[0]
         kind = self._kind(carried)
         call = LocalCall(self.shard.group, self.codec, 0, kind != "dense", carried, kind=kind)
         running.notes[NAME] = call
@@ -215,7 +219,7 @@ class ZeroOneAdam(CompressGrads):
         self.warn_if_early(int(call.carried["zero_one"]["variances"]), how["b2"])
         return local_step(call, grads, params, mu, nu, **how)
 
-    def reduce(self, grads: Any) -> Any:
+    def reduce(self, grads: Any, momentum: bool = False) -> Any:
         call = current_call()
         if call is not None and not call.skipped and call.kind in ("local", "average"):
             nodes = optree.tree_leaves(
@@ -223,7 +227,7 @@ class ZeroOneAdam(CompressGrads):
             )
             if any(isinstance(node, Unreduced) and not node.done for node in nodes):
                 raise CompositionError(f"zf.reduced met a rank's own gradients. {ONLY_ADAM}")
-        return super().reduce(grads)
+        return super().reduce(grads, momentum)
 
     def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
         """Second moments whose bias is corrected by the number of their own updates.

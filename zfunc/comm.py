@@ -12,7 +12,6 @@ within the timeout, is a :class:`~zfunc.errors.DesyncError`.
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.worlds.accounting import Ledger, ledger
+from zfunc.worlds.messages import read, written
 from zfunc.worlds.routes import (
     all_gather_bytes,
     all_reduce_bytes,
@@ -66,6 +66,7 @@ class Handle(Generic[T]):
         self._group = group
         self._turn = turn  # its number among those that are finished in their order; 0 if in any
         self._error: BaseException | None = None
+        self._epoch = group.epoch
         self._result: T
         group._under_way.add(steps)
         self._run(lambda: next(steps))
@@ -85,6 +86,8 @@ class Handle(Generic[T]):
             DesyncError: a peer is in another collective, silent or gone.
         """
         with self._lock:
+            if self._is_stale():
+                self._abandon(_stale())
             if self._steps is not None:
                 self._group._finish_before(self)
             if (steps := self._steps) is not None:  # not finished by what went before, either
@@ -113,13 +116,17 @@ class Handle(Generic[T]):
             self._error = error
             self._let_go()
 
+    def _is_stale(self) -> bool:
+        """Whether the group was made anew meanwhile: what this waits for will not come."""
+        return self._epoch != self._group.epoch
+
     def _let_go(self) -> None:
         """Drop the generator, and with it the buffers."""
         self._group._under_way.discard(self._steps)
         self._steps = None
 
     def __del__(self) -> None:
-        if self._steps is not None:
+        if self._steps is not None and not self._is_stale():
             self._group._dropped.append(self)
 
 
@@ -134,14 +141,30 @@ class Group:
         axis: the axis' name; a flattened group joins the names with ``+``.
         rank: this rank's index along the axis.
         size: the number of ranks along the axis.
+        epoch: how often it was made anew.
+        members: the ranks of the world that are in it, where that is known.
+
+    Args:
+        connect: makes its transport anew, in the world's next epoch. A group of several ranks
+            without it ends with its first error.
     """
 
-    def __init__(self, axis: str, world: World, transport: Transport) -> None:
+    def __init__(
+        self,
+        axis: str,
+        world: World,
+        transport: Transport,
+        members: tuple[int, ...] = (),
+        connect: Callable[[], Transport] | None = None,
+    ) -> None:
         self.axis = axis
+        self.members = members
+        self.epoch = 0
         self.rank = transport.rank
         self.size = transport.size
         self._world = world
         self._transport = transport
+        self._connect = connect
         self.issued = self.hosted = 0
         self._failure: DesyncError | None = None
         self._under_way: set[Steps[Any] | None] = set()  # the cycle collector would close them
@@ -303,13 +326,23 @@ class Group:
         return self._issue(flat, lambda: _returning(x, self._transport.broadcast(call, flat, src)))
 
     def exchange(self, obj: Any, *, label: str = "") -> list[Any]:
-        """Every rank's small picklable object, in rank order; blocks.
+        """Every rank's small object, in rank order; blocks.
 
-        Only for objects of this job's own ranks: they are pickled.
+        Args:
+            obj: plain data, the same kinds as in ``zfunc.worlds.messages``: it travels as JSON.
+            label: names the collective in errors and ledgers.
+
+        Raises:
+            TypeError: it is something else.
+            DesyncError: what came from a rank is no message.
         """
-        return [
-            pickle.loads(part) for part in self._exchanged("exchange", label, pickle.dumps(obj))
-        ]
+        parts = self._exchanged("exchange", label, written(obj))
+        try:
+            return [read(part) for part in parts]
+        except ValueError as error:
+            failed = DesyncError(f"exchange({label!r}): {error}")
+            self._fail(failed)
+            raise failed from error
 
     def barrier(self, *, label: str = "") -> None:
         """Return once every rank of the group has come here."""
@@ -395,6 +428,8 @@ class Group:
             raise DesyncError(
                 f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
             ) from self._failure
+        if self._world.gate is not None:
+            self._world.gate(f"{kind}({label!r})")
         self.issued += 1
         self.hosted += self._transport.hosted(data)
         call = Call(kind, label, announced(kind, label, what), self.issued)
@@ -473,6 +508,52 @@ class Group:
             handle for handle in (*self._dropped, *alive) if handle is not None and not handle.done
         ]
 
+    def finish(self) -> None:
+        """Complete what this rank has issued and nobody has waited for: peers are in it too.
+
+        Raises:
+            DesyncError: a peer is not.
+        """
+        if self._failure is None:
+            for handle in self._unfinished():
+                handle.wait()
+            self._finish_dropped()
+            self.settle()
+
+    def hang_up(self) -> None:
+        """Take no further part; peers that wait for this rank raise."""
+        self._transport.hang_up()
+
+    def stop(self, error: DesyncError) -> None:
+        """Fail, if it has not failed yet, and take no further part."""
+        if self.size > 1 and self._failure is None:
+            self._fail(error)
+        self._transport.hang_up()
+
+    def renew(self) -> None:
+        """Begin anew, with nothing under way; all ranks of the group do, in one epoch.
+
+        It stays the same object, which placed states and steps refer to. Whoever waits for what
+        was under way is told that it will not come.
+        """
+        if self._connect is None:
+            return
+        self.epoch += 1
+        for steps in tuple(self._under_way):
+            if steps is not None:
+                steps.close()
+        self._under_way.clear()
+        self._dropped.clear()
+        self._inflight.clear()
+        self.issued = self.hosted = 0
+        self._failure = None
+        self._transport = self._connect()
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether work of earlier steps was still under way on a device when it was stopped."""
+        return self._transport.cut_short()
+
     def _finish_dropped(self) -> None:
         while self._dropped:
             handle = self._dropped.pop(0)
@@ -513,6 +594,13 @@ def settle() -> None:
     """
     for group in tuple(current().groups):
         group.settle()
+
+
+def _stale() -> DesyncError:
+    return DesyncError(
+        "this was under way when the groups failed, and zf.recover_world() has made new ones: it "
+        "will not come. Give the state that holds it: zf.recover_world(state)"
+    )
 
 
 def _is_unfinished(ref: weakref.ref[Handle[Any]]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ from zfunc.errors import DonatedStateError
 from zfunc.nodes import spent
 from zfunc.placed.arriving import looking
 from zfunc.placed.cutting import make_layout
-from zfunc.placed.leaves import is_frozen
 from zfunc.tree import gone
 from zfunc.worlds.axes import alone
+from zfunc.zeros import is_unmade
 
 __all__ = [
     "ENDING",
@@ -137,7 +137,7 @@ class LayerInfo:
 
 def uncut(tree: Any) -> tuple[Any, bool]:
     """The layout of a plain params tree that nobody cuts."""
-    return make_layout(tree, frozen=is_frozen), False
+    return make_layout(tree), False
 
 
 ENDING: ContextVar[bool] = ContextVar("zfunc_ending", default=False)
@@ -162,6 +162,7 @@ class Context:
         passes: the passes that are running, innermost last.
         asked: how often ``value_and_grad`` was called.
         differentiated: the same, each microbatch counted.
+        evaluated: how often ``evaluate`` was called.
         keeps: which units' gradients are left for another transform than shard to average.
         frozen: whether second moments stay as they are in this call.
         unsettled: whether ``settled`` must be given the second moments before the step.
@@ -173,6 +174,9 @@ class Context:
         complete: whether gathers of new parameters end within the step that starts them.
         notes: what transforms note down for the time of this call.
         offers: for addresses of the old state where the value that follows is to be written.
+        reached: paths of the leaves to which backward has come on this rank, where somebody asks.
+        missed: of each leaf that takes part in the update how many it has missed; ``None`` where
+            all leaves always take part.
     """
 
     transforms: tuple[Any, ...] = ()
@@ -188,6 +192,7 @@ class Context:
     passes: list[Any] = field(default_factory=list)
     asked: int = 0
     differentiated: int = 0
+    evaluated: int = 0
     keeps: Callable[[Any], bool] = lambda unit: False
     frozen: bool = False
     unsettled: bool = False
@@ -200,6 +205,8 @@ class Context:
     complete: bool = field(default_factory=ENDING.get)
     notes: dict[Any, Any] = field(default_factory=dict)
     offers: dict[int, Tensor] = field(default_factory=dict)
+    reached: set[str] | None = None
+    missed: Mapping[str, int] | None = None
 
     def next_scope(self) -> AbstractContextManager[Any] | None:
         """The scope of randomness of the next layer that is called, if it has one of its own."""
@@ -267,6 +274,8 @@ def reuse(x: Tensor) -> Tensor:
     if spent(x):
         raise DonatedStateError(gone("a leaf"))
     alias = x.detach()
+    if is_unmade(x):
+        return x.clone()
     if spend(x):
         return alias
     offers = running.offers if (running := _CURRENT.get()) is not None else None

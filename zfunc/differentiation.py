@@ -21,18 +21,26 @@ from zfunc import context, random
 from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.errors import CompositionError, PlacementError
+from zfunc.freezing import all_frozen, frozen_among
 from zfunc.modules.products import SHORT, products
 from zfunc.nodes import NAMESPACE, PLACED, Placed, Tree, leaves_in
 from zfunc.passes import Pass, Source, there
-from zfunc.placed.leaves import is_frozen
+from zfunc.placed.agreement import check_same
+from zfunc.placed.cutting import make_layout
+from zfunc.placed.layout import Layout
+from zfunc.placed.leaves import check_trainable, is_frozen
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed
 from zfunc.primitives import Mean, Ref, enter
 from zfunc.readings import sent
+from zfunc.recomputation import taken
 from zfunc.seams import Collector, Finish, Gradients
 from zfunc.tree import check_alive, dotted
+from zfunc.unit_runs import dense
 
 __all__ = ["checked", "evaluate", "value_and_grad"]
+
+BESIDE = "plain."  # what the names of plain tensors beside placed trees begin with
 
 
 def value_and_grad(
@@ -50,7 +58,8 @@ def value_and_grad(
         ``grads`` has the structure of ``params``: zeros for unused leaves, ``None``
         for frozen ones. Under data parallelism both are means over the ranks; ``aux``
         stays this rank's own. Placed trees among the further arguments enter
-        without gradients.
+        without gradients. In a step ``params`` may hold placed trees and plain tensors
+        (soft prompts, say), alike on all ranks: gradients of the latter are plain.
 
     Raises:
         ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter; or
@@ -151,7 +160,10 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
     for key, leaf in zip(keys, leaves, strict=True):
         _check_differentiable(dotted(*key), leaf)
     nested = torch.is_grad_enabled() and any(_belongs_to_a_graph(x) for x in leaves)
-    live = [x is not None and not is_frozen(x) for x in leaves]
+    still = frozen_among(leaves, spec)
+    live = [x is not None and not f for x, f in zip(leaves, still, strict=True)]
+    if any(still) and not any(live):
+        raise all_frozen([dotted(*key) or "params" for key in keys])
     with torch.enable_grad():
         inputs = [
             (x.view_as(x) if nested and x.requires_grad else x.detach().requires_grad_())
@@ -161,7 +173,10 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
         ]
         token = _INSIDE.set(True)
         try:
-            out = asked.loss_fn(optree.tree_unflatten(spec, inputs), *asked.args, **asked.kwargs)
+            with taken():
+                out = asked.loss_fn(
+                    optree.tree_unflatten(spec, inputs), *asked.args, **asked.kwargs
+                )
         finally:
             _INSIDE.reset(token)
         loss, aux = _split(out, asked.has_aux)
@@ -173,7 +188,7 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
         torch.autograd.grad(loss, wrt, seed, create_graph=nested, allow_unused=True) if wrt else ()
     )
     filled = [
-        (torch.zeros_like(x) if (g := next(grads)) is None else g) if on else None
+        (torch.zeros_like(x) if (g := next(grads)) is None else dense(g)) if on else None
         for x, on in zip(leaves, live, strict=True)
     ]
     mean = loss if nested and seed is None else value()
@@ -201,13 +216,14 @@ def _nodes(params: Tree) -> list[Any]:
 
 
 def _check_differentiable(path: str, leaf: Any) -> None:
-    if leaf is None or (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+    if leaf is None:
         return
-    what = f"a {leaf.dtype} tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-    raise PlacementError(
-        f"parameter {path or 'params'} is {what}: only floating-point tensors can be "
-        "differentiated. Pass it as a further argument of the loss, or keep it in `buffers`."
-    )
+    check_trainable(path, leaf)
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        raise PlacementError(
+            f"parameter {path or 'params'} was made under torch.inference_mode, and cannot be "
+            "differentiated. `step.place(state)` outside of that mode copies it; or clone it."
+        )
 
 
 def _check_depends(loss: Tensor) -> None:
@@ -246,7 +262,9 @@ def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], T
             return _by_unit(running, owner, call, asked, finish)
         running.passes.append(owner)
         try:
-            return _local(asked, finish)
+            out = _local(asked, finish)
+            owner.finish()
+            return out
         finally:
             running.passes.pop()
             owner.close()
@@ -264,7 +282,8 @@ def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
         prefetch=running.prefetch,
         room=running.room,
         running=running,
-        waiting=() if collector is None else collector.waiting,
+        waiting={} if collector is None else collector.waiting,
+        holding=collector is not None and collector.holding,
         spill=running.spill,
     )
 
@@ -284,16 +303,22 @@ def _by_unit(
 ) -> tuple[tuple[Tensor, Any], Tree]:
     """Differentiate parameters that enter and leave unit by unit."""
     rebuild, sources = _sources(running, owner, asked.params)
+    if not any(source.layout.trains for source in sources):
+        raise all_frozen([slot.path for source in sources for slot in source.layout.present])
     plan = ("plan", "grad", call)
+    owner.memory, owner.place = running.memo, ("script", call)
     owner.plan = running.memo.get(plan) or there([source.layout for source in sources])
     for transform in running.transforms:
         owner.plan = transform.foresee(owner.plan, owner)
     running.passes.append(owner)
     try:
+        if not owner.holding or any(source.flat and source.cut for source in sources):
+            owner.agree(running.group)
         with torch.enable_grad():
             tree = rebuild([source.view() for source in sources])
             args, kwargs = _entered_arguments((asked.args, asked.kwargs))
-            loss, aux = _split(asked.loss_fn(tree, *args, **kwargs), asked.has_aux)
+            with taken():
+                loss, aux = _split(asked.loss_fn(tree, *args, **kwargs), asked.has_aux)
             del tree, args, kwargs
             owner.computed()
             loss, seed, value = finish(loss)
@@ -323,22 +348,57 @@ def _sources(
         source = owner.add(layout, params, running.group, cut=cut, differentiated=True)
         return lambda new: new[0], [source]
     nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
-    placed = [node for node in nodes if isinstance(node, Sharded | Streamed)]
-    if len(placed) < sum(node is not None for node in nodes):
-        raise PlacementError(
-            "the params given to value_and_grad mix placed and plain tensors. Place all of them "
-            "(name their entries in `roles`), or pass the plain ones as further arguments."
-        )
+    placed = [i for i, node in enumerate(nodes) if isinstance(node, Sharded | Streamed)]
     sources = [  # a tree may be on disk and whole on every rank
         owner.add(node.layout, node, running.group, cut=node.layout.axis != (), differentiated=True)
-        for node in placed
+        for node in (nodes[i] for i in placed)
     ]
+    paths = spec.paths() if running.reached is not None or len(placed) < len(nodes) else []
+    if running.reached is not None:
+        for source, i in zip(sources, placed, strict=True):
+            source.name_of = functools.partial(dotted, *paths[i])
+    known = set(placed)
+    plain = [i for i, node in enumerate(nodes) if node is not None and i not in known]
+    if plain:
+        beside = {dotted(BESIDE[:-1], *paths[i]): nodes[i] for i in plain}
+        source = owner.add(
+            _layout_beside(running, beside),
+            *(beside, running.group),
+            cut=False,
+            differentiated=True,
+            spills=False,
+        )
+        source.name_of = lambda path: path.removeprefix(BESIDE)
+        sources.append(source)
 
     def rebuild(new: list[Any]) -> Tree:
-        rest = iter(new)
-        return optree.tree_unflatten(spec, [None if x is None else next(rest) for x in nodes])
+        out: list[Any] = [None] * len(nodes)
+        for i, tree in zip(placed, new, strict=False):
+            out[i] = tree
+        if plain:
+            for i, name in zip(plain, beside, strict=True):
+                out[i] = new[-1][name]
+        return optree.tree_unflatten(spec, out)
 
     return rebuild, sources
+
+
+def _layout_beside(running: Context, beside: dict[str, Any]) -> Layout:
+    """How plain tensors beside placed trees lie: whole on every rank, which has the same ones.
+
+    Raises:
+        PlacementError: a leaf is no floating-point tensor, or, when they are met first, ranks
+            hold different ones; on all ranks.
+    """
+    for name, leaf in beside.items():
+        _check_differentiable(name.removeprefix(BESIDE), leaf)
+    memo = running.memo.setdefault("beside", {})
+    key = tuple((name, x.shape, x.dtype, is_frozen(x)) for name, x in beside.items())
+    if key not in memo:
+        check_same(running.group, {"plain params beside placed ones": beside})
+        memo[key] = make_layout(beside, world=running.group.size)
+    layout: Layout = memo[key]
+    return layout
 
 
 def _entered_arguments(tree: Any) -> Any:
@@ -379,6 +439,9 @@ def _evaluated(
 ) -> Any:
     owner = _new_pass(running)
     owner.evaluating = bool(running.transforms)
+    if running.transforms:
+        owner.memory, owner.place = running.memo, ("script", "evaluate", running.evaluated)
+        running.evaluated += 1
     running.passes.append(owner)
     token = context.push(running)
     try:

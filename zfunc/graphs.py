@@ -93,6 +93,9 @@ class Captured:
                 "captured() is the outermost of all: a graph of a part of a step would leave the "
                 "rest behind. Write captured(shard(donate(step))), not shard(captured(step))."
             )
+        return self.step.guarded(self._call)(state, args, kwargs)
+
+    def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
         tree.check_alive(state)
         run = self._run()
         if run.graph is None:
@@ -142,6 +145,18 @@ class Captured:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+@world.on_renewal.append
+def _forget() -> None:
+    """A graph holds collectives of groups that were made anew since."""
+    world.current().memo.pop("captured", None)
+
+
+def in_graph_memory(x: Tensor) -> bool:
+    """Whether a tensor lies where a graph of this rank writes its state."""
+    runs = world.current().memo.get("captured", {}).values()
+    return any(run.graph is not None and run.graph.owns(x) for run in runs)
 
 
 @dataclass
@@ -351,8 +366,12 @@ class _Graph:
             self._scopes.seed(state)
             for group in self._groups:  # ranks that take another path are told, one step later
                 group.mark("replay")
-            self._graph.replay()
-            out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
+            try:
+                self._graph.replay()
+                out = [x.clone() if isinstance(x, Tensor) else x for x in self._out]
+            except BaseException:
+                self._spend(leaves)  # some of it may be overwritten
+                raise
         here.wait_stream(self._stream)
         _kept_for(here, out)
         fresh = []
@@ -370,6 +389,16 @@ class _Graph:
             optree.tree_unflatten(self._spec, fresh),
             optree.tree_unflatten(self._out_spec, out),
         )
+
+    def owns(self, x: Tensor) -> bool:
+        """Whether a tensor lies in the memory that replays write the state to."""
+        return any(_is_on_device(home) and _at(home) == _at(x) for home in self._state)
+
+    def _spend(self, leaves: Sequence[Any]) -> None:
+        """Blank what of a state lies on the device."""
+        for home, old in zip(self._state, leaves, strict=True):
+            if _is_on_device(home):
+                context.blank(old)
 
 
 @contextmanager

@@ -8,11 +8,11 @@ import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.nodes import PLACED, any_spent, carry, leaves_in
+from zfunc.nodes import OPAQUE, PLACED, any_spent, carry, leaves_in
 from zfunc.placed.arriving import looking
 from zfunc.placed.leaves import is_placed
 
-__all__ = ["admitted", "copied", "entry", "first_placed", "key_of"]
+__all__ = ["admitted", "copied", "entry", "first_leaf", "first_placed", "key_of"]
 
 
 def first_placed(state: Any) -> str | None:
@@ -60,6 +60,13 @@ def _is_tracked(x: Any) -> bool:
 def entry(state: Any, name: str) -> Any:
     """What a state has under a name, or None."""
     return state.get(name) if isinstance(state, dict) else getattr(state, name, None)
+
+
+def first_leaf(state: Any) -> Any:
+    """The first tensor or placed node of the params, or of the state; None if there is none."""
+    found = entry(state, "params")
+    leaves = optree.tree_iter(state if found is None else found, namespace=OPAQUE)
+    return next(iter(leaves), None)
 
 
 def key_of(state: Any) -> Tensor | None:

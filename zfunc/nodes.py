@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +25,7 @@ __all__ = [
     "OPAQUE",
     "PLACED",
     "Encoded",
+    "Frozen",
     "Layers",
     "Lazy",
     "LeafInfo",
@@ -100,6 +101,44 @@ register(
     Layers,
     lambda layers: (tuple(layers), None, tuple(range(len(layers)))),
     lambda _, children: Layers(children),
+)
+
+
+class Frozen(dict[str, Any]):
+    """A dict of parameters; what it has under the keys ``frozen`` gets no gradient.
+
+    So the structure of a tree says it, and copies that keep the structure cannot lose it.
+
+    >>> import copy
+    >>> copy.deepcopy(Frozen({"a": 1, "w": 2}, {"w"})).frozen
+    frozenset({'w'})
+    """
+
+    frozen: frozenset[str]
+
+    def __init__(self, items: Any, frozen: Iterable[str]) -> None:
+        super().__init__(items)
+        self.frozen = frozenset(frozen)
+
+    def copy(self) -> Frozen:
+        return Frozen(self, self.frozen)
+
+    def __or__(self, other: Any) -> Any:
+        return Frozen({**self, **other}, self.frozen) if isinstance(other, dict) else NotImplemented
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (dict(self), self.frozen)
+
+
+def _flatten_frozen(node: Frozen) -> tuple[list[Any], Any, tuple[str, ...]]:
+    keys = tuple(sorted(node))  # the order in which the leaves of a plain dict come
+    return [node[key] for key in keys], (keys, node.frozen), keys
+
+
+register(
+    Frozen,
+    _flatten_frozen,
+    lambda static, children: Frozen(zip(static[0], children, strict=True), static[1]),
 )
 
 

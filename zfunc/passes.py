@@ -7,8 +7,8 @@ the ``leave`` seams, asynchronously.
 
 The order in which units enter is recorded; the next pass starts the entry of the next
 layer's units while this one computes. The record is a hint and never a law: a pass that
-takes another path gathers what it needs when it needs it. Ranks that take
-different paths from each other are told so by the collectives' headers.
+takes another path gathers what it needs when it needs it. Ranks that take different paths
+from each other agree on what comes next: see :mod:`zfunc.accord`.
 
 Nothing here calls a global hook: autograd Functions carry their unit with them, so
 that backward may run on a thread of its own (as it does on a GPU).
@@ -16,7 +16,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zfunc import context
+from zfunc.accord import Accord
 from zfunc.comm import Group
 from zfunc.context import RECOMPUTED, LayerInfo
 from zfunc.errors import PlacementError
@@ -37,7 +38,7 @@ from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
-from zfunc.seams import Pending, gather
+from zfunc.seams import Pending, Total, gather
 from zfunc.traffic import is_soon
 from zfunc.unit_runs import UnitRun, redeem
 
@@ -57,6 +58,7 @@ class LayerRef(Ref):
         self.layer = layer
         self.span = source.layout.layers[layer]
         self.runs = [source.runs[i] for i in source.layer_units[layer]]
+        self.differentiated = source.differentiated
 
     def _subtree(self) -> Tree:
         indices = range(self.span.start, self.span.stop)
@@ -125,12 +127,15 @@ class Source:
         group: Group,
         cut: bool,
         differentiated: bool,
+        spills: bool = True,
     ) -> None:
         self.owner, self.index, self.layout, self.group = owner, index, layout, group
         self.cut, self.differentiated = cut, differentiated
+        self.name_of: Callable[[str], str] = str  # from a leaf's path here to that in all params
         self.flat = isinstance(stored, Sharded | Streamed)
         self.node = stored if isinstance(stored, Streamed) else None  # units come one by one
-        self.sink = owner.spill(layout, cut) if owner.spill and differentiated else None
+        spill = owner.spill if differentiated and spills else None
+        self.sink = None if spill is None else spill(layout, cut)
         if self.node is None and self.flat:
             columns: list[Any] = list(stored.flats)
         elif self.node is None:
@@ -150,6 +155,12 @@ class Source:
         self.layer_units = _units_of_layers(layout)
         stored_at = next((x.device for run in self.runs for x in run.stored), None)
         self.device = stored_at if self.node is None else self.node.device
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the ranks of the pass's accord take part when a unit enters."""
+        accord = self.owner.accord
+        return self.flat and self.cut and accord is not None and self.group is accord.ranks
 
     @property
     def direct(self) -> bool:
@@ -190,6 +201,8 @@ class Source:
     def start(self, runs: Sequence[UnitRun]) -> None:
         """Start the entry of units that are needed together, before any is waited for."""
         if self.flat and self.node is None:
+            if self.gathers:
+                self.owner.accord.approach(runs)  # type: ignore[union-attr]
             for run in runs:
                 if run.entered is None:
                     run.start()
@@ -256,6 +269,10 @@ class Pass:
             are needed again soon. What small units that are not merged may take together.
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
+        holding: whether the gradients of this one are kept back.
+        idle: units that no rank uses in this pass, by a common decision.
+        memory, place: where, and under which name, a pass leaves the script of the next one.
+        accord: how the ranks agree on what comes next; ``None`` on one rank.
         running: the context of the call, if there is one.
         most_ahead, most_in_flight: bytes of units ahead, and of gradients on their way, that were
             there at once.
@@ -279,7 +296,12 @@ class Pass:
     evaluating: bool = False
     thinned: bool = False
     transient: list[UnitRun] = field(default_factory=list)
-    waiting: Container[tuple[int, int]] = ()
+    waiting: Mapping[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    holding: bool = False
+    idle: set[tuple[int, int]] = field(default_factory=set)
+    memory: dict[Any, Any] | None = None
+    place: Any = None
+    accord: Accord | None = None
     cursor: int = 0
     in_flight: int = 0
     most_ahead: int = 0
@@ -289,12 +311,49 @@ class Pass:
         self.tick = torch.zeros((), requires_grad=True)
 
     def add(
-        self, layout: Layout, stored: Tree, group: Group, *, cut: bool, differentiated: bool
+        self,
+        layout: Layout,
+        stored: Tree,
+        group: Group,
+        *,
+        cut: bool,
+        differentiated: bool,
+        spills: bool = True,
     ) -> Source:
-        """Let one more tree take part."""
-        source = Source(self, len(self.sources), layout, stored, group, cut, differentiated)
+        """Let one more tree take part; ``spills``: its gradients may leave memory."""
+        source = Source(self, len(self.sources), layout, stored, group, cut, differentiated, spills)
         self.sources.append(source)
+        if self.accord is not None:
+            self.accord.admit(source)
         return source
+
+    def agree(self, ranks: Group) -> None:
+        """From now on the ranks of a group agree on what comes next."""
+        if self.accord is None and ranks.size > 1:
+            script = None if self.memory is None else self.memory.get(self.place)
+            if script is not None and not all(map(script.has, self.sources)):
+                script = None
+            self.accord = Accord(self, ranks, script, learns=self.memory is not None)
+
+    @property
+    def asking(self) -> bool:
+        """Whether ranks ask each other before each collective."""
+        return self.accord is not None and self.accord.asking
+
+    @property
+    def beside(self) -> bool:
+        """Whether this rank does what is not in the script."""
+        return self.accord is not None and self.accord.beside
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks take part when units enter."""
+        return any(source.gathers for source in self.sources)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether gradients leave."""
+        return not self.holding and any(source.differentiated for source in self.sources)
 
     def entering(self, source: Source) -> list[Any]:
         middle = [gather] if source.flat else []
@@ -306,6 +365,8 @@ class Pass:
     def record(self, run: UnitRun) -> None:
         """Note that a unit enters, and where in the plan that is."""
         self.events.append(run.key)
+        if self.beside:
+            return
         for i in range(self.cursor, len(self.plan)):
             if self.plan[i] == run.key:
                 self.cursor = i + 1
@@ -316,6 +377,8 @@ class Pass:
 
         The other units of the layer that is entering are started, too.
         """
+        if self.asking or self.beside:
+            return
         for key in self.plan[self.cursor : self.cursor + self.prefetch + 1]:
             if run := self._known(key):
                 run.fetch()
@@ -338,10 +401,36 @@ class Pass:
             ahead += size
             self.most_ahead = max(self.most_ahead, ahead)
 
+    def next_layer(self, now: Sequence[UnitRun]) -> list[tuple[int, int]]:
+        """The units that the plan has behind these, of one layer, if they are not there yet."""
+        met = {self._layer(run.key) for run in now}
+        first: tuple[int, int] | None = None
+        found: list[tuple[int, int]] = []
+        size = 0
+        for key in self.plan[self.cursor :] if self.prefetch else ():
+            run, layer = self._known(key), self._layer(key)
+            if layer in met or run is None:
+                continue
+            if first not in (None, layer):
+                break
+            first, size = layer, size + self._size(key)
+            if run.values is not None or run.pending is not None or run.source.node is not None:
+                break
+            if not run.gathers or (found and size > run.source.limit(AHEAD_BYTES)):
+                break
+            if key not in found:
+                found.append(key)
+        return found
+
     def soon(self, run: UnitRun) -> bool:
         """Whether the plan has this unit next, or so soon that all until then has room."""
         coming = self.plan[self.cursor :]
         return is_soon(run.key, coming, self.room, self._size, self._layer)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the plan has no unit to come."""
+        return 0 < len(self.plan) <= self.cursor
 
     def _layer(self, key: tuple[int, int]) -> tuple[int, int]:
         """Which layer a unit belongs to; that of a tree which is not here stands for itself."""
@@ -386,9 +475,16 @@ class Pass:
         run, value, nbytes = self.arrivals.pop(0)
         self.in_flight -= nbytes
         value.advance()
+        before = self.results.get(run.key)
         if run.source.sink is not None:
+            if before is not None:
+                raise PlacementError(
+                    f"the gradient of unit {run.info.name} came in two parts, since ranks ran "
+                    "layers in different orders or numbers; where gradients leave the device's "
+                    "memory (offload) they cannot be added up. Run the layers alike on all ranks."
+                )
             value = run.source.sink.put(run.info.index, value.wait())
-        self.results[run.key] = value
+        self.results[run.key] = value if before is None else Total(before, value)
 
     def computed(self) -> None:
         """Forward is done: what backward still needs is held by autograd, or gathered again."""
@@ -399,22 +495,54 @@ class Pass:
                     run.release()
         if any(source.flat for source in self.sources):
             pool().trim()  # memory is fullest here
+        if self.accord is not None:
+            self.accord.turn()
 
     def finish(self) -> None:
         """Wait for everything under way, also for what was started in vain."""
+        accord = self.accord
+        if accord is not None:
+            accord.rest()
         for source in self.sources:
             for run in source.runs:
-                run.send()
-        while self.arrivals:
-            self._arrive()
+                self._send_late(run)
+        if accord is None:
+            self._arrive_all()
+        else:
+            script = accord.end()
+            accord.own(self._arrive_all)
+            if self.memory is not None:
+                self.memory[self.place] = script
         for source in self.sources:
             for run in source.runs:
                 if run.pending is not None:
                     run.pending.wait()
                 run.pending = run.values = run.entered = run.fetched = None
 
+    def _send_late(self, run: UnitRun) -> None:
+        """Send what not all entries have left, or an earlier pass kept back and this one did not
+        add to."""
+        kept = self.waiting.get(run.key)
+        if run.partial is None and kept is None:
+            return
+        if self.accord is not None:
+            self.accord.leaves(run, True)
+        if run.partial is not None:
+            run.send()
+        elif kept is not None and self.accord is not None:
+            self.accord.reduce(run, [torch.zeros_like(x) for x in kept])
+        elif kept is not None:
+            run.part([torch.zeros_like(x) for x in kept])
+
+    def _arrive_all(self) -> None:
+        while self.arrivals:
+            self._arrive()
+
     def close(self) -> None:
         """Forget everything, so that no cycle of references keeps gradients alive."""
+        if self.accord is not None:
+            self.accord.close()
+            self.accord = None
         for source in self.sources:
             for run in source.runs:
                 run.pending = run.values = run.entered = run.fetched = None
@@ -455,8 +583,11 @@ def entered(params: Placed) -> Any:
     if not isinstance(params, Sharded | Streamed):
         raise PlacementError(f"a {type(params).__name__} cannot enter a computation")
     running = context.current()
-    owner = running.passes[-1] if running is not None and running.passes else Pass()
+    inside = running is not None and bool(running.passes)
+    owner = running.passes[-1] if inside else Pass()  # type: ignore[union-attr]
     source = owner.add(params.layout, params, params.group, cut=True, differentiated=False)
+    if inside:
+        owner.agree(params.group)
     return source.view()
 
 

@@ -6,7 +6,7 @@ On plain parameters, outside a step, each does the obvious thing. A running step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "enter",
     "frozen",
     "layer",
+    "missed",
     "own_step",
     "reduced",
     "scan",
@@ -64,6 +65,9 @@ class Ref(Lazy):
     directly (``ref["w"]``, iterating, flattening) is right too, but then the
     gathered memory lives until backward has passed.
     """
+
+    differentiated = False
+    """Whether gradients of these parameters are asked for."""
 
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         """``fn(params, *xs, **kw)`` with the parameters entered for this call only."""
@@ -172,15 +176,19 @@ def scan(fn: Callable[[Any, Any], Any], layers: Tree, x: Any) -> Any:
     return x
 
 
-def reduced(tree: Tree) -> Tree:
+def reduced(tree: Tree, momentum: bool = False) -> Tree:
     """From here on this is the mean over the data axis.
 
     The identity on what is reduced already; where a transform left gradients
     local, this is where they are averaged, plainly or compressed.
+
+    Args:
+        momentum: whether this is momentum as it is, whose few large elements matter most (and not
+            in units that make all elements of one size).
     """
     running = context.current()
     for transform in running.transforms if running else ():
-        tree = transform.reduce(tree)
+        tree = transform.reduce(tree, momentum=True) if momentum else transform.reduce(tree)
     return tree
 
 
@@ -223,6 +231,17 @@ def frozen() -> bool:
     """Whether second moments stay as they are in this call of a step."""
     running = context.current()
     return running is not None and running.frozen
+
+
+def missed() -> Mapping[str, int] | None:
+    """Which leaves the running update is for, and how many updates each of them has missed.
+
+    Returns:
+        The number by dotted leaf path; a leaf that is not in it keeps its value and its moments.
+        ``None`` where all leaves always take part.
+    """
+    running = context.current()
+    return None if running is None else running.missed
 
 
 def compressing() -> bool:

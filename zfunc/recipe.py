@@ -14,14 +14,17 @@ from zfunc.collectives import mean_over
 from zfunc.comm import Group
 from zfunc.context import Context
 from zfunc.differentiation import value_and_grad
-from zfunc.optim import apply_updates
+from zfunc.optim import Moved, apply_updates
+from zfunc.optim.paces import check_fit, held
 from zfunc.state import check_optimizer
-from zfunc.step import Step
+from zfunc.step import Step, Transform
 
 __all__ = ["train_step"]
 
 
-def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> Step:
+def train_step(
+    loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False, skip_unused: bool = False
+) -> Step:
     """The ready-made pure step ``(state, batch) -> (state, metrics)``.
 
     Args:
@@ -31,6 +34,11 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
             ``has_aux`` ``(loss, (new_buffers, aux))``.
         tx: the optimizer, a ``GradientTransformation``.
         has_aux: whether the loss comes with a dict of further metrics.
+        skip_unused: whether a leaf of which no rank and no microbatch has used anything rests: it
+            keeps its value and its moments, and its own count of updates, as a parameter whose
+            ``grad`` is ``None`` does in ``torch.optim``. Otherwise its gradient is zero: moments
+            fade, and weight decay acts. The ranks tell each other in one small exchange a step.
+            How many updates each leaf has missed lies in ``state.aux["skip_unused"]``.
 
     Returns:
         A :class:`Step` on :class:`TrainState`. ``metrics`` holds 0-d tensors: ``loss``
@@ -38,6 +46,8 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
 
     Raises:
         TypeError: ``tx`` is no ``GradientTransformation``.
+        CompositionError: ``skip_unused`` with ``lamb``, ``skip_nonfinite`` or a transformation of
+            your own, which do not know of leaves that rest.
 
     >>> import torch, zfunc as zf
     >>> tx = zf.optim.sgd(0.5)
@@ -48,6 +58,8 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
     (tensor([1.]), tensor(1.))
     """
     check_optimizer(tx, "train_step()")
+    if skip_unused:
+        check_fit(tx)
     parameters = inspect.signature(loss_fn).parameters
     takes_buffers = "buffers" in parameters
     takes_key = "key" in parameters or len([p for p in parameters.values() if _is_needed(p)]) > 2
@@ -60,6 +72,8 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
         loss, buffers, aux = _unpack(out, state.buffers, takes_buffers, has_aux)
         metrics = {"loss": loss, "grad_norm": tree.global_norm(grads), **_averaged(aux)}
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        if skip_unused and not isinstance(updates, Moved):
+            updates = held(updates)
         state = state.replace(
             params=apply_updates(state.params, updates),
             opt_state=opt_state,
@@ -68,7 +82,14 @@ def train_step(loss_fn: Callable[..., Any], tx: Any, has_aux: bool = False) -> S
         )
         return state, metrics
 
-    return Step(step, tx=tx)
+    made = Step(step, tx=tx)
+    return made.wrap(_skipping()) if skip_unused else made
+
+
+def _skipping() -> Transform:
+    from zfunc.transforms.resting import SkipUnused  # imports what imports this module
+
+    return SkipUnused()
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:

@@ -14,7 +14,17 @@ from zfunc.placed.layout import Layout
 from zfunc.pool import pool
 from zfunc.rounds import Rounds
 
-__all__ = ["Collector", "Finish", "Gradients", "Pending", "Ready", "UnitInfo", "Waiting", "gather"]
+__all__ = [
+    "Collector",
+    "Finish",
+    "Gradients",
+    "Pending",
+    "Ready",
+    "Total",
+    "UnitInfo",
+    "Waiting",
+    "gather",
+]
 
 Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
 """What becomes of a loss: what to differentiate, its seed, and a function that gives the mean."""
@@ -96,6 +106,21 @@ class Waiting:
                 part.advance()
             elif not isinstance(part, Tensor):
                 part.wait()
+
+
+@dataclass
+class Total:
+    """The sum of what came in two parts."""
+
+    first: Pending
+    second: Pending
+
+    def wait(self) -> list[Tensor]:
+        return [a + b for a, b in zip(self.first.wait(), self.second.wait(), strict=True)]
+
+    def advance(self) -> None:
+        self.first.advance()
+        self.second.advance()
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from zfunc import random, tree
 from zfunc.errors import PlacementError
-from zfunc.nodes import Lazy, leaves_in
+from zfunc.freezing import all_frozen, frozen_paths, leaves_at, thawed, without_frozen
+from zfunc.nodes import PLACED, Lazy, leaves_in
 from zfunc.placed.arriving import is_arriving, is_passing, on_their_way, passing, settled
-from zfunc.placed.leaves import freeze, is_frozen
+from zfunc.placed.leaves import check_trainable, freeze, is_frozen
+from zfunc.zeros import begun
 
 __all__ = ["TrainState"]
 
@@ -47,7 +49,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         if self.frozen:
-            object.__setattr__(self, "params", _marked(self.params, frozenset(self.frozen)))
+            object.__setattr__(self, "params", _marked(self.params, self.frozen))
 
     if not TYPE_CHECKING:
 
@@ -85,7 +87,8 @@ class TrainState:
             params: pytree of floating-point tensors; not copied.
             tx: the optimizer; ``tx.init`` sees ``None`` at frozen leaves.
             key: a seed or a random key.
-            trainable: predicate on dotted leaf paths; the other leaves stay frozen.
+            trainable: predicate on dotted leaf paths; the other leaves stay frozen. By default
+                those that ``functionalize`` found frozen in its module, which it overrides.
 
         Raises:
             PlacementError: a parameter is no floating-point tensor, or all are frozen.
@@ -103,16 +106,22 @@ class TrainState:
             strict=False,
         ):
             _check(path, leaf)
-        frozen = () if trainable is None else tuple(p for p in paths if not trainable(p))
-        if trainable is not None and len(frozen) == len(paths):
-            raise PlacementError(
-                f"`trainable` accepts none of the {len(paths)} parameters; it is called with "
-                f"dotted paths such as {paths[0] if paths else '(none)'!r}."
-            )
-        held = tree.select(params, lambda path: path not in frozen) if frozen else params
+        if trainable is None:
+            frozen = frozen_paths(params)
+            if frozen and not leaves_in(without_frozen(params)):
+                raise all_frozen(frozen)
+        else:
+            params, frozen = thawed(params), tuple(p for p in paths if not trainable(p))
+            if len(frozen) == len(paths):
+                raise PlacementError(
+                    f"`trainable` accepts none of the {len(paths)} parameters; it is called with "
+                    f"dotted paths such as {paths[0] if paths else '(none)'!r}."
+                )
+        still = frozenset(frozen)
+        held = tree.select(params, lambda path: path not in still) if frozen else params
         return cls(
             params=params,
-            opt_state=tx.init(held),
+            opt_state=begun(tx, held),
             step=torch.zeros((), dtype=torch.int64),
             key=random.as_key(key),
             buffers=buffers,
@@ -173,32 +182,25 @@ def _check(path: str, leaf: Any) -> None:
         raise PlacementError(
             f"params is a {type(leaf).__name__}; give its .params, a tree of tensors."
         )
-    if leaf is not None and not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
-        what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
-        raise PlacementError(
-            f"parameter {path or '(the whole tree)'} has {what}; parameters are floating-point "
-            "tensors. Integer tensors belong into `buffers` or `aux`, other things outside the "
-            "state."
-        )
+    if leaf is not None:
+        check_trainable(path, leaf)
 
 
-def _marked(params: Any, frozen: frozenset[str]) -> Any:
-    """Plain frozen leaves carry a mark, which copies made by ``tree.map`` lose: renew it."""
+def _marked(params: Any, frozen: tuple[str, ...]) -> Any:
+    """Plain frozen leaves carry a mark, which copies may lose: renew it."""
     if isinstance(params, tree.Placed | Lazy):
         return params  # what a lazy tree is filled into has its marks
-    keys, leaves, spec = optree.tree_flatten_with_path(
-        params,
-        is_leaf=lambda x: isinstance(x, tree.Placed),
-        none_is_leaf=True,
-        namespace=tree.NAMESPACE,
-    )
-    out = [
-        freeze(leaf.detach())
-        if tree.dotted(*key) in frozen and isinstance(leaf, Tensor) and not is_frozen(leaf)
-        else leaf
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return optree.tree_unflatten(spec, out)
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
+    lost = [i for i in leaves_at(spec, frozen) if _unmarked(leaves[i])]
+    if not lost:
+        return params
+    for i in lost:
+        leaves[i] = freeze(leaves[i].detach())
+    return optree.tree_unflatten(spec, leaves)
+
+
+def _unmarked(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not is_frozen(leaf)
 
 
 def _flatten(state: TrainState) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:

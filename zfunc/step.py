@@ -12,6 +12,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``differentiate``      what surrounds a ``value_and_grad``? and ``evaluate``?
 ``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
 ``own_step``           who takes Adam's step, if not Adam?
+``guard``              what surrounds a whole call? (errors and interrupts)
 ====================  =========================================================
 
 At a seam transforms act in the order in which data flows (``position``), never in
@@ -25,19 +26,24 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, Protocol, overload
 
+import torch
 from torch import Tensor, nn
 
 from zfunc import context, tree
+from zfunc.collector import collector_waits
 from zfunc.comm import ledger, unchecked
 from zfunc.context import Context, LayerInfo
 from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
-from zfunc.intake import admitted, copied, first_placed, key_of
+from zfunc.intake import admitted, copied, first_leaf, first_placed, key_of
+from zfunc.nodes import leaves_in
+from zfunc.origins import let_go
 from zfunc.passes import Pass
 from zfunc.placed.arriving import passing
+from zfunc.placed.signs import listed, signs
 from zfunc.seams import Gradients, Pending, UnitInfo
 from zfunc.state import handed_over
 from zfunc.traffic import Traffic
@@ -62,6 +68,7 @@ class Transform:
         needs_gradients: whether a step that never differentiates is an error.
         of_params: whether the state is a params tree itself, and the function no training step.
         compresses: whether ``reduce`` or ``settle`` do anything in every call.
+        guards: whether ``guard`` does anything.
     """
 
     position: ClassVar[int] = 500
@@ -74,6 +81,7 @@ class Transform:
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
+    guards: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -154,7 +162,7 @@ class Transform:
         """Surround one ``zf.evaluate``: ``call(fn, params, args, kwargs)`` runs it."""
         return call
 
-    def reduce(self, grads: Any) -> Any:
+    def reduce(self, grads: Any, momentum: bool = False) -> Any:
         """See :func:`zfunc.reduced`."""
         return grads
 
@@ -169,6 +177,13 @@ class Transform:
     def finish(self, old: Any, out: Any) -> Any:
         """Put the result of a call in order; ``old`` is what ``open`` was given."""
         return out
+
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        """Surround one whole call: ``call(state, args, kwargs)``, the state as the caller has it.
+
+        For what concerns the caller and no value: how errors and interrupts reach him.
+        """
+        return call(state, args, kwargs)
 
     def obstacle(self) -> str | None:
         """Why a step in it cannot be one CUDA graph (``zf.captured``), or None if it can."""
@@ -216,6 +231,13 @@ class Step:
                 object.__setattr__(self, name, getattr(self.fn, name))
         object.__setattr__(self, "__wrapped__", self.fn)
 
+    def __hash__(self) -> int:
+        try:
+            fn = hash(self.fn)
+        except TypeError:  # a callable with fields (a dataclass, say) may have none
+            fn = id(self.fn)
+        return hash((fn, self.transforms))
+
     def __repr__(self) -> str:
         text = getattr(self.fn, "__name__", repr(self.fn))
         for transform in self.transforms:
@@ -242,15 +264,24 @@ class Step:
     # One call
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.guarded(self._call)(state, args, kwargs)
+
+    def guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call(state, args, kwargs)``, a call of this step, inside its transforms' guards."""
+        for transform in self.transforms:
+            if transform.guards:
+                call = functools.partial(transform.guard, call)
+        return call
+
+    def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
         with passing():
             out = self._called(state, args, kwargs)
         handed_over(out)
         return out
 
     def _called(self, state: Any, args: Any, kwargs: Any) -> Any:
-        state = admitted(state)
-        self._check(state)
-        memo = self._memo()
+        state, memo = admitted(state), self._memo()
+        self._check(state, memo)
         running = Context(
             transforms=self.transforms,
             memo=memo,
@@ -265,6 +296,8 @@ class Step:
             MESH.reset(outer)
             context.pop(token)
         memo["sent"] = sent
+        made = first_leaf(out[0] if isinstance(out, tuple) and out else out)
+        memo["made"] = weakref.ref(made) if isinstance(made, Tensor | tree.Placed) else None
         return out
 
     def _run(self, running: Context, state: Any, args: Any, kwargs: Any) -> Any:
@@ -286,14 +319,33 @@ class Step:
             out = transform.finish(old, out)
         return out
 
-    def _check(self, state: Any) -> None:
-        if not any(t.represents for t in self.transforms) and first_placed(state):
+    def _check(self, state: Any, memo: Mapping[Any, Any]) -> None:
+        """Raise ``PlacementError`` if another composition has placed the state."""
+        made = memo.get("made")
+        if made is None or made() is not first_leaf(state):  # what this step returned is its own
+            self._check_signs(state)
+        try:
+            for transform in self.transforms:
+                transform.check(state)
+        except PlacementError as error:
             raise PlacementError(
-                "this state was placed by another step: a bare step takes plain trees. Call the "
-                "step that placed it, or take the state back with its `unplace`."
+                f"{error} (The state was placed by {listed(signs(state))}; this step is {self!r}.)"
+            ) from None
+
+    def _check_signs(self, state: Any) -> None:
+        found = signs(state)
+        mine = [transform.name for transform in self.transforms]
+        if foreign := [name for name in found if name not in mine]:
+            raise PlacementError(
+                f"this state was placed by another step: {listed(found)}; this step is {self!r}, "
+                f"without {' and '.join(foreign)}. Call the step that placed it, or take the state "
+                "back with its `unplace` and `place` the result here."
             )
-        for transform in self.transforms:
-            transform.check(state)
+        if not any(t.represents for t in self.transforms) and (path := first_placed(state)):
+            raise PlacementError(
+                f"this state was placed by another step ({path} is): {self!r} takes plain trees. "
+                "Call the step that placed it, or take the state back with its `unplace`."
+            )
 
     def _memo(self) -> dict[Any, Any]:
         memos = world.current().memo.setdefault("steps", weakref.WeakKeyDictionary())
@@ -301,25 +353,40 @@ class Step:
 
     # Representations
 
+    @collector_waits()
     def place(self, state: Any) -> Any:
         """This rank's representation of a full state; shares no memory with it.
+
+        A functionalized module whose parameters a training state has holds them no longer: they
+        leave memory unless somebody else holds them. (Simulated ranks share them, and leave them
+        there, and so does inference, whose full parameters are the reference.)
 
         Raises:
             PlacementError: the state is placed already, or has no params.
         """
+        if torch.is_inference_mode_enabled():  # a copy made in it could not be differentiated
+            with torch.inference_mode(False), torch.no_grad():
+                return self.place(state)
         state = admitted(state)
         if found := first_placed(state):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "
                 "from, or `step.unplace(state)`."
             )
-        return self._noted(self._placed(state))
+        placed = self._noted(self._placed(state))
+        inference = any(t.of_params for t in self.transforms)
+        if not inference and not world.current().threads:  # others place the same parameters yet
+            let_go(leaves_in(state))
+        return placed
 
     def _noted(self, placed: Any) -> Any:
         memo = self._memo()
+        before = dict(memo)
         memo["held"] = held_bytes(placed)
         for transform in self.transforms:
             transform.expect(placed, memo)
+        noted = {key: memo[key] for key in memo if before.get(key) is not memo[key]}
+        memo["noted"] = {**memo.get("noted", {}), **noted}
         return placed
 
     def _placed(self, state: Any) -> Any:
@@ -345,6 +412,9 @@ class Step:
             PlacementError: the initialiser does something that cannot be replayed leaf
                 by leaf (it reads values, say); the message names the operation.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.init(make_state, *args, **kwargs)
         return self._noted(init(self._placed, self._parts, make_state, args, kwargs))
 
     def _parts(self, placed: Any) -> list[Any]:
@@ -375,16 +445,43 @@ class Step:
         self.close()
 
 
+@world.on_renewal.append
+def _forget() -> None:
+    """What steps have learnt on their way: ranks that were broken off differ in it.
+
+    They all know what follows from the states that they have placed.
+    """
+    for memo in world.current().memo.get("steps", {}).values():
+        noted = memo.get("noted", {})
+        memo.clear()
+        memo.update(noted, noted=noted)
+
+
 def as_step(fn: Callable[..., Any]) -> Step:
     """A function as a step; steps pass through."""
     return fn if isinstance(fn, Step) else Step(fn)
 
 
-def transform_of(make: Callable[..., Transform]) -> Callable[..., Any]:
+P = ParamSpec("P")
+
+
+class Wrap(Protocol[P]):
+    """What a transform is to its users: ``transform(step, ...)`` and ``@transform(...)``."""
+
+    @overload
+    def __call__(self, step: Callable[..., Any], /, *args: P.args, **kwargs: P.kwargs) -> Step: ...
+
+    @overload
+    def __call__(
+        self, step: None = None, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[Callable[..., Any]], Step]: ...
+
+
+def transform_of(make: Callable[P, Transform]) -> Wrap[P]:
     """Turn a transform's constructor into ``transform(step, ...)`` and ``@transform(...)``."""
 
     @functools.wraps(make)
-    def wrap(step: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Any:
+    def wrap(step: Callable[..., Any] | None = None, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         made = make(*args, **kwargs)
         if step is None:
             return lambda fn: as_step(fn).wrap(made)

@@ -26,6 +26,7 @@ from zfunc.nodes import (
     NAMESPACE,
     OPAQUE,
     PLACED,
+    Frozen,
     Layers,
     Lazy,
     Placed,
@@ -134,10 +135,44 @@ def align(trees: Sequence[Tree]) -> tuple[list[list[Any]], optree.PyTreeSpec]:
             columns.append(flat[i][0])
             continue
         try:
-            columns.append(spec.flatten_up_to(tree))
+            columns.append(_up_to(spec, tree, trees[spine]))
         except (ValueError, TypeError) as error:
             raise PlacementError(_mismatch(trees[spine], tree, spine, i, error)) from None
     return [list(row) for row in zip(*columns, strict=True)], spec
+
+
+def _up_to(spec: optree.PyTreeSpec, tree: Tree, spine: Tree) -> list[Any]:
+    """The parts of ``tree`` at the leaves of ``spec``, which is that of ``spine``.
+
+    Which leaves are frozen is no difference: of a ``Frozen`` and a dict each leaf has its like.
+    """
+    try:
+        return spec.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        alike = _as_dicts(spine)
+        if alike is spine and _as_dicts(tree) is tree:
+            raise
+        return _items(alike)[1].flatten_up_to(_as_dicts(tree))
+
+
+def _as_dicts(tree: Tree) -> Tree:
+    """The tree with a dict in place of every ``Frozen``; itself if there is none."""
+    met: list[Frozen] = []
+
+    def plain(node: Any) -> Any:
+        if not isinstance(node, Frozen):
+            return node
+        met.append(node)
+        return {key: _as_dicts(child) for key, child in node.items()}
+
+    out = optree.tree_map(
+        plain,
+        tree,
+        is_leaf=lambda node: isinstance(node, Frozen),
+        none_is_leaf=True,
+        namespace=OPAQUE,
+    )
+    return out if met else tree
 
 
 _LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=OPAQUE)

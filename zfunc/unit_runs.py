@@ -7,13 +7,14 @@ Backward redeems tickets by letting the unit enter once more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from zfunc.accord import AGAIN, ENTER, RELEASE
 from zfunc.context import RECOMPUTED
 from zfunc.errors import PlacementError
 from zfunc.placed.arriving import is_arriving, settled
@@ -43,6 +44,9 @@ class UnitRun:
         self.tracked = False  # whether what entered is differentiable
         self.foreign: dict[int, int] = {}
         self.open = 0
+        self.awaited = 0  # entries of this rank's own whose gradients may still come
+        self.spare: list[Tensor] | None = None  # from before its turn, see `Accord`
+        self.aside = self.spare_used = False
         self.touched = False
         self.partial: list[Tensor | None] | None = None
         self.leaf_indices, live = source.layout.leaves_of_unit(index)
@@ -53,6 +57,11 @@ class UnitRun:
         return self.info.key
 
     @property
+    def gathers(self) -> bool:
+        """Whether the ranks that agree on what comes next all take part when it enters."""
+        return self.source.gathers
+
+    @property
     def arriving(self) -> bool:
         """Whether what is stored has still to be waited for."""
         return any(map(is_arriving, self.stored))
@@ -60,14 +69,28 @@ class UnitRun:
     def start(self) -> None:
         """Begin to enter, unless it is under way or done."""
         if self.values is None and self.pending is None:
-            settled(self.stored)
-            value: Pending = Ready(self.stored)
-            if self.source.node is not None:
-                value = self.fetched or self.source.node.fetch(self.info.index)
-            self.fetched = None
-            for seam in self.owner.entering(self.source):
-                value = seam(value, self.info)
-            self.pending = value
+            if self.owner.accord is not None and self.gathers:
+                self.owner.accord.gather((self,))
+            else:
+                self.begin()
+
+    def begin(self) -> None:
+        """Begin to enter, with all ranks."""
+        self.pending = self._entering()
+
+    def begin_in_vain(self) -> None:
+        """Take part in a gather that others need."""
+        self._entering().wait()
+
+    def _entering(self) -> Pending:
+        settled(self.stored)
+        value: Pending = Ready(self.stored)
+        if self.source.node is not None:
+            value = self.fetched or self.source.node.fetch(self.info.index)
+        self.fetched = None
+        for seam in self.owner.entering(self.source):
+            value = seam(value, self.info)
+        return value
 
     def fetch(self) -> None:
         """Begin to read the unit, if it is not in memory and there is room for it."""
@@ -77,20 +100,33 @@ class UnitRun:
 
     def acquire(self) -> list[Tensor]:
         """The unit's values as the last ``enter`` seam made them."""
+        if self.spare is not None and self.owner.beside:
+            self.aside = self.spare_used = True
+            self._find_foreign(self.spare)
+            return self.spare
         self.owner.record(self)
         if self.values is None:
+            if self.pending is not None and self.owner.asking and self.gathers:
+                self.owner.accord.gather((self,))  # type: ignore[union-attr]
             self.start()
             assert self.pending is not None
             self.values, self.pending = self.pending.wait(), None
-            own = {x.untyped_storage().data_ptr() for x in self.stored}
-            where = [x.untyped_storage().data_ptr() for x in self.values]
-            self.foreign = {at: i for i, at in enumerate(where) if at not in own}
+            self._find_foreign(self.values)
         self.owner.look_ahead(self)
         return self.values
+
+    def _find_foreign(self, values: Sequence[Tensor]) -> None:
+        own = {x.untyped_storage().data_ptr() for x in self.stored}
+        where = [x.untyped_storage().data_ptr() for x in values]
+        self.foreign = {at: i for i, at in enumerate(where) if at not in own}
 
     def acquire_again(self) -> list[Tensor]:
         """Values for backward: they stay until the unit's gradients have left."""
         if not self.touched:
+            if self.owner.accord is not None:
+                there = self.owner.accord.happens(AGAIN, self)
+                if not there and self.spare is not None:
+                    return self.spare
             self.touched = True
             self.owner.drop_transient(self)
             return self.acquire()
@@ -102,12 +138,17 @@ class UnitRun:
         tracked = any(self.live) and torch.is_grad_enabled()
         if self.entered is None or (tracked and not self.tracked):
             self._check_eager()
+            again = tracked and RECOMPUTED.get() == "again"
+            if self.owner.accord is not None:
+                self.owner.accord.happens(ENTER, self, tracked and not again)
             views = self._views(self.acquire())
-            if tracked and RECOMPUTED.get() == "again":
+            if again:
                 return self._stand_ins(views)
             self.tracked = tracked
             if tracked:
                 self.open += 1
+                if self.owner.accord is not None:
+                    self.owner.accord.entered(self)
                 views = self._tracked(views)
             self.entered = dict(zip(self.leaf_indices, views, strict=True))
         return self.entered
@@ -145,6 +186,9 @@ class UnitRun:
 
     def release(self) -> None:
         """Let the values go, unless they are used again at once."""
+        if self.owner.accord is not None and not self.aside:
+            self.owner.accord.happens(RELEASE, self)
+        self.aside = False
         self.entered = None
         self.touched = False
         if self.foreign and self.owner.soon(self) and torch.is_grad_enabled():
@@ -157,29 +201,61 @@ class UnitRun:
         i = self.foreign.get(x.untyped_storage().data_ptr())
         if i is None:
             return x
-        return Ticket(self, i, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+        accord = self.owner.accord
+        height = 0 if accord is None else accord.height
+        return Ticket(self, i, x.dtype, x.shape, x.stride(), int(x.storage_offset()), height)
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
         """Gradients of one entry's trainable leaves; the last entry's send them off."""
+        running = self.owner.running
+        if running is not None and running.reached is not None:
+            running.reached.update(self._reached(grads))
+        grads = [g if g is None else dense(g) for g in grads]
         if self.partial is None:
             self.partial = list(grads)
         else:
             self.partial = [_add(a, b) for a, b in zip(self.partial, grads, strict=True)]
-        self.open -= 1
+        accord = self.owner.accord
+        due: bool | None = self.open == 1
+        if accord is not None:
+            due = accord.leaves(self, self.awaited == 1)
+        if due is None:
+            return
+        self.left()
+        if due:
+            self.send()
+        if accord is not None and due:
+            accord.catch_up()
+
+    def _reached(self, grads: Sequence[Tensor | None]) -> Iterator[str]:
+        """Paths, within all parameters, of the leaves that have a gradient."""
+        slots = self.source.layout.slots
+        live = (i for i, on in zip(self.leaf_indices, self.live, strict=True) if on)
+        for i, g in zip(live, grads, strict=True):
+            if g is not None and (slot := slots[i]) is not None:
+                yield self.source.name_of(slot.path)
+
+    def left(self) -> None:
+        """One entry less."""
+        self.open = max(self.open - 1, 0)
         self.touched = False
         if not self.owner.soon(self):
             self.values = None
-        if self.open == 0:
-            self.send()
+            if self.source.flat and self.owner.ends:
+                pool().trim()  # nothing is gathered any more, and soon all gradients are there
 
     def send(self) -> None:
         """Hand the unit's full gradient to the ``leave`` seams."""
+        if self.owner.accord is None or self.owner.holding:
+            self.part(self.packed())
+        else:
+            self.owner.accord.reduce(self, self.packed())
+
+    def packed(self) -> list[Tensor]:
+        """The full flats of the gradient that has come so far, which is forgotten."""
         layout = self.source.layout
-        if self.partial is None:
-            if self.key not in self.owner.waiting:
-                return
-            self.partial = [None] * sum(self.live)
         grads, self.partial = self.partial, None
+        assert grads is not None
         flats = []
         for i in self.info.trainable:
             count = len(layout.by_flat[i])
@@ -189,13 +265,22 @@ class UnitRun:
             if parts:
                 self.source.packed[i] = flats[-1], parts
             del row, parts
-        value: Pending = Ready(flats)
+        return flats
+
+    def part(self, flats: list[Tensor]) -> None:
+        """Send a full gradient, which is taken out of the list, through the ``leave`` seams."""
+        value: Pending = Ready([*flats])
         nbytes = sum(x.nbytes for x in flats)
-        del flats
+        flats.clear()
         for seam in self.owner.leaving():
             if (value := seam(value, self.info)) is None:
                 return  # kept back
         self.owner.sent(self, value, nbytes)
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient whose every element lies in memory (``nn.Embedding(sparse=True)`` has others)."""
+    return grad.to_dense() if grad.layout != torch.strided else grad
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -212,8 +297,11 @@ class Ticket:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    height: int
 
     def redeem(self) -> Tensor:
+        if (accord := self.run.owner.accord) is not None:
+            accord.passed(self.height)
         full = self.run.acquire_again()[self.value]
         if full.dtype != self.dtype:
             full = full.view(self.dtype)

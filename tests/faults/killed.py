@@ -24,7 +24,8 @@ import torch
 
 import zfunc as zf
 
-# Whatever changes files, and what makes it durable.
+# Whatever changes files, and what makes it durable. Who is killed before he opens a file to read
+# it leaves what he leaves before the next of these.
 CALLS = ("open", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "write")
 
 
@@ -64,12 +65,12 @@ def forked(child: Callable[[], None]) -> int:
 
 def kill_at(n: int) -> None:
     """From here on this process kills itself before the n-th call that touches files."""
-    count = 0
+    count, opening = 0, os.open
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def before(*args: Any, **how: Any) -> Any:
             nonlocal count
-            count += 1
+            count += call is not opening or bool(args[1] & (os.O_WRONLY | os.O_RDWR))
             if count == n:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **how)

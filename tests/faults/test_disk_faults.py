@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -413,3 +414,111 @@ def test_files_of_states_that_are_gone_are_reclaimed(tmp_path: Path) -> None:
     step.place(STACK.state(TX, F64))
     assert len(list(tmp_path.glob("rank-00000/place-*"))) == 1
     step.close()
+
+
+# Worlds that come and go
+
+
+class Slow:
+    """Garbage of which it takes long to be rid; the lock of the interpreter is free meanwhile."""
+
+    def __init__(self) -> None:
+        self.knot = self
+
+    def __del__(self) -> None:
+        time.sleep(0.02)
+
+
+def twice(path: Path, shared: bool, ranks: int = 3) -> None:
+    """One path in two simulated worlds, one after the other, with one step object or two."""
+    step = make(path)
+    start = STACK.state(TX, F64)
+    reached = []
+    for _ in range(2):
+
+        def body() -> Any:
+            mine = step if shared else make(path)
+            return mine.unplace(train(mine, mine.place(start), STACK, 2)[1])
+
+        reached.append(zf.simulate(ranks)(body)()[0])
+    assert_same(*reached)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_path_serves_simulated_worlds_one_after_the_other(shared: bool, tmp_path: Path) -> None:
+    """While another thread collects most of the time, when a collection of one's own is none."""
+    over = threading.Event()
+
+    def litter() -> None:
+        while not over.wait(0.005):
+            Slow()
+            gc.collect(0)
+
+    other = threading.Thread(target=litter)
+    other.start()
+    try:
+        for k in range(3):
+            twice(tmp_path / str(k), shared)
+    finally:
+        over.set()
+        other.join()
+
+
+def test_a_state_of_a_world_that_has_ended_stays_whole(tmp_path: Path) -> None:
+    step = make(tmp_path)
+    start = STACK.state(TX, F64)
+    placed = zf.simulate(2)(lambda: train(step, step.place(start), STACK, 1)[1])()
+    again = zf.simulate(2)(lambda: step.unplace(train(step, step.place(start), STACK, 2)[1]))()
+
+    def go_on() -> Any:
+        return step.unplace(step(placed[zf.rank()], zf.local_batch(STACK.batch(1, F64)))[0])
+
+    assert_same(zf.simulate(2)(go_on)()[0], again[0])
+
+
+def test_a_world_that_failed_does_not_keep_its_path(tmp_path: Path) -> None:
+    step = make(tmp_path)
+    start = STACK.state(TX, F64)
+
+    def failing() -> None:
+        state = step.place(start)
+        if zf.rank() == 1:
+            raise ZeroDivisionError("on purpose")
+        step(state, zf.local_batch(STACK.batch(0, F64)))
+
+    with pytest.raises(ZeroDivisionError) as kept:  # and with its frames the states
+        zf.simulate(2)(failing)()
+    zf.simulate(2)(lambda: train(step, step.place(start), STACK, 1))()
+    assert kept.value.__traceback__ is not None
+
+
+def test_two_worlds_at_once_do_not_share_a_path(tmp_path: Path) -> None:
+    step = make(tmp_path)
+    start = STACK.state(TX, F64)
+    meet = threading.Barrier(2)
+    told: list[str] = []
+
+    def world(first: bool) -> None:
+        def body() -> None:
+            if not first:
+                meet.wait()
+            try:
+                state = step.place(start)
+            except zf.PlacementError as error:
+                told.append(str(error))
+            else:
+                if first:
+                    meet.wait()
+                    meet.wait()
+                    step(state, zf.local_batch(STACK.batch(0, F64)))
+            if not first:
+                meet.wait()
+
+        zf.simulate(1)(body)()
+
+    threads = [threading.Thread(target=world, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(told) == 1 and "in use by another step of this process" in told[0]

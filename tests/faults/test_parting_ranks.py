@@ -1,4 +1,4 @@
-"""Ranks that take different paths through a sharded model are told which unit, and none hangs."""
+"""Ranks on different paths through a sharded model: right, or told which unit; none hangs."""
 
 from __future__ import annotations
 
@@ -48,19 +48,13 @@ def part_ways(how: str, stage: int, caught: bool = True) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["order", "skip"])
-def test_simulated_ranks_on_other_paths(how: str, stage: int) -> None:
-    for ranks in (2, 3):
-        for told in zf.simulate(ranks, timeout=20)(part_ways)(how, stage):
-            assert told.startswith("DesyncError") and "blocks." in told, told
-            assert "but rank" in told and "branch" in told, told
-
-
 def test_a_simulated_rank_that_runs_a_layer_once_more() -> None:
-    """Where parameters are gathered that is another path; where they are whole it is not."""
-    for told in zf.simulate(2, timeout=20)(part_ways)("more", 3):
-        assert "DesyncError" in told and "blocks.1" in told and "loss" in told, told
+    """In a step after one in which all ranks ran it once nobody expects one more gather. Where
+    parameters are whole there is none. (Other orders and fewer layers are right; so are more, where
+    ranks differ from the first step on: ``tests/laws/test_mixtures.py``.)"""
+    told = zf.simulate(2, timeout=20)(part_ways)("more", 3)
+    for text in told:
+        assert "DesyncError" in text and "blocks.1" in text and "loss" in text, text
     assert zf.simulate(2, timeout=20)(part_ways)("more", 1) == ["nothing"] * 2
 
 
@@ -79,8 +73,8 @@ def test_a_simulated_rank_that_fails_in_a_layer(stage: int) -> None:
 def test_real_ranks_on_other_paths(how: str, stage: int) -> None:
     start = time.monotonic()
     for told in zf.launch(part_ways, how, stage, nprocs=2, timeout=100):
-        assert told.startswith("DesyncError") and "blocks." in told, told
-    assert time.monotonic() - start < 50, "found by waiting, not by looking"
+        assert told == "nothing"
+    assert time.monotonic() - start < 50, "some waited for each other"
 
 
 def test_a_real_rank_that_fails_in_a_layer() -> None:

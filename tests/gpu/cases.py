@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "lion": lambda: optim.lion(RATE),
     "schedule": lambda: optim.adamw(optim.warmup_cosine(RATE, warmup=2, steps=10)),
     "masked": lambda: optim.chain(
-        optim.masked(optim.add_decayed_weights(0.1), lambda path: path.endswith("weight")),
+        optim.masked(optim.add_decayed_weights(0.1), lambda path: "norm" not in path),
         optim.adam(RATE),
     ),
     "multi_transform": lambda: optim.multi_transform(

@@ -17,15 +17,26 @@ CPUS = {
 }
 
 
+def able() -> list[str]:
+    """Which of them this CPU can be."""
+    if not host().isa:
+        return []
+    from llvmlite import binding as llvm
+
+    has = llvm.get_host_cpu_features()
+    return [
+        name
+        for name, cpu in CPUS.items()
+        if all(has.get(f) for f in ISAS[cpu.isa]) and (host().tiles or not cpu.tiles)
+    ]
+
+
 def be(name: str, monkeypatch: pytest.MonkeyPatch, *rooms: Any) -> None:
     """Let this CPU be that one for these modules, the products by default; skip if it cannot."""
     cpu = CPUS[name]
     if not host().isa:
         pytest.skip(f"no machine code here: {host().why}")
-    from llvmlite import binding as llvm
-
-    has = llvm.get_host_cpu_features()
-    if not all(has.get(f) for f in ISAS[cpu.isa]) or (cpu.tiles and not host().tiles):
+    if name not in able():
         pytest.skip(f"this CPU has no {cpu.why}")
     for room in rooms or (panels,):
         monkeypatch.setattr(room, "host", lambda: cpu)

@@ -125,7 +125,7 @@ def test_what_it_cannot_take():
     for bad in ([(0, 301)], [(0, 100), (99, 200)], [(-1, 5)], [(7, 5)]):
         with pytest.raises(kernels.KernelError, match="overlaps another or leaves the buffer"):
             kernels.lamb_moments_(g, p, m, v, bad, hyper)
-    with pytest.raises(kernels.KernelError, match=r"expected one for each of the 1 segments"):
+    with pytest.raises(kernels.KernelError, match="number for each of the 1 segments"):
         kernels.lamb_apply_(p, m, v, [(0, 300)], torch.ones(2), hyper)
     with pytest.raises(kernels.KernelError, match=r"write optim\.lamb"):
         kernels.lamb_moments_(g, p.requires_grad_(), m, v, [(0, 300)], hyper)

@@ -37,7 +37,8 @@ def ways(turn: int) -> list[int]:
 @pytest.mark.parametrize(("name", "turn"), turns(ALL))
 def test_it_trains_as_in_one_process(name: str, turn: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, loss = zf.functionalize(model_of(name)), loss_of(name)
+    module, loss = model_of(name), loss_of(name)  # held: its parameters are placed often
+    model = zf.functionalize(module)
     plain = zf.train_step(lambda params, batch: loss(model.apply(params, **batch)), TX)
 
     def train(step: Any, cut: bool) -> list[float]:

@@ -16,7 +16,7 @@ from tests.laws.cases import (
     numbers,
     regression,
 )
-from tests.laws.compression import TwoPhases
+from tests.laws.compression import TwoPhases, signs
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import stack
@@ -60,7 +60,8 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
     params = stack(F64)
     layout = layout_of(ranks)
     cuts = dense_of(layout, 0).cuts
-    phases = TwoPhases(cuts, whole=stage == 0)
+    scaling = "rms" if tx == "momentum" and stage == 0 else "mean"
+    phases = TwoPhases(cuts, lambda c: signs(c, 2048, scaling), whole=stage == 0)
     p = flat(layout, params)
     m, v, v_hat, seen = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p), []
     for t in range(1, steps + 1):

@@ -44,6 +44,9 @@ NORMED = {
 }
 EVERY = {**ELEMENTWISE, **NORMED}
 
+# Trees of weights alone, and of biases alone, are among them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(chooses none|is that of none):UserWarning")
+
 shapes = st.lists(st.integers(0, 12), max_size=3).map(tuple) | st.just((130,)) | st.just((9, 70))
 units = st.dictionaries(st.sampled_from(["w", "b", "c"]), shapes, min_size=1)
 trees = st.fixed_dictionaries({"root": units, "layers": st.lists(units, max_size=3)})

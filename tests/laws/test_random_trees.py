@@ -104,7 +104,7 @@ def energy(params: Tree, total: Tensor) -> Tensor:
     return total
 
 
-def visit(node: Tree, total: Tensor) -> Tensor:
+def visit(node: Tree, total: Tensor, layer: Any = zf.layer) -> Tensor:
     """The energy of a tree, its layers one by one, forward and then the last one again."""
     if node is None:
         return total
@@ -112,10 +112,10 @@ def visit(node: Tree, total: Tensor) -> Tensor:
         return energy(node, total)
     if isinstance(node, zf.Layers):
         for child in [*node, *node[-1:]]:
-            total = zf.layer(energy, child, total)
+            total = layer(energy, child, total)
         return total
     for child in node.values() if isinstance(node, dict) else node:
-        total = visit(child, total)
+        total = visit(child, total, layer)
     return total
 
 

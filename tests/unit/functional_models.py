@@ -73,7 +73,7 @@ def assert_like_module(
     module: nn.Module, loss: Callable[[Any], Tensor], *args: Any, **kw: Any
 ) -> None:
     """Loss and gradients of ``apply``, in every way, against the module's own backward."""
-    f = functionalize(module)
+    f = functionalize(module, train=None if module.training else False)  # off on purpose
     assert set(tree.flatten_names(f.params)) == set(dict(module.named_parameters()))
     before = {name: b.clone() for name, b in module.named_buffers()}
     results = {}

@@ -288,10 +288,10 @@ def test_threads_wait_for_the_same_leaves() -> None:
         first, meet = under_way(state)["first"], threading.Barrier(2, timeout=20)
         wrong: list[BaseException] = []
         arrival = first.__dict__["_zfunc_arrival"]
-        finish = arrival.finish
+        handle = arrival.handle
 
         def together() -> None:
-            finish()
+            handle.wait()
             meet.wait()  # both threads have seen that they must wait
 
         def read() -> None:

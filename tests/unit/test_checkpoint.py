@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.test_shard_laws import odd_values
 from zfunc import tree
-from zfunc.files import chunks
+from zfunc.files import chunks, manifest
 from zfunc.placed import leaves
 
 F64 = torch.float64
@@ -47,7 +49,7 @@ def test_every_kind_of_state_comes_back(name: str, tmp_path: Path) -> None:
         state = zf.restore(tmp_path, like)
         assert_same(shard(1).unplace(state), full)
         assert_same(shard(1).unplace(like), blank, "like was changed")
-        shard(1)._check(state)
+        shard(1)._check(state, {})
         zf.save(tmp_path, state, step=5)
 
     zf.simulate(3)(write)()
@@ -161,15 +163,74 @@ def test_each_element_is_written_once(tmp_path: Path) -> None:
         assert max(sizes) < 70_000
 
 
-def test_the_newest_is_found_and_steps_are_listed(tmp_path: Path) -> None:
+def test_the_last_saved_is_found_and_steps_are_listed(tmp_path: Path) -> None:
     for n in (3, 12, 7):
         zf.save(tmp_path, {"step": torch.tensor(n)})
-    assert [c.step for c in zf.checkpoints(tmp_path)] == [12, 7, 3]
+    assert [c.step for c in zf.checkpoints(tmp_path)] == [7, 12, 3]
     assert all(c.good for c in zf.checkpoints(tmp_path))
     like = {"step": torch.tensor(0)}
-    assert int(zf.restore(tmp_path, like)["step"]) == 12
+    assert int(zf.restore(tmp_path, like)["step"]) == 7
     assert int(zf.restore(tmp_path, like, step=3)["step"]) == 3
-    assert int(zf.restore(tmp_path / "step-00000007", like)["step"]) == 7
+    assert int(zf.restore(tmp_path / "step-00000012", like)["step"]) == 12
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("keep", [None, 1, 2])
+def test_who_goes_back_and_saves_again_goes_on_from_there(
+    keep: int | None, block: bool, tmp_path: Path
+) -> None:
+    """Steps of the branch that was left do not come back, however high."""
+
+    def body() -> tuple[int, list[int]]:
+        for n in range(1, 5):
+            zf.save(tmp_path, {"step": n, "branch": 0})
+        state = zf.restore(tmp_path, {"step": 0, "branch": 0}, step=2)
+        zf.save(tmp_path, {"step": 1 + state["step"], "branch": 1}, block=block, keep=keep)
+        found = zf.restore(tmp_path, {"step": 0, "branch": 0})
+        assert found["branch"] == 1
+        return found["step"], [c.step for c in zf.checkpoints(tmp_path)]
+
+    for step, left in zf.simulate(2)(body)():
+        assert step == 3
+        assert left == {None: [3, 4, 2, 1], 1: [3], 2: [3, 4]}[keep]
+
+
+def test_the_order_of_saving_survives_copies_and_damage(tmp_path: Path) -> None:
+    """It lies in the checkpoints themselves, and what is damaged is not taken for an old one."""
+    a, b, like = tmp_path / "a", tmp_path / "b", {"step": 0}
+    for n in (1, 2, 3, 4, 2):
+        zf.save(a, {"step": n})
+    b.mkdir()
+    for n in (2, 4, 1, 3):  # also in another order, with other times
+        shutil.copytree(a / f"step-0000000{n}", b / f"step-0000000{n}", copy_function=shutil.copy)
+    assert zf.restore(b, like) == {"step": 2}
+    file = b / "step-00000002" / "manifest.json"
+    whole = file.read_bytes()
+    for at in range(whole.index(b'"serial"'), whole.index(b'"files"')):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        found = [(c.step, c.good) for c in zf.checkpoints(b)]
+        assert found == [(2, False), (4, True), (3, True), (1, True)]
+        with pytest.warns(UserWarning, match="restored step 4: later"):
+            assert zf.restore(b, like) == {"step": 4}
+    file.write_bytes(whole)
+    zf.save(b, {"step": 3})
+    assert [c.step for c in zf.checkpoints(b)] == [3, 2, 4, 1]
+
+
+def test_checkpoints_from_before_saves_were_counted(tmp_path: Path) -> None:
+    """In order of their steps, and all of them before the first that is saved now."""
+    for n in (5, 6, 9):
+        zf.save(tmp_path, {"step": n})
+        file = tmp_path / f"step-{n:08d}" / "manifest.json"
+        body = re.sub(rb'"serial": \d+,\n"head": "\w+",\n', b"", file.read_bytes())
+        body = body[: -manifest.SEAL_BYTES]
+        file.write_bytes(body + f',\n"digest": "{chunks.digest(body)}"}}\n'.encode())
+    assert [(c.step, c.good) for c in zf.checkpoints(tmp_path)] == [(9, True), (6, True), (5, True)]
+    zf.save(tmp_path, {"step": 7})
+    assert [c.step for c in zf.checkpoints(tmp_path)] == [7, 9, 6, 5]
+    assert zf.restore(tmp_path, {"step": 0}) == {"step": 7}
+    zf.save(tmp_path, {"step": 8}, keep=2)
+    assert [c.step for c in zf.checkpoints(tmp_path)] == [8, 7]
 
 
 def test_keep_removes_earlier_ones_but_never_the_last_good(tmp_path: Path) -> None:
@@ -183,8 +244,8 @@ def test_keep_removes_earlier_ones_but_never_the_last_good(tmp_path: Path) -> No
         (5, False),
         (4, True),
     ]
-    zf.save(tmp_path, {"step": 5}, keep=1)  # an earlier step again: the later one stays
-    assert [(c.step, c.good) for c in zf.checkpoints(tmp_path)] == [(6, True), (5, True)]
+    zf.save(tmp_path, {"step": 5}, keep=1)  # an earlier step again: it was saved last
+    assert [(c.step, c.good) for c in zf.checkpoints(tmp_path)] == [(5, True)]
     with pytest.raises(ValueError, match="keep=0: expected at least 1"):
         zf.save(tmp_path, {"step": 7}, keep=0)
 

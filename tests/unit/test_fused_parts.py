@@ -130,14 +130,12 @@ class Network(nn.Module):
         return y
 
 
-@pytest.mark.filterwarnings("ignore:Complex modules")
 def test_a_network_whose_halves_broadcast():
     for widths in ((4, 1), (1, 4), (4, 4)):
         module = Network(*widths)
         assert fusible(module)["Network"] == 1
         same_or_raises(module, torch.randn(3, 5))
         same_or_raises(module, another=torch.randn(3, 5))
-    same_or_raises(Network(4, 4).to(torch.cfloat), torch.randn(3, 5, dtype=torch.cfloat))
 
 
 def test_a_last_product_whose_weight_is_whole_numbers():

@@ -17,7 +17,6 @@ from zfunc import nodes, passes, random
 from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, leaves_in
 from zfunc.placed import layout as layouts
 from zfunc.placed.cutting import make_layout
-from zfunc.placed.placement import _bits
 
 TX = zf.optim.sgd(0.1)
 
@@ -224,27 +223,6 @@ def test_a_packed_flat_holds_its_leaves_and_zeros(
     assert torch.equal(full, want)
     for view, leaf in zip(layout.views(0, full), leaves, strict=True):
         assert leaf is None or torch.equal(view, leaf)
-
-
-def test_bits_of_leaves_are_added_up_exactly() -> None:
-    torch.manual_seed(0)
-    leaves = [
-        torch.randn(3, 5),
-        torch.randn(5, 3).t(),
-        torch.randn(()),
-        torch.randn(0),
-        torch.randn(5000),
-        torch.randn(7, dtype=torch.float64),
-        torch.randn(9).bfloat16(),
-        torch.tensor([1, -2]),
-        torch.tensor([True, False]),
-    ]
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    want = [
-        int(x.contiguous().view(-1).view(kinds[x.element_size()]).sum(dtype=torch.int64))
-        for x in leaves
-    ]
-    assert _bits(leaves).tolist() == want
 
 
 def test_ranks_that_start_alike_send_one_digest_each() -> None:

@@ -6,6 +6,8 @@ import copy
 import itertools
 import math
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -48,7 +50,7 @@ def weight(n: int, k: int, seed: int = 0, scale: float = 0.05) -> Tensor:
 def test_rounding_is_to_the_nearest_code(
     n: int, k: int, bits: int, size: int | None, symmetric: bool, exponent: int, seed: int
 ) -> None:
-    """Every weight moves by at most half a step, and one that is a code stays where it is."""
+    """A weight that is not clipped moves by at most half a step; a code stays where it is."""
     form = Format(bits, size, symmetric)
     rows = weight(n, k, seed, 10.0**exponent)
     grid = grids.fit(rows, form)
@@ -58,9 +60,12 @@ def test_rounding_is_to_the_nearest_code(
     slack = 2**-8 * 2 ** (bits - 1) if form.packed else 2**-10
     # An asymmetric zero point is rounded as well: half a step more at the ends.
     half = 0.5 if symmetric else 1.0
-    step = grids.by_group(torch.ones_like(rows), form) * grid.scale.float()[:, :, None]
+    step = grids.by_group(torch.ones_like(rows), form) * grid.scale.float().abs()[:, :, None]
     limit = step.reshape(n, -1)[:, :k] * (half + slack)
-    assert ((back - rows).abs() <= limit).all()
+    ends = codes == -(2 ** (bits - 1)), codes == 2 ** (bits - 1) - 1
+    clipped = (ends[0] | ends[1]) & form.packed & symmetric  # as the least squared error will have
+    assert ((back - rows).abs() <= limit)[~clipped].all()
+    assert ((rows.abs() + limit) >= back.abs())[clipped].all()  # and only ever towards zero
     again = grids.dequantize(grids.quantize(back, grid, form), grid, form)
     assert torch.equal(again, back)
 
@@ -83,7 +88,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
     for i in range(count):
         noise = zf.random.uniform(zf.random.key(i), rows.shape, low=-0.5, high=0.5)
         total += grids.dequantize(grids.quantize(rows, grid, form, noise), grid, form)
-    step = grid.scale.float().repeat_interleave(8, dim=1)
+    step = grid.scale.float().abs().repeat_interleave(8, dim=1)
     error = (total / count - rows).abs() / step
     inside = rows.abs() < 6.5 * step  # what would be rounded past the end is clipped
     assert (error[inside] < 5 * 0.5 / math.sqrt(count)).all()
@@ -271,3 +276,40 @@ def test_what_is_placed_is_not_quantised_in_place() -> None:
     state = step.place(zf.TrainState.create({"w": weight(4, 8)}, zf.optim.sgd(0.1)))
     with pytest.raises(zf.PlacementError, match="placed"):
         quant.quantize_tree(state.params)
+
+
+# Built by hand
+
+
+def parts(bits: int, symmetric: bool = True) -> dict[str, Any]:
+    w = QTensor.quantize(torch.randn(6, 64), Format(bits, 16, symmetric))
+    names = ("data", "scale", "zero", "format", "shape", "dtype", "transposed")
+    return dict(zip(names, w.__reduce_ex__(2)[1], strict=True))
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "fewer codes": lambda p: {"data": p["data"][:3]},
+    "shorter rows": lambda p: {"data": p["data"][:, :8].contiguous()},
+    "codes of another kind": lambda p: {"data": p["data"].int()},
+    "fewer scales": lambda p: {"scale": p["scale"][:, :1].contiguous()},
+    "scales of another kind": lambda p: {"scale": p["scale"].half()},
+    "another shape": lambda p: {"shape": (6, 80)},
+    "more rows": lambda p: {"shape": (60, 64)},
+    "no shape": lambda p: {"shape": ()},
+    "transposed": lambda p: {"transposed": True},
+    "another group": lambda p: {"format": Format(p["format"].bits, 8)},
+    "zero points that it has not": lambda p: {"zero": torch.zeros(6, 4, dtype=torch.int8)},
+    "zero points that it lacks": lambda p: {
+        "format": Format(p["format"].bits, 16, symmetric=False)
+    },
+    "too many bits": lambda p: {"format": Format(12, 16)},
+}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_parts_that_do_not_fit_are_refused(wrong: str, bits: int) -> None:
+    good = parts(bits)
+    assert QTensor(**good).dequantize().shape == (6, 64)
+    with pytest.raises(zf.PlacementError, match="a QTensor of shape"):
+        QTensor(**good | WRONG[wrong](good))

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import zfunc as zf
 from zfunc import quant
+from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 
 
@@ -113,3 +114,27 @@ def test_another_tree_is_told_apart(tmp_path: Path) -> None:
     other = {**params(), "half": torch.ones(4, 34)}
     with pytest.raises(zf.CheckpointError, match=r"half has shape \(4, 33\)"):
         quant.load(file, like=other)
+
+
+@pytest.mark.parametrize("part", ["codes", "scale", "zero"])
+def test_two_leaves_of_one_name_are_not_written(tmp_path: Path, part: str) -> None:
+    """Before, one was written over the other."""
+    w, plain = torch.randn(3, 4), torch.randn(3, 4)
+    low = QTensor.quantize(w, Format(8, None, symmetric=False))
+    for tree in (
+        {"a": {"w": low, f"w.{part}": plain}},
+        {"a": {f"w.{part}": plain, "w": low}, "b": plain},
+    ):
+        with pytest.raises(zf.CheckpointError, match=rf"a\.w is quantised.* called a\.w\.{part}"):
+            quant.save(tmp_path / "q.safetensors", tree)
+    with pytest.raises(zf.CheckpointError, match=r"\['a', 'w'\] and at \['a\.w'\]"):
+        quant.save(tmp_path / "q.safetensors", {"a": {"w": low}, "a.w": plain})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_leaf_named_like_a_part_is_written_where_it_is_in_parts_itself(tmp_path: Path) -> None:
+    tree = {"w": torch.randn(3, 4), "w.codes": torch.randn(3, 4)}
+    q = quant.quantize_tree(tree, include="*")
+    back = quant.load(quant.save(tmp_path / "q.safetensors", q), like=tree)
+    for name, x in q.items():
+        assert torch.equal(back[name].dequantize(), x.dequantize())

@@ -22,7 +22,7 @@ from zfunc import description
 from zfunc.comm import Group, Ledger
 from zfunc.errors import DesyncError
 from zfunc.traffic import Traffic
-from zfunc.worlds import routes
+from zfunc.worlds import gloo, routes
 from zfunc.worlds.gloo import Place, PointToPoint
 from zfunc.worlds.wires import Wires
 from zfunc.worlds.world import World
@@ -142,6 +142,27 @@ def test_a_large_group_computes_what_a_simulated_one_does(size: int) -> None:
         assert nbytes > 0
 
 
+def test_small_payloads_go_with_headers_as_far_as_they_fit() -> None:
+    """Some of many go by gloo, which the receiver finds out; waited for in any order."""
+    size, numel, many = 3, 4096, 40  # 16 KiB each, far beyond what may be ahead
+
+    def body(ranks: Group) -> tuple[int, int]:
+        transport: Any = ranks._transport
+        counted = transport._gloo = Counted(transport._gloo)
+        weighed = transport._wires = Weighed(transport._wires)
+        mine = [torch.full((numel,), 100.0 * ranks.rank + k) for k in range(many)]
+        handles = [ranks.all_gather(torch.zeros(size * numel), x) for x in mine]
+        for k in (*range(1, many, 2), *reversed(range(0, many, 2))):
+            expected = torch.tensor([100.0 * r + k for r in range(size)]).repeat_interleave(numel)
+            assert torch.equal(handles[k].wait(), expected)
+        assert transport._ahead == 0
+        return weighed.sent, counted.sent
+
+    for weighed, counted in among(size, body):
+        assert weighed == gloo.AHEAD_BYTES
+        assert weighed + counted == many * 2 * numel * 4
+
+
 class Counted:
     """A backend of gloo that counts what it is asked to send."""
 
@@ -156,6 +177,20 @@ class Counted:
         return self.backend.send(tensors, peer, tag)
 
 
+class Weighed:
+    """Wires that count the payloads that go with headers."""
+
+    def __init__(self, wires: Wires) -> None:
+        self.wires, self.sent = wires, 0
+
+    def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
+        self.sent += len(payload)
+        return self.wires.send(peer, digest, length, payload)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wires, name)
+
+
 @pytest.mark.parametrize("size", [3, 17, 22])
 def test_the_ledger_counts_what_goes_out(size: int) -> None:
     cuts = routes.offsets([(5 * r) % 7 for r in range(size)])
@@ -164,6 +199,7 @@ def test_the_ledger_counts_what_goes_out(size: int) -> None:
             torch.zeros(cuts[-1]), torch.ones(cuts[g.rank + 1] - cuts[g.rank]), cuts=cuts
         ).wait(),
         "reduce_scatter": lambda g: g.reduce_scatter(torch.ones(cuts[-1]), cuts=cuts).wait(),
+        "much": lambda g: g.all_gather(torch.zeros(20_000 * size), torch.ones(20_000)).wait(),
         "small": lambda g: g.all_reduce(torch.ones(3)).wait(),
         "large": lambda g: g.all_reduce(torch.ones(1001)).wait(),
         "broadcast": lambda g: g.broadcast(torch.ones(9), 2).wait(),
@@ -174,13 +210,14 @@ def test_the_ledger_counts_what_goes_out(size: int) -> None:
     def body(ranks: Group) -> dict[str, tuple[int, int]]:
         transport: Any = ranks._transport
         counted = transport._gloo = Counted(transport._gloo)
+        weighed = transport._wires = Weighed(transport._wires)
         out = {}
         for name, call in calls.items():
             book = Ledger()
             ranks._world.ledgers[:] = [book]
-            before = counted.sent
+            before = counted.sent + weighed.sent
             call(ranks)
-            out[name] = book.payload_bytes, counted.sent - before
+            out[name] = book.payload_bytes, counted.sent + weighed.sent - before
         return out
 
     for counted in among(size, body):
@@ -277,15 +314,16 @@ class Agreeing:  # in place of Wires
     def __init__(self) -> None:
         self.peers: dict[int, tuple[int, int]] = {}
 
-    def send(self, peer: int, digest: int, length: int) -> int:
+    def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
+        assert not payload
         self.peers[peer] = digest, length
         return 1
 
     def receive(self, peer: int, ticket: int) -> tuple[int, int]:
         return self.peers[peer]
 
-    def forget(self, peer: int, ticket: int) -> None:
-        return
+    def take(self, peer: int, ticket: int) -> bytearray:
+        return bytearray()
 
     def tell(self, text: str) -> None:
         return

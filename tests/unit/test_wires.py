@@ -1,4 +1,4 @@
-"""Headers between ranks: in order, by ticket, and only from ranks."""
+"""Headers and payloads between ranks: in order, by ticket, and only from ranks."""
 
 from __future__ import annotations
 
@@ -56,6 +56,59 @@ def test_headers_come_by_ticket(strangers: bool) -> None:
     for rank, headers in enumerate(connected(3, body, strangers=strangers)):
         peers = [peer for peer in range(3) if peer != rank]
         assert headers == [(100 * p + k, 2**40 + k) for p in peers for k in (1, 0, 2)]
+
+
+def test_payloads_come_with_their_headers() -> None:
+    def body(rank: int, wires: Wires) -> list[bytes]:
+        for k, size in enumerate((5, 0, 70_000)):
+            wires.send(1 - rank, k, 7, bytes([rank]) * size)
+        found = []
+        for ticket in (3, 1, 2):
+            assert wires.receive(1 - rank, ticket) == (ticket - 1, 7)
+            found.append(bytes(wires.take(1 - rank, ticket)))
+        return found
+
+    for rank, found in enumerate(connected(2, body)):
+        peer = bytes([1 - rank])
+        assert found == [peer * 70_000, peer * 5, b""]
+
+
+def test_ranks_that_write_more_than_fits_read_meanwhile() -> None:
+    """None has read anything when all have written far more than the system keeps for them."""
+    count, size = 600, 2**15
+
+    def body(rank: int, wires: Wires) -> None:
+        peers = [peer for peer in range(3) if peer != rank]
+        for k in range(count):
+            for peer in peers:
+                wires.send(peer, k, rank, k.to_bytes(4, "little") * (size // 4))
+        for peer in peers:
+            for k in reversed(range(count)):
+                assert wires.receive(peer, k + 1) == (k, peer)
+                assert wires.take(peer, k + 1) == k.to_bytes(4, "little") * (size // 4)
+
+    connected(3, body)
+
+
+def test_a_peer_that_reads_no_more_is_timed_out() -> None:
+    def body(rank: int, wires: Wires) -> None:
+        if rank == 1:
+            wires.send(0, 1, 0)
+            assert wires.receive(0, 1) == (1, 0)  # connected; then this one reads no more
+            done.wait(30)
+            return
+        wires.send(1, 1, 0)
+        wires.receive(1, 1)
+        with pytest.raises(TimeoutError):
+            flood(wires)
+        done.set()
+
+    def flood(wires: Wires) -> None:
+        for _ in range(2000):
+            wires.send(1, 2, 0, bytes(2**15))
+
+    done = threading.Event()
+    connected(2, body, timeout=0.5)
 
 
 def test_a_silent_peer_is_timed_out() -> None:

@@ -21,21 +21,23 @@ def add_convert(commands: Any) -> None:
         "convert",
         help="turn a checkpoint into safetensors, and back",
         description="Write a checkpoint in another form, a tensor at a time. SRC may be a folder "
-        "of zf.save (its newest good checkpoint is taken), Hugging Face's safetensors, "
-        "torch.distributed.checkpoint, or DeepSpeed's universal form; what it is is found out. "
-        "safetensors hold the parameters alone. The metadata of torch.distributed.checkpoint is "
-        "pickle, which can run code: convert only what you trust.",
+        "of zf.save (its newest good checkpoint is taken) or Hugging Face's safetensors, which is "
+        "found out; or torch.distributed.checkpoint or DeepSpeed's universal form, which are "
+        "partly pickle and have to be named by --from. safetensors hold the parameters alone. Of "
+        "a pickle nothing but tensors and numbers is taken.",
     )
     command.add_argument("source", metavar="SRC", type=Path, help="the checkpoint")
     command.add_argument("target", metavar="DST", type=Path, help="the folder to write")
     text = "what to write; by default zfunc for safetensors, and safetensors for anything else"
     command.add_argument("--to", choices=KINDS, help=text)
+    text = "what SRC is; found out for zfunc and safetensors"
+    command.add_argument("--from", dest="kind", choices=(*KINDS, "deepspeed"), help=text)
     command.set_defaults(command=_convert_command)
 
 
 def _convert_command(found: argparse.Namespace) -> int:
     try:
-        said = convert(found.source, found.target, found.to)
+        said = convert(found.source, found.target, found.to, found.kind)
     except ZfuncError as error:
         text = f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}"
         Console(stderr=True, highlight=False).print(text, soft_wrap=True)

@@ -9,10 +9,7 @@ rank or many.
 from __future__ import annotations
 
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,7 +177,7 @@ def train_rank(run: Run) -> dict[str, Any]:
         write_config(run.out, run.model, run.context)
     _announce(console, run, corpus, state)
     saving = None
-    with _record(run, state) as record, _live(run, state, console) as live, _sigterm() as asked:
+    with _record(run, state) as record, _live(run, state, console) as live, zf.preemption() as stop:
         for n in range(int(state.step), run.steps):
             batch = batch_at(n, corpus.train, run.batch, run.context, run.seed)
             state, metrics = step(state, zf.local_batch(batch).to(device))
@@ -190,7 +187,7 @@ def train_rank(run: Run) -> dict[str, Any]:
             speed = live.step(n + 1, loss, val=val_loss)
             more = {"grad_norm": float(metrics["grad_norm"]), "tokens_per_second": round(speed, 1)}
             row = record.write(n + 1, loss, val_loss=val_loss, **more)
-            stopping = _on_any_rank(asked)
+            stopping = stop()
             if run.save_every and ((n + 1) % run.save_every == 0 or n + 1 == run.steps or stopping):
                 saving = zf.save(run.checkpoints, state, step=n + 1, block=stopping, keep=run.keep)
             if stopping:
@@ -200,24 +197,6 @@ def train_rank(run: Run) -> dict[str, Any]:
     if saving is not None:
         saving.wait()  # the run has not ended well unless its last checkpoint is there
     return row
-
-
-@contextmanager
-def _sigterm() -> Iterator[threading.Event]:
-    """Set once the system asks this process to end; it then does so after the running step."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # of a simulated rank
-        yield asked
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _on_any_rank(asked: threading.Event) -> bool:
-    return bool(zf.psum(torch.tensor(int(asked.is_set())), "data"))
 
 
 def _begin(run: Run, step: Any, tx: Any, device: torch.device) -> Any:

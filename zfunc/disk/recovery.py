@@ -57,7 +57,8 @@ def recover(step: Step, like: Any) -> Any:
             like = transform.lay_out(like) if transform is offload else transform.place(like)
     finally:
         PLACING.reset(token)
-    store = open_store(step, [Path(p) for p in offload.path], offload.buffers)  # type: ignore[attr-defined]
+    paths = [Path(p) for p in offload.path]  # type: ignore[attr-defined]
+    store = open_store(step, paths, offload.buffers, left=False)  # type: ignore[attr-defined]
     return step._noted(_opened(store, like, offload))
 
 

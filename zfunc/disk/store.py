@@ -19,6 +19,8 @@ import gc
 import os
 import shutil
 import socket
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -40,6 +42,9 @@ from zfunc.worlds import world
 __all__ = ["Store", "open_store"]
 
 THREADS = 4
+PATIENCE = 10.0  # seconds for the collections of other threads to end
+_STORES: weakref.WeakValueDictionary[Any, Store] = weakref.WeakValueDictionary()  # of all worlds
+_TAKING = threading.Lock()
 
 
 class Store:
@@ -54,6 +59,7 @@ class Store:
 
     def __init__(self, owner: Any, paths: Sequence[Path], rank: int, buffers: int) -> None:
         self.owner, self.buffers = owner, buffers
+        self.world = weakref.ref(world.current())
         self.folders = tuple(path / f"rank-{rank:05d}" for path in paths)
         self.ring = Ring()
         self.closed = True
@@ -210,8 +216,11 @@ class Store:
 
     def sweep(self) -> None:
         """Delete the folders of placements that are gone."""
+        held = {placement.folder for placement in self.alive}  # by one that was opened again
         while self.dead:
             name = self.dead.pop()
+            if name in held:
+                continue
             for folder in self.folders:
                 shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -240,7 +249,7 @@ def _locked(path: Path) -> int:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
             if holder != me:
                 break
-            gc.collect()  # of a world that has ended: gradients first, and then what keeps them
+            _collect()  # of a world that has ended: gradients first, and then what keeps them
         else:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{me}\n".encode(), 0)
@@ -253,8 +262,54 @@ def _locked(path: Path) -> int:
     )
 
 
-def open_store(owner: Any, paths: Sequence[Path], buffers: int) -> Store:
+def _collect() -> None:
+    """Collect all garbage there is now; ``gc.collect`` does nothing while another thread collects.
+
+    Ranks of a simulated world come here at once.
+    """
+    me, done = threading.get_ident(), threading.Event()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2 and threading.get_ident() == me:
+            done.set()
+
+    gc.callbacks.append(note)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not done.is_set() and time.monotonic() < deadline:
+            gc.collect()
+            if not done.is_set():
+                time.sleep(0.001)
+    finally:
+        gc.callbacks.remove(note)
+
+
+def _left_behind(owner: Any, paths: tuple[Path, ...], rank: int) -> Store | None:
+    """The store of an equal step in a world of this process that has ended.
+
+    Its threads have gone, and states that lie in it may still be in somebody's hands: the lock is
+    not waited for, and nothing of theirs is discarded.
+    """
+    with _TAKING:
+        store = _STORES.get((paths, rank))
+        if store is None or store.owner != owner:
+            return None
+        before = store.world()
+        if before is not None and not before.ended:
+            return None
+        store.world = weakref.ref(world.current())
+    store.drain()  # what a step that broke off was writing
+    return store
+
+
+def open_store(owner: Any, paths: Sequence[Path], buffers: int, left: bool = True) -> Store:
     """The store of a step on the calling rank; equal steps of one world share it.
+
+    Args:
+        owner: the step.
+        paths: the folders that the user named.
+        buffers: how many units of all columns the ring holds.
+        left: whether to go on with what an equal step left behind in a world that has ended.
 
     Raises:
         PlacementError: the folders belong to another step or process.
@@ -264,6 +319,9 @@ def open_store(owner: Any, paths: Sequence[Path], buffers: int) -> Store:
     stores = here.memo.setdefault("stores", weakref.WeakValueDictionary())
     store: Store | None = stores.get(paths)
     if store is None or store.owner != owner:
-        store = stores[paths] = Store(owner, paths, here.rank, buffers)
+        found = _left_behind(owner, paths, here.rank) if left else None
+        store = stores[paths] = found or Store(owner, paths, here.rank, buffers)
+        with _TAKING:
+            _STORES[paths, here.rank] = store
     store.open()
     return store

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from zfunc.files.saving import (
     planned_pieces,
 )
 from zfunc.worlds.axes import group
-from zfunc.worlds.world import current, on_leave
+from zfunc.worlds.world import current, on_leave, on_renewal
 
 __all__ = ["Saving", "settle", "start"]
 
@@ -116,24 +117,27 @@ def start(task: Task) -> Saving:
     Raises:
         CheckpointError: what the system refuses already; the other ranks will know.
     """
+    saving, writer = Saving(task.step, task.final), None
     try:
         header, plan = chunk_plan(task.stock)
         with said(task.hidden):
             writer = DataWriter(task.data(task.rank), header)
             for chunk, view in on_host(planned_pieces(task.stock, plan, resident=False)):
-                writer.put(chunk, view)
+                writer.put(chunk, view, task.known(chunk))
         data = _copied(list(planned_pieces(task.stock, plan, resident=True)))
-    except Exception as error:
+        thread = threading.Thread(
+            target=saving._run, args=(task, writer, data), name=f"saving step {task.step}"
+        )
+        thread.start()
+    except BaseException as error:
+        if writer is not None:
+            writer.close()
         with suppress(OSError):
             leave_record(task, {"error": str(error)})
         raise
-    saving = Saving(task.step, task.final)
-    saving._thread = threading.Thread(
-        target=saving._run, args=(task, writer, data), name=f"saving step {task.step}"
-    )
+    saving._thread = thread
     _unfinished.add(saving)
     current().memo["saving"] = saving
-    saving._thread.start()
     return saving
 
 
@@ -233,6 +237,15 @@ def settle(together: bool = True) -> None:
         saving._end()
 
 
+def _settle_apart() -> None:
+    """Where groups are made anew: a rank may have waited for its saving, and another not.
+
+    Raises:
+        CheckpointError: on some rank it could not be written.
+    """
+    agreed(group(None, "data"), partial(settle, together=False), label="save")
+
+
 def _at_exit() -> None:
     """The end of the process waits, too; but the other ranks may be gone, so nobody is asked."""
     for saving in list(_unfinished):
@@ -240,4 +253,5 @@ def _at_exit() -> None:
 
 
 on_leave.append(settle)
+on_renewal.append(_settle_apart)
 atexit.register(_at_exit)

@@ -16,7 +16,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.errors import CheckpointError
 from zfunc.files.background import Saving, settle, start
-from zfunc.files.chunks import NAMES, digest
+from zfunc.files.chunks import NAMES, check_name, digest
 from zfunc.files.folder import (
     Checkpoint,
     check_file,
@@ -42,8 +42,9 @@ from zfunc.files.inventory import Inventory, TensorLeaf, rebuilt, take_stock
 from zfunc.files.locking import hold
 from zfunc.files.manifest import Manifest, NewerVersion
 from zfunc.files.reading import Reader
+from zfunc.files.replicas import Replicas, check_replicas, look_at
 from zfunc.files.saving import Task, agreed, conclude, write_now
-from zfunc.placed.carried import may_lack
+from zfunc.placed.carried import may_lack, sort_of
 from zfunc.placed.placement import Entries
 from zfunc.tree import leaves
 from zfunc.worlds.axes import group
@@ -75,8 +76,8 @@ def save(
             background from a copy that is taken now, in memory that is kept for the next
             time; training goes on, also under ``donate``. A later ``save`` or
             ``restore``, or the end of the program, waits for it.
-        keep: how many checkpoints are to be left, this one included: earlier ones are
-            removed once it is complete.
+        keep: how many checkpoints are to be left, this one included: those saved before
+            are removed once it is complete, also ones of later steps.
 
     Returns:
         A handle with ``path`` and ``wait()``, the latter a collective that raises what
@@ -84,8 +85,8 @@ def save(
 
     Raises:
         CheckpointError: the disk is full, no permission, another run writes there, ranks
-            hold different states, or a leaf is nothing that can be written; or the save
-            before this one has failed in the background.
+            hold different states, also in what they hold in common, or a leaf is nothing
+            that can be written; or the save before this one has failed in the background.
         DonatedStateError: the state was given to a later one.
         ValueError: no step is known, or ``keep`` is less than one.
 
@@ -100,8 +101,8 @@ def save(
         raise ValueError(f"keep={keep}: expected at least 1, the checkpoint that is being saved")
     settle()
     world, ranks = current(), group(None, "data")
-    stock, number = agreed(ranks, lambda: _offer(state, step), label="save")
-    token = _same_on_all(ranks, stock, number)
+    stock, number, seen = agreed(ranks, lambda: _offer(state, step), label="save")
+    token = _same_on_all(ranks, stock, number, seen)
     root = Path(path)
     task = Task(
         root=root,
@@ -113,6 +114,7 @@ def save(
         rank=ranks.rank,
         size=ranks.size,
         timeout=world.timeout,
+        digests=seen.chunks,
     )
     try:
         agreed(ranks, lambda: _prepare(task), label="save")
@@ -136,15 +138,17 @@ def _give_up(task: Task) -> None:
         settle(together=False)
 
 
-def _offer(state: Any, step: int | None) -> tuple[Inventory, int]:
+def _offer(state: Any, step: int | None) -> tuple[Inventory, int, Replicas]:
     stock = take_stock(state)
     for name, leaf in stock.tensors.items():
+        check_name(f"{name}[0:1]")  # what a chunk of it is called
         if leaf.dtype not in NAMES:
             raise CheckpointError(
                 f"{name} has dtype {leaf.dtype}, for which safetensors has no name. Save it in "
                 "another dtype (torch.view_as_real for complex128)."
             )
-    return stock, _step_of(state) if step is None else _checked_step(step)
+    number = _step_of(state) if step is None else _checked_step(step)
+    return stock, number, look_at(stock)
 
 
 def _step_of(state: Any) -> int:
@@ -163,13 +167,13 @@ def _checked_step(step: Any) -> int:
     return int(step)
 
 
-def _same_on_all(ranks: Group, stock: Inventory, step: int) -> str:
+def _same_on_all(ranks: Group, stock: Inventory, step: int, seen: Replicas) -> str:
     """Rank 0's random word for this save, after checking that all ranks save the same thing."""
     mine = {name: _kind(leaf) for name, leaf in stock.tensors.items()}
     mine |= {name: repr(value) for name, value in stock.static.items()}
     print_ = digest(json.dumps([step, list(mine.items())]).encode())
-    offers = ranks.exchange((print_, uuid.uuid4().hex[:12]), label="save")
-    if any(theirs != offers[0][0] for theirs, _ in offers):
+    offers = ranks.exchange((print_, uuid.uuid4().hex[:12], seen.summary()), label="save")
+    if any(theirs != offers[0][0] for theirs, *_ in offers):
         rows = ranks.exchange({"the step": step, **mine}, label="save")
         for rank, theirs in enumerate(rows):
             for name in {**rows[0], **theirs}:
@@ -180,6 +184,7 @@ def _same_on_all(ranks: Group, stock: Inventory, step: int) -> str:
                         f"{rank}. All ranks save their part of one state."
                     )
         raise CheckpointError("ranks save states whose leaves come in different orders")
+    check_replicas(ranks, stock, seen, [summary for *_, summary in offers], label="save")
     return str(offers[0][1])
 
 
@@ -220,8 +225,8 @@ def restore(path: PathLike, like: Any, step: int | None = None) -> Any:
         path: the folder that was given to ``save``, or that of a single checkpoint.
         like: a state of the same model and optimizer, such as ``step.place(...)`` gives.
             Only its structure is used, and it is not changed.
-        step: which one; by default the newest that is good. Damaged ones are passed over
-            with a warning.
+        step: which one; by default the last saved that is good, whatever its step. Damaged
+            ones are passed over with a warning.
 
     Returns:
         A state placed like ``like``, bitwise the one that was saved, but for what transforms
@@ -300,7 +305,7 @@ def _attempt(ranks: Group, folder: Path, stock: Inventory) -> tuple[Any, str | N
     state, verdict = None, None
     try:
         with Reader(folder, manifest) as reader:
-            lacking = _lacking(stock, manifest)
+            lacking = _lacking(stock, reader)
             state = rebuilt(stock, manifest.static, partial(_fill, reader, stock), lacking)
     except CheckpointError as error:
         verdict = ("damaged", str(error))
@@ -340,12 +345,24 @@ def _differences(stock: Inventory, manifest: Manifest) -> str:
     return " ".join(lines)
 
 
-def _lacking(stock: Inventory, manifest: Manifest) -> set[str]:
+def _lacking(stock: Inventory, reader: Reader) -> set[str]:
     """What the state has, may do without, and will not find in the checkpoint."""
+    plain = {names[0]: node for node, names in stock.rows if isinstance(node, Tensor)}
+    leaves = reader.manifest.leaves
+
+    @cache
+    def same(sort: str) -> bool:
+        if sort not in plain or sort not in leaves:
+            return True
+        there = torch.empty_like(plain[sort], device="cpu")
+        reader.fill(sort, 0, there.view(-1))
+        return torch.equal(there, plain[sort].cpu())
 
     def fits(name: str, leaf: TensorLeaf) -> bool:
-        there = manifest.leaves.get(name)
-        return there is not None and (_kind(there) == _kind(leaf) or _alike(there, leaf))
+        there, sort = leaves.get(name), sort_of(name)
+        if there is None or not (_kind(there) == _kind(leaf) or _alike(there, leaf)):
+            return False
+        return sort is None or same(sort)
 
     return {name for name, x in stock.tensors.items() if may_lack(name) and not fits(name, x)}
 
@@ -375,7 +392,7 @@ def _kind(leaf: Any) -> str:
 
 
 def checkpoints(path: PathLike, thorough: bool = True) -> list[Checkpoint]:
-    """The checkpoints in a folder, newest first, good or not. No collective.
+    """The checkpoints in a folder, the last saved first, good or not. No collective.
 
     Args:
         path: the folder that was given to ``save``.

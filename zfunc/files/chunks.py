@@ -9,33 +9,38 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 
+from zfunc.digests import as_bytes
 from zfunc.errors import CheckpointError
 
 __all__ = [
     "CHUNK_BYTES",
     "DTYPES",
+    "METADATA",
     "NAMES",
     "Chunk",
     "DataWriter",
     "as_bytes",
+    "check_name",
+    "checked_name",
     "digest",
     "header_of",
     "lay_out",
     "open_for_reading",
+    "pieces_of",
     "read_exactly",
     "write_exactly",
 ]
 
 CHUNK_BYTES = 16 << 20
+METADATA = "__metadata__"  # where safetensors have no tensor
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -82,31 +87,28 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def as_bytes(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    flat = x.detach().as_strided((x.numel(),), (1,))  # a lone element may have any stride
-    data: Any = flat.view(torch.uint8).numpy()
-    return memoryview(data)
+def pieces_of(start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Elements ``start`` to ``stop`` in runs of at most ``CHUNK_BYTES``."""
+    step = max(1, CHUNK_BYTES // dtype.itemsize)
+    for a in range(start, stop, step):
+        yield a, min(a + step, stop)
 
 
 def lay_out(
-    shares: Iterable[tuple[str, torch.dtype, int, int]], chunk_bytes: int | None = None
+    shares: Iterable[tuple[str, torch.dtype, int, int]],
 ) -> tuple[bytes, list[Chunk]]:
     """Where a file holds these elements.
 
     Args:
         shares: ``(leaf, dtype, start, stop)`` each.
-        chunk_bytes: the most that one chunk holds.
 
     Returns:
         The file's header, and the chunks in the order of ``shares``. In the file chunks of
         wider dtypes come first, so that each lies at a multiple of its item size.
     """
-    limit = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     pieces: list[tuple[str, torch.dtype, int, int]] = []
     for leaf, dtype, start, stop in shares:
-        step = max(1, limit // dtype.itemsize)
-        pieces.extend((leaf, dtype, a, min(a + step, stop)) for a in range(start, stop, step))
+        pieces.extend((leaf, dtype, a, b) for a, b in pieces_of(start, stop, dtype))
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for leaf, dtype, a, b in pieces:
         name = f"{leaf}[{a}:{b}]"
@@ -118,11 +120,34 @@ def lay_out(
     return header, [Chunk(leaf, d, a, b - a, offsets[name]) for (leaf, d, a, b), name in placed]
 
 
+def checked_name(name: str) -> str:
+    """The name of a tensor, if a safetensors file can have it.
+
+    Raises:
+        ValueError: it is that of the metadata, or no text (a lone surrogate).
+    """
+    if name == METADATA:
+        raise ValueError(f"{METADATA!r} is what safetensors call their metadata")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name!a} is no text: UTF-8 has no lone surrogates") from None
+    return name
+
+
+def check_name(name: str) -> None:
+    """Raise ``CheckpointError`` if a leaf has a name that a safetensors file cannot have."""
+    try:
+        checked_name(name)
+    except ValueError as error:
+        raise CheckpointError(f"a leaf cannot be written: {error}. Rename it.") from None
+
+
 def header_of(
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[bytes, dict[str, int]]:
     """The header of a safetensors file with these tensors, and where in the file each begins."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, Any] = {METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
     for name in sorted(entries, key=lambda name: -entries[name][0].itemsize):
@@ -155,17 +180,24 @@ class DataWriter:
         self.table: dict[str, list[tuple[int, int, int, str]]] = {}
         self.size = len(header)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        write_exactly(self._fd, header, 0)
+        try:
+            write_exactly(self._fd, header, 0)
+        except BaseException:
+            self.close()
+            raise
 
-    def put(self, chunk: Chunk, data: memoryview) -> None:
+    def put(self, chunk: Chunk, data: memoryview, known: str | None = None) -> None:
         """Write one chunk.
+
+        Args:
+            known: the digest of the data, where it was taken before.
 
         Raises:
             OSError: what the system says: a full disk, no permission.
         """
         write_exactly(self._fd, data, chunk.offset)
         self.size = max(self.size, chunk.offset + chunk.nbytes)
-        row = (chunk.start, chunk.count, chunk.offset, digest(data))
+        row = (chunk.start, chunk.count, chunk.offset, known or digest(data))
         self.table.setdefault(chunk.leaf, []).append(row)
 
     def finish(self) -> None:
@@ -198,6 +230,8 @@ def open_for_reading(path: Path) -> tuple[int, int]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:  # a name that no file has
+        raise CheckpointError(f"{str(path)!a}: {error}") from None
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)

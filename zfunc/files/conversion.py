@@ -2,9 +2,9 @@
 
 Kinds: ``zfunc`` (what ``zf.save`` writes), ``safetensors`` (Hugging Face's files, params
 alone), ``dcp`` (torch.distributed.checkpoint) and, to be read only, ``deepspeed``
-(DeepSpeed's universal checkpoints). Two of them are partly pickle: dcp keeps its metadata
-in it, which is executed on reading, so read only what you trust; DeepSpeed's tensors are
-read with ``weights_only``.
+(DeepSpeed's universal checkpoints). The last two are partly pickle, which can run code: they
+are read only when they are asked for by name, and then by unpicklers that know nothing but
+tensors and numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = ["KINDS", "Source", "convert", "kind_of", "open_source"]
 
 PathLike = str | os.PathLike[str]
 KINDS = ("zfunc", "safetensors", "dcp")
+PICKLED = {"dcp": "torch.distributed.checkpoint", "deepspeed": "DeepSpeed"}
 STATIC = "__zfunc_static__"  # where dcp keeps numbers and strings, as JSON in a uint8 tensor
 MOMENTS = {"fp32": "params", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -50,7 +51,7 @@ class Source:
 
     tensors: dict[str, TensorLeaf]
     read: Callable[[str], Tensor]
-    static: dict[str, Any] = field(default_factory=dict)
+    static: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
 
     def renamed(self, names: dict[str, str]) -> Source:
@@ -90,28 +91,32 @@ class OnDisk(Placed):
             yield span, self.source.read(self.paths[span.index]).reshape(-1)
 
 
-def convert(source: PathLike, target: PathLike, to: str | None = None) -> str:
+def convert(
+    source: PathLike, target: PathLike, to: str | None = None, kind: str | None = None
+) -> str:
     """Write a checkpoint in another form.
 
     Args:
-        source: a folder, or a single safetensors file; its kind is found out.
+        source: a folder, or a single safetensors file.
         target: a folder, made if need be.
         to: one of ``KINDS``; by default ``safetensors`` for what zfunc, dcp or DeepSpeed
             wrote, and ``zfunc`` for safetensors.
+        kind: what the source is, one of ``KINDS`` or ``deepspeed``. It is found out, but for
+            ``dcp`` and ``deepspeed``, which are pickles and have to be named.
 
     Returns:
         One line that says what was done.
 
     Raises:
-        CheckpointError: the source is damaged or of no known kind, or the target cannot be
-            written.
-        ValueError: ``to`` is no kind that can be written.
+        CheckpointError: the source is damaged, of no known kind or a pickle that nobody has
+            asked for, or the target cannot be written.
+        ValueError: ``to`` is no kind that can be written, or ``kind`` none that can be read.
     """
-    kind = kind_of(Path(source))
+    kind = _asked_for(Path(source), kind)
     to = to or ("zfunc" if kind == "safetensors" else "safetensors")
     if to not in KINDS:
         raise ValueError(f"to={to!r}: expected one of {', '.join(KINDS)}")
-    opened = open_source(source)
+    opened = open_source(source, kind)
     if to == "safetensors":
         opened = _params_of(opened)
         export_safetensors(target, OnDisk(opened))
@@ -142,12 +147,12 @@ def kind_of(path: Path) -> str:
     if path.is_dir():
         if (path / MANIFEST).exists() or any(path.glob("step-*/" + MANIFEST)):
             return "zfunc"
+        if any(path.glob("*.safetensors")):
+            return "safetensors"
         if (path / ".metadata").exists():
             return "dcp"
         if any(path.glob("zero/*/fp32.pt")):
             return "deepspeed"
-        if any(path.glob("*.safetensors")):
-            return "safetensors"
     raise CheckpointError(
         f"{path} is no checkpoint that zfunc can read: neither its own (step-00000012), nor "
         "*.safetensors, nor torch.distributed.checkpoint (.metadata), nor DeepSpeed's universal "
@@ -155,11 +160,28 @@ def kind_of(path: Path) -> str:
     )
 
 
-def open_source(path: PathLike) -> Source:
-    """A checkpoint of whatever kind, to be read leaf by leaf.
+def _asked_for(path: Path, kind: str | None) -> str:
+    """The kind that was named, or that which is found, if it is no pickle."""
+    if kind is not None and kind not in (*KINDS, *PICKLED):
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join((*KINDS, 'deepspeed'))}")
+    found = kind or kind_of(path)
+    if kind is None and found in PICKLED:
+        raise CheckpointError(
+            f"{path} is a checkpoint of {PICKLED[found]}, which is partly pickle: it is read only "
+            f"when it is asked for by name (zfunc convert --from {found} {path} ...), and then "
+            "nothing but tensors and numbers is taken from it."
+        )
+    return found
+
+
+def open_source(path: PathLike, kind: str | None = None) -> Source:
+    """A checkpoint to be read leaf by leaf.
+
+    Args:
+        kind: what it is; found out if it is no pickle.
 
     Raises:
-        CheckpointError: it is damaged, or of no known kind.
+        CheckpointError: it is damaged, of no known kind, or a pickle that nobody has asked for.
     """
     opening = {
         "zfunc": _open_zfunc,
@@ -167,7 +189,7 @@ def open_source(path: PathLike) -> Source:
         "dcp": _open_dcp,
         "deepspeed": _open_deepspeed,
     }
-    return opening[kind_of(Path(path))](Path(path))
+    return opening[_asked_for(Path(path), kind)](Path(path))
 
 
 def _open_zfunc(path: Path) -> Source:
@@ -198,50 +220,14 @@ def _open_safetensors(path: Path) -> Source:
 
 
 def _open_dcp(path: Path) -> Source:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from zfunc.files.distcp import Distcp, ReadWhenAsked
 
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:  # unpickling may raise anything
-        raise CheckpointError(f"{path / '.metadata'} cannot be read: {error!r}") from None
-    found = metadata.state_dict_metadata.items()
-    tensors = {
-        name: TensorLeaf(tuple(meta.size), meta.properties.dtype)
-        for name, meta in found
-        if isinstance(meta, TensorStorageMetadata)
-    }
-    lost = [name for name, meta in found if not isinstance(meta, TensorStorageMetadata)]
-
-    def read(name: str) -> Tensor:
-        out = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
-        try:
-            _load_dcp({name: out}, path)
-        except Exception as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error!r:.300}") from None
-        return out
-
-    static, step = _noted(read(STATIC)) if STATIC in tensors else ({}, None)
-    static |= {name: _pickled(path, name) for name in lost}
-    return Source({n: x for n, x in tensors.items() if n != STATIC}, read, static, step)
-
-
-def _pickled(path: Path, name: str) -> Any:
-    """A number or string that dcp has pickled."""
-    holder: dict[str, Any] = {name: None}
-    try:
-        _load_dcp(holder, path)
-    except Exception as error:
-        raise CheckpointError(f"{path}: {name} cannot be read: {error!r:.300}") from None
-    return holder[name]
-
-
-def _load_dcp(into: dict[str, Any], path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    with warnings.catch_warnings():  # that it runs in one process, which is what it is told
-        warnings.simplefilter("ignore", UserWarning)
-        load(into, checkpoint_id=path, no_dist=True)
+    files = Distcp(path)
+    static, step = _noted(files.tensor(STATIC)) if STATIC in files.tensors else ({}, None)
+    names = (*static, *(name for name in files.others if name not in static))
+    values = ReadWhenAsked(names, lambda n: static[n] if n in static else files.other(n))
+    tensors = {name: leaf for name, leaf in files.tensors.items() if name != STATIC}
+    return Source(tensors, files.tensor, values, step)
 
 
 def _noted(data: Tensor) -> tuple[dict[str, Any], int | None]:
@@ -272,7 +258,7 @@ def _write_dcp(target: PathLike, source: Source) -> None:
 
 
 def _note(source: Source) -> Tensor:
-    text = json.dumps({"step": source.step, "static": source.static}).encode()
+    text = json.dumps({"step": source.step, "static": dict(source.static)}).encode()
     return torch.tensor(list(text), dtype=torch.uint8)
 
 

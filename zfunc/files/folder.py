@@ -1,5 +1,7 @@
 """A folder of checkpoints: which steps it has, which of them are good, and changing it.
 
+The newest is the one that was saved last, whatever its step: a run may go back and try again.
+
 ``step-00000012`` is a checkpoint, complete from the moment at which it has that name.
 Folders whose name begins with a dot are being written or removed. One exception: when a
 step is saved again, the old one is ``.replaced-step-00000012`` until the new one has its
@@ -11,14 +13,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks
-from zfunc.files.manifest import DataFile, Manifest, parse
+from zfunc.files.manifest import HEAD_BYTES, DataFile, Manifest, parse, serial_in
 
 __all__ = [
     "MANIFEST",
@@ -31,6 +33,7 @@ __all__ = [
     "inspect",
     "list_steps",
     "make_hidden",
+    "next_serial",
     "publish",
     "read_manifest",
     "said",
@@ -78,20 +81,64 @@ def step_name(step: int) -> str:
 
 
 def list_steps(root: Path) -> dict[int, Path]:
-    """Step -> folder, newest first, without a look into them.
+    """Step -> folder, the last saved first; only the first lines of each are read.
+
+    Where these are damaged the time of the last change to them counts.
 
     Raises:
         CheckpointError: ``root`` is no folder, or cannot be read.
     """
-    with said(root):
-        names = sorted(os.listdir(root))
+    names = _names(root)
     if MANIFEST in names:  # a single checkpoint was named
         return {parse_step(root): root}
+    found = _found(root, names)
+    serials = {step: _serial(folder) for step, folder in found.items()}
+    known = {step: (serial, step) for step, serial in serials.items() if serial is not None}
+    order: dict[int, tuple[int, ...]] = {**known}
+    changed = {step: _changed(folder) for step, folder in found.items()}
+    for step in found.keys() - known.keys():
+        before = [at for s, at in known.items() if (changed[s], s) < (changed[step], step)]
+        order[step] = (*max(before, default=(-1,)), changed[step], step)
+    return {step: found[step] for step in sorted(found, key=order.__getitem__, reverse=True)}
+
+
+def _names(root: Path) -> list[str]:
+    with said(root):
+        return sorted(os.listdir(root))
+
+
+def _found(root: Path, names: Iterable[str]) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for name in names:  # those with a dot come first, and give way to those without
         if match := STEP.fullmatch(name):
             found[int(match[2])] = root / name
-    return dict(sorted(found.items(), reverse=True))
+    return found
+
+
+def next_serial(root: Path) -> int:
+    """The serial of the next save into a folder.
+
+    Raises:
+        CheckpointError: ``root`` cannot be read.
+    """
+    found = _found(root, _names(root)).values()
+    return 1 + max((_serial(folder) or 0 for folder in found), default=0)
+
+
+def _changed(folder: Path) -> int:
+    for path in (folder / MANIFEST, folder):
+        with suppress(OSError):
+            return path.stat().st_mtime_ns
+    return 0
+
+
+def _serial(folder: Path) -> int | None:
+    """When a checkpoint was saved; 0 if nobody counted then, ``None`` if it is damaged."""
+    path = folder / MANIFEST
+    try:
+        return serial_in(_read(path, HEAD_BYTES), lambda: _read(path))
+    except CheckpointError:
+        return None
 
 
 def parse_step(folder: Path) -> int:
@@ -107,19 +154,24 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is missing, damaged or no manifest.
     """
     path = folder / MANIFEST
-    fd, size = chunks.open_for_reading(path)
-    try:
-        if size > LARGEST_MANIFEST:
-            raise CheckpointError(f"{path} has {size} bytes, more than a manifest ever has")
-        data = bytearray(size)
-        chunks.read_exactly(fd, data, 0, path)
-    finally:
-        os.close(fd)
-    found = parse(bytes(data), str(path))
+    found = parse(_read(path), str(path))
     match = STEP.fullmatch(folder.name)
     if match and int(match[2]) != found.step:
         raise CheckpointError(f"{path} is of step {found.step}: the folder was renamed")
     return found
+
+
+def _read(path: Path, first: int = LARGEST_MANIFEST + 1) -> bytes:
+    """The first bytes of a manifest, or all of them."""
+    fd, size = chunks.open_for_reading(path)
+    try:
+        if size > LARGEST_MANIFEST:
+            raise CheckpointError(f"{path} has {size} bytes, more than a manifest ever has")
+        data = bytearray(min(size, first))
+        chunks.read_exactly(fd, data, 0, path)
+    finally:
+        os.close(fd)
+    return bytes(data)
 
 
 def check_file(folder: Path, file: DataFile) -> None:
@@ -210,10 +262,10 @@ def publish(hidden: Path, root: Path, step: int) -> Path:
 
 
 def drop_old(root: Path, step: int, keep: int) -> None:
-    """Remove checkpoints before ``step`` until it and ``keep - 1`` earlier good ones are left."""
+    """Remove all but ``step``, which was saved last, and the ``keep - 1`` good ones before it."""
     left = keep - 1
     for earlier, folder in list_steps(root).items():
-        if earlier >= step:
+        if earlier == step:
             continue
         if left > 0:
             left -= inspect(earlier, folder, thorough=False).good

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import optree
@@ -22,7 +23,7 @@ from zfunc.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry
 from zfunc.tree import check_alive, dotted
 from zfunc.worlds.world import current
 
-__all__ = ["Inventory", "TensorLeaf", "full_names", "own_share", "rebuilt", "take_stock"]
+__all__ = ["Inventory", "TensorLeaf", "full_names", "own_share", "rebuilt", "shares", "take_stock"]
 
 SHARE = 1 << 12  # elements: what ranks hold in common is divided in multiples of it
 Fill = Callable[[str, int, Tensor], None]
@@ -65,14 +66,19 @@ class Inventory:
         """What this rank holds, in the order in which ``streamed`` gives it."""
         return [(name, span) for node, names in self.rows for name, span in _spans(node, names)]
 
-    def streamed(self, resident: bool | None = None) -> Iterator[tuple[str, Span, Tensor]]:
+    def streamed(
+        self, resident: bool | None = None, common: bool = False
+    ) -> Iterator[tuple[str, Span, Tensor]]:
         """The values, each a 1-D tensor that is valid until the next.
 
         Args:
             resident: only those of nodes that lie in memory (or only the others).
+            common: only those of nodes of which other ranks hold something, too.
         """
         for node, names in self.rows:
             if resident is not None and resident != getattr(node, "resident", True):
+                continue
+            if common and not any(len(span.replicas) > 1 for _, span in _spans(node, names)):
                 continue
             if isinstance(node, Placed):
                 for span, x in node.streamed():
@@ -161,13 +167,16 @@ def full_names(keys: Sequence[tuple[Any, ...]]) -> list[str]:
     ]
 
 
+def shares(span: Span) -> list[tuple[int, int]]:
+    """The elements of a span that each of its ranks writes, so that each is written once."""
+    numel = span.stop - span.start
+    cuts = even_cuts(-(-numel // SHARE), len(span.replicas))
+    return list(pairwise(span.start + min(cut * SHARE, numel) for cut in cuts))
+
+
 def own_share(span: Span) -> tuple[int, int]:
-    """The elements of a span that this rank writes, so that each is written exactly once."""
-    numel, ranks = span.stop - span.start, span.replicas
-    cuts = even_cuts(-(-numel // SHARE), len(ranks))
-    i = ranks.index(current().rank)
-    start, stop = (min(cut * SHARE, numel) for cut in cuts[i : i + 2])
-    return span.start + start, span.start + stop
+    """The elements of a span that this rank writes."""
+    return shares(span)[span.replicas.index(current().rank)]
 
 
 def rebuilt(

@@ -2,9 +2,10 @@
 
 A JSON document that names every leaf by its dotted path, with shape, dtype and chunks
 (file, first element, number of elements, byte offset, digest). Its last entry is the
-digest of the bytes before it. Nothing in it is trusted before it has been checked: a
-manifest that gets past :func:`parse` describes files that are tiled by chunks without a
-gap, and leaves that are.
+digest of the bytes before it; the first lines have a digest of their own, since they alone
+are read to tell which checkpoint of a folder was saved last. Nothing in it is trusted
+before it has been checked: a manifest that gets past :func:`parse` describes files that
+are tiled by chunks without a gap, and leaves that are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,10 +23,22 @@ import torch
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import DTYPES, NAMES, digest
 
-__all__ = ["FORMAT", "VERSION", "DataFile", "Manifest", "NewerVersion", "StoredLeaf", "parse"]
+__all__ = [
+    "FORMAT",
+    "HEAD_BYTES",
+    "VERSION",
+    "DataFile",
+    "Manifest",
+    "NewerVersion",
+    "StoredLeaf",
+    "parse",
+    "serial_in",
+]
 
 FORMAT, VERSION = "zfunc checkpoint", 1
 MOST = 1 << 62  # of elements, bytes, steps
+HEAD = re.compile(rb',\n"head": "([0-9a-f]{32})"')
+HEAD_BYTES = 1024  # in which the first lines are
 SEAL = re.compile(rb',\n"digest": "([0-9a-f]{32})"}\n')
 SEAL_BYTES = len(b',\n"digest": ""}\n') + 32
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
@@ -68,6 +81,7 @@ class Manifest:
         world: how many ranks wrote it (of no importance to readers).
         id: a random word, different for each save.
         files, leaves, static: see the module; ``static`` are leaves that are no tensors.
+        serial: its number among the saves into its folder, from 1; 0 if nobody has counted.
     """
 
     step: int
@@ -76,6 +90,7 @@ class Manifest:
     files: tuple[DataFile, ...]
     leaves: dict[str, StoredLeaf]
     static: dict[str, Any] = field(default_factory=dict)
+    serial: int = 0
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -93,12 +108,14 @@ class Manifest:
             "step": self.step,
             "world": self.world,
             "id": self.id,
+            "serial": self.serial,
         }
-        lines = [_entry(name, value) for name, value in head.items()]
+        first = "{\n" + ",\n".join(_entry(name, value) for name, value in head.items())
+        lines = [first, _entry("head", digest(first.encode()))]
         lines.append('"files": [\n' + ",\n".join(map(_dumps, files)) + "\n]")
         lines.append(_block("leaves", leaves))
         lines.append(_block("static", {k: _encoded(v) for k, v in self.static.items()}))
-        body = ("{\n" + ",\n".join(lines)).encode()
+        body = ",\n".join(lines).encode()
         return body + f',\n"digest": "{digest(body)}"}}\n'.encode()
 
 
@@ -133,6 +150,29 @@ def _decoded(name: str, value: Any) -> Any:
 
 class _Bad(Exception):
     """What is wrong with a manifest."""
+
+
+def serial_in(first: bytes, whole: Callable[[], bytes]) -> int | None:
+    """When a checkpoint was saved, as its manifest's first ``HEAD_BYTES`` tell.
+
+    Returns:
+        The serial; 0 if saves were not counted then, ``None`` if the manifest is damaged.
+    """
+    head = HEAD.search(first)
+    if head is None:
+        return 0 if _is_sealed(whole()) else None
+    if digest(first[: head.start()]) != head[1].decode():
+        return None
+    try:
+        serial = json.loads(first[: head.start()] + b"}")["serial"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return serial if type(serial) is int and 0 <= serial < MOST else None
+
+
+def _is_sealed(data: bytes) -> bool:
+    seal = SEAL.fullmatch(data[-SEAL_BYTES:]) if len(data) > SEAL_BYTES else None
+    return seal is not None and digest(data[:-SEAL_BYTES]) == seal[1].decode()
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -192,6 +232,7 @@ def _checked(document: Any) -> Manifest:
         files=files,
         leaves=leaves,
         static={name: _decoded(name, value) for name, value in static.items()},
+        serial=_natural(document.get("serial", 0), "serial"),
     )
 
 

@@ -25,8 +25,9 @@ from zfunc.files import chunks
 from zfunc.files.chunks import NAMES
 from zfunc.files.folder import fsync_folder, said
 from zfunc.files.inventory import Inventory, TensorLeaf, own_share, rebuilt, take_stock
+from zfunc.files.replicas import Replicas, check_replicas, look_at
 from zfunc.files.saving import agreed
-from zfunc.files.tensorfiles import INDEX, SINGLE, SafetensorsFiles, blocks
+from zfunc.files.tensorfiles import INDEX, SINGLE, SafetensorsFiles
 from zfunc.worlds.axes import group
 
 __all__ = ["export_safetensors", "import_safetensors"]
@@ -59,7 +60,7 @@ def export_safetensors(path: PathLike, params: Any, shard_bytes: int = SHARD_BYT
         The files written, the index included.
 
     Raises:
-        CheckpointError: a leaf is no tensor, or what the system refuses.
+        CheckpointError: a leaf is no tensor, replicas have diverged, or what the system refuses.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -69,11 +70,13 @@ def export_safetensors(path: PathLike, params: Any, shard_bytes: int = SHARD_BYT
     {'w': tensor([1., 1., 1.])}
     """
     ranks, target = group(None, "data"), Path(path)
-    stock = agreed(ranks, lambda: _exportable(params), label="export")
+    stock, seen = agreed(ranks, lambda: _offer(params), label="export")
     single = target.suffix == ".safetensors"
     folder = target.parent if single else target
     shards = _shards(stock, target.name if single else None, shard_bytes)
-    token = ranks.exchange(uuid.uuid4().hex[:8], label="export")[0]
+    offers = ranks.exchange((uuid.uuid4().hex[:8], seen.summary()), label="export")
+    check_replicas(ranks, stock, seen, [summary for _, summary in offers], label="export")
+    token = offers[0][0]
     try:
         agreed(ranks, lambda: _create(folder, shards, token, ranks.rank), label="export")
         agreed(ranks, lambda: _write(stock, folder, shards, token), label="export")
@@ -92,7 +95,12 @@ def export_safetensors(path: PathLike, params: Any, shard_bytes: int = SHARD_BYT
     return files
 
 
-def _exportable(params: Any) -> Inventory:
+def _offer(params: Any) -> tuple[Inventory, Replicas]:
+    stock = _exportable(params)
+    return stock, look_at(stock)
+
+
+def _importable(params: Any) -> Inventory:
     stock = take_stock(params)
     for name, value in stock.static.items():
         if value is not None:
@@ -100,6 +108,13 @@ def _exportable(params: Any) -> Inventory:
     for name, leaf in stock.tensors.items():
         if leaf.dtype not in NAMES:
             raise CheckpointError(f"{name} has dtype {leaf.dtype}, for which files have no name.")
+    return stock
+
+
+def _exportable(params: Any) -> Inventory:
+    stock = _importable(params)
+    for name in stock.tensors:
+        chunks.check_name(name)
     return stock
 
 
@@ -157,7 +172,7 @@ def _write(stock: Inventory, folder: Path, shards: list[_Shard], token: str) -> 
                     _partial(folder, shard, token), os.O_WRONLY | os.O_CLOEXEC
                 )
                 stack.callback(os.close, fds[shard.name])
-            for start, stop in blocks(a, b, dtype):
+            for start, stop in chunks.pieces_of(a, b, dtype):
                 block = x[start - span.start : stop - span.start].cpu().contiguous()
                 at = shard.offsets[name] + start * dtype.itemsize
                 chunks.write_exactly(fds[shard.name], chunks.as_bytes(block), at)
@@ -216,7 +231,7 @@ def import_safetensors(path: PathLike, like: Any, names: Names = None, strict: b
         CheckpointError: files are missing or damaged, or do not fit; all names are listed.
     """
     ranks = group(None, "data")
-    stock = agreed(ranks, lambda: _exportable(like), label="import")
+    stock = agreed(ranks, lambda: _importable(like), label="import")
     files = agreed(ranks, lambda: SafetensorsFiles(path), label="import")
     called = {name: _called(names, name) for name in stock.tensors}
     agreed(

@@ -19,7 +19,15 @@ from torch import Tensor
 from zfunc.comm import Group
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import Chunk, DataWriter, as_bytes, digest, lay_out
-from zfunc.files.folder import MANIFEST, drop_old, fsync_folder, publish, said, step_name
+from zfunc.files.folder import (
+    MANIFEST,
+    drop_old,
+    fsync_folder,
+    next_serial,
+    publish,
+    said,
+    step_name,
+)
 from zfunc.files.inventory import Inventory, own_share
 from zfunc.files.manifest import DataFile, Manifest, StoredLeaf, parse
 
@@ -49,6 +57,7 @@ class Task:
     rank: int
     size: int
     timeout: float
+    digests: dict[tuple[str, int, int], str]  # of chunks, where they are known already
 
     @property
     def final(self) -> Path:
@@ -59,6 +68,10 @@ class Task:
 
     def record(self, rank: int) -> Path:
         return self.hidden / f"rank-{rank:05d}.done"
+
+    def known(self, chunk: Chunk) -> str | None:
+        """The digest of a chunk, if it was taken before."""
+        return self.digests.get((chunk.leaf, chunk.start, chunk.count))
 
 
 def agreed(ranks: Group, do: Any, label: str) -> Any:
@@ -133,7 +146,7 @@ def write_now(task: Task) -> None:
 def complete(task: Task, writer: DataWriter, data: Iterable[tuple[Chunk, memoryview]]) -> None:
     try:
         for chunk, view in data:
-            writer.put(chunk, view)
+            writer.put(chunk, view, task.known(chunk))
         writer.finish()
     finally:
         writer.close()
@@ -186,4 +199,5 @@ def _manifest(task: Task, records: list[dict[str, Any]]) -> Manifest:
         for name, leaf in task.stock.tensors.items()
     }
     files = tuple(DataFile(**record["file"]) for record in records)
-    return Manifest(task.step, task.size, task.id, files, leaves, task.stock.static)
+    serial = next_serial(task.root)
+    return Manifest(task.step, task.size, task.id, files, leaves, task.stock.static, serial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,19 +19,14 @@ from zfunc.files import chunks
 from zfunc.files.chunks import DTYPES
 from zfunc.files.inventory import TensorLeaf
 
-__all__ = ["INDEX", "SINGLE", "SafetensorsFiles", "blocks"]
+__all__ = ["INDEX", "SINGLE", "SafetensorsFiles"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+MOST = (1 << 63) - 1  # of elements, as torch counts them
+DIMENSIONS = 64
 PathLike = str | os.PathLike[str]
-
-
-def blocks(start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Elements ``start`` to ``stop`` in runs of at most ``chunks.CHUNK_BYTES``."""
-    step = max(1, chunks.CHUNK_BYTES // dtype.itemsize)
-    for a in range(start, stop, step):
-        yield a, min(a + step, stop)
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class SafetensorsFiles:
         home = self._homes[name]
         dtype = home.leaf.dtype
         with _opened(home.path) as fd:
-            for a, b in blocks(start, start + out.numel(), dtype):
+            for a, b in chunks.pieces_of(start, start + out.numel(), dtype):
                 target = out[a - start : b - start]
                 direct = target.dtype == dtype and target.device.type == "cpu"
                 block = target if direct else torch.empty(b - a, dtype=dtype)
@@ -90,7 +86,7 @@ class SafetensorsFiles:
         if first.leaf != second.leaf:
             return False
         numel, dtype = first.leaf.nbytes // first.leaf.dtype.itemsize, first.leaf.dtype
-        for start, stop in blocks(0, numel, dtype):
+        for start, stop in chunks.pieces_of(0, numel, dtype):
             x, y = (torch.empty(stop - start, dtype=dtype) for _ in range(2))
             self.fill(a, start, x)
             self.fill(b, start, y)
@@ -145,18 +141,37 @@ def _header(path: Path) -> dict[str, _Home]:
     finally:
         os.close(fd)
     try:
-        rows = json.loads(bytes(text))
-        rows.pop("__metadata__", None)
-        return {name: _home(path, row, 8 + n, size) for name, row in rows.items()}
+        rows = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        rows.pop(chunks.METADATA, None)
+        return {chunks.checked_name(k): _home(path, row, 8 + n, size) for k, row in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has no safetensors header: {error!r:.100}") from None
+        raise CheckpointError(f"{path} has no safetensors header: {error!a:.100}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in it")
+    return found
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MOST:  # of an empty tensor, too
+        raise ValueError(f"{value!r:.40} is no size")
+    return value
 
 
 def _home(path: Path, row: dict[str, Any], base: int, size: int) -> _Home:
-    leaf = TensorLeaf(tuple(map(int, row["shape"])), DTYPES[row["dtype"]])
-    start, stop = map(int, row["data_offsets"])
-    if min((0, *leaf.shape)) < 0 or stop - start != leaf.nbytes:
+    leaf = TensorLeaf(tuple(map(_size, row["shape"])), DTYPES[row["dtype"]])
+    start, stop = map(_size, row["data_offsets"])
+    if len(leaf.shape) > DIMENSIONS or math.prod(max(1, n) for n in leaf.shape) > MOST:
+        raise ValueError(f"shape {leaf.shape!s:.60}")
+    if stop - start != leaf.nbytes:
         raise ValueError(f"shape {leaf.shape} in {stop - start} bytes")
-    if start < 0 or base + stop > size:
+    if base + stop > size:
         raise ValueError("data beyond the end of the file")
     return _Home(path, leaf, base + start)

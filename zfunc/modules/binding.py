@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from zfunc.context import current
 from zfunc.modules.lazy import Cell, lazy_tensor
+from zfunc.modules.leases import Lease, Region
+from zfunc.modules.modes import Modes
 from zfunc.modules.slots import BufferSlot, Slot, compile_tree, write
 from zfunc.modules.units import Anatomy, Leaf, Path
 from zfunc.nodes import Tree
@@ -101,6 +104,7 @@ class Template:
         self.flags = [(part, part.training) for part in self.modules.values()]
         self.mode: bool | None = None
         self.serial, self.thread = 0, 0
+        self.lease: Callable[[], Lease | None] | None = None
         self.facade: Any = None
         self.sources: dict[str, Tensor] = {}
         units = self.anatomy.units
@@ -171,7 +175,7 @@ class Template:
         def routed(*args: Any, **kwargs: Any) -> Any:
             params, running = self.values[i], current()
             # What layer() comes to where nothing surrounds layers, without its price.
-            if type(params) is dict and (running is None or not running.around):
+            if isinstance(params, dict) and (running is None or not running.around):
                 scope = None if running is None else running.next_scope()
                 if scope is None:
                     return forward(*args, **kwargs)
@@ -192,7 +196,7 @@ class Template:
         if any(isinstance(value, Ref) for value in self.values):
             self._face()
         for i, value in enumerate(self.values):
-            self._bind_unit(i, value)
+            self.bind_unit(i, value)
         self.sources = buffers
         for key, buffer in self.buffers.items():
             buffer.bind(buffers[key])
@@ -213,10 +217,10 @@ class Template:
         """The layer's own forward on plain params; what was bound before comes back after."""
         before = self.bound[i]
         try:
-            self._bind_unit(i, params)
+            self.bind_unit(i, params)
             return self.forwards[i](*args, **kwargs)
         finally:
-            self._bind_unit(i, before)
+            self.bind_unit(i, before)
 
     def renew(self) -> None:
         """Buffers for another call on the same parameters, as if there had been none before."""
@@ -235,19 +239,57 @@ class Template:
         shared = [self.modules[m]._parameters[attribute] for m, attribute in homes]
         return shared, {name: self.sources[name] for name in unit.buffers}
 
+    def running_units(self) -> list[int]:
+        """The layers that have parameters for the time of a call of their own, which is on."""
+        rows = enumerate(zip(self.bound, self.values, strict=True))
+        return [i for i, (bound, value) in rows if bound is not value]
+
+    def reach(self, over: bool) -> None:
+        """Let layers' parameters be read from outside their calls; ``over``: no more."""
+        for cell, value in zip(self.cells, self.values, strict=True):
+            cell.hold(value if isinstance(value, Ref) and not over else None)
+
+    def keep(self) -> Region:
+        """What is here now, for a region of the module that backward runs again."""
+        lease = None if self.lease is None else self.lease()
+        if lease is None:
+            lease = Lease(self)
+            self.lease = weakref.ref(lease)
+        return Region(lease)
+
+    def end(self) -> None:
+        """The call is over; what may run again in backward keeps the parameters here."""
+        lease = None if self.lease is None else self.lease()
+        if lease is None:
+            self.give_back()
+            return
+        self.serial += 1
+        self._release_buffers()
+        self.reach(over=True)
+        lease.over = True
+
+    def give_back(self) -> None:
+        """Nobody needs what is here any more."""
+        self.lease = None
+        self.release()
+        self.pool.idle.append(self)
+
     def release(self) -> None:
         """Take every tensor out again."""
         self.serial += 1
         _fill(self.rest)
         for i in range(len(self.values)):
-            self._bind_unit(i, None)
+            self.bind_unit(i, None)
             self.values[i] = None
-        for buffer in self.buffers.values():
-            buffer.release()
-        self._drop_new_buffers()
+        self._release_buffers()
         for rnn, weights, refs in self.rnns:
             rnn._flat_weights, rnn._flat_weight_refs = weights, refs
         self.sources = {}
+
+    def _release_buffers(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.release()
+        self._drop_new_buffers()
 
     def _drop_new_buffers(self) -> None:
         for holder, names in self.holders:
@@ -266,7 +308,7 @@ class Template:
             if mode is not None:
                 self.module.train(mode)
 
-    def _bind_unit(self, i: int, value: Any) -> None:
+    def bind_unit(self, i: int, value: Any) -> None:
         """Bind a unit's plain params; a ``Ref`` or nothing leaves its resting tensors."""
         if value is None or isinstance(value, Ref):
             if self.resting[i] is not self.unit_rest[i]:
@@ -329,11 +371,13 @@ class Pool:
         self.skeleton, self.anatomy, self.fuses = skeleton, anatomy, fuses
         self.idle: list[Template] = []
         self.variants: dict[Any, Pool] = {}
+        self.modes = Modes(skeleton)
 
     def fused(self, fuse: Callable[..., None]) -> Pool:
         """The pool of the same module with ``fuse`` before all else: always the same one."""
         if fuse not in self.variants:
             self.variants[fuse] = Pool(self.skeleton, self.anatomy, (fuse, *self.fuses))
+            self.variants[fuse].modes = self.modes
         return self.variants[fuse]
 
     @contextmanager
@@ -346,9 +390,8 @@ class Pool:
         try:
             yield template
         finally:
-            template.release()
-            self.idle.append(template)
+            template.end()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fuses": self.fuses}
-        return {**kept, "idle": [], "variants": {}}
+        return {**kept, "idle": [], "variants": {}, "modes": Modes(self.skeleton)}

@@ -14,7 +14,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from zfunc import context, primitives, tree
 from zfunc.errors import PlacementError
 from zfunc.modules.binding import Pool, skeleton
+from zfunc.modules.parameters import Parameters
+from zfunc.modules.refusals import check_module
 from zfunc.modules.slots import misfit
 from zfunc.modules.units import Choice, dissect
+from zfunc.recomputation import taken
 
 __all__ = ["Functional", "functionalize"]
 
@@ -36,24 +39,41 @@ _META_NOTE = (
 )
 
 
+_UNWATCHED: AbstractContextManager[Any] = nullcontext()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Functional:
     """A module without its state: ``apply`` is a pure function of ``params`` and ``buffers``.
 
     Attributes:
-        params: nested dict of tensors under the names of ``named_parameters()``, tied
-            ones once; each stack of layers in it is a ``zf.Layers``. They share the
-            memory of the module's parameters, and require no gradient.
         buffers: name -> tensor, non-persistent ones included.
         config: the module's ``config`` (Hugging Face), or None.
     """
 
-    params: Any
     buffers: dict[str, Tensor]
     config: Any
     _name: str
     _train: bool | None
     _pool: Pool = field(repr=False)
+    _parameters: Parameters = field(repr=False)
+
+    @property
+    def params(self) -> Any:
+        """Nested dict of tensors under the names of ``named_parameters()``, tied ones once.
+
+        Each stack of layers in it is a ``zf.Layers``. They share the memory of the module's
+        parameters, and none is tracked by autograd. Those of which the module had
+        ``requires_grad=False`` are frozen (:attr:`frozen`).
+
+        They are held until a step has placed them, which makes a copy: ``step.place(...)`` is how
+        the full parameters leave memory. From then on they are found as long as anybody else
+        holds the module or them.
+
+        Raises:
+            PlacementError: a step has placed them, and nobody holds them.
+        """
+        return self._parameters.tree()
 
     def apply(
         self,
@@ -73,7 +93,8 @@ class Functional:
             buffers: values for all buffers; by default ``self.buffers``.
             mutable: also return what the call made of the buffers. They are never
                 changed in place, and without ``mutable`` changes are dropped.
-            train: the mode for this call; None leaves every submodule in its own.
+            train: the mode for this call; None leaves every submodule in its own, and warns once
+                if dropout is off in one that is differentiated.
 
         Returns:
             What the module returns; with ``mutable``, ``(output, new_buffers)``.
@@ -85,8 +106,10 @@ class Functional:
         entered = primitives.enter(params)
         given = self._checked(buffers)
         sources = self._in_compute_dtype(given)
-        with self._pool.lend() as template:
-            template.bind(entered, sources, self._train if train is None else train)
+        mode = self._train if train is None else train
+        watched = self._pool.modes.watched(entered) if mode is None else _UNWATCHED
+        with self._pool.lend() as template, watched, taken(template):
+            template.bind(entered, sources, mode)
             out = _call(template.module, args, kwargs)
             return (out, _restored(template.new_buffers(), sources, given)) if mutable else out
 
@@ -120,7 +143,8 @@ class Functional:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 template.renew()
-                return _call(template.module, args, kwargs)
+                with taken(template):
+                    return _call(template.module, args, kwargs)
 
             yield call
 
@@ -155,6 +179,14 @@ class Functional:
             home, attribute = leaf.homes[0]
             memo[id(modules[home]._buffers[attribute])] = sources[leaf.name].detach().clone()
         return copy.deepcopy(self._pool.skeleton, memo)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the parameters that required no gradient when they were functionalized.
+
+        ``params`` says so by its structure: they get no gradient, no moments and no update.
+        """
+        return self._pool.anatomy.frozen
 
     @property
     def signature(self) -> inspect.Signature:
@@ -271,8 +303,8 @@ def functionalize(
 
     Raises:
         PlacementError: a parameter that is not floating-point, has no shape yet or is
-            sharded already; a module wrapped for data parallelism; ``units`` that
-            match nothing.
+            sharded already, or has hooks; a module wrapped for data parallelism; a layer that is
+            compiled, or an embedding with ``max_norm``; ``units`` that match nothing.
 
     >>> import torch
     >>> model = functionalize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
@@ -286,23 +318,24 @@ def functionalize(
             f"functionalize() got a {type(module).__name__}. Give it the module inside "
             "(module.module); zf.shard does the data parallelism."
         )
-    anatomy = dissect(module, units)
+    check_module(module)
+    anatomy, name = dissect(module, units), type(module).__name__
     bare = skeleton(module)
     _switch_off_checkpointing(bare)
     fused = _fusible(bare) if fuse else {}
     if fuse and not fused:
         warnings.warn(
-            f"functionalize(fuse=True) found nothing in {type(module).__name__} that a kernel "
+            f"functionalize(fuse=True) found nothing in {name} that a kernel "
             "takes over; it runs as it is.",
             stacklevel=2,
         )
     return Functional(
-        params=anatomy.tree({name: p.detach() for name, p in module.named_parameters()}),
         buffers={name: b.detach() for name, b in module.named_buffers()},
         config=getattr(module, "config", None),
-        _name=type(module).__name__,
+        _name=name,
         _train=train,
         _pool=Pool(bare, anatomy, (_fuse,) if fused else ()),
+        _parameters=Parameters(name, anatomy, dict(module.named_parameters())),
     )
 
 

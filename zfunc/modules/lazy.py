@@ -75,8 +75,8 @@ class Cell:
             raise PlacementError(
                 f"parameter {name} was read after its apply() had returned. Read it inside the "
                 "model's forward, or take it from the params tree: zf.tree.get(params, path). A "
-                "module that recomputes itself (torch.utils.checkpoint) reads it in backward: "
-                "switch that off, and wrap the step instead, zf.remat(step)."
+                "module that recomputes itself in a way of its own reads it in backward: use "
+                "torch.utils.checkpoint there, or wrap the step instead, zf.remat(step)."
             )
         node = self.ref.resolve()
         for key in path:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from zfunc.nodes import Placed
 
-__all__ = ["SHORT", "products"]
+__all__ = ["SHORT", "active", "products"]
 
 SHORT = {torch.bfloat16, torch.float16}
 
@@ -121,6 +121,11 @@ class _Entered(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         self.mode.__exit__(*error)
         _active.dtype = self.before
+
+
+def active() -> torch.dtype | None:
+    """The dtype of the innermost :func:`products` of this thread."""
+    return _active.dtype
 
 
 def products(dtype: torch.dtype | None) -> AbstractContextManager[Any]:

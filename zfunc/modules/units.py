@@ -13,18 +13,20 @@ layers) is kept at the top of the tree under its whole dotted name, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from zfunc.errors import PlacementError
-from zfunc.nodes import Layers, register
+from zfunc.nodes import NAMESPACE, Frozen, Layers, register
+from zfunc.placed.leaves import check_trainable, freeze
 
 __all__ = ["Anatomy", "Leaf", "Single", "Unit", "dissect"]
 
@@ -87,17 +89,50 @@ class Anatomy:
     singles: frozenset[Path]
 
     def tree(self, tensors: dict[str, Tensor]) -> Any:
-        """The params tree with these tensors, by name, at its leaves."""
+        """The params tree with these tensors, by name, at its leaves.
+
+        A dict that holds leaves of parameters that require no gradient is a ``Frozen``.
+        """
+        top = self._frozen(self._nested(tensors))
+        return top[""] if self.is_stack else top
+
+    def _nested(self, values: Mapping[str, Any]) -> Any:
         top: dict[str | int, Any] = {}
         for path, length in self.stacks.items():
             kind = Single if path in self.singles else Layers
             _insert(top, path, kind({} for _ in range(length)))
         for leaf in self.root:
-            _insert(top, leaf.path, tensors[leaf.name])
+            _insert(top, leaf.path, values[leaf.name])
         for unit in self.units:
             for leaf in unit.leaves:
-                _insert(_at(top, (*unit.stack, unit.index)), leaf.path, tensors[leaf.name])
-        return top[""] if self.is_stack else top
+                _insert(_at(top, (*unit.stack, unit.index)), leaf.path, values[leaf.name])
+        return top
+
+    def _frozen(self, top: Any) -> Any:
+        """The tree with its frozen leaves marked, and the dicts that hold some made ``Frozen``."""
+        keys: dict[Path, list[str]] = {}
+        units = [(leaf, (*unit.stack, unit.index)) for unit in self.units for leaf in unit.leaves]
+        for leaf, prefix in (*((leaf, ()) for leaf in self.root), *units):
+            if not leaf.requires_grad:
+                *inner, last = (*prefix, *leaf.path)
+                keys.setdefault(tuple(inner), []).append(str(last))
+        for path in sorted(keys, key=len, reverse=True):  # what is deeper is put in place first
+            node = _at(top, path)
+            for key in keys[path]:
+                if isinstance(x := node[key], Tensor):  # one in low bits is no plain leaf
+                    freeze(x)
+            if path:
+                _at(top, path[:-1])[path[-1]] = Frozen(node, keys[path])
+            else:
+                top = Frozen(node, keys[path])
+        return top
+
+    @cached_property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the parameters that require no gradient, in the order of the tree's leaves."""
+        names = {leaf.name: leaf for leaf in self.leaves}
+        leaves: list[Leaf] = optree.tree_leaves(self._nested(names), namespace=NAMESPACE)
+        return tuple(leaf.name for leaf in leaves if not leaf.requires_grad)
 
     @property
     def is_stack(self) -> bool:
@@ -241,11 +276,7 @@ def _check(name: str, x: Tensor) -> None:
         raise PlacementError(
             f"parameter {name} has no shape yet. Run the module once before functionalize()."
         )
-    if not (x.is_floating_point() or x.is_complex()):
-        raise PlacementError(
-            f"parameter {name} has dtype {x.dtype}; only floating-point parameters can be trained. "
-            "Make it a buffer: module.register_buffer(...)."
-        )
+    check_trainable(name, x)
     if type(x.data).__name__ == "DTensor":  # by name: importing the class costs half a second
         raise PlacementError(
             f"parameter {name} is a DTensor: the module is sharded already. Functionalize the "

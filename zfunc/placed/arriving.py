@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,12 +28,23 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zfunc.comm import Group
+from zfunc.comm import Group, Handle
 from zfunc.errors import DesyncError
 from zfunc.worlds.accounting import on_close
 from zfunc.worlds.world import current, on_leave
 
-__all__ = ["arrive", "is_arriving", "is_passing", "looking", "on_their_way", "passing", "settled"]
+__all__ = [
+    "Arrival",
+    "arrive",
+    "completed",
+    "gathered_again",
+    "is_arriving",
+    "is_passing",
+    "looking",
+    "on_their_way",
+    "passing",
+    "settled",
+]
 
 looking = torch._C.DisableTorchFunctionSubclass
 """Inside it, nobody waits: for asking many tensors where they lie, and not what they hold."""
@@ -41,9 +52,21 @@ looking = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(eq=False)
 class Arrival:
-    """What several leaves wait for: ``finish`` returns when they are there."""
+    """What several leaves wait for.
 
-    finish: Callable[[], Any]
+    Attributes:
+        group: whose ranks hold the parts of them.
+        start: begins their gather; from the same memory, so it may be begun anew.
+        handle: the gather that is under way.
+    """
+
+    group: Group
+    start: Callable[[], Handle[Tensor]]
+    handle: Handle[Tensor]
+
+    def finish(self) -> None:
+        """Return when they are there."""
+        self.handle.wait()
 
 
 class Arriving(Tensor):
@@ -71,23 +94,22 @@ _LOOKS = {
 }
 
 
-def arrive(leaves: Iterable[Tensor], group: Group, finish: Callable[[], Any]) -> None:
-    """Let leaves wait for ``finish`` as soon as somebody looks at one of them."""
+def arrive(leaves: Iterable[Tensor], arrival: Arrival) -> None:
+    """Let leaves wait for their gather as soon as somebody looks at one of them."""
     if not _FOLLOWED:
-        finish()
+        arrival.finish()
         return
-    arrival = Arrival(finish)
     for leaf in leaves:
         leaf.__dict__["_zfunc_arrival"] = arrival
         leaf.__class__ = Arriving
     memo = current().memo
     if "arrivals" not in memo:
         memo["arrivals"] = WeakSet(), set()
-        atexit.unregister(_complete)
-        atexit.register(_complete)  # what was registered last runs first: the world is still there
+        atexit.unregister(completed)
+        atexit.register(completed)  # what was registered last runs first: the world is still there
     pending, groups = memo["arrivals"]
     pending.add(arrival)
-    groups.add(group)
+    groups.add(arrival.group)
 
 
 def is_arriving(x: Any) -> bool:
@@ -111,8 +133,53 @@ def settled(xs: Iterable[Any]) -> None:
                     arrival.finish()
             else:
                 arrival.finish()
-            x.__class__ = Tensor  # type: ignore[assignment]
-            x.__dict__.pop("_zfunc_arrival", None)
+            _arrived(x)
+
+
+def _arrived(x: Tensor) -> None:
+    x.__class__ = Tensor
+    x.__dict__.pop("_zfunc_arrival", None)
+
+
+def gathered_again(leaves: Sequence[Any], everyone: Group) -> None:
+    """Let leaves arrive whose gathers ended with an earlier epoch of the world; a collective.
+
+    What has arrived on a rank it sends to those where it has not. Where a leaf has arrived on no
+    rank of its group it is gathered anew: each rank's own part is where it was.
+
+    Args:
+        leaves: those of one state, alike on all ranks.
+        everyone: the ranks of the world.
+    """
+    waiting: dict[int, Arrival] = {}
+    for i, x in enumerate(leaves):
+        try:
+            settled((x,))
+        except DesyncError:
+            waiting[i] = x.__dict__["_zfunc_arrival"]
+    mine = [[i, list(arrival.group.members)] for i, arrival in waiting.items()]
+    missing: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    for rank, row in enumerate(everyone.exchange(mine, label="still under way")):
+        for i, members in row:
+            missing.setdefault((i, tuple(members)), set()).add(rank)
+    groups = {group.members: group for group in current().groups}
+    begun: set[Arrival] = set()
+    for (i, members), ranks in sorted(missing.items()):
+        if everyone.rank not in members:
+            continue
+        if len(ranks) < len(members):
+            source = next(k for k, rank in enumerate(members) if rank not in ranks)
+            with looking():
+                there = leaves[i].detach().contiguous()
+                groups[members].broadcast(there, source, label="still under way").wait()
+                if i in waiting:
+                    leaves[i].detach().copy_(there)
+        elif waiting[i] not in begun:
+            begun.add(waiting[i])
+            waiting[i].handle = waiting[i].start()
+            waiting[i].finish()
+        if i in waiting:
+            _arrived(leaves[i])
 
 
 _PASSING: ContextVar[bool] = ContextVar("zfunc_passing", default=False)
@@ -163,7 +230,7 @@ def _wait_in_functorch() -> bool:
 _FOLLOWED = _wait_in_functorch()
 
 
-def _complete() -> None:
+def completed() -> None:
     """End what this rank takes part in: its peers may wait for it, though nobody here does."""
     pending, groups = current().memo.get("arrivals", ((), ()))
     with suppress(DesyncError):
@@ -173,5 +240,5 @@ def _complete() -> None:
             group._finish_dropped()
 
 
-on_leave.append(_complete)
-on_close.append(_complete)
+on_leave.append(completed)
+on_close.append(completed)

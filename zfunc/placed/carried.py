@@ -13,10 +13,13 @@ from typing import Any
 from zfunc.errors import PlacementError
 from zfunc.placed.placement import Entries
 
-__all__ = ["may_lack", "may_lose", "put", "take"]
+__all__ = ["held", "may_lack", "may_lose", "may_stay", "names", "put", "sort_of", "take"]
 
 ENTRY = "transforms"
 _LOSABLE: dict[str, frozenset[str]] = {}
+_SORTS: dict[str, str] = {}
+_KNOWN: set[str] = set()
+_STAYING: set[str] = set()
 
 
 def put(state: Any, name: str, value: Any) -> Any:
@@ -28,6 +31,7 @@ def put(state: Any, name: str, value: Any) -> Any:
     >>> put({"params": 1}, "precision", 2)
     {'params': 1, 'transforms': {'precision': 2}}
     """
+    _KNOWN.add(name)
     entries = Entries(state)
     where = "aux" if "aux" in entries else ENTRY
     if where not in entries and type(state) is dict:
@@ -63,16 +67,44 @@ def take(state: Any, name: str) -> tuple[Any, Any]:
     return carried[name], entries.rebuild()
 
 
-def may_lose(name: str, kinds: Iterable[str]) -> None:
+def names(entries: Entries) -> list[str]:
+    """The transforms of which a state carries something that only a placed state has."""
+    return [name for name in held(entries) if name in _KNOWN and name not in _STAYING]
+
+
+def held(entries: Entries) -> dict[str, Any]:
+    """Where a state has what transforms carry, users' own entries among it."""
+    found = entries.get("aux" if "aux" in entries else ENTRY)
+    return found if isinstance(found, dict) else {}
+
+
+def may_stay(name: str) -> None:
+    """Say that what transform ``name`` carries is left in a full state, too."""
+    _STAYING.add(name)
+
+
+def may_lose(name: str, kinds: Iterable[str], sort: str | None = None) -> None:
     """Say which entries of what transform ``name`` carries a run can go on without.
 
     A checkpoint then need not have them, or may have others: they are dropped, and those that
     it lacks begin as ``place`` makes them.
+
+    Args:
+        sort: the entry, a 0-d tensor, that says what these are. Where the checkpoint says something
+            else than the state they are lost, and the state's word stands.
     """
-    _LOSABLE[name] = frozenset(kinds)
+    _LOSABLE[name] = frozenset([*kinds, *([sort] if sort else [])])
+    if sort:
+        _SORTS[name] = sort
 
 
 def may_lack(path: str) -> bool:
     """Whether a leaf, by its dotted path in a full state, is of those."""
     where, name, kind, *_ = [*path.split("."), "", "", ""]
     return where in ("aux", ENTRY) and kind in _LOSABLE.get(name, ())
+
+
+def sort_of(path: str) -> str | None:
+    """The path of what says what such a leaf is, if anything does."""
+    where, name, *_ = path.split(".")
+    return f"{where}.{name}.{_SORTS[name]}" if name in _SORTS else None

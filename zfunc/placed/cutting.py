@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
+from zfunc.freezing import frozen_among
 from zfunc.nodes import NAMESPACE, Encoded, Tree
 from zfunc.placed.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
-from zfunc.placed.leaves import origin_of
+from zfunc.placed.leaves import check_trainable, is_frozen, origin_of
 from zfunc.tree import dotted
 from zfunc.worlds.axes import Mesh
 
@@ -25,11 +26,7 @@ def _check_leaf(path: str, leaf: Any) -> None:
             f"parameter {path} is a {type(leaf).__name__}, not a tensor. Keep what is no "
             "parameter out of the params tree (close over it, or make it an entry of the state)."
         )
-    if not leaf.is_floating_point():
-        raise PlacementError(
-            f"parameter {path} has dtype {leaf.dtype}; only floating-point parameters can be "
-            "trained and cut. Keep integer tensors in the state's `buffers`."
-        )
+    check_trainable(path, leaf)
 
 
 def _groups(
@@ -108,7 +105,8 @@ def make_layout(
     persist_below: int = 0,
     merge: bool = True,
     first: int | None = None,
-    frozen: Callable[[Tensor], bool] = lambda leaf: False,
+    frozen: Callable[[Tensor], bool] = is_frozen,
+    by: tuple[str, str] | None = None,
 ) -> Layout:
     """Decide how a plain tree of parameters is cut over ``world`` ranks.
 
@@ -120,7 +118,9 @@ def make_layout(
         first: bytes up to which the last layers are merged, whose gradients are ready first: over
             a slow link they should leave soon. Twice as many before them, and so on.
         persist_below: leaves of fewer elements are kept whole on every rank.
-        frozen: which leaves have no gradient.
+        frozen: which leaves are marked as having no gradient, beside those of which the tree's
+            structure says so (:mod:`zfunc.freezing`).
+        by: the transform that asks, see ``Layout``.
 
     Raises:
         PlacementError: a leaf that is no floating-point tensor, named by its path.
@@ -131,6 +131,7 @@ def make_layout(
         if leaf is not None:
             _check_leaf(name, leaf)
     sizes = [0 if leaf is None else leaf.nbytes for leaf in leaves]
+    still = frozen_among(leaves, spec, frozen)
     outer, layers = find_layers(tree)
     inside = {i for layer in layers for i in range(layer.start, layer.stop)}
     root = [i for i in range(len(leaves)) if i not in inside]
@@ -146,7 +147,7 @@ def make_layout(
                     kind = (torch.uint8, False, leaf.code.bytes < persist_below, None)
                 else:
                     small = leaf.numel() < persist_below
-                    kind = (leaf.dtype, not frozen(leaf), small, origin_of(leaf))
+                    kind = (leaf.dtype, not still[i], small, origin_of(leaf))
                 kinds.setdefault(kind, []).append(i)
         mine = []
         for (dtype, trainable, whole, _), some in kinds.items():
@@ -157,7 +158,9 @@ def make_layout(
             mine.append(len(flats))
             flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
         units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
-    return Layout(spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world)
+    return Layout(
+        spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world, by
+    )
 
 
 def _slot(name: str, leaf: Any, flat: int, start: int, index: int) -> Slot:

@@ -36,6 +36,16 @@ class Dense:
     def length(self) -> int:
         return self.cuts[-1]
 
+    def leaves_of(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """What a rank owns of each leaf: ``(start, stop)`` in its part, and the leaf's elements."""
+        low, high = self.cuts[rank : rank + 2]
+        found = []
+        for slot, start in zip(self.slots, self.starts, strict=True):
+            a, b = max(start, low), min(start + slot.numel, high)
+            if a < b:
+                found.append((a - low, b - low, slot.numel))
+        return tuple(found)
+
     def squeezed(self, full: Tensor) -> Tensor:
         """The dense buffer of a full flat; the same memory where that is possible."""
         if self.gapless:

@@ -108,6 +108,7 @@ class Layout:
         outer: the structure with a hole at each layer.
         layers: the holes, in order.
         mesh, axis: over which ranks the flats are cut.
+        by: the transform that made it: its name, and how it writes itself.
     """
 
     spec: optree.PyTreeSpec
@@ -119,6 +120,7 @@ class Layout:
     mesh: Mesh | None
     axis: str | tuple[str, ...]
     world: int
+    by: tuple[str, str] | None = field(default=None, compare=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, hash=False)
 
     @cached_property
@@ -141,6 +143,11 @@ class Layout:
             tuple((slot.shape, _strides(slot.shape), slot.start) for slot in row)
             for row in self.by_flat
         )
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether any leaf gets a gradient."""
+        return any(flat.trainable for flat in self.flats)
 
     @cached_property
     def gaps(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.errors import PlacementError
 from zfunc.placed.layout import Layout
 
 __all__ = [
+    "check_trainable",
     "freeze",
     "home_of",
     "is_frozen",
@@ -23,6 +25,25 @@ __all__ = [
     "settle_home",
     "settle_origin",
 ]
+
+
+def check_trainable(path: str, leaf: Any) -> None:
+    """Raise ``PlacementError`` if a leaf cannot be a parameter: it is no floating-point tensor."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return
+    path = path or "(the whole tree)"
+    if isinstance(leaf, Tensor) and leaf.is_complex():
+        raise PlacementError(
+            f"parameter {path} has dtype {leaf.dtype}; parameters are floating-point tensors. "
+            "Keep its real view (torch.view_as_real), and call torch.view_as_complex on it where "
+            "it is used. (Complex tensors that are not trained may be `buffers`.)"
+        )
+    what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
+    raise PlacementError(
+        f"parameter {path} has {what}; parameters are floating-point tensors. Integer tensors "
+        "belong into `buffers` or `aux` (module.register_buffer), or are further arguments of the "
+        "loss; other things belong outside the state."
+    )
 
 
 def freeze(leaf: Tensor) -> Tensor:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
-from zfunc.comm import Group
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in
 from zfunc.placed.layout import Layout, Slot, Unit, find_layers
@@ -28,7 +24,6 @@ __all__ = [
     "Entries",
     "Twins",
     "borrowed",
-    "check_same",
     "layout_for",
     "marked",
     "packed",
@@ -217,78 +212,6 @@ def layout_for(
     if key not in memo:
         memo[key] = make(params)
     return memo[key]
-
-
-SMALL = 1 << 12  # elements of a leaf that is looked at together with others
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def check_same(group: Group, name: str, params: Tree) -> None:
-    """Raise ``PlacementError`` if ranks start from different parameters; a collective.
-
-    Compares one exact number per leaf (the sum of its bits read as integers), so
-    that each rank's part fits those of the others.
-    """
-    if group.size == 1:
-        return
-    leaves, spec = optree.tree_flatten(params, namespace=NAMESPACE)
-    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves]
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if any(x.is_meta for x in tensors):
-        return
-    bits = _bits(tensors)
-    digest = hashlib.sha256(repr((spec.paths(), kinds)).encode())
-    digest.update(bits.numpy().tobytes())
-    if len(set(group.exchange(digest.digest(), label="same params"))) == 1:
-        return
-    told = zip(spec.paths(), kinds, strict=True)
-    rows = zip([(key, kind) for key, kind in told if kind], bits.tolist(), strict=True)
-    mine = [(key, shape, str(dtype), n) for (key, (shape, dtype)), n in rows]
-    for rank, theirs in enumerate(group.exchange(mine, label="same params")):
-        if theirs != mine:
-            a, b = next(
-                (
-                    ((dotted(*x[0]) or name, *x[1:]), (dotted(*y[0]) or name, *y[1:]))
-                    for x, y in zip(mine, theirs, strict=False)
-                    if x != y
-                ),
-                (("number of leaves", len(mine)), ("number of leaves", len(theirs))),
-            )
-            if a[0] != b[0]:
-                what = f"the leaf {a[0]} here is {b[0]} there"
-            elif a[:3] != b[:3]:
-                what = f"{a[0]} is {a[1:3]} here and {b[1:3]} there"
-            else:
-                what = f"{a[0]} has other values"
-            raise PlacementError(
-                f"ranks {group.rank} and {rank} start from different {name}: {what}. Seed all "
-                "ranks alike before the model is built (and the data differently), or build the "
-                "state with step.init."
-            )
-
-
-def _bits(leaves: Sequence[Tensor]) -> Tensor:
-    """The sum of each leaf's bits, modulo 2**64, in host memory; small ones together."""
-    together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    out = torch.zeros(len(leaves), dtype=torch.int64, device="cpu")
-    sizes = [x.numel() for x in leaves]
-    for i, leaf in enumerate(leaves):
-        if sizes[i] <= SMALL:
-            together.setdefault((leaf.dtype, leaf.device), []).append(i)
-        else:
-            out[i] = _words(leaf.contiguous()).sum(dtype=torch.int64)
-    for some in together.values():
-        with torch.no_grad():
-            words = _words(torch._C._nn.flatten_dense_tensors([leaves[i] for i in some]))
-        first = words.new_zeros(1, dtype=torch.int64)
-        sums = torch.cat([first, words.cumsum(0, dtype=torch.int64)])
-        ends = torch.tensor([0, *accumulate(sizes[i] for i in some)])
-        out[torch.tensor(some)] = sums[ends.to(sums.device)].diff().cpu()
-    return out
-
-
-def _words(x: Tensor) -> Tensor:
-    return x.detach().view(-1).view(_WORDS[x.element_size()])
 
 
 def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:

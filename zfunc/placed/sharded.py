@@ -9,6 +9,7 @@ is a single leaf gathers itself, without gradient, when a torch function meets i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -20,7 +21,7 @@ from zfunc.context import current
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.kernels.uploads import on_device
 from zfunc.nodes import Tree, carry, register, spent
-from zfunc.placed.arriving import arrive
+from zfunc.placed.arriving import Arrival, arrive
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import freeze
 from zfunc.placed.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
@@ -136,7 +137,7 @@ class Sharded(OfFlats, Readable):
         rank = self.group.rank
         flats: list[Tensor | None] = []
         for i, slots in enumerate(layout.by_flat):
-            if not slots and self.layout.flats[i] == layout.flats[i] and self.flats[i] is None:
+            if not slots and not self.layout.by_flat[i] and self.flats[i] is None:
                 flats.append(None)
                 continue
             if any(slot.index not in mine for slot in slots):
@@ -311,7 +312,7 @@ class Sharded(OfFlats, Readable):
         if running is not None and (otherwise := running.join(self, params)) is not None:
             return otherwise
         leaves = leaves_of(layout, params)
-        bases, handles = {}, {}
+        bases, handles, starts = {}, {}, {}
         for i, local in enumerate(self.flats):
             if local is None or not layout.by_flat[i]:
                 continue
@@ -320,7 +321,9 @@ class Sharded(OfFlats, Readable):
                 bases[i] = local
                 continue
             bases[i] = base = full_around(local, spec.length, spec.bounds(group.rank)[0])
+            low, high = spec.bounds(group.rank)
             label = f"join {layout.units[layout.unit_of_flat[i]].name}"
+            starts[i] = partial(group.all_gather, base, base[low:high], cuts=spec.cuts, label=label)
             handles[i] = group.all_gather(base, local, cuts=spec.cuts, label=label)
         if running is None or running.complete:
             while handles:
@@ -330,7 +333,7 @@ class Sharded(OfFlats, Readable):
                 leaves[slot.index] = carry(view, leaves[slot.index])
             if i in handles:
                 mine = [leaves[slot.index] for slot in layout.by_flat[i]]
-                arrive(mine, group, handles[i].wait)
+                arrive(mine, Arrival(group, starts[i], handles[i]))
         return optree.tree_unflatten(layout.spec, leaves)
 
     def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Sharded:

@@ -156,6 +156,10 @@ def _connected(world: World, on: Mesh, names: tuple[str, ...]) -> Group:
     made: Group | None = world.memo.get(("group", members))
     if made is None:
         alone = len(members) == 1
-        transport: Transport = Alone() if alone else world.connect(on.axes, names)
-        made = world.memo["group", members] = Group("+".join(names), world, transport)
+
+        def connect() -> Transport:
+            return Alone() if alone else world.connect(on.axes, names)
+
+        made = Group("+".join(names), world, connect(), members, connect)
+        world.memo["group", members] = made
     return made

@@ -9,21 +9,27 @@ group is made, which all of them do together.
 from __future__ import annotations
 
 import atexit
+import sys
+import time
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from zfunc.errors import DeviceError
+from zfunc.errors import DesyncError, DeviceError
 from zfunc.worlds import devices, world
 from zfunc.worlds.axes import Mesh
-from zfunc.worlds.gloo import Place, PointToPoint
+from zfunc.worlds.gloo import LOOK, PATIENCE, Place, PointToPoint, unreached
 from zfunc.worlds.nccl import Native
-from zfunc.worlds.transport import Transport
+from zfunc.worlds.transport import Transport, absent
 
 __all__ = ["DistributedWorld"]
+
+JUDGED, MISSING = "judged: ", "missing: "  # how a verdict begins
 
 
 class DistributedWorld(world.World):
@@ -46,6 +52,8 @@ class DistributedWorld(world.World):
         self._own = agreed is not None  # whether the process group is that of ``init``
         self._device = agreed
         self._part: Store | None = None
+        self._departed = False
+        self._attempt = 0  # at a meeting; failed ones are not gone back to
         self.asked = device
 
     @property
@@ -125,17 +133,96 @@ class DistributedWorld(world.World):
             store = dist.distributed_c10d._get_default_store()
             turn = store.add(f"zfunc/worlds of rank {self.rank}", 1)
             self._part = PrefixStore(f"zfunc/world {turn}", store)
+            atexit.register(self._end)
         return self._part
 
     def _place(self, members: tuple[int, ...], purpose: str = "host") -> Place:
         few = len(members) < 9
         name = "-".join(map(str, members)) if few else f"{len(members)} {hash(members):x}"
-        store = PrefixStore(f"{purpose} of {name}", self._store())
-        return Place(members.index(self.rank), members, store)
+        store = PrefixStore(f"{purpose} of {name}, epoch {self.epoch}", self._store())
+        stops = partial(self._said, f"stopped in {self.epoch}")
+        return Place(
+            members.index(self.rank), members, store, partial(self._said, "departed"), stops
+        )
+
+    def _announce_stop(self, why: str) -> None:
+        with suppress(RuntimeError, ValueError):
+            self._store().set(f"stopped in {self.epoch}/{self.rank}", why)
+
+    def meet(self, report: str, judge: world.Judge, until: float) -> str:
+        try:
+            verdict = self._met(report, judge, until)
+        except RuntimeError as error:
+            raise unreached(error) from error
+        self._attempt += 1
+        if verdict.startswith(MISSING):
+            raise DesyncError(verdict.removeprefix(MISSING))
+        return verdict.removeprefix(JUDGED)
+
+    def _met(self, report: str, judge: world.Judge, until: float) -> str:
+        """The verdict, which is reached once: by who sees all reports, or by who waits in vain."""
+        began, everyone = time.monotonic(), range(self.size)
+        while self._meeting().check(["verdict"]):  # the others gave it up before this rank came
+            self._attempt += 1
+        store = self._meeting()
+        store.set(f"report/{self.rank}", report)
+        pause = 0.005
+        while not store.check(["verdict"]):
+            missing = [rank for rank in everyone if not store.check([f"report/{rank}"])]
+            reasons = {rank: self._said("departed", rank) for rank in missing}
+            if not missing:
+                reports = [bytes(store.get(f"report/{rank}")).decode() for rank in everyone]
+                store.compare_set("verdict", "", JUDGED + judge(reports))
+            elif time.monotonic() > until or any(reasons.values()):
+                waited = time.monotonic() - began
+                store.compare_set("verdict", "", MISSING + absent(reasons, waited))
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, LOOK)  # one store answers all ranks
+        verdict = bytes(store.get("verdict")).decode()
+        store.add("read", 1)
+        if self.rank == 0 and verdict != JUDGED:  # it may serve the store, and end now
+            came = sum(store.check([f"report/{rank}"]) for rank in everyone)
+            until = time.monotonic() + PATIENCE
+            while store.add("read", 0) < came and time.monotonic() < until:
+                time.sleep(LOOK)
+        return verdict
+
+    def _meeting(self) -> Store:
+        return PrefixStore(f"recovery {self._attempt}", self._store())
+
+    def depart(self, why: str) -> None:
+        for group in self.groups:
+            group.finish()
+        self._announce_departure(why)
+
+    def _announce_departure(self, why: str) -> None:
+        if self._departed:
+            return
+        self._departed = True
+        with suppress(RuntimeError, ValueError):  # the store is gone, or the process group
+            self._store().set(f"departed/{self.rank}", why)
+        for group in self.groups:
+            group.hang_up()
+
+    def _end(self) -> None:
+        """At the process's end; peers of one that an exception ends hear that it is gone."""
+        if getattr(sys, "last_value", None) is None:
+            self._announce_departure("has ended")
+
+    def _said(self, what: str, rank: int) -> str:
+        """Why a rank has left, or stopped; nothing if it has not."""
+        with suppress(RuntimeError):  # the store is gone
+            if self._store().check([f"{what}/{rank}"]):
+                return bytes(self._store().get(f"{what}/{rank}")).decode()
+        return ""
 
     def _communicator(self, members: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
-        """NCCL between the members: that of the process group, if ``init`` made it for all."""
-        if self._own and len(members) == self.size:
+        """NCCL between the members: that of the process group, if ``init`` made it for all.
+
+        In later epochs that one has been stopped.
+        """
+        if self._own and self.epoch == 0 and len(members) == self.size:
             return dist.group.WORLD  # type: ignore[return-value]
         return self._new_communicator(members, purpose)
 

@@ -5,8 +5,9 @@ where they are and receives straight to where they belong: one message per peer,
 Receives are posted before sends, so a message never waits to be asked for.
 
 Messages are tagged with the collective's number and digest, and headers go over sockets beside
-them. A rank that took another path sends under other tags: its data are never taken for something
-else, and its header tells.
+them, together with what is small: gloo takes longer to begin than that takes to arrive. A rank
+that took another path sends under other tags: its data are never taken for something else, and its
+header tells.
 
 The gloo context is made here, beside the process groups of torch: it needs no other rank to be
 made, and connects to a peer when the first message goes there. Beyond ``routes.DIRECT`` ranks
@@ -16,13 +17,15 @@ each other's headers.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,13 +33,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from zfunc.digests import as_bytes
 from zfunc.errors import DesyncError, DeviceError
 from zfunc.worlds.halving import Halving
+from zfunc.worlds.hearing import HERE, loopback_only
 from zfunc.worlds.routes import children, is_direct, neighbours, parent
 from zfunc.worlds.transport import (
     Call,
     Hosted,
     Steps,
+    departed,
     elsewhere,
     mismatch,
     missized,
@@ -45,11 +51,15 @@ from zfunc.worlds.transport import (
 )
 from zfunc.worlds.wires import Wires
 
-__all__ = ["Place", "PointToPoint", "lazily_connected"]
+__all__ = ["LOOK", "PATIENCE", "Place", "PointToPoint", "lazily_connected", "unreached"]
 
 PATIENCE = 3.0  # seconds for a peer to say what it is in
+LOOK = 0.25  # seconds between two looks whether a rank has come to a group, or ever will
 SCRATCH_BYTES, WORTH_KEEPING = 64 * 2**20, 2**18
 ANY = -1  # a message length that the header alone tells
+# What goes with its header, and how much of that before it is known to have been read: a socket
+# holds as much in the kernel's memory, so nobody waits for the reader.
+EAGER_BYTES, AHEAD_BYTES = 2**15, 2**17
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
 Message = tuple[int, Any]  # the peer concerned and torch's Work
@@ -94,11 +104,33 @@ class Place:
         rank: its index among the members.
         members: the members' ranks in the world.
         store: known to all members, and to no other group.
+        departures: tells why a rank of the world takes part no longer; nothing if it does.
+        stops: the same of one that has given up what all are in, but not left.
     """
 
     rank: int
     members: tuple[int, ...]
     store: Store
+    departures: Callable[[int], str] = lambda rank: ""
+    stops: Callable[[int], str] = lambda rank: ""
+
+
+@dataclass
+class Swap:
+    """One message to and one from every peer, under way.
+
+    Attributes:
+        headers: those that are to come.
+        into: where what comes belongs, by rank.
+        received, sent: gloo's messages.
+        carried: bytes that went with the headers.
+    """
+
+    headers: list[Header]
+    into: Sequence[Tensor]
+    received: list[Message]
+    sent: list[Message]
+    carried: int
 
 
 @contextmanager
@@ -140,14 +172,21 @@ class PointToPoint(Hosted):
         self.scratch = Scratch()
         self._wires = _wires(place, timeout)
         self._direct = is_direct(self.size)
-        self._met = False  # whether those who get headers have come to a collective with data
-        self._unmet: dict[int, list[Header]] = {}  # by collective, until then
+        self._met: set[int] = set()  # the peers that this rank has exchanged messages with
+        self._complete = False  # whether all of a large group have come to a collective
+        self._unmet: dict[int, list[Header]] = {}  # by collective, until it is agreed on
+        self._ahead = 0  # bytes that went with headers in collectives that are under way
+        self._departures, self._stops = place.departures, place.stops
         self._halving = Halving(self)
 
     def close(self) -> None:
         """End the connections of this group; nothing may be under way."""
         self._wires.close()
         self._gloo = None
+
+    def hang_up(self) -> None:
+        self._wires.close()  # gloo stays: peers may still be reading what this rank has sent
+        _keep_for_good(self._gloo)
 
     def in_rounds(self, data: Tensor | None) -> bool:
         return not self._direct
@@ -166,13 +205,10 @@ class PointToPoint(Hosted):
 
     def _all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = [full[start:end] for start, end in pairwise(cuts)]
-        own = segments[self.rank]
-        headers = self.announce(call, [own.numel()] * self.size)
-        received = [self.receive(call, peer, segments[peer]) for peer in self._peers]
-        sent = [self.send(call, peer, own) for peer in self._peers]
+        swap = self._swap(call, [segments[self.rank]] * self.size, segments)
         yield
-        self.agree(call, headers, [segment.numel() for segment in segments])
-        self.finish(call, received + sent)
+        self._arrive(call, swap)
+        self.finish(call, swap.sent)
         return full
 
     def reduce_scatter(
@@ -187,18 +223,15 @@ class PointToPoint(Hosted):
     ) -> Steps[Tensor]:
         segments = [full[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
-        headers = self.announce(call, [segment.numel() for segment in segments])
         out = torch.empty_like(own) if out is None else out
         parts = [self.scratch.take(own) if self._spare(rank) else own for rank in self._all]
         in_place = out.data_ptr() == own.data_ptr()
         parts[self._first] = self.scratch.take(own) if in_place else out
-        received = [self.receive(call, peer, parts[peer]) for peer in self._peers]
-        sent = [self.send(call, peer, segments[peer]) for peer in self._peers]
+        swap = self._swap(call, segments, parts)
         yield
-        self.agree(call, headers, [own.numel()] * self.size)
-        self.finish(call, received)
+        self._arrive(call, swap)
         self._sum(parts, out)
-        self.finish(call, sent)
+        self.finish(call, swap.sent)
         for rank in self._all:
             if self._spare(rank) or (in_place and rank == self._first):
                 self.scratch.give(parts[rank])
@@ -212,13 +245,11 @@ class PointToPoint(Hosted):
         return self._all_reduce_segments(call, flat, cuts)
 
     def _all_reduce_whole(self, call: Call, flat: Tensor) -> Steps[Tensor]:
-        headers = self.announce(call, [flat.numel()] * self.size)
         parts = [flat if rank == self.rank else self.scratch.take(flat) for rank in self._all]
-        received = [self.receive(call, peer, parts[peer]) for peer in self._peers]
-        sent = [self.send(call, peer, flat) for peer in self._peers]
+        swap = self._swap(call, [flat] * self.size, parts)
         yield
-        self.agree(call, headers, [flat.numel()] * self.size)
-        self.finish(call, received + sent)
+        self._arrive(call, swap)
+        self.finish(call, swap.sent)
         self._sum(parts, flat)
         for peer in self._peers:
             self.scratch.give(parts[peer])
@@ -236,10 +267,16 @@ class PointToPoint(Hosted):
     def all_to_all(
         self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
     ) -> Steps[list[Tensor]]:
-        headers = self.announce(call, [chunk.numel() for chunk in chunks])
         like = chunks[self.rank]
         parts = [like.new_empty(size) for size in sizes]
         parts[self.rank].copy_(like)
+        if self._direct:
+            swap = self._swap(call, chunks, parts)
+            yield
+            self._arrive(call, swap)
+            self.finish(call, swap.sent)
+            return parts
+        headers = self.announce(call, [chunk.numel() for chunk in chunks])
         everyone = [(self.rank + step) % self.size for step in range(1, self.size)]
         received = [self.receive(call, peer, parts[peer]) for peer in everyone]
         sent = [self.send(call, peer, chunks[peer]) for peer in everyone]
@@ -266,15 +303,61 @@ class PointToPoint(Hosted):
         return self._exchange(call, data) if self._direct else self._halving.exchange(call, data)
 
     def _exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
-        headers = self.announce(call, [len(data)] * self.size)
-        sent = [self.send(call, peer, _tensor(data)) for peer in self._peers]
+        own = _tensor(data)
+        # How much comes is told by the headers: nothing is asked for before.
+        swap = self._swap(call, [own] * self.size, ())
         yield
-        lengths = self.agree(call, headers, [ANY] * self.size)
-        parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        received = [self.receive(call, peer, parts[peer]) for peer in self._peers]
-        self.finish(call, received + sent)
-        parts[self.rank] = _tensor(data)
+        lengths, payloads = self._told(call, swap.headers, [ANY] * self.size)
+        parts = [own.new_empty(length) for length in lengths]
+        swap.into = parts
+        self._fill(call, swap, payloads)
+        self.finish(call, swap.sent)
+        parts[self.rank] = own
         return [part.numpy().tobytes() for part in parts]
+
+    def _swap(self, call: Call, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Swap:
+        """Send each peer its part, small ones with their headers; receive into tensors, if any.
+
+        Peers see by the headers what came with them. So of small parts nothing is asked of gloo
+        before :meth:`_fill` has seen that it did not.
+        """
+        payloads: dict[int, bytes] = {}
+        made: dict[int, bytes] = {}  # by part: most collectives send all peers the same
+        carried = 0
+        for peer in self._peers:
+            part = parts[peer]
+            if _is_small(part) and self._ahead + carried + part.nbytes <= AHEAD_BYTES:
+                if id(part) not in made:
+                    made[id(part)] = bytes(as_bytes(part))
+                payloads[peer] = made[id(part)]
+                carried += part.nbytes
+        self._ahead += carried
+        headers = self.announce(call, [part.numel() for part in parts], payloads=payloads)
+        received = [
+            self.receive(call, peer, into[peer])
+            for peer in (self._peers if into else ())
+            if not _is_small(into[peer])
+        ]
+        sent = [self.send(call, peer, parts[peer]) for peer in self._peers if peer not in payloads]
+        return Swap(headers, into, received, sent, carried)
+
+    def _arrive(self, call: Call, swap: Swap) -> None:
+        """Wait for what the peers send."""
+        expected = [part.numel() for part in swap.into]
+        _, payloads = self._told(call, swap.headers, expected)
+        self._fill(call, swap, payloads)
+
+    def _fill(self, call: Call, swap: Swap, payloads: dict[int, bytearray]) -> None:
+        self._ahead -= swap.carried
+        for peer in self._peers:
+            part = swap.into[peer]
+            if not _is_small(part):
+                continue
+            if payloads[peer]:
+                as_bytes(part)[:] = payloads[peer]
+            else:
+                swap.received.append(self.receive(call, peer, part))
+        self.finish(call, swap.received)
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Add in rank order; partial sums in the first part received, which may be ``out``.
@@ -306,30 +389,32 @@ class PointToPoint(Hosted):
                 "(its process group has no NCCL, or the CPU was asked for). Start with zf.init(), "
                 'or with dist.init_process_group("nccl"), or move the state to the CPU'
             )
-        if not self._met:
-            self._meet(call)
+        if peer not in self._met and (self._direct or not self._complete):
+            self._meet(call, peer)
+            self._met.add(peer)
         try:
             return peer, start([data], peer, _tag(call, phase, data.numel()))
         except RuntimeError as error:  # the first message connects
             raise self._lost(call, peer, error) from error
 
-    def _meet(self, call: Call) -> None:
+    def _meet(self, call: Call, peer: int | None = None) -> None:
         """Return when connections are not made in vain.
 
-        Gloo connects with the first message, and waits for as long as the timeout where the peer
-        has died, or is in a collective that sends this rank nothing. So all headers of the first
-        collective with data are compared before. In a large group, where a rank gets headers from
-        neighbours only, all say in the store that theirs agree; that is at the first collective.
+        Gloo connects with the first message to a peer, and waits for as long as the timeout where
+        that has died or returned, or is in a collective that sends this rank nothing. So the
+        header of a new peer is compared before, and all headers of the first collective. In a large
+        group, where a rank gets headers from neighbours only, all say in the store that theirs
+        agree; that is at the first one, too.
         """
         for other, ticket in self._unmet.get(call.number, []):
-            self._compare(call, other, ticket)
-        self._met = True
-        self._unmet.clear()
-        if not self._direct:
+            if other == peer or not self._met:  # later, others may wait for what this rank forwards
+                self._compare(call, other, ticket)
+        if not self._direct and not self._complete:
+            self._complete = True
             try:
                 self._await_all(call)
             except dist.DistNetworkError as error:
-                raise _unreached(error) from error
+                raise unreached(error) from error
 
     def _await_all(self, call: Call) -> None:
         self._store.set(f"met/{self.rank}", "")
@@ -346,32 +431,42 @@ class PointToPoint(Hosted):
             pause = min(2 * pause, 1.0)  # one store answers all ranks
 
     def announce(
-        self, call: Call, lengths: Sequence[int], peers: Sequence[int] | None = None
+        self,
+        call: Call,
+        lengths: Sequence[int],
+        peers: Sequence[int] | None = None,
+        payloads: Mapping[int, bytes] = MappingProxyType({}),
     ) -> list[Header]:
         """Send each peer a header with the length meant for it; theirs are for ``agree``."""
         headers = []
         for peer in self._peers if peers is None else peers:
+            payload = payloads.get(peer, b"")
             try:
-                headers.append((peer, self._wires.send(peer, call.digest, lengths[peer])))
+                ticket = self._wires.send(peer, call.digest, lengths[peer], payload)
             except OSError as error:
                 raise self._lost(call, peer, error) from error
-        if not self._met:
-            self._unmet[call.number] = headers
-            if peers is None and not self._direct:
-                self._meet(call)
+            headers.append((peer, ticket))
+        self._unmet[call.number] = headers
+        if peers is None and not self._direct and not self._complete:
+            self._meet(call)
         return headers
 
-    def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> list[int]:
-        """Check every peer's header; returns the lengths that they tell, by rank."""
-        lengths = [0] * self.size
+    def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> None:
+        """Check every peer's header."""
+        self._told(call, headers, expected)
+
+    def _told(
+        self, call: Call, headers: list[Header], expected: Sequence[int]
+    ) -> tuple[list[int], dict[int, bytearray]]:
+        """Check every peer's header; the lengths that they tell, and what came with them."""
+        lengths, payloads = [0] * self.size, {}
         self._unmet.pop(call.number, None)
         for peer, ticket in headers:
-            length = self._compare(call, peer, ticket)
-            self._wires.forget(peer, ticket)
+            lengths[peer] = length = self._compare(call, peer, ticket)
+            payloads[peer] = self._wires.take(peer, ticket)
             if expected[peer] not in (length, ANY):
                 raise missized(call, self._world_ranks[peer], length, expected[peer])
-            lengths[peer] = length
-        return lengths
+        return lengths, payloads
 
     def _compare(self, call: Call, peer: int, ticket: int) -> int:
         """The length that a peer tells, if it is in the same collective."""
@@ -397,6 +492,10 @@ class PointToPoint(Hosted):
 
     def _lost(self, call: Call, peer: int, error: Exception) -> DesyncError:
         rank = self._world_ranks[peer]
+        if why := self._departures(rank):
+            return departed(call, rank, why)
+        if why := self._stops(rank):
+            return elsewhere(f"rank {rank} has stopped: {why}")
         if not self._direct and (cause := self._cause()):
             return elsewhere(cause)
         if isinstance(error, TimeoutError) or "imed out" in str(error):
@@ -410,6 +509,7 @@ class PointToPoint(Hosted):
         when a partner's connections end with its process, or by the timeout.
         """
         self._wires.tell(str(error))
+        _keep_for_good(self._gloo)
         if not self._direct:
             with suppress(RuntimeError):
                 here = f"on rank {self._world_ranks[self.rank]}: "
@@ -426,7 +526,8 @@ class PointToPoint(Hosted):
         return ""
 
 
-def _unreached(error: Exception) -> DesyncError:
+def unreached(error: Exception) -> DesyncError:
+    """The error for a store that does not answer."""
     return DesyncError(
         "the store through which ranks find each other is gone, and with it the process that "
         f"serves it: rank 0, or torchrun ({error})"
@@ -438,13 +539,19 @@ def _wires(place: Place, timeout: float) -> Wires:
         place.store.set(f"card/{place.rank}", card.hex())
 
     def card_of(peer: int) -> bytes:
-        try:  # the store may be a user's, which waits for as long as that says
-            place.store.wait([f"card/{peer}"], timedelta(seconds=timeout))
-            return bytes.fromhex(place.store.get(f"card/{peer}").decode())
+        key, pause = f"card/{peer}", 0.001
+        deadline = time.monotonic() + timeout
+        try:  # not in the store's wait: who has left will never publish one
+            while not place.store.check([key]):
+                if place.departures(place.members[peer]) or place.stops(place.members[peer]):
+                    raise ConnectionResetError("it never joined the group")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out: it has not joined the group")
+                time.sleep(pause)
+                pause = min(2 * pause, LOOK)  # one store answers all ranks
+            return bytes.fromhex(place.store.get(key).decode())
         except dist.DistNetworkError as error:
-            raise _unreached(error) from error
-        except RuntimeError as error:
-            raise TimeoutError(f"timed out: it has not joined the group ({error})") from error
+            raise unreached(error) from error
 
     return Wires(place.rank, publish, card_of, timeout)
 
@@ -459,10 +566,26 @@ def _context(place: Place, timeout: timedelta) -> Any:
     options = gloo._Options()
     options._timeout = timeout
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in named] or [
-        gloo.create_default_device(lazy_init=True)
-    ]
+    if loopback_only():
+        options._devices = [gloo.create_device(hostname=HERE, lazy_init=True)]
+    elif named:
+        options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in named]
+    else:
+        options._devices = [gloo.create_default_device(lazy_init=True)]
     return gloo(PrefixStore("gloo", place.store), place.rank, len(place.members), options)
+
+
+def _is_small(part: Tensor) -> bool:
+    return 0 < part.nbytes <= EAGER_BYTES and part.device.type == "cpu"
+
+
+def _keep_for_good(context: Any) -> None:
+    """Never free a context in which messages are under way that will not come.
+
+    Its destructor waits for gloo's thread, and that, now and then, for ever: at the end of the
+    process, or whenever the garbage is collected.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
 
 
 def _tensor(data: bytes) -> Tensor:

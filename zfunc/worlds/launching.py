@@ -1,5 +1,8 @@
 """Starting ranks: ``init`` joins the world that torchrun describes, ``launch`` starts a local one.
 
+Nobody off this machine has anything to say to a launched world: whatever it opens listens on the
+loopback interface.
+
 ``launch`` starts each rank as a fresh interpreter: forking after multithreaded torch work hangs.
 The function and its arguments travel by cloudpickle, so lambdas and notebook cells work and the
 main module is not imported again. A rank keeps its standard input open to the parent: when the
@@ -13,6 +16,7 @@ import ctypes
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +36,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from zfunc.errors import DesyncError
-from zfunc.worlds import devices, world
+from zfunc.worlds import devices, hearing, world
 from zfunc.worlds.distributed import DistributedWorld
 from zfunc.worlds.gloo import lazily_connected
 
@@ -152,9 +156,7 @@ def launch(
         raise ValueError(f"launch(nprocs={nprocs}): expected at least one rank")
     seconds = world.default_timeout() if timeout is None else float(timeout)
     payload = cloudpickle.dumps((fn, args, seconds))
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
+    store = _store()
     with tempfile.TemporaryDirectory(prefix="zfunc-") as folder:
         ranks = [_Rank(rank, nprocs, store.port, Path(folder)) for rank in range(nprocs)]
         try:
@@ -170,6 +172,19 @@ def launch(
     return [outcomes[rank] for rank in range(nprocs)]
 
 
+def _store() -> dist.TCPStore:  # type: ignore[name-defined]
+    """The store through which the ranks find each other; by itself torch opens it to everybody."""
+    with socket.create_server((hearing.HERE, 0), backlog=hearing.BACKLOG) as server:
+        port = server.getsockname()[1]
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            hearing.HERE,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+
+
 class _Rank:
     """One local rank as its parent sees it."""
 
@@ -181,8 +196,9 @@ class _Rank:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(nprocs),
             "LOCAL_WORLD_SIZE": str(nprocs),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": hearing.HERE,
             "MASTER_PORT": str(port),
+            **hearing.loopback(),
             LARGE_PAGES: os.environ.get(LARGE_PAGES, "1"),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store, not rank 0
         }
@@ -299,6 +315,7 @@ def _serve(result: str) -> None:
         outcome: tuple[bool, Any, str] = (True, fn(*args), "")
         for finish in world.on_leave:
             finish()
+        world.current().depart("has returned")
     except BaseException as error:
         outcome = (False, error, traceback.format_exc())
     finished.set()

@@ -13,6 +13,7 @@ Tensors on the CPU go point to point over gloo.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from zfunc.worlds.transport import Call, Steps
 
 __all__ = ["Native"]
 
+DEVICE_SECONDS = 10.0  # that it gets to end what was agreed on before ranks parted
 UNCHECKED = 64  # collectives whose headers may be waiting to be looked at: the sockets hold more
 
 
@@ -61,7 +63,9 @@ class Native:
         self._late = late
         self._make_reductions = reductions
         self._reductions: dist.ProcessGroup | None = None
-        self._aborted = False
+        self._aborted = self._cut_short = False
+        self._issued = False  # whether anything was since the headers were last checked
+        self._checked: torch.cuda.Event | None = None  # behind all that was issued until then
         self._unchecked: deque[tuple[Call, list[Header], Sequence[int]]] = deque()
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
@@ -82,6 +86,10 @@ class Native:
 
     def settle(self) -> None:
         self._check(0)
+        if self._issued and not torch.cuda.is_current_stream_capturing():
+            self._issued = False
+            self._checked = self._checked or torch.cuda.Event()
+            self._checked.record()
 
     def mark(self, call: Call) -> None:
         self._unchecked.append((call, self._announce(call), [0] * self.size))
@@ -91,14 +99,36 @@ class Native:
         if not self._aborted:
             self._aborted = True
             self._unchecked.clear()
+            self._cut_short = not self._has_arrived()
             for group in (self._pg, self._reductions):
                 if group is not None:
                     with suppress(RuntimeError):  # another error has ended it
                         group.abort()
         return True
 
+    def _has_arrived(self) -> bool:
+        """Whether the device has done what all ranks had agreed on before; it gets some time.
+
+        The host may be ahead of it by steps, whose results would end with the communicators.
+        """
+        deadline = time.monotonic() + DEVICE_SECONDS
+        try:
+            while self._checked is not None and not self._checked.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.01)
+        except RuntimeError:  # the device has failed
+            return False
+        return True
+
+    def cut_short(self) -> bool:
+        return self._cut_short
+
     def leave(self, error: DesyncError) -> None:
         self._cpu.leave(error)
+
+    def hang_up(self) -> None:
+        self._cpu.hang_up()
 
     def _hosts(self, data: Tensor) -> bool:
         return not data.is_cuda
@@ -237,6 +267,7 @@ class Native:
         lengths: Sequence[int] | None = None,
     ) -> None:
         """Compare headers on the host, now or later; make the current stream wait for the data."""
+        self._issued = True
         self._unchecked.append((call, headers, lengths or [0] * self.size))
         self._check(UNCHECKED if self._late() else 0)
         for work in works:

@@ -262,7 +262,7 @@ def broadcast_bytes(nbytes: int, rank: int, size: int, src: int) -> int:
 
 
 def exchange_bytes(lengths: Sequence[int], rank: int, size: int) -> int:
-    """In an exchange of objects of these lengths, once pickled.
+    """In an exchange of objects of these lengths, once written.
 
     A large group gathers the lengths first: 8 bytes from each.
     """

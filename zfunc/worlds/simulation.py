@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,13 +26,14 @@ from zfunc.worlds.transport import (
     Hosted,
     Steps,
     Transport,
+    absent,
     elsewhere,
     mismatch,
     missized,
     silence,
     told,
 )
-from zfunc.worlds.world import World, entered, on_leave, waiting
+from zfunc.worlds.world import Judge, World, entered, on_leave, waiting
 
 __all__ = ["simulate"]
 
@@ -42,6 +43,17 @@ GRACE = 2.0  # seconds that the other ranks get to end once one has failed
 
 class Deserted(DesyncError):
     """Raised in a rank because another one failed; never the error that the caller sees."""
+
+
+@dataclass
+class Assembly:
+    """Where all ranks meet outside of any group: what they report, and what is judged."""
+
+    reports: dict[int, str] = field(default_factory=dict)
+    judged: str = ""
+    absent: str = ""
+    failed: bool = False  # whether one is absent because it failed
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -67,6 +79,9 @@ class Fabric:
         self.lock = threading.Lock()
         self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self.gone: dict[int, str] = {}
+        self.stopped: dict[int, str] = {}  # who take no further part in this epoch
+        self.epoch = 0
+        self.assembly = Assembly()
 
     def join(
         self,
@@ -75,10 +90,13 @@ class Fabric:
         call: Call,
         part: Any,
         serve: Callable[[list[Any]], list[Any]],
+        epoch: int = 0,
     ) -> Meeting:
         """Lay down ``part``; the last member to come runs ``serve`` on all parts in order."""
         key = (members, call.number)
         with self.lock:
+            if epoch != self.epoch:
+                raise DesyncError(f"{call}: its group was made anew, and nobody waits for it")
             meeting = self.meetings.setdefault(key, Meeting(members))
             meeting.parts[rank] = (call, part)
             self._check(meeting, rank, call)
@@ -86,7 +104,7 @@ class Fabric:
         if complete:
             self._hold(meeting, serve)
             with self.lock:
-                del self.meetings[key]
+                self.meetings.pop(key, None)
             meeting.over.set()
         return meeting
 
@@ -105,7 +123,7 @@ class Fabric:
                 meeting.errors[rank] = mismatch(call, peer, told(other.digest))
                 meeting.errors.setdefault(peer, mismatch(other, rank, told(call.digest)))
         for peer in meeting.missing():
-            if peer in self.gone:
+            if peer in self.gone or peer in self.stopped:
                 self._desert(meeting, peer)
         if meeting.errors:
             self._spread(meeting)
@@ -113,8 +131,11 @@ class Fabric:
     def _spread(self, meeting: Meeting) -> None:
         """An error of one member is an error of all: who agrees with some still cannot go on."""
         first = meeting.errors[min(meeting.errors)]
+        heard = elsewhere(first)
+        if isinstance(first, Deserted):  # the one who left is to blame, not who heard of it
+            heard = Deserted(str(heard))
         for rank in meeting.members:
-            meeting.errors.setdefault(rank, elsewhere(first))
+            meeting.errors.setdefault(rank, heard)
         meeting.over.set()
 
     def wait(self, meeting: Meeting, rank: int) -> Any:
@@ -139,15 +160,72 @@ class Fabric:
         """``rank`` will come to no further meeting: wake up whoever waits for it."""
         with self.lock:
             self.gone[rank] = why
-            for meeting in self.meetings.values():
-                if rank in meeting.missing() and not meeting.over.is_set():
-                    self._desert(meeting, rank)
-                    self._spread(meeting)
+            self._wake(rank)
+            if self.assembly.reports and rank not in self.assembly.reports:
+                self._give_up(0.0)
+
+    def stop(self, rank: int, why: str) -> None:
+        """``rank`` will come to no further meeting of this epoch."""
+        with self.lock:
+            self.stopped[rank] = f"has stopped ({why})"
+            self._wake(rank)
+
+    def _wake(self, rank: int) -> None:
+        for meeting in self.meetings.values():
+            if rank in meeting.missing() and not meeting.over.is_set():
+                self._desert(meeting, rank)
+                self._spread(meeting)
+
+    def assemble(self, rank: int, report: str, judge: Judge, until: float) -> str:
+        """Meet all ranks; where nothing speaks against it the next epoch begins."""
+        began = time.monotonic()
+        with self.lock:
+            assembly = self.assembly
+            assembly.reports[rank] = report
+            if len(assembly.reports) == self.size:
+                assembly.judged = judge([assembly.reports[k] for k in range(self.size)])
+                if not assembly.judged:
+                    self.epoch += 1
+                    self.meetings.clear()
+                    self.stopped.clear()
+                self._dissolve()
+            elif any(peer not in assembly.reports for peer in self.gone):
+                self._give_up(0.0)
+        with waiting():
+            if not assembly.over.wait(max(0.0, until - time.monotonic())):
+                with self.lock:
+                    if not assembly.over.is_set():
+                        self._give_up(time.monotonic() - began)
+        if assembly.absent:
+            raise (Deserted if assembly.failed else DesyncError)(assembly.absent)
+        return assembly.judged
+
+    def _give_up(self, waited: float) -> None:
+        reports = self.assembly.reports
+        missing = {k: self.gone.get(k, "") for k in range(self.size) if k not in reports}
+        self.assembly.absent = absent(missing, waited)
+        self.assembly.failed = any(why.startswith("failed") for why in missing.values())
+        self._dissolve()
+
+    def _dissolve(self) -> None:
+        """Whoever comes from now on comes to the next one."""
+        self.assembly.over.set()
+        self.assembly = Assembly()
+
+    def _parted(self, members: tuple[int, ...]) -> dict[int, DesyncError]:
+        """What ranks have been told, or will be, of the first collective that they disagreed on."""
+        failed = [k for k, m in self.meetings.items() if k[0] == members and m.errors]
+        return self.meetings[min(failed)].errors if failed else {}
 
     def _desert(self, meeting: Meeting, rank: int) -> None:
-        failed = self.gone[rank].startswith("failed")
+        why = self.gone.get(rank) or self.stopped[rank]
+        failed = why.startswith("failed")
+        parted = self._parted(meeting.members)
         for peer, (call, _) in meeting.parts.items():
-            error = f"{call}: rank {rank} {self.gone[rank]} and will not take part"
+            if peer in parted:  # why it is gone, perhaps
+                meeting.errors[peer] = parted[peer]
+                continue
+            error = f"{call}: rank {rank} {why} and will not take part"
             meeting.errors[peer] = (Deserted if failed else DesyncError)(error)
 
 
@@ -158,6 +236,7 @@ class Meetings(Hosted):
         self.rank = members.index(world_rank)
         self.size = len(members)
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
+        self._epoch = fabric.epoch
 
     def announces_to(self, kind: str, data: Tensor | None) -> int:
         return len(neighbours(self.rank, self.size))
@@ -167,7 +246,8 @@ class Meetings(Hosted):
             pass
 
     def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:
-        meeting = self._fabric.join(self._members, self._world_rank, call, part, serve)
+        rank, epoch = self._world_rank, self._epoch
+        meeting = self._fabric.join(self._members, rank, call, part, serve, epoch)
         yield
         return self._fabric.wait(meeting, self._world_rank)
 
@@ -241,12 +321,20 @@ def _expected(call: Call, src: int, chunk: Tensor, size: int) -> Tensor | Desync
 class SimulatedWorld(World):
     """The world of one simulated rank."""
 
+    threads: ClassVar[bool] = True
+
     def __init__(self, rank: int, fabric: Fabric) -> None:
         super().__init__(rank, fabric.size, fabric.timeout)
         self._fabric = fabric
 
     def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
         return Meetings(self._fabric, Mesh(sizes).members(axes, self.rank), self.rank)
+
+    def _announce_stop(self, why: str) -> None:
+        self._fabric.stop(self.rank, why)
+
+    def meet(self, report: str, judge: Judge, until: float) -> str:
+        return self._fabric.assemble(self.rank, report, judge, until)
 
 
 def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Callable[..., list[T]]]:
@@ -292,8 +380,9 @@ def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
     grad = torch.is_grad_enabled()  # thread-local in torch, so not inherited
 
     def rank_thread(rank: int) -> None:
+        joined = SimulatedWorld(rank, fabric)
         try:
-            with entered(SimulatedWorld(rank, fabric)), torch.set_grad_enabled(grad):
+            with entered(joined), torch.set_grad_enabled(grad):
                 results[rank] = body()
                 for finish in on_leave:
                     finish()
@@ -301,6 +390,8 @@ def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
         except BaseException as error:
             errors[rank] = error
             fabric.leave(rank, f"failed ({type(error).__name__}: {error})")
+        finally:
+            joined.ended = True
 
     threads = [
         threading.Thread(

@@ -12,10 +12,12 @@ ranks took different paths.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -87,6 +89,12 @@ class Transport(Protocol):
     def leave(self, error: DesyncError) -> None:
         """Let others know that this rank has failed and takes part no longer."""
 
+    def hang_up(self) -> None:
+        """Let others know that this rank is done: nobody is to wait for it."""
+
+    def cut_short(self) -> bool:
+        """Whether :meth:`abort` has met work on the device that belongs to steps that are over."""
+
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         """Fill ``full``, whose own segment is in place."""
 
@@ -127,6 +135,12 @@ class Hosted:
 
     def leave(self, error: DesyncError) -> None:
         return
+
+    def hang_up(self) -> None:
+        return
+
+    def cut_short(self) -> bool:
+        return False
 
 
 class Alone(Hosted):
@@ -169,21 +183,42 @@ class Alone(Hosted):
         return [data]
 
 
-_SEEN: dict[int, str] = {}
+REMEMBERED = 4096  # more than a step has; a program that keeps naming new ones never ends
+TOLD = 500  # characters of a collective that an error gives: cuts have a number for every rank
 
 
-@lru_cache(maxsize=65536)
-def announced(kind: str, label: str, what: tuple[Any, ...]) -> int:
-    """The digest of a collective; remembered, so that a peer's can be told by name."""
+class _Announced:
+    """A digest, and what it stands for."""
+
+    __slots__ = ("__weakref__", "digest", "text")
+
+    def __init__(self, digest: int, text: str) -> None:
+        self.digest, self.text = digest, text
+
+
+_SEEN: WeakValueDictionary[int, _Announced] = WeakValueDictionary()  # what the cache holds
+_SEEING = Lock()  # simulated ranks are threads, and two that come at once must see the same
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _announced(kind: str, label: str, what: tuple[Any, ...]) -> _Announced:
     text = f"{kind}({label!r}) of {' '.join(str(part) for part in what) or 'nothing'}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    _SEEN[digest] = text
-    return digest
+    if len(text) > TOLD:
+        text = f"{text[:TOLD]}... (digest {digest:#x})"
+    with _SEEING:
+        return _SEEN.setdefault(digest, _Announced(digest, text))
+
+
+def announced(kind: str, label: str, what: tuple[Any, ...]) -> int:
+    """The digest of a collective; the latest are remembered, so that a peer's is told by name."""
+    return _announced(kind, label, what).digest
 
 
 def told(digest: int) -> str:
-    """The collective behind a digest, if this process has ever issued it."""
-    return _SEEN.get(digest, f"a collective unknown to this rank (digest {digest:#x})")
+    """The collective behind a digest, if this process has issued it lately."""
+    seen = _SEEN.get(digest)
+    return f"a collective unknown to this rank (digest {digest:#x})" if seen is None else seen.text
 
 
 def mismatch(call: Call, peer: int, theirs: str) -> DesyncError:
@@ -208,10 +243,41 @@ def elsewhere(cause: str | DesyncError) -> DesyncError:
     return DesyncError(f"elsewhere in this group: {cause}")
 
 
+def departed(call: Call, peer: int, why: str) -> DesyncError:
+    """The error for a peer that has gone in an orderly way."""
+    return DesyncError(
+        f"{call}: rank {peer} {why} and will not take part: look for a return, or an end of a "
+        "loop, that depends on the rank or on its data"
+    )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, as errors name them."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def absent(reasons: Mapping[int, str], seconds: float) -> str:
+    """What to say of ranks that do not come to where all meet.
+
+    Args:
+        reasons: why each of them will not; empty where nobody knows.
+        seconds: for which the others have waited.
+    """
+    gone = [f"rank {rank} {why}" for rank, why in reasons.items() if why]
+    if silent := [rank for rank, why in reasons.items() if not why]:
+        gone.append(
+            f"{named(silent)} did not come within {seconds:.3g} s: ended, hanging, or on a path "
+            "that does not call it"
+        )
+    return (
+        f"zf.recover_world(): {'; '.join(gone)}. All ranks have to call it. Without them, start "
+        "anew from the last checkpoint"
+    )
+
+
 def silence(call: Call, peers: Sequence[int], seconds: float) -> DesyncError:
     """The error for peers that did not take part within the timeout."""
-    who = f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
     return DesyncError(
-        f"{call}: {who} did not take part within {seconds:g} s. It hangs, is slow, or took "
-        "another path; raise timeout= (or ZFUNC_TIMEOUT) if it only needs longer"
+        f"{call}: {named(peers)} did not take part within {seconds:g} s. It hangs, is slow, or "
+        "took another path; raise timeout= (or ZFUNC_TIMEOUT) if it only needs longer"
     )

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+
+from zfunc.errors import DesyncError
 
 if TYPE_CHECKING:
     from zfunc.comm import Group
     from zfunc.worlds.accounting import Ledger
     from zfunc.worlds.transport import Transport
 
-__all__ = ["World", "adopt", "current", "default_timeout", "entered", "rank", "world_size"]
+__all__ = ["Judge", "World", "adopt", "current", "default_timeout", "entered", "rank", "world_size"]
 
 on_wait: list[Callable[[], AbstractContextManager[Any]]] = []
 """Entered around every blocking wait of a simulated rank. Whoever holds a lock that all ranks
@@ -31,6 +33,12 @@ of one process share registers a context manager here that gives it up meanwhile
 on_leave: list[Callable[[], None]] = []
 """Called by each simulated or launched rank once its function has returned: what is still under
 way, such as a checkpoint being written, is completed while the world is there."""
+
+on_renewal: list[Callable[[], None]] = []
+"""Called by each rank once its groups are made anew: what ranks remember of what they had agreed on
+is forgotten, for one of them may have remembered what another has not."""
+
+Judge = Callable[[list[str]], str]
 
 
 def default_timeout() -> float:
@@ -60,7 +68,14 @@ class World:
         ledgers: the open ledgers, which every collective of this rank reports to.
         groups: every group that was made in this world.
         unchecked: how many blocks are open in which headers are checked late.
+        epoch: how often its groups were made anew; nothing of an earlier epoch reaches a later one.
+        ended: whether this rank is done; its thread runs no longer.
+        threads: whether the ranks are threads of one process.
+        gate: called with what a collective is before it is issued, while a pass is running whose
+            ranks agree on what comes next; see :mod:`zfunc.accord`.
     """
+
+    threads: ClassVar[bool] = False
 
     def __init__(self, rank: int = 0, size: int = 1, timeout: float | None = None) -> None:
         self.rank = rank
@@ -70,6 +85,9 @@ class World:
         self.ledgers: list[Ledger] = []
         self.groups: list[Group] = []
         self.unchecked = 0
+        self.epoch = 0
+        self.ended = False
+        self.gate: Callable[[str], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +102,49 @@ class World:
             axes: names of the axes that the group spans.
         """
         raise NotImplementedError(f"{self!r} has no peers to connect to")
+
+    def stop(self, why: str) -> None:
+        """Take no further part in the groups of this epoch; whoever waits in them hears why.
+
+        What this rank has issued is completed before, where that is possible: peers are in it.
+        """
+        for group in tuple(self.groups):
+            with suppress(DesyncError):
+                group.finish()
+        self._announce_stop(why)
+        for group in tuple(self.groups):
+            group.stop(DesyncError(f"this rank has stopped: {why}"))
+
+    def _announce_stop(self, why: str) -> None:
+        """Leave word for those whom no group tells."""
+
+    def meet(self, report: str, judge: Judge, until: float) -> str:
+        """Come to where all ranks come outside of any group; returns what was judged.
+
+        Args:
+            report: this rank's.
+            judge: what to make of the reports of all ranks, in rank order; a pure function, which
+                the last one to come calls for all. An empty text lets the next epoch begin.
+            until: when to give up, in the seconds of ``time.monotonic``.
+
+        Raises:
+            DesyncError: a rank did not come; alike on all that did.
+        """
+        return judge([report])
+
+    def renew(self) -> None:
+        """Begin the next epoch: all groups begin anew, in place, and nothing is under way."""
+        self.epoch += 1
+        self.gate = None
+        for group in tuple(self.groups):
+            group.renew()
+
+    def depart(self, why: str) -> None:
+        """Complete what is under way, then let the others know that this rank is done.
+
+        Args:
+            why: goes on from "rank 3", such as ``"has returned"``.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"

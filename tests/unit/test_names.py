@@ -1,0 +1,68 @@
+"""What ``zf.`` offers: the same names to a program, to a shell, and to a type checker."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mypy.api
+import pytest
+
+import zfunc as zf
+from zfunc import transforms
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_transform_is_offered() -> None:
+    assert sorted(zf._TRANSFORMS) == sorted(transforms.__all__)
+    assert {*zf._TRANSFORMS, *zf._ROOMS} <= {*zf.__all__}
+    assert len(set(zf.__all__)) == len(zf.__all__)
+
+
+def test_every_name_is_there_and_is_completed() -> None:
+    for name in zf.__all__:
+        assert hasattr(zf, name), name
+    assert {*zf.__all__} <= {*dir(zf)}
+    assert {*zf.__all__} <= {*zf.__dir__()}  # also those that nobody has used yet
+    with pytest.raises(AttributeError, match="no attribute 'shards'"):
+        zf.shards  # type: ignore[attr-defined]  # noqa: B018
+
+
+PROBE = """
+from typing import Any
+import zfunc as zf
+from zfunc.transforms import donate
+
+def fn(state: Any, batch: Any) -> Any: ...
+
+{names}
+reveal_type(zf.shard(fn, stage=3))
+reveal_type(zf.remat())
+reveal_type(zf.donate()(zf.donate(fn)))
+reveal_type(donate(fn))
+reveal_type(zf.optim.adamw(1e-3))
+zf.shard(fn, stages=3)
+zf.shards
+"""
+
+
+def test_a_type_checker_knows_every_name(tmp_path: Path) -> None:
+    names = "\n".join(f"reveal_type(zf.{name})" for name in zf.__all__)
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE.format(names=names))
+    out, err, _ = mypy.api.run(["--config-file", str(ROOT / "pyproject.toml"), str(probe)])
+    assert not err, err
+    # By name: what mypy remembers of the same text it tells with the path of that time.
+    lines = [line for line in out.splitlines() if "probe.py:" in line]
+    revealed = [found[1] for line in lines if (found := re.search(r'type is "(.*)"', line))]
+    named, calls = revealed[: len(zf.__all__)], revealed[len(zf.__all__) :]
+    assert len(named) == len(zf.__all__), out
+    assert [name for name, kind in zip(zf.__all__, named, strict=True) if kind == "Any"] == []
+    step, wrap = "zfunc.step.Step", "def (def (*Any, **Any) -> Any) -> zfunc.step.Step"
+    assert calls == [step, wrap, step, step, "zfunc.optim.base.GradientTransformation"]
+    errors = [line for line in lines if ": error:" in line]
+    last = len(probe.read_text().splitlines())
+    assert {int(line.split("probe.py:")[1].split(":")[0]) for line in errors} == {last - 1, last}
+    assert any('"stages"' in line for line in errors)
+    assert any('"shards"' in line for line in errors)

@@ -1,0 +1,156 @@
+"""Dropout that does nothing: a module that is trained in the mode in which it was loaded.
+
+``from_pretrained`` gives a module in eval mode, and ``functionalize`` keeps every submodule's mode.
+Who differentiates such a module is told once that its dropout is off. That is found in three
+ways: dropout modules; probabilities that modules keep under a name with "drop" in it, since
+attention kernels are given 0 in eval mode; and calls of functional dropout in the first loss.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from zfunc.nodes import OPAQUE, Tree, leaves_in
+from zfunc.primitives import Ref
+
+__all__ = ["Modes"]
+
+_FUNCTIONAL = frozenset(
+    {
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+        torch.feature_dropout,
+        torch.alpha_dropout,
+        torch.feature_alpha_dropout,
+    }
+)
+
+
+class Modes:
+    """What is known of one module's dropout; asked until it has been differentiated once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.open = any(not part.training for part in module.modules())
+
+    def watched(self, entered: Tree) -> AbstractContextManager[Any]:
+        """Around a call of the module in its own mode; warns if its dropout should be on.
+
+        Args:
+            entered: the parameters of the call. Only those that are differentiated decide: a
+                teacher in eval mode is as it should be.
+        """
+        if not (self.open and torch.is_grad_enabled() and _differentiated(entered)):
+            return nullcontext()
+        self.open = False
+        found = next(_idle(self.module), None)
+        if found is None:
+            return self._watched()
+        self._warn(found, 4)
+        return nullcontext()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with _Watch() as watch:
+            yield
+        if watch.found is not None:
+            self._warn(watch.found, 5)
+
+    def _warn(self, where: str, depth: int) -> None:
+        warnings.warn(
+            f"zfunc: {type(self.module).__name__} is differentiated in eval mode, in which its "
+            f"dropout ({where}) does nothing. from_pretrained leaves a model so. To train with "
+            "dropout: functionalize(model, train=True), or apply(..., train=True); train=False "
+            "says that it is to be off.",
+            stacklevel=depth,
+        )
+
+
+def _differentiated(entered: Tree) -> bool:
+    return any(
+        x.differentiated if isinstance(x, Ref) else isinstance(x, Tensor) and x.requires_grad
+        for x in leaves_in(entered, OPAQUE)
+    )
+
+
+def _idle(module: nn.Module) -> Iterator[str]:
+    """Where in a module dropout is off, outside parts that are frozen as a whole."""
+    for top, part in _off("", module):
+        for name, inner in part.named_modules():
+            if not inner.training and (kept := _probability(inner)) is not None:
+                yield ".".join(filter(None, (top, name, kept)))
+
+
+def _off(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The largest parts in eval mode that are trained."""
+    if not module.training:
+        if _is_trained(module):
+            yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _off(f"{name}.{child_name}" if name else child_name, child)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _probability(module: nn.Module) -> str | None:
+    """How a module names a probability of dropout above 0: empty if it is a dropout itself."""
+    if isinstance(module, _DropoutNd):
+        return "" if module.p > 0 else None
+    if isinstance(module, nn.RNNBase) and module.num_layers == 1:
+        return None  # nothing lies between its layers
+    for name, value in module.__dict__.items():
+        if type(value) is float and 0 < value <= 1 and "drop" in name:
+            return name
+    return None
+
+
+class _Watch(TorchFunctionMode):
+    """Looks for functional dropout that is off in a module that is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.found is None and func in _FUNCTIONAL:
+            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            if p > 0 and not on:
+                caller = _caller()
+                if caller is None or (not caller.training and _is_trained(caller)):
+                    kind = "a module" if caller is None else f"a {type(caller).__name__}"
+                    self.found = f"{func.__name__}, p={p:g}, in {kind}"
+        return func(*args, **kwargs)
+
+
+def _caller() -> nn.Module | None:
+    """The module whose method is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            return found
+        frame = frame.f_back
+    return None
