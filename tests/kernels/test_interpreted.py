@@ -1,7 +1,8 @@
 """Every Triton kernel in the interpreter, against its twin.
 
 The interpreter must be chosen before Triton is imported, so these tests run in processes of their
-own: two, which share the files, since a process spends seconds on imports before its first test.
+own, each with a share of the files: a process spends seconds on imports before its first test, and
+on a slow CPU one for all would need longer than a test may.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+PARTS = 4
 FILES = sorted((HERE / "interpreted").glob("test_*.py"))
 
 pytestmark = pytest.mark.skipif(
@@ -26,9 +28,9 @@ def test_there_are_files():
     assert FILES
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", range(PARTS))
 def test_in_the_interpreter(part: int):
-    files = map(str, FILES[part::2])
+    files = map(str, FILES[part::PARTS])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     ran = subprocess.run(
         [*command, *files],
