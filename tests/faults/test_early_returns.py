@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +28,13 @@ from zfunc.worlds.world import World
 TX = optim.sgd(0.1)
 LONG = 300.0  # seconds; nothing here may wait for them
 SIZE = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _connections_end() -> Iterator[None]:
+    """Errors hold their ranks in cycles, whose threads would wake through all tests that follow."""
+    yield
+    gc.collect()
 
 
 def everyone() -> Group:

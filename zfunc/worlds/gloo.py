@@ -176,6 +176,7 @@ class PointToPoint(Hosted):
         self._complete = False  # whether all of a large group have come to a collective
         self._unmet: dict[int, list[Header]] = {}  # by collective, until it is agreed on
         self._ahead = 0  # bytes that went with headers in collectives that are under way
+        self._under_way: set[Any] = set()  # gloo's messages that nobody has seen the end of
         self._departures, self._stops = place.departures, place.stops
         self._halving = Halving(self)
 
@@ -185,8 +186,8 @@ class PointToPoint(Hosted):
         self._gloo = None
 
     def hang_up(self) -> None:
-        self._wires.close()  # gloo stays: peers may still be reading what this rank has sent
-        _keep_for_good(self._gloo)
+        self._wires.close()
+        self._keep_if_needed()
 
     def in_rounds(self, data: Tensor | None) -> bool:
         return not self._direct
@@ -393,9 +394,11 @@ class PointToPoint(Hosted):
             self._meet(call, peer)
             self._met.add(peer)
         try:
-            return peer, start([data], peer, _tag(call, phase, data.numel()))
+            work = start([data], peer, _tag(call, phase, data.numel()))
         except RuntimeError as error:  # the first message connects
             raise self._lost(call, peer, error) from error
+        self._under_way.add(work)
+        return peer, work
 
     def _meet(self, call: Call, peer: int | None = None) -> None:
         """Return when connections are not made in vain.
@@ -489,6 +492,7 @@ class PointToPoint(Hosted):
                 work.wait(self._timeout)
             except RuntimeError as error:
                 raise self._lost(call, peer, error) from error
+            self._under_way.discard(work)
 
     def _lost(self, call: Call, peer: int, error: Exception) -> DesyncError:
         rank = self._world_ranks[peer]
@@ -509,11 +513,21 @@ class PointToPoint(Hosted):
         when a partner's connections end with its process, or by the timeout.
         """
         self._wires.tell(str(error))
-        _keep_for_good(self._gloo)
+        self._keep_if_needed()
         if not self._direct:
             with suppress(RuntimeError):
                 here = f"on rank {self._world_ranks[self.rank]}: "
                 self._store.compare_set("cause", "", here + str(error))
+
+    def _keep_if_needed(self) -> None:
+        """Never free a context in which messages are under way that will not come.
+
+        Its destructor waits for gloo's thread, and that, now and then, for ever: at the end of the
+        process, or whenever the garbage is collected. Others are freed: the thread of each wakes
+        a hundred times a second.
+        """
+        if self._under_way:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     def _cause(self) -> str:
         """What another rank of a large group has failed with."""
@@ -577,15 +591,6 @@ def _context(place: Place, timeout: timedelta) -> Any:
 
 def _is_small(part: Tensor) -> bool:
     return 0 < part.nbytes <= EAGER_BYTES and part.device.type == "cpu"
-
-
-def _keep_for_good(context: Any) -> None:
-    """Never free a context in which messages are under way that will not come.
-
-    Its destructor waits for gloo's thread, and that, now and then, for ever: at the end of the
-    process, or whenever the garbage is collected.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
 
 
 def _tensor(data: bytes) -> Tensor:
