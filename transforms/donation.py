@@ -10,7 +10,7 @@ change. torch has no donated buffers as XLA has, so the places that write new va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zfunc.context import Context, Donation, blank
+from zfunc.context import Context, Donation, blank, current
 from zfunc.interrupts import succeeding
 from zfunc.nodes import any_spent, leaves_in
 from zfunc.placed.arriving import passing
@@ -26,7 +26,7 @@ from zfunc.step import Transform, transform_of
 
 __all__ = ["Donate", "donate"]
 
-_GIVEN: ContextVar[list[list[Tensor]] | None] = ContextVar("zfunc_given", default=None)
+_GIVEN: ContextVar[list[Sequence[Tensor]] | None] = ContextVar("zfunc_given", default=None)
 _STORY = (
     "this state was donated to a step that failed ({error}) after it had begun to write over it: "
     "old and new values are mixed. Go on from the last checkpoint (zf.restore), or leave out "
@@ -54,16 +54,16 @@ class Donate(Transform):
         return succeeding(partial(_noting, call), state, args, kwargs)
 
     def configure(self, running: Context, state: Any) -> None:
-        tensors = [x for x in leaves_in(state) if isinstance(x, Tensor)]
-        running.donation = Donation.of(tensors)
+        running.donation = Donation.of(running.tensors)
         if (given := _GIVEN.get()) is not None:
-            given.append(tensors)
+            given.append(running.tensors)
 
     def finish(self, old: Any, out: Any) -> Any:
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
-        kept = set(map(id, leaves_in(out)))
-        for x in leaves_in(old):
-            if id(x) not in kept and isinstance(x, Tensor):
+        kept, running = set(map(id, leaves_in(out))), current()
+        assert running is not None
+        for x in running.tensors:
+            if "_zfunc_donated" not in x.__dict__ and id(x) not in kept:
                 blank(x)
         return out
 
@@ -76,7 +76,7 @@ def _noting(call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any
 
     Memory goes blank before it is overwritten: as long as nothing is blank the state is whole.
     """
-    given: list[list[Tensor]] = []
+    given: list[Sequence[Tensor]] = []
     token = _GIVEN.set(given)
     try:
         return call(state, args, kwargs)

@@ -253,22 +253,25 @@ class Shard(Transform):
             )
 
     def _check_whole(self, name: str, params: Tree, leaves: Sequence[Any]) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not all(map(is_placed, tensors)):
+            leaf = next(leaf for leaf in tensors if not is_placed(leaf))
+            raise PlacementError(
+                f"{name}.{_path(params, leaf)} is not from a state that {self!r} has placed: "
+                "call state = step.place(full_state) first. (A step keeps its parameters' "
+                "marks in what it returns, and zf.tree.map does; other copies lose them.)"
+            )
         size, seen = self.group.size, None
-        for leaf in leaves:
-            home = home_of(leaf)
-            if isinstance(leaf, Tensor) and not is_placed(leaf):
+        for leaf, home in zip(tensors, map(home_of, tensors), strict=True):
+            if home is None or home[0] is seen:
+                continue
+            seen = home[0]
+            if seen.world != size:
                 raise PlacementError(
-                    f"{name}.{_path(params, leaf)} is not from a state that {self!r} has placed: "
-                    "call state = step.place(full_state) first. (A step keeps its parameters' "
-                    "marks in what it returns, and zf.tree.map does; other copies lose them.)"
-                )
-            if home is not None and home[0].world != size:
-                raise PlacementError(
-                    f"{name}.{_path(params, leaf)} was placed on {home[0].world} ranks, the "
+                    f"{name}.{_path(params, leaf)} was placed on {seen.world} ranks, the "
                     f"current world has {size}. `unplace` the state there and `place` it here."
                 )
-            if home is not None and home[0] is not seen and home[0].axis != ():
-                seen = home[0]
+            if seen.axis != ():
                 self._check_ranks(name, seen)
 
     # One call

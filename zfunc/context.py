@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import pairwise
+from operator import gt, itemgetter
 from typing import Any
 
 import torch
@@ -53,8 +53,9 @@ class Residents(list[Tensor]):
     def row(self) -> list[Owner] | None:
         """In the order of their bytes; ``None`` if two share some: neither may have the memory."""
         with looking():
-            row = sorted([(*_bytes_of(x), x) for x in self if x.numel()], key=_start)
-        return None if any(a[1] > b[0] for a, b in pairwise(row)) else row
+            row = sorted([(*_bytes_of(x), x) for x in self if x.numel()], key=itemgetter(0))
+        starts, stops = [owner[0] for owner in row[1:]], [owner[1] for owner in row]
+        return None if any(map(gt, stops, starts)) else row
 
 
 @dataclass
@@ -85,19 +86,11 @@ class Donation:
         if row is None:
             return False
         start, stop = _bytes_of(x)
-        for i in range(bisect_right(row, start, key=_stop), len(row)):
+        for i in range(bisect_right(row, start, key=itemgetter(1)), len(row)):
             if row[i][0] >= stop:
                 break
             blank(row[i][2])
         return True
-
-
-def _start(owner: Owner) -> int:
-    return owner[0]
-
-
-def _stop(owner: Owner) -> int:
-    return owner[1]
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
@@ -152,6 +145,7 @@ class Context:
     Attributes:
         transforms: in data-flow order.
         memo: this rank's memory of earlier calls of the same step.
+        tensors: those of the state that the step was given.
         key: the key of this call's randomness, or None.
         donation: the input state's memory, where it may be reused.
         group: the ranks over which losses and gradients are averaged.
@@ -181,6 +175,7 @@ class Context:
 
     transforms: tuple[Any, ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict)
+    tensors: Sequence[Tensor] = ()
     key: Tensor | None = None
     donation: Donation | None = None
     group: Group = field(default_factory=alone)

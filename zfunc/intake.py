@@ -31,8 +31,8 @@ def copied(state: Any) -> Any:
     )
 
 
-def admitted(state: Any) -> Any:
-    """The state without leaves that autograd tracks (modules' Parameters, say).
+def admitted(state: Any) -> tuple[Any, list[Tensor]]:
+    """The state without leaves that autograd tracks (modules' Parameters, say), and its tensors.
 
     A step decides itself what to track; otherwise every state would drag along the
     graph of all steps before it.
@@ -45,12 +45,13 @@ def admitted(state: Any) -> Any:
         tree.check_alive(state)  # says which
     with looking():
         if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
-            return state
-    return optree.tree_map(
+            return state, tensors
+    free = optree.tree_map(
         lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
         state,
         namespace=tree.NAMESPACE,
     )
+    return free, [x for x in leaves_in(free) if isinstance(x, Tensor)]
 
 
 def _is_tracked(x: Any) -> bool:

@@ -422,11 +422,11 @@ _CARRIED = ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed")
 
 def carry(new: Any, old: Any) -> Any:
     """Let the successor of a plain leaf keep what was marked on it (frozen, placed, where)."""
-    if not (isinstance(old, Tensor) and isinstance(new, Tensor)) or not old.__dict__:
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return new
     marks = old.__dict__
     # A spent leaf has no shape, but it has its marks.
-    if "_zfunc_donated" in marks or new.shape == old.shape:
+    if marks and ("_zfunc_donated" in marks or new.shape == old.shape):
         its = new.__dict__
         for mark in _CARRIED:
             if mark in marks:

@@ -280,11 +280,12 @@ class Step:
         return out
 
     def _called(self, state: Any, args: Any, kwargs: Any) -> Any:
-        state, memo = admitted(state), self._memo()
+        (state, tensors), memo = admitted(state), self._memo()
         self._check(state, memo)
         running = Context(
             transforms=self.transforms,
             memo=memo,
+            tensors=tensors,
             key=key_of(state),
             by_unit=any(t.enters or t.leaves or t.by_unit for t in self.transforms),
         )
@@ -367,7 +368,7 @@ class Step:
         if torch.is_inference_mode_enabled():  # a copy made in it could not be differentiated
             with torch.inference_mode(False), torch.no_grad():
                 return self.place(state)
-        state = admitted(state)
+        state, _ = admitted(state)
         if found := first_placed(state):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -174,7 +175,7 @@ def marked(params: Tree) -> Tree:
     """Params of a placed state, the plain leaves among them marked as such."""
     for node in leaves_in(params, OPAQUE):
         for leaf in leaves_in(node) if isinstance(node, Placed) else (node,):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and "_zfunc_placed" not in leaf.__dict__:
                 mark_placed(leaf)
     return params
 
@@ -190,16 +191,18 @@ def _lies_as(layout: Layout, params: Tree) -> bool:
         leaves = layout.spec.flatten_up_to(params)
     except (ValueError, TypeError):
         return False
-    return all(
-        x is None or home_of(x) is home for x, home in zip(leaves, layout.homes, strict=True)
-    )
+    homes = [
+        home if x is None else home_of(x) for x, home in zip(leaves, layout.homes, strict=True)
+    ]
+    return all(map(operator.is_, homes, layout.homes))
 
 
 def layout_for(
     params: Tree, size: int, memo: dict[Any, Layout], make: Callable[[Tree], Layout]
 ) -> Layout:
     """The layout of a plain params tree: where its leaves live, or a new one."""
-    first = next((home for leaf in leaves_in(params) if (home := home_of(leaf))), (None, 0))[0]
+    leaves = optree.tree_iter(params, namespace=NAMESPACE)
+    first = next((home for leaf in leaves if (home := home_of(leaf))), (None, 0))[0]
     if first is not None and first.world == size and _lies_as(first, params):
         return first
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
