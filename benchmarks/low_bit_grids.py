@@ -11,7 +11,6 @@ sentences turn. Bytes and the work of a product are the same for all ways of one
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
@@ -28,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 import zfunc as zf
-from benchmarks.low_bit_training import CONTEXT, score, train
+from benchmarks.low_bit_training import CONTEXT, arguments, score, train
 from benchmarks.meters import hardware, versions
 from zfunc.language.corpus import read_corpus
 from zfunc.language.gpt import GPTConfig
@@ -176,13 +175,7 @@ def figures(form: Format, gpts: list[Measure], other: Measure | None) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser = arguments(__doc__)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--out", type=Path, help="JSON with all figures")
     given = parser.parse_args()

@@ -87,15 +87,20 @@ def runs(
     return found
 
 
-def main() -> None:
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """How large the GPT is and how long it trains, for benchmarks that train one."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=about, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = arguments(__doc__).parse_args()
     config = GPTConfig(width=given.width, depth=given.depth, heads=2)
     console, found = Console(), []
     for seed in given.seeds:
