@@ -47,7 +47,8 @@ def compress_grads(
         method_options: ``group``, elements that share a scale: 2048 for ``"onebit"`` (``None``
             for all that travel to one rank together), 256 for ``"int8"``, 128 for ``"int4"``.
             Those of ``"onebit"`` begin anew with each leaf (small neighbours share one). It also
-            has ``scaling="mean"``, ``"rms"`` or ``"auto"``, and ``"zero_one"`` beside these
+            has ``scaling="mean"``, ``"rms"`` or ``"auto"`` (rms for momentum that travels as it is,
+            else the mean), and ``"zero_one"`` beside these
             ``var_update_scaler=16``, ``local_step_scaler=32768`` and ``local_step_clipper=16``.
             ``"powersgd"`` has ``rank=4``.
 
