@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -201,3 +203,18 @@ def test_callers_are_heard_under_either_kind_of_address(address: str) -> None:
         caller.sendall(module.HEADER.pack(7, 9))
         assert wires.receive(1, 1) == (7, 9)
     wires.close()
+
+
+def test_wires_that_nobody_holds_close_their_sockets():
+    """Also those in a cycle, of which the collector may meet the sockets first."""
+    cards: dict[int, bytes] = {}
+    pair = [Wires(k, partial(cards.__setitem__, k), cards.__getitem__, 5.0) for k in range(2)]
+    for mine, peer in ((pair[0], 1), (pair[1], 0)):
+        mine.send(peer, 7, 0)
+    pair[0].receive(1, 1)
+    sockets = [*pair[0]._open]
+    assert len(sockets) == 3  # one listens, one calls, one answers
+    pair[0].__dict__["itself"] = pair[0]
+    pair.clear()
+    gc.collect()
+    assert all(sock.fileno() == -1 for sock in sockets)

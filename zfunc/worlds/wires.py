@@ -19,6 +19,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +53,9 @@ class Wires:
         publish: receives this rank's card: where it listens, and the word that callers must know.
         card_of: returns the card of a rank, once that has published it.
         timeout: seconds to wait for a peer.
+
+    Attributes:
+        close: call it to hang up.
     """
 
     def __init__(
@@ -67,6 +71,10 @@ class Wires:
         self._unread: defaultdict[int, bytearray] = defaultdict(bytearray)  # less than a message
         self._callers: dict[socket.socket, tuple[bytes, float]] = {}  # who have not said who
         self._server = listening()
+        # Held by the finaliser, so that they are closed before the garbage collector meets them.
+        self._open = {self._server}
+        self.close = weakref.finalize(self, _close, self._open)
+        self.close.atexit = False
         # Whoever calls must know a word that only went through the store.
         self._token = secrets.token_bytes(TOKEN_BYTES)
         here = (_host(), _address(), str(self._server.getsockname()[1]))
@@ -193,6 +201,7 @@ class Wires:
         host, address, port = card[TOKEN_BYTES:].decode().split("\n")
         target = HERE if host == _host() else address
         sock = socket.create_connection((target, int(port)), self._timeout)
+        self._open.add(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(card[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))
         sock.setblocking(False)
@@ -226,6 +235,7 @@ class Wires:
             if now - since > GREETING_SECONDS:
                 self._dismiss(caller)
         sock, _ = self._server.accept()
+        self._open.add(sock)
         sock.setblocking(False)
         self._callers[sock] = b"", now
 
@@ -248,16 +258,13 @@ class Wires:
 
     def _dismiss(self, sock: socket.socket) -> None:
         del self._callers[sock]
+        self._open.discard(sock)
         sock.close()
 
-    def close(self) -> None:
-        """Hang up."""
-        for sock in (self._server, *self._to.values(), *self._from.values(), *self._callers):
-            sock.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_server"):
-            self.close()
+def _close(sockets: set[socket.socket]) -> None:
+    for sock in sockets:
+        sock.close()
 
 
 def _ready(
