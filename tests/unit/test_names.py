@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import mypy.api
@@ -66,3 +69,33 @@ def test_a_type_checker_knows_every_name(tmp_path: Path) -> None:
     assert {int(line.split("probe.py:")[1].split(":")[0]) for line in errors} == {last - 1, last}
     assert any('"stages"' in line for line in errors)
     assert any('"shards"' in line for line in errors)
+
+
+def test_pyright_knows_every_name(tmp_path: Path) -> None:
+    """What editors complete and check by; mypy and pyright follow lazy names in their own ways."""
+    names = "\n".join(f"reveal_type(zf.{name})" for name in zf.__all__)
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE.format(names=names))
+    where = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(where))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--project", str(tmp_path)]
+    ran = subprocess.run(
+        [*command, "--pythonpath", sys.executable], capture_output=True, text=True, timeout=250
+    )
+    found = json.loads(ran.stdout)["generalDiagnostics"]
+    lines = probe.read_text().splitlines()
+    first = lines.index(names.splitlines()[0])
+    revealed = {
+        row["range"]["start"]["line"] - first: re.sub(r'Type of ".*?" is "(.*)"$', r"\1", text)
+        for row in found
+        if row["severity"] == "information" and (text := row["message"]).startswith("Type of")
+    }
+    kinds = [revealed[i] for i in range(len(zf.__all__))]
+    unknown = {"Any", "Unknown"}
+    assert [name for name, kind in zip(zf.__all__, kinds, strict=True) if kind in unknown] == []
+    calls = [revealed[i] for i in range(len(zf.__all__), len(zf.__all__) + 5)]
+    assert [calls[0], *calls[2:]] == ["Step", "Step", "Step", "GradientTransformation"]
+    assert calls[1].endswith("-> Step")
+    wrong = [row for row in found if row["severity"] == "error"]
+    assert [row["range"]["start"]["line"] for row in wrong] == [len(lines) - 2, len(lines) - 1]
+    assert "shards" in wrong[1]["message"]
