@@ -35,6 +35,11 @@ TINY = 1e-30  # inputs below it are rounded to zero
 GROUPS = 8  # groups in a piece: more would need more zeros, fewer more calls
 PIECE = 1 << 14  # codes in a piece of several groups: below, a call costs more than it saves
 FEW = 16  # rows of the input that pieces of several groups are worth it for
+# By bits: the zero of unsigned codes, and a half, so that cutting off rounds to the nearest.
+HALVES = {
+    bits: torch.full((), zero + 0.5, dtype=torch.float32, device="cpu")
+    for bits, zero in ((8, 128), (16, 128 * 257))
+}
 
 
 @functools.cache
@@ -208,21 +213,15 @@ def _scale(x: Tensor, top: int) -> Tensor:
 def _rounded_to_8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes ``[1, m, k]`` uint8, 128 standing for 0, and the scale ``[m, 1]`` of each row."""
     scale = _scale(x, 127)
-    return torch.addcdiv(_half(128), x, scale).to(torch.uint8)[None], scale
+    return torch.addcdiv(HALVES[8], x, scale).to(torch.uint8)[None], scale
 
 
 def _rounded_to_16(x: Tensor) -> tuple[Tensor, Tensor]:
     """The same of ``256 * high + low``: low and high ones ``[2, m, k]``."""
     scale = _scale(x, 127 * 256)
-    codes = torch.addcdiv(_half(128 * 257), x, scale).to(torch.int32)
+    codes = torch.addcdiv(HALVES[16], x, scale).to(torch.int32)
     low, high = codes.bitwise_and(255), codes.bitwise_right_shift_(8)
     return torch.stack([low, high]).to(torch.uint8), scale
-
-
-@functools.cache
-def _half(zero: int) -> Tensor:
-    """What is added before a number is cut off, so that it is rounded to the nearest."""
-    return torch.tensor(zero + 0.5)
 
 
 def rounded(x: Tensor) -> Tensor:
