@@ -321,6 +321,9 @@ def paths(tree: Tree) -> list[str]:
 def flatten_names(tree: Tree) -> dict[str, Any]:
     """``{dotted name: leaf}``: for a functionalized module, its ``state_dict`` names.
 
+    Raises:
+        PlacementError: two leaves have one name, as in ``{"a": {"b": 1}, "a.b": 2}``.
+
     >>> flatten_names({"blocks": Layers([{"w": 1}]), "head": 2})
     {'blocks.0.w': 1, 'head': 2}
     """
@@ -329,9 +332,14 @@ def flatten_names(tree: Tree) -> dict[str, Any]:
     for name, item in zip(names, items, strict=True):
         if isinstance(item, Placed):
             inner = flatten_names(item.full())
-            out.update({dotted(name, key): value for key, value in inner.items()})
-        elif item is not None:
-            out[name] = item
+            its = {dotted(name, key): value for key, value in inner.items()}
+        else:
+            its = {} if item is None else {name: item}
+        if both := its.keys() & out.keys():
+            raise PlacementError(
+                f"two leaves are called {min(both)}. Rename one of them: keys have no dots, best."
+            )
+        out.update(its)
     return out
 
 

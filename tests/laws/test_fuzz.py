@@ -32,6 +32,8 @@ CASES = range(600) if Covering.whole else USUAL
 REFUSED = range(200) if Covering.whole else range(24)
 
 
+# Small trees may have no leaf for one of three optimizers, which says so, rightly.
+@pytest.mark.filterwarnings("ignore:multi_transform. the label")
 @pytest.mark.parametrize("number", CASES)
 def test_a_case_is_the_plain_loop(number: int) -> None:
     case = drawn(number)

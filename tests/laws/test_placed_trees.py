@@ -221,3 +221,9 @@ def test_ordered_dicts_of_placed_trees(stage: int) -> None:
         for found in zf.simulate(2)(lambda kinds=kinds: [run(kind, True) for kind in kinds])():
             for one in found:
                 assert_near(one, plain, 1e-12)
+
+
+def test_two_leaves_of_one_name_make_no_dict_of_names():
+    """One of them would be lost."""
+    with pytest.raises(zf.PlacementError, match=r"two leaves are called a\.b"):
+        tree.flatten_names({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3)})

@@ -189,7 +189,10 @@ class Tree(Model):
                 return {key: node(depth - 1) for key in keys}
             return leaf()
 
-        return {"one": numbers((3,), next(at), F64), "tree": node(3), "more": node(2)}
+        while True:  # until all leaves have names of their own: the plain loop tells them by these
+            made = {"one": numbers((3,), next(at), F64), "tree": node(3), "more": node(2)}
+            if len({*tree.paths(made)}) == len(tree.paths(made)):
+                return made
 
     def batch(self, i: int, rows: int) -> dict[str, Tensor]:
         return {"x": numbers((rows,), 3000 + self.seed % 50 + i, F64) + 1.5}
