@@ -57,12 +57,13 @@ def judged(
 
 
 def _judge(choices: Mapping[str, Callable[[str], Any]], params: Tree, said: set[str]) -> None:
+    if world.current().rank:  # one speaks for all; simulated ranks share what has been said
+        return
     known = _all_paths(params)
     for what, choice in choices.items():
         if known and what not in said and not _meets(choice, known):
             said.add(what)
-            if world.current().rank == 0:
-                warnings.warn(_text(what, known), stacklevel=4)
+            warnings.warn(_text(what, known), stacklevel=4)
 
 
 def _text(what: str, known: list[str]) -> str:

@@ -84,7 +84,8 @@ class LayerRef(Ref):
         finally:
             del params
             for run in self.runs:
-                if self.source.layout.layer_of_unit[run.info.index] == self.layer:
+                run.served.add(self.layer)
+                if len(run.served) == self.source.layout.layers_of_unit[run.info.index]:
                     run.release()
                 else:
                     owner.lingering.append(run)

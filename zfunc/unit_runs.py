@@ -48,6 +48,7 @@ class UnitRun:
         self.spare: list[Tensor] | None = None  # from before its turn, see `Accord`
         self.aside = self.spare_used = False
         self.touched = False
+        self.served: set[int] = set()  # its layers that have run since it entered
         self.partial: list[Tensor | None] | None = None
         self.leaf_indices, live = source.layout.leaves_of_unit(index)
         self.live = live if source.differentiated else (False,) * len(live)
@@ -191,6 +192,7 @@ class UnitRun:
         self.aside = False
         self.entered = None
         self.touched = False
+        self.served.clear()
         if self.foreign and self.owner.soon(self) and torch.is_grad_enabled():
             pool().trim()  # the turning point: activations are at their largest
         else:

@@ -180,6 +180,16 @@ class Layout:
         return tuple(last.values())
 
     @cached_property
+    def layers_of_unit(self) -> tuple[int, ...]:
+        """For each unit how many layers it serves."""
+        served: list[set[int]] = [set() for _ in self.units]
+        for k, layer in enumerate(self.layers):
+            for slot in self.slots[layer.start : layer.stop]:
+                if slot is not None:
+                    served[self.unit_of_flat[slot.flat]].add(k)
+        return tuple(map(len, served))
+
+    @cached_property
     def root_leaves(self) -> tuple[int, ...]:
         """Indices of the leaves outside every layer."""
         inside = {i for layer in self.layers for i in range(layer.start, layer.stop)}

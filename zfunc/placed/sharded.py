@@ -437,7 +437,7 @@ def _table(layout: Layout, indices: tuple[int, ...], like: Tensor) -> Tensor:
     """Leaf indices where they are needed, once and for all."""
     key = ("leaves", like.device, indices)
     if key not in layout._memo:
-        layout._memo[key] = on_device(torch.tensor(indices), like.device)
+        layout._memo[key] = on_device(torch.tensor(indices, dtype=torch.long), like.device)
     found: Tensor = layout._memo[key]
     return found
 
