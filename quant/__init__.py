@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zfunc.quant.calibration import calibrate
+    from zfunc.quant.curvature import top_eigenvalues
+    from zfunc.quant.exporting import exported
+    from zfunc.quant.fake import fake_quantize
+    from zfunc.quant.files import load, save
+    from zfunc.quant.grids import Format
+    from zfunc.quant.qtensor import QTensor
+    from zfunc.quant.reports import Report, report
+    from zfunc.quant.trees import dequantize_tree, quantize_tree
 
 _HOMES = {
     "Format": "grids",
@@ -36,8 +47,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Everything on first use, so that ``import zfunc`` stays light."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"zfunc.quant.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'zfunc.quant' has no attribute {name!r}")
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Everything on first use, so that ``import zfunc`` stays light."""
+        if name in _HOMES:
+            return getattr(importlib.import_module(f"zfunc.quant.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'zfunc.quant' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

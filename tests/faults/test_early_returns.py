@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import threading
 import time
 import warnings
@@ -196,3 +197,28 @@ def test_a_process_of_torchrun_that_ends_early_is_noticed() -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def exiting(code: int | None, who: tuple[int, ...] = (1,)) -> None:
+    """Some ranks leave by ``sys.exit`` before the third sum."""
+    for i in range(4):
+        if i == 2 and zf.rank() in who:
+            sys.exit(code)
+        zf.psum(torch.ones(1))
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_sys_exit_on_one_rank_is_an_early_return(code: int | None) -> None:
+    with pytest.raises(DesyncError, match=r"rank 1 has called sys\.exit"):
+        zf.simulate(2, timeout=30)(lambda: exiting(code))()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_sys_exit_on_one_launched_rank_does_not_end_the_program(code: int) -> None:
+    with pytest.raises(DesyncError, match=r"rank 1 has called sys\.exit"):
+        zf.launch(exiting, code, nprocs=2)
+
+
+def test_sys_exit_on_all_ranks_is_a_return() -> None:
+    assert zf.simulate(2)(lambda: exiting(0, (0, 1)))() == [None, None]
+    assert zf.launch(exiting, 0, (0, 1), nprocs=2) == [None, None]

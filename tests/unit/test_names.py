@@ -28,6 +28,7 @@ def test_every_name_is_there_and_is_completed() -> None:
         assert hasattr(zf, name), name
     assert {*zf.__all__} <= {*dir(zf)}
     assert {*zf.__all__} <= {*zf.__dir__()}  # also those that nobody has used yet
+    assert {*zf.quant.__all__} <= {*zf.quant.__dir__()}
     with pytest.raises(AttributeError, match="no attribute 'shards'"):
         zf.shards  # type: ignore[attr-defined]  # noqa: B018
 
@@ -50,8 +51,11 @@ zf.shards
 """
 
 
+NAMES = [*zf.__all__, *(f"quant.{name}" for name in zf.quant.__all__)]
+
+
 def test_a_type_checker_knows_every_name(tmp_path: Path) -> None:
-    names = "\n".join(f"reveal_type(zf.{name})" for name in zf.__all__)
+    names = "\n".join(f"reveal_type(zf.{name})" for name in NAMES)
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE.format(names=names))
     out, err, _ = mypy.api.run(["--config-file", str(ROOT / "pyproject.toml"), str(probe)])
@@ -59,9 +63,9 @@ def test_a_type_checker_knows_every_name(tmp_path: Path) -> None:
     # By name: what mypy remembers of the same text it tells with the path of that time.
     lines = [line for line in out.splitlines() if "probe.py:" in line]
     revealed = [found[1] for line in lines if (found := re.search(r'type is "(.*)"', line))]
-    named, calls = revealed[: len(zf.__all__)], revealed[len(zf.__all__) :]
-    assert len(named) == len(zf.__all__), out
-    assert [name for name, kind in zip(zf.__all__, named, strict=True) if kind == "Any"] == []
+    named, calls = revealed[: len(NAMES)], revealed[len(NAMES) :]
+    assert len(named) == len(NAMES), out
+    assert [name for name, kind in zip(NAMES, named, strict=True) if kind == "Any"] == []
     step, wrap = "zfunc.step.Step", "def (def (*Any, **Any) -> Any) -> zfunc.step.Step"
     assert calls == [step, wrap, step, step, "zfunc.optim.base.GradientTransformation"]
     errors = [line for line in lines if ": error:" in line]
@@ -73,7 +77,7 @@ def test_a_type_checker_knows_every_name(tmp_path: Path) -> None:
 
 def test_pyright_knows_every_name(tmp_path: Path) -> None:
     """What editors complete and check by; mypy and pyright follow lazy names in their own ways."""
-    names = "\n".join(f"reveal_type(zf.{name})" for name in zf.__all__)
+    names = "\n".join(f"reveal_type(zf.{name})" for name in NAMES)
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE.format(names=names))
     where = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
@@ -90,10 +94,10 @@ def test_pyright_knows_every_name(tmp_path: Path) -> None:
         for row in found
         if row["severity"] == "information" and (text := row["message"]).startswith("Type of")
     }
-    kinds = [revealed[i] for i in range(len(zf.__all__))]
+    kinds = [revealed[i] for i in range(len(NAMES))]
     unknown = {"Any", "Unknown"}
-    assert [name for name, kind in zip(zf.__all__, kinds, strict=True) if kind in unknown] == []
-    calls = [revealed[i] for i in range(len(zf.__all__), len(zf.__all__) + 5)]
+    assert [name for name, kind in zip(NAMES, kinds, strict=True) if kind in unknown] == []
+    calls = [revealed[i] for i in range(len(NAMES), len(NAMES) + 5)]
     assert [calls[0], *calls[2:]] == ["Step", "Step", "Step", "GradientTransformation"]
     assert calls[1].endswith("-> Step")
     wrong = [row for row in found if row["severity"] == "error"]

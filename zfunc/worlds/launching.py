@@ -39,6 +39,7 @@ from zfunc.errors import DesyncError
 from zfunc.worlds import devices, hearing, world
 from zfunc.worlds.distributed import DistributedWorld
 from zfunc.worlds.gloo import lazily_connected
+from zfunc.worlds.transport import EXITED, exited
 
 __all__ = ["init", "launch"]
 
@@ -290,7 +291,7 @@ def _culprit(errors: dict[int, BaseException]) -> BaseException:
         errors.items(),
         key=lambda item: (
             isinstance(item[1], DesyncError),
-            "gave no result" not in str(item[1]),
+            not any(cause in str(item[1]) for cause in ("gave no result", EXITED)),
             item[0],
         ),
     )
@@ -316,6 +317,11 @@ def _serve(result: str) -> None:
         for finish in world.on_leave:
             finish()
         world.current().depart("has returned")
+    except SystemExit as error:
+        failure = exited(int(os.environ["RANK"]), error)
+        outcome = (failure is None, failure, traceback.format_exc())
+        if failure is None:
+            world.current().depart(EXITED)
     except BaseException as error:
         outcome = (False, error, traceback.format_exc())
     finished.set()

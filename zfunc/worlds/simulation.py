@@ -22,12 +22,14 @@ from zfunc.errors import DesyncError
 from zfunc.worlds.axes import Mesh
 from zfunc.worlds.routes import is_direct, neighbours, summed
 from zfunc.worlds.transport import (
+    EXITED,
     Call,
     Hosted,
     Steps,
     Transport,
     absent,
     elsewhere,
+    exited,
     mismatch,
     missized,
     silence,
@@ -387,6 +389,12 @@ def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
                 for finish in on_leave:
                     finish()
             fabric.leave(rank, "has returned")
+        except SystemExit as error:
+            if (failure := exited(rank, error)) is None:
+                results[rank] = None  # type: ignore[assignment]
+            else:
+                errors[rank] = failure
+            fabric.leave(rank, EXITED if failure is None else f"failed ({failure})")
         except BaseException as error:
             errors[rank] = error
             fabric.leave(rank, f"failed ({type(error).__name__}: {error})")

@@ -251,6 +251,19 @@ def departed(call: Call, peer: int, why: str) -> DesyncError:
     )
 
 
+EXITED = "has called sys.exit"
+
+
+def exited(rank: int, error: SystemExit) -> DesyncError | None:
+    """What ``sys.exit`` means on a rank: a return, or the failure of that rank.
+
+    Raised in the program that started the ranks it would end that without a word.
+    """
+    if error.code in (None, 0):
+        return None
+    return DesyncError(f"rank {rank} has called sys.exit({error.code!r})")
+
+
 def named(ranks: Sequence[int]) -> str:
     """Ranks, as errors name them."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
