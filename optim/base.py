@@ -91,7 +91,14 @@ class GradientTransformation:
 
         Raises:
             CompositionError: a transformation that is not elementwise met a placed tree.
+            PlacementError: ``state`` is that of a transform (``precision`` keeps masters in it),
+                and this is no step of it: the rest of it would be lost.
         """
+        if by := getattr(type(state), "placed_by", None):
+            raise PlacementError(
+                f"this optimizer state was placed by {by}(step), and holds more than the optimizer "
+                f"knows of. Call that step, or take the state back with its `unplace`."
+            )
         return self._update(self._checked(grads), state, params)
 
     def additive(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -34,7 +34,10 @@ class Mastered:
     Attributes:
         inner: the optimizer state.
         masters: parameters in full precision, by the name of their entry in the state.
+        placed_by: the transform whose steps alone may take it; see `GradientTransformation.update`.
     """
+
+    placed_by: ClassVar[str] = "precision"
 
     inner: Any
     masters: Mapping[str, Tree]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -139,6 +139,8 @@ def _mapping_like(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     try:
         if isinstance(old, dict | UserDict):  # of these a copy is known to have items of its own
             out: Any = copy.copy(old)
+            if getattr(old, "__dict__", None) is old:  # items that are attributes, too, are so in the copy
+                out.__dict__ = out
             for key, value in items.items():
                 out[key] = value
             return out
@@ -193,7 +195,7 @@ def mislaid(node: Any, rows: int | None, path: Path = ()) -> Iterator[tuple[Path
     if found is None:
         return
     long = len(found[0]) > 0 if rows is None else len(found[0]) == rows
-    if isinstance(node, list | tuple) and long and not _holds_rows(node):
+    if isinstance(node, list | tuple | deque) and long and not _holds_rows(node):
         yield path, node
     for entry, child in found[0]:
         yield from mislaid(child, rows, (*path, entry))

@@ -269,3 +269,25 @@ def test_errors_left_in_a_full_state_are_no_sign() -> None:
         return int(state.step) == 4
 
     assert zf.simulate(2)(run)() == [True, True]
+
+
+def test_a_plain_function_does_not_lose_the_masters() -> None:
+    """It is no step, so nobody looks at its state; but the optimizer sees whose it is."""
+    rows = numbers((4, 3), 3).bfloat16()
+
+    def plain(state: Any, batch: Any) -> Any:
+        _, grads = zf.value_and_grad(lambda p: (batch @ p["w"].to(batch.dtype)).square().mean())(
+            state["params"]
+        )
+        updates, opt_state = ADAM.update(grads, state["opt_state"], state["params"])
+        params = optim.apply_updates(state["params"], updates)
+        return {**state, "params": params, "opt_state": opt_state}, {}
+
+    params = {"w": numbers((3, 2), 4)}
+    full = {"params": params, "opt_state": ADAM.init(params)}
+    step = zf.precision(plain)
+    state = step.place(full)
+    with pytest.raises(zf.PlacementError, match=r"placed by precision\(step\)"):
+        plain(state, rows)
+    state, _ = step(state, rows)
+    plain(step.unplace(state), rows.float())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -223,3 +223,22 @@ def test_what_a_loss_takes_beside_its_batch() -> None:
 
     _, (loss, _) = zf.accumulate(step, 2)(state, X)
     torch.testing.assert_close(loss, step(state, X[:3])[1][0] / 2 + step(state, X[3:])[1][0] / 2)
+
+
+class Attributes(dict[str, Any]):
+    """Its items are its attributes, too, as in many configuration classes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def test_items_that_are_attributes_are_cut_as_both() -> None:
+    part = zf.simulate(2)(lambda: zf.local_batch(Attributes(x=X)))()[1]
+    assert type(part) is Attributes and part.x is part["x"]
+    torch.testing.assert_close(part.x, X[3:])
+
+
+def test_a_queue_of_strings_is_no_part_of_a_batch() -> None:
+    with pytest.raises(zf.PlacementError, match="texts"):
+        zf.simulate(2)(lambda: zf.local_batch({"x": X, "texts": deque("abcdef")}))()
