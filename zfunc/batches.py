@@ -139,7 +139,7 @@ def _mapping_like(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     try:
         if isinstance(old, dict | UserDict):  # of these a copy is known to have items of its own
             out: Any = copy.copy(old)
-            if getattr(old, "__dict__", None) is old:  # items that are attributes, too, are so in the copy
+            if getattr(old, "__dict__", None) is old:  # its items are its attributes, too
                 out.__dict__ = out
             for key, value in items.items():
                 out[key] = value

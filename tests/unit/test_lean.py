@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import zfunc as zf
 from tests.laws.cases import assert_same
@@ -68,6 +69,23 @@ def test_nothing_of_the_full_model_stays_behind(stage: int | None) -> None:
     for functional in (f, again):
         step = step_of(functional) if stage is None else zf.shard(step_of(functional), stage=stage)
         assert_same(tree.full(step(state, batch())[0].params), expected.params)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_nothing_of_a_parametrized_module_stays_behind(kind: str) -> None:
+    """The class that torch gives it holds the module that it was made for."""
+    full = torch.nn.Sequential(
+        getattr(parametrizations, kind)(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 8)
+    ).double()
+    f = zf.functionalize(full)
+    gone = [memory(p) for p in full.parameters()]
+    expected, _ = step_of(f)(zf.TrainState.create(f.params, TX), batch())
+    step = zf.shard(step_of(f), stage=3)
+    state = step.place(zf.TrainState.create(f.params, TX))
+    del full
+    gc.collect()
+    assert [x() for x in gone] == [None] * len(gone)
+    assert_same(tree.full(step(state, batch())[0].params), expected.params)
 
 
 def test_whoever_holds_them_keeps_them() -> None:

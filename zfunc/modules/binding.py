@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from zfunc.context import current
 from zfunc.modules.lazy import Cell, lazy_tensor
@@ -51,7 +52,20 @@ def skeleton(module: nn.Module) -> nn.Module:
             # A result kept between calls (weight_norm's) cannot be copied, and need not be.
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 memo[id(x)] = _on_meta(x)
-    return copy.deepcopy(module, memo)
+    bare = copy.deepcopy(module, memo)
+    for part in bare.modules():
+        if parametrize.is_parametrized(part):
+            _give_own_class(part)
+    return bare
+
+
+def _give_own_class(part: nn.Module) -> None:
+    """The class that torch makes for a parametrized module holds that very module, data and all,
+    and copies share it."""
+    part.__class__ = type(part).__mro__[1]
+    parametrize._inject_new_class(part)
+    for name in part.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(part, name)
 
 
 def _on_meta(x: Tensor) -> Tensor:
