@@ -129,6 +129,10 @@ def _exists(tensor: Tensor) -> bool:
 class _Recorder(TorchDispatchMode):
     """Notes operations instead of carrying them out."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the other way imports dynamo: 117 MiB, however small the state is
+
     def __init__(self, generators: Generators) -> None:
         super().__init__()
         self.ops: list[Op] = []
