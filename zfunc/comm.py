@@ -439,7 +439,7 @@ class Group:
 
     def _record(self, call: Call, sent: int, data: Tensor | None) -> None:
         if self.size > 1:
-            headers = HEADER_BYTES * self._transport.announces_to(call.kind, data)
+            headers = HEADER_BYTES * self._transport.headers_sent(call.kind, data)
             for book in tuple(self._world.ledgers):
                 book.record(call.kind, call.label, sent, headers)
 

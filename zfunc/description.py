@@ -78,12 +78,12 @@ def _sent(step: Step, memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
             parts[PURPOSES.get(label.split(" ", 1)[0], "losses, norms and metrics")] += nbytes
         parts["headers"] = memo["sent"].by_kind[HEADER]
         return parts, sum(parts.values())
-    calls = 0
+    headers = 0
     for transform in step.transforms:
         traffic = transform.traffic(memo)
         parts += traffic.payload
-        calls += traffic.calls
+        headers += traffic.headers
     here = world.current()
     told = ring if here.device.type == "cuda" else neighbours  # beside NCCL
-    parts["headers"] = HEADER_BYTES * calls * len(told(here.rank, here.size))
+    parts["headers"] = HEADER_BYTES * headers * len(told(here.rank, here.size))
     return parts, sum(parts.values())

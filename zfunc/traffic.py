@@ -16,7 +16,12 @@ import torch
 
 from zfunc.placed.layout import Layout
 from zfunc.rounds import in_rounds
-from zfunc.worlds.routes import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from zfunc.worlds.routes import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    headers_each,
+    reduce_scatter_bytes,
+)
 from zfunc.worlds.world import current
 
 __all__ = ["PURPOSES", "Traffic", "gathered", "is_soon", "joined", "reduced"]
@@ -32,14 +37,14 @@ PURPOSES = {
 
 @dataclass
 class Traffic:
-    """Payload bytes that one rank sends, by purpose, and the number of collectives."""
+    """Payload bytes that one rank sends, by purpose, and how many headers each neighbour gets."""
 
     payload: Counter[str] = field(default_factory=Counter)
-    calls: int = 0
+    headers: int = 0
 
     def add(self, purpose: str, nbytes: int) -> None:
         self.payload[purpose] += nbytes
-        self.calls += 1
+        self.headers += 1
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -128,5 +133,8 @@ def reduced(
                 sent = all_gather_bytes(spec.cuts, size, rank, layout.world)
                 traffic.add("reduce gradients", sent)
             else:
-                nbytes = all_reduce_bytes(spec.length, size, rank, layout.world)
-                traffic.add("reduce gradients", nbytes)
+                sent = all_reduce_bytes(spec.length, size, rank, layout.world)
+                traffic.add("reduce gradients", sent)
+                if current().device.type != "cuda":
+                    each = headers_each("all_reduce", spec.length * size, layout.world)
+                    traffic.headers += each - 1

@@ -22,7 +22,7 @@ from zfunc import description
 from zfunc.comm import Group, Ledger
 from zfunc.errors import DesyncError
 from zfunc.traffic import Traffic
-from zfunc.worlds import gloo, routes
+from zfunc.worlds import routes
 from zfunc.worlds.gloo import Place, PointToPoint
 from zfunc.worlds.wires import Wires
 from zfunc.worlds.world import World
@@ -67,7 +67,7 @@ def test_what_is_told_in_advance_counts_the_headers_that_go_out(
 ) -> None:
     here = SimpleNamespace(rank=0, size=size, device=torch.device(device))
     monkeypatch.setattr("zfunc.worlds.world.current", lambda: here)
-    transform = SimpleNamespace(traffic=lambda memo: Traffic(calls=3))
+    transform = SimpleNamespace(traffic=lambda memo: Traffic(headers=3))
     parts, _ = description._sent(SimpleNamespace(transforms=[transform]), {})  # type: ignore[arg-type]
     assert parts["headers"] == 3 * 16 * told
 
@@ -142,9 +142,9 @@ def test_a_large_group_computes_what_a_simulated_one_does(size: int) -> None:
         assert nbytes > 0
 
 
-def test_small_payloads_go_with_headers_as_far_as_they_fit() -> None:
-    """Some of many go by gloo, which the receiver finds out; waited for in any order."""
-    size, numel, many = 3, 4096, 40  # 16 KiB each, far beyond what may be ahead
+def test_small_payloads_go_with_headers() -> None:
+    """Those of a second round, too; waited for in any order."""
+    size, numel, many = 3, 4096, 40
 
     def body(ranks: Group) -> tuple[int, int]:
         transport: Any = ranks._transport
@@ -152,15 +152,50 @@ def test_small_payloads_go_with_headers_as_far_as_they_fit() -> None:
         weighed = transport._wires = Weighed(transport._wires)
         mine = [torch.full((numel,), 100.0 * ranks.rank + k) for k in range(many)]
         handles = [ranks.all_gather(torch.zeros(size * numel), x) for x in mine]
+        sums = [ranks.all_reduce(x) for x in mine]
         for k in (*range(1, many, 2), *reversed(range(0, many, 2))):
             expected = torch.tensor([100.0 * r + k for r in range(size)]).repeat_interleave(numel)
             assert torch.equal(handles[k].wait(), expected)
-        assert transport._ahead == 0
+            assert torch.equal(sums[k].wait(), torch.full((numel,), 300.0 + 3 * k))
         return weighed.sent, counted.sent
 
-    for weighed, counted in among(size, body):
-        assert weighed == gloo.AHEAD_BYTES
-        assert weighed + counted == many * 2 * numel * 4
+    cuts = routes.even_cuts(numel, size)
+    for rank, (weighed, counted) in enumerate(among(size, body)):
+        own = cuts[rank + 1] - cuts[rank]
+        assert counted == 0
+        assert weighed == many * 4 * (2 * numel + (numel - own) + 2 * own)
+
+
+@pytest.mark.parametrize("numel", [100, 4096, 50_000])
+@pytest.mark.parametrize("beyond", [False, True])
+def test_ranks_may_wait_in_any_order(numel: int, beyond: bool) -> None:
+    """Rank 1 asks for the last first; the others issue more than the kernel holds, and then ask."""
+    size, many = 3, 40
+    room = torch.zeros(size * 8000)
+
+    def body(ranks: Group) -> list[Tensor]:
+        x = values(ranks.rank, numel)
+        handles: list[Any] = []
+        for k in range(many):
+            full = torch.zeros(size * numel, dtype=x.dtype)
+            handles += [
+                ranks.all_gather(full, x + k),
+                ranks.reduce_scatter(x * k),
+                ranks.all_reduce(x - k),
+                ranks.all_to_all([x + k + peer for peer in range(size)]),
+                ranks.broadcast(x * (k + 1), k % size),
+            ]
+        if ranks.rank == 1:
+            [handle.wait() for handle in reversed(handles)]
+        flood = [
+            ranks.all_gather(room.clone(), torch.ones(8000)) for _ in range(400 if beyond else 0)
+        ]
+        return [handle.wait() for handle in (*handles, *flood)][2 : 5 * many : 5]
+
+    parts = [values(rank, numel) for rank in range(size)]
+    for sums in among(size, body):
+        for k, total in enumerate(sums):
+            assert torch.equal(total, routes.summed([part - k for part in parts]))
 
 
 class Counted:
@@ -178,7 +213,7 @@ class Counted:
 
 
 class Weighed:
-    """Wires that count the payloads that go with headers."""
+    """Wires that count the payloads that go with headers and notes."""
 
     def __init__(self, wires: Wires) -> None:
         self.wires, self.sent = wires, 0
@@ -186,6 +221,10 @@ class Weighed:
     def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
         self.sent += len(payload)
         return self.wires.send(peer, digest, length, payload)
+
+    def send_note(self, peer: int, number: int, payload: bytes = b"") -> None:
+        self.sent += len(payload)
+        self.wires.send_note(peer, number, payload)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wires, name)

@@ -2,8 +2,9 @@
 
 A ledger counts what this rank hands to the network: payload, and the 16-byte header that every
 collective sends to every peer, or to its two neighbours in a group of more than 16 and beside
-NCCL (kind ``"header"``). It counts for the rank that opened it, from
-whatever thread the collective was issued (backward runs on threads of its own on CUDA).
+NCCL (kind ``"header"``); an all-reduce in two rounds sends one for each. It counts for the rank
+that opened it, from whatever thread the collective was issued (backward runs on threads of its own
+on CUDA).
 """
 
 from __future__ import annotations

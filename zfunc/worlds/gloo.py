@@ -37,7 +37,8 @@ from zfunc.digests import as_bytes
 from zfunc.errors import DesyncError, DeviceError
 from zfunc.worlds.halving import Halving
 from zfunc.worlds.hearing import HERE, loopback_only
-from zfunc.worlds.routes import children, is_direct, neighbours, parent
+from zfunc.worlds.routes import children, headers_each, is_direct, neighbours, parent
+from zfunc.worlds.scratch import Scratch
 from zfunc.worlds.transport import (
     Call,
     Hosted,
@@ -55,45 +56,12 @@ __all__ = ["LOOK", "PATIENCE", "Place", "PointToPoint", "lazily_connected", "unr
 
 PATIENCE = 3.0  # seconds for a peer to say what it is in
 LOOK = 0.25  # seconds between two looks whether a rank has come to a group, or ever will
-SCRATCH_BYTES, WORTH_KEEPING = 64 * 2**20, 2**18
 ANY = -1  # a message length that the header alone tells
-# What goes with its header, and how much of that before it is known to have been read: a socket
-# holds as much in the kernel's memory, so nobody waits for the reader.
-EAGER_BYTES, AHEAD_BYTES = 2**15, 2**17
+EAGER_BYTES = 2**15  # what goes with its header
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
 Message = tuple[int, Any]  # the peer concerned and torch's Work
 Header = tuple[int, int]  # the peer concerned and the header's ticket
-
-
-class Scratch:
-    """Receive buffers kept for the next reduction: fresh memory costs more than the message.
-
-    The system hands out zeroed pages one fault at a time, some 0.5 ms per MiB in a virtual
-    machine, against 0.25 ms to receive as much.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def take(self, like: Tensor) -> Tensor:
-        """A 1-D tensor of the shape and dtype of ``like``."""
-        sizes = range(like.nbytes, 2 * like.nbytes + 1)
-        fitting = [buffer for buffer in self._free if buffer.nbytes in sizes]
-        if not fitting:
-            return torch.empty_like(like)
-        buffer = min(fitting, key=lambda buffer: buffer.nbytes)
-        self._free = [other for other in self._free if other is not buffer]
-        return buffer[: like.nbytes].view(like.dtype)
-
-    def give(self, part: Tensor) -> None:
-        """Take a buffer back; small ones, and the smallest beyond ``SCRATCH_BYTES``, are freed."""
-        if part.untyped_storage().nbytes() < WORTH_KEEPING:
-            return
-        whole = part.new_empty(0, dtype=torch.uint8).set_(part.untyped_storage())
-        self._free = sorted([*self._free, whole], key=lambda buffer: -buffer.nbytes)
-        while sum(buffer.nbytes for buffer in self._free) > SCRATCH_BYTES:
-            self._free.pop()
 
 
 @dataclass(frozen=True)
@@ -123,14 +91,12 @@ class Swap:
         headers: those that are to come.
         into: where what comes belongs, by rank.
         received, sent: gloo's messages.
-        carried: bytes that went with the headers.
     """
 
     headers: list[Header]
     into: Sequence[Tensor]
     received: list[Message]
     sent: list[Message]
-    carried: int
 
 
 @contextmanager
@@ -175,7 +141,6 @@ class PointToPoint(Hosted):
         self._met: set[int] = set()  # the peers that this rank has exchanged messages with
         self._complete = False  # whether all of a large group have come to a collective
         self._unmet: dict[int, list[Header]] = {}  # by collective, until it is agreed on
-        self._ahead = 0  # bytes that went with headers in collectives that are under way
         self._under_way: set[Any] = set()  # gloo's messages that nobody has seen the end of
         self._departures, self._stops = place.departures, place.stops
         self._halving = Halving(self)
@@ -196,8 +161,9 @@ class PointToPoint(Hosted):
         nothing = [0] * self.size
         self.agree(call, self.announce(call, nothing), nothing)
 
-    def announces_to(self, kind: str, data: Tensor | None) -> int:
-        return len(self._peers)
+    def headers_sent(self, kind: str, data: Tensor | None) -> int:
+        nbytes = 0 if data is None else data.nbytes
+        return len(self._peers) * headers_each(kind, nbytes, self.size)
 
     def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         if self._direct:
@@ -260,9 +226,24 @@ class PointToPoint(Hosted):
         segments = [flat[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
         yield from self._reduce_scatter(call, flat, cuts, own)
-        received = [self.receive(call, peer, segments[peer], phase=1) for peer in self._peers]
-        sent = [self.send(call, peer, own, phase=1) for peer in self._peers]
-        self.finish(call, received + sent)
+        large = [peer for peer in self._peers if not _is_small(segments[peer])]
+        messages = [self.receive(call, peer, segments[peer], phase=1) for peer in large]
+        payload = b""
+        if _is_small(own):
+            payload = bytes(as_bytes(own))
+        else:
+            messages += [self.send(call, peer, own, phase=1) for peer in self._peers]
+        # No rank waits for gloo, and stops reading, before what it waits for has been sent: others
+        # may have to write much to it before they come as far. Hence a second header.
+        for peer in self._peers:
+            with self._telling_lost(call, peer):
+                self._wires.send_note(peer, call.number, payload)
+        for peer in self._peers:
+            with self._telling_lost(call, peer):
+                reduced = self._wires.take_note(peer, call.number)
+            if peer not in large:
+                as_bytes(segments[peer])[:] = reduced
+        self.finish(call, messages)
         return flat
 
     def all_to_all(
@@ -311,6 +292,7 @@ class PointToPoint(Hosted):
         lengths, payloads = self._told(call, swap.headers, [ANY] * self.size)
         parts = [own.new_empty(length) for length in lengths]
         swap.into = parts
+        swap.received = self._receive(call, parts)
         self._fill(call, swap, payloads)
         self.finish(call, swap.sent)
         parts[self.rank] = own
@@ -319,28 +301,29 @@ class PointToPoint(Hosted):
     def _swap(self, call: Call, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Swap:
         """Send each peer its part, small ones with their headers; receive into tensors, if any.
 
-        Peers see by the headers what came with them. So of small parts nothing is asked of gloo
-        before :meth:`_fill` has seen that it did not.
+        All gloo's messages are under way when this returns: a receive that came with ``wait`` only
+        would be waited for by a peer that waits for its collectives in another order.
         """
         payloads: dict[int, bytes] = {}
         made: dict[int, bytes] = {}  # by part: most collectives send all peers the same
-        carried = 0
         for peer in self._peers:
             part = parts[peer]
-            if _is_small(part) and self._ahead + carried + part.nbytes <= AHEAD_BYTES:
+            if _is_small(part):
                 if id(part) not in made:
                     made[id(part)] = bytes(as_bytes(part))
                 payloads[peer] = made[id(part)]
-                carried += part.nbytes
-        self._ahead += carried
         headers = self.announce(call, [part.numel() for part in parts], payloads=payloads)
-        received = [
+        received = self._receive(call, into) if into else []
+        sent = [self.send(call, peer, parts[peer]) for peer in self._peers if peer not in payloads]
+        return Swap(headers, into, received, sent)
+
+    def _receive(self, call: Call, into: Sequence[Tensor]) -> list[Message]:
+        """Start to receive what does not come with a header."""
+        return [
             self.receive(call, peer, into[peer])
-            for peer in (self._peers if into else ())
+            for peer in self._peers
             if not _is_small(into[peer])
         ]
-        sent = [self.send(call, peer, parts[peer]) for peer in self._peers if peer not in payloads]
-        return Swap(headers, into, received, sent, carried)
 
     def _arrive(self, call: Call, swap: Swap) -> None:
         """Wait for what the peers send."""
@@ -349,15 +332,9 @@ class PointToPoint(Hosted):
         self._fill(call, swap, payloads)
 
     def _fill(self, call: Call, swap: Swap, payloads: dict[int, bytearray]) -> None:
-        self._ahead -= swap.carried
         for peer in self._peers:
-            part = swap.into[peer]
-            if not _is_small(part):
-                continue
-            if payloads[peer]:
-                as_bytes(part)[:] = payloads[peer]
-            else:
-                swap.received.append(self.receive(call, peer, part))
+            if _is_small(swap.into[peer]):
+                as_bytes(swap.into[peer])[:] = payloads[peer]
         self.finish(call, swap.received)
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -444,10 +421,8 @@ class PointToPoint(Hosted):
         headers = []
         for peer in self._peers if peers is None else peers:
             payload = payloads.get(peer, b"")
-            try:
+            with self._telling_lost(call, peer):
                 ticket = self._wires.send(peer, call.digest, lengths[peer], payload)
-            except OSError as error:
-                raise self._lost(call, peer, error) from error
             headers.append((peer, ticket))
         self._unmet[call.number] = headers
         if peers is None and not self._direct and not self._complete:
@@ -473,10 +448,8 @@ class PointToPoint(Hosted):
 
     def _compare(self, call: Call, peer: int, ticket: int) -> int:
         """The length that a peer tells, if it is in the same collective."""
-        try:
+        with self._telling_lost(call, peer):
             digest, length = self._wires.receive(peer, ticket)
-        except OSError as error:
-            raise self._lost(call, peer, error) from error
         if digest != call.digest:
             self._wires.tell(told(call.digest))
             theirs = self._wires.ask(peer, PATIENCE) or told(digest)
@@ -493,6 +466,13 @@ class PointToPoint(Hosted):
             except RuntimeError as error:
                 raise self._lost(call, peer, error) from error
             self._under_way.discard(work)
+
+    @contextmanager
+    def _telling_lost(self, call: Call, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._lost(call, peer, error) from error
 
     def _lost(self, call: Call, peer: int, error: Exception) -> DesyncError:
         rank = self._world_ranks[peer]

@@ -68,9 +68,9 @@ class Native:
         self._checked: torch.cuda.Event | None = None  # behind all that was issued until then
         self._unchecked: deque[tuple[Call, list[Header], Sequence[int]]] = deque()
 
-    def announces_to(self, kind: str, data: Tensor | None) -> int:
+    def headers_sent(self, kind: str, data: Tensor | None) -> int:
         if self.hosted(data):
-            return self._cpu.announces_to(kind, data)
+            return self._cpu.headers_sent(kind, data)
         return len(self._told(kind))
 
     def _told(self, kind: str) -> list[int]:

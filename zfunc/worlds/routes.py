@@ -25,6 +25,7 @@ __all__ = [
     "children",
     "even_cuts",
     "goes_whole",
+    "headers_each",
     "is_direct",
     "neighbours",
     "parent",
@@ -282,6 +283,16 @@ def offsets(lengths: Sequence[int]) -> list[int]:
     for length in lengths:
         cuts.append(cuts[-1] + length)
     return cuts
+
+
+def headers_each(kind: str, nbytes: int, size: int) -> int:
+    """How many headers a collective of the host sends each neighbour: one begins a second round.
+
+    >>> headers_each("all_gather", 10**6, 4), headers_each("all_reduce", 10**6, 4)
+    (1, 2)
+    """
+    twice = kind == "all_reduce" and is_direct(size) and not goes_whole(nbytes, size)
+    return 2 if twice else 1
 
 
 def goes_whole(nbytes: int, size: int) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.worlds.axes import Mesh
-from zfunc.worlds.routes import is_direct, neighbours, summed
+from zfunc.worlds.routes import headers_each, is_direct, neighbours, summed
 from zfunc.worlds.transport import (
     EXITED,
     Call,
@@ -240,8 +240,9 @@ class Meetings(Hosted):
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
         self._epoch = fabric.epoch
 
-    def announces_to(self, kind: str, data: Tensor | None) -> int:
-        return len(neighbours(self.rank, self.size))
+    def headers_sent(self, kind: str, data: Tensor | None) -> int:
+        nbytes = 0 if data is None else data.nbytes
+        return len(neighbours(self.rank, self.size)) * headers_each(kind, nbytes, self.size)
 
     def mark(self, call: Call) -> None:
         for _ in self._meet(call, None, list):

@@ -57,8 +57,8 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def announces_to(self, kind: str, data: Tensor | None) -> int:
-        """How many peers a collective on ``data`` sends its header to."""
+    def headers_sent(self, kind: str, data: Tensor | None) -> int:
+        """How many headers this rank sends in a collective on ``data``."""
 
     def hosted(self, data: Tensor | None) -> bool:
         """Whether a collective on ``data`` is the host's work, and in the host's memory."""
@@ -148,7 +148,7 @@ class Alone(Hosted):
 
     rank, size = 0, 1
 
-    def announces_to(self, kind: str, data: Tensor | None) -> int:
+    def headers_sent(self, kind: str, data: Tensor | None) -> int:
         return 0
 
     def mark(self, call: Call) -> None:

@@ -8,6 +8,9 @@ at once that a peer has died, and a read from it can be interrupted.
 A rank listens from the beginning and calls a peer when it first has something to tell it, over a
 socket of its own for each direction: so nobody waits to be called, and a rank has sockets to those
 ranks only that it really talks to.
+
+Whoever waits here, for room to write or for something to come, reads what any peer writes: those
+who wait for each other would do so for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ __all__ = ["Wires"]
 
 HEADER = struct.Struct("<qq")
 assert HEADER.size == HEADER_BYTES
-TEXT = -1  # in place of a digest: that many bytes of text follow
+TEXT, NOTE = -1, -2  # in place of a digest: as many bytes of text follow, or a note
 LENGTH_BITS = 44  # of a header's second number; how many bytes of payload follow is above them
 READ_BYTES = 2**18
 TOKEN_BYTES = 16
@@ -65,14 +68,20 @@ class Wires:
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._heard: defaultdict[int, int] = defaultdict(int)
         self._early: dict[tuple[int, int], tuple[int, int, bytearray]] = {}
+        self._notes: dict[tuple[int, int], bytearray] = {}
         self._texts: dict[int, str] = {}
         self._to: dict[int, socket.socket] = {}
         self._from: dict[int, socket.socket] = {}
+        self._reads: defaultdict[int, int] = defaultdict(int)
+        self._ends: dict[int, str] = {}  # why nothing more comes from a peer
+        self._hung_up: set[int] = set()  # peers that no longer read
         self._unread: defaultdict[int, bytearray] = defaultdict(bytearray)  # less than a message
         self._callers: dict[socket.socket, tuple[bytes, float]] = {}  # who have not said who
         self._server = listening()
+        self._watched = selectors.DefaultSelector()
+        self._watched.register(self._server, selectors.EVENT_READ)
         # Held by the finaliser, so that they are closed before the garbage collector meets them.
-        self._open = {self._server}
+        self._open: set[socket.socket | selectors.BaseSelector] = {self._server, self._watched}
         self.close = weakref.finalize(self, _close, self._open)
         self.close.atexit = False
         # Whoever calls must know a word that only went through the store.
@@ -88,21 +97,13 @@ class Wires:
     def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
         """Send a header and what goes with it; returns its ticket: how many this peer got.
 
-        It waits for the peer only where the kernel holds no more, and reads meanwhile what peers
-        write: they may be waiting likewise.
+        It waits for the peer only where the kernel holds no more.
 
         Raises:
             TimeoutError: the peer did not read in time.
             OSError: the peer is gone.
         """
-        sock = self._to.get(peer) or self._call(peer)
-        data = HEADER.pack(digest, length | len(payload) << LENGTH_BITS) + payload
-        try:
-            done = sock.send(data)
-        except BlockingIOError:
-            done = 0
-        if done < len(data):
-            self._push(sock, memoryview(data)[done:])
+        self._write(peer, digest, length, payload)
         self._sent[peer] += 1
         return self._sent[peer]
 
@@ -114,9 +115,7 @@ class Wires:
             OSError: the peer is gone, or out of step with another one.
         """
         while self._heard[peer] < ticket:
-            if peer in self._texts:
-                raise ConnectionAbortedError(f"it stopped in {self._texts[peer]}")
-            self._read(peer, self._timeout)
+            self._read_on(peer)
         digest, length, _ = self._early[peer, ticket]
         return digest, length
 
@@ -124,12 +123,32 @@ class Wires:
         """The payload that came with a header, empty if none did; neither is kept any longer."""
         return self._early.pop((peer, ticket))[2]
 
+    def send_note(self, peer: int, number: int, payload: bytes = b"") -> None:
+        """Send a message outside the order of the headers, which a number tells.
+
+        Raises:
+            TimeoutError: the peer did not read in time.
+            OSError: the peer is gone.
+        """
+        self._write(peer, NOTE, number, payload)
+
+    def take_note(self, peer: int, number: int) -> bytearray:
+        """The payload of the peer's note with this number.
+
+        Raises:
+            TimeoutError: it did not come in time.
+            OSError: the peer is gone, or out of step with another one.
+        """
+        while (peer, number) not in self._notes:
+            self._read_on(peer)
+        return self._notes.pop((peer, number))
+
     def tell(self, text: str) -> None:
         """Send every peer that was called a text, for whoever asks with :meth:`ask`."""
         data = text.encode()
-        for sock in self._to.values():
+        for peer in tuple(self._to):
             try:
-                self._push(sock, memoryview(HEADER.pack(TEXT, len(data)) + data))
+                self._push(peer, memoryview(HEADER.pack(TEXT, len(data)) + data))
             except OSError:
                 continue  # gone, so it will not ask
 
@@ -143,59 +162,122 @@ class Wires:
             return None
         return self._texts[peer]
 
+    def _write(self, peer: int, kind: int, number: int, payload: bytes) -> None:
+        if peer not in self._to:
+            self._call(peer)
+        data = HEADER.pack(kind, number | len(payload) << LENGTH_BITS) + payload
+        self._push(peer, memoryview(data))
+
+    def _push(self, peer: int, data: memoryview) -> None:
+        """Send all of ``data``; where the kernel holds no more, serve others until it does."""
+        sock, deadline = self._to[peer], None
+        while data:
+            try:
+                data = data[sock.send(data) :]
+            except BlockingIOError:
+                if peer in self._hung_up:
+                    raise ConnectionResetError(CLOSED) from None
+                deadline = deadline or time.monotonic() + self._timeout
+                self._serve(deadline, pushing=peer)
+
+    def _read_on(self, peer: int) -> None:
+        if peer in self._texts:
+            raise ConnectionAbortedError(f"it stopped in {self._texts[peer]}")
+        self._read(peer, self._timeout)
+
     def _read(self, peer: int, seconds: float) -> None:
-        """Wait for something from a peer, and keep the messages that are complete."""
-        sock = self._from.get(peer) or self._answer(peer, seconds)
-        if sock.gettimeout() != seconds:
-            sock.settimeout(seconds)
-        part = sock.recv(READ_BYTES)
-        if not part:
-            raise ConnectionResetError(CLOSED)
+        """Wait for something from a peer, and serve the others meanwhile.
+
+        They may write more than the kernel holds before they come to what this rank waits for.
+        """
+        before = self._reads[peer]
+        self._take_in(peer)
+        deadline, late = time.monotonic() + seconds, False
+        while self._reads[peer] == before:
+            if peer in self._ends:
+                raise ConnectionResetError(self._ends[peer])
+            if peer in self._hung_up and peer not in self._from and not late:
+                late = True  # what it said before may be on its way
+                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+            try:
+                self._serve(deadline)
+            except TimeoutError:
+                if late:
+                    raise ConnectionResetError(CLOSED) from None
+                raise
+
+    def _take_in(self, peer: int) -> None:
+        """Keep the messages that have arrived from a peer."""
+        if peer not in self._from or peer in self._ends:
+            return
+        sock, why = self._from[peer], CLOSED
+        try:
+            part = sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            part, why = b"", str(error)
+        if part:
+            self._reads[peer] += 1
+            self._sort(peer, part)
+        else:
+            self._ends[peer] = why
+            self._watched.unregister(sock)
+
+    def _sort(self, peer: int, part: bytes) -> None:
         data = self._unread[peer]
         data += part
         start = 0
         while len(data) >= start + HEADER_BYTES:
-            digest, length = HEADER.unpack_from(data, start)
-            size = length if digest == TEXT else length >> LENGTH_BITS
+            kind, number = HEADER.unpack_from(data, start)
+            size = number if kind == TEXT else number >> LENGTH_BITS
+            number &= (1 << LENGTH_BITS) - 1
             stop = start + HEADER_BYTES + size
             if len(data) < stop:
                 break
             payload = data[stop - size : stop]
-            if digest == TEXT:
+            if kind == TEXT:
                 self._texts.setdefault(peer, payload.decode())
+            elif kind == NOTE:
+                self._notes[peer, number] = payload
             else:
                 self._heard[peer] += 1
-                length &= (1 << LENGTH_BITS) - 1
-                self._early[peer, self._heard[peer]] = digest, length, payload
+                self._early[peer, self._heard[peer]] = kind, number, payload
             start = stop
         del data[:start]
 
-    def _push(self, sock: socket.socket, data: memoryview) -> None:
-        """Send all of ``data``, and read what arrives until that is possible."""
-        deadline = time.monotonic() + self._timeout
-        ended: set[int] = set()
-        while True:
-            with suppress(BlockingIOError):
-                data = data[sock.send(data) :]
-            if not data:
-                return
-            peers = {other: peer for peer, other in self._from.items() if peer not in ended}
-            watched = [self._server, *self._callers, *peers]
-            ready = _ready(watched, deadline - time.monotonic(), until=sock)
-            if not ready:
-                raise TimeoutError("timed out")
-            for other in ready:
-                if other in self._callers:
-                    self._hear(other)
-                elif other is self._server:
-                    self._welcome()
-                elif other is not sock:
-                    try:
-                        self._read(peers[other], self._timeout)
-                    except OSError:  # whoever reads from it next is told
-                        ended.add(peers[other])
+    def _serve(self, deadline: float, pushing: int | None = None) -> None:
+        """Wait until something can be read, or the peer ``pushing`` takes more, and read it.
 
-    def _call(self, peer: int) -> socket.socket:
+        Raises:
+            TimeoutError: nothing can.
+        """
+        left = deadline - time.monotonic()
+        if pushing is not None:
+            self._watch(pushing, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        try:
+            ready = self._watched.select(left) if left > 0 else []
+        finally:
+            if pushing is not None:
+                self._watch(pushing, selectors.EVENT_READ)
+        if not ready:
+            raise TimeoutError("timed out")
+        for key, events in ready:
+            sock: socket.socket = key.fileobj  # type: ignore[assignment]
+            if sock is self._server:
+                self._welcome()
+            elif sock in self._callers:
+                self._hear(sock)
+            elif sock is self._from.get(key.data):
+                self._take_in(key.data)
+            elif events & selectors.EVENT_READ:  # nothing ever comes this way, but the end
+                self._hung_up.add(key.data)
+                self._watched.unregister(sock)
+
+    def _watch(self, peer: int, events: int) -> None:
+        self._watched.modify(self._to[peer], events, peer)
+
+    def _call(self, peer: int) -> None:
         """Connect to a peer and say who calls."""
         card = self._card_of(peer)
         host, address, port = card[TOKEN_BYTES:].decode().split("\n")
@@ -205,28 +287,8 @@ class Wires:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(card[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))
         sock.setblocking(False)
+        self._watched.register(sock, selectors.EVENT_READ, peer)
         self._to[peer] = sock
-        return sock
-
-    def _answer(self, peer: int, seconds: float) -> socket.socket:
-        """Let callers in until ``peer`` is among them."""
-        deadline = time.monotonic() + seconds
-        end, ended = self._to.get(peer), False  # nothing ever comes this way, but the end
-        while peer not in self._from:
-            watched = [self._server, *self._callers]
-            if end is not None and not ended:
-                watched.append(end)
-            ready = _ready(watched, deadline - time.monotonic())
-            if not ready:
-                raise ConnectionResetError(CLOSED) if ended else TimeoutError("timed out")
-            for sock in ready:
-                if sock in self._callers:
-                    self._hear(sock)
-            if self._server in ready:
-                self._welcome()
-            if end in ready:  # what it said before may be on its way
-                ended, deadline = True, min(deadline, time.monotonic() + LATE_SECONDS)
-        return self._from[peer]
 
     def _welcome(self) -> None:
         """Let one more caller in; those that are silent for long go."""
@@ -238,6 +300,7 @@ class Wires:
         self._open.add(sock)
         sock.setblocking(False)
         self._callers[sock] = b"", now
+        self._watched.register(sock, selectors.EVENT_READ)
 
     def _hear(self, sock: socket.socket) -> None:
         """Read on in a caller's greeting: the token, and then who calls. Nobody waits for it."""
@@ -252,33 +315,26 @@ class Wires:
         elif len(said) < GREETING_BYTES:
             self._callers[sock] = said, since
         else:
-            del self._callers[sock]
-            sock.settimeout(self._timeout)
-            self._from[int.from_bytes(said[TOKEN_BYTES:], "little")] = sock
+            self._let_in(sock, int.from_bytes(said[TOKEN_BYTES:], "little"))
+
+    def _let_in(self, sock: socket.socket, peer: int) -> None:
+        if peer in self._from:  # a rank calls once
+            self._dismiss(sock)
+            return
+        del self._callers[sock]
+        self._watched.modify(sock, selectors.EVENT_READ, peer)
+        self._from[peer] = sock
 
     def _dismiss(self, sock: socket.socket) -> None:
         del self._callers[sock]
+        self._watched.unregister(sock)
         self._open.discard(sock)
         sock.close()
 
 
-def _close(sockets: set[socket.socket]) -> None:
-    for sock in sockets:
-        sock.close()
-
-
-def _ready(
-    sockets: list[socket.socket], seconds: float, until: socket.socket | None = None
-) -> list[socket.socket]:
-    """Those from which something can be read, as soon as there is one, or ``until`` is writable."""
-    if seconds <= 0:
-        return []
-    with selectors.DefaultSelector() as watched:
-        for sock in sockets:
-            watched.register(sock, selectors.EVENT_READ)
-        if until is not None:
-            watched.register(until, selectors.EVENT_WRITE)
-        return [key.fileobj for key, _ in watched.select(seconds)]  # type: ignore[misc]
+def _close(opened: set[socket.socket | selectors.BaseSelector]) -> None:
+    for it in opened:
+        it.close()
 
 
 def _host() -> str:
