@@ -149,7 +149,8 @@ CONTESTANTS: dict[str, Contestant] = {
     **{
         f"zfunc{stage}": Contestant(
             partial(zfunc, stage=stage),
-            imports=("zfunc", "zfunc.optim", "llvmlite.binding"),  # what compiles its kernels
+            # llvmlite compiles its kernels.
+            imports=("zfunc", "zfunc.optim", "zfunc.transforms", "llvmlite.binding"),
             join=join_zfunc,
         )
         for stage in (0, 1, 2, 3)

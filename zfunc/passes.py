@@ -16,7 +16,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -383,11 +383,10 @@ class Pass:
         for key in self.plan[self.cursor : self.cursor + self.prefetch + 1]:
             if run := self._known(key):
                 run.fetch()
-        room, ahead, layers = self.room, 0, {self._layer(now.key)}
+        ahead, layers = 0, {self._layer(now.key)}
         met: set[tuple[int, int]] = set()
-        for i, key in enumerate(self.plan[self.cursor :]):
+        for i, (key, room) in enumerate(self._coming()):
             size, run = self._size(key), self._known(key)
-            room -= size
             layers.add(self._layer(key))
             on_disk = run is not None and run.source.node is not None  # its store reads ahead
             enough = i >= self.prefetch if on_disk else len(layers) > self.prefetch + 1
@@ -402,13 +401,27 @@ class Pass:
             ahead += size
             self.most_ahead = max(self.most_ahead, ahead)
 
+    def _coming(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """The plan from here to the turn, with the room left behind each unit.
+
+        The turn is a unit that comes again. There most of the activations are in memory, so no
+        layer behind it is gathered ahead, unless there is room for all.
+        """
+        room, passed = self.room, set(self.plan[self.cursor - 1 : self.cursor])
+        for key in self.plan[self.cursor :]:
+            room -= self._size(key)
+            if key in passed and room < 0:
+                return
+            passed.add(key)
+            yield key, room
+
     def next_layer(self, now: Sequence[UnitRun]) -> list[tuple[int, int]]:
         """The units that the plan has behind these, of one layer, if they are not there yet."""
         met = {self._layer(run.key) for run in now}
         first: tuple[int, int] | None = None
         found: list[tuple[int, int]] = []
         size = 0
-        for key in self.plan[self.cursor :] if self.prefetch else ():
+        for key, _ in self._coming() if self.prefetch else ():
             run, layer = self._known(key), self._layer(key)
             if layer in met or run is None:
                 continue
