@@ -42,6 +42,43 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, dropout_p=p)
 
 
+class Alone(nn.Module):
+    """Nothing but dropout: it has no parameters of its own."""
+
+    def __init__(self, p: float = 0.3) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.p, self.training)
+
+
+class Kernel(Alone):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, self.p, self.training)[0]
+
+
+class InPlace(Alone):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout_(x.clone(), self.p, self.training)
+
+
+class Heads(nn.Module):
+    """Attention as a function, which is told its probability and whether it is on."""
+
+    def __init__(self, p: float = 0.3) -> None:
+        super().__init__()
+        self.into, self.out, self.p = nn.Linear(4, 12), nn.Linear(4, 4), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        weights = self.into.weight, self.into.bias, None, None, False
+        out = self.out.weight, self.out.bias
+        return F.multi_head_attention_forward(
+            *(x, x, x, 4, 1), *weights, self.p, *out, training=self.training
+        )[0][:, 0]
+
+
 class Fixed(Functional):
     """Off on purpose, whatever the mode."""
 
@@ -53,8 +90,8 @@ def stacked(*parts: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), *parts, nn.Linear(4, 4))
 
 
-def frozen_part() -> nn.Module:
-    return stacked(stacked(nn.Dropout(0.5)).eval().requires_grad_(False))
+def frozen_part(*parts: nn.Module) -> nn.Module:
+    return stacked(stacked(*(parts or (nn.Dropout(0.5),))).eval().requires_grad_(False))
 
 
 def from_pretrained_under_a_head() -> nn.Module:
@@ -67,6 +104,13 @@ LOUD: dict[str, Callable[[], nn.Module]] = {
     "functional": lambda: stacked(Functional()).eval(),
     "functional at the top": lambda: Functional().eval(),
     "attention": lambda: stacked(Attending()).eval(),
+    "no parameters": lambda: stacked(Alone()).eval(),
+    "no parameters at the end of a layer": lambda: stacked(
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Alone()))
+    ).eval(),
+    "native_dropout": lambda: stacked(Kernel()).eval(),
+    "dropout_": lambda: stacked(InPlace()).eval(),
+    "heads": lambda: stacked(Heads()).eval(),
     "under a head": from_pretrained_under_a_head,
     "rnn": lambda: nn.GRU(4, 4, num_layers=2, dropout=0.2).eval(),
 }
@@ -77,6 +121,8 @@ SILENT: dict[str, Callable[[], nn.Module]] = {
     "frozen BatchNorm": lambda: stacked(nn.BatchNorm1d(4).eval(), nn.Dropout(0.1)),
     "BatchNorm": lambda: stacked(nn.BatchNorm1d(4)).eval(),
     "frozen part": frozen_part,
+    "frozen part, functional": lambda: frozen_part(Alone()),
+    "no parameters, p=0": lambda: stacked(Alone(0.0), Heads(0.0)).eval(),
     "off on purpose": lambda: stacked(Fixed()),
     "one layer": lambda: nn.GRU(4, 4, num_layers=1).eval(),
 }
@@ -145,7 +191,7 @@ def test_who_does_not_differentiate_hears_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", ["in a layer", "functional", "attention"])
+@pytest.mark.parametrize("name", ["in a layer", "functional", "no parameters", "attention"])
 def test_ranks_and_layers_that_enter_one_by_one(name: str, stage: int) -> None:
     f, tx = zf.functionalize(LOUD[name]()), optim.sgd(0.1)
 
@@ -158,3 +204,37 @@ def test_ranks_and_layers_that_enter_one_by_one(name: str, stage: int) -> None:
 
     assert said(lambda: zf.simulate(2)(lambda: run(train=False))()) == []
     assert len(said(lambda: zf.simulate(2)(run)())) == 1
+
+
+class Frozen(nn.Module):
+    """A trained head behind a part that is not trained, whose layers enter one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).requires_grad_(False)
+        self.teacher, self.head = Between(body), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.teacher(x))
+
+
+class Between(nn.Module):
+    """Dropout outside of the layers."""
+
+    def __init__(self, body: nn.ModuleList) -> None:
+        super().__init__()
+        self.body, self.alone = body, Alone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body[1](self.alone(self.body[0](x)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_part_whose_layers_are_elsewhere_is_silent(stage: int) -> None:
+    f, tx = zf.functionalize(Frozen().eval()), optim.sgd(0.1)
+
+    def run() -> None:
+        step = zf.shard(zf.train_step(loss_of(f), tx), stage=stage, unit_bytes=1)
+        step(step.place(zf.TrainState.create(f.params, tx)), zf.local_batch(X))
+
+    assert said(lambda: zf.simulate(2)(run)()) == []

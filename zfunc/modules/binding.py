@@ -142,7 +142,15 @@ class Template:
         return [
             (
                 *slot,
-                lazy_tensor(closed, leaf.name, leaf.path, leaf.shape, leaf.dtype, leaf.device),
+                lazy_tensor(
+                    closed,
+                    leaf.name,
+                    leaf.path,
+                    leaf.shape,
+                    leaf.dtype,
+                    leaf.device,
+                    leaf.requires_grad,
+                ),
             )
             for leaf in leaves
             for slot in self._slots(leaf)
@@ -353,6 +361,7 @@ class Template:
                     leaf.shape,
                     dtypes.get(leaf.dtype, leaf.dtype),
                     device or leaf.device,
+                    leaf.requires_grad,
                 )
                 for leaf in unit.leaves
             ]

@@ -85,8 +85,13 @@ class Cell:
 
 
 class LazyTensor(Tensor):
-    """A tensor whose metadata are known and whose values come from a :class:`Cell`."""
+    """A tensor whose metadata are known and whose values come from a :class:`Cell`.
 
+    Attributes:
+        trains: whether the module has it as a parameter with a gradient.
+    """
+
+    trains: bool
     _fetch: Callable[[], Tensor]
 
     @classmethod
@@ -127,8 +132,9 @@ def lazy_tensor(
     shape: torch.Size,
     dtype: torch.dtype,
     device: torch.device,
+    trains: bool,
 ) -> LazyTensor:
     """The parameter ``name``, found under ``path`` in what ``cell`` resolves to."""
     lazy: LazyTensor = Tensor._make_wrapper_subclass(LazyTensor, shape, dtype=dtype, device=device)
-    lazy._fetch = lambda: cell.fetch(name, path)
+    lazy._fetch, lazy.trains = lambda: cell.fetch(name, path), trains
     return lazy

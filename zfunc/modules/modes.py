@@ -21,25 +21,43 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from zfunc.modules.lazy import LazyTensor
 from zfunc.nodes import OPAQUE, Tree, leaves_in
 from zfunc.primitives import Ref
 
 __all__ = ["Modes"]
 
-_FUNCTIONAL = frozenset(
-    {
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-        torch.dropout,
-        torch.feature_dropout,
-        torch.alpha_dropout,
-        torch.feature_alpha_dropout,
-    }
-)
+Argument = tuple[str, int]  # its name, and its position
+
+# Each with where its probability is among its arguments, and whether it is on.
+_FUNCTIONAL: dict[Any, tuple[Argument, Argument]] = {
+    **dict.fromkeys(
+        (
+            F.dropout,
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+        ),
+        (("p", 1), ("training", 2)),
+    ),
+    **dict.fromkeys(
+        (
+            torch.dropout,
+            torch.dropout_,
+            torch.feature_dropout,
+            torch.feature_dropout_,
+            torch.alpha_dropout,
+            torch.alpha_dropout_,
+            torch.feature_alpha_dropout,
+            torch.feature_alpha_dropout_,
+            torch.native_dropout,
+        ),
+        (("p", 1), ("train", 2)),
+    ),
+    F.multi_head_attention_forward: (("dropout_p", 10), ("training", 13)),
+}
 
 
 class Modes:
@@ -108,7 +126,9 @@ def _off(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
+    return any(
+        p.trains if isinstance(p, LazyTensor) else p.requires_grad for p in module.parameters()
+    )
 
 
 def _probability(module: nn.Module) -> str | None:
@@ -135,22 +155,30 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.found is None and func in _FUNCTIONAL:
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            if p > 0 and not on:
-                caller = _caller()
-                if caller is None or (not caller.training and _is_trained(caller)):
-                    kind = "a module" if caller is None else f"a {type(caller).__name__}"
+            (name, i), (switch, k) = _FUNCTIONAL[func]
+            p = kwargs.get(name, args[i] if len(args) > i else 0.5)
+            if p > 0 and not kwargs.get(switch, args[k] if len(args) > k else True):
+                callers = _callers(sys._getframe(1))
+                if _is_off(callers):
+                    kind = f"a {type(callers[0]).__name__}" if callers else "a module"
                     self.found = f"{func.__name__}, p={p:g}, in {kind}"
         return func(*args, **kwargs)
 
 
-def _caller() -> nn.Module | None:
-    """The module whose method is running."""
-    frame: FrameType | None = sys._getframe(2)
+def _callers(frame: FrameType | None) -> list[nn.Module]:
+    """The modules whose methods are running, from the innermost on."""
+    found = []
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            return found
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module):
+            found.append(owner)
         frame = frame.f_back
-    return None
+    return found
+
+
+def _is_off(callers: list[nn.Module]) -> bool:
+    """Whether dropout in the innermost of these modules is off with a part that is trained."""
+    if callers and callers[0].training:
+        return False  # on purpose
+    # A module that is nothing but dropout has no parameters: what it is a part of decides.
+    part = next((m for m in callers if next(m.parameters(), None) is not None), None)
+    return part is None or _is_trained(part)
