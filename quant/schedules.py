@@ -32,8 +32,12 @@ Schedule = dict[str, Tensor]
 class Rules:
     """How bits fall.
 
+    ``start_bits`` and ``period`` decide how a schedule begins, and mean nothing later; the others
+    count step by step, and may change between two steps.
+
     Attributes:
-        start_bits, target_bits: from where to where, one at a time.
+        start_bits, target_bits: from where to where, one at a time. Bits that are below a target
+            stay where they are.
         period: steps until the first bit falls.
         offset: steps before anything is rounded or counted.
         mix_rate: how fast the mixing ratio falls; None mixes nothing.
@@ -70,7 +74,7 @@ def start(rules: Rules, count: int) -> Schedule:
     """The schedule of ``count`` weights before the first step: a dict of tensors.
 
     ``steps`` is 0-d int64, ``bits`` and ``periods`` are int64 ``[count]``, ``ratio`` and
-    ``curvature`` fp32 ``[count]``.
+    ``curvature`` fp32 ``[count]``; ``begun``, int64 ``[2]``, has the rules' bits and period.
     """
     return {
         "steps": torch.zeros((), dtype=torch.int64),
@@ -78,6 +82,7 @@ def start(rules: Rules, count: int) -> Schedule:
         "periods": torch.full((count,), rules.period),
         "ratio": torch.full((count,), 0.0 if rules.mix_rate is None else 1.0),
         "curvature": torch.zeros(count),
+        "begun": torch.tensor([rules.start_bits, rules.period], device="cpu"),
     }
 
 
@@ -110,7 +115,9 @@ def advance(schedule: Schedule, rules: Rules, curvature: Tensor | None = None) -
     slower = 2 * schedule["periods"] * factors(new["curvature"])
     new["bits"] = schedule["bits"] - drop.long()
     new["periods"] = torch.where(drop, slower, schedule["periods"])
-    if rules.mix_rate is not None:
+    if rules.mix_rate is None:
+        new["ratio"] = torch.zeros_like(schedule["ratio"])
+    else:
         ratio = (schedule["ratio"] - rules.mix_rate).clamp_min(0)
         new["ratio"] = torch.where(drop, torch.ones_like(ratio), ratio)
     return new

@@ -40,7 +40,7 @@ from zfunc.tree import dotted
 __all__ = ["MoQ"]
 
 NAME = "quantize"
-carried.may_lose(NAME, ["chosen"])  # checkpoints of before lack it
+carried.may_lose(NAME, ["chosen", "begun"])  # checkpoints of before lack them
 TAG = -5  # sets the rounding's key apart from the other keys of a step
 
 
@@ -142,7 +142,20 @@ class MoQ(Transform):
                 f"weights, the state has {len(paths)} to be rounded. It was placed by a step with "
                 f"another `include` than {self!r}, or for another model."
             )
+        self._check_begun(schedule)
         running.notes[NAME] = _Call(self, schedule, list(paths), running.key)
+
+    def _check_begun(self, schedule: Schedule) -> None:
+        """Refuse a schedule that began otherwise: it would go on as it began, without a word."""
+        mine = [self.rules.start_bits, self.rules.period]
+        begun = schedule["begun"].tolist() if "begun" in schedule else mine
+        if begun != mine:
+            raise PlacementError(
+                "the bit schedule of the state began with start_bits={}, period={}; this step has "
+                "start_bits={}, period={}, which count where a state is placed and not later. Give "
+                "the step those of the state, or begin anew: step.place(other.unplace(state)). "
+                "Other settings of the schedule may change.".format(*begun, *mine)
+            )
 
     def enter(self, value: Pending, unit: UnitInfo) -> Pending:
         running = unit.running
@@ -206,7 +219,8 @@ class _Call:
         self.key = None if key is None else random.fold_in(key, TAG)
         self.curvature: Tensor | None = None
         on = number(schedule["steps"]) >= owner.rules.offset
-        rows = zip(paths, schedule["bits"].tolist(), schedule["ratio"].tolist(), strict=True)
+        ratios = schedule["ratio"].tolist() if owner.rules.mix_rate else [0.0] * len(paths)
+        rows = zip(paths, schedule["bits"].tolist(), ratios, strict=True)
         self.rounds = {path: (bits, mix) for path, bits, mix in rows if on and bits < FULL}
 
     @cached_property

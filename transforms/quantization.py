@@ -55,14 +55,17 @@ def quantize(
 
     ``quantize(step, start_bits=16, target_bits=8, ...)`` is a transform of training steps (MoQ):
     the loss sees rounded weights, with fewer and fewer bits, while the optimizer goes on with the
-    unrounded ones. ``quantize(fn, bits=8, ...)``, whenever ``bits=`` is given, is inference:
+    unrounded ones. The schedule is part of the state, begun by ``place`` with ``start_bits`` and
+    ``period``: a step with others refuses it. Everything else may change from step to step, like a
+    learning rate. ``quantize(fn, bits=8, ...)``, whenever ``bits=`` is given, is inference:
     ``fn(params, ...)`` on parameters that ``.place(params)`` has stored in low bits. Both are
     decorators with keywords as well.
 
     Args:
         fn: the step, or the function of parameters.
         bits: 8 or 4, for inference.
-        start_bits, target_bits: training: 16 rounds nothing; bits fall one at a time.
+        start_bits, target_bits: training: 16 rounds nothing; bits fall one at a time, and never
+            rise where a later target lies higher.
         period: steps until the first bit falls; each further one takes twice as long.
         offset: steps before anything is rounded or counted.
         groups: how many scales each weight has (blocks of rows).
@@ -86,7 +89,8 @@ def quantize(
     Raises:
         ValueError: settings that mean nothing, such as a schedule that ends above its start.
         CompositionError: the step is quantised already.
-        PlacementError: (from ``place``) ``include`` fits no leaf; the closest are named.
+        PlacementError: (from ``place``) ``include`` fits no leaf; the closest are named. (From the
+            step) the schedule is of other weights, or began with other bits or another period.
         NonFiniteError: a weight is NaN or infinite.
 
     >>> import torch

@@ -258,6 +258,64 @@ def test_states_that_fit_no_schedule() -> None:
         keyless(keyless.place({"params": {"w": numbers((3, 4), 1)}}), None)
 
 
+@pytest.mark.parametrize(
+    "other", [{"start_bits": 5}, {"period": 2}, {"period": 2, "start_bits": 8}]
+)
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_schedule_that_began_otherwise_is_refused(
+    other: dict[str, Any], restored: bool, tmp_path: Any
+) -> None:
+    mine, batch = zf.quantize(CASE.step(ADAMW), **FAST), CASE.batch(0, F64)
+    step = zf.quantize(CASE.step(ADAMW), **{**FAST, **other})
+    full = CASE.state(ADAMW, F64)
+    state, _ = mine(mine.place(full), batch)
+    if restored:
+        zf.save(tmp_path, state)
+        state = zf.restore(tmp_path, like=step.place(full))
+    settings = {"start_bits": FAST["start_bits"], "period": FAST["period"], **other}
+    expected = ", ".join(f"{name}={value}" for name, value in settings.items())
+    with pytest.raises(
+        zf.PlacementError, match=f"start_bits=6, period=1; this step has {expected}"
+    ):
+        step(state, batch)
+    again, _ = step(step.place(mine.unplace(state)), batch)
+    assert (again.aux["quantize"]["bits"] >= settings["start_bits"] - 1).all()
+
+
+def test_other_settings_of_a_schedule_may_change() -> None:
+    """Each step does what a step does that was always so, on the bits that it finds."""
+
+    def bits_after(n: int, state: Any, **how: Any) -> tuple[list[int], Any]:
+        step, seen = zf.quantize(CASE.step(ADAMW), **{**FAST, **how}), []
+        for i in range(n):
+            state, _ = step(state, CASE.batch(i, F64))
+            (now,) = set(state.aux["quantize"]["bits"].tolist())
+            seen.append(now)
+        return seen, state
+
+    state = zf.quantize(CASE.step(ADAMW), **FAST).place(CASE.state(ADAMW, F64))
+    seen, state = bits_after(2, state)
+    assert seen == [5, 4]
+    assert bits_after(3, state)[0] == [4, 3, 3]
+    assert bits_after(3, state, target_bits=4)[0] == [4, 4, 4]
+    assert bits_after(3, state, target_bits=6)[0] == [4, 4, 4]  # bits never rise
+    assert bits_after(8, state, offset=3)[0] == [4, 4, 4, 4, 3, 3, 3, 3]
+
+
+def test_mixing_ends_where_it_is_switched_off() -> None:
+    mixed, plain = (zf.quantize(CASE.step(ADAMW), **FAST, mix_rate=rate) for rate in (0.3, None))
+    state = mixed.place(CASE.state(ADAMW, F64))
+    for i in range(2):
+        state, _ = mixed(state, CASE.batch(i, F64))
+    schedule = state.aux["quantize"]
+    assert (schedule["ratio"] > 0).all()
+    unmixed = {**schedule, "ratio": torch.zeros_like(schedule["ratio"])}
+    same = state.replace(aux={**state.aux, "quantize": unmixed})
+    found, expected = plain(state, CASE.batch(2, F64)), plain(same, CASE.batch(2, F64))
+    assert_same(found, expected)
+    assert not torch.equal(found[1]["loss"], mixed(state, CASE.batch(2, F64))[1]["loss"])
+
+
 def test_other_states_name_their_parameters() -> None:
     case = CASES["stack"]
 
