@@ -129,6 +129,65 @@ def test_failed_exports_and_restores(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shutil.rmtree(tmp_path / "out")
 
 
+def test_an_export_that_fails_leaves_no_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its files was about to get its name."""
+    params = {"a": torch.ones(30), "b": torch.ones(30)}
+    for calls in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", after(calls, os.replace))
+            with pytest.raises(zf.CheckpointError):
+                zf.export_safetensors(tmp_path, params, shard_bytes=130)
+        assert not list(tmp_path.glob(".*"))
+    zf.export_safetensors(tmp_path, params, shard_bytes=130)
+
+
+class Exhausted:
+    """No file can be opened: one call of that kind, or all from some call on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, first: int, lasting: bool) -> None:
+        self.calls, self.first, self.lasting = 0, first, lasting
+        for name in ("open", "scandir", "listdir"):
+            patch.setattr(os, name, self.counted(getattr(os, name)))
+
+    def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.first or (self.lasting and self.calls > self.first):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real(*args, **how)
+
+        return call
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("step", [2, 3])
+def test_whatever_stays_for_want_of_descriptors_goes_with_the_next_save(
+    step: int, lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the old checkpoint or the new one is there at each moment."""
+    failed = kept = 0
+    for first in range(1, 60):
+        root = tmp_path / str(first)
+        for n in (1, 2):
+            zf.save(root, {"w": torch.ones(3000), "step": n, "note": "old"})
+        with monkeypatch.context() as patch:
+            disk = Exhausted(patch, first, lasting)
+            try:
+                zf.save(root, {"w": torch.ones(3000), "step": step, "note": "new"}, keep=1)
+            except (zf.CheckpointError, OSError):
+                failed += 1
+        got = zf.restore(root, {**STATE, "note": ""})
+        assert (got["step"], got["note"]) in ((2, "old"), (step, "new"))
+        kept += any(name.startswith((".removed", ".replaced")) for name in os.listdir(root))
+        zf.save(root, {"w": torch.ones(3000), "step": 4, "note": "newest"})
+        assert [n for n in os.listdir(root) if n.startswith(".")] == [".lock"]
+        if disk.calls < first:
+            break
+    assert failed and kept and disk.calls < first  # all of them were tried
+
+
 def test_a_save_that_fails_in_the_background_ends_its_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

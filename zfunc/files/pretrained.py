@@ -87,9 +87,9 @@ def export_safetensors(path: PathLike, params: Any, shard_bytes: int = SHARD_BYT
         )
     except BaseException:
         if ranks.rank == 0:
-            for shard in shards:
+            for name in (*(shard.name for shard in shards), INDEX):
                 with suppress(OSError):
-                    _partial(folder, shard, token).unlink()
+                    _partial(folder, name, token).unlink()
         raise
     files: list[Path] = ranks.exchange(done, label="export")[0]
     return files
@@ -138,8 +138,8 @@ def _shards(stock: Inventory, single: str | None, limit: int) -> list[_Shard]:
     return shards
 
 
-def _partial(folder: Path, shard: _Shard, token: str) -> Path:
-    return folder / f".{shard.name}.{token}"
+def _partial(folder: Path, name: str, token: str) -> Path:
+    return folder / f".{name}.{token}"
 
 
 def _create(folder: Path, shards: list[_Shard], token: str, rank: int) -> None:
@@ -153,7 +153,7 @@ def _create(folder: Path, shards: list[_Shard], token: str, rank: int) -> None:
                     f"files need {need:,}."
                 )
             for shard in shards:
-                with _partial(folder, shard, token).open("xb") as file:
+                with _partial(folder, shard.name, token).open("xb") as file:
                     file.write(shard.header)
                     file.truncate(shard.size)
 
@@ -169,7 +169,7 @@ def _write(stock: Inventory, folder: Path, shards: list[_Shard], token: str) -> 
                 continue
             if shard.name not in fds:
                 fds[shard.name] = os.open(
-                    _partial(folder, shard, token), os.O_WRONLY | os.O_CLOEXEC
+                    _partial(folder, shard.name, token), os.O_WRONLY | os.O_CLOEXEC
                 )
                 stack.callback(os.close, fds[shard.name])
             for start, stop in chunks.pieces_of(a, b, dtype):
@@ -186,7 +186,7 @@ def _reveal(
     """Give the files their names, and let those of an earlier export go."""
     with said(folder):
         for shard in shards:
-            os.replace(_partial(folder, shard, token), folder / shard.name)
+            os.replace(_partial(folder, shard.name, token), folder / shard.name)
         files = [folder / shard.name for shard in shards]
         if len(shards) > 1:
             files.append(folder / INDEX)
@@ -194,7 +194,7 @@ def _reveal(
                 "metadata": {"total_size": sum(x.nbytes for x in stock.tensors.values())},
                 "weight_map": {name: s.name for s in shards for name in sorted(s.offsets)},
             }
-            partial = folder / f".{INDEX}.{token}"
+            partial = _partial(folder, INDEX, token)
             partial.write_text(json.dumps(index, indent=2) + "\n")
             os.replace(partial, folder / INDEX)
         for file in [] if single else list(folder.iterdir()):
