@@ -37,6 +37,7 @@ from zfunc.recomputation import taken
 from zfunc.seams import Collector, Finish, Gradients
 from zfunc.tree import check_alive, dotted
 from zfunc.unit_runs import dense
+from zfunc.versions import check, versions
 
 __all__ = ["checked", "evaluate", "value_and_grad"]
 
@@ -64,7 +65,8 @@ def value_and_grad(
     Raises:
         ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter; or
             under ``torch.inference_mode``.
-        PlacementError: a leaf cannot be differentiated (named by its path).
+        PlacementError: a leaf cannot be differentiated, or the loss writes to it in place (named
+            by its path).
 
     >>> value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, 3.0)
     (tensor(6.), {'w': tensor([3., 3.])})
@@ -171,6 +173,7 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
             else x
             for x, on in zip(leaves, live, strict=True)
         ]
+        before = versions(inputs)
         token = _INSIDE.set(True)
         try:
             with taken():
@@ -179,6 +182,7 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
                 )
         finally:
             _INSIDE.reset(token)
+        check(inputs, before, lambda i: f"parameter {dotted(*keys[i])}")
         loss, aux = _split(out, asked.has_aux)
         loss, seed, value = finish(loss)
         seed = _seeded(seed, asked.seed, loss)

@@ -78,9 +78,13 @@ class LayerRef(Ref):
         try:
             # What a recomputed layer saves is not kept, so there is nothing to redeem.
             if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
-                return fn(params, *xs, **kw)
-            with saved_tensors_hooks(self._pack, redeem):
-                return fn(params, *xs, **kw)
+                out = fn(params, *xs, **kw)
+            else:
+                with saved_tensors_hooks(self._pack, redeem):
+                    out = fn(params, *xs, **kw)
+            for run in self.runs:
+                run.check_unwritten()
+            return out
         finally:
             del params
             for run in self.runs:
@@ -506,6 +510,7 @@ class Pass:
         for source in self.sources:
             for run in source.runs:
                 if run.entered is not None:
+                    run.check_unwritten()
                     run.release()
         if any(source.flat for source in self.sources):
             pool().trim()  # memory is fullest here

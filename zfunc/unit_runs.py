@@ -20,6 +20,7 @@ from zfunc.errors import PlacementError
 from zfunc.placed.arriving import is_arriving, settled
 from zfunc.pool import pool
 from zfunc.seams import Pending, Ready, UnitInfo
+from zfunc.versions import check, versions
 
 if TYPE_CHECKING:
     from zfunc.passes import Pass, Source
@@ -41,6 +42,7 @@ class UnitRun:
         self.pending: Pending | None = None
         self.fetched: Pending | None = None  # on its way from the disk
         self.entered: dict[int, Tensor] | None = None
+        self.seen: tuple[list[Tensor], list[int] | None] = [], None  # what entered, as it was
         self.tracked = False  # whether what entered is differentiable
         self.foreign: dict[int, int] = {}
         self.open = 0
@@ -142,7 +144,9 @@ class UnitRun:
             again = tracked and RECOMPUTED.get() == "again"
             if self.owner.accord is not None:
                 self.owner.accord.happens(ENTER, self, tracked and not again)
-            views = self._views(self.acquire())
+            values = self.acquire()
+            self.seen = values, versions(values)
+            views = self._views(values)
             if again:
                 return self._stand_ins(views)
             self.tracked = tracked
@@ -153,6 +157,22 @@ class UnitRun:
                 views = self._tracked(views)
             self.entered = dict(zip(self.leaf_indices, views, strict=True))
         return self.entered
+
+    def check_unwritten(self) -> None:
+        """Raise ``PlacementError`` if the function that was given the unit has written to it."""
+        values, before = self.seen
+        check(values, before, self._called)
+
+    def _called(self, value: int) -> str:
+        """The leaves in one of the unit's values."""
+        layout = self.source.layout
+        if self.source.flat:
+            slots = [*layout.by_flat[self.info.flats[value]]]
+        else:
+            slots = [[s for i in self.info.flats for s in layout.by_flat[i]][value]]
+        names = [self.source.name_of(slot.path) for slot in slots]
+        kind = "parameter" if len(names) == 1 else "one of the parameters"
+        return f"{kind} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
     def _tracked(self, views: list[Tensor]) -> list[Tensor]:
         if all(self.live):
@@ -191,6 +211,7 @@ class UnitRun:
             self.owner.accord.happens(RELEASE, self)
         self.aside = False
         self.entered = None
+        self.seen = [], None
         self.touched = False
         self.served.clear()
         if self.foreign and self.owner.soon(self) and torch.is_grad_enabled():

@@ -240,3 +240,113 @@ def test_a_callable_without_a_hash_is_a_step(stage: int | None) -> None:
     one, two = both(Unhashable([1.0])), both(Unhashable([2.0]))
     torch.testing.assert_close(two[0], 2 * one[0])
     torch.testing.assert_close(two[1], 2 * one[1])
+
+
+class Renormed(nn.Module):
+    """A table that its lookup renormalises where it lies; in a layer, or outside of all."""
+
+    def __init__(self, how: str, layered: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        look = Look(how)
+        self.parts = nn.ModuleList([look, nn.Linear(4, 4)] if layered else [nn.Linear(4, 4)])
+        self.look = None if layered else look
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.parts[0](ids) if self.look is None else self.look(ids)
+        return self.parts[-1](x)
+
+
+class Look(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.table = how, nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.how == "bag":
+            return F.embedding_bag(ids, self.table, max_norm=0.5)
+        if self.how == "clamp":
+            with torch.no_grad():
+                self.table[:2].clamp_(-1, 1)
+        return F.embedding(ids, self.table, max_norm=None if self.how == "clamp" else 0.5).sum(1)
+
+
+HOW = ["embedding", "bag", "clamp"]
+WRITTEN = r"parameters? .*look\.table.* written to in place.*max_norm"
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("how", HOW)
+def test_a_forward_that_writes_to_a_parameter_is_refused(how: str, layered: bool) -> None:
+    f = zf.functionalize(Renormed(how, layered))
+    message = WRITTEN.replace("look", "parts.0") if layered else WRITTEN
+
+    def held() -> None:
+        with f.held(f.params) as call:
+            call(IDS)
+
+    for attempt in (
+        lambda: f.apply(f.params, IDS),
+        held,
+        lambda: zf.evaluate(f.apply)(f.params, IDS),
+        lambda: zf.value_and_grad(lambda p: f.apply(p, IDS).square().mean())(f.params),
+        lambda: zf.value_and_grad(lambda p: f.apply(p, IDS).square().mean())(f.params),
+    ):
+        with pytest.raises(zf.PlacementError, match=message):
+            attempt()
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("wrap", [lambda s: s, zf.remat, zf.precision], ids=str)
+def test_so_it_is_at_every_stage(stage: int, how: str, layered: bool, wrap: Any) -> None:
+    f = zf.functionalize(Renormed(how, layered))
+
+    def run() -> None:
+        step = zf.train_step(lambda p, b: f.apply(p, b).square().mean(), TX)
+        step = zf.shard(wrap(step), stage=stage, unit_bytes=1)
+        state = step.place(zf.TrainState.create(f.params, TX))
+        with pytest.raises(zf.PlacementError, match="written to in place"):
+            step(state, zf.local_batch(IDS))
+
+    zf.simulate(2)(run)()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_so_it_is_in_a_function_of_ones_own(stage: int | None) -> None:
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        return F.embedding(ids, params["table"], max_norm=0.5).square().mean()
+
+    def run() -> None:
+        step = zf.train_step(loss, TX)
+        step = step if stage is None else zf.shard(step, stage=stage)
+        state = step.place(zf.TrainState.create({"table": torch.arange(24.0).view(6, 4)}, TX))
+        for _ in range(2):
+            with pytest.raises(zf.PlacementError, match="parameter table was written to in place"):
+                step(state, IDS if stage is None else zf.local_batch(IDS))
+
+    run() if stage is None else zf.simulate(2)(run)()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_writes_to_copies_is_none_of_it(stage: int | None) -> None:
+    """Neither in the module nor by whoever goes on between two steps."""
+    f = zf.functionalize(Renormed("plain", True))
+
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        table = params["parts"][0]["table"]
+        rows = F.embedding(ids, table.clone(), max_norm=0.5)
+        return rows.square().mean() + table.detach().clone().clamp_(0).mean()
+
+    def run() -> None:
+        step = zf.train_step(loss, TX)
+        step = step if stage is None else zf.shard(step, stage=stage)
+        state = step.place(zf.TrainState.create(f.params, TX))
+        for _ in range(3):
+            state, _ = step(state, IDS if stage is None else zf.local_batch(IDS))
+            if stage is None:
+                for x in tree.leaves(state.params):
+                    x.mul_(0.5)
+
+    run() if stage is None else zf.simulate(2)(run)()

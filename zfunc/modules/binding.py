@@ -32,6 +32,7 @@ from zfunc.modules.slots import BufferSlot, Slot, compile_tree, write
 from zfunc.modules.units import Anatomy, Leaf, Path
 from zfunc.nodes import Tree
 from zfunc.primitives import Ref, layer
+from zfunc.versions import FirstCall
 
 __all__ = ["LayerCall", "Pool", "Template", "skeleton"]
 
@@ -394,7 +395,7 @@ class Pool:
         self.skeleton, self.anatomy, self.fuses = skeleton, anatomy, fuses
         self.idle: list[Template] = []
         self.variants: dict[Any, Pool] = {}
-        self.modes = Modes(skeleton)
+        self.modes, self.first = Modes(skeleton), FirstCall()
 
     def fused(self, fuse: Callable[..., None]) -> Pool:
         """The pool of the same module with ``fuse`` before all else: always the same one."""
@@ -417,4 +418,5 @@ class Pool:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fuses": self.fuses}
-        return {**kept, "idle": [], "variants": {}, "modes": Modes(self.skeleton)}
+        asked = {"modes": Modes(self.skeleton), "first": FirstCall()}
+        return {**kept, **asked, "idle": [], "variants": {}}

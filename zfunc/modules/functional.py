@@ -101,14 +101,14 @@ class Functional:
 
         Raises:
             PlacementError: ``params`` or ``buffers`` do not fit the module; the leaves
-                that differ are named.
+                that differ are named. The module writes to a parameter in place.
         """
         entered = primitives.enter(params)
         given = self._checked(buffers)
         sources = self._in_compute_dtype(given)
         mode = self._train if train is None else train
         watched = self._pool.modes.watched(entered) if mode is None else _UNWATCHED
-        with self._pool.lend() as template, watched, taken(template):
+        with self._pool.lend() as template, watched, self._alone(entered), taken(template):
             template.bind(entered, sources, mode)
             out = _call(template.module, args, kwargs)
             return (out, _restored(template.new_buffers(), sources, given)) if mutable else out
@@ -138,7 +138,7 @@ class Functional:
         """
         entered = primitives.enter(params)
         sources = self._in_compute_dtype(self._checked(buffers))
-        with self._pool.lend() as template:
+        with self._pool.lend() as template, self._alone(entered):
             template.bind(entered, sources, self._train if train is None else train)
 
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -147,6 +147,11 @@ class Functional:
                     return _call(template.module, args, kwargs)
 
             yield call
+
+    def _alone(self, entered: Any) -> AbstractContextManager[Any]:
+        """Around the first call: the module leaves its parameters alone."""
+        first = self._pool.first
+        return first.watched(entered) if first.open else _UNWATCHED
 
     def fused(self, fuse: Callable[[nn.Module], None]) -> Functional:
         """The same function, run by copies of the module that ``fuse`` has been let loose on.

@@ -14,6 +14,7 @@ from zfunc.errors import PlacementError
 from zfunc.modules.units import Leaf, Path
 from zfunc.nodes import NAMESPACE, Tree
 from zfunc.primitives import Ref
+from zfunc.versions import blind
 
 __all__ = ["BufferSlot", "Node", "Slot", "compile_tree", "misfit", "write"]
 
@@ -136,13 +137,6 @@ def misfit(tree: Tree, leaves: Iterable[Leaf], where: str) -> PlacementError:
 _SMALL = 1 << 16
 
 
-def _blind() -> bool:
-    """In inference mode and inside torch.func, versions and identities say nothing."""
-    if torch.is_inference_mode_enabled():
-        return True
-    return torch._C._functorch.maybe_current_level() is not None
-
-
 class BufferSlot:
     """One buffer, bound as a working copy: a call may do with it what it likes.
 
@@ -159,15 +153,15 @@ class BufferSlot:
         self.versions: tuple[int, int] | None = None  # of both, where the copy may be kept
 
     def bind(self, source: Tensor) -> None:
-        blind = _blind()
+        unknown = blind()
         if (
-            blind
+            unknown
             or source is not self.source
             or self.versions is None
             or self.versions[0] != source._version
         ):
             self.source, self.work = source, source.detach().clone()
-            keep = not (self.small or blind or source.is_inference())
+            keep = not (self.small or unknown or source.is_inference())
             self.versions = (source._version, self.work._version) if keep else None
         for holder, attribute in self.slots:
             holder[attribute] = self.work
@@ -190,5 +184,5 @@ class BufferSlot:
     def release(self) -> None:
         for holder, attribute in self.slots:
             holder[attribute] = self.rest
-        if _blind() or not self.untouched():
+        if blind() or not self.untouched():
             self.versions, self.source, self.work = None, self.rest, self.rest
