@@ -7,7 +7,9 @@ computed once for a layer; each iteration is one more backward pass through its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import Any
 
 import optree
@@ -28,6 +30,8 @@ from zfunc.tree import dotted
 __all__ = ["ROOT", "layer_names", "top_eigenvalues"]
 
 ROOT = ""  # the name under which everything outside of layers goes
+
+_lock, _asking, _switched = Lock(), 0, ExitStack()
 
 
 def top_eigenvalues(
@@ -70,7 +74,7 @@ def top_eigenvalues(
             owner = Pass()
             running.passes.append(owner)
             try:
-                with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                with torch.enable_grad(), _attention_differentiable_twice():
                     loss = _Loss(loss_fn, has_aux, args, kwargs, random.fold_in(key, -1))
                     start = random.fold_in(key, i)
                     found[name] = _of_layer(loss, params, name, running.group, start, max_iter, tol)
@@ -81,6 +85,26 @@ def top_eigenvalues(
         return found
     finally:
         context.pop(token)
+
+
+@contextmanager
+def _attention_differentiable_twice() -> Iterator[None]:
+    """By its definition, in the whole process: torch has one switch, and simulated ranks threads.
+
+    So the last one to leave puts it back as the first one found it.
+    """
+    global _asking
+    with _lock:
+        if _asking == 0:
+            _switched.enter_context(sdpa_kernel(SDPBackend.MATH))
+        _asking += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _asking -= 1
+            if _asking == 0:
+                _switched.close()
 
 
 def layer_names(params: Tree) -> list[str]:

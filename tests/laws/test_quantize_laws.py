@@ -205,6 +205,19 @@ def test_curvature_is_the_same_on_every_world(stage: int) -> None:
         assert_near(carried, schedule, 1e-6)
 
 
+def test_curvature_on_threads_leaves_torch_as_it_was() -> None:
+    """The choice of attention is the process's, and simulated ranks come and go in any order."""
+
+    def body() -> None:
+        for turn in range(12):
+            most = 1 + (zf.rank() + turn) % 4
+            quant.top_eigenvalues(lambda p: p["w"].exp().sum(), {"w": torch.ones(3)}, max_iter=most)
+            zf.psum(torch.ones(()))  # the others' turn
+
+    zf.simulate(4)(body)()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 # Export
 
 

@@ -299,7 +299,9 @@ def test_a_forward_that_writes_to_a_parameter_is_refused(how: str, layered: bool
 @pytest.mark.parametrize("layered", [False, True])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("wrap", [lambda s: s, zf.remat, zf.precision], ids=str)
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, zf.remat, zf.precision], ids=["alone", "remat", "precision"]
+)
 def test_so_it_is_at_every_stage(stage: int, how: str, layered: bool, wrap: Any) -> None:
     f = zf.functionalize(Renormed(how, layered))
 
