@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from zfunc.context import Context, Donation, blank, current
-from zfunc.interrupts import succeeding
 from zfunc.nodes import any_spent, leaves_in
 from zfunc.placed.arriving import passing
 from zfunc.step import Transform, transform_of
@@ -46,12 +44,35 @@ class Donate(Transform):
     position: ClassVar[int] = 0  # memory itself: it sees the state first and the result last
     name: ClassVar[str] = "donate"
     guards: ClassVar[bool] = True
+    spends: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return "donate"
 
     def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
-        return succeeding(partial(_noting, call), state, args, kwargs)
+        """If the call fails, what it has spent says so, and so does the error.
+
+        Memory goes blank before it is overwritten: as long as nothing is blank the state is whole.
+        """
+        given: list[Sequence[Tensor]] = []
+        token = _GIVEN.set(given)
+        try:
+            return call(state, args, kwargs)
+        except BaseException as error:
+            with passing():
+                its = [x for x in leaves_in(state) if isinstance(x, Tensor)]
+            if given and any(map(any_spent, [its, *given])):  # else it was spent when it came
+                story = _STORY.format(error=type(error).__name__)
+                # Leaves that autograd tracks went in as others in the same memory.
+                for x in its:
+                    if x.requires_grad and x.is_leaf:
+                        x.__dict__["_zfunc_donated"] = True
+                    if any_spent([x]):
+                        x.__dict__.setdefault("_zfunc_story", story)
+                error.add_note(_NOTE)
+            raise
+        finally:
+            _GIVEN.reset(token)
 
     def configure(self, running: Context, state: Any) -> None:
         running.donation = Donation.of(running.tensors)
@@ -69,32 +90,6 @@ class Donate(Transform):
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         return ["donate: new state in the memory of the old one, which is spent"]
-
-
-def _noting(call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
-    """``call(state, args, kwargs)``; if it fails, what it has spent says so, and so does the error.
-
-    Memory goes blank before it is overwritten: as long as nothing is blank the state is whole.
-    """
-    given: list[Sequence[Tensor]] = []
-    token = _GIVEN.set(given)
-    try:
-        return call(state, args, kwargs)
-    except BaseException as error:
-        with passing():
-            its = [x for x in leaves_in(state) if isinstance(x, Tensor)]
-        if given and any(map(any_spent, [its, *given])):  # else it was spent when it came
-            story = _STORY.format(error=type(error).__name__)
-            # Leaves that autograd tracks went in as others in the same memory.
-            for x in its:
-                if x.requires_grad and x.is_leaf:
-                    x.__dict__["_zfunc_donated"] = True
-                if any_spent([x]):
-                    x.__dict__.setdefault("_zfunc_story", story)
-            error.add_note(_NOTE)
-        raise
-    finally:
-        _GIVEN.reset(token)
 
 
 @transform_of

@@ -15,6 +15,7 @@ Source: Carilli and others, *Accelerating PyTorch with CUDA Graphs*, 2021.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from zfunc import context, random, tree
 from zfunc.comm import Group
 from zfunc.errors import CompositionError
 from zfunc.intake import entry
+from zfunc.interrupts import Succession
 from zfunc.language.recording import ONE_AT_A_TIME, Reads
 from zfunc.nodes import NAMESPACE, carry
 from zfunc.step import Step, as_step
@@ -93,7 +95,13 @@ class Captured:
                 "captured() is the outermost of all: a graph of a part of a step would leave the "
                 "rest behind. Write captured(shard(donate(step))), not shard(captured(step))."
             )
-        return self.step.guarded(self._call)(state, args, kwargs)
+        succession = Succession(self.step.guarded(self._call), state, args, kwargs)
+        while True:  # in the outermost frame: see Succession
+            try:
+                return operator.call(succession.result)
+            except BaseException as error:
+                if succession.may_raise(error):
+                    raise
 
     def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
         tree.check_alive(state)

@@ -5,6 +5,10 @@ interrupt in between would leave him with neither. So the first Ctrl-C waits for
 there the old state, which is the one that the caller has a name for, is made to hold the new
 values, and only then is the user's own handler called. A second Ctrl-C does not wait.
 
+One moment is left, of some 100 ns: when the step has returned and the caller's own line has not
+yet stored the result, the handler must be his own again, and what it raises there nobody can catch
+for him.
+
 Python runs handlers in its main thread, so nothing is done in any other.
 """
 
@@ -23,7 +27,7 @@ from torch import Tensor
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.placed.arriving import passing, settled
 
-__all__ = ["succeeding"]
+__all__ = ["Succession"]
 
 _NOTE = (
     "zfunc: the step was completed first; the state that it was given now holds the new values "
@@ -32,93 +36,120 @@ _NOTE = (
 Call = Callable[[Any, Any, Any], Any]
 
 
-class Held:
-    """A handler of Ctrl-C that waits, in the place of the user's.
+# A Ctrl-C that a step could not deliver: its state could not be made the new one.
+_postponed: set[int] = set()
+
+
+class Succession:
+    """A call of a step that spends its state, interrupted only where the caller has a live one.
+
+    Python looks for signals in every frame through which the result passes, so the outermost frame
+    of the step has to catch what they raise::
+
+        succession = Succession(call, state, args, kwargs)
+        while True:
+            try:
+                return operator.call(succession.result)
+            except BaseException as error:
+                if succession.may_raise(error):
+                    raise
+
+    Behind a call through C (``operator.call``) it looks once more, behind one of a method need not:
+    so what comes while the handler is put back is raised there, and not in the caller's line.
+
+    Meanwhile it is itself the handler of Ctrl-C, in the place of the user's.
 
     Attributes:
+        given: the call and its arguments, without the state; None when it is over.
+        out: what it has returned.
+        over: whether it has, so that a second Ctrl-C waits for the hand-over, too.
         user: the user's handler.
         noted: a Ctrl-C that has come and not been passed on, as the user's handler takes it.
-        closing: whether the step is over, so that a second one waits for the hand-over, too.
     """
 
-    def __init__(self, user: Callable[[int, Any], Any]) -> None:
-        self.user = user
+    __slots__ = ("given", "noted", "out", "over", "state", "user")
+
+    def __init__(self, call: Call, state: Any, args: Any, kwargs: Any) -> None:
+        self.given: Any = (call, args, kwargs)
+        self.state = state
+        self.out: Any = None
+        self.over = False
+        self.user: Any = None
         self.noted: tuple[int, Any] | None = None
-        self.closing = False
 
     def __call__(self, signum: int, frame: Any) -> None:
-        if self.noted is None or self.closing:
+        if self.noted is None or self.over:
             self.noted = signum, frame
             return
         self.noted = None
         self.user(signum, frame)
 
-    def deliver(self) -> None:
+    def result(self) -> Any:
+        """What the call returns; asked again, the same.
+
+        Raises:
+            KeyboardInterrupt: (what the user's handler raises) Ctrl-C was pressed in this step, or
+                in one before whose state could not be made to hold new values.
+        """
+        if not self.over:
+            call, args, kwargs = self.given
+            if not self._installed():
+                return call(self.state, args, kwargs)
+            self.out, self.over = call(self.state, args, kwargs), True
+            self.given = None  # freed here and not in the moment that is left
+            self._deliver()
+        self._give_back()  # what comes from now on is the user's
+        if self.noted is not None:
+            self.noted = None
+            signal.raise_signal(signal.SIGINT)
+        return self.out
+
+    def may_raise(self, error: BaseException) -> bool:
+        """Whether the caller has a live state without the result; if not, ``error`` comes later."""
+        if not self.over:  # the call itself has failed
+            self._give_back()
+            self._deliver()
+            return True
+        now = _signal.getsignal(signal.SIGINT)
+        if now is not self:  # it notes what comes while the old state is half the new one
+            self.user = now
+            _signal.signal(signal.SIGINT, self)
+        done = True
+        try:
+            done = succeeded(self.state, self.out)
+        finally:
+            self.noted = None
+            if done:  # otherwise it stays until the result is on its way to the caller again
+                self._give_back()
+        if done:
+            error.add_note(_NOTE)
+        else:
+            _postponed.add(signal.SIGINT)
+        return done
+
+    def _installed(self) -> bool:
+        """Take the place of the user's handler, if it is a function and this its thread."""
+        if threading.get_ident() != threading.main_thread().ident:
+            return False
+        while _postponed:
+            signal.raise_signal(_postponed.pop())  # for the handler that is there now
+        user = _signal.getsignal(signal.SIGINT)
+        if not callable(user) or isinstance(user, Succession):
+            return False
+        self.user = user
+        _signal.signal(signal.SIGINT, self)
+        return True
+
+    def _give_back(self) -> None:
+        """The user's handler in its place, unless the step has put another one there."""
+        if _signal.getsignal(signal.SIGINT) is self:
+            _signal.signal(signal.SIGINT, self.user)
+
+    def _deliver(self) -> None:
         """Call the user's handler, if there is something to call it for."""
         if self.noted is not None:
             noted, self.noted = self.noted, None
             self.user(*noted)
-
-
-_postponed: list[
-    Held
-] = []  # what a step could not deliver: its state could not be made the new one
-
-
-def succeeding(call: Call, state: Any, args: Any, kwargs: Any) -> Any:
-    """``call(state, args, kwargs)``, interrupted only where the caller has a live state.
-
-    Raises:
-        KeyboardInterrupt: (what the user's handler raises) Ctrl-C was pressed in a step before
-            whose state could not be made to hold new values; this one is untouched.
-    """
-    if threading.get_ident() != threading.main_thread().ident:
-        return call(state, args, kwargs)
-    while _postponed:
-        _postponed.pop().deliver()
-    user = _signal.getsignal(signal.SIGINT)
-    if not callable(user) or isinstance(user, Held):
-        return call(state, args, kwargs)
-    held = Held(user)
-    _signal.signal(signal.SIGINT, held)
-    try:
-        out = call(state, args, kwargs)
-        held.closing = True
-    except BaseException:
-        _given_back(held)
-        held.deliver()
-        raise
-    try:
-        held.deliver()
-        _given_back(held)  # what comes from now on is the user's, and is raised here or in his code
-        if held.noted is not None:
-            held.deliver()
-        return out
-    except BaseException as error:
-        return _handed_over(held, state, out, error)
-
-
-def _given_back(held: Held) -> None:
-    """The user's handler in its place, unless the step has put another one there."""
-    if _signal.getsignal(signal.SIGINT) is held:
-        _signal.signal(signal.SIGINT, held.user)
-
-
-def _handed_over(held: Held, state: Any, out: Any, error: BaseException) -> Any:
-    """Raise ``error`` with the new values under the old name; return ``out`` if that cannot be."""
-    now = _signal.getsignal(signal.SIGINT)  # a handler may have put another in its place
-    _signal.signal(signal.SIGINT, held)  # notes what comes while the old state is half the new one
-    try:
-        done = succeeded(state, out)
-    finally:
-        held.noted = None
-        _signal.signal(signal.SIGINT, held.user if now is held else now)
-    if not done:
-        held.noted = signal.SIGINT, None
-        _postponed.append(held)
-        return out
-    error.add_note(_NOTE)
-    raise error
 
 
 def succeeded(old: Any, out: Any) -> bool:

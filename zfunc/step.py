@@ -12,7 +12,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``differentiate``      what surrounds a ``value_and_grad``? and ``evaluate``?
 ``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
 ``own_step``           who takes Adam's step, if not Adam?
-``guard``              what surrounds a whole call? (errors and interrupts)
+``guard``              what surrounds a whole call? (errors)
 ====================  =========================================================
 
 At a seam transforms act in the order in which data flows (``position``), never in
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from zfunc.description import Description, describe, held_bytes
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
 from zfunc.intake import admitted, copied, first_leaf, first_placed, key_of
+from zfunc.interrupts import Succession
 from zfunc.nodes import leaves_in
 from zfunc.origins import let_go
 from zfunc.passes import Pass
@@ -69,6 +71,7 @@ class Transform:
         of_params: whether the state is a params tree itself, and the function no training step.
         compresses: whether ``reduce`` or ``settle`` do anything in every call.
         guards: whether ``guard`` does anything.
+        spends: whether the state that goes in may be gone before the caller has the result.
     """
 
     position: ClassVar[int] = 500
@@ -82,6 +85,7 @@ class Transform:
     of_params: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
     guards: ClassVar[bool] = False
+    spends: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -181,7 +185,7 @@ class Transform:
     def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
         """Surround one whole call: ``call(state, args, kwargs)``, the state as the caller has it.
 
-        For what concerns the caller and no value: how errors and interrupts reach him.
+        For what concerns the caller and no value: how errors reach him.
         """
         return call(state, args, kwargs)
 
@@ -264,7 +268,15 @@ class Step:
     # One call
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.guarded(self._call)(state, args, kwargs)
+        if not any(transform.spends for transform in self.transforms):
+            return self.guarded(self._call)(state, args, kwargs)
+        succession = Succession(self.guarded(self._call), state, args, kwargs)
+        while True:  # in the outermost frame: see Succession
+            try:
+                return operator.call(succession.result)
+            except BaseException as error:
+                if succession.may_raise(error):
+                    raise
 
     def guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call(state, args, kwargs)``, a call of this step, inside its transforms' guards."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import _signal
+import dataclasses
 import random
 import signal
+import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +22,8 @@ import torch
 import zfunc as zf
 from tests.laws.cases import ADAMW, bits, named, trained
 from tests.laws.models import stack, stack_loss
-from zfunc import optim
+from zfunc import interrupts, optim
+from zfunc.graphs import Captured
 
 CASE = trained(stack, stack_loss)
 
@@ -141,18 +147,104 @@ def test_ctrl_c_with_states_of_any_form(form: str) -> None:
     assert digest(state) == digest(wanted)
 
 
-def test_a_state_that_cannot_become_the_new_one_is_returned_and_the_next_step_interrupted() -> None:
-    def grows(state: Any, batch: Any) -> Any:
-        ctrl_c()
-        return (*state, torch.zeros(1)), None
+def grows(state: Any, batch: Any) -> Any:
+    """A step whose new state the old one cannot be made to hold."""
+    ctrl_c()
+    return (*state, torch.zeros(1)), None
 
+
+def still(state: Any, batch: Any) -> Any:
+    return state, None
+
+
+def returned(step: Any, state: Any) -> Any:
+    """The state that the step returns; Ctrl-C would end pytest."""
+    try:
+        return step(state, None)[0]
+    except KeyboardInterrupt:
+        pytest.fail("the step was interrupted")
+
+
+def test_a_state_that_cannot_become_the_new_one_is_returned_and_the_next_step_interrupted() -> None:
     step = zf.donate(grows)
     with handler(signal.default_int_handler):
-        state, _ = step((torch.ones(2),), None)
+        state = returned(step, (torch.ones(2),))
         assert len(state) == 2
         with pytest.raises(KeyboardInterrupt):
             step(state, None)
         zf.tree.check_alive(state)
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_ctrl_c_as_soon_as_the_handler_is_put_back(
+    presses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = presses
+
+    def pressed(signum: int, to: Any) -> Any:
+        nonlocal left
+        before = _signal.signal(signum, to)
+        if to is signal.default_int_handler and left:
+            left -= 1
+            ctrl_c()
+        return before
+
+    step = zf.donate(grows)
+    with handler(signal.default_int_handler):
+        with monkeypatch.context() as patch:
+            hands = SimpleNamespace(getsignal=_signal.getsignal, signal=pressed)
+            patch.setattr(interrupts, "_signal", hands)
+            state = returned(step, (torch.ones(2),))
+        assert left == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            step(state, None)
+        zf.tree.check_alive(state)
+        returned(zf.donate(still), state)  # and no other one is left
+
+
+def test_a_postponed_ctrl_c_is_for_the_handler_of_its_time() -> None:
+    calls = []
+
+    def mine(signum: int, frame: Any) -> None:
+        calls.append(signum)
+
+    with handler(signal.default_int_handler):
+        state = returned(zf.donate(grows), (torch.ones(2),))
+        with handler(mine):
+            state = returned(zf.donate(still), state)
+            assert calls == [signal.SIGINT]
+            returned(zf.donate(still), state)
+        assert calls == [signal.SIGINT]
+
+
+def test_a_postponed_ctrl_c_is_dropped_where_none_is_heard() -> None:
+    with handler(signal.default_int_handler):
+        state = returned(zf.donate(grows), (torch.ones(2),))
+        with handler(signal.SIG_IGN):
+            state = returned(zf.donate(still), state)
+        returned(zf.donate(still), state)
+
+
+ENDED = """
+import signal, torch, zfunc as zf
+def grows(state, batch):
+    signal.raise_signal(signal.SIGINT)
+    return (*state, torch.zeros(1)), None
+signal.signal(signal.SIGINT, signal.default_int_handler)
+state, _ = zf.donate(grows)((torch.ones(2),), None)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+print("returned", flush=True)
+try:
+    zf.donate(grows)(state, None)
+finally:
+    print("went on", flush=True)
+"""
+
+
+def test_a_postponed_ctrl_c_ends_the_process_where_every_one_does() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDED], stdout=subprocess.PIPE, text=True)
+    assert (ended.stdout, ended.returncode) == ("returned\n", -signal.SIGINT)
 
 
 def test_the_second_ctrl_c_does_not_wait() -> None:
@@ -297,25 +389,50 @@ def one_step(stage: int | None) -> tuple[Any, Any]:
 X = torch.eye(4)
 
 
-@pytest.mark.parametrize("stage", [None, 1, 3])
-def test_ctrl_c_in_any_line_of_a_step(stage: int | None) -> None:
-    step, begin = one_step(stage)
+@dataclasses.dataclass(frozen=True)
+class Around(zf.Transform):
+    """A guard of the user's own, outside of that of `donate`."""
+
+    position: ClassVar[int] = 900
+    guards: ClassVar[bool] = True
+
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        out = call(state, args, kwargs)
+        nothing()
+        return out
+
+
+OUTERMOST = (zf.Step.__call__.__code__, Captured.__call__.__code__)
+
+
+@pytest.mark.parametrize("kind", ["bare", "stage 1", "stage 3", "guarded", "captured"])
+def test_ctrl_c_in_any_line_of_a_step_and_behind_any_call(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, begin = one_step(int(kind[-1]) if kind.startswith("stage") else None)
+    if kind == "guarded":
+        step = step.wrap(Around())
+    if kind == "captured":  # what runs in its place needs no GPU
+        monkeypatch.setattr(Captured, "_call", lambda self, *given: self.step._call(*given))
+        step = zf.captured(step)
     state, _ = step(begin(), X)
     before, after = digest(step.unplace(begin())), digest(step.unplace(state))
-    lines = 0
+    moments = 0
 
     def interrupted(state: Any, press_at: int = -1) -> bool:
-        nonlocal lines
+        nonlocal moments
 
         def trace(frame: Any, event: str, arg: Any) -> Any:
-            nonlocal lines
-            if event == "line":
-                lines += 1
-                if lines == press_at:
+            nonlocal moments
+            # What is raised as a function returns is raised in the one that has called it.
+            returns = event == "return" and frame.f_code not in OUTERMOST
+            if event == "line" or returns:
+                moments += 1
+                if moments == press_at:
                     ctrl_c()
             return trace
 
-        lines, outer = 0, sys.gettrace()
+        moments, outer = 0, sys.gettrace()
         sys.settrace(trace)
         try:
             state, _ = step(state, X)
@@ -328,16 +445,23 @@ def test_ctrl_c_in_any_line_of_a_step(stage: int | None) -> None:
     with handler(signal.default_int_handler):
         for _ in range(3):  # the first calls of a step do more than those that follow
             assert not interrupted(begin())
-        total, hits = lines, 0
+        total, hits = moments, 0
         assert total > 300
-        for press_at in [*range(1, total, total // 60), *range(total - 40, total + 1)]:
+        for press_at in [*range(1, total, total // 60), *range(total - 60, total + 1)]:
             state = begin()
-            if not interrupted(state, press_at):
-                continue  # this one had a few lines less
-            hits += 1
+            hit = interrupted(state, press_at)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if not hit:
+                continue  # this one had a few moments less
+            hits += 1
             assert digest(step.unplace(state)) in (before, after)
         assert hits > 60
+
+
+def in_the_callers_line(error: BaseException) -> bool:
+    """Whether it was raised there, and not in anything that is called there."""
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return files <= {__file__, signal.__file__}
 
 
 @pytest.mark.parametrize("stage", [None, 3])
@@ -357,7 +481,9 @@ def test_ctrl_c_at_any_moment_of_a_loop(stage: int | None) -> None:
                     signal.setitimer(signal.ITIMER_REAL, 1e-4 + 0.01 * moments.random())
                     while True:
                         state, _ = step(state, X)
-                except KeyboardInterrupt:
+                except KeyboardInterrupt as error:
+                    if in_the_callers_line(error):  # the one moment that is left
+                        continue
                     n = int(state.step)
                     assert n >= len(wanted) or digest(step.unplace(state)) == wanted[n]
                     step(state, X)
