@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -154,6 +155,20 @@ def wrapped(case: Case, turn: int = 0) -> tuple[Callable[[Any], Any], Any]:
 
 def model(case: Case) -> Model:
     return gpt_model(depth=2, width=8, dtype=getattr(torch, case["dtype"]))
+
+
+def rounded(case: Case, seed: int) -> Model:
+    """The model of a case with other parameters, each moved by about a rounding."""
+    given = model(case)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case["precision"])
+    epsilon = torch.finfo(kind or getattr(torch, case["dtype"])).eps / 2
+    draw = torch.Generator().manual_seed(seed)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + epsilon * torch.randn(x.shape, generator=draw).to(x.dtype))
+
+    params = zf.tree.map(moved, given.params())
+    return replace(given, params=lambda: zf.tree.map(torch.clone, params))
 
 
 def tolerance(case: Case) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import zfunc as zf
@@ -35,11 +36,21 @@ class Model:
 
 
 def gpt_model(depth: int = 3, width: int = 16, dtype: torch.dtype = torch.float32) -> Model:
-    """A small GPT, whose layers are units of their own where they exceed ``unit_bytes``."""
+    """A small GPT, whose layers are units of their own where they exceed ``unit_bytes``.
+
+    Its own loss is fp32 whatever it computes in; that in float64 is float64 to the end.
+    """
     config = gpt.GPTConfig(vocab=48, width=width, depth=depth, heads=2)
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        if dtype != torch.float64:
+            return gpt.loss(params, batch, config)
+        logits = gpt.apply(params, batch[:, :-1], config)
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
     return Model(
         lambda: zf.tree.map(lambda x: x.to(dtype), gpt.init(config, zf.random.key(0))),
-        lambda params, batch: gpt.loss(params, batch, config),
+        loss,
         lambda i: zf.random.randint(zf.random.key(100 + i), 0, 48, (4, 9)),
     )
 
