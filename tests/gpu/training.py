@@ -46,7 +46,7 @@ def gpt_model(depth: int = 3, width: int = 16, dtype: torch.dtype = torch.float3
         if dtype != torch.float64:
             return gpt.loss(params, batch, config)
         logits = gpt.apply(params, batch[:, :-1], config)
-        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        return F.cross_entropy(logits.flatten(0, 1).to(dtype), batch[:, 1:].flatten())
 
     return Model(
         lambda: zf.tree.map(lambda x: x.to(dtype), gpt.init(config, zf.random.key(0))),
