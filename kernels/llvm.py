@@ -13,6 +13,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ R = TypeVar("R")
 
 OLDEST = 20  # LLVM's version from which pointers have no types
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+ROOM = 8 * 2**20  # bytes, as much as a main thread has
 _one_at_a_time = threading.RLock()  # LLVM's global context is not made for several threads
 
 
@@ -53,6 +55,10 @@ def host() -> Host:
     """What there is here; asked once."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return Host("", False, "written for Linux on x86-64")
+    return _with_room(_host)
+
+
+def _host() -> Host:
     try:
         from llvmlite import binding as llvm
     except ImportError:
@@ -114,29 +120,12 @@ def compiled(module: ir.Module, name: str, isa: str = "") -> Kernel:
         Called with addresses and sizes, it runs on all threads that torch computes with. The
         caller keeps what lies at the addresses alive.
     """
-    from llvmlite import binding as llvm
-
     with _one_at_a_time:
-        for symbol in OPENMP:
-            address = ctypes.cast(getattr(_openmp(), symbol), ctypes.c_void_p).value
-            llvm.add_symbol(symbol, address)
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        _with_entry(module, name)
-        machine = _machine(isa)
-        code = llvm.parse_assembly(str(module))
-        code.verify()
-        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-        tuning.loop_unrolling = False  # it is written as it should run
-        passes = llvm.create_pass_builder(machine, tuning)
-        passes.getModulePassManager().run(code, passes)
-        jit = llvm.create_mcjit_compiler(code, machine)
-        jit.finalize_object()
+        jit = _with_room(lambda: _translated(module, name, isa))
         alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(jit.get_function_address(name))
         together = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint)(
             jit.get_function_address(f"{name}.parallel")
         )
-    _KEPT.append((jit, machine))
 
     def run(arguments: Sequence[int], threads: int = 0) -> None:
         values = (ctypes.c_int64 * len(arguments))(*arguments)
@@ -147,6 +136,51 @@ def compiled(module: ir.Module, name: str, isa: str = "") -> Kernel:
             together(ctypes.addressof(values), threads)
 
     return run
+
+
+def _translated(module: ir.Module, name: str, isa: str) -> Any:
+    """Machine code for a module and its entry, kept for good."""
+    from llvmlite import binding as llvm
+
+    for symbol in OPENMP:
+        address = ctypes.cast(getattr(_openmp(), symbol), ctypes.c_void_p).value
+        llvm.add_symbol(symbol, address)
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    _with_entry(module, name)
+    machine = _machine(isa)
+    code = llvm.parse_assembly(str(module))
+    code.verify()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_unrolling = False  # it is written as it should run
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(code, passes)
+    jit = llvm.create_mcjit_compiler(code, machine)
+    jit.finalize_object()
+    _KEPT.append((jit, machine))
+    return jit
+
+
+def _with_room(make: Callable[[], R]) -> R:
+    """The result of a function that runs in a thread of its own, with ``ROOM`` for its stack.
+
+    LLVM needs more than servers give to their threads, and the end of a stack ends the process.
+    """
+    done: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(make())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="zfunc compiles", daemon=True)
+    usual = threading.stack_size(ROOM)  # of threads to come
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    return done.result()
 
 
 class _Scratch(threading.local):

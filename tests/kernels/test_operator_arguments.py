@@ -172,18 +172,20 @@ def all_of_it():
     return [F.linear(x, weight) for weight in weights] + [kernels.mean_payloads(sent, form)[0]]
 
 
-expected = all_of_it()
+expected = all_of_it() if {warm} else None
 threading.stack_size({size})
 found = []
 thread = threading.Thread(target=lambda: found.extend(all_of_it()))
 thread.start()
 thread.join()
+expected = expected or all_of_it()
 assert all(map(torch.equal, found, expected)) and found
 """
 
 
-def test_kernels_need_little_of_a_stack() -> None:
+@pytest.mark.parametrize("warm", [True, False])
+def test_kernels_need_little_of_a_stack(warm: bool) -> None:
     """Servers give their threads small ones; beyond their end the process ends."""
-    code = SMALL.format(size=64 * 1024)
+    code = SMALL.format(size=64 * 1024, warm=warm)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
