@@ -19,7 +19,7 @@ and holds no data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -319,8 +319,11 @@ class Layout:
         base = None if copy else self.buffer_under(flat, leaves)
         if base is not None:
             return base.narrow(0, low, high - low)
-        local = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
         by_index = {s.index: x for s, x in zip(self.by_flat[flat], leaves, strict=True)}
+        if (row := self._row(flat, by_index, rank)) is not None:
+            with torch.no_grad():
+                return torch.cat(row)
+        local = torch.zeros(high - low, dtype=leaves[0].dtype, device=leaves[0].device)
         targets, sources = [], []
         for slot, a, b, offset in self.segments(flat, rank):
             x, target = by_index[slot.index], local.as_strided((b - a,), (1,), a)
@@ -330,6 +333,29 @@ class Layout:
         if targets:
             torch._foreach_copy_(targets, sources)
         return local
+
+    def _row(self, flat: int, leaves: Mapping[int, Tensor], rank: int) -> list[Tensor] | None:
+        """What follows what in a rank's part of a flat; nothing if it cannot be concatenated.
+
+        That takes leaves of one dtype on a CPU, and half the time of copying leaf by leaf.
+        """
+        low, high = self.flats[flat].bounds(rank)
+        kinds = {(x.dtype, x.device.type) for x in leaves.values()}
+        dtype = next(iter(kinds))[0]
+        if kinds != {(dtype, "cpu")} or high == low:
+            return None
+        row: list[Tensor] = []
+        at = 0
+        for slot, a, b, offset in self.segments(flat, rank):
+            x = leaves[slot.index]
+            x = x if x.dim() == 1 else x.reshape(-1)
+            if a > at:
+                row.append(zeros(dtype, a - at))
+            row.append(x if b - a == slot.numel else x[offset : offset + b - a])
+            at = b
+        if at < high - low:
+            row.append(zeros(dtype, high - low - at))
+        return row
 
     def buffer_under(self, flat: int, leaves: Sequence[Tensor]) -> Tensor | None:
         """The full flat that the leaves are views of, if they are; an empty leaf lies anywhere."""
