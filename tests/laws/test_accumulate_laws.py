@@ -150,7 +150,7 @@ def test_reductions_per_update(stage: int, ranks: int, rematted: bool) -> None:
                 state, _ = step(state, numbers((12, 64), i))
         assert step.describe().sent_bytes == led.total_bytes
         paid = sum(
-            sent + 16 * (ranks - 1) * led.calls_by_label[label]
+            sent + led.headers_by_label[label]
             for label, sent in led.by_label.items()
             if label.split()[0] in ("gather", "reduce", "join")
         )

@@ -70,11 +70,10 @@ def observed(stage: int, ranks: int) -> list[dict[str, int]]:
                 "sent": led.total_bytes,
                 "predicted": text.sent_bytes or 0,
                 "computed": computed,
-                "of params and gradients": led.total_bytes
-                - sum(
-                    sent + 16 * (ranks - 1) * led.calls_by_label[label]
+                "of params and gradients": sum(
+                    sent + led.headers_by_label[label]
                     for label, sent in led.by_label.items()
-                    if label.split()[0] not in ("gather", "reduce", "join")
+                    if label.split()[0] in ("gather", "reduce", "join")
                 ),
             }
         return seen

@@ -166,7 +166,7 @@ def test_describe_says_what_is_sent(names: tuple[str, ...], stage: int) -> None:
             with zf.comm.ledger() as led:
                 state, _ = step(state, case.batch(i, F32))
         paid = sum(
-            sent + 16 * (ranks - 1) * led.calls_by_label[label]
+            sent + led.headers_by_label[label]
             for label, sent in led.by_label.items()
             if label.split()[0] in ("gather", "reduce", "join")
         )

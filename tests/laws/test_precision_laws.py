@@ -175,7 +175,7 @@ def test_state_bytes_are_what_theory_says() -> None:
         with zf.comm.ledger() as led:
             state, _ = step(state, numbers((4, 64), zf.rank(), F32))
         paid = sum(
-            sent + 16 * (zf.world_size() - 1) * led.calls_by_label[label]
+            sent + led.headers_by_label[label]
             for label, sent in led.by_label.items()
             if label.split()[0] in ("gather", "reduce", "join")
         )

@@ -205,7 +205,7 @@ def test_what_is_sent_is_what_it_says(ranks: int) -> None:
             for label, n in led.by_label.items():
                 if label.split()[0] in sent:
                     sent[label.split()[0]] += n
-                    headers += 16 * (ranks - 1) * led.calls_by_label[label]
+                    headers += led.headers_by_label[label]
             assert told.describe().sent_bytes == sum(sent.values()) + headers, t
             if ranks == 1:
                 assert not any(sent.values())

@@ -32,12 +32,14 @@ class Ledger:
     Attributes:
         by_kind: bytes per collective (``"all_gather"``, ...), and ``"header"``.
         by_label: payload bytes per label, which names the unit concerned.
+        headers_by_label: bytes of headers per label.
         calls_by_label: number of collectives per label.
         calls: number of collectives.
     """
 
     by_kind: Counter[str] = field(default_factory=Counter)
     by_label: Counter[str] = field(default_factory=Counter)
+    headers_by_label: Counter[str] = field(default_factory=Counter)
     calls_by_label: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     _lock: Lock = field(default_factory=Lock, repr=False)
@@ -59,6 +61,7 @@ class Ledger:
             self.by_kind[kind] += payload
             self.by_kind[HEADER] += headers
             self.by_label[label] += payload
+            self.headers_by_label[label] += headers
             self.calls_by_label[label] += 1
 
 
