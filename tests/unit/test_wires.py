@@ -122,6 +122,19 @@ def test_a_silent_peer_is_timed_out() -> None:
     connected(2, body, timeout=0.2)
 
 
+def test_who_has_hung_up_is_told_so() -> None:
+    def body(rank: int, wires: Wires) -> None:
+        wires.send(1 - rank, 1, 0)
+        wires.receive(1 - rank, 1)
+        wires.close()
+        for attempt in (lambda: wires.receive(1 - rank, 2), lambda: wires.send(1 - rank, 2, 0)):
+            with pytest.raises(ConnectionAbortedError, match="hung up"):
+                attempt()
+        assert wires.ask(1 - rank, 1.0) is None
+
+    connected(2, body)
+
+
 def test_peers_that_disagree_tell_each_other_why() -> None:
     def body(rank: int, wires: Wires) -> str | None:
         for peer in {0, 1, 2} - {rank}:

@@ -164,6 +164,7 @@ class Wires:
         return self._texts[peer]
 
     def _write(self, peer: int, kind: int, number: int, payload: bytes) -> None:
+        self._check_open()
         if peer not in self._to:
             self._call(peer)
         data = HEADER.pack(kind, number | len(payload) << LENGTH_BITS) + payload
@@ -191,6 +192,7 @@ class Wires:
 
         They may write more than the kernel holds before they come to what this rank waits for.
         """
+        self._check_open()
         before = self._reads[peer]
         self._take_in(peer)
         deadline, late = time.monotonic() + seconds, False
@@ -206,6 +208,10 @@ class Wires:
                 if late:
                     raise ConnectionResetError(CLOSED) from None
                 raise
+
+    def _check_open(self) -> None:
+        if not self.close.alive:
+            raise ConnectionAbortedError("this rank has hung up")
 
     def _take_in(self, peer: int) -> None:
         """Keep the messages that have arrived from a peer."""
