@@ -83,7 +83,8 @@ class LayerRef(Ref):
                 with saved_tensors_hooks(self._pack, redeem):
                     out = fn(params, *xs, **kw)
             for run in self.runs:
-                run.check_unwritten()
+                if run.source.flat:  # plain leaves stay: they are looked at once, in the end
+                    run.check_unwritten()
             return out
         finally:
             del params
@@ -509,8 +510,8 @@ class Pass:
         self.close_others(())
         for source in self.sources:
             for run in source.runs:
+                run.check_unwritten()
                 if run.entered is not None:
-                    run.check_unwritten()
                     run.release()
         if any(source.flat for source in self.sources):
             pool().trim()  # memory is fullest here

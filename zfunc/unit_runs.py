@@ -211,7 +211,8 @@ class UnitRun:
             self.owner.accord.happens(RELEASE, self)
         self.aside = False
         self.entered = None
-        self.seen = [], None
+        if self.source.flat:
+            self.seen = [], None
         self.touched = False
         self.served.clear()
         if self.foreign and self.owner.soon(self) and torch.is_grad_enabled():
