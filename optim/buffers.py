@@ -1,8 +1,8 @@
 """Many leaves as few buffers: what an elementwise update takes at once.
 
 An update of a leaf of a few elements costs more to begin than to do, on a CPU and on a GPU. The
-leaves of a placed state lie in flats (ZeRO 0 to 2 keep plain trees, whose leaves are views of
-them): those are updated, padding included. Other small leaves are copied beside each other.
+leaves of a placed state lie in flats: those are updated, padding included. Other small leaves are
+copied beside each other.
 
 An element must come out with the same bits wherever it lies. CPU kernels round the last elements
 of a buffer, those that do not fill a vector, in another way than the rest, so they are given
@@ -17,13 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zfunc.placed.layout import Layout
-from zfunc.placed.leaves import home_of
-
 __all__ = [
     "BLOCK",
     "SMALL",
-    "Flats",
     "Joined",
     "Launch",
     "Row",
@@ -38,128 +34,6 @@ SMALL = 1 << 14  # elements up to which a leaf is copied beside others
 
 Row = tuple[Tensor, ...]
 Stretch = tuple[int, int, float]
-
-
-@dataclass(frozen=True)
-class Flats:
-    """The flats under plain leaves that tile them.
-
-    Attributes:
-        rows: parameters, gradients and moments, one row for each flat.
-        layout: of the leaves.
-        which: the flats that the rows are of.
-        position: for each leaf of the layout its place among the leaves given, or -1.
-    """
-
-    rows: list[Row]
-    layout: Layout
-    which: tuple[int, ...]
-    position: tuple[int, ...]
-
-    @classmethod
-    def under(cls, rows: Sequence[Row]) -> Flats | None:
-        """The flats under the leaves, if parameters and moments fill such of one layout.
-
-        Gradients that do not lie so are copied into flats. Parameters say where they live.
-
-        Args:
-            rows: ``(param, grad, *moments)`` of each leaf, of one shape each.
-        """
-        homes = [home_of(row[0]) for row in rows]
-        if not homes or any(home is None or home[0] is not homes[0][0] for home in homes):  # type: ignore[index]
-            return None
-        layout = homes[0][0]  # type: ignore[index]
-        indices = tuple(home[1] for home in homes)  # type: ignore[index]
-        position, which = _positions(layout, indices)
-        if not which:
-            return None
-        out: list[Row] = []
-        for i in which:
-            mine = [rows[position[slot.index]] for slot in layout.by_flat[i]]
-            columns = [list(column) for column in zip(*mine, strict=True)]
-            found = [layout.buffer_under(i, column) for column in columns]
-            if found[1] is None:
-                found[1] = _packed(layout, i, columns[1])
-            if any(x is None for x in found):
-                return None
-            out.append(tuple(x for x in found if x is not None))
-        return cls(out, layout, which, position)
-
-    def stretches(self, rates: Sequence[float]) -> list[list[Stretch]]:
-        """For each flat, what stretches of it decay by how much."""
-        alike = len(set(rates)) == 1
-        out: list[list[Stretch]] = []
-        for i in self.which:
-            length, slots = self.layout.flats[i].length, self.layout.by_flat[i]
-            if alike:
-                out.append([(0, length, rates[0])])
-                continue
-            starts = [(slot.start, rates[self.position[slot.index]]) for slot in slots]
-            out.append(list(runs(starts, length)))
-        return out
-
-    def pieces(self, paths: Sequence[str]) -> list[tuple[int, list[tuple[str, int, int]]]]:
-        """For each flat its length, and where in it lies which leaf.
-
-        Args:
-            paths: of the leaves given.
-        """
-        return [
-            (
-                self.layout.flats[i].length,
-                [
-                    (paths[self.position[slot.index]], slot.start, slot.start + slot.numel)
-                    for slot in self.layout.by_flat[i]
-                ],
-            )
-            for i in self.which
-        ]
-
-    def leaves(self, columns: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """From columns of flats to columns of leaves, in the order of the leaves given."""
-        out: list[list[Tensor]] = []
-        for column in columns:
-            leaves: dict[int, Tensor] = {}
-            for i, flat in zip(self.which, column, strict=True):
-                for slot, view in zip(
-                    self.layout.by_flat[i], self.layout.views(i, flat), strict=True
-                ):
-                    leaves[self.position[slot.index]] = view
-            out.append([leaves[k] for k in range(len(leaves))])
-        return out
-
-
-def _positions(layout: Layout, indices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each leaf of the layout its place among ``indices``, and the flats that these fill."""
-    key = ("positions", indices)
-    if key not in layout._memo:
-        position = [-1] * len(layout.slots)
-        for k, index in enumerate(indices):
-            position[index] = k
-        which, filled = [], 0
-        for i, slots in enumerate(layout.by_flat):
-            here = [position[slot.index] >= 0 for slot in slots]
-            if slots and all(here):
-                which.append(i)
-                filled += len(slots)
-        whole = filled == len(indices) == len(set(indices))
-        layout._memo[key] = (tuple(position), tuple(which) if whole else ())
-    found: tuple[tuple[int, ...], tuple[int, ...]] = layout._memo[key]
-    return found
-
-
-def _packed(layout: Layout, flat: int, leaves: Sequence[Tensor]) -> Tensor:
-    """A new flat with the leaves in it, zero between them."""
-    row: list[Tensor] = []
-    end = 0
-    for slot, leaf in zip(layout.by_flat[flat], leaves, strict=True):
-        if slot.start > end:
-            row.append(leaf.new_zeros(slot.start - end))
-        row.append(leaf)
-        end = slot.start + slot.numel
-    if layout.flats[flat].length > end:
-        row.append(leaves[0].new_zeros(layout.flats[flat].length - end))
-    return torch._C._nn.flatten_dense_tensors(row)
 
 
 @dataclass(frozen=True)

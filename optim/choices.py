@@ -16,7 +16,7 @@ from typing import Any
 import optree
 
 from zfunc.errors import PlacementError
-from zfunc.nodes import OPAQUE, Lazy, Placed
+from zfunc.nodes import MAPPED, Lazy, Placed
 from zfunc.tree import paths
 from zfunc.worlds import world
 
@@ -76,7 +76,7 @@ def _text(what: str, known: list[str]) -> str:
 
 def _all_paths(params: Tree) -> list[str]:
     """The paths of a whole tree; none if a part of it is not known."""
-    for node in optree.tree_leaves(params, namespace=OPAQUE):
+    for node in optree.tree_leaves(params, namespace=MAPPED):
         if isinstance(node, Lazy) or (
             isinstance(node, Placed) and len(node.names()) < _leaves_of(node)
         ):

@@ -19,11 +19,12 @@ from torch import Tensor
 from zfunc import kernels, primitives, tree
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
-from zfunc.optim.buffers import Flats, Launch, Stretch, parted, runs
+from zfunc.optim.buffers import Launch, Stretch, parted, runs
 from zfunc.optim.fused import Piece, own, pieces_of
 from zfunc.optim.paces import Paces, own_pace
 from zfunc.optim.schedules import symbolic
 from zfunc.optim.updates import Scaled
+from zfunc.placed.replicated import in_box, in_flats
 from zfunc.placed.unitwise import streams
 
 __all__ = ["lamb_step", "lion_step"]
@@ -41,7 +42,7 @@ class _Buffers:
     state: list[tuple[Tensor, ...]]  # parameters and moments of each buffer
     part: Tree  # parameters, placed as the gradients are
     pieces: list[tuple[int, list[Piece]]]  # of each buffer its length, and what of which leaf it is
-    under: Flats | None = None  # where the buffers are the flats under plain leaves
+    boxes: tuple[Tree, ...]  # what parameters and moments were before
 
     def renewed(self) -> list[list[Tensor]]:
         """Memory for the new parameters and moments, with the old ones in it."""
@@ -57,10 +58,9 @@ class _Buffers:
         ]
 
     def trees(self, columns: list[list[Tensor]]) -> list[Tree]:
-        if self.under is not None:
-            columns = self.under.leaves(columns)
         spec = optree.tree_structure(self.part, namespace=NAMESPACE)
-        return [optree.tree_unflatten(spec, column) for column in columns]
+        new = [optree.tree_unflatten(spec, column) for column in columns]
+        return [in_box(old, x) for old, x in zip(self.boxes, new, strict=True)]
 
 
 def lion_step(
@@ -211,25 +211,20 @@ def _collected(name: str, lr: Number, grads: Tree, *state: Tree) -> _Buffers | N
         grads, factor = grads.grads, grads.factor
     if streams(grads, *state):
         return None
-    grads = primitives.reduced(grads)
+    trees = in_flats((primitives.reduced(grads), *state))
     rows: list[tuple[Tensor, ...]] = []
 
     def collect(*row: Tensor) -> Tensor:
         rows.append(row)
         return row[1]
 
-    part = tree.map(collect, grads, *state)
+    part = tree.map(collect, *trees)
     if not rows or not all(_fits(name, row) for row in rows):
         return None
     # Now: the leaves of memory that is donated will have no length.
-    pieces, under = list(pieces_of(part)), None
-    if not any(isinstance(node, Placed) for _, node in nodes(part)):
-        under = Flats.under([(p, g, *rest) for g, p, *rest in rows])
-    if under is not None:
-        rows = [(g, p, *rest) for p, g, *rest in under.rows]
-        pieces = under.pieces([path for path, _ in nodes(part)])
+    pieces = list(pieces_of(part))
     grads = [g.contiguous() for g, *_ in rows]
-    return _Buffers(grads, factor, [row[1:] for row in rows], part, pieces, under)
+    return _Buffers(grads, factor, [row[1:] for row in rows], part, pieces, state)
 
 
 def _fits(name: str, row: tuple[Tensor, ...]) -> bool:

@@ -26,10 +26,19 @@ from zfunc.context import reuse
 from zfunc.kernels.uploads import on_device
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
-from zfunc.optim.buffers import SMALL, Flats, Launch, Row, Stretch, joined, parted, runs
+from zfunc.optim.buffers import (
+    SMALL,
+    Launch,
+    Row,
+    Stretch,
+    joined,
+    parted,
+    runs,
+)
 from zfunc.optim.paces import Paces, own_count, own_pace
 from zfunc.optim.updates import Scaled, scale
 from zfunc.placed.numbers import at_hand
+from zfunc.placed.replicated import in_box, in_flats
 from zfunc.placed.unitwise import by_unit
 
 __all__ = ["Piece", "adamw_", "own", "pieces_of", "step", "stretches_of"]
@@ -71,13 +80,16 @@ def step(
     factor = None
     if isinstance(grads, Scaled):
         grads, factor = grads.grads, grads.factor
-    grads = primitives.reduced(grads)
-    columns, spec = tree.align((grads, params, mu, nu))
+    trees = in_flats((primitives.reduced(grads), params, mu, nu))
+    columns, spec = tree.align(trees)
     placed = [x for row in columns for x in row if isinstance(x, Placed)]
     if not placed:
         return _leafwise(columns, spec, factor, decay, how)
     if not any(node.streams for node in placed):
-        return _step(columns, spec, factor, decay, how)
+        done = _step(columns, spec, factor, decay, how)
+        if done is None:
+            return None
+        return in_box(params, done[0]), in_box(mu, done[1]), in_box(nu, done[2])
 
     # Units are updated on the host: what they need of a device is read once, before the first.
     factor, *values = at_hand([factor, *how.values()])
@@ -181,9 +193,7 @@ def _renewed(
 def _plain(
     rows: Sequence[Row], rates: Sequence[Any], factor: float | Tensor | None, how: dict[str, Any]
 ) -> list[list[Tensor]]:
-    """:func:`_renewed` of plain leaves: of the flats under them, where there are such."""
-    if (flats := Flats.under(rows)) is not None:
-        return flats.leaves(_renewed(flats.rows, flats.stretches(rates), factor, how))
+    """:func:`_renewed` of plain leaves."""
     if context.donates():
         return _renewed(rows, whole_stretches(rows, rates), factor, how)
     # New memory anyway: small leaves get theirs together, which a step renews like one leaf.

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from zfunc import primitives, tree
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Lazy, Placed, carry, leaves_in, register
+from zfunc.nodes import (
+    NAMESPACE,
+    OPAQUE,
+    Lazy,
+    Placed,
+    boxes_in,
+    carry,
+    held_in,
+    opened,
+    register,
+)
+from zfunc.placed.replicated import Replicated, boxed, elementwise
 from zfunc.placed.unreduced import linear_map
 
 __all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
@@ -76,7 +87,7 @@ class Moved(_Deferred):
         """Whether ``new`` is the sum for just these parameters."""
         if params is self._params:
             return True
-        mine, theirs = leaves_in(self._params), leaves_in(params)
+        mine, theirs = held_in(self._params), held_in(params)
         return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -91,7 +102,7 @@ class Scaled(_Deferred):
 
 def scale(grads: Tree, factor: float | Tensor) -> Tree:
     """``factor * grads`` in the dtypes of ``grads``."""
-    return tree.map(linear_map(lambda g: (g * factor).to(g.dtype)), grads)
+    return elementwise(linear_map(lambda g: (g * factor).to(g.dtype)), grads)
 
 
 # Whoever flattens one looks at its tensors, and what he builds again is the plain tree.
@@ -142,6 +153,18 @@ def _add(update: Tensor, param: Tensor) -> Tensor:
 
 def _return_to(params: Tree, new: Tree) -> Tree:
     """``new`` where ``params`` keep it, with the leaves that only ``params`` have."""
+    if isinstance(params, Replicated):
+        if isinstance(new, Placed):
+            return new.join(params)
+        if isinstance(new, Replicated):
+            return new.merged(params)
+        new = _return_to(params.tree, opened(new))
+        return new if isinstance(new, Lazy) else boxed(params.layout, new)
+    if boxes_in(params):
+        nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=OPAQUE)
+        rows = zip(nodes, spec.flatten_up_to(new), strict=True)
+        return optree.tree_unflatten(spec, [_return_to(*row) for row in rows])
+    new = opened(new)
 
     def place(node: Any, param: Any) -> Any:
         if node is None:

@@ -46,10 +46,10 @@ from torch import Tensor
 from zfunc import context, tree
 from zfunc.context import Context, Withheld
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
-from zfunc.nodes import NAMESPACE, Placed, Tree
+from zfunc.nodes import NAMESPACE, Placed, Tree, opened
 from zfunc.placed.carried import held, may_lose, may_stay, put, take
-from zfunc.placed.leaves import home_of
-from zfunc.placed.placement import Entries
+from zfunc.placed.placement import Entries, homes_of
+from zfunc.placed.replicated import Replicated
 from zfunc.placed.residuals import Residual
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.signs import sign
@@ -128,7 +128,9 @@ class CompressGrads(Transform):
         bases = partial(bases_of, self.codec) if isinstance(self.codec, PowerSGD) else None
         serving = self.shard.stage == 0 and bases is None
         updating = self.gather is not None
-        begun = fresh(state, count, self._reached(count), serving, bases, updating)
+        begun = fresh(
+            state, self.shard.params, count, self._reached(count), serving, bases, updating
+        )
         begun["form"] = torch.tensor(self._form)
         if full is None:
             return put(state, NAME, begun)
@@ -203,7 +205,7 @@ class CompressGrads(Transform):
         if active:
             running.frozen = self.codec.freezes
             if self.gather is not None:
-                old = before(state, self.shard.group.rank)
+                old = before(state, self.shard.params, self.shard.group.rank)
                 running.join = partial(joined, call, GATHERS[self.gather], old)
             # Plain tensors beside cut trees are averaged as they are, at once.
             whole = not self.shard.stage
@@ -423,13 +425,16 @@ def current_call() -> Any:
 
 def as_unreduced(grads: Tree, params: Tree, done: bool) -> Tree:
     """Gradients as nodes that say to which of the parameters they belong."""
-    return optree.tree_map(
-        lambda g, p: None if g is None else Unreduced(g, home_of(p), done),
-        grads,
-        params,
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
+    if isinstance(grads, Replicated):
+        homes: Sequence[Any] = [(grads.layout, i) for i in range(len(grads.layout.slots))]
+    else:
+        homes = homes_of(optree.tree_leaves(opened(params), none_is_leaf=True, namespace=NAMESPACE))
+    leaves, spec = optree.tree_flatten(opened(grads), none_is_leaf=True, namespace=NAMESPACE)
+    nodes = [
+        None if g is None else Unreduced(g, home, done)
+        for g, home in zip(leaves, homes, strict=True)
+    ]
+    return optree.tree_unflatten(spec, nodes)
 
 
 def sum_of(call: Call, moments: Tree) -> Tensor:

@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc.context import Context, Donation, blank, current
-from zfunc.nodes import any_spent, leaves_in
-from zfunc.placed.arriving import passing
+from zfunc.nodes import any_spent, boxes_in, held_in
 from zfunc.step import Transform, transform_of
 
 __all__ = ["Donate", "donate"]
@@ -59,8 +58,7 @@ class Donate(Transform):
         try:
             return call(state, args, kwargs)
         except BaseException as error:
-            with passing():
-                its = [x for x in leaves_in(state) if isinstance(x, Tensor)]
+            its = [*held_in(state), *(x for box in boxes_in(state) for x in box.views())]
             if given and any(map(any_spent, [its, *given])):  # else it was spent when it came
                 story = _STORY.format(error=type(error).__name__)
                 # Leaves that autograd tracks went in as others in the same memory.
@@ -75,15 +73,17 @@ class Donate(Transform):
             _GIVEN.reset(token)
 
     def configure(self, running: Context, state: Any) -> None:
-        running.donation = Donation.of(running.tensors)
+        running.donation = Donation.of(running.tensors, running.boxes)
         if (given := _GIVEN.get()) is not None:
             given.append(running.tensors)
 
     def finish(self, old: Any, out: Any) -> Any:
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
-        kept, running = set(map(id, leaves_in(out))), current()
+        kept, running = set(map(id, held_in(out))), current()
         assert running is not None
-        for x in running.tensors:
+        kept.update(id(x) for box in boxes_in(out) for x in box.views())
+        views = [x for box in running.boxes for x in box.views()]
+        for x in (*running.tensors, *views):
             if "_zfunc_donated" not in x.__dict__ and id(x) not in kept:
                 blank(x)
         return out

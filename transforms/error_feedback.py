@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,8 @@ from zfunc import tree
 from zfunc.comm import Group
 from zfunc.nodes import Placed
 from zfunc.placed.layout import Layout
-from zfunc.placed.leaves import home_of, is_placed
-from zfunc.placed.pieces import leaves_of
 from zfunc.placed.placement import Entries
+from zfunc.placed.replicated import Replicated
 from zfunc.placed.residuals import Residual, nothing_left_out, one_of
 from zfunc.placed.sharded import Sharded, cut
 from zfunc.readings import Reading
@@ -30,25 +29,25 @@ Carried = Mapping[str, Any]
 Bases = Callable[[Layout, Sequence[Tensor | None]], dict[str, Tensor]]
 
 
-def layouts_of(state: Any) -> dict[str, tuple[Layout, list[Tensor | None]]]:
+def layouts_of(state: Any, names: Collection[str]) -> dict[str, tuple[Layout, list[Tensor | None]]]:
     """The params entries of a placed state: how each is cut, and a tensor for each flat."""
     entries, found = Entries(state), {}
-    for name in entries.names:
-        entry = entries[name]
-        leaves = [x for x in tree.leaves(entry) if isinstance(x, Tensor)]
-        if not leaves or not all(map(is_placed, leaves)):
-            continue
+    for name in names:
+        entry = entries.get(name)
         if isinstance(entry, Sharded):
             found[name] = entry.layout, list(entry.flats)
-        elif home := home_of(leaves[0]):
-            layout = home[0]
-            plain = leaves_of(layout, entry)
-            found[name] = layout, [plain[row[0].index] if row else None for row in layout.by_flat]
+        elif isinstance(entry, Replicated):
+            if (flats := entry.flats) is None:
+                rows, leaves = entry.layout.by_flat, entry.leaves
+                found[name] = entry.layout, [leaves[row[0].index] if row else None for row in rows]
+            else:
+                found[name] = entry.layout, list(flats)
     return found
 
 
 def fresh(
     state: Any,
+    names: Collection[str],
     count: int,
     frozen: bool,
     serving: bool,
@@ -58,6 +57,7 @@ def fresh(
     """The carried state of a placed state before anything was compressed.
 
     Args:
+        names: of its params entries.
         count: steps taken.
         frozen: whether compression begins with the next one.
         serving: whether ranks have errors as owners of a part too.
@@ -67,7 +67,7 @@ def fresh(
     worker, started = {}, {}
     server: dict[str, Sharded] = {}
     updates: dict[str, Sharded] = {}
-    for name, (layout, like) in layouts_of(state).items():
+    for name, (layout, like) in layouts_of(state, names).items():
         worker[name] = nothing_left_out(layout, like)
         if serving or updating:
             rank = worker[name].group.rank

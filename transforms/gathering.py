@@ -7,7 +7,7 @@ ranks, the owner too, add the same numbers to the same parameters, so they stay 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from zfunc.context import reuse
 from zfunc.errors import CompositionError
-from zfunc.nodes import Tree, carry, spent
+from zfunc.nodes import Tree, spent
 from zfunc.placed.dense import dense_of, spread_part, squeezed_part
 from zfunc.placed.layout import Layout
-from zfunc.placed.pieces import full_around, leaves_of
+from zfunc.placed.pieces import full_around
 from zfunc.placed.placement import Entries
-from zfunc.placed.sharded import Sharded
-from zfunc.transforms.error_feedback import Call, layouts_of
+from zfunc.placed.replicated import Replicated
+from zfunc.placed.sharded import Sharded, cut
+from zfunc.transforms.error_feedback import Call
 from zfunc.transforms.exchange import Codec, codecs_of
 from zfunc.transforms.onebit import OneBit
 from zfunc.transforms.quantized import Int4, Int8
@@ -79,21 +80,19 @@ def check_gather(gather: str, shard: Any, others: Sequence[Any]) -> None:
         )
 
 
-def before(state: Any, rank: int) -> dict[str, list[Tensor | None]]:
+def before(state: Any, names: Collection[str], rank: int) -> dict[str, list[Tensor | None]]:
     """A copy of what this rank owns of the params entries: a step may update it in place."""
     out: dict[str, list[Tensor | None]] = {}
-    for name, (layout, _) in layouts_of(state).items():
-        leaves = leaves_of(layout, Entries(state)[name])
-        row: list[Tensor | None] = []
-        for i, slots in enumerate(layout.by_flat):
-            some = [leaves[slot.index] for slot in slots]
-            if not slots or not layout.flats[i].trainable or layout.flats[i].whole:
-                row.append(None)
-                continue
-            full = layout.buffer_under(i, some)
-            low, high = layout.flats[i].bounds(rank)
-            row.append((layout.pack(i, some) if full is None else full)[low:high].clone())
-        out[name] = row
+    for name in names:
+        entry = Entries(state).get(name)
+        if isinstance(entry, Replicated):
+            layout = entry.layout
+            flats = cut(layout, entry, rank, copy=True).flats
+            moves = [
+                row and flat.trainable and not flat.whole
+                for row, flat in zip(layout.by_flat, layout.flats, strict=True)
+            ]
+            out[name] = [x if moving else None for x, moving in zip(flats, moves, strict=True)]
     return out
 
 
@@ -104,16 +103,18 @@ def joined(
     node: Sharded,
     params: Tree,
 ) -> Tree | None:
-    """The plain tree ``params`` after a step, or ``None`` where it must be gathered as it is.
+    """The whole tree ``params`` after a step, or ``None`` where it must be gathered as it is.
 
     Args:
         old: what :func:`before` gave.
         node: what this rank has made of its part.
     """
     name, layout, rank = call.entry_of(node.layout), node.layout, node.group.rank
-    leaves = leaves_of(layout, params)
+    if not isinstance(params, Replicated) or (flats := params.flats) is None:
+        return None
+    params.wait()
     rounds: list[tuple[Any, tuple[int, ...], torch.dtype] | None] = []
-    if name is None or name in call.joined or not _there(layout, leaves, node, rank):
+    if name is None or name in call.joined or not _there(layout, flats, node, rank):
         return None
     call.joined.add(name)
     for i, local in enumerate(node.flats):
@@ -136,25 +137,22 @@ def joined(
         label = f"join {layout.units[layout.unit_of_flat[i]].name}"
         full = data.new_empty(at[-1])
         rounds.append((node.group.all_gather(full, data, cuts=at, label=label), at, kept.dtype))
+    new = []
     for i, started in enumerate(rounds):
         local = node.flats[i]
-        if local is None:
+        if local is None or started is None:
+            new.append(local)  # kept whole: every rank has made the same of it
             continue
-        if started is None:
-            base = local  # kept whole: every rank has made the same of it
-        else:
-            base = _old(layout, i, leaves, local, old[name][i], rank)
-            _add(base, layout, i, codec, *started)
-        for slot, view in zip(layout.by_flat[i], layout.views(i, base), strict=True):
-            leaves[slot.index] = carry(view, leaves[slot.index])
-    return layout.spec.unflatten(leaves)
+        base = _old(layout, i, flats[i], local, old[name][i], rank)
+        _add(base, layout, i, codec, *started)
+        new.append(base)
+    return params.replaced(layout, new, {})
 
 
-def _there(layout: Layout, leaves: list[Any], node: Sharded, rank: int) -> bool:
+def _there(layout: Layout, flats: Sequence[Tensor | None], node: Sharded, rank: int) -> bool:
     """Whether the old parameters can still be read, in their memory or in that of the new part."""
-    for i, slots in enumerate(layout.by_flat):
-        local, spec = node.flats[i], layout.flats[i]
-        if local is None or not any(spent(leaves[slot.index]) for slot in slots):
+    for spec, old, local in zip(layout.flats, flats, node.flats, strict=True):
+        if local is None or not spent(old):
             continue
         around = local.untyped_storage().nbytes() == spec.length * local.element_size()
         if spec.whole or not around or local.storage_offset() != spec.bounds(rank)[0]:
@@ -163,17 +161,15 @@ def _there(layout: Layout, leaves: list[Any], node: Sharded, rank: int) -> bool:
 
 
 def _old(
-    layout: Layout, flat: int, leaves: list[Any], local: Tensor, mine: Any, rank: int
+    layout: Layout, flat: int, full: Tensor | None, local: Tensor, mine: Any, rank: int
 ) -> Tensor:
     """The full flat before the step, in memory of its own, or that of the old one if donated."""
-    row = [leaves[slot.index] for slot in layout.by_flat[flat]]
+    if full is not None and not spent(full):
+        return full.clone()
     low, high = layout.flats[flat].bounds(rank)
-    if any(spent(leaf) for leaf in row):
-        base = full_around(local, layout.flats[flat].length, low)
-        base[low:high] = mine
-        return base
-    full = layout.buffer_under(flat, row)
-    return layout.pack(flat, row) if full is None else full.clone()
+    base = full_around(local, layout.flats[flat].length, low)
+    base[low:high] = mine
+    return base
 
 
 def _add(

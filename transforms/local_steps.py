@@ -31,11 +31,13 @@ from torch import Tensor
 
 from zfunc.context import reuse
 from zfunc.errors import CompositionError
-from zfunc.nodes import NAMESPACE, Placed, Tree, carry
+from zfunc.nodes import NAMESPACE, Placed, Tree, carry, opened
 from zfunc.optim.fused import own
 from zfunc.optim.moments import growth, wide
 from zfunc.placed.dense import dense_of
-from zfunc.placed.leaves import home_of
+from zfunc.placed.layout import Layout
+from zfunc.placed.placement import homes_of
+from zfunc.placed.replicated import Replicated, alike
 from zfunc.placed.residuals import Residual, one_of
 from zfunc.placed.unreduced import Unreduced
 from zfunc.transforms.averaging import averaged
@@ -122,8 +124,7 @@ def drifted(call: LocalCall, params: Tree) -> Tree:
     """The parameters where this rank has gone by itself, from those that all share."""
     known: dict[str, dict[int, Tensor]] = {}
 
-    def moved(p: Any) -> Any:
-        home = home_of(p)
+    def moved(p: Any, home: tuple[Layout, int] | None) -> Any:
         name = call.entry_of(home[0]) if home else None
         if home is None or name is None or not float(call.rates[name][home[1]]):
             return p
@@ -131,7 +132,13 @@ def drifted(call: LocalCall, params: Tree) -> Tree:
             known[name] = call.views(call.drift, name)
         return carry((p - known[name][home[1]]).to(p.dtype), p)
 
-    return optree.tree_map(moved, params, none_is_leaf=True, namespace=NAMESPACE)
+    leaves, spec = optree.tree_flatten(opened(params), none_is_leaf=True, namespace=NAMESPACE)
+    if isinstance(params, Replicated):
+        homes: Sequence[Any] = [(params.layout, i) for i in range(len(leaves))]
+    else:
+        homes = homes_of(leaves)
+    new = optree.tree_unflatten(spec, [moved(*row) for row in zip(leaves, homes, strict=True)])
+    return alike(params, new)
 
 
 @dataclass
@@ -193,7 +200,7 @@ def local_step(
     def tree_of(tensor: Callable[[_Leaf], Any], empty: Tree) -> Tree:
         rows = zip(range(len(nodes)), nodes, _flat(empty), strict=True)
         out = [tensor(leaves[i]) if i in leaves else None if g is None else x for i, g, x in rows]
-        return optree.tree_unflatten(spec, out)
+        return alike(empty, optree.tree_unflatten(spec, out))
 
     new = tree_of(lambda leaf: leaf.param, params)
     mu, nu = tree_of(lambda leaf: leaf.mu, mu), tree_of(lambda leaf: leaf.nu, nu)

@@ -14,10 +14,10 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.context import Context, Withheld, spend
 from zfunc.errors import NonFiniteError
-from zfunc.nodes import NAMESPACE, Placed, Tree, leaves_in, register, spent
+from zfunc.nodes import PLACED, Box, Placed, Tree, held_in, register, spent
 from zfunc.optim.guarding import all_finite, first_nonfinite
-from zfunc.placed.pieces import leaves_of
-from zfunc.placed.placement import Entries, reassembled
+from zfunc.placed.placement import Entries, reassembled, rejoined
+from zfunc.placed.replicated import Replicated, elementwise
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.signs import sign
 from zfunc.placed.unitwise import streams
@@ -84,6 +84,7 @@ class Masters:
     unseen: Tensor | None = None
     _asked: list[tuple[Reading, Tree, Context]] = field(default_factory=list)
     _copies: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    _leaves: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, master in self.masters.items():
@@ -91,7 +92,7 @@ class Masters:
             for node, low in zip(nodes, spec.flatten_up_to(self.lows[name]), strict=True):
                 if node is not None:
                     self._copies[_identity(node)] = (node, low)
-        dtypes = {x.dtype for x in leaves_in(dict(self.masters)) if isinstance(x, Tensor)}
+        dtypes = {x.dtype for x in held_in(dict(self.masters))}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.factor = number(self.scale)
 
@@ -105,10 +106,18 @@ class Masters:
         return optree.tree_unflatten(spec, lows)
 
     def _low(self, node: Any) -> Any:
-        master, low = self._copies.get(_identity(node), (None, None))
+        master, low = self._copies.get(_identity(node)) or self._part(node)
         if master is None or (isinstance(node, Sharded) and node.layout != master.layout):
             return node
         return low
+
+    def _part(self, leaf: Any) -> tuple[Any, Any]:
+        """A leaf of a whole tree of masters, and its copy."""
+        for box, low in self._copies.values():
+            if isinstance(box, Replicated) and isinstance(low, Replicated) and box.views():
+                pairs = zip(box.leaves, low.leaves, strict=True)
+                self._leaves.update((id(x), (x, y)) for x, y in pairs)
+        return self._leaves.get(id(leaf), (None, None))
 
     def raised(self, grads: Tree, params: Tree) -> Tree:
         """Gradients in the dtypes of the masters, without the loss scale."""
@@ -119,7 +128,13 @@ class Masters:
             return g if factor == 1.0 else g * factor
 
         if (dtype := self._dtype) is not None:
-            return tree.map(linear_map(lambda g: unscaled(g, dtype)), grads)
+            if (
+                factor == 1.0
+                and isinstance(grads, Box)
+                and all(x.dtype == dtype for x in grads.held())
+            ):
+                return grads
+            return elementwise(linear_map(lambda g: unscaled(g, dtype)), grads)
         return tree.map(linear_map(lambda g, p: unscaled(g, p.dtype)), grads, params)
 
     def look(self, grads: Tree, running: Context, scaled: Tree, own: bool) -> Tree:
@@ -157,7 +172,7 @@ class Masters:
         """1 if a gradient of this rank is not finite, 0-d, where the gradients are."""
         if streams(grads):
             return torch.tensor(float(not all_finite(scaled)), device="cpu")
-        found = [x for x in leaves_in(grads) if isinstance(x, Tensor)]
+        found = held_in(grads)
         device = next((x.device for x in found if not on_host(x)), torch.device("cpu"))
         norms = [torch.linalg.vector_norm(x, ord=float("inf")) for x in found if x.numel()]
         if not norms:
@@ -199,7 +214,7 @@ class Masters:
         before = Entries(self.state)
         for name in entries.names:
             if name not in kept and name in before:
-                if any(spent(x) for x in leaves_in(before[name])):
+                if any(spent(x) for x in held_in(before[name])):
                     raise NonFiniteError(
                         f"the gradient of {self.leaf} is not finite, and the step cannot be left "
                         f"out: it had donated and overwritten the memory of {name!r} before it "
@@ -234,17 +249,17 @@ class Masters:
                 continue
             now, then = entries[name], before[name]
             if _nodes(now)[1] == _nodes(then)[1] and not streams(now, then):
-                entries[name] = tree.map(partial(one, own=name in ours), now, then)
+                entries[name] = elementwise(partial(one, own=name in ours), now, then)
 
 
 def _without(grads: Tree, bad: Tensor, own: bool) -> Tree:
     """The gradients, or zeros."""
     fill = Tensor.masked_fill_ if own else Tensor.masked_fill
-    return tree.map(linear_map(lambda g: fill(g, bad, 0)), grads)
+    return elementwise(linear_map(lambda g: fill(g, bad, 0)), grads)
 
 
 def _tensors(tree_: Tree) -> list[Tensor]:
-    return [x for x in leaves_in(tree_) if isinstance(x, Tensor)]
+    return held_in(tree_)
 
 
 def _alike(new: Any, was: Any) -> bool:
@@ -254,20 +269,20 @@ def _alike(new: Any, was: Any) -> bool:
 
 
 def _nodes(params: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
-    return optree.tree_flatten(
-        params, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
-    )
+    return optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
 
 
 def _identity(node: Any) -> Any:
     """Which tensors a node is, whoever rebuilt the tree around them."""
-    held = node.held() if isinstance(node, Placed) else ()
+    held = node.held() if isinstance(node, Placed | Box) else ()
     return tuple(map(id, held)) if held else id(node)
 
 
 def returned(old: Tree, new: Tree) -> Tree:
     """Masters as a step returned them, in the representation that they had."""
-    return reassembled(old, new) if isinstance(old, Sharded) else new
+    if isinstance(old, Sharded):
+        return reassembled(old, new)
+    return rejoined(old, new) if isinstance(old, Replicated) else new
 
 
 def recast(low: Tree, old: Tree, new: Tree) -> Tree:
@@ -276,7 +291,7 @@ def recast(low: Tree, old: Tree, new: Tree) -> Tree:
     Written into the old copies' memory where that is donated. Masters that are cut have
     copies that are whole (ZeRO 1 and 2): these are gathered in 16 bits, a collective.
     """
-    kept = {id(x) for x in leaves_in(old)}
+    kept = {id(x) for x in held_in(old)}
     if isinstance(new, Sharded) and not isinstance(low, Sharded):
         return _gathered(low, new, kept)
 
@@ -286,21 +301,21 @@ def recast(low: Tree, old: Tree, new: Tree) -> Tree:
         alias = was.detach()
         return alias.copy_(master) if spend(was) else master.to(was.dtype, copy=True)
 
-    return tree.map(copy, low, new)
+    return elementwise(copy, low, new)
 
 
-def _gathered(low: Tree, new: Sharded, kept: Collection[int]) -> Tree:
+def _gathered(low: Replicated, new: Sharded, kept: Collection[int]) -> Tree:
     layout, rank = new.layout, new.group.rank
-    leaves = leaves_of(layout, low)
+    packed = low.packed()
+    assert packed is not None and packed.flats is not None
     parts: list[Tensor | None] = []
-    for i, master in enumerate(new.flats):
-        row = [leaves[slot.index] for slot in layout.by_flat[i]]
-        if master is None or not row or id(master) in kept:
+    for i, (base, master) in enumerate(zip(packed.flats, new.flats, strict=True)):
+        if master is None or base is None or id(master) in kept:
             parts.append(None)
             continue
-        base = layout.buffer_under(i, row)
-        if base is None or not spend(base):
-            base = torch.empty(layout.flats[i].length, dtype=row[0].dtype, device=master.device)
+        alias = base.detach()
+        if not spend(base):
+            alias = torch.empty(layout.flats[i].length, dtype=base.dtype, device=master.device)
         start, stop = layout.flats[i].bounds(rank)
-        parts.append(base[start:stop].copy_(master))
-    return Sharded(layout, parts).join(low)
+        parts.append(alias[start:stop].copy_(master))
+    return Sharded(layout, parts).join(packed)

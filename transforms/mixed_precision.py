@@ -47,6 +47,7 @@ from zfunc.placed import carried
 from zfunc.placed.leaves import is_frozen, settle_origin
 from zfunc.placed.placement import Entries
 from zfunc.placed.readable import Readable
+from zfunc.placed.replicated import Replicated
 from zfunc.pool import pool
 from zfunc.primitives import Mean
 from zfunc.seams import Gradients, Pending, Ready, UnitInfo
@@ -346,6 +347,8 @@ class Precision(Transform):
 def _dtype_of(params: Any) -> torch.dtype | None:
     """In which the first parameter is stored, as are all."""
     first = next(iter(optree.tree_iter(params, namespace=OPAQUE)), None)
+    if isinstance(first, Replicated):
+        return next((x.dtype for x in first.held()), None)
     if isinstance(first, Readable):
         return next((flat.dtype for flat in first.layout.flats), None)
     return first.dtype if isinstance(first, Tensor) else None

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import optree
 import torch
-from torch import Tensor
 
 from zfunc.context import PLACING, Context
 from zfunc.disk.pages import aligned
@@ -31,26 +30,25 @@ from zfunc.disk.stored import Spill, Stored
 from zfunc.disk.successor import hosted_nodes, lower, settle, stored_nodes, succeed
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.intake import copied
-from zfunc.nodes import NAMESPACE, Tree, leaves_in
+from zfunc.nodes import NAMESPACE, Tree, held_in
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.evaluation import Present
 from zfunc.placed.hosted import Hosted, HostSpill
-from zfunc.placed.layout import Layout
-from zfunc.placed.leaves import home_of
+from zfunc.placed.layout import Layout, whole
 from zfunc.placed.placement import (
     Entries,
     Twins,
     layout_for,
-    marked,
     packed,
     placed_nodes,
     rejoined,
 )
 from zfunc.placed.readable import Readable
+from zfunc.placed.replicated import Replicated, alike
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.signs import sign
 from zfunc.placed.sources import Cut
-from zfunc.placed.streamed import Streamed, rank_in, whole
+from zfunc.placed.streamed import Streamed, rank_in
 from zfunc.step import Step, Transform, transform_of
 from zfunc.worlds import world
 
@@ -222,7 +220,7 @@ class Offload(Transform):
             if name in names and "params" in self.what:
                 entries[name] = Cut(layouts[name], entries[name])
             elif name in names:
-                entries[name] = marked(packed(layouts[name], entries[name]))
+                entries[name] = packed(layouts[name], entries[name])
             else:
                 entries[name] = twins.replace(entries[name], Cut)
         return entries.rebuild()
@@ -261,10 +259,11 @@ class Offload(Transform):
         if role == "params" and cut:
             return True
         if role == "params":  # whole ones stay in memory where shard has placed them so
-            first = next((x for x in leaves_in(entries[name]) if isinstance(x, Tensor)), None)
-            home = home_of(first)
-            return first is not None and (home is None or home[0].axis == ())
-        if not any(isinstance(x, Tensor) and x.ndim for x in leaves_in(entries[name])):
+            entry = entries[name]
+            return bool(held_in(entry)) and (
+                not isinstance(entry, Replicated) or entry.layout.axis == ()
+            )
+        if not any(x.ndim for x in held_in(entries[name])):
             return False
         names = [n for n, its in self.roles if its == "params" and n in entries]
         layouts = [_layout_of(entries[n]) for n in names]
@@ -282,8 +281,7 @@ class Offload(Transform):
             device, pin = hosted[0].device, self.pin
             if device.type == "cuda":
                 HOST.locked = pin
-                held = (x for x in leaves_in(state) if isinstance(x, Tensor))
-                running.notes[Present] = Present.of(held, device)
+                running.notes[Present] = Present.of(held_in(state), device)
             self._by_unit(running, lambda layout: HostSpill(layout, device, pin))
         nodes = stored_nodes(state)
         there = {path.split(".", 1)[0] for path in nodes}
@@ -316,7 +314,11 @@ class Offload(Transform):
         for name in after.names:
             if name in before and placed_nodes(after[name]) and not placed_nodes(before[name]):
                 after[name] = rejoined(before[name], after[name])
-        return succeed(old, after.rebuild())
+        out = Entries(succeed(old, after.rebuild()))
+        for name in out.names:
+            if name in before:
+                out[name] = alike(before[name], out[name])
+        return out.rebuild()
 
     def release(self, step: Step) -> None:
         HOST.clear()
@@ -364,7 +366,7 @@ class Offload(Transform):
 
 def _device_of(state: Any) -> torch.device:
     """Where a state computes: the device of its tensors."""
-    homes = [x.device for x in leaves_in(state) if isinstance(x, Tensor) and x.ndim]
+    homes = [x.device for x in held_in(state) if x.ndim]
     # What shard has made lazy already has no leaves; its tensors are still where they were.
     homes += [node.home for node in placed_nodes(state) if isinstance(node, Cut)]
     device = next((home for home in homes if home.type != "cpu"), torch.device("cpu"))
@@ -372,7 +374,7 @@ def _device_of(state: Any) -> torch.device:
 
 
 def _layout_of(params: Tree) -> Layout:
-    return params.layout if isinstance(params, Readable) else _layout(params)
+    return params.layout if isinstance(params, Readable | Replicated) else _layout(params)
 
 
 def _unfolded(node: Any) -> Any:

@@ -19,38 +19,35 @@ reduces once, stage 2 keeps cut sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import optree
 from torch import Tensor
 
 from zfunc import tree
 from zfunc.comm import Group
 from zfunc.context import PLACING, Context
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, OPAQUE, Tree, leaves_in
-from zfunc.optim.adaptive import AdamState
+from zfunc.nodes import OPAQUE, Lazy, Tree, leaves_in
 from zfunc.passes import there_and_back
 from zfunc.placed.agreement import check_same
 from zfunc.placed.cutting import make_layout
-from zfunc.placed.layout import Layout
-from zfunc.placed.leaves import home_of, is_placed
+from zfunc.placed.layout import Layout, whole
 from zfunc.placed.placement import (
     Entries,
     Twins,
     layout_for,
-    marked,
     packed,
     placed_nodes,
     reassembled,
     rejoined,
 )
 from zfunc.placed.readable import Readable
+from zfunc.placed.replicated import Replicated
 from zfunc.placed.sharded import Sharded, cut
 from zfunc.placed.sources import Cut
-from zfunc.placed.streamed import Streamed, whole
+from zfunc.placed.streamed import Streamed
 from zfunc.pool import empty, pool
 from zfunc.rounds import Rounds, in_rounds
 from zfunc.seams import Pending, UnitInfo, Waiting
@@ -111,6 +108,11 @@ class Shard(Transform):
         return group(self.mesh, self.axis)
 
     @property
+    def params(self) -> list[str]:
+        """The entries of a state that are parameters."""
+        return self._named("params")
+
+    @property
     def _room(self) -> int:
         """Layers that are not merged may be there together if they could have been."""
         return 0 if self.merge else self.unit_bytes // 8
@@ -142,7 +144,7 @@ class Shard(Transform):
                 cut(self.layout(state), state, self.group.rank, True) if self.stage == 3 else state
             )
         entries = Entries(state)
-        names = [name for name in self._named("params") if name in entries]
+        names = [name for name in self.params if name in entries]
         if not names:
             raise PlacementError(
                 f"the state ({entries}) has no entry with the role 'params'. Call it params, or "
@@ -157,16 +159,15 @@ class Shard(Transform):
         check_same(self.group, {name: entries[name] for name in entries.names})
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
-            if name in layouts:
-                if self.stage == 3:
-                    placed = self._whole_or_cut(True, layouts[name], entries[name], rank)
-                else:
-                    placed = packed(layouts[name], entries[name])
-                entries[name] = marked(placed)
-            else:
+            if name not in layouts:
                 entries[name] = twins.replace(
-                    entries[name], self._moments(name, entries[name], rank)
+                    entries[name],
+                    lambda layout, node: self._whole_or_cut(self.stage >= 1, layout, node, rank),
                 )
+            elif self.stage == 3:
+                entries[name] = self._whole_or_cut(True, layouts[name], entries[name], rank)
+            else:
+                entries[name] = packed(layouts[name], entries[name])
         return entries.rebuild()
 
     def _whole_or_cut(self, cutting: bool, layout: Layout, node: Tree, rank: int) -> Tree:
@@ -174,24 +175,6 @@ class Shard(Transform):
         if step is not None and any(t.takes(node) for t in step.transforms):
             return Cut(layout if cutting else whole(layout), node)
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
-
-    def _moments(self, name: str, entry: Any, rank: int) -> Callable[[Layout, Tree], Tree]:
-        """How a tree like the params within an entry of the state is represented."""
-        if name in self._named("opt_state") and self._keeps_flats(entry):
-            return lambda layout, node: cut(whole(layout), node, 0, copy=True)
-        return lambda layout, node: self._whole_or_cut(self.stage >= 1, layout, node, rank)
-
-    def _keeps_flats(self, opt_state: Any) -> bool:
-        """Whether moments that nobody cuts may be flats, which are updated without asking for
-        their leaves: those of an Adam behind which nothing sees its updates leaf by leaf."""
-        step = PLACING.get()
-        if self.stage or step is None or not getattr(step.tx, "checked", False):
-            return False
-        others = [t for t in step.transforms if t is not self]
-        if any(t.leaves or t.represents or t.compresses or t.takes(opt_state) for t in others):
-            return False
-        last = opt_state[-1] if type(opt_state) is tuple and opt_state else opt_state
-        return isinstance(last, AdamState)
 
     def _named(self, role: str) -> list[str]:
         return [name for name, its in self.roles if its == role]
@@ -203,7 +186,7 @@ class Shard(Transform):
         if self.of_tree and isinstance(state, Sharded) == (self.stage == 3):
             return
         entries = Entries({"params": state} if self.of_tree else state)
-        for name in self._named("params"):
+        for name in self.params:
             if name in entries:
                 self._check_entry(name, entries[name], cut=self.stage == 3)
         for name in self._named("opt_state"):
@@ -216,8 +199,8 @@ class Shard(Transform):
             return True
         if self.stage == 0 or not any(isinstance(x, Tensor) and x.ndim for x in leaves_in(entry)):
             return False
-        params = [entries[name] for name in self._named("params") if name in entries]
-        layouts = [p.layout if isinstance(p, Readable) else self._home(p) for p in params]
+        params = [entries[name] for name in self.params if name in entries]
+        layouts = [self._layout_of(p) for p in params]
         return Twins(layouts).holds(entry)
 
     def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
@@ -237,9 +220,8 @@ class Shard(Transform):
             )
         for layout in {id(node.layout): node.layout for node in nodes}.values():
             self._check_ranks(name, layout)
-        if not cut and name in self._named("params"):
-            plain = all(isinstance(x, Tensor) for x in leaves)
-            self._check_whole(name, entry, leaves if plain else leaves_in(entry))
+        if not cut and name in self.params:
+            self._check_whole(name, entry)
 
     def _check_ranks(self, name: str, layout: Layout) -> None:
         """Raise if a state entry belongs to other ranks than those that take part here."""
@@ -252,27 +234,24 @@ class Shard(Transform):
                 "`place` the result here."
             )
 
-    def _check_whole(self, name: str, params: Tree, leaves: Sequence[Any]) -> None:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not all(map(is_placed, tensors)):
-            leaf = next(leaf for leaf in tensors if not is_placed(leaf))
+    def _check_whole(self, name: str, params: Tree) -> None:
+        if isinstance(params, Lazy):
+            return
+        if not isinstance(params, Replicated):
+            path = next(iter(tree.paths(params)), "")
             raise PlacementError(
-                f"{name}.{_path(params, leaf)} is not from a state that {self!r} has placed: "
-                "call state = step.place(full_state) first. (A step keeps its parameters' "
-                "marks in what it returns, and zf.tree.map does; other copies lose them.)"
+                f"{tree.dotted(name, path)} is not from a state that {self!r} has placed: call "
+                "state = step.place(full_state) first. (What a step returns is placed, and "
+                "zf.tree.map and zf.tree.set keep it so; a dict put together by hand is not.)"
             )
-        size, seen = self.group.size, None
-        for leaf, home in zip(tensors, map(home_of, tensors), strict=True):
-            if home is None or home[0] is seen:
-                continue
-            seen = home[0]
-            if seen.world != size:
-                raise PlacementError(
-                    f"{name}.{_path(params, leaf)} was placed on {seen.world} ranks, the "
-                    f"current world has {size}. `unplace` the state there and `place` it here."
-                )
-            if seen.axis != ():
-                self._check_ranks(name, seen)
+        layout, size = params.layout, self.group.size
+        if layout.world != size:
+            raise PlacementError(
+                f"{tree.dotted(name, layout.present[0].path)} was placed on {layout.world} ranks, "
+                f"the current world has {size}. `unplace` the state there and `place` it here."
+            )
+        if layout.axis != ():
+            self._check_ranks(name, layout)
 
     # One call
 
@@ -325,14 +304,13 @@ class Shard(Transform):
     def _sealed(self, old: Any, new: Any) -> Any:
         """A state whose params are put together from parts, or cut, as they were before."""
         before, after = Entries(old), Entries(new)
-        for name in self._named("params"):
+        for name in self.params:
             if name in before and name in after:
                 old_params, new_params = before[name], after[name]
                 if isinstance(old_params, Sharded | Streamed):
-                    new_params = reassembled(old_params, new_params)
-                else:
-                    new_params = rejoined(old_params, new_params)
-                after[name] = marked(new_params)
+                    after[name] = reassembled(old_params, new_params)
+                elif isinstance(old_params, Replicated):
+                    after[name] = rejoined(old_params, new_params)
         return after.rebuild()
 
     # What it says of itself
@@ -340,16 +318,15 @@ class Shard(Transform):
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         """Until a step has run: every params tree is differentiated once, all layers in order."""
         entries = Entries(state)
-        placed = [entries[name] for name in self._named("params") if name in entries]
+        placed = [entries[name] for name in self.params if name in entries]
         memo["reduce once"] = self.stage < 2
         for call, params in enumerate(placed):
-            layout = params.layout if isinstance(params, Readable) else self._home(params)
+            layout = self._layout_of(params)
             memo["sources", call] = [(layout, self.stage >= 1)]
             memo["plan", "grad", call] = there_and_back([layout])
 
-    def _home(self, params: Tree) -> Layout:
-        home = next((home for leaf in leaves_in(params) if (home := home_of(leaf))), None)
-        return home[0] if home else self.layout(params)
+    def _layout_of(self, params: Tree) -> Layout:
+        return params.layout if isinstance(params, Readable | Replicated) else self.layout(params)
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         size, what = self.group.size, CUT[self.stage]
@@ -388,12 +365,6 @@ class Shard(Transform):
                     joined(traffic, layout, rank)
             call += 1
         return traffic
-
-
-def _path(params: Tree, leaf: Any) -> str:
-    """The path of a leaf, for messages."""
-    paths, leaves, _ = optree.tree_flatten_with_path(params, namespace=NAMESPACE)
-    return tree.dotted(*next(p for p, x in zip(paths, leaves, strict=True) if x is leaf))
 
 
 def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:

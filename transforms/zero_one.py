@@ -191,12 +191,11 @@ class ZeroOneAdam(CompressGrads):
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         mine: Any = running.notes.get(NAME)
-        run = super().differentiate(call, running)
 
         def there(asked: Gradients) -> Any:
-            return run(replace(asked, params=drifted(mine, asked.params)))
+            return call(replace(asked, params=drifted(mine, asked.params)))
 
-        return run if mine is None else there
+        return super().differentiate(call if mine is None else there, running)
 
     def _arrived(self, running: Context, call: Call, grads: Tree, params: Tree) -> Tree:
         local = super()._arrived(running, call, grads, params)

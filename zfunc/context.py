@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from operator import gt, itemgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.errors import DonatedStateError
-from zfunc.nodes import spent
-from zfunc.placed.arriving import looking
+from zfunc.nodes import Box, spent
 from zfunc.placed.cutting import make_layout
 from zfunc.tree import gone
 from zfunc.worlds.axes import alone
@@ -47,15 +47,22 @@ Owner = tuple[int, int, Tensor]  # where in memory a tensor begins and ends
 
 
 class Residents(list[Tensor]):
-    """The tensors of the old state that live in one storage."""
+    """Tensors that live in one storage."""
 
     @cached_property
     def row(self) -> list[Owner] | None:
         """In the order of their bytes; ``None`` if two share some: neither may have the memory."""
-        with looking():
-            row = sorted([(*_bytes_of(x), x) for x in self if x.numel()], key=itemgetter(0))
+        row = sorted([(*_bytes_of(x), x) for x in self if x.numel()], key=itemgetter(0))
         starts, stops = [owner[0] for owner in row[1:]], [owner[1] for owner in row]
         return None if any(map(gt, stops, starts)) else row
+
+    def between(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Those that have some of these bytes."""
+        row = self.row or []
+        for i in range(bisect_right(row, start, key=itemgetter(1)), len(row)):
+            if row[i][0] >= stop:
+                break
+            yield row[i][2]
 
 
 @dataclass
@@ -65,32 +72,43 @@ class Donation:
     ``owners`` maps a storage to the tensors of the old state that live in it. Those in
     memory that is spent go blank, so that the old values can no longer be read, neither
     later in the step nor after it; their neighbours in the same storage stay, and may
-    pass into the new state as they are.
+    pass into the new state as they are. ``boxes`` have views of theirs, which go blank likewise.
     """
 
     owners: dict[int, Residents] = field(default_factory=dict)
+    boxes: dict[int, Box] = field(default_factory=dict)
+    _views: dict[int, Residents] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Donation:
+    def of(cls, tensors: Iterable[Tensor], boxes: Iterable[Box] = ()) -> Donation:
         owners: defaultdict[int, Residents] = defaultdict(Residents)
-        with looking():
-            for x in tensors:
-                owners[x.untyped_storage().data_ptr()].append(x)
+        for x in tensors:
+            owners[x.untyped_storage().data_ptr()].append(x)
         owners.pop(0, None)  # without memory
-        return cls(dict(owners))
+        return cls(dict(owners), {id(x): box for box in boxes for x in box.held()})
 
     def spend(self, x: Tensor) -> bool:
         """Blank the tensors in the memory of ``x``; False if it is not donated."""
-        found = self.owners.get(x.untyped_storage().data_ptr())
-        row = None if found is None else found.row
-        if row is None:
+        at = x.untyped_storage().data_ptr()
+        found = self.owners.get(at)
+        if found is None or found.row is None:
             return False
         start, stop = _bytes_of(x)
-        for i in range(bisect_right(row, start, key=itemgetter(1)), len(row)):
-            if row[i][0] >= stop:
-                break
-            blank(row[i][2])
+        for resident in found.between(start, stop):
+            for view in self._views_in(resident, at).between(start, stop):
+                blank(view)
+            blank(resident)
         return True
+
+    def _views_in(self, resident: Tensor, at: int) -> Residents:
+        """The leaves of a box that are views of a tensor it holds, in the storage at ``at``."""
+        box = self.boxes.get(id(resident))
+        if box is None or not box.views():
+            return Residents()
+        if id(resident) not in self._views:
+            mine = (x for x in box.views() if x.untyped_storage().data_ptr() == at)
+            self._views[id(resident)] = Residents(mine)
+        return self._views[id(resident)]
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
@@ -146,6 +164,8 @@ class Context:
         transforms: in data-flow order.
         memo: this rank's memory of earlier calls of the same step.
         tensors: those of the state that the step was given.
+        boxes: the whole trees with a layout in that state.
+        looked_into: those of which somebody has asked for a leaf meanwhile.
         key: the key of this call's randomness, or None.
         donation: the input state's memory, where it may be reused.
         group: the ranks over which losses and gradients are averaged.
@@ -176,6 +196,8 @@ class Context:
     transforms: tuple[Any, ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict)
     tensors: Sequence[Tensor] = ()
+    boxes: Sequence[Box] = ()
+    looked_into: WeakSet[Box] = field(default_factory=WeakSet)
     key: Tensor | None = None
     donation: Donation | None = None
     group: Group = field(default_factory=alone)
@@ -323,7 +345,7 @@ class Withheld(Donation):
     @classmethod
     def until(cls, given: Donation, ask: Callable[[], bool]) -> Withheld:
         """The memory of ``given``."""
-        return cls(given.owners, given, ask)
+        return cls(given.owners, given.boxes, given=given, ask=ask)
 
     def spend(self, x: Tensor) -> bool:
         return self.ask() and self.given.spend(x)

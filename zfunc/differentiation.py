@@ -23,12 +23,13 @@ from zfunc.context import Context
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.freezing import all_frozen, frozen_among
 from zfunc.modules.products import SHORT, products
-from zfunc.nodes import NAMESPACE, PLACED, Placed, Tree, leaves_in
+from zfunc.nodes import NAMESPACE, PLACED, Box, Placed, Tree, held_in, leaves_in, opened
 from zfunc.passes import Pass, Source, there
 from zfunc.placed.agreement import check_same
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import check_trainable, is_frozen
+from zfunc.placed.replicated import Replicated
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed
 from zfunc.primitives import Mean, Ref, enter
@@ -149,7 +150,7 @@ def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
 
 def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
     """Differentiate plain parameters on this rank; nested calls keep the graph."""
-    params = asked.params
+    params = opened(asked.params)
     if any(isinstance(x, Placed) for x in _nodes(params)):
         raise PlacementError(
             "value_and_grad met placed parameters outside a step, where nobody says how their "
@@ -316,7 +317,7 @@ def _by_unit(
         owner.plan = transform.foresee(owner.plan, owner)
     running.passes.append(owner)
     try:
-        if not owner.holding or any(source.flat and source.cut for source in sources):
+        if not owner.holding or any(source.sharded and source.cut for source in sources):
             owner.agree(running.group)
         with torch.enable_grad():
             tree = rebuild([source.view() for source in sources])
@@ -347,14 +348,15 @@ def _sources(
     running: Context, owner: Pass, params: Tree
 ) -> tuple[Callable[[list[Any]], Tree], list[Source]]:
     """The placed nodes of a params tree, or a plain tree as a whole, each one source."""
-    if not any(isinstance(node, Sharded | Streamed) for node in _nodes(params)):
+    kinds = Sharded | Streamed | Replicated
+    if not any(isinstance(node, kinds) for node in _nodes(params)):
         layout, cut = running.layout_for(params)
         source = owner.add(layout, params, running.group, cut=cut, differentiated=True)
-        return lambda new: new[0], [source]
+        return lambda new: opened(new[0]), [source]
     nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
-    placed = [i for i, node in enumerate(nodes) if isinstance(node, Sharded | Streamed)]
-    sources = [  # a tree may be on disk and whole on every rank
-        owner.add(node.layout, node, running.group, cut=node.layout.axis != (), differentiated=True)
+    placed = [i for i, node in enumerate(nodes) if isinstance(node, kinds)]
+    sources = [
+        owner.add(node.layout, node, running.group, cut=_is_cut(running, node), differentiated=True)
         for node in (nodes[i] for i in placed)
     ]
     paths = spec.paths() if running.reached is not None or len(placed) < len(nodes) else []
@@ -387,6 +389,13 @@ def _sources(
     return rebuild, sources
 
 
+def _is_cut(running: Context, node: Any) -> bool:
+    """Whether the gradients of a node are; it may be on disk and whole on every rank."""
+    if isinstance(node, Replicated):
+        return running.layout_for(node)[1]
+    return bool(node.layout.axis != ())
+
+
 def _layout_beside(running: Context, beside: dict[str, Any]) -> Layout:
     """How plain tensors beside placed trees lie: whole on every rank, which has the same ones.
 
@@ -410,7 +419,7 @@ def _entered_arguments(tree: Any) -> Any:
     return optree.tree_map(
         enter,
         tree,
-        is_leaf=lambda x: isinstance(x, Placed | Ref),
+        is_leaf=lambda x: isinstance(x, Placed | Box | Ref),
         none_is_leaf=True,
         namespace=NAMESPACE,
     )
@@ -464,5 +473,5 @@ def _evaluated(
 
 def _computed_in(params: Tree) -> torch.dtype | None:
     """The 16-bit dtype of parameters that ``precision`` placed, or None."""
-    dtypes = {x.dtype for x in leaves_in(params) if isinstance(x, Tensor) and x.is_floating_point()}
+    dtypes = {x.dtype for x in held_in(params) if x.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= SHORT else None

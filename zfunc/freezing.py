@@ -17,7 +17,7 @@ import optree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, OPAQUE, Frozen, Lazy, Placed, Tree
+from zfunc.nodes import MAPPED, NAMESPACE, Frozen, Lazy, Placed, Tree
 from zfunc.placed.leaves import is_frozen
 from zfunc.tree import dotted
 
@@ -78,7 +78,7 @@ def _mask(spec: optree.PyTreeSpec, still: bool) -> list[bool]:
 
 
 def _leaves(params: Tree) -> tuple[list[Any], optree.PyTreeSpec, list[bool]]:
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=OPAQUE)
+    leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=MAPPED)
     return leaves, spec, frozen_among(leaves, spec)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zfunc.disk.stored import Stored
 from zfunc.disk.successor import seal
-from zfunc.nodes import NAMESPACE, Placed, carry
+from zfunc.nodes import NAMESPACE, Placed, carry, opened
 from zfunc.placed.hosted import Hosted
 from zfunc.placed.sharded import Sharded
 from zfunc.tape import replay
@@ -80,7 +80,10 @@ def materialised(state: Any) -> Any:
 def _writes(full: Any, placed: Any) -> list[Write]:
     """For each leaf of the full state what to do with its value."""
     nodes, spec = optree.tree_flatten(
-        placed, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
+        opened(placed),
+        is_leaf=lambda x: isinstance(x, Placed),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
     )
     writes: list[Write] = []
     for node, part in zip(nodes, spec.flatten_up_to(full), strict=True):

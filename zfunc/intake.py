@@ -8,18 +8,16 @@ import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.nodes import OPAQUE, PLACED, any_spent, carry, leaves_in
-from zfunc.placed.arriving import looking
-from zfunc.placed.leaves import is_placed
+from zfunc.nodes import OPAQUE, PLACED, Box, any_spent, carry, held_in
 
 __all__ = ["admitted", "copied", "entry", "first_leaf", "first_placed", "key_of"]
 
 
 def first_placed(state: Any) -> str | None:
-    """The path of a placed node, or of a plain leaf of a placed state, if there is one."""
+    """The path of a placed node, if there is one."""
     nodes, spec = optree.tree_flatten(state, namespace=PLACED)
     for i, node in enumerate(nodes):
-        if isinstance(node, tree.Placed) or is_placed(node):
+        if isinstance(node, tree.Placed | Box):
             return tree.dotted(*spec.paths()[i]) or "the state"
     return None
 
@@ -40,18 +38,17 @@ def admitted(state: Any) -> tuple[Any, list[Tensor]]:
     Raises:
         DonatedStateError: a leaf's memory belongs to a later state.
     """
-    tensors = [x for x in leaves_in(state) if isinstance(x, Tensor)]
+    tensors = held_in(state)
     if any_spent(tensors):
         tree.check_alive(state)  # says which
-    with looking():
-        if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
-            return state, tensors
+    if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
+        return state, tensors
     free = optree.tree_map(
         lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
         state,
         namespace=tree.NAMESPACE,
     )
-    return free, [x for x in leaves_in(free) if isinstance(x, Tensor)]
+    return free, held_in(free)
 
 
 def _is_tracked(x: Any) -> bool:

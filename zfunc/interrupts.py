@@ -17,15 +17,14 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # `signal.signal` makes enums of handlers: 10 us
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from zfunc.nodes import NAMESPACE, Placed
-from zfunc.placed.arriving import passing, settled
+from zfunc.nodes import NAMESPACE, Box, Placed
 
 __all__ = ["Succession"]
 
@@ -157,9 +156,7 @@ def succeeded(old: Any, out: Any) -> bool:
     first = (out[0],) if isinstance(out, tuple) and out else ()
     for new in (*first, out):
         if type(new) is type(old):
-            with passing():
-                pairs = _pairs(old, new)
-                settled(x for _, new in pairs or () for x in _tensors(new))
+            pairs = _pairs(old, new)
             if pairs is not None:
                 for a, b in pairs:
                     _become(a, b)
@@ -179,7 +176,7 @@ def _pairs(old: Any, new: Any) -> list[tuple[Any, Any]] | None:
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
     leaves, spec = optree.tree_flatten(
-        tree, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
+        tree, is_leaf=lambda x: isinstance(x, Placed | Box), none_is_leaf=True, namespace=NAMESPACE
     )
     return leaves, spec
 
@@ -189,13 +186,9 @@ def _fits(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and (a.dtype, a.device) == (b.dtype, b.device)
-    if isinstance(a, Placed):
+    if isinstance(a, Placed | Box):
         return type(a) is type(b)
     return type(a) is type(b) and isinstance(a, bool | int | float | str | bytes) and a == b
-
-
-def _tensors(x: Any) -> Iterator[Any]:
-    yield from optree.tree_leaves(x, namespace=NAMESPACE)
 
 
 def _become(old: Any, new: Any) -> None:
@@ -208,7 +201,7 @@ def _become(old: Any, new: Any) -> None:
     elif type(old) is dict:
         old.clear()
         old.update(new)
-    elif isinstance(old, Placed) or hasattr(old, "__dict__"):
+    elif isinstance(old, Placed | Box) or hasattr(old, "__dict__"):
         content = dict(vars(new))
         vars(old).clear()
         vars(old).update(content)

@@ -21,9 +21,12 @@ from torch.overrides import TorchFunctionMode
 from zfunc.squares import square_sum
 
 __all__ = [
+    "HELD",
+    "MAPPED",
     "NAMESPACE",
     "OPAQUE",
     "PLACED",
+    "Box",
     "Encoded",
     "Frozen",
     "Layers",
@@ -32,17 +35,23 @@ __all__ = [
     "Placed",
     "Span",
     "Tree",
+    "Unprinted",
     "any_spent",
+    "boxes_in",
     "carry",
+    "held_in",
     "leaves_in",
+    "opened",
     "register",
     "spent",
 ]
 
 NAMESPACE = "zfunc"
 # The same nodes but some, which are leaves there: `is_leaf=` would ask Python about every leaf.
-PLACED = "zfunc.placed"  # placed nodes are leaves
+PLACED = "zfunc.placed"  # placed nodes and boxes are leaves
 OPAQUE = "zfunc.opaque"  # and so are trees that are computed only if somebody looks
+MAPPED = "zfunc.mapped"  # the same, but boxes are no leaves
+HELD = "zfunc.held"  # boxes are leaves, and no others
 Tree = Any
 T = TypeVar("T", bound=type)
 
@@ -73,7 +82,7 @@ def register(
         keys = [torch_pytree.MappingKey[Any, Any](entry) for entry in entries]
         return list(zip(keys, children, strict=True)), static
 
-    for namespace in (NAMESPACE, PLACED, OPAQUE):
+    for namespace in (NAMESPACE, PLACED, OPAQUE, MAPPED, HELD):
         if namespace not in getattr(cls, "leaf_in", ()):
             optree.register_pytree_node(cls, flatten, unflatten, namespace=namespace)
     torch_pytree.register_pytree_node(
@@ -184,7 +193,7 @@ class Placed:
     """
 
     streams: ClassVar[bool] = False
-    leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE)
+    leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE, MAPPED)
 
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
         """Apply an elementwise ``f`` to this node's data."""
@@ -304,10 +313,44 @@ class Placed:
         raise NotImplementedError
 
 
+class Box:
+    """A plain tree, and what a transform knows of it; functions of pytrees see the tree.
+
+    Attributes:
+        tree: the tree.
+    """
+
+    leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE, HELD)
+    tree: Any
+
+    def held(self) -> Sequence[Tensor]:
+        """The tensors in memory; leaves may be views of them."""
+        raise NotImplementedError
+
+    def views(self) -> Sequence[Tensor]:
+        """The leaves that somebody may hold already, beside what is in memory."""
+        raise NotImplementedError
+
+    @property
+    def flat(self) -> Placed | None:
+        """The same tree as a node of a few buffers; ``None`` where its leaves lie in none."""
+        raise NotImplementedError
+
+    def cut(self, layout: Any, rank: int) -> list[Tensor | None] | None:
+        """What a rank owns of the buffers, if they are those of this layout."""
+        raise NotImplementedError
+
+    def replaced(
+        self, layout: Any, flats: Sequence[Tensor | None], under_way: Mapping[int, Any]
+    ) -> Any:
+        """The tree with new values from full buffers of a layout, which may be under way."""
+        raise NotImplementedError
+
+
 _LEAVES = {Tensor, torch.nn.Parameter, type(None)}
 
 
-class _Untold(TorchFunctionMode):
+class Unprinted(TorchFunctionMode):
     """Where two structures differ optree's error writes out both; a tensor's values would be
     waited for, on a GPU, and nobody reads them."""
 
@@ -317,7 +360,7 @@ class _Untold(TorchFunctionMode):
         return "tensor" if func is Tensor.__repr__ else func(*args, **(kwargs or {}))
 
 
-_UNTOLD = _Untold()
+_UNPRINTED = Unprinted()
 
 
 MISS = 20  # hits that pay for one miss
@@ -342,7 +385,7 @@ class _Known:
             self.credit += 1
             return None
         try:
-            with _UNTOLD:
+            with _UNPRINTED:
                 items = self.spec.flatten_up_to(tree)
         except (ValueError, TypeError):
             self.credit -= MISS
@@ -371,8 +414,8 @@ def _glance(x: Any, deep: bool = True) -> Any:
         return kind, len(x), next(iter(x), None)
     if isinstance(x, Tensor):
         return None
-    if isinstance(x, Placed):
-        return kind, id(getattr(x, "layout", None))
+    if (layout := getattr(x, "__dict__", {}).get("layout")) is not None:
+        return kind, id(layout)
     if isinstance(x, tuple):
         return kind, *[_glance(y, False) for y in x[:8]]
     if isinstance(x, list):
@@ -406,6 +449,36 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
     return [x for x in items if x is not None]
 
 
+def held_in(tree: Tree) -> list[Tensor]:
+    """The tensors that a tree has in memory, of which its leaves may be views."""
+    out: list[Tensor] = []
+    for x in leaves_in(tree, HELD):
+        if isinstance(x, Box):
+            out.extend(x.held())
+        elif isinstance(x, Tensor):
+            out.append(x)
+    return out
+
+
+def boxes_in(tree: Tree) -> list[Box]:
+    """The boxes in a tree."""
+    return [x for x in leaves_in(tree, HELD) if isinstance(x, Box)]
+
+
+def opened(tree: Tree) -> Tree:
+    """A tree with plain trees in place of boxes; itself if there are none."""
+    if isinstance(tree, Box):
+        return tree.tree
+    if not boxes_in(tree):
+        return tree
+    return optree.tree_map(
+        lambda x: x.tree if isinstance(x, Box) else x,
+        tree,
+        none_is_leaf=True,
+        namespace=OPAQUE,
+    )
+
+
 def _holds(spec: optree.PyTreeSpec) -> bool:
     """Whether a structure keeps values alive: one of a node that only it can rebuild does."""
     static = gc.get_referents(spec)
@@ -417,20 +490,15 @@ def _is_leaf(x: Any, namespace: str) -> bool:
     return optree.tree_is_leaf(x, none_is_leaf=True, namespace=namespace)
 
 
-_CARRIED = ("_zfunc_frozen", "_zfunc_home", "_zfunc_placed")
-
-
 def carry(new: Any, old: Any) -> Any:
-    """Let the successor of a plain leaf keep what was marked on it (frozen, placed, where)."""
+    """Let the successor of a plain leaf that is frozen be frozen."""
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return new
     marks = old.__dict__
     # A spent leaf has no shape, but it has its marks.
-    if marks and ("_zfunc_donated" in marks or new.shape == old.shape):
-        its = new.__dict__
-        for mark in _CARRIED:
-            if mark in marks:
-                its[mark] = marks[mark]
+    frozen = marks and "_zfunc_frozen" in marks
+    if frozen and ("_zfunc_donated" in marks or new.shape == old.shape):
+        new.__dict__["_zfunc_frozen"] = True
     return new
 
 
@@ -460,7 +528,7 @@ class Encoded:
 class Lazy:
     """A tree that is computed only if somebody looks (see ``optim.Moved``)."""
 
-    leaf_in: ClassVar[tuple[str, ...]] = (OPAQUE,)
+    leaf_in: ClassVar[tuple[str, ...]] = (OPAQUE, MAPPED)
 
     def force(self) -> Tree:
         """The tree itself."""

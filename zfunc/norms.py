@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.nodes import Placed
+from zfunc.nodes import Box, Placed
 
 __all__ = ["shared"]
 
@@ -52,9 +52,7 @@ def shared(nodes: Sequence[Any], norm: Callable[[Sequence[Any]], Tensor]) -> Ten
     for one in known:
         if one.fits(nodes, versions):
             return one.norm.clone()  # whoever is given it may write into it
-    lying = running.notes.get("lying")
-    node = None if lying is None else lying.under(nodes)
-    found = norm(nodes if node is None else [node])
+    found = norm(nodes)
     known.append(_Known(tuple(map(weakref.ref, nodes)), versions, found.clone()))
     del known[:-KEPT]
     return found
@@ -71,9 +69,9 @@ def _versions(nodes: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
     asking again makes a new tensor of it.
     """
     try:
-        if not any(isinstance(node, Placed) for node in nodes):
+        if not any(isinstance(node, Placed | Box) for node in nodes):
             return tuple([(x._version, x.data_ptr()) for x in nodes])
-        held = [x for n in nodes for x in (n.held() if isinstance(n, Placed) else (n,))]
+        held = [x for n in nodes for x in (n.held() if isinstance(n, Placed | Box) else (n,))]
         return tuple((0, 0) if x is None else (x._version, x.data_ptr()) for x in held)
     except (RuntimeError, AttributeError):  # tensors of inference mode have no such count
         return None

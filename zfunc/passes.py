@@ -30,10 +30,10 @@ from zfunc.accord import Accord
 from zfunc.comm import Group
 from zfunc.context import RECOMPUTED, LayerInfo
 from zfunc.errors import PlacementError
-from zfunc.nodes import Placed, Tree, register
+from zfunc.nodes import Placed, Tree, opened, register
 from zfunc.placed.layout import Layout
-from zfunc.placed.lying import Lying
 from zfunc.placed.pieces import leaves_of
+from zfunc.placed.replicated import Replicated
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed
 from zfunc.pool import pool
@@ -83,7 +83,7 @@ class LayerRef(Ref):
                 with saved_tensors_hooks(self._pack, redeem):
                     out = fn(params, *xs, **kw)
             for run in self.runs:
-                if run.source.flat:  # plain leaves stay: they are looked at once, in the end
+                if run.source.sharded:  # whole ones stay: they are looked at once, in the end
                     run.check_unwritten()
             return out
         finally:
@@ -138,25 +138,22 @@ class Source:
         self.owner, self.index, self.layout, self.group = owner, index, layout, group
         self.cut, self.differentiated = cut, differentiated
         self.name_of: Callable[[str], str] = str  # from a leaf's path here to that in all params
-        self.flat = isinstance(stored, Sharded | Streamed)
+        self.sharded = isinstance(stored, Sharded | Streamed)
         self.node = stored if isinstance(stored, Streamed) else None  # units come one by one
+        self.box = stored if isinstance(stored, Replicated) else None
+        columns = stored.flats if self.box is not None or isinstance(stored, Sharded) else None
+        self.flat = self.node is not None or columns is not None
         spill = owner.spill if differentiated and spills else None
         self.sink = None if spill is None else spill(layout, cut)
-        if self.node is None and self.flat:
-            columns: list[Any] = list(stored.flats)
-        elif self.node is None:
-            self.plain = leaves_of(layout, stored)
-        # Full flats of gradients that leave as they are, with the views that they were filled by.
-        self.packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self.returns_packed = differentiated and not cut and len(owner.leave) == 1
+        plain = [] if self.flat else leaves_of(layout, opened(stored))
         self.runs: list[UnitRun] = []
         for i, unit in enumerate(layout.units):
             if self.node is not None:
                 mine = []
-            elif self.flat:
+            elif columns is not None:
                 mine = [columns[f] for f in unit.flats]
             else:
-                mine = [self.plain[s.index] for f in unit.flats for s in layout.by_flat[f]]
+                mine = [plain[s.index] for f in unit.flats for s in layout.by_flat[f]]
             self.runs.append(UnitRun(owner, self, i, mine))
         self.layer_units = _units_of_layers(layout)
         stored_at = next((x.device for run in self.runs for x in run.stored), None)
@@ -166,14 +163,14 @@ class Source:
     def gathers(self) -> bool:
         """Whether the ranks of the pass's accord take part when a unit enters."""
         accord = self.owner.accord
-        return self.flat and self.cut and accord is not None and self.group is accord.ranks
+        return self.sharded and self.cut and accord is not None and self.group is accord.ranks
 
     @property
     def direct(self) -> bool:
         """Whether layers need no references: nothing is done to what they hold, nor to a call
         of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
         running = self.owner.running
-        if running is None or self.flat or self.group.size > 1 or self.owner.entering(self):
+        if running is None or self.sharded or self.group.size > 1 or self.owner.entering(self):
             return False
         return not running.around and not any(t.by_unit for t in running.transforms)
 
@@ -204,9 +201,14 @@ class Source:
                 at += 1
         return optree.tree_unflatten(layout.outer, items)
 
+    def arriving(self, unit: int) -> bool:
+        """Whether what is stored of a unit has still to be waited for."""
+        flats = self.layout.units[unit].flats
+        return self.box is not None and not self.box.under_way.keys().isdisjoint(flats)
+
     def start(self, runs: Sequence[UnitRun]) -> None:
         """Start the entry of units that are needed together, before any is waited for."""
-        if self.flat and self.node is None:
+        if self.sharded and self.node is None:
             if self.gathers:
                 self.owner.accord.approach(runs)  # type: ignore[union-attr]
             for run in runs:
@@ -219,7 +221,7 @@ class Source:
         return on_a_host if on_host else BYTES_ON_A_GPU
 
     def gradients(self) -> Tree:
-        """What arrived, as a placed tree where gradients are cut and as a plain one elsewhere."""
+        """What arrived, cut or whole."""
         if self.sink is not None:
             return self.sink.node()
         layout = self.layout
@@ -229,21 +231,7 @@ class Source:
             arrived = None if pending is None else pending.wait()
             for k, i in enumerate(run.info.trainable):
                 flats[i] = self._zeros(run, i) if arrived is None else arrived[k]
-        if self.cut:
-            return Sharded(layout, flats)
-        leaves: list[Any] = [None] * len(layout.slots)
-        for i, full in enumerate(flats):
-            if full is not None:
-                for slot, view in zip(layout.by_flat[i], self._views(i, full), strict=True):
-                    leaves[slot.index] = view
-        if self.owner.running is not None:
-            self.owner.running.notes["lying"] = Lying.of(leaves, layout)
-        return optree.tree_unflatten(layout.spec, leaves)
-
-    def _views(self, flat: int, full: Tensor) -> list[Tensor]:
-        packed, views = self.packed.pop(flat, (None, []))
-        same = packed is not None and packed.data_ptr() == full.data_ptr()
-        return views if same else self.layout.views(flat, full)
+        return Sharded(layout, flats) if self.cut else Replicated(layout, flats=flats)
 
     def _zeros(self, run: UnitRun, flat: int) -> Tensor:
         """The gradient of a unit that no rank has used."""
@@ -362,7 +350,7 @@ class Pass:
         return not self.holding and any(source.differentiated for source in self.sources)
 
     def entering(self, source: Source) -> list[Any]:
-        middle = [gather] if source.flat else []
+        middle = [gather] if source.sharded else []
         return [*(t.enter for t in self.before), *middle, *(t.enter for t in self.after)]
 
     def leaving(self) -> list[Any]:
@@ -484,7 +472,9 @@ class Pass:
         """Remember a gradient of so many bytes on its way; hold few at once."""
         self.arrivals.append((run, value, nbytes))
         self.in_flight += nbytes
-        lean = any(source.flat for source in self.sources)  # parameters are cut: memory is scarce
+        lean = any(
+            source.sharded for source in self.sources
+        )  # parameters are cut: memory is scarce
         limit = run.source.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
         while self.in_flight > limit and len(self.arrivals) > 1:
             self._arrive()
@@ -513,7 +503,7 @@ class Pass:
                 run.check_unwritten()
                 if run.entered is not None:
                     run.release()
-        if any(source.flat for source in self.sources):
+        if any(source.sharded for source in self.sources):
             pool().trim()  # memory is fullest here
         if self.accord is not None:
             self.accord.turn()

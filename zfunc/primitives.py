@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from zfunc import context
-from zfunc.nodes import Lazy, Placed, Tree, register
+from zfunc.nodes import Box, Lazy, Placed, Tree, register
 
 __all__ = [
     "Mean",
@@ -106,7 +106,9 @@ def enter(params: Tree) -> Tree:
         A tree of the same shape: real tensors outside ``Layers``, a :class:`Ref`
         for each layer. For teachers, discriminators, averages.
     """
-    return _ENTER[-1](params) if isinstance(params, Placed) else params
+    if isinstance(params, Placed):
+        return _ENTER[-1](params)
+    return params.tree if isinstance(params, Box) else params
 
 
 _ENTER: list[Callable[[Placed], Any]] = []

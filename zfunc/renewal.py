@@ -21,8 +21,9 @@ from zfunc import context
 from zfunc.errors import CompositionError, DesyncError, DonatedStateError, ZfuncError
 from zfunc.graphs import in_graph_memory
 from zfunc.intake import entry
-from zfunc.nodes import NAMESPACE, PLACED, Placed, any_spent, leaves_in
-from zfunc.placed.arriving import completed, gathered_again, looking, passing
+from zfunc.nodes import PLACED, Placed, any_spent, boxes_in, held_in
+from zfunc.placed.arriving import completed
+from zfunc.placed.replicated import Replicated, gathered_again
 from zfunc.tree import check_alive, dotted
 from zfunc.worlds import world
 from zfunc.worlds.axes import group
@@ -88,17 +89,16 @@ def recover_world(state: Any = None, *, timeout: float | None = None) -> None:
         )
     began = time.monotonic()
     seconds = 2 * here.timeout if timeout is None else float(timeout)
-    with passing():
-        completed()
-        here.stop(_reason())
-        verdict = here.meet(json.dumps(_report(state)), _judged, began + seconds)
-        if verdict:
-            kind, text = verdict[: len(SPENT)], verdict[len(SPENT) :]
-            raise (DonatedStateError if kind == SPENT else DesyncError)(text)
-        here.renew()
-        if here.size > 1 and state is not None:
-            leaves = optree.tree_leaves(state, none_is_leaf=True, namespace=NAMESPACE)
-            gathered_again(leaves, group(None, "data"))
+    completed()
+    here.stop(_reason())
+    verdict = here.meet(json.dumps(_report(state)), _judged, began + seconds)
+    if verdict:
+        kind, text = verdict[: len(SPENT)], verdict[len(SPENT) :]
+        raise (DonatedStateError if kind == SPENT else DesyncError)(text)
+    here.renew()
+    if here.size > 1 and state is not None:
+        boxes = [x for x in boxes_in(state) if isinstance(x, Replicated)]
+        gathered_again(boxes, group(None, "data"))
     for forget in world.on_renewal:
         forget()
 
@@ -123,19 +123,18 @@ def _report(state: Any) -> dict[str, Any]:
 
 def _dead(state: Any) -> str:
     """Why a state is not to be used any more; nothing if it is alive."""
-    tensors = [x for x in leaves_in(state) if isinstance(x, Tensor)]
+    tensors = held_in(state)
     if any_spent(tensors):
         try:
             check_alive(state)
         except ZfuncError as error:
             return str(error)
         return "a leaf was donated"
-    with looking():
-        on_device = [x for x in tensors if x.device.type != "cpu"]
-        if on_device and any(ranks.cut_short for ranks in world.current().groups):
-            return "steps that had returned were still being computed when the groups failed"
-        if any(map(in_graph_memory, on_device)):
-            return "it lies in the memory of zf.captured, which the replay that failed writes to"
+    on_device = [x for x in tensors if x.device.type != "cpu"]
+    if on_device and any(ranks.cut_short for ranks in world.current().groups):
+        return "steps that had returned were still being computed when the groups failed"
+    if any(map(in_graph_memory, on_device)):
+        return "it lies in the memory of zf.captured, which the replay that failed writes to"
     return ""
 
 
@@ -150,9 +149,11 @@ def _kind(node: Any) -> tuple[Any, ...]:
     if isinstance(node, Placed):
         infos = [(info.keys, info.shape, info.dtype) for info in node.leaf_infos()]
         return type(node).__name__, infos
+    if isinstance(node, Replicated):
+        slots = [slot and (slot.path, slot.shape) for slot in node.layout.slots]
+        return "tree", slots, [flat.dtype for flat in node.layout.flats]
     if isinstance(node, Tensor):
-        with looking():
-            return "tensor", tuple(node.shape), node.dtype
+        return "tensor", tuple(node.shape), node.dtype
     return type(node).__name__, node if isinstance(node, _PLAIN) else ""
 
 

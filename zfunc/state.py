@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
@@ -14,14 +14,12 @@ from torch import Tensor
 from zfunc import random, tree
 from zfunc.errors import PlacementError
 from zfunc.freezing import all_frozen, frozen_paths, leaves_at, thawed, without_frozen
-from zfunc.nodes import PLACED, Lazy, leaves_in
-from zfunc.placed.arriving import is_arriving, is_passing, on_their_way, passing, settled
+from zfunc.nodes import PLACED, Box, Lazy, leaves_in
 from zfunc.placed.leaves import check_trainable, freeze, is_frozen
 from zfunc.zeros import begun
 
 __all__ = ["TrainState"]
 
-UNDER_WAY = "_under_way"  # where a state has its parameters until somebody asks for them
 _LEAVES = ("params", "opt_state", "step", "key", "buffers", "aux")
 
 
@@ -50,26 +48,6 @@ class TrainState:
     def __post_init__(self) -> None:
         if self.frozen:
             object.__setattr__(self, "params", _marked(self.params, self.frozen))
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Parameters that a step returned under way: who asks between steps waits for them."""
-            params = self.__dict__.get(UNDER_WAY) if name == "params" else None
-            if params is None and name in self.__dict__:  # another thread asked, and waited
-                return self.__dict__[name]
-            if params is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            if not is_passing():
-                settled(leaves_in(params))
-                self.__dict__["params"] = params
-                self.__dict__.pop(UNDER_WAY, None)
-            return params
-
-        def __getstate__(self) -> dict[str, Any]:
-            known = {**self.__dict__, "params": self.params}
-            known.pop(UNDER_WAY, None)
-            return known
 
     @classmethod
     def create(
@@ -140,26 +118,6 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
-def handed_over(out: Any) -> None:
-    """Let nobody outside a step meet leaves that are on their way, unless he asks for leaves.
-
-    Args:
-        out: what a step returns. In states the parameters wait to be asked for; else they arrive.
-    """
-    if not on_their_way():
-        return
-    nodes = optree.tree_leaves(
-        out, is_leaf=lambda x: isinstance(x, TrainState), namespace=tree.NAMESPACE
-    )
-    for node in nodes:
-        if not isinstance(node, TrainState):
-            settled((node,))
-            continue
-        if any(map(is_arriving, leaves_in(node.__dict__.get("params")))):
-            node.__dict__[UNDER_WAY] = node.__dict__.pop("params")
-        settled(leaves_in([getattr(node, name) for name in _LEAVES if name != "params"]))
-
-
 def check_optimizer(tx: Any, where: str) -> None:
     """Raise ``TypeError`` if ``tx`` is no pair of ``init`` and ``update``."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
@@ -188,7 +146,7 @@ def _check(path: str, leaf: Any) -> None:
 
 def _marked(params: Any, frozen: tuple[str, ...]) -> Any:
     """Plain frozen leaves carry a mark, which copies may lose: renew it."""
-    if isinstance(params, tree.Placed | Lazy):
+    if isinstance(params, tree.Placed | Box | Lazy):
         return params  # what a lazy tree is filled into has its marks
     leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
     lost = [i for i in leaves_at(spec, frozen) if _unmarked(leaves[i])]
@@ -204,8 +162,7 @@ def _unmarked(leaf: Any) -> bool:
 
 
 def _flatten(state: TrainState) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
-    with passing():
-        return tuple(getattr(state, name) for name in _LEAVES), state.frozen, _LEAVES
+    return tuple(getattr(state, name) for name in _LEAVES), state.frozen, _LEAVES
 
 
 tree.register(

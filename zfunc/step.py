@@ -41,13 +41,11 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.initialisation import init
 from zfunc.intake import admitted, copied, first_leaf, first_placed, key_of
 from zfunc.interrupts import Succession
-from zfunc.nodes import leaves_in
+from zfunc.nodes import Box, boxes_in, leaves_in
 from zfunc.origins import let_go
 from zfunc.passes import Pass
-from zfunc.placed.arriving import passing
 from zfunc.placed.signs import listed, signs
 from zfunc.seams import Gradients, Pending, UnitInfo
-from zfunc.state import handed_over
 from zfunc.traffic import Traffic
 from zfunc.worlds import world
 from zfunc.worlds.axes import MESH
@@ -286,18 +284,13 @@ class Step:
         return call
 
     def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
-        with passing():
-            out = self._called(state, args, kwargs)
-        handed_over(out)
-        return out
-
-    def _called(self, state: Any, args: Any, kwargs: Any) -> Any:
         (state, tensors), memo = admitted(state), self._memo()
         self._check(state, memo)
         running = Context(
             transforms=self.transforms,
             memo=memo,
             tensors=tensors,
+            boxes=boxes_in(state),
             key=key_of(state),
             by_unit=any(t.enters or t.leaves or t.by_unit for t in self.transforms),
         )
@@ -310,7 +303,7 @@ class Step:
             context.pop(token)
         memo["sent"] = sent
         made = first_leaf(out[0] if isinstance(out, tuple) and out else out)
-        memo["made"] = weakref.ref(made) if isinstance(made, Tensor | tree.Placed) else None
+        memo["made"] = weakref.ref(made) if isinstance(made, Tensor | Box | tree.Placed) else None
         return out
 
     def _run(self, running: Context, state: Any, args: Any, kwargs: Any) -> Any:

@@ -23,17 +23,23 @@ from torch import Tensor
 from zfunc import norms
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.nodes import (
+    MAPPED,
     NAMESPACE,
     OPAQUE,
     PLACED,
+    Box,
     Frozen,
     Layers,
     Lazy,
     Placed,
     Tree,
+    Unprinted,
     any_spent,
+    boxes_in,
     carry,
+    held_in,
     leaves_in,
+    opened,
     register,
     spent,
 )
@@ -83,11 +89,10 @@ def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
 
 def _items(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and structure alone: paths cost more than both."""
-    items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=MAPPED)
     others = [item for item in items if not isinstance(item, Tensor)]
     if any(isinstance(item, Lazy) for item in others):
-        forced = [item.force() if isinstance(item, Lazy) else item for item in items]
-        return _items(optree.tree_unflatten(spec, forced))
+        return _items(_forced(optree.tree_unflatten(spec, items)))
     placed = any(isinstance(item, Placed) for item in others)
     if placed or any_spent(items):
         _check_each(items, spec)
@@ -115,7 +120,7 @@ def gone(path: str) -> str:
 
 def check_alive(tree: Tree) -> None:
     """Raise ``DonatedStateError`` if a leaf's memory belongs to a later state."""
-    if any_spent(leaves_in(tree)):
+    if any_spent(held_in(tree)):
         _flatten(tree)
 
 
@@ -127,15 +132,22 @@ def align(trees: Sequence[Tree]) -> tuple[list[list[Any]], optree.PyTreeSpec]:
             check_alive(tree)
         return [row], _LEAF
     flat = [_items(tree) for tree in trees]
-    spine = min(range(len(trees)), key=lambda i: flat[i][1].num_leaves)
+    if all(its == flat[0][1] for _, its in flat[1:]):
+        return [list(row) for row in zip(*(items for items, _ in flat), strict=True)], flat[0][1]
+    # Of trees that are alike the one with a layout: what comes out has it, too.
+    rank = [(its.num_leaves, not boxes_in(x)) for (_, its), x in zip(flat, trees, strict=True)]
+    spine = min(range(len(trees)), key=rank.__getitem__)
     spec = flat[spine][1]
+    if not all(without for _, without in rank):
+        trees = [opened(_forced(tree)) for tree in trees]
+        flat = [_items(tree) for tree in trees]
     columns = []
     for i, tree in enumerate(trees):
-        if flat[i][1] == spec:
+        if flat[i][1] == flat[spine][1]:
             columns.append(flat[i][0])
             continue
         try:
-            columns.append(_up_to(spec, tree, trees[spine]))
+            columns.append(_up_to(flat[spine][1], tree, trees[spine]))
         except (ValueError, TypeError) as error:
             raise PlacementError(_mismatch(trees[spine], tree, spine, i, error)) from None
     return [list(row) for row in zip(*columns, strict=True)], spec
@@ -147,12 +159,22 @@ def _up_to(spec: optree.PyTreeSpec, tree: Tree, spine: Tree) -> list[Any]:
     Which leaves are frozen is no difference: of a ``Frozen`` and a dict each leaf has its like.
     """
     try:
-        return spec.flatten_up_to(tree)
+        with Unprinted():
+            return spec.flatten_up_to(tree)
     except (ValueError, TypeError):
         alike = _as_dicts(spine)
         if alike is spine and _as_dicts(tree) is tree:
             raise
         return _items(alike)[1].flatten_up_to(_as_dicts(tree))
+
+
+def _forced(tree: Tree) -> Tree:
+    """The tree with what its lazy parts compute."""
+    items, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    if not any(isinstance(item, Lazy) for item in items):
+        return tree
+    forced = [item.force() if isinstance(item, Lazy) else item for item in items]
+    return _forced(optree.tree_unflatten(spec, forced))
 
 
 def _as_dicts(tree: Tree) -> Tree:
@@ -170,12 +192,12 @@ def _as_dicts(tree: Tree) -> Tree:
         tree,
         is_leaf=lambda node: isinstance(node, Frozen),
         none_is_leaf=True,
-        namespace=OPAQUE,
+        namespace=MAPPED,
     )
     return out if met else tree
 
 
-_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=OPAQUE)
+_LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=MAPPED)
 
 
 def _mismatch(a: Tree, b: Tree, i: int, j: int, error: Exception) -> str:
@@ -352,7 +374,7 @@ def full(tree: Tree) -> Tree:
             return node.full()
         return node.clone() if isinstance(node, Tensor) else node
 
-    return optree.tree_map(copy, tree, is_leaf=_is_placed, namespace=NAMESPACE)
+    return optree.tree_map(copy, opened(tree), is_leaf=_is_placed, namespace=NAMESPACE)
 
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
@@ -361,7 +383,8 @@ def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     plain, kinds = _by_kind(nodes)
     out: list[Any] = list(nodes)
     for i in plain:
-        out[i] = f(nodes[i])
+        x = nodes[i]
+        out[i] = optree.tree_map(f, x.tree, namespace=NAMESPACE) if isinstance(x, Box) else f(x)
     for kind, where in kinds.items():
         for i, total in zip(where, kind.sums_of([nodes[i] for i in where], f), strict=True):
             out[i] = total
@@ -394,12 +417,13 @@ def global_norm(tree: Tree) -> Tensor:
     tensor(5.)
     """
     nodes = leaves_in(tree, PLACED)
-    if any_spent(nodes) or any(isinstance(x, Placed) for x in nodes):
+    if any_spent(nodes) or any(isinstance(x, Placed | Box) for x in nodes):
         check_alive(tree)
     return norms.shared(nodes, _norm)
 
 
 def _norm(nodes: Sequence[Any]) -> Tensor:
+    nodes = [x for node in nodes for x in _as_flats(node)]
     plain, kinds = _by_kind(nodes)
     rows = {plain[0]: square_sums([nodes[i] for i in plain])} if plain else {}
     if plain and kinds:
@@ -410,6 +434,13 @@ def _norm(nodes: Sequence[Any]) -> Tensor:
     if not parts:
         return torch.zeros(())
     return (torch.cat(parts) if len(parts) > 1 else parts[0]).sum().sqrt()
+
+
+def _as_flats(node: Any) -> Sequence[Any]:
+    """A whole tree with a layout as a node of few buffers, or as its leaves."""
+    if not isinstance(node, Box):
+        return (node,)
+    return leaves_in(node.tree) if (flat := node.flat) is None else (flat,)
 
 
 def size_bytes(tree: Tree) -> int:

@@ -17,7 +17,6 @@ from torch import Tensor
 from zfunc.accord import AGAIN, ENTER, RELEASE
 from zfunc.context import RECOMPUTED
 from zfunc.errors import PlacementError
-from zfunc.placed.arriving import is_arriving, settled
 from zfunc.pool import pool
 from zfunc.seams import Pending, Ready, UnitInfo
 from zfunc.versions import check, versions
@@ -67,7 +66,7 @@ class UnitRun:
     @property
     def arriving(self) -> bool:
         """Whether what is stored has still to be waited for."""
-        return any(map(is_arriving, self.stored))
+        return self.source.arriving(self.info.index)
 
     def start(self) -> None:
         """Begin to enter, unless it is under way or done."""
@@ -86,7 +85,8 @@ class UnitRun:
         self._entering().wait()
 
     def _entering(self) -> Pending:
-        settled(self.stored)
+        if self.source.box is not None:
+            self.source.box.wait(self.info.flats)
         value: Pending = Ready(self.stored)
         if self.source.node is not None:
             value = self.fetched or self.source.node.fetch(self.info.index)
@@ -211,7 +211,7 @@ class UnitRun:
             self.owner.accord.happens(RELEASE, self)
         self.aside = False
         self.entered = None
-        if self.source.flat:
+        if self.source.sharded:
             self.seen = [], None
         self.touched = False
         self.served.clear()
@@ -265,7 +265,7 @@ class UnitRun:
         self.touched = False
         if not self.owner.soon(self):
             self.values = None
-            if self.source.flat and self.owner.ends:
+            if self.source.sharded and self.owner.ends:
                 pool().trim()  # nothing is gathered any more, and soon all gradients are there
 
     def send(self) -> None:
@@ -284,11 +284,8 @@ class UnitRun:
         for i in self.info.trainable:
             count = len(layout.by_flat[i])
             row, grads = grads[:count], grads[count:]
-            parts: list[Tensor] | None = [] if self.source.returns_packed else None
-            flats.append(layout.pack(i, row, pool().take, parts))
-            if parts:
-                self.source.packed[i] = flats[-1], parts
-            del row, parts
+            flats.append(layout.pack(i, row, pool().take))
+            del row
         return flats
 
     def part(self, flats: list[Tensor]) -> None:

@@ -19,7 +19,7 @@ import zfunc as zf
 from tests.laws.cases import regression
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
-from zfunc.placed.arriving import is_arriving, passing
+from zfunc.placed.replicated import Replicated
 from zfunc.worlds.axes import group
 from zfunc.worlds.transport import Call, announced
 
@@ -281,34 +281,30 @@ def test_gathers_that_were_under_way_are_done_again(waits: bool) -> None:
     def body(fails: bool) -> list[Any]:
         step, state, batch = small(1)
         new, _ = step(state, batch)
-        with passing():
-            leaves = zf.tree.leaves(new.params)
-            assert any(map(is_arriving, leaves))
+        assert new.params.under_way
         if waits and zf.rank() == 1:
-            assert len(leaves) == len(zf.tree.leaves(new.params))  # waits
+            assert zf.tree.leaves(new.params) and not new.params.under_way
         if fails:
             group(None, "data").barrier()  # who comes last to a gather writes for the others, too
-            spoil(leaves)
+            spoil(new.params)
             zf.recover_world(new)
-            assert not any(map(is_arriving, leaves))
+            assert not new.params.under_way
         again, _ = step(new, batch)
-        return [x.tolist() for x in (*leaves, *zf.tree.leaves(again.params))]
+        return [x.tolist() for x in zf.tree.leaves((new.params, again.params))]
 
     right = zf.simulate(2, timeout=30)(body)(False)
     assert zf.simulate(2, timeout=30)(body)(True) == right
 
 
-def spoil(leaves: list[Tensor]) -> None:
+def spoil(params: Replicated) -> None:
     """As if of what nobody has waited for only the own part were there, and the gather dead."""
-    for x in leaves:
-        if is_arriving(x):
-            arrival = x.__dict__["_zfunc_arrival"]
-            full, own = arrival.start.args[:2]
-            if not arrival.handle.done:
-                mine = own.clone()
-                full.fill_(float("nan"))
-                own.copy_(mine)
-                arrival.handle._abandon(zf.DesyncError("on purpose"))
+    for arrival in params.under_way.values():
+        full, own = arrival.again.args[:2]  # type: ignore[attr-defined]
+        if not arrival.handle.done:
+            mine = own.clone()
+            full.fill_(float("nan"))
+            own.copy_(mine)
+            arrival.handle._abandon(zf.DesyncError("on purpose"))
 
 
 TORCHRUN = """

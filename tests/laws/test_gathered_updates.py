@@ -15,7 +15,6 @@ from tests.laws.compression import integers, signs
 from tests.laws.models import CASES
 from zfunc import tree
 from zfunc.placed.dense import dense_of
-from zfunc.placed.leaves import home_of
 
 F64 = torch.float64
 STACK = CASES["stack"]
@@ -36,7 +35,7 @@ def made(stage: int, gather: str | None, donated: bool = False, case: Any = STAC
 def flats_of(params: Any) -> list[Tensor]:
     """The dense buffers of placed, plain params."""
     leaves = tree.leaves(params)
-    layout, _ = home_of(leaves[0])  # type: ignore[misc]
+    layout = params.layout
     return [
         torch.cat([leaves[slot.index].reshape(-1) for slot in dense_of(layout, i).slots])
         for i in range(len(layout.flats))
@@ -51,7 +50,7 @@ def test_parameters_move_by_what_was_sent(gather: str, ranks: int) -> None:
     def body() -> Any:
         step, plain = made(2, gather), made(2, None)
         state = step.place(STACK.state(ADAMW, F64))
-        layout, _ = home_of(tree.leaves(state.params)[0])  # type: ignore[misc]
+        layout = state.params.layout
         owed = [torch.zeros_like(x) for x in flats_of(state.params)]
         for i in range(6):
             batch, old = zf.local_batch(STACK.batch(i, F64)), flats_of(state.params)

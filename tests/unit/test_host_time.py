@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
 from zfunc import nodes, passes, random
-from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, leaves_in
+from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, boxes_in, leaves_in
 from zfunc.placed import layout as layouts
 from zfunc.placed.cutting import make_layout
+from zfunc.placed.replicated import Replicated, boxed
 
 TX = zf.optim.sgd(0.1)
 
@@ -85,7 +86,7 @@ def test_a_leaf_costs_a_view_on_its_way_in_and_one_on_its_way_out(stage: int) ->
 def test_gradients_of_a_unit_are_packed_by_one_operator() -> None:
     step, state = running(6, 0)
     seen = operators(lambda: step(state, torch.ones(2, 4)))
-    assert seen["_foreach_copy_"] == 1 and seen["copy_"] == 0, seen
+    assert seen["cat"] == 1 and seen["_foreach_copy_"] == seen["copy_"] == 0, seen
 
 
 def test_a_steady_step_walks_along_structures_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,11 +281,11 @@ def test_moments_of_adam_that_nobody_cuts_are_flats(clip: bool) -> None:
     plain, step, params = trained(0, tx)
     want = zf.TrainState.create(params, tx)
     state = step.place(want)
-    nodes = [x for x in leaves_in(state.opt_state, PLACED) if not isinstance(x, Tensor)]
-    assert [type(x).__name__ for x in nodes] == ["Sharded", "Sharded"]
+    boxes = boxes_in(state.opt_state)
+    assert len(boxes) == 2 and all(box.flat is not None for box in boxes)
     for k in range(3):
         x = torch.full((2, 4), 1.0 + k)
-        spent_moments = nodes[0].flats[0]
+        (spent_moments, *_) = boxes[0].held()
         want, metrics = plain(want, x)
         state, got = step(state, x)
         assert torch.equal(got["grad_norm"], metrics["grad_norm"])
@@ -293,7 +294,7 @@ def test_moments_of_adam_that_nobody_cuts_are_flats(clip: bool) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_moments_stay_plain_where_updates_are_seen_leaf_by_leaf() -> None:
+def test_updates_are_seen_leaf_by_leaf_where_somebody_looks() -> None:
     def scaled(grads: Any, state: Any, params: Any) -> Any:
         return zf.tree.map(lambda g: g / (1.0 + g.norm()), grads), state
 
@@ -302,7 +303,6 @@ def test_moments_stay_plain_where_updates_are_seen_leaf_by_leaf() -> None:
     plain, step, params = trained(0, tx)
     want, x = zf.TrainState.create(params, tx), torch.linspace(-1, 1, 8).view(2, 4)
     state = step.place(want)
-    assert all(isinstance(x, Tensor) for x in leaves_in(state.opt_state, PLACED))
     state, _ = step(state, x)
     want, _ = plain(want, x)
     pairs = zip(zf.tree.leaves(step.unplace(state)), zf.tree.leaves(want), strict=True)
@@ -328,22 +328,16 @@ def test_norm_and_update_take_no_operator_for_a_leaf_but_its_new_view(stage: int
 
 
 def test_flats_stand_for_leaves_only_where_these_still_lie_in_them() -> None:
-    from zfunc.placed.lying import Lying
-    from zfunc.placed.sharded import cut
-
     leaves = [torch.ones(3), None, torch.ones(2)]
     layout = make_layout(leaves)
-    (flat,) = cut(layout, leaves, 0, copy=True).flats
-    assert flat is not None
+    flat = layout.pack(0, [x for x in leaves if x is not None])
     a, b = layout.views(0, flat)
-    lying = Lying.of([a, None, b], layout)
-    node = lying.under([a, b])
-    assert node is not None and node.flats[0] is not None
-    assert node.flats[0].data_ptr() == flat.data_ptr() and node.flats[0].shape == flat.shape
-    assert lying.under([a]) is None and lying.under([b, a]) is None
-    assert lying.under([a, b.clone()]) is None
-    b.data = torch.zeros(2)
-    assert lying.under([a, b]) is None
+    box = Replicated(layout, [a, None, b])
+    assert box.flats is not None and box.flats[0] is not None
+    assert box.flats[0].data_ptr() == flat.data_ptr() and box.flats[0].shape == flat.shape
+    for others in ([b, None, a], [a, None, b.clone()], [a, None, None]):
+        assert Replicated(layout, others).flats is None
+    assert boxed(layout, [b, None, a]) == [b, None, a]  # other shapes
 
 
 def test_states_of_two_stages_are_told_apart_at_a_glance() -> None:

@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.optim_table import assert_same
 from zfunc import context, optim, tree
+from zfunc.nodes import boxes_in, held_in, opened
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.leaves import freeze, is_frozen
-from zfunc.placed.placement import marked, packed
+from zfunc.placed.placement import packed
+from zfunc.placed.replicated import Replicated
 
 SIZES = [(1,), (), (0,), (3,), (64,), (65,), (9, 70), (130, 130), (20_000,), (3, 7, 11)]
 
@@ -53,8 +55,8 @@ class Counted(TorchDispatchMode):
 def steps(tx: Any, params: Any, place: Any, donate: bool, dtype: torch.dtype) -> Any:
     state = tx.init(params)
     for seed in (1, 2, 3):
-        held = [x for x in tree.leaves((params, state)) if isinstance(x, torch.Tensor)]
-        donation = context.Donation.of(held) if donate else None
+        both = params, state
+        donation = context.Donation.of(held_in(both), boxes_in(both)) if donate else None
         token = context.push(context.Context(donation=donation))
         try:
             updates, state = tx.update(place(numbers(seed, dtype)), state, params)
@@ -79,7 +81,8 @@ def repacked(state: Any, place: Any) -> Any:
 
 
 def in_flats(plain: Any) -> Any:
-    return marked(packed(make_layout(plain, unit_bytes=1 << 12), plain))
+    plain = opened(plain)
+    return packed(make_layout(plain, unit_bytes=1 << 12), plain)
 
 
 @pytest.mark.parametrize("name", TXS)
@@ -95,11 +98,12 @@ def test_flats_under_leaves_change_no_bit(name: str, donate: bool, dtype: torch.
 
 def test_a_placed_state_keeps_its_flats_and_marks():
     params, tx = in_flats(numbers(0)), optim.adamw(0.1)
-    layout = params["p0"].__dict__["_zfunc_home"][0]
+    layout = params.layout
     state = repacked(tx.init(params), in_flats)
-    held = [x for x in tree.leaves((params, state)) if x.ndim]
-    flats = {x.untyped_storage().data_ptr() for x in held if x.numel()}
-    token = context.push(context.Context(donation=context.Donation.of(held)))
+    both = params, state
+    flats = {x.untyped_storage().data_ptr() for x in held_in(both) if x.ndim and x.numel()}
+    donation = context.Donation.of(held_in(both), boxes_in(both))
+    token = context.push(context.Context(donation=donation))
     try:
         updates, after = tx.update(numbers(1), state, params)
         new = optim.apply_updates(params, updates)
@@ -107,15 +111,16 @@ def test_a_placed_state_keeps_its_flats_and_marks():
         context.pop(token)
     found = [x for x in tree.leaves((new, after.mu, after.nu)) if x.numel()]
     assert {x.untyped_storage().data_ptr() for x in found} == flats
-    assert all(new[k].__dict__["_zfunc_home"][0] is layout for k in new)
+    assert new.layout is layout and new.flat is not None
     assert all(new[k].shape == x.shape for k, x in numbers(0).items())
 
 
 def test_leaves_that_only_look_like_flats_are_taken_one_by_one():
     base = in_flats({"a": torch.randn(8, 8), "b": torch.randn(8, 8)})
     params = {"a": base["a"], "b": base["b"]}
-    turned = {"a": params["a"], "b": base["b"].t()}  # the same memory, otherwise read
-    turned["b"].__dict__.update(base["b"].__dict__)
+    # The same memory, otherwise read.
+    turned = Replicated(base.layout, {"a": params["a"], "b": base["b"].t()})
+    assert turned.flat is None
     tx, grads = optim.adamw(0.1), {"a": torch.randn(8, 8), "b": torch.randn(8, 8)}
     found = optim.apply_updates(turned, tx.update(grads, tx.init(turned), turned)[0])
     alone = tidy(turned)
@@ -127,7 +132,7 @@ def test_frozen_and_missing_leaves_stay():
     full = numbers(0)
     full["p4"] = freeze(full["p4"])
     layout = make_layout(full, frozen=is_frozen)
-    params = marked(packed(layout, full))
+    params = packed(layout, full)
     before = tidy(params)
     grads = {k: None if k in ("p4", "p6") else x for k, x in numbers(1).items()}
     tx = optim.adamw(0.1)
@@ -138,16 +143,16 @@ def test_frozen_and_missing_leaves_stay():
 
 
 @pytest.mark.parametrize(
-    "place", [tidy, lambda plain: marked(packed(make_layout(plain), plain))], ids=["tidy", "flat"]
+    "place", [tidy, lambda plain: packed(make_layout(opened(plain)), plain)], ids=["tidy", "flat"]
 )
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_hundred_leaves_take_few_operations(place: Any, donate: bool):
     full = {f"p{i:03}": torch.randn(5, 3) for i in range(100)}
     params, tx = place(full), optim.adamw(0.1)
     state = repacked(tx.init(params), place)
-    held = [x for x in tree.leaves((params, state)) if x.ndim]
+    both = params, state
     grads = place(full)
-    donation = context.Donation.of(held) if donate else None
+    donation = context.Donation.of(held_in(both), boxes_in(both)) if donate else None
     token = context.push(context.Context(donation=donation))
     views = ("view", "split", "slice", "alias", "detach", "as_strided", "narrow", "t")
     try:

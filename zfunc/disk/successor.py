@@ -19,10 +19,9 @@ from zfunc.disk.ring import HOST
 from zfunc.disk.store import Store
 from zfunc.disk.stored import Stored
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Lazy, Placed
+from zfunc.nodes import NAMESPACE, Box, Lazy, Placed
 from zfunc.placed.evaluation import Collected, Joined, Take, filling, gathered_up, stream
 from zfunc.placed.hosted import Hosted, Settled, in_host_memory
-from zfunc.placed.placement import marked
 from zfunc.placed.readable import Readable
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.sources import Cut, assembled
@@ -33,9 +32,12 @@ __all__ = ["plain_leaves", "seal", "settle", "stored_nodes", "succeed"]
 
 
 def _nodes(state: Any, kinds: Any = Placed) -> tuple[list[str], list[Any], Any]:
-    """Paths, leaves and structure of a state; nodes of ``kinds`` count as leaves."""
+    """Paths, leaves and structure of a state; nodes of ``kinds`` and boxes count as leaves."""
     keys, found, spec = optree.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, kinds), none_is_leaf=True, namespace=NAMESPACE
+        state,
+        is_leaf=lambda x: isinstance(x, Box | kinds),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
     )
     return [dotted(*key) for key in keys], found, spec
 
@@ -76,7 +78,7 @@ def plain_leaves(state: Any) -> dict[str, Tensor]:
     return {
         name: x
         for name, x in zip(names, found, strict=True)
-        if isinstance(x, Tensor) and "_zfunc_placed" not in x.__dict__ and not x.is_meta
+        if isinstance(x, Tensor) and not x.is_meta
     }
 
 
@@ -169,7 +171,7 @@ def succeed(old: Any, new: Any) -> Any:
     finally:
         if offers is not None:
             offers.clear()  # by now the new state lies there
-    after = _along(old, _unveiled(new, lambda lazy: marked(lazy.made)), "")
+    after = _along(old, _unveiled(new, lambda lazy: lazy.made), "")
     for i, name in enumerate(names):
         if name in writes:
             was, slot = writes[name]
@@ -195,7 +197,9 @@ def _offers(before: list[Any]) -> tuple[dict[int, Tensor] | None, frozenset[int]
 
 def _along(old: Any, new: Any, path: str) -> list[Any]:
     """The subtrees of ``new`` where ``old`` has its leaves and placed nodes, in their order."""
-    if isinstance(old, Placed) or optree.tree_is_leaf(old, none_is_leaf=True, namespace=NAMESPACE):
+    if isinstance(old, Placed | Box) or optree.tree_is_leaf(
+        old, none_is_leaf=True, namespace=NAMESPACE
+    ):
         return [new]
     mine, _, entries, _ = optree.tree_flatten_one_level(old, none_is_leaf=True, namespace=NAMESPACE)
     theirs: Any = None
@@ -223,7 +227,7 @@ def _unveiled(state: Any, what: Callable[[Joined], Any]) -> Any:
     return optree.tree_map(
         lambda x: what(x) if isinstance(x, Joined) else x,
         state,
-        is_leaf=lambda x: isinstance(x, Placed | Lazy),
+        is_leaf=lambda x: isinstance(x, Placed | Box | Lazy),
         none_is_leaf=True,
         namespace=NAMESPACE,
     )

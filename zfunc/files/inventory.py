@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zfunc.comm import even_cuts
 from zfunc.errors import CheckpointError
-from zfunc.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry
+from zfunc.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry, opened
 from zfunc.tree import check_alive, dotted
 from zfunc.worlds.world import current
 
@@ -96,7 +96,8 @@ def take_stock(state: Any) -> Inventory:
         CheckpointError: it holds something that cannot be written without pickle.
     """
     check_alive(state)
-    keys, nodes, spec = _flatten(state)
+    keys, _, _ = _flatten(opened(state))
+    _, nodes, spec = _flatten(state)
     infos = [_infos_of(node) for node in nodes]
     full_keys = [(*key, *info.keys) for key, row in zip(keys, infos, strict=True) for info in row]
     names = iter(full_names(full_keys))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zfunc import context
 from zfunc.context import Donation
-from zfunc.nodes import NAMESPACE, Lazy, Tree, register, spent
+from zfunc.nodes import NAMESPACE, Lazy, Tree, held_in, register, spent
 from zfunc.placed.copies import Descent, Upload, uploaded
 from zfunc.placed.leaves import freeze
 from zfunc.placed.numbers import Numbers
@@ -421,8 +421,7 @@ register(Joined, lambda lazy: ((lazy.force(),), None, ("",)), lambda _, children
 def filling(lazy: Joined) -> Take:
     """What takes the parts for a plain tree."""
     lazy.made = lazy.params
-    leaves = optree.tree_leaves(lazy.params, namespace=NAMESPACE)
-    device = next((x.device for x in leaves if isinstance(x, Tensor)), _HOST)
+    device = next((x.device for x in held_in(lazy.params)), _HOST)
 
     def take(unit: int, part: Sharded) -> None:
         flats: Sequence[Tensor | None] = part.flats

@@ -34,7 +34,7 @@ from zfunc.squares import zeros
 from zfunc.tree import dotted
 from zfunc.worlds.axes import Mesh
 
-__all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "aligned", "find_layers"]
+__all__ = ["ALIGN", "Flat", "Layer", "Layout", "Slot", "Unit", "aligned", "find_layers", "whole"]
 
 ALIGN = 64
 SMALL = 1 << 20  # bytes of a flat that are zeroed sooner than its gaps one by one
@@ -160,11 +160,6 @@ class Layout:
         return tuple(rows)
 
     @cached_property
-    def homes(self) -> tuple[tuple[Layout, int], ...]:
-        """What a plain leaf of a tree that lies so remembers of it, by leaf index."""
-        return tuple((self, i) for i in range(len(self.slots)))
-
-    @cached_property
     def unit_of_flat(self) -> tuple[int, ...]:
         owner = {flat: i for i, unit in enumerate(self.units) for flat in unit.flats}
         return tuple(owner[i] for i in range(len(self.flats)))
@@ -248,13 +243,11 @@ class Layout:
         flat: int,
         leaves: Sequence[Tensor | None],
         take: Callable[[int, torch.dtype, torch.device | None], Tensor] | None = None,
-        parts: list[Tensor] | None = None,
     ) -> Tensor:
         """A full flat with the leaves (in the order of ``by_flat``); ``None`` is zero.
 
         A copy in memory that ``take`` provides, except that a leaf which is a whole flat
-        by itself stays where it is if ``take`` is given. What is copied to is added to
-        ``parts``: the leaves as they lie in the flat.
+        by itself stays where it is if ``take`` is given.
         """
         spec = self.flats[flat]
         some = next((x for x in leaves if x is not None), None)
@@ -263,11 +256,9 @@ class Layout:
         if alone and some is not None and some.is_contiguous() and some.numel() == spec.length:
             return some.detach().view(-1)
         full = (take or empty)(spec.length, dtype, device)
-        if parts is None and full.nbytes <= SMALL and self._concatenated(flat, leaves, full):
+        if full.nbytes <= SMALL and self._concatenated(flat, leaves, full):
             return full
         targets = self._parts(flat, full)
-        if parts is not None:
-            parts.extend(targets)
         lacking = any(leaf is None for leaf in leaves)
         if full.nbytes <= SMALL:
             full.zero_()
@@ -287,7 +278,7 @@ class Layout:
 
         For small leaves half the time goes into making the views that they are copied to.
         """
-        if full.device.type != "cpu" or any(slot.code for slot in self.by_flat[flat]):
+        if not leaves or full.device.type != "cpu" or any(slot.code for slot in self.by_flat[flat]):
             return False
         row: list[Tensor] = []
         for leaf, short in zip(leaves, self._shortages(flat), strict=True):
@@ -494,6 +485,17 @@ def _before(kept: Sequence[Slot], at: int) -> int:
 
 class _Hole:
     """Stands for a layer in ``Layout.outer``."""
+
+
+def whole(layout: Layout) -> Layout:
+    """The same units, kept whole on every rank: cut over no axis."""
+    if layout.axis == ():
+        return layout
+    if "whole" not in layout._memo:
+        flats = tuple(replace(flat, cuts=(0, flat.length)) for flat in layout.flats)
+        layout._memo["whole"] = replace(layout, flats=flats, mesh=None, axis=(), world=1, _memo={})
+    made: Layout = layout._memo["whole"]
+    return made
 
 
 def find_layers(tree: Tree) -> tuple[optree.PyTreeSpec, tuple[Layer, ...]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfunc.context import spend
 from zfunc.errors import PlacementError
-from zfunc.nodes import PLACED, Encoded, Placed, Tree, leaves_in
+from zfunc.nodes import PLACED, Encoded, Placed, Tree, leaves_in, opened
 from zfunc.placed.layout import Layout, Slot
 from zfunc.tree import paths
 
@@ -120,7 +120,7 @@ def pieces_of_parts(layout: Layout, tree: Tree, rank: int) -> dict[int, Tensor]:
     """
     pieces: dict[int, Tensor] = {}
     at = 0
-    for node in optree.tree_leaves(tree, none_is_leaf=True, namespace=PLACED):
+    for node in optree.tree_leaves(opened(tree), none_is_leaf=True, namespace=PLACED):
         if isinstance(node, Placed):
             pieces.update({at + i: piece for i, piece in node.pieces().items()})
             at += node.num_leaves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,13 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from zfunc.context import current
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in
+from zfunc.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in, opened
 from zfunc.placed.layout import Layout, Slot, Unit, find_layers
-from zfunc.placed.leaves import freeze, home_of, is_frozen, mark_placed, settle_home
+from zfunc.placed.leaves import is_frozen
 from zfunc.placed.pieces import assemble_all, leaves_of, pieces_of_parts
+from zfunc.placed.replicated import Replicated, boxed
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.sources import assembled
 from zfunc.placed.streamed import Streamed
@@ -25,8 +26,8 @@ __all__ = [
     "Entries",
     "Twins",
     "borrowed",
+    "homes_of",
     "layout_for",
-    "marked",
     "packed",
     "placed_nodes",
     "reassembled",
@@ -155,29 +156,14 @@ def _present(layout: Layout, leaves: Sequence[Any]) -> Layout:
     return layout
 
 
-def packed(layout: Layout, node: Tree) -> Tree:
-    """A plain copy of a tree whose leaves are views of the layout's full flats."""
-    leaves = leaves_of(layout, node)
-    out: list[Any] = [None] * len(leaves)
+def packed(layout: Layout, node: Tree) -> Replicated:
+    """A copy of a plain tree, in the layout's full flats."""
+    leaves, flats = leaves_of(layout, opened(node)), []
     for i, row in enumerate(layout.by_flat):
         some = [leaves[slot.index] for slot in row]
-        if all(x is None for x in some):
-            continue
-        for slot, view in zip(row, layout.views(i, layout.pack(i, some)), strict=True):
-            if leaves[slot.index] is not None:
-                out[slot.index] = settle_home(view, layout, slot.index)
-                if not layout.flats[i].trainable:
-                    freeze(view)
-    return optree.tree_unflatten(layout.spec, out)
-
-
-def marked(params: Tree) -> Tree:
-    """Params of a placed state, the plain leaves among them marked as such."""
-    for node in leaves_in(params, OPAQUE):
-        for leaf in leaves_in(node) if isinstance(node, Placed) else (node,):
-            if isinstance(leaf, Tensor) and "_zfunc_placed" not in leaf.__dict__:
-                mark_placed(leaf)
-    return params
+        alive = not row or any(x is not None for x in some)
+        flats.append(layout.pack(i, some) if alive else None)
+    return Replicated(layout, flats=flats)
 
 
 def placed_nodes(node: Any) -> list[Placed]:
@@ -185,45 +171,43 @@ def placed_nodes(node: Any) -> list[Placed]:
     return [x for x in leaves_in(node, OPAQUE) if isinstance(x, Placed)]
 
 
-def _lies_as(layout: Layout, params: Tree) -> bool:
-    """Whether a plain tree is the one that the layout is of, its leaves where that says."""
-    try:
-        leaves = layout.spec.flatten_up_to(params)
-    except (ValueError, TypeError):
-        return False
-    homes = [
-        home if x is None else home_of(x) for x, home in zip(leaves, layout.homes, strict=True)
-    ]
-    return all(map(operator.is_, homes, layout.homes))
+def homes_of(leaves: Sequence[Any]) -> list[tuple[Layout, int] | None]:
+    """Where leaves live that a step was given in a whole tree with a layout."""
+    running = current()
+    wanted = {id(x) for x in leaves if x is not None}
+    found: dict[int, tuple[Layout, int]] = {}
+    for box in (*running.boxes, *running.looked_into) if running is not None else ():
+        if isinstance(box, Replicated) and box.views():
+            its = {id(x): (box.layout, i) for i, x in enumerate(box.leaves)}
+            found.update({key: its[key] for key in wanted & its.keys()})
+    return [found.get(id(x)) for x in leaves]
 
 
 def layout_for(
     params: Tree, size: int, memo: dict[Any, Layout], make: Callable[[Tree], Layout]
 ) -> Layout:
-    """The layout of a plain params tree: where its leaves live, or a new one."""
-    leaves = optree.tree_iter(params, namespace=NAMESPACE)
-    first = next((home for leaf in leaves if (home := home_of(leaf))), (None, 0))[0]
-    if first is not None and first.world == size and _lies_as(first, params):
-        return first
-    leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
-    homes = [(i, home_of(leaf)) for i, leaf in enumerate(leaves) if leaf is not None]
-    if homes and all(home and home[0].world == size for _, home in homes):
-        first = homes[0][1][0]  # type: ignore[index]
-        complete = first.spec == spec and all(home == (first, i) for i, home in homes)
-        return first if complete else borrowed(leaves, spec)
+    """The layout of a whole params tree: its own, that of the leaves put together, or a new one."""
+    if isinstance(params, Replicated) and params.layout.world == size:
+        return params.layout
+    leaves, spec = optree.tree_flatten(opened(params), none_is_leaf=True, namespace=NAMESPACE)
+    homes = homes_of(leaves)
+    alive = [(i, homes[i]) for i, leaf in enumerate(leaves) if leaf is not None]
+    if alive and all(home and home[0].world == size for _, home in alive):
+        first = alive[0][1][0]  # type: ignore[index]
+        complete = first.spec == spec and all(home == (first, i) for i, home in alive)
+        return first if complete else borrowed(homes, spec)
     key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
     if key not in memo:
         memo[key] = make(params)
     return memo[key]
 
 
-def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:
+def borrowed(homes: Sequence[tuple[Layout, int] | None], spec: optree.PyTreeSpec) -> Layout:
     """The layout of a tree whose leaves live in other layouts: parts of params, or several."""
-    homes = [None if x is None else x.__dict__["_zfunc_home"] for x in leaves]
     keys, _, _ = optree.tree_flatten_with_path(
-        optree.tree_unflatten(spec, list(range(len(leaves)))), namespace=NAMESPACE
+        optree.tree_unflatten(spec, list(range(len(homes)))), namespace=NAMESPACE
     )
-    slots: list[Slot | None] = [None] * len(leaves)
+    slots: list[Slot | None] = [None] * len(homes)
     flats: list[Any] = []
     units: list[Unit] = []
     base = None
@@ -232,7 +216,7 @@ def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:
         kept = base.select(mine.__contains__)
         numbers: dict[int, int] = {}
         for old, new in mine.items():
-            slot = kept.slots[old]
+            slot: Any = kept.slots[old]
             if slot.flat not in numbers:
                 numbers[slot.flat] = len(flats)
                 flats.append(kept.flats[slot.flat])
@@ -248,7 +232,7 @@ def borrowed(leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Layout:
             if any(f in numbers for f in unit.flats)
         )
     assert base is not None
-    outer, layers = find_layers(optree.tree_unflatten(spec, list(range(len(leaves)))))
+    outer, layers = find_layers(optree.tree_unflatten(spec, list(range(len(homes)))))
     return replace(
         base,
         spec=spec,
@@ -272,14 +256,21 @@ def reassembled(old: Sharded | Streamed, new: Tree) -> Tree:
 
 
 def rejoined(old: Tree, new: Tree) -> Tree:
-    """Params that came out cut (``tree.map`` of them and cut gradients) whole again, as before."""
-    if isinstance(new, Lazy) or not placed_nodes(new):
+    """Params that came out cut, or put together from parts, whole again like the old ones.
+
+    Raises:
+        PlacementError: they are of another structure.
+    """
+    if new is old or any(isinstance(x, Lazy) for x in leaves_in(new, OPAQUE)):
+        return new  # what is lazy will be whole when it is computed
+    if isinstance(new, Placed):
+        new = new.join(old)
+    elif placed_nodes(new):
+        nodes, spec = optree.tree_flatten(opened(new), none_is_leaf=True, namespace=OPAQUE)
+        parts = zip(nodes, spec.flatten_up_to(opened(old)), strict=True)
+        joined = [x.join(was) if isinstance(x, Placed) else x for x, was in parts]
+        new = optree.tree_unflatten(spec, joined)
+    if not isinstance(old, Replicated) or isinstance(new, Replicated | Lazy):
         return new
-    return optree.tree_map(
-        lambda node, was: node.join(was) if isinstance(node, Placed) else node,
-        new,
-        old,
-        is_leaf=lambda x: isinstance(x, Placed),
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
+    leaves_of(old.layout, new)  # raises if they do not fit
+    return boxed(old.layout, new)

@@ -20,8 +20,8 @@ from zfunc.comm import Group
 from zfunc.context import current
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.kernels.uploads import on_device
-from zfunc.nodes import Tree, carry, register, spent
-from zfunc.placed.arriving import Arrival, arrive
+from zfunc.nodes import Box, Tree, carry, opened, register, spent
+from zfunc.placed.arriving import begun
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import freeze
 from zfunc.placed.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
@@ -32,7 +32,7 @@ from zfunc.tree import gone
 from zfunc.worlds.axes import alone
 from zfunc.worlds.axes import group as group_of
 
-__all__ = ["Sharded", "summed"]
+__all__ = ["Sharded", "cut", "replaced", "summed"]
 
 TOGETHER = 1 << 16  # elements up to which a CPU squares a flat beside others
 
@@ -307,34 +307,31 @@ class Sharded(OfFlats, Readable):
         name = self.layout.units[self.layout.unit_of_flat[flat]].name
         return group.all_gather(full, local, cuts=spec.cuts, label=f"full {name}").wait()
 
-    def join(self, params: Tree) -> Tree:
-        layout, group, running = self.layout, self.group, current()
+    def join(self, params: Tree | Box) -> Any:
+        running = current()
         if running is not None and (otherwise := running.join(self, params)) is not None:
             return otherwise
-        leaves = leaves_of(layout, params)
-        bases, handles, starts = {}, {}, {}
+        layout, group = self.layout, self.group
+        bases: list[Tensor | None] = []
+        arrivals = {}
         for i, local in enumerate(self.flats):
-            if local is None or not layout.by_flat[i]:
-                continue
             spec = layout.flats[i]
-            if group.size == 1 or spec.whole:
-                bases[i] = local
+            if local is None or group.size == 1 or spec.whole or not layout.by_flat[i]:
+                bases.append(local)
                 continue
-            bases[i] = base = full_around(local, spec.length, spec.bounds(group.rank)[0])
             low, high = spec.bounds(group.rank)
+            base = full_around(local, spec.length, low)
+            bases.append(base)
             label = f"join {layout.units[layout.unit_of_flat[i]].name}"
-            starts[i] = partial(group.all_gather, base, base[low:high], cuts=spec.cuts, label=label)
-            handles[i] = group.all_gather(base, local, cuts=spec.cuts, label=label)
-        if running is None or running.complete:
-            while handles:
-                handles.popitem()[1].wait()
-        for i, base in bases.items():
-            for slot, view in zip(layout.by_flat[i], layout.views(i, base), strict=True):
-                leaves[slot.index] = carry(view, leaves[slot.index])
-            if i in handles:
-                mine = [leaves[slot.index] for slot in layout.by_flat[i]]
-                arrive(mine, Arrival(group, starts[i], handles[i]))
-        return optree.tree_unflatten(layout.spec, leaves)
+            gather = partial(group.all_gather, base, cuts=spec.cuts, label=label)
+            arrivals[i] = begun(group, gather(local), partial(gather, base[low:high]))
+        if running is None or running.complete or not isinstance(params, Box):
+            for arrival in arrivals.values():
+                arrival.finish()
+            arrivals = {}
+        if isinstance(params, Box):
+            return params.replaced(layout, bases, arrivals)
+        return replaced(layout, bases, params)
 
     def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Sharded:
         guide = others[0] if isinstance(others[0], Sharded) else self
@@ -382,8 +379,20 @@ register(
 
 
 def cut(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> Sharded:
-    """``rank``'s part of a plain tree; unless ``copy``, views where that is possible."""
-    return Sharded(layout, cut_flats(layout, tree, rank, copy))
+    """``rank``'s part of a whole tree; unless ``copy``, views where that is possible."""
+    if isinstance(tree, Box) and not copy and (own := tree.cut(layout, rank)) is not None:
+        return Sharded(layout, own)
+    return Sharded(layout, cut_flats(layout, opened(tree), rank, copy))
+
+
+def replaced(layout: Layout, flats: Sequence[Tensor | None], tree: Tree) -> Tree:
+    """A plain tree with views of full flats in place of its leaves, where there are flats."""
+    leaves = leaves_of(layout, tree)
+    for i, full in enumerate(flats):
+        if full is not None:
+            for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
+                leaves[slot.index] = carry(view, leaves[slot.index])
+    return optree.tree_unflatten(layout.spec, leaves)
 
 
 def summed(

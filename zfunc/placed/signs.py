@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
-
 from zfunc.errors import PlacementError
 from zfunc.nodes import OPAQUE, leaves_in
 from zfunc.placed import carried
 from zfunc.placed.layout import Layout
-from zfunc.placed.leaves import home_of
 from zfunc.placed.placement import Entries
 from zfunc.placed.readable import Readable
+from zfunc.placed.replicated import Replicated
 
 __all__ = ["listed", "sign", "signs"]
 
@@ -39,7 +37,7 @@ def signs(state: Any) -> dict[str, str]:
     for kind in set(map(type, nodes)):
         if (owner := _KINDS.get(kind)) is not None:
             found[owner] = owner
-        if issubclass(kind, Readable):
+        if issubclass(kind, Readable | Replicated):
             for node in nodes:
                 if type(node) is kind:
                     _note(found, node.layout)
@@ -51,9 +49,6 @@ def signs(state: Any) -> dict[str, str]:
         entry = entries[name]
         if (wrapped := _KINDS.get(type(entry))) is not None:
             found[wrapped] = wrapped
-        first = next(iter(optree.tree_iter(entry, namespace=OPAQUE)), None)
-        if home := home_of(first):
-            _note(found, home[0])
     for name in carried.names(entries):
         found.setdefault(name, name)
     return found

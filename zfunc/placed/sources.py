@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Lazy, Placed, Tree
+from zfunc.nodes import NAMESPACE, Lazy, Placed, Tree, opened
 from zfunc.placed.layout import Layout
 from zfunc.placed.numbers import numbers_of
 from zfunc.placed.pieces import assemble, cut_flats, leaves_of
@@ -33,7 +33,7 @@ def source(x: Any, guide: Layout) -> Streamed:
             f"a {type(x).__name__} node meets a tree on disk in one map. Take one of them into "
             "memory first: zf.full(tree)."
         )
-    return assembled(guide, x)
+    return assembled(guide, opened(x))
 
 
 class Held(Streamed):
@@ -108,7 +108,7 @@ class Cut(Streamed):
         ]
 
     def packed(self) -> Tree:
-        """A plain copy."""
+        """A copy in flats."""
         from zfunc.placed.placement import packed
 
         return packed(self.layout, self._tree)
@@ -125,6 +125,7 @@ def assembled(layout: Layout, new: Tree) -> Streamed:
     """
     if isinstance(new, Streamed) and (new.layout is layout or new.layout == layout):
         return new
+    new = opened(new)
     nodes = optree.tree_leaves(
         new, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -28,22 +27,11 @@ from zfunc.placed.readable import Readable
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streaming import spans_of_flat
 
-__all__ = ["Deferred", "Op", "Streamed", "rank_in", "registered", "same_node", "whole"]
+__all__ = ["Deferred", "Op", "Streamed", "rank_in", "registered", "same_node"]
 
 T = TypeVar("T", bound=type)
 _SERIAL = itertools.count(1)
 Parts = Sequence[Sharded]
-
-
-def whole(layout: Layout) -> Layout:
-    """The same units, kept whole on every rank: cut over no axis."""
-    if layout.axis == ():
-        return layout
-    if "whole" not in layout._memo:
-        flats = tuple(replace(flat, cuts=(0, flat.length)) for flat in layout.flats)
-        layout._memo["whole"] = replace(layout, flats=flats, mesh=None, axis=(), world=1, _memo={})
-    made: Layout = layout._memo["whole"]
-    return made
 
 
 def rank_in(layout: Layout) -> int:

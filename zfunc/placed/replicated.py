@@ -1,0 +1,396 @@
+"""``Replicated``: a tree that every rank holds whole, and where its leaves lie.
+
+At ZeRO stages 0 to 2 the parameters are such a node. To whoever indexes it or iterates over it,
+and to every function of pytrees, it is the tree itself, with plain tensors at its leaves. Beside
+them it knows its layout, and the flats whose views the leaves are, so that a step computes with a
+few buffers. Views are made when somebody asks for them.
+
+New parameters of stages 1 and 2 are gathered when a step ends. The node is returned before they
+are there. Whoever looks at it waits for all of it, and the next step waits for one unit after
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from zfunc import context, tree
+from zfunc.comm import Group
+from zfunc.errors import DesyncError, DonatedStateError
+from zfunc.nodes import OPAQUE, Box, Tree, opened, register, spent
+from zfunc.placed.arriving import Arrival
+from zfunc.placed.layout import Layout, whole
+from zfunc.placed.leaves import freeze
+from zfunc.placed.sharded import Sharded, replaced
+from zfunc.worlds.world import current
+
+__all__ = [
+    "Replicated",
+    "alike",
+    "boxed",
+    "elementwise",
+    "gathered_again",
+    "in_box",
+    "in_flats",
+]
+
+_CHANGING = frozenset(("append", "clear", "extend", "insert", "pop", "popitem", "remove"))
+_CHANGING |= frozenset(("reverse", "setdefault", "sort", "update"))
+
+
+class Replicated(Box):
+    """A whole tree with a layout; give it the tree, or the flats.
+
+    Attributes:
+        layout: how the leaves lie in flats.
+        under_way: for each flat that is being gathered, what to wait for.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tree: Tree = None,
+        flats: Sequence[Tensor | None] | None = None,
+        under_way: Mapping[int, Arrival] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.under_way = dict(under_way or {})
+        self._tree = tree
+        self._flats = None if flats is None else tuple(flats)
+        self._leaves: list[Any] | None = None
+
+    # What it holds
+
+    @property
+    def flats(self) -> tuple[Tensor | None, ...] | None:
+        """The flats, which may be under way; ``None`` where the leaves do not lie in any."""
+        if self._flats is None:
+            self._flats = _flats_under(self.layout, self.leaves)
+        return None if not self._flats and self.layout.flats else self._flats
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves by leaf index, ``None`` where there is no value."""
+        if self._leaves is None:
+            with _outside_of_functorch():
+                self.wait()
+            if self._tree is None:
+                with _outside_of_functorch():
+                    self._leaves = self._views()
+                self._tree = optree.tree_unflatten(self.layout.spec, self._leaves)
+                if (running := context.current()) is not None:
+                    running.looked_into.add(self)
+            else:
+                self._leaves = list(self.layout.spec.flatten_up_to(self._tree))
+        return self._leaves
+
+    @property
+    def tree(self) -> Tree:
+        """The tree itself, of plain tensors."""
+        if self._tree is None:
+            self.leaves  # noqa: B018
+        return self._tree
+
+    def _views(self) -> list[Any]:
+        layout, flats = self.layout, self._flats or ()
+        leaves: list[Any] = [None] * len(layout.slots)
+        for i, (flat, row) in enumerate(zip(flats, layout.by_flat, strict=True)):
+            if flat is None or not row:
+                continue
+            if spent(flat):
+                raise DonatedStateError(flat.__dict__.get("_zfunc_story") or tree.gone(row[0].path))
+            for slot, view in zip(row, layout.views(i, flat.detach()), strict=True):
+                leaves[slot.index] = view if layout.flats[i].trainable else freeze(view)
+        return leaves
+
+    def packed(self) -> Replicated | None:
+        """The same tree, its leaves in flats, copied there if need be.
+
+        ``None`` where leaves of one flat have a value and others have none.
+        """
+        if self.flats is not None:
+            return self
+        leaves, flats = self.leaves, []
+        for i, row in enumerate(self.layout.by_flat):
+            some = [leaves[slot.index] for slot in row]
+            lacking = sum(x is None for x in some)
+            if 0 < lacking < len(row):
+                return None
+            flats.append(None if lacking else self.layout.pack(i, some))
+        return Replicated(self.layout, flats=flats)
+
+    @property
+    def flat(self) -> Sharded | None:
+        if self.flats is None:
+            return None
+        self.wait()
+        return Sharded(whole(self.layout), self.flats)
+
+    def cut(self, layout: Layout, rank: int) -> list[Tensor | None] | None:
+        if self.layout != layout or self.flats is None:
+            return None
+        self.wait()
+        rows = [(x, *spec.bounds(rank)) for x, spec in zip(self.flats, layout.flats, strict=True)]
+        return [x if x is None else x.detach()[low:high] for x, low, high in rows]
+
+    def replaced(
+        self, layout: Layout, flats: Sequence[Tensor | None], under_way: Mapping[int, Arrival]
+    ) -> Tree:
+        if layout == self.layout and (None not in flats or self.flats is not None):
+            old = self.flats or flats
+            new = [b if a is None else a for a, b in zip(flats, old, strict=True)]
+            left = {i: x for i, x in self.under_way.items() if flats[i] is None}
+            return Replicated(layout, None, new, {**left, **under_way})
+        for arrival in under_way.values():
+            arrival.finish()
+        return boxed(self.layout, replaced(layout, flats, self.tree))
+
+    def merged(self, other: Tree) -> Tree:
+        """This tree with the leaves that it lacks taken from ``other``."""
+        if self._flats and None not in self._flats:
+            return self
+        if self._flats and isinstance(other, Replicated):
+            return other.replaced(self.layout, self._flats, self.under_way)
+        theirs = self.layout.spec.flatten_up_to(opened(other))
+        leaves = [b if a is None else a for a, b in zip(self.leaves, theirs, strict=True)]
+        return boxed(self.layout, optree.tree_unflatten(self.layout.spec, leaves))
+
+    def held(self) -> list[Tensor]:
+        """The tensors in memory, which may be under way: the flats, or leaves that lie in none."""
+        flats = self.flats
+        return [x for x in (self.leaves if flats is None else flats) if isinstance(x, Tensor)]
+
+    def wait(self, flats: Sequence[int] | None = None) -> None:
+        """Wait until some flats, or all, are there.
+
+        Raises:
+            DesyncError: a peer took another path; the message names the unit.
+        """
+        for i in list(self.under_way) if flats is None else flats:
+            if (arrival := self.under_way.get(i)) is not None:
+                arrival.finish()
+                self.under_way.pop(i, None)
+
+    def views(self) -> list[Tensor]:
+        """The leaves, if somebody has asked for them."""
+        return [x for x in self._leaves or () if isinstance(x, Tensor)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.wait()
+        return Replicated, (self.layout, None if self._flats else self.tree, self._flats or None)
+
+    # It is read like the tree that it holds
+
+    def __repr__(self) -> str:
+        return f"Replicated({self.tree!r})"
+
+    def __getitem__(self, entry: Any) -> Any:
+        return self.tree[entry]
+
+    def __setitem__(self, entry: Any, value: Any) -> None:
+        raise TypeError(_FIXED)
+
+    def __delitem__(self, entry: Any) -> None:
+        raise TypeError(_FIXED)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OWN:
+            raise AttributeError(name)
+        if name in _CHANGING:
+            raise TypeError(_FIXED)
+        return getattr(self.tree, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __contains__(self, entry: Any) -> bool:
+        return entry in self.tree
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = opened((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_OWN = ("layout", "under_way", "_tree", "_flats", "_leaves")  # absent while a node is being made
+_FIXED = (
+    "the parameters of a placed state are a value: make a new tree with zf.tree.map, "
+    "zf.tree.set(params, path, value) or, within a step, {**params, entry: value}."
+)
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow", "or")
+_OPERATORS = (*_BINARY, "neg", "radd", "rsub", "rmul", "rmatmul", "ror")
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: Replicated, *args: Any) -> Any:
+        return getattr(self.tree, name)(*args)
+
+    return operate
+
+
+for _name in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "pow",
+    "radd",
+    "rsub",
+    "rmul",
+    "rmatmul",
+    "neg",
+    "or",
+    "ror",
+]:
+    setattr(Replicated, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _outside_of_functorch() -> AbstractContextManager[Any]:
+    """``torch.func`` forbids to write to what it is not given, and wraps whatever is made."""
+    active = torch._C._are_functorch_transforms_active()
+    return temporarily_clear_interpreter_stack() if active else nullcontext()
+
+
+def _flats_under(layout: Layout, leaves: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """The flats that the leaves are views of; empty if they are not."""
+    flats: list[Tensor | None] = []
+    for i, row in enumerate(layout.by_flat):
+        some = [leaves[slot.index] for slot in row]
+        if all(x is None for x in some):
+            flats.append(None if row else layout.pack(i, some))
+            continue
+        if any(x is None or spent(x) or x.requires_grad for x in some):
+            return ()
+        if (found := layout.buffer_under(i, some)) is None:
+            return ()
+        flats.append(found)
+    return tuple(flats)
+
+
+def boxed(layout: Layout, tree: Tree) -> Tree:
+    """A tree with a layout as one node, if it is one of tensors of the layout's shapes."""
+    if isinstance(tree, Replicated):
+        return tree
+    try:
+        leaves = layout.spec.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return tree
+    x: Any
+    for x, slot in zip(leaves, layout.slots, strict=True):
+        if x is None:
+            continue
+        if slot is None or not isinstance(x, Tensor):
+            return tree
+        if x.shape != slot.shape and not spent(x):
+            return tree
+    return Replicated(layout, tree)
+
+
+def alike(old: Tree, new: Tree) -> Tree:
+    """A plain tree, with the layout of the one that it comes after if that has one."""
+    return boxed(old.layout, new) if isinstance(old, Replicated) else new
+
+
+def in_flats(trees: Sequence[Any]) -> Sequence[Any]:
+    """Whole trees with one layout as nodes of the flats that their leaves lie in.
+
+    Args:
+        trees: the first, gradients perhaps, is copied into flats if it lies in none; where one of
+            the others lies in none, all are given back as they are.
+    """
+    first, *rest = trees
+    if not rest or not all(isinstance(x, Replicated) and x.flat is not None for x in rest):
+        return trees
+    layout = rest[0].layout
+    first = first if isinstance(first, Replicated) else boxed(layout, first)
+    if not all(isinstance(x, Replicated) and x.layout == layout for x in (first, *rest)):
+        return trees
+    packed = first.packed()
+    return trees if packed is None else [x.flat for x in (packed, *rest)]
+
+
+def in_box(like: Any, new: Any) -> Any:
+    """A node of flats as a whole tree like the one that it was made of."""
+    if isinstance(like, Replicated) and isinstance(new, Sharded) and new.layout.axis == ():
+        return Replicated(like.layout, flats=new.flats)
+    return new
+
+
+def elementwise(f: Callable[..., Any], first: Tree, *rest: Tree) -> Tree:
+    """``tree.map`` of an elementwise ``f``, which is given whole flats where leaves lie in such."""
+    rows, spec = [], None
+    try:
+        leaves, spec = optree.tree_flatten(first, none_is_leaf=True, namespace=OPAQUE)
+        rows = list(zip(leaves, *map(spec.flatten_up_to, rest), strict=True))
+    except (ValueError, TypeError):
+        return tree.map(f, first, *rest)
+    return optree.tree_unflatten(spec, [_each(f, row) for row in rows])
+
+
+def _each(f: Callable[..., Any], row: Sequence[Any]) -> Any:
+    if row[0] is None:
+        return None
+    if not isinstance(row[0], Replicated) or row[0].flat is None:
+        return tree.map(f, *row)
+    flats = in_flats(row) if len(row) > 1 else [row[0].flat]
+    return in_box(row[0], tree.map(f, *flats)) if flats is not row else tree.map(f, *row)
+
+
+register(
+    Replicated,
+    lambda node: ((node.tree,), node.layout, ("",)),
+    lambda layout, children: boxed(layout, children[0]),
+)
+
+
+def gathered_again(boxes: Sequence[Replicated], everyone: Group) -> None:
+    """Let flats arrive whose gathers ended with an earlier epoch of the world; a collective.
+
+    What has arrived on a rank it sends to those where it has not. Where a flat has arrived on no
+    rank of its group it is gathered anew: each rank's own part is where it was.
+
+    Args:
+        boxes: those of one state, alike on all ranks.
+        everyone: the ranks of the world.
+    """
+    waiting: dict[tuple[int, int], Arrival] = {}
+    for k, box in enumerate(boxes):
+        for i, arrival in list(box.under_way.items()):
+            try:
+                box.wait((i,))
+            except DesyncError:
+                waiting[k, i] = arrival
+    mine = [[*key, list(arrival.group.members)] for key, arrival in waiting.items()]
+    missing: dict[tuple[int, int, tuple[int, ...]], set[int]] = {}
+    for rank, row in enumerate(everyone.exchange(mine, label="still under way")):
+        for k, i, members in row:
+            missing.setdefault((k, i, tuple(members)), set()).add(rank)
+    groups = {group.members: group for group in current().groups}
+    for (k, i, members), ranks in sorted(missing.items()):
+        if everyone.rank not in members:
+            continue
+        flats, here = boxes[k].flats, waiting.get((k, i))
+        flat = None if flats is None else flats[i]
+        assert flat is not None
+        if len(ranks) < len(members):
+            source = next(r for r, rank in enumerate(members) if rank not in ranks)
+            groups[members].broadcast(flat.detach(), source, label="still under way").wait()
+        elif here is not None:
+            here.handle = here.again()
+            here.finish()
+        boxes[k].under_way.pop(i, None)
