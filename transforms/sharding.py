@@ -30,7 +30,6 @@ from zfunc.comm import Group
 from zfunc.context import PLACING, Context
 from zfunc.errors import PlacementError
 from zfunc.nodes import OPAQUE, Lazy, Tree, leaves_in
-from zfunc.passes import there_and_back
 from zfunc.placed.agreement import check_same
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.layout import Layout, whole
@@ -48,6 +47,7 @@ from zfunc.placed.replicated import Replicated
 from zfunc.placed.sharded import Sharded, cut
 from zfunc.placed.sources import Cut
 from zfunc.placed.streamed import Streamed
+from zfunc.plans import there_and_back
 from zfunc.pool import empty, pool
 from zfunc.rounds import Rounds, in_rounds
 from zfunc.seams import Pending, UnitInfo, Waiting

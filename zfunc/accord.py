@@ -244,7 +244,7 @@ class Accord:
             return  # a layer without parameters
         left = [run.key for run in runs if run.values is None and run.pending is None]
         self._hinted = [row for row in self._hinted if row[0] not in runs]
-        hints = tuple(self.owner.next_layer(runs))
+        hints = tuple(self.owner.plan.next_layer(runs))
         if left or hints:
             position = min(map(self._position, runs))
             self._ask(GATHER, left, position, hints)
@@ -344,7 +344,7 @@ class Accord:
             self._send(run, self._zeros(run))
 
     def _run(self, key: Key) -> UnitRun:
-        run = self.owner._known(key)
+        run = self.owner.plan.run_at(key)
         if run is None:
             raise DesyncError(
                 f"another rank uses a tree of parameters, number {key[0]} of its pass, that rank "

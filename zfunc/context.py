@@ -170,7 +170,7 @@ class Context:
         donation: the input state's memory, where it may be reused.
         group: the ranks over which losses and gradients are averaged.
         by_unit: whether parameters enter and leave unit by unit.
-        prefetch, room: see :class:`zfunc.passes.Pass`.
+        prefetch, room: see :class:`zfunc.plans.Plan`.
         spill: see :class:`zfunc.passes.Pass`.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         passes: the passes that are running, innermost last.

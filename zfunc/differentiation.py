@@ -24,7 +24,7 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.freezing import all_frozen, frozen_among
 from zfunc.modules.products import SHORT, products
 from zfunc.nodes import NAMESPACE, PLACED, Box, Placed, Tree, held_in, leaves_in, opened
-from zfunc.passes import Pass, Source, there
+from zfunc.passes import Pass, Source
 from zfunc.placed.agreement import check_same
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.layout import Layout
@@ -32,6 +32,7 @@ from zfunc.placed.leaves import check_trainable, is_frozen
 from zfunc.placed.replicated import Replicated
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed
+from zfunc.plans import Plan, there
 from zfunc.primitives import Mean, Ref, enter
 from zfunc.readings import sent
 from zfunc.recomputation import taken
@@ -284,8 +285,7 @@ def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
         before=[t for t in entering if t.before_gather],
         after=[t for t in entering if not t.before_gather],
         leave=sorted(leaving, key=lambda t: -t.position),
-        prefetch=running.prefetch,
-        room=running.room,
+        plan=Plan(prefetch=running.prefetch, room=running.room),
         running=running,
         waiting={} if collector is None else collector.waiting,
         holding=collector is not None and collector.holding,
@@ -312,9 +312,9 @@ def _by_unit(
         raise all_frozen([slot.path for source in sources for slot in source.layout.present])
     plan = ("plan", "grad", call)
     owner.memory, owner.place = running.memo, ("script", call)
-    owner.plan = running.memo.get(plan) or there([source.layout for source in sources])
+    owner.plan.order = running.memo.get(plan) or there([source.layout for source in sources])
     for transform in running.transforms:
-        owner.plan = transform.foresee(owner.plan, owner)
+        owner.plan.order = transform.foresee(owner.plan.order, owner)
     running.passes.append(owner)
     try:
         if not owner.holding or any(source.sharded and source.cut for source in sources):
@@ -332,9 +332,9 @@ def _by_unit(
             _check_depends(loss)
             torch.autograd.grad(loss, owner.tick, seed, allow_unused=True)
         owner.finish()
-        running.memo[plan] = tuple(owner.events)
+        running.memo[plan] = tuple(owner.plan.events)
         running.memo["left", call] = tuple(owner.results)
-        running.memo["most under way", call] = owner.most_ahead, owner.most_in_flight
+        running.memo["most under way", call] = owner.plan.most_ahead, owner.most_in_flight
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
         holding = asked.collector is not None and asked.collector.holding
         grads = None if holding else rebuild([source.gradients() for source in sources])
@@ -460,7 +460,7 @@ def _evaluated(
     try:
         with torch.no_grad(), products(_computed_in(params)):
             tree, args, kwargs = _entered_arguments((params, args, kwargs))
-            owner.plan = [run.key for source in owner.sources for run in source.runs]
+            owner.plan.order = [run.key for source in owner.sources for run in source.runs]
             out = fn(tree, *args, **kwargs)
             owner.computed()
             owner.finish()

@@ -16,7 +16,7 @@ that backward may run on a thread of its own (as it does on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,17 +36,17 @@ from zfunc.placed.pieces import leaves_of
 from zfunc.placed.replicated import Replicated
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.streamed import Streamed
+from zfunc.plans import Plan
 from zfunc.pool import pool
 from zfunc.primitives import Ref, on_enter
 from zfunc.seams import Pending, Total, gather
-from zfunc.traffic import is_soon
 from zfunc.unit_runs import UnitRun, redeem
 
-__all__ = ["Pass", "Source", "there", "there_and_back"]
+__all__ = ["Pass", "Source"]
 
-# Bytes of units that entered ahead, and of full gradients that wait for the network: one unit is
-# always there. Where parameters are cut a host's memory is scarce; a GPU must be kept busy.
-AHEAD_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT_BYTES_LEAN = 2**26, 2**26, 2**24
+# Bytes of full gradients that wait for the network: one unit's are always there. Where parameters
+# are cut a host's memory is scarce; a GPU must be kept busy.
+IN_FLIGHT_BYTES, IN_FLIGHT_BYTES_LEAN = 2**26, 2**24
 BYTES_ON_A_GPU = 2**30
 
 
@@ -257,10 +257,7 @@ class Pass:
     Attributes:
         before, after: ``enter`` seams on the way to, and behind, the gather.
         leave: ``leave`` seams, first to last.
-        plan: the order in which units entered last time: ``(source, unit)`` pairs.
-        prefetch: how many layers ahead entry starts, as far as their bytes allow.
-        room: bytes of units that may be there beyond these: entered ahead, or kept because they
-            are needed again soon. What small units that are not merged may take together.
+        plan: in which order units are expected to enter.
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
         holding: whether the gradients of this one are kept back.
@@ -268,8 +265,7 @@ class Pass:
         memory, place: where, and under which name, a pass leaves the script of the next one.
         accord: how the ranks agree on what comes next; ``None`` on one rank.
         running: the context of the call, if there is one.
-        most_ahead, most_in_flight: bytes of units ahead, and of gradients on their way, that were
-            there at once.
+        most_in_flight: bytes of gradients that were on their way at once.
         spill: where gradients go that are not to stay in memory: a function of their layout
             and whether they are cut.
     """
@@ -277,13 +273,10 @@ class Pass:
     before: Sequence[Any] = ()
     after: Sequence[Any] = ()
     leave: Sequence[Any] = ()
-    plan: Sequence[tuple[int, int]] = ()
-    prefetch: int = 1
-    room: int = 0
+    plan: Plan = field(default_factory=Plan)
     running: Any = None
     spill: Callable[[Layout, bool], Any] | None = None
     sources: list[Source] = field(default_factory=list)
-    events: list[tuple[int, int]] = field(default_factory=list)
     lingering: list[UnitRun] = field(default_factory=list)
     arrivals: list[tuple[UnitRun, Pending, int]] = field(default_factory=list)
     results: dict[tuple[int, int], Pending] = field(default_factory=dict)
@@ -296,9 +289,7 @@ class Pass:
     memory: dict[Any, Any] | None = None
     place: Any = None
     accord: Accord | None = None
-    cursor: int = 0
     in_flight: int = 0
-    most_ahead: int = 0
     most_in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -317,6 +308,7 @@ class Pass:
         """Let one more tree take part; ``spills``: its gradients may leave memory."""
         source = Source(self, len(self.sources), layout, stored, group, cut, differentiated, spills)
         self.sources.append(source)
+        self.plan.runs.append(source.runs)
         if self.accord is not None:
             self.accord.admit(source)
         return source
@@ -356,103 +348,10 @@ class Pass:
     def leaving(self) -> list[Any]:
         return [t.leave for t in self.leave]
 
-    def record(self, run: UnitRun) -> None:
-        """Note that a unit enters, and where in the plan that is."""
-        self.events.append(run.key)
-        if self.beside:
-            return
-        for i in range(self.cursor, len(self.plan)):
-            if self.plan[i] == run.key:
-                self.cursor = i + 1
-                return
-
-    def look_ahead(self, now: UnitRun) -> None:
-        """Start the entry of the layers that the plan has next, and reading those behind them.
-
-        The other units of the layer that is entering are started, too.
-        """
-        if self.asking or self.beside:
-            return
-        for key in self.plan[self.cursor : self.cursor + self.prefetch + 1]:
-            if run := self._known(key):
-                run.fetch()
-        ahead, layers = 0, {self._layer(now.key)}
-        met: set[tuple[int, int]] = set()
-        for i, (key, room) in enumerate(self._coming()):
-            size, run = self._size(key), self._known(key)
-            layers.add(self._layer(key))
-            on_disk = run is not None and run.source.node is not None  # its store reads ahead
-            enough = i >= self.prefetch if on_disk else len(layers) > self.prefetch + 1
-            if enough and (room < 0 or on_disk):
-                return
-            if run is None or run.values is not None or key in met or run.arriving:
-                continue
-            met.add(key)
-            if ahead and ahead + size > run.source.limit(AHEAD_BYTES):
-                return
-            run.start()
-            ahead += size
-            self.most_ahead = max(self.most_ahead, ahead)
-
-    def _coming(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """The plan from here to the turn, with the room left behind each unit.
-
-        The turn is a unit that comes again. There most of the activations are in memory, so no
-        layer behind it is gathered ahead, unless there is room for all.
-        """
-        room, passed = self.room, set(self.plan[self.cursor - 1 : self.cursor])
-        for key in self.plan[self.cursor :]:
-            room -= self._size(key)
-            if key in passed and room < 0:
-                return
-            passed.add(key)
-            yield key, room
-
-    def next_layer(self, now: Sequence[UnitRun]) -> list[tuple[int, int]]:
-        """The units that the plan has behind these, of one layer, if they are not there yet."""
-        met = {self._layer(run.key) for run in now}
-        first: tuple[int, int] | None = None
-        found: list[tuple[int, int]] = []
-        size = 0
-        for key, _ in self._coming() if self.prefetch else ():
-            run, layer = self._known(key), self._layer(key)
-            if layer in met or run is None:
-                continue
-            if first not in (None, layer):
-                break
-            first, size = layer, size + self._size(key)
-            if run.values is not None or run.pending is not None or run.source.node is not None:
-                break
-            if not run.gathers or (found and size > run.source.limit(AHEAD_BYTES)):
-                break
-            if key not in found:
-                found.append(key)
-        return found
-
-    def soon(self, run: UnitRun) -> bool:
-        """Whether the plan has this unit next, or so soon that all until then has room."""
-        coming = self.plan[self.cursor :]
-        return is_soon(run.key, coming, self.room, self._size, self._layer)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the plan has no unit to come."""
-        return 0 < len(self.plan) <= self.cursor
-
-    def _layer(self, key: tuple[int, int]) -> tuple[int, int]:
-        """Which layer a unit belongs to; that of a tree which is not here stands for itself."""
-        run = self._known(key)
-        return key if run is None else (key[0], run.source.layout.layer_of_unit[key[1]])
-
-    def _known(self, key: tuple[int, int]) -> UnitRun | None:
-        """A unit of the plan, which may be of other trees than these."""
-        source, unit = key
-        runs = self.sources[source].runs if source < len(self.sources) else []
-        return runs[unit] if unit < len(runs) else None
-
-    def _size(self, key: tuple[int, int]) -> int:
-        run = self._known(key)
-        return run.source.layout.unit_nbytes(key[1]) if run else 0
+    def look_ahead(self, run: UnitRun) -> None:
+        """Start the entry of what comes behind a unit, unless ranks have to ask each other."""
+        if not (self.asking or self.beside):
+            self.plan.look_ahead(run)
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
         """Release units of earlier layers that were kept for a neighbour's sake."""
@@ -464,7 +363,7 @@ class Pass:
     def drop_transient(self, run: UnitRun) -> None:
         """Let go of what backward regathered for a unit that has no gradient to wait for."""
         for other in self.transient:
-            if other is not run and not self.soon(other):
+            if other is not run and not self.plan.soon(other):
                 other.values, other.touched = None, False
         self.transient = [] if run.open else [run]
 
@@ -561,31 +460,6 @@ class Pass:
         self.lingering.clear()
         self.transient.clear()
         self.results.clear()
-
-
-def there(layouts: Sequence[Layout]) -> list[tuple[int, int]]:
-    """A plan before anything is recorded: the root, then all layers in order.
-
-    The last one turns up again, since backward begins with it. What backward needs
-    beyond that is not known yet, so nothing is fetched in vain.
-    """
-    root, layers = _in_order(layouts)
-    return [*root, *layers, *layers[-1:]]
-
-
-def there_and_back(layouts: Sequence[Layout]) -> list[tuple[int, int]]:
-    """The whole way, if backward needs the weights of every layer."""
-    root, layers = _in_order(layouts)
-    return [*root, *layers, *reversed(layers)]
-
-
-def _in_order(layouts: Sequence[Layout]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    root: list[tuple[int, int]] = []
-    layers: list[tuple[int, int]] = []
-    for k, layout in enumerate(layouts):
-        for i, layer in enumerate(layout.layer_of_unit):
-            (root if layer < 0 else layers).append((k, i))
-    return root, layers
 
 
 def entered(params: Placed) -> Any:

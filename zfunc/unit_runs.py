@@ -107,7 +107,7 @@ class UnitRun:
             self.aside = self.spare_used = True
             self._find_foreign(self.spare)
             return self.spare
-        self.owner.record(self)
+        self.owner.plan.record(self.key, follows=not self.owner.beside)
         if self.values is None:
             if self.pending is not None and self.owner.asking and self.gathers:
                 self.owner.accord.gather((self,))  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ class UnitRun:
             self.seen = [], None
         self.touched = False
         self.served.clear()
-        if self.foreign and self.owner.soon(self) and torch.is_grad_enabled():
+        if self.foreign and self.owner.plan.soon(self) and torch.is_grad_enabled():
             pool().trim()  # the turning point: activations are at their largest
         else:
             self.values = None
@@ -263,9 +263,9 @@ class UnitRun:
         """One entry less."""
         self.open = max(self.open - 1, 0)
         self.touched = False
-        if not self.owner.soon(self):
+        if not self.owner.plan.soon(self):
             self.values = None
-            if self.source.sharded and self.owner.ends:
+            if self.source.sharded and self.owner.plan.ends:
                 pool().trim()  # nothing is gathered any more, and soon all gradients are there
 
     def send(self) -> None:
