@@ -170,7 +170,9 @@ def choose(name: str, *tensors: Tensor | None, **how: Any) -> Choice:
 
 def _lacking(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str | None:
     """Why machine code cannot take these tensors of a CPU; ``None`` if it can."""
-    lacks = kernel.machine_limit(*tensors, **how) if host().isa else host().why
+    lacks = kernel.machine_limit(*tensors, **how)
+    if lacks is None and not host().isa:
+        lacks = host().why
     return None if lacks is None else f"tensors are on cpu, and for machine code: {lacks}"
 
 

@@ -140,7 +140,5 @@ dispatch.register(
         "zfunc.kernels.lion_triton:launch",
         "20 B (bf16 gradient and copy, float32 state)",
         dtypes=dispatch.FLOATS,
-        machine="zfunc.kernels.lion_llvm:launch",
-        machine_limit=dispatch.any_float,
     )
 )

@@ -135,7 +135,7 @@ def verify_interpreted(seconds: float = 600.0) -> list[Verdict]:
 
 
 def _verdict(name: str, device: torch.device, seed: int = 0) -> Verdict:
-    choice = dispatch.choose(name, torch.empty(0, device=device))
+    choice = dispatch.choose(name, torch.empty(0, dtype=torch.bfloat16, device=device))
     interpreted = device.type == "cpu" and dispatch.interpreting()
     if choice.route == "torch" and not interpreted:
         return Verdict(name, False, choice.why)

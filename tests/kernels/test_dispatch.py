@@ -33,7 +33,7 @@ def python(code: str) -> str:
 
 def test_on_a_cpu_machine_code_runs_where_there_is_some_and_else_the_twins():
     for name, kernel in dispatch.KERNELS.items():
-        choice = kernels.choose(name, torch.ones(3))
+        choice = kernels.choose(name, torch.ones(3, dtype=torch.bfloat16))
         if kernel.machine and host().isa:
             assert choice == kernels.Choice(
                 "llvm", f"tensors are on cpu: {host().isa}, through LLVM"
@@ -56,10 +56,11 @@ def test_machine_code_is_not_pretended(monkeypatch: pytest.MonkeyPatch):
         kernels.choose("rms_norm", torch.ones(3))
     wide = torch.ones(3, dtype=torch.float64)
     assert "in float32, not torch.float64" in kernels.choose("adamw_flat", wide, wide).why
+    assert "as fast where all is float32" in kernels.choose("adamw_flat", wide.float()).why
     with kernels.use("llvm"), pytest.raises(kernels.KernelError, match=r"not torch\.float64"):
         kernels.choose("adamw_flat", wide, wide)
     monkeypatch.setattr(dispatch, "host", lambda: Host("", False, "llvmlite is not installed"))
-    choice = kernels.choose("adamw_flat", torch.ones(3))
+    choice = kernels.choose("adamw_flat", torch.ones(3).bfloat16())
     assert choice.route == "torch" and "llvmlite is not installed" in choice.why
 
 

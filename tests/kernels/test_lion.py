@@ -9,7 +9,6 @@ from tests.kernels.closeness import LENGTHS, assert_near, poisoned
 from zfunc import kernels, optim
 
 
-@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", LENGTHS)
 def test_the_twin_is_the_formula(n: int, dtype: torch.dtype):
@@ -23,7 +22,6 @@ def test_the_twin_is_the_formula(n: int, dtype: torch.dtype):
     assert torch.equal(low, found[0].bfloat16())
 
 
-@pytest.mark.usefixtures("cpu_route")
 def test_it_is_the_optimizer():
     tx = optim.lion(0.1, weight_decay=0.1)
     param, mu = torch.randn(1000), torch.zeros(1000)

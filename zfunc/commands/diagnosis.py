@@ -44,7 +44,7 @@ def report(verify: bool = False) -> Iterator[str]:
     for device in devices():
         yield f"{device} ({_name(device)})"
         for name, kernel in dispatch.KERNELS.items():
-            choice = kernels.choose(name, torch.empty(0, device=device))
+            choice = kernels.choose(name, torch.empty(0, dtype=torch.bfloat16, device=device))
             yield f"  {name:18s} {choice}; moves {kernel.traffic}"
         if device.type == "cpu":
             where = panels.host()
