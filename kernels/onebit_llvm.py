@@ -1,14 +1,13 @@
 """LLVM for :mod:`zfunc.kernels.onebit`: sixteen signs are one instruction, a mask, two bytes.
 
 With groups memory is passed over once: a group is summed and sent while it is in the first cache.
-With one scale it is passed over twice. Sums are taken in float64, a part of fixed size at a time,
-so that neither the number of threads nor their order changes a bit.
+With one scale it is passed over twice. Sums are taken in float64, a part of fixed size at a time
+and in a fixed order, that of the twin: the bits are the same, however many threads there are.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch import Tensor
 from zfunc.kernels import llvm
 from zfunc.kernels.flat_llvm import ALONE, lanes, read, shared_out, write
 from zfunc.kernels.llvm import Writer, host
+from zfunc.kernels.onebit_torch import LANES, PART, ROWS, scale_of
 
 __all__ = ["mean", "pack", "unpack"]
 
 F32 = torch.float32
-PART = 1 << 16  # elements that are summed together where there is one scale
 SOURCE = ("x", "error", "shares", "workers", "width", "groups")
 INTO = ("new", "bits", "scale", "sums", "n")
 
@@ -74,17 +73,15 @@ def _compress(
     scaling: str,
 ) -> None:
     n, isa = new.numel(), host().isa
-    sums = scale if group else new.new_empty(-(-n // PART), dtype=torch.float64)
-    into = [x.data_ptr() for x in (new, bits, scale, sums)]
+    sums = new.new_zeros(1 if group else 1 + -(-n // PART), dtype=torch.float64)
+    into = [x.data_ptr() for x in (new, bits, scale, sums[1:])]
     threads = 1 if n < ALONE else 0
     arguments = [*source, *into, n]
     if group:
         _grouping(isa, kind, group, scaling)(arguments, threads)
         return
     _summing(isa, kind, scaling)(arguments, threads)
-    average = float(sums.sum()) / max(n, 1)
-    root = average if scaling == "mean" or average != average else math.sqrt(average)
-    scale.fill_(llvm.single(root))  # torch refuses what lies half a digit beyond its range
+    scale.copy_(scale_of(sums, n, scaling))
     _sending(isa)(arguments, threads)
 
 
@@ -189,7 +186,7 @@ def _source(w: Writer, kind: torch.dtype, group: Any) -> Values:
 
 
 def _sum(w: Writer, start: Any, stop: Any, values: Values, scaling: str) -> Any:
-    """The sum of squares or of absolute values, a float64."""
+    """The sum of squares or of absolute values, a float64: of each block, of those, of lanes."""
     b, wide = w.b, w.vector(w.f64)
 
     def more(at: Any, mask: Any, sums: Any) -> list[Any]:
@@ -201,9 +198,13 @@ def _sum(w: Writer, start: Any, stop: Any, values: Values, scaling: str) -> Any:
         x = b.fpext(x, wide)
         return [w.intrinsic("llvm.fma.v16f64", wide, x, x, sums[0])]
 
-    (total,) = lanes(w, start, stop, more, [w.constant(w.f64, 0.0)])
+    none = w.constant(w.f64, 0.0)
+    with w.loop(start, stop, LANES * ROWS, [none]) as block:
+        end = w.sum(block.index, LANES * ROWS)
+        end = b.select(b.icmp_signed("<", end, stop), end, stop)
+        block.then = [b.fadd(block.values[0], lanes(w, block.index, end, more, [none])[0])]
     zero = w.ir.Constant(w.f64, 0.0)
-    return w.intrinsic("llvm.vector.reduce.fadd.v16f64", w.f64, zero, total)
+    return w.intrinsic("llvm.vector.reduce.fadd.v16f64", w.f64, zero, block.values[0])
 
 
 def _send(w: Writer, at: Any, mask: Any, scale: Any) -> None:

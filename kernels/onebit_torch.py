@@ -1,20 +1,24 @@
 """Torch for :mod:`zfunc.kernels.onebit`: blocks that stay in cache, a pass or two over memory.
 
 Signs are taken and put on as bits of the floats themselves. Eight of them, one a byte, are
-packed by one multiplication of a 64-bit integer, and unpacked by a table of 256 rows.
+packed by one multiplication of a 64-bit integer, and unpacked by a table of 256 rows. Sums are
+taken in float64 in a fixed order, that of machine code, so that both give the same bits.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["mean_twin", "pack_twin", "unpack_twin"]
+__all__ = ["LANES", "PART", "ROWS", "mean_twin", "pack_twin", "scale_of", "unpack_twin"]
 
 CHUNK = 1 << 17  # a multiple of every group; a buffer of 512 KiB
+PART = 1 << 13  # elements that are summed together where there is one scale
+LANES, ROWS = 16, 16  # elements of a row, and rows of a block: the order of a sum
 # Byte i of a 64-bit integer, 0 or 1, ends up as bit 56 + i of the product (little-endian).
 GATHER = 0x0102040810204080
 
@@ -84,30 +88,40 @@ def _compress(
     """Fill ``new`` with the values, then send them and keep the error in it."""
     n = new.numel()
     chunks = list(_chunks(n, group))
+    room = new.new_empty(min(CHUNK, n + -n % PART), dtype=torch.float64)
     if not group:
-        sums = new.new_zeros(len(chunks))
-        for i, (a, b) in enumerate(chunks):
+        parts = [new.new_zeros(1, dtype=torch.float64)]
+        for a, b in chunks:
             fill(a, b, new[a:b])
-            _sums(new[a:b].view(1, -1), scaling, sums[i : i + 1])
-        scale.copy_(_scale(sums.double().sum(), n, scaling))
+            parts.append(_sums(new[a:b], PART, scaling, room).clone())
+        scale.copy_(scale_of(torch.cat(parts), n, scaling))
     send = _Sender(new)
     for a, b in chunks:
         values = new[a:b]
         if group:
             fill(a, b, values)
-            rows = _rows(values, group)
-            its = _sums(rows, scaling, _its(scale, a, b, group).view(-1))
-            its.copy_(_scale(its, rows.shape[1], scaling))
+            size, its = min(group, b - a), _its(scale, a, b, group)
+            sums = _sums(values, size, scaling, room)
+            its.copy_(scale_of(sums[None], size, scaling)[:, None])
         send(values, _its(scale, a, b, group), bits[a // 8 : -(-b // 8)], group)
 
 
-def _sums(rows: Tensor, scaling: str, out: Tensor) -> Tensor:
-    """The sum of each row's squares, or of its absolute values."""
-    return torch.sum(rows.abs() if scaling == "mean" else rows.square(), 1, out=out)
+def _sums(x: Tensor, size: int, scaling: str, room: Tensor) -> Tensor:
+    """Of each ``size`` elements the sum of squares, or of absolute values; ``room`` is float64."""
+    n, count = x.numel(), min(ROWS, -(-size // LANES))
+    wide = room[: -(-n // size) * (size + -size % (count * LANES))]
+    wide[:n].copy_(x)
+    wide[n:].zero_()
+    wide = wide.abs_() if scaling == "mean" else wide.mul_(wide)
+    blocks = wide.view(-(-n // size), -1, count, LANES)
+    for dim in (2, 1, 1):
+        blocks = functools.reduce(operator.iadd, blocks.unbind(dim))
+    return blocks
 
 
-def _scale(total: Tensor, count: int, scaling: str) -> Tensor:
-    mean = total / max(count, 1)
+def scale_of(sums: Tensor, count: int, scaling: str) -> Tensor:
+    """The scale of ``count`` elements from sums of their parts, along the first dimension."""
+    mean = sums.cumsum(0)[-1] / max(count, 1)  # in order, whatever the number of threads
     return mean if scaling == "mean" else mean.sqrt()
 
 
