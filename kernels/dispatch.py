@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels.devices import AMD, gpu
-from zfunc.kernels.llvm import host
+from zfunc.kernels.llvm import host, say_missing
 from zfunc.kernels.operators import KernelError
 
 __all__ = [
@@ -172,6 +172,7 @@ def _lacking(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str 
     """Why machine code cannot take these tensors of a CPU; ``None`` if it can."""
     lacks = kernel.machine_limit(*tensors, **how)
     if lacks is None and not host().isa:
+        say_missing()
         lacks = host().why
     return None if lacks is None else f"tensors are on cpu, and for machine code: {lacks}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import platform
 import sys
 import threading
@@ -25,10 +26,22 @@ from torch import Tensor
 if TYPE_CHECKING:
     from llvmlite import ir
 
-__all__ = ["Host", "Kernel", "Writer", "compiled", "host", "once", "scratch", "single"]
+__all__ = [
+    "Host",
+    "Kernel",
+    "Writer",
+    "compiled",
+    "host",
+    "once",
+    "say_missing",
+    "scratch",
+    "single",
+]
 
 R = TypeVar("R")
 
+_log = logging.getLogger("zfunc")
+INSTALL = "pip install 'zfunc-torch[cpu]'"
 OLDEST = 20  # LLVM's version from which pointers have no types
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 ROOM = 8 * 2**20  # bytes, as much as a main thread has
@@ -43,11 +56,13 @@ class Host:
         isa: a key of :data:`ISAS`, the first that it has, or ``""``.
         tiles: whether it also has matrix registers for integers (AMX-INT8).
         why: in words, for ``zfunc doctor``.
+        lacks: whether llvmlite, which could be installed, is all that there is not.
     """
 
     isa: str
     tiles: bool
     why: str
+    lacks: bool = False
 
 
 @functools.cache
@@ -62,11 +77,11 @@ def _host() -> Host:
     try:
         from llvmlite import binding as llvm
     except ImportError:
-        return Host("", False, "llvmlite is not installed (pip install llvmlite)")
+        return Host("", False, f"llvmlite is not installed ({INSTALL})", lacks=True)
     except OSError as error:
-        return Host("", False, f"llvmlite does not load here ({error})")
+        return Host("", False, f"llvmlite does not load here ({error})", lacks=True)
     if llvm.llvm_version_info[0] < OLDEST:
-        return Host("", False, "llvmlite is too old (pip install 'llvmlite>=0.45')")
+        return Host("", False, f"llvmlite is too old ({INSTALL})", lacks=True)
     if _openmp() is None:
         return Host("", False, "this torch brings no GNU OpenMP")
     has = llvm.get_host_cpu_features()
@@ -75,6 +90,17 @@ def _host() -> Host:
             tiles = isa == "avx512vnni" and all(has.get(f) for f in TILES) and _tiles_permitted()
             return Host(isa, tiles, f"{isa}{' and AMX' if tiles else ''}, through LLVM")
     return Host("", False, "this CPU has no AVX2")
+
+
+@functools.cache
+def say_missing() -> None:
+    """Warn once in a process, when something first goes another way, that it is slower so."""
+    if (found := host()).lacks:
+        _log.warning(
+            "%s: on this CPU products with low-bit weights, one-bit compression and levels of 8 "
+            "and 4 bits take several times as long; `zfunc doctor` lists them.",
+            found.why,
+        )
 
 
 ISAS = {

@@ -126,7 +126,10 @@ def _filled(width: int, groups: int) -> int:
 
 def takes(width: int, groups: int) -> bool:
     """Whether groups of so many columns can be put in panels here, and their sums in int32."""
-    return bool(host().isa) and (groups == 1 or width % OUTPUTS == 0) and width <= WIDEST
+    fits = (groups == 1 or width % OUTPUTS == 0) and width <= WIDEST
+    if fits and not host().isa:
+        llvm.say_missing()
+    return fits and bool(host().isa)
 
 
 def worth(m: int) -> bool:

@@ -112,6 +112,22 @@ def test_signs(cpu: str, group: int | None, scaling: str, monkeypatch: pytest.Mo
             assert same(*pair)
 
 
+@pytest.mark.parametrize("group", [None, 128, 2048])
+def test_sums_are_taken_in_one_order(group: int | None):
+    """Half way between two float32, with two numbers that float64 drops unless they meet first."""
+    n = 1 << 15
+    scales = set()
+    for i in range(40):
+        x, apart = torch.zeros(n), (1, 16)[i % 2]  # anywhere, or in one lane
+        for part in x.view(-1, group or n):
+            places = apart * torch.randperm(len(part) // apart)[:4]
+            part[places] = torch.tensor([1.0, 2.0**-24, 2.0**-53, 2.0**-53])
+        pairs = both(kernels.onebit_pack, x, torch.zeros(n), group=group, scaling="mean")
+        assert all(same(*pair) for pair in pairs)
+        scales |= set(pairs[1][0].tolist())
+    assert len(scales) == 2  # the order decides
+
+
 def test_the_scale_of_the_greatest_numbers():
     top = torch.finfo(torch.float32).max
     for n in (3, 100, 1001):

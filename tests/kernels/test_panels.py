@@ -206,7 +206,7 @@ def test_a_machine_without_them_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()
     monkeypatch.setitem(llvm.sys.modules, "llvmlite", None)
     found = llvm.host.__wrapped__()
-    assert not found.isa and ("pip install llvmlite" in found.why or "x86-64" in found.why)
+    assert not found.isa and ("zfunc-torch[cpu]" in found.why or "x86-64" in found.why)
     monkeypatch.setattr(panels, "host", lambda: found)
     assert not panels.takes(64, 1)
 

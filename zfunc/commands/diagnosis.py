@@ -15,6 +15,7 @@ from zfunc.kernels.verification import verify_interpreted
 __all__ = ["devices", "report"]
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "optree", "safetensors", "transformers")
+PRODUCTS = "low-bit products"
 
 
 def devices() -> list[torch.device]:
@@ -48,7 +49,10 @@ def report(verify: bool = False) -> Iterator[str]:
             yield f"  {name:18s} {choice}; moves {kernel.traffic}"
         if device.type == "cpu":
             where = panels.host()
-            yield f"  {'low-bit products':18s} {'llvm' if where.isa else 'torch'}: {where.why}"
+            yield f"  {PRODUCTS:18s} {'llvm' if where.isa else 'torch'}: {where.why}"
+            if where.lacks:
+                slower = [PRODUCTS, *(x.name for x in dispatch.KERNELS.values() if x.machine)]
+                yield f"slower on this CPU, since {where.why}: {', '.join(slower)}"
     if verify:
         yield from _verified()
 
