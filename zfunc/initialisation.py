@@ -2,7 +2,8 @@
 
 The initialiser runs twice: once without memory, which gives the structure and with
 it the placed state's buffers, and once for real (:mod:`zfunc.tape.replay`), when each
-leaf's part is copied out as soon as the leaf is final and the rest is dropped.
+leaf's part is copied out as soon as the leaf is final and the rest is dropped. The tape is
+imported by the first call.
 """
 
 from __future__ import annotations
@@ -14,13 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.disk.stored import Stored
-from zfunc.disk.successor import seal
 from zfunc.nodes import NAMESPACE, Placed, carry, opened
-from zfunc.placed.hosted import Hosted
-from zfunc.placed.sharded import Sharded
-from zfunc.tape import replay
-from zfunc.tape.recording import record
 from zfunc.worlds.axes import group
 
 __all__ = ["init"]
@@ -44,6 +39,10 @@ def init(
     Raises:
         PlacementError: ``make_state`` does something that cannot be replayed.
     """
+    from zfunc.disk.successor import seal
+    from zfunc.tape import replay
+    from zfunc.tape.recording import record
+
     ranks = group(None, "data")  # simulated ones share the generator: read it before any moves it
     ranks.barrier(label="init")
     random_state = torch.get_rng_state()
@@ -87,7 +86,7 @@ def _writes(full: Any, placed: Any) -> list[Write]:
     )
     writes: list[Write] = []
     for node, part in zip(nodes, spec.flatten_up_to(full), strict=True):
-        if isinstance(node, Sharded | Stored | Hosted):
+        if hasattr(node, "writer"):  # in parts, on the host or on disk
             leaves = optree.tree_leaves(part, none_is_leaf=True, namespace=NAMESPACE)
             writes += [node.writer(i) for i, leaf in enumerate(leaves) if leaf is not None]
         elif isinstance(node, Tensor):

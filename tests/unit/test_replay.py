@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,8 @@ from torch import Tensor, nn
 from tests.unit.replay_models import GPT, check, leaves, parameters, replayed
 from zfunc.errors import PlacementError
 from zfunc.tape.recording import record
+
+ROOT = Path(__file__).parents[2]
 
 
 def every_initialiser() -> dict[str, Tensor]:
@@ -272,3 +278,20 @@ def run_program(program: list[tuple[int, ...]]) -> list[Tensor]:
 @given(programs())
 def test_any_program(program: list[tuple[int, ...]]) -> None:
     check(run_program, program)
+
+
+def test_the_tape_is_imported_by_the_first_init() -> None:
+    code = """
+        import sys, torch, zfunc as zf
+        everything = [getattr(zf, name) for name in zf.__all__]
+        tx = zf.optim.adamw(1e-3)
+        step = zf.shard(zf.train_step(lambda p, x: (p["w"] * x).sum(), tx), stage=3)
+        make = lambda: zf.TrainState.create({"w": torch.ones(3)}, tx)
+        step(step.place(make()), torch.ones(3))
+        print(sorted(name for name in sys.modules if name.startswith("zfunc.tape")))
+        step.init(make)
+        print("zfunc.tape.recording" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\nTrue\n"
