@@ -16,6 +16,7 @@ Source: Carilli and others, *Accelerating PyTorch with CUDA Graphs*, 2021.
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,19 +26,22 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zfunc import context, random, tree
 from zfunc.comm import Group
 from zfunc.errors import CompositionError
 from zfunc.intake import entry
 from zfunc.interrupts import Succession
-from zfunc.language.recording import ONE_AT_A_TIME, Reads
 from zfunc.nodes import NAMESPACE, carry
+from zfunc.quant.qtensor import QTensor
 from zfunc.step import Step, as_step
 from zfunc.worlds import world
 
-__all__ = ["Captured", "captured"]
+__all__ = ["ONE_AT_A_TIME", "Captured", "Reads", "captured"]
 
+ONE_AT_A_TIME = threading.Lock()  # torch allows one capture in a process
 WARM = 2  # eager steps before the capture: plans, pools and workspaces are made in them
 HOST = ("key", "step")  # entries that stay on the host, where randomness is decided
 
@@ -547,3 +551,43 @@ def _at(x: Tensor) -> int:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operations that make a number of Python, or a shape, of a device's values.
+
+    Attributes:
+        found: their names.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, QTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on what it is made of
+        if _reads(func, args) and any(
+            isinstance(x, Tensor) and x.device == self._device for x in tree_leaves((args, kwargs))
+        ):
+            self.met(func)
+        return func(*args, **(kwargs or {}))
+
+    def met(self, func: Any) -> None:
+        """What becomes of such an operation."""
+        self.found.append(str(func))
+
+
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+def _reads(func: Any, args: Any) -> bool:
+    """Whether an operation waits for values. Indices do, as masks only: they are counted."""
+    if getattr(func, "overloadpacket", None) in _INDEXED:
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return bool(
+        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    )

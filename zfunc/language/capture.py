@@ -11,27 +11,22 @@ when the text has outgrown it, so that a long cache that is nearly empty is not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zfunc import context
 from zfunc.errors import PlacementError
-from zfunc.language.decoding import Held, Step, check_room
-from zfunc.language.recording import OnDevice, Recorder, recorder
+from zfunc.graphs import ONE_AT_A_TIME, Reads
+from zfunc.language.decoding import Held, Single, Step, check_room
 from zfunc.nodes import NAMESPACE, Lazy, Placed
 
-__all__ = [
-    "FEWEST",
-    "SMALLEST",
-    "Captured",
-    "captured",
-    "extent_of",
-    "obstacle",
-]
+__all__ = ["FEWEST", "SMALLEST", "Captured", "OnDevice", "captured", "extent_of", "obstacle"]
 
 SMALLEST = 256  # the smallest extent: below it attention is no part of what a token costs
 FEWEST = 16  # tokens that are worth it: a capture runs the step five times
@@ -48,6 +43,8 @@ def obstacle(step: Step, params: Any, device: torch.device) -> str | None:
         step: from ``zfunc.language.decoding.held``.
         params: what was given to it, before any of it has entered.
     """
+    if device.type != "cuda":
+        return f"tokens are on {device}"
     if not isinstance(step, Held) or step.single is None:
         return "the decoder has no step of tensors only (zfunc.language.decoding.Held.single)"
     running = context.current()
@@ -67,13 +64,13 @@ def obstacle(step: Step, params: Any, device: torch.device) -> str | None:
     return None
 
 
-def extent_of(count: int, length: int, smallest: int = SMALLEST) -> int:
+def extent_of(count: int, length: int) -> int:
     """The extent that ``count`` positions of a cache of ``length`` are read with.
 
     >>> [extent_of(n, 1000) for n in (1, 256, 257, 600)]
     [256, 256, 512, 1000]
     """
-    return min(max(smallest, 1 << (count - 1).bit_length()), length)
+    return min(max(SMALLEST, 1 << (count - 1).bit_length()), length)
 
 
 class Captured:
@@ -83,34 +80,38 @@ class Captured:
 
     Args:
         step: the eager one.
-        record: what records.
-        smallest: extent.
+        device: the GPU that tokens are on.
 
     Raises:
         PlacementError: at a first token, or the first of a new extent: the step cannot be recorded.
         ValueError: the cache is full.
     """
 
-    def __init__(self, step: Held, record: Recorder, smallest: int = SMALLEST) -> None:
-        self._step, self._record, self._smallest = step, record, smallest
+    def __init__(self, step: Held, device: torch.device) -> None:
+        self._step, self._device, self._stream = step, device, torch.cuda.Stream(device)
         self._extent = 0
         self._inputs: tuple[Tensor, ...] = ()
-        self._replay: Callable[[], Tensor] | None = None
+        self._out: Tensor | None = None
+        self._graph: Any = None
 
     def __call__(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         check_room(cache.used, 1, cache.length)
-        extent = extent_of(cache.used + 1, cache.length, self._smallest)
+        extent = extent_of(cache.used + 1, cache.length)
         if not self._inputs:
             position = torch.zeros(1, dtype=torch.int64, device=tokens.device)
             self._inputs = torch.empty_like(tokens), position
         self._inputs[0].copy_(tokens)
         self._inputs[1].fill_(cache.used)
-        if self._replay is None or extent != self._extent:
-            self._replay, self._extent = self._recorded(cache, tokens, extent), extent
+        if extent != self._extent:
+            self._record(self._proven(cache, tokens, extent))
+            self._extent = extent
+        assert self._out is not None
+        with torch.cuda.device(self._device):
+            self._graph.replay()
         # The next replay writes over what this one returns.
-        return self._replay().clone(), cache.advanced()
+        return self._out.clone(), cache.advanced()
 
-    def _recorded(self, cache: Any, tokens: Tensor, extent: int) -> Callable[[], Tensor]:
+    def _proven(self, cache: Any, tokens: Tensor, extent: int) -> Single:
         """The step over an extent, when it has run once and given the logits of the eager one.
 
         Models may make of a cache what they like, of its length too. What is run here and while
@@ -120,22 +121,72 @@ class Captured:
         # First: where there is none, a step may not be repeated (a window would slide twice).
         run = self._step.single(cache, extent)
         expected = self._step(cache, tokens)[0].float()
-        try:
-            with OnDevice(tokens.device):
-                found = run(*self._inputs).float()
-            distance = float((found - expected).norm() / expected.norm())
-            if not distance <= APART:
-                raise PlacementError(
-                    f"over a fixed extent of {extent} positions the model gives other logits "
-                    f"(relative distance {distance:.2g})"
-                )
-            return self._record(run, self._inputs)
-        except (PlacementError, torch.OutOfMemoryError):
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            # Tensors in the place of numbers: what a model makes of them is its own.
-            line = (str(error).splitlines() or [""])[0]
-            raise PlacementError(f"{type(error).__name__}: {line}") from error
+        with _refusing(), OnDevice(tokens.device):
+            found = run(*self._inputs).float()
+        distance = float((found - expected).norm() / expected.norm())
+        if not distance <= APART:
+            raise PlacementError(
+                f"over a fixed extent of {extent} positions the model gives other logits "
+                f"(relative distance {distance:.2g})"
+            )
+        return run
+
+    def _record(self, run: Single) -> None:
+        """A graph of ``run``; the memory of the one before is taken over, so that has to live."""
+        with _refusing(), torch.cuda.device(self._device):
+            now = torch.cuda.current_stream()
+            self._stream.wait_stream(now)
+            # What libraries set up for a stream (workspaces, handles) must not be recorded.
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    run(*self._inputs)
+            now.wait_stream(self._stream)
+            graph, pool = torch.cuda.CUDAGraph(), self._graph and self._graph.pool()
+            # Of this thread only: another one may allocate while this one records.
+            how: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
+            with ONE_AT_A_TIME, torch.cuda.graph(graph, pool=pool, **how):
+                self._out = run(*self._inputs)
+            self._graph = graph
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What a model makes of tensors in the place of numbers is its own, errors too."""
+    try:
+        yield
+    except (PlacementError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise PlacementError(f"{type(error).__name__}: {line}") from error
+
+
+class OnDevice(Reads):
+    """Refuses what cannot be recorded: values of a device's tensors that Python asks for.
+
+    A capture that fails half-way leaves torch's allocator in a state of its own, so a step runs
+    under this mode first.
+
+    Raises:
+        PlacementError: for the operation, by name.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _COPIES and out is not NotImplemented:
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+            places = {str(x.device) for x in tensors}
+            if len(places) > 1:
+                raise PlacementError(f"{func} copies between {' and '.join(sorted(places))}")
+        return out
+
+    def met(self, func: Any) -> None:
+        raise PlacementError(f"{func} makes a number of Python, or a shape, of a tensor's value")
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 def captured(
@@ -154,15 +205,13 @@ def captured(
         PlacementError: ``capture`` is True, and ``step`` cannot be recorded. The step that is
             returned may raise it as well.
     """
-    if capture is False or (capture is None and count < FEWEST):
+    unasked = count < FEWEST or device.type != "cuda"
+    if capture is False or (capture is None and unasked):
         return step
-    record = recorder(device)
-    if record is None and capture is None:
-        return step
-    why = f"tokens are on {device}" if record is None else obstacle(step, params, device)
-    if record is None or why is not None or not isinstance(step, Held):
+    why = obstacle(step, params, device)
+    if why is not None or not isinstance(step, Held):
         return _eager(step, f"{why}", capture)
-    inner: Step = Captured(step, record)
+    inner: Step = Captured(step, device)
 
     def single(cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         nonlocal inner
