@@ -26,7 +26,7 @@ moves 28. A NaN or an infinity makes the moments of its whole group NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,25 +34,14 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.adamw import HYPER
-from zfunc.kernels.operators import (
-    KernelError,
-    agree,
-    apart,
-    copies,
-    define,
-    dense,
-    looped,
-    numbers,
-    together,
-    undifferentiated,
-)
+from zfunc.kernels.flat_updates import FlatUpdate
+from zfunc.kernels.operators import KernelError, agree, looped, numbers, together
 
 __all__ = ["GROUP", "Moments8", "adamw8_flat", "adamw8_flat_", "moments8", "split24", "whole24"]
 
 GROUP = 128
 CHUNK = 1 << 16  # elements whose float32 scratch stays in a core's cache
 SMALLEST = 2.0**-100  # a group whose greatest is below has nothing to divide by
-INSTEAD = "optim.adamw, whose update is made of plain torch operations"
 
 
 class Moments8(NamedTuple):
@@ -62,6 +51,55 @@ class Moments8(NamedTuple):
     mu: Tensor
     nu: Tensor
     scales: Tensor
+
+
+class _Update(FlatUpdate):
+    """Moments in bytes go group by group, and bfloat16 parameters with a tail."""
+
+    def batched(self, fresh: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        return looped(fresh)
+
+    def fits(
+        self, grad: Tensor, state: Sequence[Any], hyper: Tensor, low: torch.dtype | None
+    ) -> None:
+        param, tail, mu, nu, scales = state
+        agree(self.name, grad=grad, param=param, tail=tail, mu=mu, nu=nu)
+        wanted = [torch.float32] if tail is None else [torch.bfloat16, torch.int8]
+        wanted += [torch.int8, torch.uint8, torch.float32]
+        found = [x.dtype for x in state if x is not None]
+        if param.dim() != 1 or found != wanted:
+            raise KernelError(
+                f"kernels.{self.name}: param, tail, mu, nu, scales are {found} with param of "
+                f"{param.dim()} dimensions; expected flat buffers of {wanted}: float32 parameters "
+                "alone, or bfloat16 ones with the tail of kernels.split24, and moments from "
+                "kernels.moments8."
+            )
+        if not numbers(grad):
+            raise KernelError(
+                f"kernels.{self.name}: grad is {grad.dtype}; expected floating-point numbers of "
+                "16 bits or more."
+            )
+        together(self.name, param=param, scales=scales)
+        if scales.shape != (groups := -(-param.numel() // GROUP), 2):
+            raise KernelError(
+                f"kernels.{self.name}: scales are {tuple(scales.shape)}; expected {(groups, 2)} "
+                f"for {param.numel()} parameters."
+            )
+        self.fits_hyper(hyper)
+        if tail is not None and low is not None:
+            raise KernelError(
+                f"kernels.{self.name}: low is the copy of a float32 master; bfloat16 parameters "
+                "with a tail are their own copy: leave low out."
+            )
+
+
+UPDATE = _Update(
+    "adamw8_flat",
+    state=("param", "tail?", "mu", "nu", "scales"),
+    hyper=HYPER,
+    instead="optim.adamw, whose update is made of plain torch operations",
+)
+_adamw8, _adamw8_ = UPDATE.define()
 
 
 def moments8(n: int, device: torch.device | str | None = None) -> Moments8:
@@ -128,7 +166,7 @@ def adamw8_flat(
     >>> adamw8_flat(g, p, moments8(2), adamw_hyper(0.1, 1, weight_decay=0.0))[0]
     tensor([0.9000, 1.1000])
     """
-    undifferentiated("adamw8_flat", INSTEAD, grad, param, hyper)
+    UPDATE.undifferentiated(grad, param, hyper)
     new = _adamw8(grad, param, tail, *moments, hyper, low)
     p, t, *after, copy = new
     return p, t if tail is not None else None, Moments8(*after), copy if low is not None else None
@@ -159,145 +197,8 @@ def adamw8_flat_(
     >>> whole24(p, tail), state.mu
     (tensor([0.9000, 0.9000]), tensor([127, 127], dtype=torch.int8))
     """
-    undifferentiated("adamw8_flat_", INSTEAD, grad, param, hyper)
+    UPDATE.undifferentiated(grad, param, hyper)
     _adamw8_(grad, param, tail, *moments, low, hyper)
-
-
-def _check(
-    name: str, grad: Tensor, param: Tensor, tail: Tensor | None, moments: Moments8, hyper: Tensor
-) -> None:
-    agree(name, grad=grad, param=param, tail=tail, mu=moments.mu, nu=moments.nu)
-    wanted = torch.float32 if tail is None else torch.bfloat16
-    found = [x.dtype for x in (param, tail, *moments) if x is not None]
-    kinds = [wanted, *([] if tail is None else [torch.int8]), torch.int8, torch.uint8]
-    if param.dim() != 1 or found != [*kinds, torch.float32]:
-        raise KernelError(
-            f"kernels.{name}: param, tail, mu, nu, scales are {found} with param of "
-            f"{param.dim()} dimensions; expected flat buffers of {[*kinds, torch.float32]}: "
-            "float32 parameters alone, or bfloat16 ones with the tail of kernels.split24, and "
-            "moments from kernels.moments8."
-        )
-    if not numbers(grad):
-        raise KernelError(
-            f"kernels.{name}: grad is {grad.dtype}; expected floating-point numbers of 16 bits "
-            "or more."
-        )
-    together(name, param=param, scales=moments.scales)
-    groups = -(-param.numel() // GROUP)
-    bad = hyper.shape != (len(HYPER),) or hyper.dtype != torch.float64
-    if moments.scales.shape != (groups, 2) or bad:
-        raise KernelError(
-            f"kernels.{name}: scales are {tuple(moments.scales.shape)}, hyper "
-            f"{hyper.dtype}{list(hyper.shape)}; expected {(groups, 2)} for {param.numel()} "
-            f"parameters, and float64[{len(HYPER)}] from kernels.adamw_hyper."
-        )
-
-
-def _check_fresh(
-    grad: Tensor,
-    param: Tensor,
-    tail: Tensor | None,
-    mu: Tensor,
-    nu: Tensor,
-    scales: Tensor,
-    hyper: Tensor,
-    low: torch.dtype | None,
-) -> None:
-    _check("adamw8_flat", grad, param, tail, Moments8(mu, nu, scales), hyper)
-    if tail is not None and low is not None:
-        raise KernelError(
-            "kernels.adamw8_flat: low is the copy of a float32 master; bfloat16 parameters with a "
-            "tail are their own copy: leave low out."
-        )
-
-
-def _check_inplace(
-    grad: Tensor,
-    param: Tensor,
-    tail: Tensor | None,
-    mu: Tensor,
-    nu: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    hyper: Tensor,
-) -> None:
-    moments = Moments8(mu, nu, scales)
-    _check("adamw8_flat_", grad, param, tail, moments, hyper)
-    agree("adamw8_flat_", param=param, low=low)
-    copies("adamw8_flat_", low)
-    dense("adamw8_flat_", param=param, tail=tail, low=low, **moments._asdict())
-
-
-def _room(
-    grad: Tensor,
-    param: Tensor,
-    tail: Tensor | None,
-    mu: Tensor,
-    nu: Tensor,
-    scales: Tensor,
-    hyper: Tensor,
-    low: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    """Fresh buffers; of what is absent an empty one."""
-    kind = torch.contiguous_format
-    after = [torch.empty_like(x, memory_format=kind) for x in (param, mu, nu, scales)]
-    rest = param.new_empty(0, dtype=torch.int8) if tail is None else torch.empty_like(tail)
-    copy = param.new_empty(0 if low is None else param.numel(), dtype=low)
-    return after[0], rest, *after[1:], copy
-
-
-def _fresh(
-    grad: Tensor,
-    param: Tensor,
-    tail: Tensor | None,
-    mu: Tensor,
-    nu: Tensor,
-    scales: Tensor,
-    hyper: Tensor,
-    low: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    new = _room(grad, param, tail, mu, nu, scales, hyper, low)
-    p, t, *after, copy = new
-    old = [None if x is None else x.contiguous() for x in (grad, param, tail, mu, nu, scales)]
-    rest = (p, None if tail is None else t, *after, None if low is None else copy)
-    dispatch.run("adamw8_flat", *old, *rest, hyper=hyper)
-    return new
-
-
-def _inplace(
-    grad: Tensor,
-    param: Tensor,
-    tail: Tensor | None,
-    mu: Tensor,
-    nu: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    hyper: Tensor,
-) -> None:
-    grad = grad.contiguous()
-    # An element may take the place of its gradient, which is read before; not another's.
-    over = (grad.data_ptr(), grad.dtype) == (param.data_ptr(), param.dtype)
-    read = None if over else grad
-    apart("adamw8_flat_", grad=read, param=param, tail=tail, mu=mu, nu=nu, scales=scales, low=low)
-    state = (param, tail, mu, nu, scales)
-    dispatch.run("adamw8_flat", grad, *state, *state, low, hyper=hyper)
-
-
-_adamw8: Callable[..., Any] = define(
-    "adamw8_flat(Tensor grad, Tensor param, Tensor? tail, Tensor mu, Tensor nu, Tensor scales,"
-    " Tensor hyper, ScalarType? low) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fresh,
-    _room,
-    looped(lambda: _adamw8),
-    _check_fresh,
-)
-_adamw8_: Callable[..., Any] = define(
-    "adamw8_flat_(Tensor grad, Tensor(a!) param, Tensor(b!)? tail, Tensor(c!) mu, Tensor(d!) nu,"
-    " Tensor(e!) scales, Tensor(f!)? low, Tensor hyper) -> ()",
-    _inplace,
-    lambda *args: None,
-    check=_check_inplace,
-)
 
 
 def twin(

@@ -89,7 +89,8 @@ class FlatUpdate:
 
     Attributes:
         name: of the kernel and of the functional operator.
-        state: the names of the buffers that it renews, the parameters first.
+        state: the names of the buffers that it renews, the parameters first; with a ``?`` behind
+            those that may be absent.
         hyper: the names of the hyperparameters, in order.
         instead: what to write where a gradient through the step is wanted.
     """
@@ -101,15 +102,16 @@ class FlatUpdate:
 
     def define(self) -> tuple[Callable[..., Any], Callable[..., None]]:
         """The operators ``(grad, *state, hyper, dtype of low)``, ``(grad, *state, low, hyper)``."""
-        olds = ", ".join(f"Tensor {label}" for label in self.state)
+        parts = [(label.rstrip("?"), "?" * label.endswith("?")) for label in self.state]
+        olds = ", ".join(f"Tensor{absent} {label}" for label, absent in parts)
         news = ", ".join(["Tensor"] * (len(self.state) + 1))
-        donated = ", ".join(f"Tensor({label}!) {label}" for label in self.state)
+        donated = ", ".join(f"Tensor({label}!){absent} {label}" for label, absent in parts)
         fresh: Callable[..., Any] = define(
             f"{self.name}(Tensor grad, {olds}, Tensor hyper, ScalarType? low) -> ({news})",
             self._fresh,
             lambda grad, *rest: self._room(*rest),
-            folded(lambda: fresh, 1 + len(self.state)),
-            lambda grad, *rest: self.fits(grad, rest[:-2], rest[-2]),
+            self.batched(lambda: fresh),
+            lambda grad, *rest: self.fits(grad, rest[:-2], *rest[-2:]),
         )
         inplace = define(
             f"{self.name}_(Tensor grad, {donated}, Tensor(low!)? low, Tensor hyper) -> ()",
@@ -127,7 +129,17 @@ class FlatUpdate:
         """
         undifferentiated(self.name, self.instead, grad, *rest)
 
-    def fits(self, grad: Tensor, state: Sequence[Tensor], hyper: Tensor) -> None:
+    def batched(self, fresh: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """The rule for ``vmap``; elements are independent unless a subclass says otherwise."""
+        return folded(fresh, 1 + len(self.state))
+
+    def named(self, state: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+        """Buffers by name."""
+        return {label.rstrip("?"): x for label, x in zip(self.state, state, strict=True)}
+
+    def fits(
+        self, grad: Tensor, state: Sequence[Tensor], hyper: Tensor, low: torch.dtype | None
+    ) -> None:
         """Refuse what the operators cannot take.
 
         Raises:
@@ -145,6 +157,14 @@ class FlatUpdate:
             raise KernelError(
                 f"kernels.{self.name}: {dtypes}; expected one dtype for parameters and moments."
             )
+        self.fits_hyper(hyper)
+
+    def fits_hyper(self, hyper: Tensor) -> None:
+        """Refuse the hyperparameters of another optimizer.
+
+        Raises:
+            KernelError: so they are.
+        """
         if hyper.shape != (len(self.hyper),) or hyper.dtype != torch.float64:
             raise KernelError(
                 f"kernels.{self.name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
@@ -155,31 +175,36 @@ class FlatUpdate:
         self, grad: Tensor, state: Sequence[Tensor], low: Tensor | None, hyper: Tensor
     ) -> None:
         """:meth:`fits`, and what is updated where it lies is contiguous."""
-        self.fits(grad, state, hyper)
+        self.fits(grad, state, hyper, None)
         agree(self.name, param=state[0], low=low)
         copies(self.name, low)
-        dense(self.name, low=low, **dict(zip(self.state, state, strict=True)))
+        dense(self.name, low=low, **self.named(state))
 
     def _fresh(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *state, hyper, low = rest
         new = self._room(*rest)
-        old = [x.contiguous() for x in (grad, *state)]
-        copy = new[-1] if low is not None else None
-        dispatch.run(self.name, *old, *new[:-1], copy, hyper=hyper)
+        old = [None if x is None else x.contiguous() for x in (grad, *state)]
+        asked = (*state, low)
+        written = (None if x is None else y for x, y in zip(asked, new, strict=True))
+        dispatch.run(self.name, *old, *written, hyper=hyper)
         return new
 
     def _room(self, *rest: Any) -> tuple[Tensor, ...]:
-        """Fresh buffers for the results; an absent copy is empty, with the batch of ``vmap``."""
+        """Fresh buffers for the results; what is absent is empty, with the batch of ``vmap``."""
         *state, _, low = rest
-        kind = torch.contiguous_format
-        shape = state[0].shape if low is not None else (*state[0].shape[:-1], 0)
-        new = [torch.empty_like(x, memory_format=kind) for x in state]
-        return *new, state[0].new_empty(shape, dtype=low)
+        first, kind = state[0], torch.contiguous_format
+        copy = None if low is None else first
+        return tuple(
+            first.new_empty((*first.shape[:-1], 0), dtype=dtype)
+            if x is None
+            else torch.empty_like(x, dtype=dtype, memory_format=kind)
+            for x, dtype in (*((x, None) for x in state), (copy, low))
+        )
 
     def _inplace(self, grad: Tensor, *rest: Any) -> None:
         *state, low, hyper = rest
         grad = grad.contiguous()
-        written = {"low": low, **dict(zip(self.state, state, strict=True))}
+        written = {"low": low, **self.named(state)}
         # An element may take the place of its gradient, which is read before; not another's.
         place = (grad.data_ptr(), grad.itemsize)
         over = any(x is not None and (x.data_ptr(), x.itemsize) == place for x in written.values())
