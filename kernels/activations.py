@@ -40,15 +40,7 @@ from zfunc.kernels.activations_torch import (
     glu_twin,
 )
 from zfunc.kernels.gradients import gradient
-from zfunc.kernels.operators import (
-    KernelError,
-    agree,
-    define,
-    folded,
-    looped,
-    numbers,
-    together,
-)
+from zfunc.kernels.operators import KernelError, alike, define, folded, in_columns, in_rows, looped
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["bias_gelu", "geglu", "swiglu"]
@@ -112,13 +104,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = 
     tensor([0.8413, 0.8413])
     """
     act = _gelu("bias_gelu", approximate)
-    _floating("bias_gelu", x=x)
-    if bias is not None and (bias.shape != x.shape[-1:] or not numbers(bias)):
-        raise KernelError(
-            f"kernels.bias_gelu: bias is {bias.dtype}{list(bias.shape)}; expected floating-point "
-            f"numbers {list(x.shape[-1:])}, one for each element of a row of x."
-        )
-    together("bias_gelu", x=x, bias=bias)
+    in_rows("bias_gelu", x=x)
+    in_columns("bias_gelu", x, bias=bias)
     return BiasGelu.apply(x, bias, act)
 
 
@@ -130,22 +117,9 @@ def _gelu(name: str, approximate: str) -> str:
     return "gelu" if approximate == "none" else "gelu_tanh"
 
 
-def _floating(name: str, **tensors: Tensor) -> None:
-    for label, x in tensors.items():
-        if not x.dim() or not numbers(x):
-            raise KernelError(
-                f"kernels.{name}: {label} is {x.dtype}{list(x.shape)}; expected floating-point "
-                "numbers of 16 bits or more with at least one dimension."
-            )
-
-
 def _gated(name: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
-    _floating(name, gate=gate, up=up)
-    agree(name, gate=gate, up=up)
-    if gate.dtype != up.dtype:
-        raise KernelError(
-            f"kernels.{name}: gate is {gate.dtype}, up is {up.dtype}; expected one dtype."
-        )
+    in_rows(name, gate=gate, up=up)
+    alike(name, gate=gate, up=up)
     return Gated.apply(gate, up, act)
 
 
@@ -158,8 +132,7 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
-        out: Tensor = _glu(gate, up, act)
-        return out
+        return _glu(gate, up, act)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,8 +153,7 @@ class BiasGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-        out: Tensor = _bias_gelu(x, bias, act)
-        return out
+        return _bias_gelu(x, bias, act)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

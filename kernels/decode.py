@@ -127,8 +127,7 @@ def norm_qkv_rope(
             )
     at = (positions, positions if slots is None else slots)
     how = (parts[0].kind, parts[0].group or 0, eps)
-    q: Tensor = _qkv(x, norm, *_tensors(parts), bias, cos, sin, *at, keys, values, *how)
-    return q
+    return _qkv(x, norm, *_tensors(parts), bias, cos, sin, *at, keys, values, *how)
 
 
 def norm_gate_up(
@@ -171,8 +170,7 @@ def norm_gate_up(
             f"of K, and one of {', '.join(ACTIVATIONS)}."
         )
     how = (parts[0].kind, parts[0].group or 0, eps, activation)
-    y: Tensor = _gate_up(x, norm, *_tensors(parts), *how)
-    return y
+    return _gate_up(x, norm, *_tensors(parts), *how)
 
 
 def _listed(name: str, x: Tensor, weight: Packed | Sequence[Packed]) -> Sequence[Packed]:

@@ -293,8 +293,7 @@ def launcher(name: str) -> Callable[..., None]:
 
 def _imported(place: str) -> Callable[..., None]:
     module, _, function = place.partition(":")
-    found: Callable[..., None] = getattr(importlib.import_module(module), function)
-    return found
+    return getattr(importlib.import_module(module), function)
 
 
 @functools.cache

@@ -28,6 +28,7 @@ first in the low half, plus 8 if symmetric; a row of odd length ends with half a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,10 @@ from zfunc.kernels.groupwise_torch import dequantize_twin, fake_quant_twin, quan
 from zfunc.kernels.operators import (
     KernelError,
     define,
+    in_rows,
     looped,
     numbers,
+    rows_of,
     together,
     undifferentiated,
 )
@@ -121,8 +124,7 @@ def dequantize_groups(
     """
     undifferentiated("dequantize_groups", INSTEAD, scale, zero)
     check_group("dequantize_groups", bits, group, (8, 4))
-    out: Tensor = _dequantize(q, scale, zero, length, bits, _size(length, group), dtype)
-    return out
+    return _dequantize(q, scale, zero, length, bits, _size(length, group), dtype)
 
 
 def fake_quant(
@@ -156,8 +158,7 @@ def fake_quant(
     """
     _check("fake_quant", x, bits, group, range(2, 17))
     size = _size(x.shape[-1], group)
-    out: Tensor = StraightThrough.apply(x, bits, size, symmetric, seed_tensor(seed))
-    return out
+    return StraightThrough.apply(x, bits, size, symmetric, seed_tensor(seed))
 
 
 @in_graph
@@ -168,8 +169,7 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> Tensor:
-        out: Tensor = _fake(x, bits, size, symmetric, seed)
-        return out
+        return _fake(x, bits, size, symmetric, seed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -186,11 +186,7 @@ class StraightThrough(torch.autograd.Function):
 
 def _check(name: str, x: Tensor, bits: int, group: int | None, known: Any) -> None:
     check_group(name, bits, group, known)
-    if not x.dim() or not numbers(x):
-        raise KernelError(
-            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers "
-            "of 16 bits or more with at least one dimension."
-        )
+    in_rows(name, x=x)
 
 
 def check_group(name: str, bits: int, group: int | None, known: Any) -> None:
@@ -209,14 +205,11 @@ def check_group(name: str, bits: int, group: int | None, known: Any) -> None:
         )
 
 
-def _check_quantize(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> None:
-    _check("quantize_groups", x, bits, size, (8, 4))
-    check_seed("quantize_groups", seed)
-
-
-def _check_fake(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> None:
-    _check("fake_quant", x, bits, size, range(2, 17))
-    check_seed("fake_quant", seed)
+def _checked(
+    name: str, known: Any, x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None
+) -> None:
+    _check(name, x, bits, size, known)
+    check_seed(name, seed)
 
 
 def check_seed(name: str, seed: Tensor | None) -> None:
@@ -296,17 +289,12 @@ def _rooms(
     return q, scale, x.new_empty((*x.shape[:-1], 0 if symmetric else groups), dtype=wide)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """Rows: ``[R, K]``."""
-    return x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1])
-
-
 def _run_quantize(
     x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, scale, zero = _rooms(x, bits, size, symmetric)
     if x.numel():
-        rows = _flat(x).contiguous()
+        rows = rows_of(x).contiguous()
         low = None if symmetric else zero
         dispatch.run(
             "quantize_groups", rows, None, q, scale, low, None, bits=bits, size=size, seed=seed
@@ -326,27 +314,19 @@ def _run_dequantize(
     out = _dequantized(q, scale, zero, length, bits, size, dtype)
     if out.numel():
         parts = [None if x is None else x.contiguous() for x in (q, scale, zero)]
-        dispatch.run("dequantize_groups", *parts, _flat(out), bits=bits, size=size)
+        dispatch.run("dequantize_groups", *parts, rows_of(out), bits=bits, size=size)
     return out
 
 
-def _dequantized(
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    length: int,
-    bits: int,
-    size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return q.new_empty((*q.shape[:-1], length), dtype=dtype)
+def _dequantized(q: Tensor, scale: Tensor, zero: Tensor | None, length: int, *rest: Any) -> Tensor:
+    return q.new_empty((*q.shape[:-1], length), dtype=rest[-1])
 
 
 def _run_fake(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
         how = {"bits": bits, "size": size, "symmetric": symmetric, "seed": seed}
-        dispatch.run("fake_quant", _flat(x).contiguous(), _flat(out), **how)
+        dispatch.run("fake_quant", rows_of(x).contiguous(), rows_of(out), **how)
     return out
 
 
@@ -356,7 +336,7 @@ _quantize: Callable[..., Any] = define(
     _run_quantize,
     _rooms,
     looped(lambda: _quantize),
-    _check_quantize,
+    functools.partial(_checked, "quantize_groups", (8, 4)),
 )
 _dequantize: Callable[..., Any] = define(
     "dequantize_groups(Tensor q, Tensor scale, Tensor? zero, int length, int bits, int size,"
@@ -371,7 +351,7 @@ _fake: Callable[..., Any] = define(
     _run_fake,
     lambda x, *how: torch.empty_like(x, memory_format=torch.contiguous_format),
     looped(lambda: _fake),
-    _check_fake,
+    functools.partial(_checked, "fake_quant", range(2, 17)),
 )
 
 

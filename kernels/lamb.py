@@ -77,8 +77,7 @@ def lamb_moments_(
     tensor([[25.,  2.]])
     """
     undifferentiated("lamb_moments_", INSTEAD, grad, param, mu, nu, hyper)
-    out: Tensor = _moments(grad, param, mu, nu, *_columns(segments), hyper)
-    return out
+    return _moments(grad, param, mu, nu, *_columns(segments), hyper)
 
 
 def lamb_ratios(squares: Tensor) -> Tensor:

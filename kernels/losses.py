@@ -30,7 +30,7 @@ from zfunc.kernels import dispatch
 from zfunc.kernels.gradients import gradient
 from zfunc.kernels.losses_torch import backward_formula, backward_twin, forward_twin, grad_twin
 from zfunc.kernels.normalization_torch import wide
-from zfunc.kernels.operators import KernelError, define, fronted, numbers, together
+from zfunc.kernels.operators import KernelError, define, fronted, numbers, rows_of, together
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["cross_entropy"]
@@ -138,8 +138,7 @@ class CrossEntropy(torch.autograd.Function):
     def forward(
         logits: Tensor, target: Tensor, ignore: int, smoothing: float, z: float
     ) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = _forward(logits, target, ignore, smoothing, z)
-        return out
+        return _forward(logits, target, ignore, smoothing, z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -161,7 +160,7 @@ def _rooms(logits: Tensor, target: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1]).contiguous()
+    return rows_of(x).contiguous()
 
 
 def _run_forward(

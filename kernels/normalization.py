@@ -42,15 +42,7 @@ from zfunc.kernels.normalization_torch import (
     forward_twin,
     wide,
 )
-from zfunc.kernels.operators import (
-    KernelError,
-    agree,
-    define,
-    folded,
-    looped,
-    numbers,
-    together,
-)
+from zfunc.kernels.operators import alike, define, folded, in_columns, in_rows, looped, rows_of
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -134,23 +126,9 @@ def _norm(
 def _check(
     name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    if not x.dim() or not numbers(x):
-        raise KernelError(
-            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers of 16 "
-            "bits or more with at least one dimension."
-        )
-    agree(name, x=x, residual=residual)
-    if residual is not None and residual.dtype != x.dtype:
-        raise KernelError(
-            f"kernels.{name}: residual is {residual.dtype}, x is {x.dtype}; expected one dtype."
-        )
-    for label, p in (("weight", weight), ("bias", bias)):
-        if p is not None and (p.shape != x.shape[-1:] or not numbers(p)):
-            raise KernelError(
-                f"kernels.{name}: {label} is {p.dtype}{list(p.shape)}; expected floating-point "
-                f"numbers {list(x.shape[-1:])}, one for each element of a row of x."
-            )
-    together(name, x=x, weight=weight, bias=bias)
+    in_rows(name, x=x)
+    alike(name, x=x, residual=residual)
+    in_columns(name, x, weight=weight, bias=bias)
 
 
 @in_graph
@@ -170,8 +148,7 @@ class Norm(torch.autograd.Function):
         offset: float,
         center: bool,
     ) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = _forward(x, residual, weight, bias, eps, offset, center)
-        return out
+        return _forward(x, residual, weight, bias, eps, offset, center)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -242,7 +219,7 @@ def _run_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1]).contiguous()
+    return rows_of(x).contiguous()
 
 
 def _gradient_rooms(

@@ -94,8 +94,7 @@ def onebit_pack(
     """
     undifferentiated("onebit_pack", INSTEAD, x, error)
     _check_group("onebit_pack", group)
-    out: tuple[Tensor, Tensor, Tensor] = _pack(x, error, group or 0, scaling)
-    return out
+    return _pack(x, error, group or 0, scaling)
 
 
 def onebit_pack_(
@@ -117,8 +116,7 @@ def onebit_pack_(
     """
     undifferentiated("onebit_pack_", INSTEAD, x, error)
     _check_group("onebit_pack_", group)
-    out: tuple[Tensor, Tensor] = _pack_(x, error, group or 0, scaling)
-    return out
+    return _pack_(x, error, group or 0, scaling)
 
 
 def onebit_mean(
@@ -145,8 +143,7 @@ def onebit_mean(
     """
     undifferentiated("onebit_mean", INSTEAD, scale, error)
     _check_group("onebit_mean", group)
-    out: tuple[Tensor, Tensor, Tensor] = _mean(bits, scale, error, group or 0, scaling)
-    return out
+    return _mean(bits, scale, error, group or 0, scaling)
 
 
 def onebit_mean_(
@@ -166,8 +163,7 @@ def onebit_mean_(
     """
     undifferentiated("onebit_mean_", INSTEAD, scale, error)
     _check_group("onebit_mean_", group)
-    out: tuple[Tensor, Tensor] = _mean_(bits, scale, error, group or 0, scaling)
-    return out
+    return _mean_(bits, scale, error, group or 0, scaling)
 
 
 def onebit_unpack(
@@ -198,8 +194,7 @@ def onebit_unpack(
     """
     undifferentiated("onebit_unpack", INSTEAD, scale)
     _check_group("onebit_unpack", group)
-    out: Tensor = _unpack(bits, scale, n, group or 0, dtype)
-    return out
+    return _unpack(bits, scale, n, group or 0, dtype)
 
 
 def onebit_unpack_(bits: Tensor, scale: Tensor, out: Tensor, *, group: int | None = None) -> Tensor:

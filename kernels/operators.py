@@ -26,14 +26,18 @@ __all__ = [
     "KernelError",
     "agree",
     "aligned",
+    "alike",
     "apart",
     "copies",
     "define",
     "dense",
     "folded",
     "fronted",
+    "in_columns",
+    "in_rows",
     "looped",
     "numbers",
+    "rows_of",
     "together",
     "undifferentiated",
 ]
@@ -193,6 +197,40 @@ def numbers(*tensors: Tensor) -> bool:
     return all(x.dtype in wide for x in tensors)
 
 
+def in_rows(name: str, **tensors: Tensor) -> None:
+    """Check that tensors have rows, of numbers.
+
+    Raises:
+        KernelError: one of them is 0-d, or of another dtype.
+    """
+    for label, x in tensors.items():
+        if not x.dim() or not numbers(x):
+            raise KernelError(
+                f"kernels.{name}: {label} is {x.dtype}{list(x.shape)}; expected floating-point "
+                "numbers of 16 bits or more with at least one dimension."
+            )
+
+
+def in_columns(name: str, x: Tensor, **tensors: Tensor | None) -> None:
+    """Check that tensors have a number for each column of ``x``, on its device.
+
+    Raises:
+        KernelError: one of them does not.
+    """
+    for label, p in tensors.items():
+        if p is not None and (p.shape != x.shape[-1:] or not numbers(p)):
+            raise KernelError(
+                f"kernels.{name}: {label} is {p.dtype}{list(p.shape)}; expected floating-point "
+                f"numbers {list(x.shape[-1:])}, one for each element of a row of x."
+            )
+    together(name, x=x, **tensors)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Rows: ``[R, K]``."""
+    return x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1])
+
+
 def copies(name: str, low: Tensor | None) -> None:
     """Check that a buffer for a copy of the parameters can hold one.
 
@@ -240,6 +278,19 @@ def agree(name: str, **tensors: Tensor | None) -> None:
                 f"kernels.{name}: {label} is {tuple(x.shape)} on {x.device}, but {first} is "
                 f"{tuple(model.shape)} on {model.device}; expected one shape and one device."
             )
+
+
+def alike(name: str, **tensors: Tensor | None) -> None:
+    """:func:`agree`, and in dtype.
+
+    Raises:
+        KernelError: two of them differ.
+    """
+    agree(name, **tensors)
+    dtypes = {label: x.dtype for label, x in tensors.items() if x is not None}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{label} is {dtype}" for label, dtype in dtypes.items())
+        raise KernelError(f"kernels.{name}: {found}; expected one dtype.")
 
 
 def dense(name: str, **tensors: Tensor | None) -> None:

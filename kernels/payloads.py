@@ -166,8 +166,7 @@ def quantize_payload_(
     (tensor([  1, 127], dtype=torch.uint8), tensor([0.2500, 0.0000]))
     """
     undifferentiated("quantize_payload_", INSTEAD, x, error)
-    payload: Tensor = _pack_(x, error, *_flags(form), seed_tensor(seed))
-    return payload
+    return _pack_(x, error, *_flags(form), seed_tensor(seed))
 
 
 def mean_payloads(
@@ -221,8 +220,7 @@ def mean_payloads_(
     (tensor([  1, 127], dtype=torch.uint8), tensor([0.2500, 0.0000]))
     """
     undifferentiated("mean_payloads_", INSTEAD, error)
-    payload: Tensor = _mean_(received, error, *_flags(form), seed_tensor(seed))
-    return payload
+    return _mean_(received, error, *_flags(form), seed_tensor(seed))
 
 
 def dequantize_payload(
@@ -245,8 +243,7 @@ def dequantize_payload(
     >>> dequantize_payload(quantize_payload(torch.tensor([0.0, 1.0, 5.0]), form)[0], form)
     tensor([0., 1., 5.])
     """
-    out: Tensor = _unpack(payload, *_flags(form), dtype)
-    return out
+    return _unpack(payload, *_flags(form), dtype)
 
 
 def _flags(form: Payload) -> tuple[int, int, int, bool, torch.dtype]:

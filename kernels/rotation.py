@@ -69,8 +69,7 @@ def rotary(
     _check(q, k, cos, sin, layout)
     if cos.dim() == 2:
         cos, sin = cos[None], sin[None]
-    out: tuple[Tensor, Tensor] = Rotary.apply(q, k, cos, sin, layout == "interleaved", False)
-    return out
+    return Rotary.apply(q, k, cos, sin, layout == "interleaved", False)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
@@ -112,8 +111,7 @@ class Rotary(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
     ) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = _rotary(q, k, cos, sin, interleaved, back)
-        return out
+        return _rotary(q, k, cos, sin, interleaved, back)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise import quantize_groups
-from zfunc.kernels.operators import KernelError, define, looped, numbers, together, undifferentiated
+from zfunc.kernels.operators import KernelError, define, in_rows, looped, together, undifferentiated
 from zfunc.kernels.packed import BLOCK, Packed, dequantized
 from zfunc.kernels.tracing import in_graph
 
@@ -155,11 +155,7 @@ def packed_mm(
 
 def _length(name: str, x: Tensor) -> int:
     """Of the rows of an input."""
-    if not x.dim() or not numbers(x):
-        raise KernelError(
-            f"kernels.{name}: x is {x.dtype}{list(x.shape)}; expected floating-point numbers of 16 "
-            "bits or more with at least one dimension."
-        )
+    in_rows(name, x=x)
     return x.shape[-1]
 
 
@@ -207,8 +203,7 @@ class Product(torch.autograd.Function):
         kind: str,
         group: int,
     ) -> Tensor:
-        y: Tensor = _mm(x, w, scale, zero, bias, residual, kind, group)
-        return y
+        return _mm(x, w, scale, zero, bias, residual, kind, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
