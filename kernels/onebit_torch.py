@@ -113,10 +113,9 @@ def _sums(x: Tensor, size: int, scaling: str, room: Tensor) -> Tensor:
     wide[:n].copy_(x)
     wide[n:].zero_()
     wide = wide.abs_() if scaling == "mean" else wide.mul_(wide)
-    blocks = wide.view(-(-n // size), -1, count, LANES)
-    for dim in (2, 1, 1):
-        blocks = functools.reduce(operator.iadd, blocks.unbind(dim))
-    return blocks
+    rows = wide.view(-(-n // size), -1, count, LANES).unbind(2)
+    blocks = functools.reduce(operator.iadd, rows)
+    return blocks.cumsum(1)[:, -1].cumsum(1)[:, -1]  # which adds one by one
 
 
 def scale_of(sums: Tensor, count: int, scaling: str) -> Tensor:
