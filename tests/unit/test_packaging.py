@@ -109,6 +109,14 @@ def test_the_console_script_points_at_a_function():
     run(sys.executable, "-c", code, cwd=ROOT)
 
 
+def test_llvmlite_is_an_extra_that_developers_and_readers_get():
+    project = settings()["project"]
+    assert not any("llvmlite" in asked for asked in project["dependencies"])
+    assert any("llvmlite" in asked for asked in project["optional-dependencies"]["cpu"])
+    assert any("zfunc-torch[cpu," in asked for asked in project["optional-dependencies"]["dev"])
+    assert 'pip install ".[cpu]"' in (ROOT / "README.md").read_text()
+
+
 def test_the_constraints_pin_what_pyproject_asks_for():
     from packaging.requirements import Requirement
 
