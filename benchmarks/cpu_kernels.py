@@ -259,7 +259,7 @@ def main() -> int:
 
 def about(n: int, found: argparse.Namespace) -> Iterator[str]:
     yield f"{n:,} elements, {found.threads} thread(s), {found.turns} turns"
-    route = kernels.choose("adamw_flat", torch.ones(1)) if found.route is None else found.route
+    route = found.route or kernels.choose("onebit_pack", torch.ones(1))
     yield f"torch {torch.__version__}; {route}"
 
 
