@@ -86,7 +86,7 @@ def _writes(full: Any, placed: Any) -> list[Write]:
     )
     writes: list[Write] = []
     for node, part in zip(nodes, spec.flatten_up_to(full), strict=True):
-        if hasattr(node, "writer"):  # in parts, on the host or on disk
+        if hasattr(type(node), "writer"):  # in parts, on the host or on disk
             leaves = optree.tree_leaves(part, none_is_leaf=True, namespace=NAMESPACE)
             writes += [node.writer(i) for i, leaf in enumerate(leaves) if leaf is not None]
         elif isinstance(node, Tensor):
