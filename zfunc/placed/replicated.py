@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
 from typing import Any
 
 import optree
@@ -41,6 +42,7 @@ __all__ = [
     "in_flats",
 ]
 
+_ONE_AT_A_TIME = RLock()  # threads that read a state get the same leaves
 _CHANGING = frozenset(("append", "clear", "extend", "insert", "pop", "popitem", "remove"))
 _CHANGING |= frozenset(("reverse", "setdefault", "sort", "update"))
 
@@ -81,15 +83,22 @@ class Replicated(Box):
         if self._leaves is None:
             with _outside_of_functorch():
                 self.wait()
-            if self._tree is None:
-                with _outside_of_functorch():
-                    self._leaves = self._views()
-                self._tree = optree.tree_unflatten(self.layout.spec, self._leaves)
-                if (running := context.current()) is not None:
-                    running.looked_into.add(self)
-            else:
-                self._leaves = list(self.layout.spec.flatten_up_to(self._tree))
+                with _ONE_AT_A_TIME:
+                    return self._made()
         return self._leaves
+
+    def _made(self) -> list[Any]:
+        if self._leaves is not None:
+            return self._leaves  # by another thread
+        if self._tree is not None:
+            leaves = list(self.layout.spec.flatten_up_to(self._tree))
+        else:
+            leaves = self._views()
+            self._tree = optree.tree_unflatten(self.layout.spec, leaves)
+            if (running := context.current()) is not None:
+                running.looked_into.add(self)
+        self._leaves = leaves
+        return leaves
 
     @property
     def tree(self) -> Tree:
@@ -189,6 +198,8 @@ class Replicated(Box):
     # It is read like the tree that it holds
 
     def __repr__(self) -> str:
+        if any(spent(x) for x in self._flats or ()):
+            return "Replicated(donated)"
         return f"Replicated({self.tree!r})"
 
     def __getitem__(self, entry: Any) -> Any:
@@ -204,7 +215,7 @@ class Replicated(Box):
         if name.startswith("__") or name in _OWN:
             raise AttributeError(name)
         if name in _CHANGING:
-            raise TypeError(_FIXED)
+            raise AttributeError(_FIXED)
         return getattr(self.tree, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -242,21 +253,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-for _name in [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "matmul",
-    "pow",
-    "radd",
-    "rsub",
-    "rmul",
-    "rmatmul",
-    "neg",
-    "or",
-    "ror",
-]:
+for _name in _OPERATORS:
     setattr(Replicated, f"__{_name}__", _operator(f"__{_name}__"))
 
 
