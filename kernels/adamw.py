@@ -20,9 +20,7 @@ compiles nothing and waits for nothing. Bias corrections are taken in float64, b
 
 **The twin** takes blocks that stay in cache through ``torch._fused_adamw_``, so memory is passed
 over once there too. Blocks, and where they are cut, are multiples of 64 elements: a cut anywhere
-else would change last bits. **On CPUs of x86-64**, with a 16-bit gradient or copy, the same
-operations are machine code (:mod:`zfunc.kernels.adamw_llvm`) with the same bits. Where all is
-float32, torch is as fast.
+else would change last bits.
 """
 
 from __future__ import annotations
@@ -166,13 +164,6 @@ def twin(
         torch._fused_adamw_([p], [g], [m], [v], [], [count], amsgrad=False, maximize=False, **how)
 
 
-def machine_limit(*tensors: Tensor, **how: Any) -> str | None:
-    """Why machine code does not take these: it pays where 16 bits are read or written."""
-    if all(x.dtype == torch.float32 for x in tensors):
-        return "torch is as fast where all is float32"
-    return dispatch.any_float(*tensors)
-
-
 dispatch.register(
     dispatch.Kernel(
         "adamw_flat",
@@ -180,7 +171,5 @@ dispatch.register(
         "zfunc.kernels.adamw_triton:launch",
         "28 B (bf16 gradient and copy, float32 state)",
         dtypes=dispatch.FLOATS,
-        machine="zfunc.kernels.adamw_llvm:launch",
-        machine_limit=machine_limit,
     )
 )

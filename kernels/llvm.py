@@ -475,10 +475,6 @@ class Writer:
         """``a * b + c`` rounded once."""
         return self.intrinsic(f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
 
-    def root(self, x: Any) -> Any:
-        """Square roots, rounded exactly."""
-        return self.intrinsic(f"llvm.sqrt.{_name(x.type)}", x.type, x)
-
 
 def _name(vector: Any) -> str:
     """A type of vectors as LLVM's functions are named after it: ``v16f32``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.kernels.closeness import LENGTHS, assert_near, distance, poisoned
+from tests.kernels.fenced import fenced
 from zfunc import kernels, optim
 
 HYPER = kernels.adamw_hyper(0.1, 3, weight_decay=0.1, factor=0.5)
@@ -20,16 +22,18 @@ def buffers(n: int, grad: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(n).to(grad), torch.randn(n), torch.randn(n) * 0.1, torch.rand(n) * 0.01]
 
 
-def reference(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, t: int = 3) -> list[Tensor]:
-    """The formula of the docstring in float64, with the numbers of ``HYPER``."""
+def reference(
+    grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor = HYPER
+) -> list[Tensor]:
+    """The formula of the docstring in float64."""
+    lr, b1, b2, eps, decay, factor, t, *_ = hyper.unbind()
     g, p, m, v = (x.double() for x in (grad, param, mu, nu))
-    g = 0.5 * g
-    m, v = m + (1 - 0.9) * (g - m), 0.999 * v + (1 - 0.999) * g * g
-    step = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-    return [(1 - 0.1 * 0.1) * p - 0.1 * step, m, v]
+    g = factor * g
+    m, v = m + (1 - b1) * (g - m), b2 * v + (1 - b2) * g * g
+    step = (m / (1 - b1**t)) / (v.sqrt() / (1 - b2**t).sqrt() + eps)
+    return [(1 - lr * decay) * p - lr * step, m, v]
 
 
-@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", LENGTHS)
 def test_the_twin_is_the_formula(n: int, dtype: torch.dtype):
@@ -41,22 +45,48 @@ def test_the_twin_is_the_formula(n: int, dtype: torch.dtype):
     assert torch.equal(low, found[0].bfloat16())
 
 
-@pytest.mark.usefixtures("cpu_route")
-def test_it_is_bitwise_the_optimizer():
-    tx = optim.adamw(0.1, weight_decay=0.1)
+def test_hyperparameters_that_mean_nothing_give_what_the_formula_gives():
+    x = torch.randn(1000)
+    x[3], x[50], x[-1] = float("nan"), float("inf"), float("-inf")
+    x[7:9], x[9] = 0.0, -0.0
+    inputs = [x.bfloat16(), x, x, x.abs()]
+    lr, one = torch.tensor(0.1), torch.tensor(1.0)
+    for hyper in (
+        kernels.adamw_hyper(lr, torch.tensor(0)),
+        kernels.adamw_hyper(0 * lr, one, b1=1.0),
+        kernels.adamw_hyper(lr, one, b2=1.0, eps=0.0),
+        kernels.adamw_hyper(lr, 3 * one, b2=1.1),
+        kernels.adamw_hyper(lr, 1e6 * one, b1=3.0, b2=2.0),
+        kernels.adamw_hyper(lr / 0, one, factor=float("inf")),
+    ):
+        found = kernels.adamw_flat(*inputs, hyper)[:3]
+        for y, z in zip(found, reference(*inputs, hyper), strict=True):
+            torch.testing.assert_close(y, z.float(), rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int32]
+)
+def test_the_copy_is_the_new_parameters_in_its_dtype(dtype: torch.dtype):
+    new, *_, low = kernels.adamw_flat(*buffers(3001, torch.float16), HYPER, dtype)
+    assert torch.equal(low, new.to(dtype))
+
+
+@pytest.mark.parametrize("b1", [0.9, 0.5, 0.2, 0.0])
+def test_it_is_bitwise_the_optimizer(b1: float):
+    tx = optim.adamw(0.1, b1=b1, weight_decay=0.1)
     param, mu, nu = torch.randn(1000), torch.zeros(1000), torch.zeros(1000)
     plain, state = param, tx.init(param)
     for t in range(1, 6):
         grad = torch.randn(1000).bfloat16()
         updates, state = tx.update(grad.float(), state, plain)
         plain = optim.apply_updates(plain, updates)
-        hyper = kernels.adamw_hyper(0.1, t, weight_decay=0.1)
+        hyper = kernels.adamw_hyper(0.1, t, b1=b1, weight_decay=0.1)
         param, mu, nu, _ = kernels.adamw_flat(grad, param, mu, nu, hyper)
         assert torch.equal(param, plain)
     assert torch.equal(mu, state.mu) and torch.equal(nu, state.nu)
 
 
-@pytest.mark.usefixtures("cpu_route")
 @pytest.mark.parametrize("cut", [64, 1024, 32768 + 64])
 def test_a_cut_changes_no_bit(cut: int):
     n = 40000
@@ -68,7 +98,28 @@ def test_a_cut_changes_no_bit(cut: int):
         assert torch.equal(x, torch.cat([a, b]))
 
 
-@pytest.mark.usefixtures("cpu_route")
+def test_threads_change_no_bit():
+    inputs, before = buffers(70001, torch.float16), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(kernels.adamw_flat(*inputs, HYPER)[:3])
+    finally:
+        torch.set_num_threads(before)
+    for several in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(several, found[0], strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are fenced by Linux")
+@pytest.mark.parametrize("end", [True, False])
+def test_nothing_outside_is_read_or_written(end: bool):
+    for n in (1, 9, 17, 4099):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            low = fenced(torch.empty(n, dtype=dtype), end)
+            kernels.adamw_flat_(*(fenced(x, end) for x in buffers(n, dtype)), HYPER, low)
+
+
 def test_the_arguments_are_untouched_or_donated():
     inputs = buffers(100, torch.bfloat16)
     before = [x.clone() for x in inputs]

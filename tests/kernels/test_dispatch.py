@@ -52,15 +52,14 @@ def test_triton_is_not_pretended():
 
 
 def test_machine_code_is_not_pretended(monkeypatch: pytest.MonkeyPatch):
-    with kernels.use("llvm"), pytest.raises(kernels.KernelError, match=r"but for .*adamw_flat"):
+    with kernels.use("llvm"), pytest.raises(kernels.KernelError, match=r"but for .*onebit_pack"):
         kernels.choose("rms_norm", torch.ones(3))
     wide = torch.ones(3, dtype=torch.float64)
-    assert "in float32, not torch.float64" in kernels.choose("adamw_flat", wide, wide).why
-    assert "as fast where all is float32" in kernels.choose("adamw_flat", wide.float()).why
+    assert "in float32, not torch.float64" in kernels.choose("onebit_pack", wide.float(), wide).why
     with kernels.use("llvm"), pytest.raises(kernels.KernelError, match=r"not torch\.float64"):
-        kernels.choose("adamw_flat", wide, wide)
+        kernels.choose("onebit_pack", wide.float(), wide)
     monkeypatch.setattr(dispatch, "host", lambda: Host("", False, "llvmlite is not installed"))
-    choice = kernels.choose("adamw_flat", torch.ones(3).bfloat16())
+    choice = kernels.choose("onebit_pack", torch.ones(3))
     assert choice.route == "torch" and "llvmlite is not installed" in choice.why
 
 

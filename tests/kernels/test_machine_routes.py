@@ -16,13 +16,13 @@ from torch import Tensor
 from tests.kernels.cpus import be
 from tests.kernels.fenced import fenced
 from zfunc import kernels
-from zfunc.kernels import adamw_llvm, groupwise_llvm, onebit_llvm
+from zfunc.kernels import groupwise_llvm, onebit_llvm
 from zfunc.kernels.llvm import host
 
 CPUS = ("avx512", "avx", "avx2")
 LENGTHS = (0, 1, 7, 16, 17, 129, 3001, 40000)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ROOMS = (adamw_llvm, groupwise_llvm, onebit_llvm)
+ROOMS = (groupwise_llvm, onebit_llvm)
 
 pytestmark = pytest.mark.skipif(not host().isa, reason=f"no machine code here: {host().why}")
 
@@ -55,41 +55,6 @@ def both(call: Callable[..., Any], *args: Any, **how: Any) -> list[tuple[Any, An
     if isinstance(found, Tensor):
         return [(found, expected)]
     return list(zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("low", [None, *FLOATS])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("cpu", CPUS)
-def test_adamw(
-    cpu: str, dtype: torch.dtype, low: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-):
-    be(cpu, monkeypatch, *ROOMS)
-    for n, b1 in [*((n, 0.9) for n in LENGTHS), (1000, 0.5), (1000, 0.2), (1000, 0.0)]:
-        grad, param, mu = numbers(n, dtype), numbers(n), numbers(n)
-        nu = numbers(n).square()
-        hyper = kernels.adamw_hyper(0.1, 3, b1=b1, weight_decay=0.1, factor=0.3)
-        copy = None if low is None else grad.to(low)
-        wide = dtype == torch.float32 and low in (None, torch.float32)
-        assert kernels.choose("adamw_flat", grad, param, copy).route == (
-            "torch" if wide else "llvm"
-        )
-        pairs = both(kernels.adamw_flat, grad, param, mu, nu, hyper, low)
-        assert all(same(*pair) for pair in pairs), n
-
-
-def test_hyperparameters_that_mean_nothing_give_what_the_twins_give():
-    x = numbers(1000)
-    lr, one = torch.tensor(0.1), torch.tensor(1.0)
-    for hyper in (
-        kernels.adamw_hyper(lr, torch.tensor(0)),
-        kernels.adamw_hyper(0 * lr, one, b1=1.0),
-        kernels.adamw_hyper(lr, one, b2=1.0, eps=0.0),
-        kernels.adamw_hyper(lr, 3 * one, b2=1.1),
-        kernels.adamw_hyper(lr, 1e6 * one, b1=3.0, b2=2.0),
-        kernels.adamw_hyper(lr / 0, one, factor=float("inf")),
-    ):
-        pairs = both(kernels.adamw_flat, x.bfloat16(), x, x, x.abs(), hyper)
-        assert all(same(*pair) for pair in pairs), hyper
 
 
 @pytest.mark.parametrize("scaling", ["rms", "mean"])
@@ -191,11 +156,10 @@ def test_dtypes_that_it_does_not_write_are_for_the_twin():
     bits, scale, _ = kernels.onebit_pack(x, torch.zeros_like(x))
     q, its, zero = kernels.quantize_groups(x, symmetric=False)
     assert zero is not None
-    hyper, like = kernels.adamw_hyper(0.1, 3), kernels.dequantize_groups
+    like = kernels.dequantize_groups
     for dtype in (torch.int8, torch.int32):
         pairs = both(kernels.onebit_unpack, bits, scale, 3001, dtype=dtype)
         pairs += both(like, q, its, zero, 3001, dtype=dtype)
-        pairs += both(kernels.adamw_flat, x.half(), x, x, x.abs(), hyper, dtype)
         assert all(same(*pair) for pair in pairs), dtype
     for parts in (
         (q, its, zero.bfloat16()),
@@ -218,12 +182,12 @@ def test_payloads_of_other_dtypes_are_for_the_twin(dtype: torch.dtype):
 
 @pytest.mark.usefixtures("cpu_route")
 def test_threads_change_no_bit():
-    n, hyper = 70001, kernels.adamw_hyper(0.1, 3)
+    n = 70001
     x, error = numbers(n, odd=False), numbers(n, odd=False)
     sent = [kernels.onebit_pack(x, error, group=g)[:2] for g in (None, 128)]
 
     def all_of_it() -> list[Tensor]:
-        out: list[Any] = [*kernels.adamw_flat(x.half(), error, x, x.abs(), hyper)]
+        out: list[Any] = []
         for group, (bits, scale) in zip((None, 128), sent, strict=True):
             out += kernels.onebit_pack(x, error, group=group)
             out += kernels.onebit_mean(bits[None], scale[None], error, group=group)
@@ -248,9 +212,8 @@ def test_nothing_outside_is_read_or_written(end: bool, cpu: str, monkeypatch: py
     be(cpu, monkeypatch, *ROOMS)
     for n in (1, 9, 17, 4099):
         for dtype in FLOATS:
-            grad, low, x = (fenced(numbers(n, dtype), end) for _ in range(3))
-            param, mu, nu, error = (fenced(numbers(n).abs(), end) for _ in range(4))
-            kernels.adamw_flat_(grad, param, mu, nu, kernels.adamw_hyper(0.1, 3), low)
+            low, x = (fenced(numbers(n, dtype), end) for _ in range(2))
+            error = fenced(numbers(n).abs(), end)
             for group in (None, 128):
                 bits, scale = kernels.onebit_pack_(x, error, group=group)
                 bits, scale = fenced(bits, end), fenced(scale, end)
@@ -278,5 +241,5 @@ def test_nothing_outside_is_read_or_written(end: bool, cpu: str, monkeypatch: py
 
 
 def test_verification_compares_it():
-    for verdict in kernels.verify(["adamw_flat", "onebit_mean", "quantize_groups"], "cpu"):
+    for verdict in kernels.verify(["onebit_mean", "mean_payloads", "quantize_groups"], "cpu"):
         assert verdict.ran and verdict.right and "through LLVM" in verdict.note, verdict
