@@ -110,7 +110,7 @@ def joined(
         node: what this rank has made of its part.
     """
     name, layout, rank = call.entry_of(node.layout), node.layout, node.group.rank
-    if not isinstance(params, Replicated) or (flats := params.flats) is None:
+    if not isinstance(params, Replicated) or (flats := params.buffers) is None:
         return None
     params.wait()
     rounds: list[tuple[Any, tuple[int, ...], torch.dtype] | None] = []

@@ -310,8 +310,15 @@ class Shard(Transform):
                 if isinstance(old_params, Sharded | Streamed):
                     after[name] = reassembled(old_params, new_params)
                 elif isinstance(old_params, Replicated):
-                    after[name] = rejoined(old_params, new_params)
+                    after[name] = self._whole(rejoined(old_params, new_params))
         return after.rebuild()
+
+    def _whole(self, params: Tree) -> Tree:
+        """Params of which a step has changed dtypes lie otherwise from now on."""
+        lies = isinstance(params, Replicated) or any(
+            isinstance(x, Lazy) for x in leaves_in(params, OPAQUE)
+        )
+        return params if lies else packed(self.layout(params), params)
 
     # What it says of itself
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import optree
 from torch import Tensor
 
 from zfunc import random, tree
-from zfunc.nodes import OPAQUE, PLACED, Box, any_spent, carry, held_in
+from zfunc.nodes import HELD, OPAQUE, PLACED, Box, any_spent, carry, held_in
 
 __all__ = ["admitted", "copied", "entry", "first_leaf", "first_placed", "key_of"]
 
@@ -43,12 +43,14 @@ def admitted(state: Any) -> tuple[Any, list[Tensor]]:
         tree.check_alive(state)  # says which
     if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
         return state, tensors
-    free = optree.tree_map(
-        lambda x: carry(x.detach(), x) if _is_tracked(x) else x,
-        state,
-        namespace=tree.NAMESPACE,
-    )
+    free = optree.tree_map(_free, state, namespace=HELD)
     return free, held_in(free)
+
+
+def _free(x: Any) -> Any:
+    if isinstance(x, Box) and any(map(_is_tracked, x.held())):
+        return optree.tree_map(_free, cast(Any, x), namespace=tree.NAMESPACE)
+    return carry(x.detach(), x) if _is_tracked(x) else x
 
 
 def _is_tracked(x: Any) -> bool:

@@ -60,6 +60,7 @@ def register(
     cls: T,
     flatten: Callable[[Any], tuple[Sequence[Any], Any, Sequence[Any]]],
     unflatten: Callable[[Any, Any], Any],
+    exact: Callable[[Any, Any], Any] | None = None,
 ) -> T:
     """Make ``cls`` a pytree node, for optree (namespace ``"zfunc"``) and for torch.
 
@@ -68,6 +69,8 @@ def register(
         flatten: node -> ``(children, static, entries)``; ``static`` must be
             hashable and comparable, ``entries`` name the children in paths.
         unflatten: ``(static, children)`` -> node.
+        exact: the same for torch, whose functions count on a node of this class, whatever its
+            children are.
 
     Returns:
         ``cls``, so that it can be used behind a class definition.
@@ -88,7 +91,7 @@ def register(
     torch_pytree.register_pytree_node(
         cls,
         torch_flatten,
-        lambda children, static: unflatten(static, list(children)),
+        lambda children, static: (exact or unflatten)(static, list(children)),
         serialized_type_name=f"zfunc.{cls.__qualname__}",
         flatten_with_keys_fn=torch_flatten_with_keys,
     )

@@ -88,19 +88,114 @@ def test_other_containers_and_a_single_tensor() -> None:
         _ = whole(plain)["tail"]
 
 
-def test_it_cannot_be_changed_in_place() -> None:
-    params = whole(full())
-    for change in (
-        lambda: params.__setitem__("head", torch.ones(3, 2)),
-        lambda: params.__delitem__("head"),
-        lambda: params.update(head=torch.ones(3, 2)),
-        lambda: params.pop("head"),
-    ):
-        with pytest.raises((TypeError, AttributeError), match=r"zf\.tree\.set"):
-            change()
-    assert not hasattr(params, "update")
-    new = zf.tree.set(params, "head", torch.zeros(3, 2))
-    assert type(new) is Replicated and not new["head"].any() and params["head"].any()
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("tx", [TX, optim.sgd(0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_written_to_its_containers_counts(stage: int, tx: Any, ranks: int) -> None:
+    """As in the user's own dict: of new parameters and gradients, at the top and deep inside."""
+
+    def clipping(state: Any, x: Tensor) -> Any:
+        value, grads = zf.value_and_grad(loss)(state.params, x)
+        if type(grads) is not Sharded:
+            grads["layers"][0]["b"] = grads["layers"][0]["b"] * 0
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optim.apply_updates(state.params, updates)
+        params["head"] = params["head"].clamp(-0.1, 0.1)
+        params["layers"][1]["w"] = params["layers"][1]["w"].clamp(-0.1, 0.1)
+        return state.replace(params=params, opt_state=opt_state), value
+
+    def train(step: Any, state: Any) -> Any:
+        for i in range(3):
+            state, _ = step(state, batch(i))
+            state.params["layers"][2]["w"] = state.params["layers"][2]["w"] * 0.9
+        return state.params
+
+    def run() -> None:
+        for wrap in (lambda step: step, zf.donate):
+            step = wrap(zf.shard(clipping, stage=stage))
+            found = train(step, step.place(zf.TrainState.create(full(), tx)))
+            assert (zf.tree.global_norm(found) - zf.tree.global_norm(opened(found))).abs() < 1e-6
+            if stage == 0:
+                torch.testing.assert_close(opened(found), wanted)
+            assert found["head"].abs().max() <= 0.1
+
+    wanted = train(clipping, zf.TrainState.create(full(), tx))
+    zf.simulate(ranks)(run)()
+
+
+def test_data_of_leaves_and_fields_of_dataclasses_can_be_set() -> None:
+    step = zf.shard(zf.train_step(loss, TX), stage=0)
+    state = step.place(zf.TrainState.create(full(), TX))
+    state.params["head"].data = torch.zeros(3, 2)
+    wanted, _ = zf.train_step(loss, TX)(
+        zf.TrainState.create({**full(), "head": torch.zeros(3, 2)}, TX), batch(0)
+    )
+    torch.testing.assert_close(opened(step(state, batch(0))[0].params), wanted.params)
+    state.params.pop("head")
+    with pytest.raises(PlacementError, match="structure"):
+        step(state, batch(0))
+
+
+def test_trees_that_share_leaves_are_spent_together() -> None:
+    step = zf.donate(zf.shard(zf.train_step(loss, TX), stage=0))
+    state = step.place(zf.TrainState.create(full(), TX))
+    best = zf.tree.map(lambda p: p, state.params)
+    other = zf.tree.set(state.params, "head", torch.zeros(3, 2))
+    zf.tree.global_norm(best)
+    step(state, batch(0))
+    for params in (best, other, state.params):
+        for use in (zf.tree.global_norm, zf.full, zf.evaluate(lambda p: p["layers"][0]["w"].sum())):
+            with pytest.raises(DonatedStateError):
+                use(params)
+        with pytest.raises(DonatedStateError):
+            step(state.replace(params=params), batch(1))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_leaf_of_another_dtype_changes_no_other(stage: int, ranks: int) -> None:
+    tx = optim.sgd(0.1)
+
+    def lowering(state: Any, x: Tensor) -> Any:
+        value, grads = zf.value_and_grad(mixed)(state.params, x)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optim.apply_updates(state.params, updates)
+        params = {**params, "head": params["head"].bfloat16()}
+        return state.replace(params=params, opt_state=opt_state), value
+
+    def mixed(params: Any, x: Tensor) -> Tensor:
+        return loss({**params, "head": params["head"].float()}, x)
+
+    def train(step: Any, state: Any) -> Any:
+        for i in range(3):
+            state, _ = step(state, batch(i))
+        return state.params
+
+    wanted = train(lowering, zf.TrainState.create(full(), tx))
+
+    def run() -> None:
+        step = zf.shard(lowering, stage=stage)
+        found = train(step, step.place(zf.TrainState.create(full(), tx)))
+        assert type(found) is Replicated and found["head"].dtype == torch.bfloat16
+        assert found["layers"][0]["w"].dtype == torch.float32
+        torch.testing.assert_close(opened(found), wanted)
+
+    zf.simulate(ranks)(run)()
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")
+def test_a_single_tensor_compares_like_one_and_torch_keeps_the_class() -> None:
+    alone, params = whole(torch.arange(3.0)), whole(full())
+    assert (alone == torch.arange(3.0)).all() and (alone < 3).all() and (2**alone)[2] == 4
+    assert (1 / (alone + 1))[0] == 1 and (abs(alone) // 2)[2] == 1
+    assert params != whole(full()) and params == params and len({params, alone}) == 2
+    with pytest.raises(TypeError, match="Replicated"):
+        2.0 * params
+    norms = torch_pytree.tree_map(torch.linalg.norm, params)
+    scaled = torch_pytree.tree_map(lambda p, n: p / (1 + n), params, norms)
+    assert torch.equal(scaled["head"], full()["head"] / (1 + full()["head"].norm()))
+    hessian = torch.func.hessian(lambda p: (p["head"] ** 2).sum())(params)
+    assert hessian["head"]["head"].shape == (3, 2, 3, 2)
 
 
 def test_maps_keep_the_layout_beside_plain_and_sharded_trees() -> None:

@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfunc import context, tree
 from zfunc.comm import Group
-from zfunc.errors import DesyncError, DonatedStateError
+from zfunc.errors import DesyncError, DonatedStateError, PlacementError
 from zfunc.nodes import OPAQUE, Box, Tree, opened, register, spent
 from zfunc.placed.arriving import Arrival
 from zfunc.placed.layout import Layout, whole
@@ -43,8 +43,6 @@ __all__ = [
 ]
 
 _ONE_AT_A_TIME = RLock()  # threads that read a state get the same leaves
-_CHANGING = frozenset(("append", "clear", "extend", "insert", "pop", "popitem", "remove"))
-_CHANGING |= frozenset(("reverse", "setdefault", "sort", "update"))
 
 
 class Replicated(Box):
@@ -66,46 +64,61 @@ class Replicated(Box):
         self.under_way = dict(under_way or {})
         self._tree = tree
         self._flats = None if flats is None else tuple(flats)
-        self._leaves: list[Any] | None = None
+        self._read: list[Any] = []
 
     # What it holds
 
     @property
     def flats(self) -> tuple[Tensor | None, ...] | None:
-        """The flats, which may be under way; ``None`` where the leaves do not lie in any."""
-        if self._flats is None:
-            self._flats = _flats_under(self.layout, self.leaves)
+        """The flats, which may be under way; ``None`` where the leaves do not lie in any.
+
+        Whoever has looked into the tree may have written to its containers: then it counts.
+        """
+        if self._tree is not None:
+            leaves = self.leaves
+            if any(map(spent, leaves)):
+                return None
+            with _outside_of_functorch():
+                self._flats = _flats_under(self.layout, leaves, self._flats)
+        return self.buffers
+
+    @property
+    def buffers(self) -> tuple[Tensor | None, ...] | None:
+        """The flats as they were when somebody asked last; they may be spent."""
         return None if not self._flats and self.layout.flats else self._flats
 
     @property
     def leaves(self) -> list[Any]:
-        """The leaves by leaf index, ``None`` where there is no value."""
-        if self._leaves is None:
-            with _outside_of_functorch():
-                self.wait()
-                with _ONE_AT_A_TIME:
-                    return self._made()
-        return self._leaves
+        """The leaves by leaf index, ``None`` where there is no value.
 
-    def _made(self) -> list[Any]:
-        if self._leaves is not None:
-            return self._leaves  # by another thread
-        if self._tree is not None:
-            leaves = list(self.layout.spec.flatten_up_to(self._tree))
-        else:
-            leaves = self._views()
-            self._tree = optree.tree_unflatten(self.layout.spec, leaves)
-            if (running := context.current()) is not None:
-                running.looked_into.add(self)
-        self._leaves = leaves
-        return leaves
+        Raises:
+            PlacementError: somebody has changed the structure of the tree.
+        """
+        try:
+            return list(self.layout.spec.flatten_up_to(self.tree))
+        except (ValueError, TypeError):
+            raise PlacementError(
+                "the structure of a placed tree was changed in place: a step keeps the structure "
+                "of its params."
+            ) from None
 
     @property
     def tree(self) -> Tree:
         """The tree itself, of plain tensors."""
         if self._tree is None:
-            self.leaves  # noqa: B018
+            with _outside_of_functorch():
+                self.wait()
+                with _ONE_AT_A_TIME:
+                    self._make()
         return self._tree
+
+    def _make(self) -> None:
+        if self._tree is not None:
+            return  # by another thread
+        self._read = self._views()
+        self._tree = optree.tree_unflatten(self.layout.spec, self._read)
+        if (running := context.current()) is not None:
+            running.looked_into.add(self)
 
     def _views(self) -> list[Any]:
         layout, flats = self.layout, self._flats or ()
@@ -129,6 +142,8 @@ class Replicated(Box):
         leaves, flats = self.leaves, []
         for i, row in enumerate(self.layout.by_flat):
             some = [leaves[slot.index] for slot in row]
+            if not _could_lie(self.layout, leaves):
+                return None
             lacking = sum(x is None for x in some)
             if 0 < lacking < len(row):
                 return None
@@ -189,7 +204,9 @@ class Replicated(Box):
 
     def views(self) -> list[Tensor]:
         """The leaves, if somebody has asked for them."""
-        return [x for x in self._leaves or () if isinstance(x, Tensor)]
+        leaves = [] if self._tree is None else self.leaves
+        both = {id(x): x for x in (*self._read, *leaves) if isinstance(x, Tensor)}
+        return list(both.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.wait()
@@ -198,7 +215,7 @@ class Replicated(Box):
     # It is read like the tree that it holds
 
     def __repr__(self) -> str:
-        if any(spent(x) for x in self._flats or ()):
+        if any(map(spent, self.held())):
             return "Replicated(donated)"
         return f"Replicated({self.tree!r})"
 
@@ -206,16 +223,20 @@ class Replicated(Box):
         return self.tree[entry]
 
     def __setitem__(self, entry: Any, value: Any) -> None:
-        raise TypeError(_FIXED)
+        self.tree[entry] = value
 
     def __delitem__(self, entry: Any) -> None:
-        raise TypeError(_FIXED)
+        del self.tree[entry]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.tree, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _OWN:
             raise AttributeError(name)
-        if name in _CHANGING:
-            raise AttributeError(_FIXED)
         return getattr(self.tree, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,26 +255,32 @@ class Replicated(Box):
         args, kwargs = opened((args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __bool__(self) -> bool:
+        return bool(self.tree)
 
-_OWN = ("layout", "under_way", "_tree", "_flats", "_leaves")  # absent while a node is being made
-_FIXED = (
-    "the parameters of a placed state are a value: make a new tree with zf.tree.map, "
-    "zf.tree.set(params, path, value) or, within a step, {**params, entry: value}."
-)
+    def __eq__(self, other: Any) -> Any:
+        return self.tree == other if self.layout.spec.is_leaf() else self is other
+
+    def __ne__(self, other: Any) -> Any:
+        return self.tree != other if self.layout.spec.is_leaf() else self is not other
+
+    __hash__ = object.__hash__
 
 
-_BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow", "or")
-_OPERATORS = (*_BINARY, "neg", "radd", "rsub", "rmul", "rmatmul", "ror")
+_OWN = ("layout", "under_way", "_tree", "_flats", "_read")  # absent while a node is being made
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "or", "and")
+_OTHERS = ("neg", "abs", "lt", "le", "gt", "ge", "reversed")
 
 
 def _operator(name: str) -> Callable[..., Any]:
     def operate(self: Replicated, *args: Any) -> Any:
-        return getattr(self.tree, name)(*args)
+        known = getattr(self.tree, name, None)
+        return NotImplemented if known is None else known(*args)
 
     return operate
 
 
-for _name in _OPERATORS:
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
     setattr(Replicated, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -263,39 +290,50 @@ def _outside_of_functorch() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
-def _flats_under(layout: Layout, leaves: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """The flats that the leaves are views of; empty if they are not."""
+def _flats_under(
+    layout: Layout, leaves: Sequence[Any], known: Sequence[Tensor | None] | None
+) -> tuple[Tensor | None, ...]:
+    """The flats that the leaves are views of, those that are known if it is these; else none."""
     flats: list[Tensor | None] = []
     for i, row in enumerate(layout.by_flat):
         some = [leaves[slot.index] for slot in row]
+        old = known[i] if known else None
         if all(x is None for x in some):
-            flats.append(None if row else layout.pack(i, some))
+            flats.append(None if row else layout.pack(i, some) if old is None else old)
             continue
-        if any(x is None or spent(x) or x.requires_grad for x in some):
+        if not all(isinstance(x, Tensor) for x in some):
+            return ()
+        if any(x.requires_grad for x in some) or [x.shape for x in some] != layout.shapes(i):
             return ()
         if (found := layout.buffer_under(i, some)) is None:
             return ()
-        flats.append(found)
+        same = old is not None and not spent(old) and old.data_ptr() == found.data_ptr()
+        flats.append(old if same else found)
     return tuple(flats)
 
 
 def boxed(layout: Layout, tree: Tree) -> Tree:
-    """A tree with a layout as one node, if it is one of tensors of the layout's shapes."""
+    """A tree with a layout as one node, if it is one of tensors that could lie so."""
     if isinstance(tree, Replicated):
         return tree
     try:
-        leaves = layout.spec.flatten_up_to(tree)
+        leaves: list[Any] = layout.spec.flatten_up_to(tree)
     except (ValueError, TypeError):
         return tree
-    x: Any
+    return Replicated(layout, tree) if _could_lie(layout, leaves) else tree
+
+
+def _could_lie(layout: Layout, leaves: Sequence[Any]) -> bool:
+    """Whether leaves are tensors of a layout's shapes, of one dtype in each flat."""
     for x, slot in zip(leaves, layout.slots, strict=True):
         if x is None:
             continue
         if slot is None or not isinstance(x, Tensor):
-            return tree
+            return False
         if x.shape != slot.shape and not spent(x):
-            return tree
-    return Replicated(layout, tree)
+            return False
+    rows = ([leaves[slot.index] for slot in row] for row in layout.by_flat)
+    return all(len({x.dtype for x in row if x is not None}) <= 1 for row in rows)
 
 
 def alike(old: Tree, new: Tree) -> Tree:
@@ -352,6 +390,7 @@ register(
     Replicated,
     lambda node: ((node.tree,), node.layout, ("",)),
     lambda layout, children: boxed(layout, children[0]),
+    exact=lambda layout, children: Replicated(layout, children[0]),
 )
 
 
