@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from statistics import median
 from typing import Any
 
 import pytest
@@ -50,13 +51,18 @@ def peak_of_a_step(n: int, stage: int, ranks: int) -> tuple[int, int]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_microbatches_need_one_more_set_of_gradients(stage: int, ranks: int) -> None:
-    one, gradients = peak_of_a_step(1, stage, ranks)
     # The last rank to come adds up for all: what this rank holds depends on who that is, so of a
-    # few runs it is the least that counts.
+    # few runs it is the middle one that counts.
     meeting, runs = (2 * UNIT, 5) if ranks > 1 else (0, 1)
+
+    def middle(n: int) -> tuple[float, int]:
+        rows = [peak_of_a_step(n, stage, ranks) for _ in range(runs)]
+        peaks, (gradients, *_) = zip(*rows, strict=True)
+        return median(peaks), gradients
+
+    one, gradients = middle(1)
     for n in (2, 3):
-        peaks = (peak_of_a_step(n, stage, ranks)[0] for _ in range(runs))
-        assert any(peak <= one + gradients + meeting for peak in peaks)
+        assert middle(n)[0] <= one + gradients + meeting
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -114,6 +120,7 @@ def test_sums_of_microbatches_leave_the_users_memory_alone() -> None:
 
 DROPPED = """
 import gc
+from statistics import median
 class Stop(Exception): pass
 stopped = 0
 def loss(params, x):
