@@ -14,6 +14,8 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 import zfunc as zf
+from tests.unit.live_bytes import Peak
+from tests.unit.peaks import needs_peaks
 from zfunc import optim
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.nodes import boxes_in, held_in, opened
@@ -366,3 +368,25 @@ def test_checkpoints_have_the_paths_of_the_plain_tree(tmp_path: Any) -> None:
     plain = zf.restore(tmp_path, zf.TrainState.create(full(), TX))
     pairs = zip(zf.tree.leaves(back), zf.tree.leaves(plain), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@needs_peaks
+def test_gradients_that_were_mapped_are_packed_where_the_first_ones_lay() -> None:
+    width, tx = 512, optim.adamw(0.01)  # large enough for memory that is used again
+
+    def mapping(state: Any, x: Tensor) -> Any:
+        value, grads = zf.value_and_grad(lambda p, x: (x @ p["a"] @ p["b"]).sum())(state.params, x)
+        grads = zf.tree.map(lambda g: g.clamp(-1, 1), grads)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optim.apply_updates(state.params, updates)
+        return state.replace(params=params, opt_state=opt_state), value
+
+    params = {name: torch.eye(width) for name in "ab"}
+    step = zf.donate(zf.shard(mapping, stage=0))
+    state, x = step.place(zf.TrainState.create(params, tx)), torch.ones(1, width)
+    for _ in range(2):
+        state, _ = step(state, x)
+    with Peak() as peak:
+        step(state, x)
+    # Parameters, two moments, the gradients as mapped, and in flats.
+    assert peak.bytes < 5.1 * 2 * width * width * 4

@@ -30,6 +30,7 @@ from zfunc.placed.arriving import Arrival
 from zfunc.placed.layout import Layout, whole
 from zfunc.placed.leaves import freeze
 from zfunc.placed.sharded import Sharded, replaced
+from zfunc.pool import empty, pool
 from zfunc.worlds.world import current
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "in_flats",
 ]
 
+Take = Callable[[int, torch.dtype, torch.device | None], Tensor]
 _ONE_AT_A_TIME = RLock()  # threads that read a state get the same leaves
 
 
@@ -132,8 +134,8 @@ class Replicated(Box):
                 leaves[slot.index] = view if layout.flats[i].trainable else freeze(view)
         return leaves
 
-    def packed(self) -> Replicated | None:
-        """The same tree, its leaves in flats, copied there if need be.
+    def packed(self, take: Take = empty) -> Replicated | None:
+        """The same tree, its leaves in flats, copied there if need be, in memory from ``take``.
 
         ``None`` where leaves of one flat have a value and others have none.
         """
@@ -147,7 +149,7 @@ class Replicated(Box):
             lacking = sum(x is None for x in some)
             if 0 < lacking < len(row):
                 return None
-            flats.append(None if lacking else self.layout.pack(i, some))
+            flats.append(None if lacking else self.layout.pack(i, some, take))
         return Replicated(self.layout, flats=flats)
 
     @property
@@ -355,7 +357,7 @@ def in_flats(trees: Sequence[Any]) -> Sequence[Any]:
     first = first if isinstance(first, Replicated) else boxed(layout, first)
     if not all(isinstance(x, Replicated) and x.layout == layout for x in (first, *rest)):
         return trees
-    packed = first.packed()
+    packed = first.packed(pool().take)  # for the time of an update
     return trees if packed is None else [x.flat for x in (packed, *rest)]
 
 
