@@ -371,9 +371,7 @@ class Pass:
         """Remember a gradient of so many bytes on its way; hold few at once."""
         self.arrivals.append((run, value, nbytes))
         self.in_flight += nbytes
-        lean = any(
-            source.sharded for source in self.sources
-        )  # parameters are cut: memory is scarce
+        lean = any(source.sharded for source in self.sources)  # memory is scarce
         limit = run.source.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
         while self.in_flight > limit and len(self.arrivals) > 1:
             self._arrive()

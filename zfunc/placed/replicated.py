@@ -25,7 +25,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from zfunc import context, tree
 from zfunc.comm import Group
 from zfunc.errors import DesyncError, DonatedStateError, PlacementError
-from zfunc.nodes import OPAQUE, Box, Tree, opened, register, spent
+from zfunc.nodes import OPAQUE, Box, Tree, Unprinted, opened, register, spent
 from zfunc.placed.arriving import Arrival
 from zfunc.placed.layout import Layout, whole
 from zfunc.placed.leaves import freeze
@@ -319,7 +319,8 @@ def boxed(layout: Layout, tree: Tree) -> Tree:
     if isinstance(tree, Replicated):
         return tree
     try:
-        leaves: list[Any] = layout.spec.flatten_up_to(tree)
+        with Unprinted():
+            leaves: list[Any] = layout.spec.flatten_up_to(tree)
     except (ValueError, TypeError):
         return tree
     return Replicated(layout, tree) if _could_lie(layout, leaves) else tree
@@ -370,10 +371,10 @@ def in_box(like: Any, new: Any) -> Any:
 
 def elementwise(f: Callable[..., Any], first: Tree, *rest: Tree) -> Tree:
     """``tree.map`` of an elementwise ``f``, which is given whole flats where leaves lie in such."""
-    rows, spec = [], None
     try:
         leaves, spec = optree.tree_flatten(first, none_is_leaf=True, namespace=OPAQUE)
-        rows = list(zip(leaves, *map(spec.flatten_up_to, rest), strict=True))
+        with Unprinted():
+            rows = list(zip(leaves, *map(spec.flatten_up_to, rest), strict=True))
     except (ValueError, TypeError):
         return tree.map(f, first, *rest)
     return optree.tree_unflatten(spec, [_each(f, row) for row in rows])
