@@ -3,15 +3,13 @@
 Up to 3.9 at least, casts to bfloat16 truncate, and sums, comparisons and dots are of bit
 patterns. Here every operand is widened to float32 first, and every result rounded to nearest
 even. Nothing is changed if the interpreter gets a sum and a dot right by itself. For processes
-that do nothing else: the tests', and the one that ``zfunc doctor --verify`` starts, which is this
-module with ``TRITON_INTERPRET=1``; it prints a verdict of each kernel, as JSON.
+that do nothing else: the tests', and the one that ``zfunc doctor --verify`` starts
+(:mod:`zfunc.kernels.interpreted`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -110,15 +108,3 @@ def teach() -> None:
 def _float32(x: Any, wide: Callable[[Any], Any]) -> Any:
     shape = list(x.handle.data.shape)
     return tl.core.tensor(wide(x.handle), tl.block_type(tl.float32, shape))
-
-
-def main() -> None:
-    from zfunc.kernels.verification import verify
-
-    teach()
-    for verdict in verify(device="cpu"):
-        print(json.dumps(asdict(verdict)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

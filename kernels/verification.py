@@ -119,7 +119,7 @@ def verify_interpreted(seconds: float = 600.0) -> list[Verdict]:
     """
     if not dispatch.installed():
         raise KernelError("kernels.verify_interpreted: Triton is not installed; pip install triton")
-    command = [sys.executable, "-m", "zfunc.kernels.interpreter_triton"]
+    command = [sys.executable, "-m", "zfunc.kernels.interpreted"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     try:
         ran = subprocess.run(

@@ -21,9 +21,9 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import context, kernels, primitives, tree
-from zfunc.context import reuse
+from zfunc import kernels, memory, primitives, tree
 from zfunc.kernels.uploads import on_device
+from zfunc.memory import reuse
 from zfunc.nodes import NAMESPACE, Placed
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import (
@@ -194,7 +194,7 @@ def _plain(
     rows: Sequence[Row], rates: Sequence[Any], factor: float | Tensor | None, how: dict[str, Any]
 ) -> list[list[Tensor]]:
     """:func:`_renewed` of plain leaves."""
-    if context.donates():
+    if memory.donates():
         return _renewed(rows, whole_stretches(rows, rates), factor, how)
     # New memory anyway: small leaves get theirs together, which a step renews like one leaf.
     made = joined(rows, rates)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc import context, primitives, tree
+from zfunc import memory, primitives, tree
 from zfunc.errors import NonFiniteError
 from zfunc.kernels.uploads import on_device
 from zfunc.nodes import leaves_in
@@ -123,7 +123,7 @@ def _unless(
     def update(u: Tensor) -> Tensor:
         return torch.where(fine, u, _nothing(u))
 
-    with context.keeping():  # the old state may have to be the new one
+    with memory.keeping():  # the old state may have to be the new one
         updates, inner = tx.update(grads, state.inner_state, params)
     if isinstance(updates, Moved):
         lazy = updates

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zfunc import primitives, tree
-from zfunc.context import reuse
 from zfunc.errors import CompositionError
+from zfunc.memory import reuse
 from zfunc.optim import units
 from zfunc.optim.schedules import plain
 from zfunc.optim.units import wide

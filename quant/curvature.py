@@ -63,7 +63,7 @@ def top_eigenvalues(
     tensor(3.)
     """
     outer = context.current()
-    running = Context() if outer is None else Context(group=outer.group, axis=outer.axis)
+    running = Context() if outer is None else Context(group=outer.group)
     placed = [node for node in placed_nodes(params) if isinstance(node, Sharded)]
     if placed:
         running.group = placed[0].group

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zfunc.quant.large_pages import into_large_pages
-
-if TYPE_CHECKING:
-    from zfunc.quant.qtensor import QTensor
+from zfunc.quant.low_bit import LowBit
 
 __all__ = ["Blocks", "product", "takes"]
 
@@ -39,7 +36,7 @@ def works() -> bool:
     return bool((y.t() == codes - 8).all())
 
 
-def takes(weight: QTensor, m: int) -> bool:
+def takes(weight: LowBit, m: int) -> bool:
     """Whether this route is there and worth it."""
     n, k = weight.rows
     size = weight.format.width(k)
@@ -67,7 +64,7 @@ class Blocks:
         return torch.cat(columns).t().to(torch.int8).contiguous()
 
 
-def product(x: Tensor, weight: QTensor) -> Tensor:
+def product(x: Tensor, weight: LowBit) -> Tensor:
     """``x W^T`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
     if len(x) > ROWS:
         return torch.cat([product(part, weight) for part in x.split(ROWS)])
@@ -78,7 +75,7 @@ def product(x: Tensor, weight: QTensor) -> Tensor:
     return y.to(x.dtype)
 
 
-def _blocks(weight: QTensor) -> Blocks:
+def _blocks(weight: LowBit) -> Blocks:
     data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int() + 8, 1)
     scale = weight.scale.to(torch.bfloat16)
     # The kernel's weight is scale * (code - 8) + shift, the codes counted from 0.

@@ -17,16 +17,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels.panels import WIDEST
 from zfunc.quant.large_pages import into_large_pages
-
-if TYPE_CHECKING:
-    from zfunc.quant.qtensor import QTensor
+from zfunc.quant.low_bit import LowBit
 
 __all__ = ["Piece", "Pieces", "product", "rounded", "several", "takes"]
 
@@ -56,7 +54,7 @@ def exact() -> bool:
     return False
 
 
-def takes(weight: QTensor, m: int) -> bool:
+def takes(weight: LowBit, m: int) -> bool:
     """Whether this route is there and worth it."""
     n, k = weight.rows
     if not (n and k and m and exact()):
@@ -95,12 +93,12 @@ class Pieces:
         return torch.cat([p.codes.to_dense().t() for p in self.pieces], dim=1).contiguous()
 
 
-def product(x: Tensor, weight: QTensor) -> Tensor:
+def product(x: Tensor, weight: LowBit) -> Tensor:
     """``x W^T`` for fp32 ``x`` ``[m, k]``."""
     return several(x, [weight])[0]
 
 
-def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+def several(x: Tensor, weights: Sequence[LowBit]) -> list[Tensor]:
     """``x W^T`` for each of several weights, all dynamic or none: ``x`` is rounded once."""
     if x.shape[0] > ROWS:
         parts = zip(*(several(part, weights) for part in x.split(ROWS)), strict=True)
@@ -110,7 +108,7 @@ def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
     return [_times(inputs, weight).mul_(scale) for weight in weights]
 
 
-def _times(inputs: Tensor, weight: QTensor) -> Tensor:
+def _times(inputs: Tensor, weight: LowBit) -> Tensor:
     ready: Pieces = weight.ready(Pieces, lambda: _pieces(weight))
     if len(ready.pieces) == 1:
         return _sums(inputs, ready.pieces[0])
@@ -123,7 +121,7 @@ def _times(inputs: Tensor, weight: QTensor) -> Tensor:
     return total
 
 
-def _pieces(weight: QTensor) -> Pieces:
+def _pieces(weight: LowBit) -> Pieces:
     codes, width = weight.codes, weight.format.width(weight.rows[1])
     prepack: Any = torch.ops.onednn.qlinear_prepack
     # A group's scales are read together; where they are fp32 already, nothing is kept twice.

@@ -8,15 +8,12 @@ says so and the weights are dequantised.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zfunc import kernels
 from zfunc.kernels import Packed, dispatch
-
-if TYPE_CHECKING:
-    from zfunc.quant.qtensor import QTensor
+from zfunc.quant.low_bit import LowBit
 
 __all__ = ["Words", "packed", "product", "readable", "takes"]
 
@@ -33,14 +30,14 @@ class Words:
         return kernels.unpack_words(self.data, self.length)
 
 
-def kernel_of(weight: QTensor) -> str:
+def kernel_of(weight: LowBit) -> str:
     """Which kernel multiplies with such weights."""
     if weight.format.dynamic:
         return "w8a8_mm"
     return "w4_mm" if weight.format.packed else "w8_mm"
 
 
-def takes(x: Tensor, weight: QTensor) -> bool:
+def takes(x: Tensor, weight: LowBit) -> bool:
     """Whether the dispatch has a kernel for this product here."""
     if x.is_cpu and dispatch.forced() != "triton":
         return False  # what the dispatch would say, without the time that it takes
@@ -51,12 +48,12 @@ def takes(x: Tensor, weight: QTensor) -> bool:
     return kernels.choose(kernel_of(weight), *tensors, **how).route == "triton"
 
 
-def readable(weight: QTensor) -> bool:
+def readable(weight: LowBit) -> bool:
     """Whether a kernel reads such weights, from rows of the matrix that is given."""
     return weight.depth == 2 and not (weight.transposed or _odd(weight))
 
 
-def packed(weight: QTensor) -> Packed:
+def packed(weight: LowBit) -> Packed:
     """The weights as :mod:`zfunc.kernels.skinny` reads them, without a copy that is kept twice."""
     name, group = kernel_of(weight), weight.format.group_size
     if weight.scale.stride(0) != 1:  # a group's scales are read together
@@ -68,15 +65,15 @@ def packed(weight: QTensor) -> Packed:
     return Packed(name, words.data, weight.rows[1], weight.scale, weight.zero, group)
 
 
-def product(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: LowBit, bias: Tensor | None = None) -> Tensor:
     """``x W^T`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
     return kernels.packed_mm(x, packed(weight), bias)
 
 
-def _odd(weight: QTensor) -> bool:
+def _odd(weight: LowBit) -> bool:
     """Whether codes of 4 bits are multiplied with 8-bit inputs, which no kernel does."""
     return weight.format.dynamic and weight.format.packed
 
 
-def _words(weight: QTensor) -> Words:
+def _words(weight: LowBit) -> Words:
     return Words(kernels.pack_words(weight.codes), weight.rows[1])

@@ -14,22 +14,34 @@ from torch import Tensor
 
 from zfunc.quant import grids, products
 from zfunc.quant.grids import Grid
-from zfunc.quant.qtensor import QTensor, attribute
+from zfunc.quant.low_bit import LowBit
 
-__all__ = ["ROUTES"]
+__all__ = ["METADATA", "ROUTES"]
+
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "ndim", "layout", "itemsize", "output_nr", "_version"),
+    *("requires_grad", "grad", "grad_fn", "is_leaf"),
+    *("is_meta", "is_cuda", "is_sparse", "is_nested", "is_quantized", "is_mkldnn"),
+)
+
+
+def attribute(name: str) -> Any:
+    """What ``__torch_function__`` is given for the reading of an attribute."""
+    return getattr(Tensor, name).__get__
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(weight, QTensor) or isinstance(x, QTensor):
+    if not isinstance(weight, LowBit) or isinstance(x, LowBit):
         return NotImplemented
     if weight.depth != 2 or weight.transposed:
         return NotImplemented
-    bias = bias.dequantize() if isinstance(bias, QTensor) else bias
+    bias = bias.dequantize() if isinstance(bias, LowBit) else bias
     return products.product(x, weight, bias)
 
 
 def _matmul(x: Any, weight: Any) -> Any:
-    if not isinstance(weight, QTensor) or not weight.transposed or isinstance(x, QTensor):
+    if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
         return NotImplemented
     return products.product(x, weight, None)
 
@@ -39,9 +51,9 @@ def _rmatmul(weight: Any, x: Any) -> Any:
 
 
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or isinstance(bias, QTensor):
+    if beta != 1 or alpha != 1 or isinstance(bias, LowBit):
         return NotImplemented
-    if not isinstance(weight, QTensor) or not weight.transposed or isinstance(x, QTensor):
+    if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
         return NotImplemented
     if bias.ndim == 1:
         return products.product(x, weight, bias)
@@ -58,7 +70,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     """Only the rows that are looked up are dequantised; nothing is trained, so no more counts."""
-    if not isinstance(weight, QTensor) or weight.transposed or max_norm is not None:
+    if not isinstance(weight, LowBit) or weight.transposed or max_norm is not None:
         return NotImplemented
     where = ids.reshape(-1)
     grid = Grid(weight.scale[where], None if weight.zero is None else weight.zero[where])
@@ -67,14 +79,14 @@ def _embedding(
 
 
 def _turned(weight: Any, *dims: int) -> Any:
-    if not isinstance(weight, QTensor) or weight.ndim != 2:
+    if not isinstance(weight, LowBit) or weight.ndim != 2:
         return NotImplemented
     if dims and {d % 2 for d in dims} != {0, 1}:
         return NotImplemented
     n, k = weight.shape
     grid = weight.scale, weight.zero
     way = not weight.transposed
-    return QTensor(weight._store, *grid, weight.format, (k, n), weight.dtype, way)
+    return type(weight)(weight._store, *grid, weight.format, (k, n), weight.dtype, way)
 
 
 def _same(weight: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,18 +94,18 @@ def _same(weight: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _clone(weight: Any, **kwargs: Any) -> Any:
-    if not isinstance(weight, QTensor):
+    if not isinstance(weight, LowBit):
         return NotImplemented
     zero = None if weight.zero is None else weight.zero.clone()
     data, form = weight.data_codes.clone(), weight.format
-    return QTensor(
+    return type(weight)(
         data, weight.scale.clone(), zero, form, weight.shape, weight.dtype, weight.transposed
     )
 
 
 def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Another dtype of what it stands for, another device; the codes stay as they are."""
-    if not isinstance(weight, QTensor):
+    if not isinstance(weight, LowBit):
         return NotImplemented
     device, dtype, _, _ = torch._C._nn._parse_to(
         *args, **{k: v for k, v in kwargs.items() if k in ("device", "dtype", "non_blocking")}
@@ -139,3 +151,22 @@ ROUTES: dict[Any, Callable[..., Any]] = {
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.double: _cast(torch.float64),
 }
+
+METADATA = {
+    *map(attribute, _PROPERTIES),
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.get_device,
+    Tensor.__len__,
+    Tensor.__hash__,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+}
+"""What tells of the tensor, and is not computed with its values."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from torch import Tensor
 from zfunc.kernels import dispatch, panels
 from zfunc.kernels.panels import Panels, Rounded
 from zfunc.quant.large_pages import into_large_pages
-
-if TYPE_CHECKING:
-    from zfunc.quant.qtensor import QTensor
+from zfunc.quant.low_bit import LowBit
 
 __all__ = ["holds", "product", "several", "takes"]
 
@@ -27,7 +24,7 @@ FEW = 4  # rows that are rounded in less time than it takes to keep them
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def takes(x: Tensor, weight: QTensor) -> bool:
+def takes(x: Tensor, weight: LowBit) -> bool:
     """Whether this route is there; ``kernels.use("torch")`` closes it.
 
     It reads memory itself, so tensors without any (traced, or under a transform of torch.func)
@@ -49,18 +46,18 @@ def takes(x: Tensor, weight: QTensor) -> bool:
     return n > 0 and k > 0 and panels.takes(weight.format.width(k), weight.format.groups(k))
 
 
-def holds(weight: QTensor) -> bool:
+def holds(weight: LowBit) -> bool:
     """Whether the codes lie in panels."""
     return type(weight._store.ready) is Panels
 
 
-def product(x: Tensor, weight: QTensor) -> Tensor:
+def product(x: Tensor, weight: LowBit) -> Tensor:
     """``x W^T`` for fp32 ``x`` ``[m, k]``."""
     ready: Panels = weight.ready(Panels, functools.partial(_panels, weight))
     return panels.linear(x, ready, 8 if weight.format.dynamic else 16)
 
 
-def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+def several(x: Tensor, weights: Sequence[LowBit]) -> list[Tensor]:
     """``x W^T`` for each of several weights: many rows are rounded once for those of one format."""
     if x.shape[0] <= FEW:
         return [product(x, weight) for weight in weights]
@@ -76,7 +73,7 @@ def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
     return out
 
 
-def _panels(weight: QTensor) -> Panels:
+def _panels(weight: LowBit) -> Panels:
     (n, k), form = weight.rows, weight.format
     short = weight.scale.dtype == torch.bfloat16
     scale = weight.scale if short else weight.scale.float()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +20,14 @@ from torch.autograd import forward_ad
 
 from zfunc.quant import grids, int4_products, int8_products, kernel_products, panel_products
 from zfunc.quant.grids import Grid
-
-if TYPE_CHECKING:
-    from zfunc.quant.qtensor import QTensor
+from zfunc.quant.low_bit import LowBit
 
 __all__ = ["dequantised_product", "product", "route", "several"]
 
 BLOCK = 1 << 20  # weights dequantised at once: they stay in a core's cache until they are used
 
 
-def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: LowBit, bias: Tensor | None) -> Tensor:
     """``x W^T + bias`` for ``x`` ``[..., k]``, in the dtype of ``x``."""
     n, k = weight.rows
     if x.shape[-1] != k:
@@ -51,7 +49,7 @@ def product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+def several(x: Tensor, weights: Sequence[LowBit]) -> list[Tensor]:
     """``x W^T`` for each of several weights and ``x`` ``[m, k]``, which a route prepares once."""
     if torch.is_grad_enabled() or transformed(x) or any(w.rows[1] != x.shape[1] for w in weights):
         return [product(x, w, None) for w in weights]
@@ -67,7 +65,7 @@ def several(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
     return [product(x, w, None) for w in weights]
 
 
-def route(x: Tensor, weight: QTensor) -> str:
+def route(x: Tensor, weight: LowBit) -> str:
     """Which way a product goes.
 
     ``"kernel"``, ``"panels"``, ``"int8"``, ``"int4"`` or ``"dequantised"``.
@@ -86,7 +84,7 @@ def route(x: Tensor, weight: QTensor) -> str:
     return "int4" if int4_products.takes(weight, x.shape[0]) else "dequantised"
 
 
-def _forward(x: Tensor, weight: QTensor, way: str) -> Tensor:
+def _forward(x: Tensor, weight: LowBit, way: str) -> Tensor:
     if way == "kernel":
         return kernel_products.product(x, weight)
     if way == "panels":
@@ -100,7 +98,7 @@ def _forward(x: Tensor, weight: QTensor, way: str) -> Tensor:
     return dequantised_product(x, weight)
 
 
-def dequantised_product(x: Tensor, weight: QTensor) -> Tensor:
+def dequantised_product(x: Tensor, weight: LowBit) -> Tensor:
     """``x W^T``, holding :data:`BLOCK` dequantised weights at a time."""
     n, k = weight.rows
     step = max(1, BLOCK // max(1, k)) if x.device.type == "cpu" else max(1, n)
@@ -110,7 +108,7 @@ def dequantised_product(x: Tensor, weight: QTensor) -> Tensor:
     return torch.cat(parts, dim=1) if parts else x.new_zeros(len(x), 0)
 
 
-def _blocks(weight: QTensor, step: int, dtype: torch.dtype) -> Any:
+def _blocks(weight: LowBit, step: int, dtype: torch.dtype) -> Any:
     n = weight.rows[0]
     codes = weight.codes
     for i in range(0, n, step):
@@ -132,7 +130,7 @@ def transformed(x: Tensor) -> bool:
 class _Held:
     """A weight as torch.func leaves it alone: it would take a tensor's place by a plain one."""
 
-    weight: QTensor
+    weight: LowBit
 
 
 class _Product(torch.autograd.Function):

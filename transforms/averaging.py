@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.context import reuse
+from zfunc.memory import reuse
 from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.optim import Moved
 from zfunc.placed.dense import Dense, dense_of, spread_part, squeezed_part

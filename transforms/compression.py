@@ -44,8 +44,9 @@ import torch
 from torch import Tensor
 
 from zfunc import context, tree
-from zfunc.context import Context, Withheld
+from zfunc.context import Context
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
+from zfunc.memory import Withheld
 from zfunc.nodes import NAMESPACE, Placed, Tree, opened
 from zfunc.placed.carried import held, may_lose, may_stay, put, take
 from zfunc.placed.placement import Entries, homes_of

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.context import reuse
 from zfunc.errors import CompositionError
+from zfunc.memory import reuse
 from zfunc.nodes import Tree, spent
 from zfunc.placed.dense import dense_of, spread_part, squeezed_part
 from zfunc.placed.layout import Layout

@@ -29,8 +29,8 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.context import reuse
 from zfunc.errors import CompositionError
+from zfunc.memory import reuse
 from zfunc.nodes import NAMESPACE, Placed, Tree, carry, opened
 from zfunc.optim.fused import own
 from zfunc.optim.moments import growth, wide

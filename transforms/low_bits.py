@@ -20,8 +20,8 @@ from zfunc.modules.functional import Functional
 from zfunc.nodes import NAMESPACE, OPAQUE, leaves_in
 from zfunc.placed.readable import Readable
 from zfunc.quant.choice import Include
-from zfunc.quant.encoding import Code
 from zfunc.quant.grids import Format
+from zfunc.quant.low_bit import Code
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.streaming import quantize_files
 from zfunc.quant.trees import dequantize_tree, format_of, quantize_tree

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.context import Context, Withheld, spend
+from zfunc.context import Context
 from zfunc.errors import NonFiniteError
+from zfunc.memory import Withheld, spend
 from zfunc.nodes import PLACED, Box, Placed, Tree, held_in, register, spent
 from zfunc.optim.guarding import all_finite, first_nonfinite
 from zfunc.placed.placement import Entries, reassembled, rejoined

@@ -23,11 +23,12 @@ import optree
 import torch
 
 from zfunc.context import PLACING, Context
+from zfunc.disk.columns import for_gradients
 from zfunc.disk.pages import aligned
 from zfunc.disk.ring import HOST
 from zfunc.disk.store import Store, open_store
-from zfunc.disk.stored import Spill, Stored
-from zfunc.disk.successor import hosted_nodes, lower, settle, stored_nodes, succeed
+from zfunc.disk.stored import Spill, Stored, stored_nodes
+from zfunc.disk.successor import hosted_nodes, lower, settle, succeed
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.intake import copied
 from zfunc.nodes import NAMESPACE, Tree, held_in
@@ -39,16 +40,14 @@ from zfunc.placed.placement import (
     Entries,
     Twins,
     layout_for,
-    packed,
     placed_nodes,
     rejoined,
 )
 from zfunc.placed.readable import Readable
-from zfunc.placed.replicated import Replicated, alike
+from zfunc.placed.replicated import Replicated, alike, packed
 from zfunc.placed.sharded import Sharded
 from zfunc.placed.signs import sign
-from zfunc.placed.sources import Cut
-from zfunc.placed.streamed import Streamed, rank_in
+from zfunc.placed.streamed import Cut, Streamed, rank_in
 from zfunc.step import Step, Transform, transform_of
 from zfunc.worlds import world
 
@@ -198,7 +197,7 @@ class Offload(Transform):
         try:
             placed = settle(state, store, keep, _in_memory)
             for layout in _gradient_layouts(placed, roles):
-                store.unspill(store.spill(layout, rank_in(layout)))
+                store.idle.append(for_gradients(store, layout, rank_in(layout)))
         except PlacementError:
             if not store.alive:
                 store.close()

@@ -60,8 +60,14 @@ class OneBit:
         return self if self.scaling != "auto" else replace(self, scaling="rms")
 
     def over(self, leaves: Sequence[tuple[int, int, int]]) -> Codec:
-        """The same for a buffer of these leaves, no group of which reaches into two."""
-        return self if self.group is None else leafwise(self, leaves)
+        """The same for a buffer of these leaves, no group of which reaches into two.
+
+        >>> OneBit(128).over([(0, 200, 200), (200, 210, 10), (210, 250, 40)])
+        Ragged(lengths=(128, 72, 50), scaling='mean')
+        """
+        if self.group is None:
+            return self
+        return leafwise(self, self.group, self.taken, leaves)
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Bytes of ``n`` elements whose errors are in ``dtype``."""

@@ -22,7 +22,6 @@ from zfunc.placed.copies import uploaded
 
 if TYPE_CHECKING:
     from zfunc.transforms.exchange import Codec
-    from zfunc.transforms.onebit import OneBit
 
 __all__ = ["Blocks", "Ragged", "leafwise"]
 
@@ -41,7 +40,7 @@ class Ragged:
 
     Attributes:
         lengths: of the groups, in order.
-        scaling: see :class:`~zfunc.transforms.onebit.OneBit`.
+        scaling: ``"mean"`` or ``"rms"``; see :class:`~zfunc.transforms.onebit.OneBit`.
     """
 
     freezes: ClassVar[bool] = True
@@ -180,15 +179,14 @@ class Blocks:
         return list(pairwise(accumulate(self._sizes(dtype), initial=0)))
 
 
-def leafwise(codec: OneBit, leaves: Leaves) -> Codec:
-    """``codec`` for a buffer of these leaves, groups of which begin anew with each.
+def leafwise(codec: Codec, group: int, scaling: str, leaves: Leaves) -> Codec:
+    """A codec for a buffer of these leaves, groups of which begin anew with each.
 
-    >>> from zfunc.transforms.onebit import OneBit
-    >>> leafwise(OneBit(128), [(0, 200, 200), (200, 210, 10), (210, 250, 40)])
-    Ragged(lengths=(128, 72, 50), scaling='mean')
+    Args:
+        codec: that of long stretches.
+        group, scaling: how many elements share a scale there, and which.
+        leaves: see :meth:`zfunc.placed.dense.Dense.leaves_of`.
     """
-    group = codec.group
-    assert group is not None
     long: list[Span] = []
     short: list[Span] = []
     lengths: list[int] = []
@@ -212,7 +210,7 @@ def leafwise(codec: OneBit, leaves: Leaves) -> Codec:
         pooled = small
     blocks: list[tuple[tuple[Span, ...], Codec]] = [((span,), codec) for span in long]
     if short:
-        blocks.append((tuple(short), Ragged(tuple(lengths), codec.taken)))
+        blocks.append((tuple(short), Ragged(tuple(lengths), scaling)))
     if len(blocks) == 1 and len(blocks[0][0]) == 1:
         return blocks[0][1]
     return Blocks(tuple(blocks))

@@ -37,16 +37,14 @@ from zfunc.placed.placement import (
     Entries,
     Twins,
     layout_for,
-    packed,
     placed_nodes,
     reassembled,
     rejoined,
 )
 from zfunc.placed.readable import Readable
-from zfunc.placed.replicated import Replicated
+from zfunc.placed.replicated import Replicated, packed
 from zfunc.placed.sharded import Sharded, cut
-from zfunc.placed.sources import Cut
-from zfunc.placed.streamed import Streamed
+from zfunc.placed.streamed import Cut, Streamed
 from zfunc.plans import there_and_back
 from zfunc.pool import empty, pool
 from zfunc.rounds import Rounds, in_rounds
@@ -257,7 +255,6 @@ class Shard(Transform):
 
     def configure(self, running: Context, state: Any) -> None:
         running.group = self.group
-        running.axis = self.axis
         running.prefetch, running.room = self.prefetch, self._room
         running.reduce_once = self.stage < 2
         memo = running.memo.setdefault("layouts", {})

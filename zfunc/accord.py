@@ -23,25 +23,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zfunc.comm import Group
 from zfunc.errors import DesyncError
+from zfunc.placed.layout import Layout
+from zfunc.plans import Plan
+from zfunc.seams import Pending
+from zfunc.unit_runs import AGAIN, ENTER, LEAVE, RELEASE, Source, UnitRun
 from zfunc.worlds.world import current
 
-if TYPE_CHECKING:
-    from zfunc.passes import Pass, Source
-    from zfunc.placed.layout import Layout
-    from zfunc.seams import Pending
-    from zfunc.unit_runs import UnitRun
-
-__all__ = ["AGAIN", "ENTER", "LEAVE", "RELEASE", "Accord", "Script"]
+__all__ = ["Accord", "Script"]
 
 Key = tuple[int, int]
-ENTER, AGAIN, RELEASE, LEAVE, MARK = "enter", "again", "release", "leave", "mark"
+MARK = "mark"  # a collective that is no unit's
 GATHER, REDUCE = "gather", "reduce"
 LAST = 1 << 40  # behind every layer
 SPARE_BYTES = 1 << 26  # of units that entered in vain, kept for a rank that is in another order
@@ -77,6 +75,23 @@ class Script:
         return [event[1] for event in self.events if event[0] in (ENTER, AGAIN)]
 
 
+class Members(Protocol):
+    """What takes part in a pass (:class:`zfunc.passes.Pass`)."""
+
+    plan: Plan
+    sources: list[Source]
+    idle: set[Key]
+    holding: bool
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks take part when units enter."""
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether gradients leave."""
+
+
 class Accord:
     """One rank's part in it, during one pass.
 
@@ -87,7 +102,7 @@ class Accord:
         learns: whether a pass in which ranks asked is to leave a script.
     """
 
-    def __init__(self, owner: Pass, ranks: Group, script: Script | None, learns: bool) -> None:
+    def __init__(self, owner: Members, ranks: Group, script: Script | None, learns: bool) -> None:
         self.owner, self.ranks, self.learns = owner, ranks, learns
         self.asking = script is None
         events = () if script is None else script.events

@@ -43,6 +43,7 @@ __all__ = [
     "Ledger",
     "all_reduce_bytes",
     "even_cuts",
+    "groups_of",
     "ledger",
     "settle",
     "unchecked",
@@ -454,7 +455,7 @@ class Group:
             for handle in self._unfinished():
                 handle._abandon(error)
         self._transport.leave(error)
-        for group in tuple(self._world.groups):
+        for group in groups_of(self._world):
             if group._transport.abort() and group._failure is None:
                 group._failure = error
                 group._transport.leave(error)
@@ -584,6 +585,11 @@ def unchecked() -> Iterator[None]:
     finally:
         world.unchecked -= 1
     settle()
+
+
+def groups_of(world: World) -> tuple[Group, ...]:
+    """Every group that was made in a world."""
+    return tuple(group for group in world.groups if isinstance(group, Group))
 
 
 def settle() -> None:

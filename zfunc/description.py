@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from zfunc import tree
 from zfunc.errors import PlacementError
 from zfunc.placed.placement import Entries
-from zfunc.traffic import PURPOSES
+from zfunc.traffic import PURPOSES, Traffic
 from zfunc.worlds import world
 from zfunc.worlds.accounting import HEADER
 from zfunc.worlds.routes import neighbours, ring
 from zfunc.worlds.transport import HEADER_BYTES
-
-if TYPE_CHECKING:
-    from zfunc.step import Step
 
 __all__ = ["Description", "describe", "held_bytes"]
 
@@ -34,6 +31,16 @@ class Description(str):
     sent_bytes: int | None = None
 
 
+class Described(Protocol):
+    """A transform, as far as it tells what it does."""
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        """Lines about it."""
+
+    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
+        """What it sends in a step."""
+
+
 def held_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by entry of the state."""
     try:
@@ -43,10 +50,10 @@ def held_bytes(state: Any) -> dict[str, int]:
     return {name: tree.size_bytes(entries[name]) for name in entries.names}
 
 
-def describe(step: Step, memo: Mapping[Any, Any]) -> Description:
+def describe(title: str, transforms: Sequence[Described], memo: Mapping[Any, Any]) -> Description:
     """See :meth:`zfunc.Step.describe`."""
-    lines = [repr(step)]
-    for transform in step.transforms:
+    lines = [title]
+    for transform in transforms:
         lines += [f"  {line}" for line in transform.describe(memo)]
     if "held" not in memo:
         lines.append("  place a state to learn its bytes per rank and the bytes sent per step")
@@ -54,7 +61,7 @@ def describe(step: Step, memo: Mapping[Any, Any]) -> Description:
     held = memo["held"]
     state_bytes = sum(held.values())
     lines.append(f"  state on this rank: {state_bytes} bytes ({_listed(held)})")
-    payload, sent_bytes = _sent(step, memo)
+    payload, sent_bytes = _sent(transforms, memo)
     known = "" if "sent" in memo else ", before losses, norms and metrics"
     lines.append(f"  sent by this rank per step: {sent_bytes} bytes ({_listed(payload)}{known})")
     out = Description("\n".join(lines))
@@ -66,7 +73,7 @@ def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in parts.items() if n) or "nothing"
 
 
-def _sent(step: Step, memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
+def _sent(transforms: Sequence[Described], memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
     """Bytes by purpose, and their sum: of the recorded path once there is one.
 
     Whatever a hand-written step does (several models, several gradients) is in the
@@ -79,7 +86,7 @@ def _sent(step: Step, memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
         parts["headers"] = memo["sent"].by_kind[HEADER]
         return parts, sum(parts.values())
     headers = 0
-    for transform in step.transforms:
+    for transform in transforms:
         traffic = transform.traffic(memo)
         parts += traffic.payload
         headers += traffic.headers

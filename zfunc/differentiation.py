@@ -24,21 +24,20 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.freezing import all_frozen, frozen_among
 from zfunc.modules.products import SHORT, products
 from zfunc.nodes import NAMESPACE, PLACED, Box, Placed, Tree, held_in, leaves_in, opened
-from zfunc.passes import Pass, Source
+from zfunc.passes import Pass
 from zfunc.placed.agreement import check_same
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import check_trainable, is_frozen
+from zfunc.placed.readable import Readable
 from zfunc.placed.replicated import Replicated
-from zfunc.placed.sharded import Sharded
-from zfunc.placed.streamed import Streamed
 from zfunc.plans import Plan, there
 from zfunc.primitives import Mean, Ref, enter
 from zfunc.readings import sent
 from zfunc.recomputation import taken
 from zfunc.seams import Collector, Finish, Gradients
 from zfunc.tree import check_alive, dotted
-from zfunc.unit_runs import dense
+from zfunc.unit_runs import Source, dense
 from zfunc.versions import check, versions
 
 __all__ = ["checked", "evaluate", "value_and_grad"]
@@ -348,7 +347,7 @@ def _sources(
     running: Context, owner: Pass, params: Tree
 ) -> tuple[Callable[[list[Any]], Tree], list[Source]]:
     """The placed nodes of a params tree, or a plain tree as a whole, each one source."""
-    kinds = Sharded | Streamed | Replicated
+    kinds = Readable | Replicated
     if not any(isinstance(node, kinds) for node in _nodes(params)):
         layout, cut = running.layout_for(params)
         source = owner.add(layout, params, running.group, cut=cut, differentiated=True)

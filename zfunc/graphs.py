@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zfunc import context, random, tree
-from zfunc.comm import Group
+from zfunc import context, memory, random, tree
+from zfunc.comm import Group, groups_of
 from zfunc.errors import CompositionError
 from zfunc.intake import entry
 from zfunc.interrupts import Succession
@@ -392,11 +392,11 @@ class _Graph:
         ):
             if _is_on_device(home):
                 fresh.append(_alias(home, like))
-                context.blank(old)
+                memory.blank(old)
             else:
                 fresh.append(old + 1 if counting else old)
                 if counting:
-                    context.blank(old)
+                    memory.blank(old)
         return (
             optree.tree_unflatten(self._spec, fresh),
             optree.tree_unflatten(self._out_spec, out),
@@ -410,7 +410,7 @@ class _Graph:
         """Blank what of a state lies on the device."""
         for home, old in zip(self._state, leaves, strict=True):
             if _is_on_device(home):
-                context.blank(old)
+                memory.blank(old)
 
 
 @contextmanager
@@ -425,7 +425,7 @@ def _ending() -> Iterator[None]:
 
 def _collectives() -> dict[Group, tuple[int, int]]:
     """How many each group of this rank has issued, and how many of them were the host's work."""
-    groups = world.current().groups
+    groups = groups_of(world.current())
     return {group: (group.issued, group.hosted) for group in groups if group.size > 1}
 
 

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.nodes import NAMESPACE, Placed, carry, opened
+from zfunc.nodes import NAMESPACE, OPAQUE, Placed, carry, leaves_in, opened
 from zfunc.worlds.axes import group
 
 __all__ = ["init"]
@@ -39,7 +39,6 @@ def init(
     Raises:
         PlacementError: ``make_state`` does something that cannot be replayed.
     """
-    from zfunc.disk.successor import seal
     from zfunc.tape import replay
     from zfunc.tape.recording import record
 
@@ -53,7 +52,9 @@ def init(
     with replay.LOCK:
         torch.set_rng_state(random_state)
         recording.replay(lambda i, leaf: _write(writes, i, leaf.detach()))
-    seal(placed)
+    for kind in {type(node) for node in leaves_in(placed, OPAQUE)}:
+        if hasattr(kind, "seal"):  # of nodes that lie in files
+            kind.seal(placed)
     return placed
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "any_spent",
     "boxes_in",
     "carry",
+    "gone",
     "held_in",
     "leaves_in",
     "opened",
@@ -536,3 +537,11 @@ class Lazy:
     def force(self) -> Tree:
         """The tree itself."""
         raise NotImplementedError
+
+
+def gone(path: str) -> str:
+    """What to say of a leaf whose memory holds a later state."""
+    return (
+        f"{path or 'this tree'} was donated: its memory holds a later state. Use the state "
+        "that the step returned, or leave out `donate` to keep old states."
+    )

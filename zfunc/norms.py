@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.memory import current
 from zfunc.nodes import Box, Placed
 
 __all__ = ["shared"]
@@ -40,8 +41,6 @@ def shared(nodes: Sequence[Any], norm: Callable[[Sequence[Any]], Tensor]) -> Ten
         nodes: the leaves and the placed nodes of a tree.
         norm: computes it; a collective where nodes are placed.
     """
-    from zfunc.context import current  # which is about trees itself
-
     running = current()
     if running is None or not nodes or torch.compiler.is_compiling() or _transformed():
         return norm(nodes)

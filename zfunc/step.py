@@ -437,7 +437,7 @@ class Step:
         the traffic is computed for one ``value_and_grad`` of all parameters; afterwards
         it is that of the recorded path, which the next step takes again.
         """
-        return describe(self, self._memo())
+        return describe(repr(self), self.transforms, self._memo())
 
     def close(self) -> None:
         """Release files, locks, rings and streams; the step can be used again."""

@@ -37,6 +37,7 @@ from zfunc.nodes import (
     any_spent,
     boxes_in,
     carry,
+    gone,
     held_in,
     leaves_in,
     opened,
@@ -108,14 +109,6 @@ def _check_each(items: list[Any], spec: optree.PyTreeSpec) -> None:
 
 def _names(spec: optree.PyTreeSpec) -> list[str]:
     return [dotted(*path) for path in spec.paths()]
-
-
-def gone(path: str) -> str:
-    """What to say of a leaf whose memory holds a later state."""
-    return (
-        f"{path or 'this tree'} was donated: its memory holds a later state. Use the state "
-        "that the step returned, or leave out `donate` to keep old states."
-    )
 
 
 def check_alive(tree: Tree) -> None:

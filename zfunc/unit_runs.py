@@ -1,4 +1,4 @@
-"""One unit of parameters during one pass: how it enters, is saved, enters again, and leaves.
+"""Trees of parameters during one pass, and their units: how each enters, is saved, and leaves.
 
 Nothing keeps gathered memory alive after a layer but autograd, and there a saved-tensor
 hook puts a :class:`Ticket` in the place of every tensor that lies in that memory.
@@ -7,30 +7,103 @@ Backward redeems tickets by letting the unit enter once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from zfunc.accord import AGAIN, ENTER, RELEASE
-from zfunc.context import RECOMPUTED
+from zfunc.comm import Group
+from zfunc.context import RECOMPUTED, LayerInfo
 from zfunc.errors import PlacementError
+from zfunc.nodes import Tree, opened, register
+from zfunc.placed.layout import Layout
+from zfunc.placed.pieces import leaves_of
+from zfunc.placed.readable import Readable
+from zfunc.placed.replicated import Replicated
+from zfunc.placed.sharded import Sharded
 from zfunc.pool import pool
+from zfunc.primitives import Ref
 from zfunc.seams import Pending, Ready, UnitInfo
 from zfunc.versions import check, versions
 
-if TYPE_CHECKING:
-    from zfunc.passes import Pass, Source
+__all__ = [
+    "AGAIN",
+    "ENTER",
+    "LEAVE",
+    "RELEASE",
+    "LayerRef",
+    "Running",
+    "Source",
+    "UnitRun",
+    "dense",
+]
 
-__all__ = ["Ticket", "UnitRun", "redeem"]
+ENTER, AGAIN, RELEASE, LEAVE = "enter", "again", "release", "leave"  # what happens to a unit
+BYTES_ON_A_GPU = 2**30  # that may be under way at once
+
+
+class Running(Protocol):
+    """A pass as its trees and units see it (:class:`zfunc.passes.Pass`).
+
+    Attributes:
+        plan: in which order units are expected (:class:`zfunc.plans.Plan`).
+        accord: how the ranks agree on what comes next (:class:`zfunc.accord.Accord`), if they do.
+        running: the context of the call, if there is one.
+        spill: where gradients go that are not to stay in memory.
+        tick: what backward runs towards.
+        holding: whether gradients are kept back for a later pass.
+        lingering: units that are kept for a neighbour's sake.
+        results: what has come of each unit's gradient.
+    """
+
+    plan: Any
+    accord: Any
+    running: Any
+    spill: Callable[[Layout, bool], Any] | None
+    tick: Tensor
+    holding: bool
+    lingering: list[UnitRun]
+    results: dict[tuple[int, int], Pending]
+
+    @property
+    def asking(self) -> bool:
+        """Whether ranks ask each other before each collective."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether this rank does what is not in the script."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients of several passes are added up."""
+
+    def entering(self, source: Source) -> list[Any]:
+        """The ``enter`` seams of a tree."""
+
+    def leaving(self) -> list[Any]:
+        """The ``leave`` seams."""
+
+    def look_ahead(self, run: UnitRun) -> None:
+        """Start the entry of what comes behind a unit."""
+
+    def close_others(self, runs: Sequence[UnitRun]) -> None:
+        """Release units of earlier layers that were kept."""
+
+    def drop_transient(self, run: UnitRun) -> None:
+        """Let go of what backward regathered for a unit without gradients."""
+
+    def sent(self, run: UnitRun, value: Pending, nbytes: int) -> None:
+        """Remember a gradient on its way."""
 
 
 class UnitRun:
     """One unit during one pass."""
 
-    def __init__(self, owner: Pass, source: Source, index: int, stored: list[Tensor]) -> None:
+    def __init__(self, owner: Running, source: Source, index: int, stored: list[Tensor]) -> None:
         self.owner = owner
         self.source = source
         self.info = UnitInfo(
@@ -110,7 +183,7 @@ class UnitRun:
         self.owner.plan.record(self.key, follows=not self.owner.beside)
         if self.values is None:
             if self.pending is not None and self.owner.asking and self.gathers:
-                self.owner.accord.gather((self,))  # type: ignore[union-attr]
+                self.owner.accord.gather((self,))
             self.start()
             assert self.pending is not None
             self.values, self.pending = self.pending.wait(), None
@@ -265,8 +338,8 @@ class UnitRun:
         self.touched = False
         if not self.owner.plan.soon(self):
             self.values = None
-            if self.source.sharded and self.owner.plan.ends:
-                pool().trim()  # nothing is gathered any more, and soon all gradients are there
+            if self.source.sharded and self.owner.keeps and self.owner.plan.ends:
+                pool().trim()  # nothing is gathered any more, and soon two sets of gradients exist
 
     def send(self) -> None:
         """Hand the unit's full gradient to the ``leave`` seams."""
@@ -354,3 +427,204 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.run.leave(grads)
         return None, None, None
+
+
+class LayerRef(Ref):
+    """One layer's parameters within a pass."""
+
+    def __init__(self, source: Source, layer: int) -> None:
+        self.source = source
+        self.layer = layer
+        self.span = source.layout.layers[layer]
+        self.runs = [source.runs[i] for i in source.layer_units[layer]]
+        self.differentiated = source.differentiated
+
+    def _subtree(self) -> Tree:
+        indices = range(self.span.start, self.span.stop)
+        found: dict[int, Tensor] = {}
+        self.source.start(self.runs)
+        if len(self.runs) == 1:
+            found = self.runs[0].leaves()
+        else:
+            for run in self.runs:
+                found.update(run.leaves())
+        return optree.tree_unflatten(self.span.spec, [found.get(i) for i in indices])
+
+    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        owner = self.source.owner
+        owner.close_others(self.runs)
+        params = self._subtree()
+        try:
+            # What a recomputed layer saves is not kept, so there is nothing to redeem.
+            if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
+                out = fn(params, *xs, **kw)
+            else:
+                with saved_tensors_hooks(self._pack, redeem):
+                    out = fn(params, *xs, **kw)
+            for run in self.runs:
+                if run.source.sharded:  # whole ones stay: they are looked at once, in the end
+                    run.check_unwritten()
+            return out
+        finally:
+            del params
+            for run in self.runs:
+                run.served.add(self.layer)
+                if len(run.served) == self.source.layout.layers_of_unit[run.info.index]:
+                    run.release()
+                else:
+                    owner.lingering.append(run)
+
+    def _pack(self, x: Tensor) -> Any:
+        for run in self.runs:
+            ticket = run.pack(x)
+            if ticket is not x:
+                return ticket
+        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
+        return x if x.grad_fn is None else x.detach()
+
+    def resolve(self) -> Tree:
+        return self._subtree()
+
+    def told(self, info: LayerInfo) -> LayerInfo:
+        stack, depth, of = self.source.layout.stacks[self.layer]
+        return LayerInfo(info.index, info.name, stack, depth, of, (self.source, self.layer))
+
+    def __repr__(self) -> str:
+        return f"Ref({self.span.name})"
+
+
+register(
+    LayerRef,
+    lambda ref: ((ref.resolve(),), None, ("",)),
+    lambda _, children: children[0],
+)
+
+
+class Source:
+    """One tree of parameters in a pass: a placed node, or a plain tree cut into units."""
+
+    def __init__(
+        self,
+        owner: Running,
+        index: int,
+        layout: Layout,
+        stored: Tree,
+        group: Group,
+        cut: bool,
+        differentiated: bool,
+        spills: bool = True,
+    ) -> None:
+        self.owner, self.index, self.layout, self.group = owner, index, layout, group
+        self.cut, self.differentiated = cut, differentiated
+        self.name_of: Callable[[str], str] = str  # from a leaf's path here to that in all params
+        self.sharded = isinstance(stored, Readable)
+        units_apart = isinstance(stored, Readable) and stored.streams
+        self.node: Any = stored if units_apart else None
+        self.box = stored if isinstance(stored, Replicated) else None
+        columns = stored.flats if self.box is not None or isinstance(stored, Sharded) else None
+        self.flat = self.node is not None or columns is not None
+        spill = owner.spill if differentiated and spills else None
+        self.sink = None if spill is None else spill(layout, cut)
+        plain = [] if self.flat else leaves_of(layout, opened(stored))
+        self.runs: list[UnitRun] = []
+        for i, unit in enumerate(layout.units):
+            if self.node is not None:
+                mine = []
+            elif columns is not None:
+                mine = [columns[f] for f in unit.flats]
+            else:
+                mine = [plain[s.index] for f in unit.flats for s in layout.by_flat[f]]
+            self.runs.append(UnitRun(owner, self, i, mine))
+        self.layer_units = _units_of_layers(layout)
+        stored_at = next((x.device for run in self.runs for x in run.stored), None)
+        self.device = stored_at if self.node is None else self.node.device
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the ranks of the pass's accord take part when a unit enters."""
+        accord = self.owner.accord
+        return self.sharded and self.cut and accord is not None and self.group is accord.ranks
+
+    @property
+    def direct(self) -> bool:
+        """Whether layers need no references: nothing is done to what they hold, nor to a call
+        of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
+        running = self.owner.running
+        if running is None or self.sharded or self.group.size > 1 or self.owner.entering(self):
+            return False
+        return not running.around and not any(t.by_unit for t in running.transforms)
+
+    def view(self) -> Tree:
+        """The tree for the loss: root leaves entered, a reference for each layer."""
+        layout = self.layout
+        found: dict[int, Tensor] = {}
+        if self.direct:
+            for run in self.runs:
+                found.update(run.leaves())
+            indices = range(len(layout.slots))
+            return optree.tree_unflatten(layout.spec, [found.get(i) for i in indices])
+        root = {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
+        runs = [self.runs[i] for i in sorted(root)]
+        self.start(runs)
+        for run in runs:
+            found.update(run.leaves())
+        if not layout.layers and layout.spec.is_leaf():
+            return found.get(0)
+        items: list[Any] = []
+        at, k = 0, 0
+        while at < len(layout.slots) or k < len(layout.layers):
+            if k < len(layout.layers) and layout.layers[k].start == at:
+                items.append(LayerRef(self, k))
+                at, k = layout.layers[k].stop, k + 1
+            else:
+                items.append(found.get(at))
+                at += 1
+        return optree.tree_unflatten(layout.outer, items)
+
+    def arriving(self, unit: int) -> bool:
+        """Whether what is stored of a unit has still to be waited for."""
+        flats = self.layout.units[unit].flats
+        return self.box is not None and not self.box.under_way.keys().isdisjoint(flats)
+
+    def start(self, runs: Sequence[UnitRun]) -> None:
+        """Start the entry of units that are needed together, before any is waited for."""
+        if self.sharded and self.node is None:
+            if self.gathers:
+                self.owner.accord.approach(runs)
+            for run in runs:
+                if run.entered is None:
+                    run.start()
+
+    def limit(self, on_a_host: int) -> int:
+        """How many bytes may be under way at once."""
+        on_host = self.device is None or self.device.type == "cpu"
+        return on_a_host if on_host else BYTES_ON_A_GPU
+
+    def gradients(self) -> Tree:
+        """What arrived, cut or whole."""
+        if self.sink is not None:
+            return self.sink.node()
+        layout = self.layout
+        flats: list[Tensor | None] = [None] * len(layout.flats)
+        for run in self.runs:
+            pending = self.owner.results.get(run.key)
+            arrived = None if pending is None else pending.wait()
+            for k, i in enumerate(run.info.trainable):
+                flats[i] = self._zeros(run, i) if arrived is None else arrived[k]
+        return Sharded(layout, flats) if self.cut else Replicated(layout, flats=flats)
+
+    def _zeros(self, run: UnitRun, flat: int) -> Tensor:
+        """The gradient of a unit that no rank has used."""
+        spec = self.layout.flats[flat]
+        low, high = spec.bounds(self.group.rank) if self.cut else (0, spec.length)
+        return torch.zeros(high - low, dtype=spec.dtype, device=run.stored[0].device)
+
+
+def _units_of_layers(layout: Layout) -> list[list[int]]:
+    """For each layer its units."""
+    if "layers" not in layout._memo:
+        layout._memo["layers"] = [
+            sorted({layout.unit_of_flat[s.flat] for s in layout.slots[k.start : k.stop] if s})
+            for k in layout.layers
+        ]
+    return layout._memo["layers"]

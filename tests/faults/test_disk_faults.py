@@ -30,7 +30,7 @@ from tests.laws.models import CASES
 from zfunc import optim, tree
 from zfunc.disk.blocks import Files
 from zfunc.disk.generations import Placement
-from zfunc.disk.successor import stored_nodes
+from zfunc.disk.stored import stored_nodes
 from zfunc.worlds.world import World, entered
 
 F64 = torch.float64

@@ -365,7 +365,7 @@ def test_parameters_that_autograd_tracks_are_spent_with_the_step_that_failed(
     def half(state: Any, batch: Any) -> Any:
         _, grads = zf.value_and_grad(lambda p: (p["w"] * batch).sum())(state.params)
         updates, _ = tx.update(grads, state.opt_state, state.params)
-        new = zf.context.reuse(state.params["w"])
+        new = zf.memory.reuse(state.params["w"])
         new += updates["w"]
         raise LookupError("half way")
 

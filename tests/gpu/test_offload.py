@@ -20,10 +20,10 @@ from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES
 from zfunc import optim
-from zfunc.context import reuse
 from zfunc.disk.pages import ACCOUNT, aligned
 from zfunc.disk.ring import HOST
 from zfunc.disk.successor import hosted_nodes
+from zfunc.memory import reuse
 
 F64 = torch.float64
 MODEL = gpt_model(depth=2, width=64)

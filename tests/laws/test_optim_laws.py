@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 
 import zfunc as zf
-from zfunc import context, optim, tree
+from zfunc import context, memory, optim, tree
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.sharded import cut
 
@@ -71,7 +71,7 @@ def steps(tx: Any, params: Tree, grads: list[Tree], donate: bool = False) -> tup
     """The parameters and the optimizer's state after one update for each of the gradients."""
     state = tx.init(params)
     for g in grads:
-        donation = context.Donation.of(tree.leaves((params, state))) if donate else None
+        donation = memory.Donation.of(tree.leaves((params, state))) if donate else None
         token = context.push(context.Context(donation=donation))
         try:
             updates, state = tx.update(g, state, params)

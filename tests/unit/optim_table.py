@@ -6,7 +6,7 @@ import optree
 import pytest
 import torch
 
-from zfunc import context, optim, tree
+from zfunc import context, memory, optim, tree
 
 SCHEDULE = optim.warmup_cosine(0.05, warmup=3, steps=12, start=0.01)
 TABLE = {
@@ -67,7 +67,7 @@ def train(tx, params, steps=4, place=lambda plain: plain, donate=False):
 
 
 def donating(tx, grads, state, params):
-    donation = context.Donation.of(tree.leaves((params, state)))
+    donation = memory.Donation.of(tree.leaves((params, state)))
     token = context.push(context.Context(donation=donation))
     try:
         updates, state = tx.update(grads, state, params)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
-from zfunc import nodes, passes, random
+from zfunc import nodes, random, unit_runs
 from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, boxes_in, leaves_in
 from zfunc.placed import layout as layouts
 from zfunc.placed.cutting import make_layout
@@ -114,13 +114,13 @@ def test_layers_need_references_only_where_something_is_done_to_them(
     stage: int, wraps: tuple[Any, ...], direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    call = passes.LayerRef.call
+    call = unit_runs.LayerRef.call
 
-    def counted(self: passes.LayerRef, *args: Any) -> Any:
+    def counted(self: unit_runs.LayerRef, *args: Any) -> Any:
         calls.append(self)
         return call(self, *args)
 
-    monkeypatch.setattr(passes.LayerRef, "call", counted)
+    monkeypatch.setattr(unit_runs.LayerRef, "call", counted)
     step, state = running(5, stage, *wraps)
     step(state, torch.ones(2, 4))
     assert bool(calls) != direct

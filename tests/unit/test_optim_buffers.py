@@ -10,12 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.optim_table import assert_same
-from zfunc import context, optim, tree
+from zfunc import context, memory, optim, tree
 from zfunc.nodes import boxes_in, held_in, opened
 from zfunc.placed.cutting import make_layout
 from zfunc.placed.leaves import freeze, is_frozen
-from zfunc.placed.placement import packed
-from zfunc.placed.replicated import Replicated
+from zfunc.placed.replicated import Replicated, packed
 
 SIZES = [(1,), (), (0,), (3,), (64,), (65,), (9, 70), (130, 130), (20_000,), (3, 7, 11)]
 
@@ -56,7 +55,7 @@ def steps(tx: Any, params: Any, place: Any, donate: bool, dtype: torch.dtype) ->
     state = tx.init(params)
     for seed in (1, 2, 3):
         both = params, state
-        donation = context.Donation.of(held_in(both), boxes_in(both)) if donate else None
+        donation = memory.Donation.of(held_in(both), boxes_in(both)) if donate else None
         token = context.push(context.Context(donation=donation))
         try:
             updates, state = tx.update(place(numbers(seed, dtype)), state, params)
@@ -102,7 +101,7 @@ def test_a_placed_state_keeps_its_flats_and_marks():
     state = repacked(tx.init(params), in_flats)
     both = params, state
     flats = {x.untyped_storage().data_ptr() for x in held_in(both) if x.ndim and x.numel()}
-    donation = context.Donation.of(held_in(both), boxes_in(both))
+    donation = memory.Donation.of(held_in(both), boxes_in(both))
     token = context.push(context.Context(donation=donation))
     try:
         updates, after = tx.update(numbers(1), state, params)
@@ -152,7 +151,7 @@ def test_a_hundred_leaves_take_few_operations(place: Any, donate: bool):
     state = repacked(tx.init(params), place)
     both = params, state
     grads = place(full)
-    donation = context.Donation.of(held_in(both), boxes_in(both)) if donate else None
+    donation = memory.Donation.of(held_in(both), boxes_in(both)) if donate else None
     token = context.push(context.Context(donation=donation))
     views = ("view", "split", "slice", "alias", "detach", "as_strided", "narrow", "t")
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.optim_table import TABLE, assert_same, donating, make_grads, make_params, train
-from zfunc import context, optim, tree
+from zfunc import context, memory, optim, tree
 from zfunc.errors import DonatedStateError
 
 
@@ -83,7 +83,7 @@ def test_donation_reuses_memory_and_spends_the_old_state():
 def test_spent_parameters_take_no_other_updates():
     tx, params = optim.adamw(0.1), make_params()
     grads, state = make_grads(params, 1), tx.init(params)
-    token = context.push(context.Context(donation=context.Donation.of(tree.leaves(params))))
+    token = context.push(context.Context(donation=memory.Donation.of(tree.leaves(params))))
     try:
         updates, _ = tx.update(grads, state, params)
         halved = tree.map(lambda u: u * 0.5, updates)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
 from tests.laws.residual import batch, errors, params, uneven
-from zfunc import context, optim
+from zfunc import context, memory, optim
 from zfunc.placed.placement import Entries
 from zfunc.readings import Reading, number, on_host, sent
 from zfunc.transforms.accumulation import _times
@@ -138,16 +138,14 @@ def test_a_factor_of_the_device_multiplies_as_a_number_does() -> None:
 def test_memory_is_withheld_until_it_is_known_whether_the_step_counts() -> None:
     asked: list[int] = []
     x, y = torch.ones(3), torch.ones(2)
-    given = context.Donation.of([x, y])
+    given = memory.Donation.of([x, y])
     running = context.Context()
-    running.donation = context.Withheld.until(
-        given, lambda: bool(asked.append(1)) or len(asked) > 1
-    )
+    running.donation = memory.Withheld.until(given, lambda: bool(asked.append(1)) or len(asked) > 1)
     token = context.push(running)
     try:
-        kept = context.reuse(x)
+        kept = memory.reuse(x)
         assert asked == [1] and kept.data_ptr() != x.data_ptr() and len(x) == 3
-        mine = context.reuse(y)
+        mine = memory.reuse(y)
         assert asked == [1, 1] and len(mine) == 2
     finally:
         context.pop(token)

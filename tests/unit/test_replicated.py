@@ -20,8 +20,7 @@ from zfunc import optim
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.nodes import boxes_in, held_in, opened
 from zfunc.placed.cutting import make_layout
-from zfunc.placed.placement import packed
-from zfunc.placed.replicated import Replicated, alike, boxed, elementwise
+from zfunc.placed.replicated import Replicated, alike, boxed, elementwise, packed
 from zfunc.placed.sharded import Sharded
 
 TX = optim.adamw(0.1)

@@ -68,7 +68,7 @@ def test_what_is_told_in_advance_counts_the_headers_that_go_out(
     here = SimpleNamespace(rank=0, size=size, device=torch.device(device))
     monkeypatch.setattr("zfunc.worlds.world.current", lambda: here)
     transform = SimpleNamespace(traffic=lambda memo: Traffic(headers=3))
-    parts, _ = description._sent(SimpleNamespace(transforms=[transform]), {})  # type: ignore[arg-type]
+    parts, _ = description._sent([transform], {})  # type: ignore[list-item]
     assert parts["headers"] == 3 * 16 * told
 
 

@@ -24,7 +24,7 @@ import zfunc as zf
 from zfunc import optim, quant
 from zfunc.commands.report import Live, Metrics, readable, si
 from zfunc.commands.text_models import LOW_BIT, write_config
-from zfunc.disk.successor import stored_nodes
+from zfunc.disk.stored import stored_nodes
 from zfunc.language import gpt
 from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
 from zfunc.language.gpt import GPTConfig

@@ -13,23 +13,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfunc.context import blank
 from zfunc.disk.blocks import Region, aligned, finished
 from zfunc.disk.pages import wait_for
 from zfunc.disk.ring import Buffer
+from zfunc.disk.store import Store
 from zfunc.errors import CheckpointError
+from zfunc.memory import blank
 from zfunc.placed.copies import descend
 from zfunc.placed.layout import Layout
 
-if TYPE_CHECKING:
-    from zfunc.disk.store import Store
-
-__all__ = ["Column", "Reading", "Section", "section", "sections"]
+__all__ = ["Column", "Reading", "Section", "for_gradients", "section", "sections"]
 
 
 @dataclass(frozen=True)
@@ -243,6 +241,21 @@ class Column:
             "was written. The device or the file was changed: restore a checkpoint, and check "
             "the device."
         )
+
+
+def for_gradients(store: Store, layout: Layout, rank: int) -> Column:
+    """A column for gradients: one of ``store.idle`` if there is one that fits, else a new one."""
+    for column in store.idle:
+        if column.layout == layout:
+            store.idle.remove(column)
+            found: Column = column
+            return found
+    wide: list[torch.dtype | None] = [  # room for gradients reduced in float32
+        max(flat.dtype, torch.float32, key=lambda t: t.itemsize) if flat.trainable else None
+        for flat in layout.flats
+    ]
+    regions = store.reserve(section.nbytes for section in sections(layout, rank, wide))
+    return Column(store, "gradients", layout, rank, wide, [regions])
 
 
 def _there() -> None:

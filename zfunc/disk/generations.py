@@ -89,7 +89,9 @@ class Placement:
                 self.dropped()
                 store.sweep()
                 raise
-        store.size_ring(self.columns.values())
+        store.size_ring(
+            [section.nbytes for section in column.sections] for column in self.columns.values()
+        )
 
     def _lay_out(self, plans: Sequence[Plan]) -> dict[str, int]:
         """Give every unit of every column two regions; returns the sizes of the files."""

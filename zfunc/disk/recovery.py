@@ -16,8 +16,7 @@ from zfunc.disk.store import Store, open_store
 from zfunc.disk.stored import Stored
 from zfunc.errors import CheckpointError
 from zfunc.nodes import NAMESPACE, Placed
-from zfunc.placed.sources import Cut
-from zfunc.placed.streamed import Streamed
+from zfunc.placed.streamed import Cut, Streamed
 from zfunc.step import Step
 from zfunc.tree import dotted
 from zfunc.worlds import world

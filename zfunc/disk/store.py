@@ -31,12 +31,10 @@ from typing import Any
 import torch
 
 from zfunc.disk.blocks import Files, Region, aligned, finished, refused
-from zfunc.disk.columns import Column, sections
 from zfunc.disk.pages import FLIGHTS
 from zfunc.disk.ring import Buffer, Ring
 from zfunc.errors import PlacementError
 from zfunc.placed.copies import Leaving
-from zfunc.placed.layout import Layout
 from zfunc.worlds import world
 
 __all__ = ["Store", "open_store"]
@@ -66,7 +64,7 @@ class Store:
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # placements
         self.dead: list[str] = []  # folders of placements that nobody holds any more
         self.leaving = Leaving(0)  # gradients on a device, being copied into the ring
-        self._spills: list[Column] = []
+        self.idle: list[Any] = []  # columns for gradients that nobody uses
         self._made = 0
         self._pending: set[Future[Any]] = set()
         self._executor: ThreadPoolExecutor | None = None
@@ -163,42 +161,32 @@ class Store:
         finally:
             self.ring.limit = limit
 
-    def size_ring(self, columns: Iterable[Column]) -> None:
-        """Make the ring hold ``buffers`` times the largest unit with its gradient."""
+    def size_ring(self, columns: Iterable[Sequence[int]]) -> None:
+        """Make the ring hold ``buffers`` times the largest unit with its gradient.
+
+        Args:
+            columns: bytes of each unit, of every column.
+        """
         sizes: dict[int, int] = {}
         largest = 0
         for column in columns:
-            for unit, section in enumerate(column.sections):
-                sizes[unit] = sizes.get(unit, 0) + section.nbytes
-                largest = max(largest, section.nbytes)
+            for unit, nbytes in enumerate(column):
+                sizes[unit] = sizes.get(unit, 0) + nbytes
+                largest = max(largest, nbytes)
         need = self.buffers * (max(sizes.values(), default=0) + largest)
         self.ring.limit = max(self.ring.limit, need)
         self.leaving.limit = max(self.leaving.limit, 2 * largest)
 
-    # Gradients
-
-    def spill(self, layout: Layout, rank: int) -> Column:
-        """A column for gradients, one that is free if there is one; see :meth:`unspill`."""
-        for column in self._spills:
-            if column.layout == layout:
-                self._spills.remove(column)
-                return column
-        wide: list[torch.dtype | None] = [  # room for gradients reduced in float32
-            max(flat.dtype, torch.float32, key=lambda t: t.itemsize) if flat.trainable else None
-            for flat in layout.flats
-        ]
+    def reserve(self, sizes: Iterable[int]) -> list[Region]:
+        """Room for gradients in a file of their own, of these many bytes each."""
         name, self._made = f"spill-{self._made}.bin", self._made + 1
         regions, at = [], 0
-        for section in sections(layout, rank, wide):
-            region = Region(name, at, section.nbytes)
+        for nbytes in sizes:
+            region = Region(name, at, nbytes)
             regions.append(region)
             at += region.span(len(self.folders))
         self.files.reserve(name, at)
-        return Column(self, "gradients", layout, rank, wide, [regions])
-
-    def unspill(self, column: Column) -> None:
-        """Nobody holds these gradients any more."""
-        self._spills.append(column)
+        return regions
 
     # Folders
 

@@ -8,13 +8,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-from zfunc.disk.columns import Column, Reading, section
+from zfunc.disk.columns import Column, Reading, for_gradients, section
 from zfunc.disk.store import Store
 from zfunc.errors import DonatedStateError, PlacementError
-from zfunc.nodes import Span, spent
+from zfunc.nodes import NAMESPACE, Box, Lazy, Placed, Span, gone, spent
 from zfunc.placed.copies import Upload
 from zfunc.placed.layout import Layout
 from zfunc.placed.sharded import Sharded
@@ -22,9 +23,9 @@ from zfunc.placed.streamed import Streamed, rank_in, registered
 from zfunc.placed.streaming import spans_of_flat
 from zfunc.seams import Ready
 from zfunc.squares import square_sum
-from zfunc.tree import gone
+from zfunc.tree import dotted
 
-__all__ = ["Lease", "Spill", "Stored"]
+__all__ = ["Lease", "Spill", "Stored", "plain_leaves", "state_nodes", "stored_nodes"]
 
 
 class Stored(Streamed):
@@ -56,6 +57,15 @@ class Stored(Streamed):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.column.device
+
+    @staticmethod
+    def seal(state: Any) -> None:
+        """Commit a state that was written leaf by leaf."""
+        nodes = stored_nodes(state).values()
+        for home in {id(node.home): node.home for node in nodes}.values():
+            for column in home.columns.values():
+                column.seal(0)
+            home.commit(dict.fromkeys(home.columns, 0), plain_leaves(state))
 
     def fetch(self, unit: int, must: bool = True) -> Any:
         reading = self.begin_read(unit, must)
@@ -171,7 +181,7 @@ class Lease:
     """Keeps a column of gradients from being given to others."""
 
     def __init__(self, store: Store, column: Column) -> None:
-        weakref.finalize(self, store.unspill, column).atexit = False
+        weakref.finalize(self, store.idle.append, column).atexit = False
 
 
 class Spill:
@@ -184,7 +194,7 @@ class Spill:
 
     def __init__(self, store: Store, layout: Layout) -> None:
         self._store = store
-        self._column = store.spill(layout, rank_in(layout))
+        self._column = for_gradients(store, layout, rank_in(layout))
         self._lease = Lease(store, self._column)
         self._dtypes: list[torch.dtype | None] = list(self._column.dtypes)
         if not all(x.done() for row in self._column.written.values() for x in row):
@@ -219,3 +229,33 @@ class Spill:
         """The gradients, perhaps still on their way; zero where none came."""
         self._store.leaving.end()
         return Stored(self._column, 0, self._lease)
+
+
+# The trees of a state
+
+
+def state_nodes(state: Any, kinds: Any = Placed) -> tuple[list[str], list[Any], Any]:
+    """Paths, leaves and structure of a state; nodes of ``kinds`` and boxes count as leaves."""
+    keys, found, spec = optree.tree_flatten_with_path(
+        state,
+        is_leaf=lambda x: isinstance(x, Box | kinds),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+    return [dotted(*key) for key in keys], found, spec
+
+
+def stored_nodes(state: Any) -> dict[str, Stored]:
+    """The trees of a state that are on disk, by their path."""
+    names, found, _ = state_nodes(state, Placed | Lazy)
+    return {n: x for n, x in zip(names, found, strict=True) if isinstance(x, Stored)}
+
+
+def plain_leaves(state: Any) -> dict[str, Tensor]:
+    """The tensors of a state that are neither placed nor parameters of a model."""
+    names, found, _ = state_nodes(state)
+    return {
+        name: x
+        for name, x in zip(names, found, strict=True)
+        if isinstance(x, Tensor) and not x.is_meta
+    }

@@ -17,47 +17,37 @@ from zfunc import context
 from zfunc.disk.generations import Placement, Plan
 from zfunc.disk.ring import HOST
 from zfunc.disk.store import Store
-from zfunc.disk.stored import Stored
+from zfunc.disk.stored import Stored, plain_leaves, state_nodes, stored_nodes
 from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, Box, Lazy, Placed
-from zfunc.placed.evaluation import Collected, Joined, Take, filling, gathered_up, stream
+from zfunc.placed.evaluation import (
+    Collected,
+    Expression,
+    Joined,
+    Take,
+    filling,
+    gathered_up,
+    stream,
+)
 from zfunc.placed.hosted import Hosted, Settled, in_host_memory
 from zfunc.placed.readable import Readable
 from zfunc.placed.sharded import Sharded
-from zfunc.placed.sources import Cut, assembled
-from zfunc.placed.streamed import Streamed
+from zfunc.placed.streamed import Cut, Streamed, assembled
 from zfunc.tree import dotted
 
-__all__ = ["plain_leaves", "seal", "settle", "stored_nodes", "succeed"]
-
-
-def _nodes(state: Any, kinds: Any = Placed) -> tuple[list[str], list[Any], Any]:
-    """Paths, leaves and structure of a state; nodes of ``kinds`` and boxes count as leaves."""
-    keys, found, spec = optree.tree_flatten_with_path(
-        state,
-        is_leaf=lambda x: isinstance(x, Box | kinds),
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
-    return [dotted(*key) for key in keys], found, spec
-
-
-def stored_nodes(state: Any) -> dict[str, Stored]:
-    """The trees of a state that are on disk, by their path."""
-    names, found, _ = _nodes(state, Placed | Lazy)
-    return {n: x for n, x in zip(names, found, strict=True) if isinstance(x, Stored)}
+__all__ = ["hosted_nodes", "lower", "settle", "succeed"]
 
 
 def hosted_nodes(state: Any) -> list[Hosted]:
     """The trees of a state that are in host memory, apart from the device's."""
-    return [x for x in _nodes(state, Placed | Lazy)[1] if isinstance(x, Hosted)]
+    return [x for x in state_nodes(state, Placed | Lazy)[1] if isinstance(x, Hosted)]
 
 
 def lower(
     state: Any, keep: Callable[[str], bool], back: Callable[[str, Cut], Any], pin: bool
 ) -> Any:
     """As :func:`settle`, to host memory."""
-    names, found, spec = _nodes(state)
+    names, found, spec = state_nodes(state)
     out: list[Any] = []
     for name, node in zip(names, found, strict=True):
         if not isinstance(node, Cut):
@@ -72,16 +62,6 @@ def lower(
     return optree.tree_unflatten(spec, out)
 
 
-def plain_leaves(state: Any) -> dict[str, Tensor]:
-    """The tensors of a state that are neither placed nor parameters of a model."""
-    names, found, _ = _nodes(state)
-    return {
-        name: x
-        for name, x in zip(names, found, strict=True)
-        if isinstance(x, Tensor) and not x.is_meta
-    }
-
-
 def settle(
     state: Any, store: Store, keep: Callable[[str], bool], back: Callable[[str, Cut], Any]
 ) -> Any:
@@ -92,7 +72,7 @@ def settle(
         keep: whether the one at a path belongs on disk.
         back: what takes its place in memory otherwise.
     """
-    names, found, spec = _nodes(state)
+    names, found, spec = state_nodes(state)
     plans = [
         Plan(name, node.layout, node.group.rank, tuple(_dtypes(node)))
         for name, node in zip(names, found, strict=True)
@@ -123,15 +103,6 @@ def _dtypes(node: Streamed) -> list[Any]:
     return [None if x is None else x.dtype for x in node.skeleton.flats]
 
 
-def seal(state: Any) -> None:
-    """Commit a state that was written leaf by leaf."""
-    nodes = stored_nodes(state).values()
-    for home in {id(node.home): node.home for node in nodes}.values():
-        for column in home.columns.values():
-            column.seal(0)
-        home.commit(dict.fromkeys(home.columns, 0), plain_leaves(state))
-
-
 def succeed(old: Any, new: Any) -> Any:
     """The state after ``old``, with what a step put off done, and on disk what was there.
 
@@ -139,12 +110,12 @@ def succeed(old: Any, new: Any) -> Any:
         PlacementError: the device is full; or the state has changed its structure.
         CheckpointError: what is read is damaged.
     """
-    lazies = [x for x in _nodes(new, Placed | Lazy)[1] if isinstance(x, Joined)]
-    targets: list[tuple[Streamed, Take]] = []
+    lazies = [x for x in state_nodes(new, Placed | Lazy)[1] if isinstance(x, Joined)]
+    targets: list[tuple[Expression, Take]] = []
     for lazy in lazies:
         if lazy.made is None:
             targets.append((lazy.node, filling(lazy)))
-    names, before, spec = _nodes(old)
+    names, before, spec = state_nodes(old)
     after = _along(old, _unveiled(new, lambda lazy: lazy.params), "")
     writes: dict[str, tuple[Stored, int]] = {}
     collected: dict[int, Collected | Settled] = {}
@@ -264,7 +235,7 @@ def _checked(name: str, was: Stored | Hosted, node: Streamed) -> Streamed:
 
 
 def _advance(
-    old: Any, writes: dict[str, tuple[Stored, int]], targets: list[tuple[Streamed, Take]]
+    old: Any, writes: dict[str, tuple[Stored, int]], targets: list[tuple[Expression, Take]]
 ) -> None:
     """Evaluate everything; what cannot be finished leaves the old state as it was."""
     for home in _homes(writes):

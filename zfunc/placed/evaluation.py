@@ -12,20 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
 from torch import Tensor
 
 from zfunc import context
-from zfunc.context import Donation
+from zfunc.comm import Group
+from zfunc.memory import Donation
 from zfunc.nodes import NAMESPACE, Lazy, Tree, held_in, register, spent
 from zfunc.placed.copies import Descent, Upload, uploaded
+from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import freeze
 from zfunc.placed.numbers import Numbers
 from zfunc.placed.sharded import Sharded, summed
-from zfunc.placed.streamed import Op, Streamed
 from zfunc.squares import square_sum
 
 __all__ = ["Evaluated", "Joined", "Present", "full", "gathered_up", "stream", "sums"]
@@ -35,7 +36,31 @@ Take = Callable[[int, Sharded], None]
 _HOST = torch.device("cpu")
 
 
-def stream(targets: Sequence[tuple[Streamed, Take]], final: bool = False) -> None:
+class Expression(Protocol):
+    """A tree that is not in memory (:class:`zfunc.placed.streamed.Streamed`).
+
+    Attributes:
+        skeleton: structure and layout, on ``meta``.
+        origin: what is evaluated, an operation on other expressions or the tree itself.
+        index: which of the results of ``origin`` it is.
+        device: where units are used; they are evaluated on the host.
+    """
+
+    skeleton: Sharded
+    index: int
+    device: torch.device
+
+    @property
+    def origin(self) -> Any: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def group(self) -> Group: ...
+
+
+def stream(targets: Sequence[tuple[Expression, Take]], final: bool = False) -> None:
     """Evaluate nodes together, unit by unit: ``take(unit, part)`` gets each part.
 
     Args:
@@ -78,7 +103,7 @@ def _begun(
 
 
 def _when(group: list[Key]) -> int:
-    return max((node.when(unit) for node, unit in group if isinstance(node, Streamed)), default=0)
+    return max((origin.when(unit) for origin, unit in group), default=0)
 
 
 @dataclass(frozen=True)
@@ -144,13 +169,9 @@ def _at_home(x: Tensor) -> Tensor:
     return x if x.device == _HOST else x.to(_HOST)  # an empty one
 
 
-def _serial(key: Key) -> int:
-    return key[0].serial if isinstance(key[0], Op) else 0
-
-
 def _needs(key: Key) -> list[Key]:
     origin, unit = key
-    if not isinstance(origin, Op):
+    if not origin.computed:
         return []
     rows = zip(origin.sources, origin.needs(unit), strict=True)
     return [(node.origin, k) for node, units in rows for k in units]
@@ -181,7 +202,7 @@ def _groups(wanted: list[Key]) -> list[list[Key]]:
     groups: dict[Key, list[Key]] = {}
     for key in order:
         groups.setdefault(find(key), []).append(key)
-    return [sorted(group, key=lambda key: (_serial(key), order[key])) for group in groups.values()]
+    return [sorted(group, key=lambda key: (key[0].serial, order[key])) for group in groups.values()]
 
 
 def _run(
@@ -201,7 +222,7 @@ def _run(
     read: set[int] = set()
     for key in group:
         origin, unit = key
-        if not isinstance(origin, Op):
+        if not origin.computed:
             if key in descended:
                 part = descended.pop(key)
                 read |= _storages((part,))
@@ -244,11 +265,11 @@ def _storages(parts: Sequence[Sharded]) -> set[int]:
     return {x.untyped_storage().data_ptr() for part in parts for x in _data(part)}
 
 
-def _rows(key: Key) -> list[tuple[Streamed, list[int]]]:
+def _rows(key: Key) -> list[tuple[Expression, list[int]]]:
     return list(zip(key[0].sources, key[0].needs(key[1]), strict=True))
 
 
-def _united(node: Streamed, units: list[int], made: dict[Key, Sequence[Sharded]]) -> Sharded:
+def _united(node: Expression, units: list[int], made: dict[Key, Sequence[Sharded]]) -> Sharded:
     """The parts of several units of one tree (mostly it is one) as one part."""
     parts = [made[node.origin, unit][node.index] for unit in units]
     if len(parts) == 1:
@@ -279,7 +300,7 @@ def _donating(tensors: Sequence[Tensor], final: bool) -> Iterator[None]:
 class Evaluated:
     """One unit of a tree, evaluated when it is waited for; a ``Pending``."""
 
-    def __init__(self, node: Streamed, unit: int) -> None:
+    def __init__(self, node: Expression, unit: int) -> None:
         self.node, self.unit = node, unit
         self._values: list[Tensor] | None = None
 
@@ -301,7 +322,7 @@ class Evaluated:
 # What needs all units at once
 
 
-def sums(node: Streamed, f: Callable[[Tensor], Tensor]) -> Tree:
+def sums(node: Expression, f: Callable[[Tensor], Tensor]) -> Tree:
     """See :meth:`zfunc.nodes.Placed.sums`: the same additions as in memory, so the same bits."""
     partial: dict[int, Tensor] = {}
     dtypes: list[torch.dtype | None] = [None] * len(node.layout.flats)
@@ -322,7 +343,7 @@ def sums(node: Streamed, f: Callable[[Tensor], Tensor]) -> Tree:
     return summed(node.layout, node.group, partial, dtypes, node.device)
 
 
-def full(node: Streamed) -> Tree:
+def full(node: Expression) -> Tree:
     """The plain tree, in memory of its own; a collective."""
     layout = node.layout
     leaves: list[Any] = [None] * len(layout.slots)
@@ -340,7 +361,7 @@ def full(node: Streamed) -> Tree:
     return optree.tree_unflatten(layout.spec, leaves)
 
 
-def gathered_up(node: Streamed) -> Sharded:
+def gathered_up(node: Expression) -> Sharded:
     """All units of this rank's part, in memory."""
     sink = Collected(node)
     stream([(node, sink)])
@@ -350,7 +371,7 @@ def gathered_up(node: Streamed) -> Sharded:
 class Collected:
     """Takes the parts of a tree into memory."""
 
-    def __init__(self, node: Streamed, device: torch.device = _HOST) -> None:
+    def __init__(self, node: Expression, device: torch.device = _HOST) -> None:
         self._layout, self._device = node.layout, device
         self._flats: list[Tensor | None] = [
             x if x is None or x.numel() else torch.empty(0, dtype=x.dtype)
@@ -383,7 +404,7 @@ class Joined(Lazy):
         params: the tree in whose place it stands; leaves that ``node`` lacks are passed on.
     """
 
-    node: Streamed
+    node: Expression
     params: Tree
     made: Tree = field(default=None)
 

@@ -222,7 +222,7 @@ class Settled:
     """Takes the parts of the tree that follows a ``Hosted`` one, each written once.
 
     What an optimizer updates in memory of its own is given that memory here (see
-    :func:`zfunc.context.reuse`), where the new tree is to be: page-locked, in one piece. What
+    :func:`zfunc.memory.reuse`), where the new tree is to be: page-locked, in one piece. What
     comes from elsewhere is copied there, and what stays in the old tree's memory stays.
 
     Args:

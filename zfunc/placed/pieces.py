@@ -9,8 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.context import spend
 from zfunc.errors import PlacementError
+from zfunc.memory import spend
 from zfunc.nodes import PLACED, Encoded, Placed, Tree, leaves_in, opened
 from zfunc.placed.layout import Layout, Slot
 from zfunc.tree import paths

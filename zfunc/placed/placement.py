@@ -14,12 +14,9 @@ from zfunc.errors import PlacementError
 from zfunc.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in, opened
 from zfunc.placed.layout import Layout, Slot, Unit, find_layers
 from zfunc.placed.leaves import is_frozen
-from zfunc.placed.pieces import assemble_all, leaves_of, pieces_of_parts
+from zfunc.placed.pieces import leaves_of
+from zfunc.placed.readable import Readable
 from zfunc.placed.replicated import Replicated, boxed
-from zfunc.placed.sharded import Sharded
-from zfunc.placed.sources import assembled
-from zfunc.placed.streamed import Streamed
-from zfunc.placed.unitwise import streams
 from zfunc.tree import dotted
 
 __all__ = [
@@ -28,7 +25,6 @@ __all__ = [
     "borrowed",
     "homes_of",
     "layout_for",
-    "packed",
     "placed_nodes",
     "reassembled",
     "rejoined",
@@ -156,16 +152,6 @@ def _present(layout: Layout, leaves: Sequence[Any]) -> Layout:
     return layout
 
 
-def packed(layout: Layout, node: Tree) -> Replicated:
-    """A copy of a plain tree, in the layout's full flats."""
-    leaves, flats = leaves_of(layout, opened(node)), []
-    for i, row in enumerate(layout.by_flat):
-        some = [leaves[slot.index] for slot in row]
-        alive = not row or any(x is not None for x in some)
-        flats.append(layout.pack(i, some) if alive else None)
-    return Replicated(layout, flats=flats)
-
-
 def placed_nodes(node: Any) -> list[Placed]:
     """All placed nodes in a tree, those aside that a lazy one hides."""
     return [x for x in leaves_in(node, OPAQUE) if isinstance(x, Placed)]
@@ -245,14 +231,13 @@ def borrowed(homes: Sequence[tuple[Layout, int] | None], spec: optree.PyTreeSpec
     )
 
 
-def reassembled(old: Sharded | Streamed, new: Tree) -> Tree:
+def reassembled(old: Readable, new: Tree) -> Tree:
     """Params put together from parts (``{**params, "head": ...}``) as one node again."""
     if isinstance(new, Placed):
         return new
-    if isinstance(old, Streamed) or streams(new):
-        return assembled(old.layout, new)
-    layout, rank = old.layout, old.group.rank
-    return Sharded(layout, assemble_all(layout, pieces_of_parts(layout, new, rank), rank))
+    nodes = [x for x in (old, *placed_nodes(new)) if isinstance(x, Readable)]
+    guide = next((x for x in nodes if x.streams), old)
+    return guide.reassembled(old.layout, new)
 
 
 def rejoined(old: Tree, new: Tree) -> Tree:

@@ -11,8 +11,9 @@ from typing import Any
 
 import optree
 
+from zfunc.comm import Group
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Placed
+from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.placed.layout import Layout
 
 __all__ = ["Readable"]
@@ -29,7 +30,20 @@ class Readable(Placed):
 
     layout: Layout
 
+    @property
+    def group(self) -> Group:
+        """The ranks over which it is cut."""
+        raise NotImplementedError
+
     def __getitem__(self, entry: Any) -> Any:
+        raise NotImplementedError
+
+    def reassembled(self, layout: Layout, new: Tree) -> Readable:
+        """One node like this of a tree that was put together from placed parts and plain leaves.
+
+        Raises:
+            PlacementError: it has not the leaves of ``layout``.
+        """
         raise NotImplementedError
 
     def get(self, path: str) -> Any:

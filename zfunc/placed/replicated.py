@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zfunc import context, tree
-from zfunc.comm import Group
+from zfunc import memory, tree
+from zfunc.comm import Group, groups_of
 from zfunc.errors import DesyncError, DonatedStateError, PlacementError
-from zfunc.nodes import OPAQUE, Box, Tree, Unprinted, opened, register, spent
+from zfunc.nodes import OPAQUE, Box, Tree, Unprinted, gone, opened, register, spent
 from zfunc.placed.arriving import Arrival
 from zfunc.placed.layout import Layout, whole
 from zfunc.placed.leaves import freeze
+from zfunc.placed.pieces import leaves_of
 from zfunc.placed.sharded import Sharded, replaced
 from zfunc.pool import empty, pool
 from zfunc.worlds.world import current
@@ -41,6 +42,7 @@ __all__ = [
     "gathered_again",
     "in_box",
     "in_flats",
+    "packed",
 ]
 
 Take = Callable[[int, torch.dtype, torch.device | None], Tensor]
@@ -119,7 +121,7 @@ class Replicated(Box):
             return  # by another thread
         self._read = self._views()
         self._tree = optree.tree_unflatten(self.layout.spec, self._read)
-        if (running := context.current()) is not None:
+        if (running := memory.current()) is not None:
             running.looked_into.add(self)
 
     def _views(self) -> list[Any]:
@@ -129,7 +131,7 @@ class Replicated(Box):
             if flat is None or not row:
                 continue
             if spent(flat):
-                raise DonatedStateError(flat.__dict__.get("_zfunc_story") or tree.gone(row[0].path))
+                raise DonatedStateError(flat.__dict__.get("_zfunc_story") or gone(row[0].path))
             for slot, view in zip(row, layout.views(i, flat.detach()), strict=True):
                 leaves[slot.index] = view if layout.flats[i].trainable else freeze(view)
         return leaves
@@ -419,7 +421,7 @@ def gathered_again(boxes: Sequence[Replicated], everyone: Group) -> None:
     for rank, row in enumerate(everyone.exchange(mine, label="still under way")):
         for k, i, members in row:
             missing.setdefault((k, i, tuple(members)), set()).add(rank)
-    groups = {group.members: group for group in current().groups}
+    groups = {group.members: group for group in groups_of(current())}
     for (k, i, members), ranks in sorted(missing.items()):
         if everyone.rank not in members:
             continue
@@ -433,3 +435,13 @@ def gathered_again(boxes: Sequence[Replicated], everyone: Group) -> None:
             here.handle = here.again()
             here.finish()
         boxes[k].under_way.pop(i, None)
+
+
+def packed(layout: Layout, node: Tree) -> Replicated:
+    """A copy of a plain tree, in the layout's full flats."""
+    leaves, flats = leaves_of(layout, opened(node)), []
+    for i, row in enumerate(layout.by_flat):
+        some = [leaves[slot.index] for slot in row]
+        alive = not row or any(x is not None for x in some)
+        flats.append(layout.pack(i, some) if alive else None)
+    return Replicated(layout, flats=flats)

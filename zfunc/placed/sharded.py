@@ -17,18 +17,24 @@ import torch
 from torch import Tensor
 
 from zfunc.comm import Group
-from zfunc.context import current
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.kernels.uploads import on_device
-from zfunc.nodes import Box, Tree, carry, opened, register, spent
+from zfunc.memory import current
+from zfunc.nodes import Box, Tree, carry, gone, opened, register, spent
 from zfunc.placed.arriving import begun
 from zfunc.placed.layout import Layout
 from zfunc.placed.leaves import freeze
-from zfunc.placed.pieces import assemble, assemble_all, cut_flats, full_around, leaves_of
+from zfunc.placed.pieces import (
+    assemble,
+    assemble_all,
+    cut_flats,
+    full_around,
+    leaves_of,
+    pieces_of_parts,
+)
 from zfunc.placed.readable import Readable
 from zfunc.placed.streaming import OfFlats
 from zfunc.squares import Segments, square_sum
-from zfunc.tree import gone
 from zfunc.worlds.axes import alone
 from zfunc.worlds.axes import group as group_of
 
@@ -295,6 +301,10 @@ class Sharded(OfFlats, Readable):
                     if not self.layout.flats[i].trainable:
                         freeze(view)
         return optree.tree_unflatten(self.layout.spec, leaves)
+
+    def reassembled(self, layout: Layout, new: Tree) -> Sharded:
+        rank = self.group.rank
+        return Sharded(layout, assemble_all(layout, pieces_of_parts(layout, new, rank), rank))
 
     def _gather(self, flat: int) -> Tensor | None:
         local, spec = self.flats[flat], self.layout.flats[flat]

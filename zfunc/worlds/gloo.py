@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zfunc.digests import as_bytes
 from zfunc.errors import DesyncError, DeviceError
-from zfunc.worlds.halving import Halving
+from zfunc.worlds.halving import Halving, Header, Message
 from zfunc.worlds.hearing import HERE, loopback_only
 from zfunc.worlds.routes import children, headers_each, is_direct, neighbours, parent
 from zfunc.worlds.scratch import Scratch
@@ -59,9 +59,6 @@ LOOK = 0.25  # seconds between two looks whether a rank has come to a group, or 
 ANY = -1  # a message length that the header alone tells
 EAGER_BYTES = 2**15  # what goes with its header
 LAZY = "TORCH_GLOO_LAZY_INIT"
-
-Message = tuple[int, Any]  # the peer concerned and torch's Work
-Header = tuple[int, int]  # the peer concerned and the header's ticket
 
 
 @dataclass(frozen=True)

@@ -10,28 +10,51 @@ that was received is used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from zfunc.worlds.routes import Cube, offsets
+from zfunc.worlds.scratch import Scratch
 from zfunc.worlds.transport import Call, Steps
 
-if TYPE_CHECKING:
-    from zfunc.worlds.gloo import Message, PointToPoint
-
-    Rounds = Iterator[list[Message]]
-
-__all__ = ["Halving"]
+__all__ = ["Halving", "Header", "Message"]
 
 T = TypeVar("T")
+
+Message = tuple[int, Any]  # the peer concerned and torch's Work
+Header = tuple[int, int]  # the peer concerned and the header's ticket
+Rounds = Iterator[list[Message]]
+
+
+class Messenger(Protocol):
+    """What sends single messages, and compares headers."""
+
+    rank: int
+    size: int
+    scratch: Scratch
+
+    def announce(self, call: Call, lengths: Sequence[int]) -> list[Header]:
+        """Send the neighbours a header each; theirs are for ``agree``."""
+
+    def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> None:
+        """Check their headers."""
+
+    def send(self, call: Call, peer: int, data: Tensor, phase: int = 0) -> Message:
+        """Start to send."""
+
+    def receive(self, call: Call, peer: int, into: Tensor, phase: int = 0) -> Message:
+        """Start to receive."""
+
+    def finish(self, call: Call, messages: Sequence[Message]) -> None:
+        """Wait for messages."""
 
 
 class Halving:
     """The collectives of a transport between more ranks than would connect each to each."""
 
-    def __init__(self, transport: PointToPoint) -> None:
+    def __init__(self, transport: Messenger) -> None:
         self._on = transport
         self._cube = Cube(transport.rank, transport.size)
 

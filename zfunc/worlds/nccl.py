@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zfunc.errors import DesyncError
-from zfunc.worlds.gloo import Header, PointToPoint
+from zfunc.worlds.gloo import PointToPoint
+from zfunc.worlds.halving import Header
 from zfunc.worlds.routes import neighbours, ring
 from zfunc.worlds.transport import Call, Steps
 

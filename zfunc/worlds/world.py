@@ -13,16 +13,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from zfunc.errors import DesyncError
-
-if TYPE_CHECKING:
-    from zfunc.comm import Group
-    from zfunc.worlds.accounting import Ledger
-    from zfunc.worlds.transport import Transport
+from zfunc.worlds.transport import Transport
 
 __all__ = ["Judge", "World", "adopt", "current", "default_timeout", "entered", "rank", "world_size"]
 
@@ -57,6 +53,36 @@ def default_timeout() -> float:
     return seconds
 
 
+class Member(Protocol):
+    """A group as its world sees it (:class:`zfunc.comm.Group`)."""
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether work of earlier steps was still under way on a device when it was stopped."""
+
+    def finish(self) -> None:
+        """Complete what is under way."""
+
+    def stop(self, error: DesyncError) -> None:
+        """Take no further part."""
+
+    def renew(self) -> None:
+        """Begin anew, in the next epoch."""
+
+    def hang_up(self) -> None:
+        """Let the peers know that this rank is done."""
+
+    def settle(self) -> None:
+        """Check what is unchecked."""
+
+
+class Recorder(Protocol):
+    """What collectives report to (:class:`zfunc.worlds.accounting.Ledger`)."""
+
+    def record(self, kind: str, label: str, payload: int, headers: int) -> None:
+        """Add one collective: the bytes sent to all peers."""
+
+
 class World:
     """One rank's view of all ranks; on its own, the world of a single process.
 
@@ -82,8 +108,8 @@ class World:
         self.size = size
         self.timeout = default_timeout() if timeout is None else float(timeout)
         self.memo: dict[Any, Any] = {}
-        self.ledgers: list[Ledger] = []
-        self.groups: list[Group] = []
+        self.ledgers: list[Recorder] = []
+        self.groups: list[Member] = []
         self.unchecked = 0
         self.epoch = 0
         self.ended = False
