@@ -14,13 +14,17 @@ from zfunc.placed.layout import Flat
 
 __all__ = ["Rounds", "in_rounds"]
 
-WORTHWHILE = 1 << 16  # bytes; below, one exchange of whole tensors is quicker than two rounds
+# Bytes from which two rounds are quicker than one exchange of whole tensors, between several ranks
+# and between two: these send the same bytes in one round, but need memory for all of them.
+WORTHWHILE, WORTHWHILE_OF_TWO = 1 << 16, 1 << 22
 
 
 def in_rounds(spec: Flat, device: torch.device) -> bool:
     """Whether a flat is reduced in two rounds; on a GPU the backend overlaps its own."""
-    cut = not spec.whole and len(spec.cuts) > 2
-    return device.type == "cpu" and cut and spec.length * spec.dtype.itemsize > WORTHWHILE
+    size = len(spec.cuts) - 1
+    least = WORTHWHILE_OF_TWO if size == 2 else WORTHWHILE
+    cut = not spec.whole and size > 1
+    return device.type == "cpu" and cut and spec.length * spec.dtype.itemsize > least
 
 
 class Rounds:

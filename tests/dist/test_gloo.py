@@ -21,6 +21,7 @@ import zfunc.worlds.world
 from zfunc.collectives import pmean, psum
 from zfunc.comm import Group, even_cuts, ledger
 from zfunc.errors import DesyncError
+from zfunc.worlds import wires
 from zfunc.worlds.axes import group, mesh
 from zfunc.worlds.launching import init, launch
 from zfunc.worlds.simulation import simulate
@@ -35,7 +36,7 @@ DTYPES = [
     torch.int8,
     torch.bool,
 ]
-SIZES = [0, 1, 5, 4096, 50_001]
+SIZES = [0, 1, 5, 4096, 50_001, 150_001]
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -87,6 +88,20 @@ def test_real_ranks_do_what_simulated_ones_do_bit_for_bit(n: int) -> None:
     for real, simulated in zip(
         launch(collectives, nprocs=n, timeout=60), simulate(n)(collectives)(), strict=True
     ):
+        assert same(real, simulated)
+
+
+def collectives_of(hosts: tuple[str, ...]) -> tuple[list[Any], dict[str, int], int]:
+    """The same between ranks that are on these hosts: what is small goes another way."""
+    wires._host = lambda: hosts[zfunc.worlds.world.rank()]
+    return collectives()
+
+
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "b", "a")])
+def test_ranks_of_several_hosts_do_the_same(hosts: tuple[str, ...]) -> None:
+    n = len(hosts)
+    found = launch(collectives_of, hosts, nprocs=n, timeout=60)
+    for real, simulated in zip(found, simulate(n)(collectives)(), strict=True):
         assert same(real, simulated)
 
 

@@ -443,9 +443,11 @@ def test_ctrl_c_in_any_line_of_a_step_and_behind_any_call(
         return False
 
     with handler(signal.default_int_handler):
-        for _ in range(3):  # the first calls of a step do more than those that follow
+        counts = []
+        for _ in range(5):  # the first calls of a step do more than those that follow
             assert not interrupted(begin())
-        total, hits = moments, 0
+            counts.append(moments)
+        total, hits = min(counts), 0  # in some the garbage is collected
         assert total > 300
         for press_at in [*range(1, total, total // 60), *range(total - 60, total + 1)]:
             state = begin()

@@ -57,7 +57,9 @@ __all__ = ["LOOK", "PATIENCE", "Place", "PointToPoint", "lazily_connected", "unr
 PATIENCE = 3.0  # seconds for a peer to say what it is in
 LOOK = 0.25  # seconds between two looks whether a rank has come to a group, or ever will
 ANY = -1  # a message length that the header alone tells
-EAGER_BYTES = 2**15  # what goes with its header
+# What goes with its header: to a peer on this host, whose kernel takes some MB before anybody has
+# to wait, and to one elsewhere. Gloo wakes a thread on either side, which costs more.
+EAGER_BYTES_NEAR, EAGER_BYTES = 2**19 - 1, 2**15
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -223,18 +225,19 @@ class PointToPoint(Hosted):
         segments = [flat[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
         yield from self._reduce_scatter(call, flat, cuts, own)
-        large = [peer for peer in self._peers if not _is_small(segments[peer])]
+        large = [peer for peer in self._peers if not self._is_small(call, segments[peer], peer)]
         messages = [self.receive(call, peer, segments[peer], phase=1) for peer in large]
-        payload = b""
-        if _is_small(own):
-            payload = bytes(as_bytes(own))
-        else:
-            messages += [self.send(call, peer, own, phase=1) for peer in self._peers]
+        payload, payloads = b"", {}
+        for peer in self._peers:
+            if self._is_small(call, own, peer):
+                payloads[peer] = payload = payload or bytes(as_bytes(own))
+            else:
+                messages.append(self.send(call, peer, own, phase=1))
         # No rank waits for gloo, and stops reading, before what it waits for has been sent: others
         # may have to write much to it before they come as far. Hence a second header.
         for peer in self._peers:
             with self._telling_lost(call, peer):
-                self._wires.send_note(peer, call.number, payload)
+                self._wires.send_note(peer, call.number, payloads.get(peer, b""))
         for peer in self._peers:
             with self._telling_lost(call, peer):
                 reduced = self._wires.take_note(peer, call.number)
@@ -295,6 +298,15 @@ class PointToPoint(Hosted):
         parts[self.rank] = own
         return [part.numpy().tobytes() for part in parts]
 
+    def _is_small(self, call: Call, part: Tensor, peer: int) -> bool:
+        """Whether a part goes with the header, from a peer or to it."""
+        if not 0 < part.nbytes <= EAGER_BYTES_NEAR or part.device.type != "cpu":
+            return False
+        if part.nbytes <= EAGER_BYTES:
+            return True
+        with self._telling_lost(call, peer):
+            return self._wires.is_near(peer)
+
     def _swap(self, call: Call, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Swap:
         """Send each peer its part, small ones with their headers; receive into tensors, if any.
 
@@ -305,7 +317,7 @@ class PointToPoint(Hosted):
         made: dict[int, bytes] = {}  # by part: most collectives send all peers the same
         for peer in self._peers:
             part = parts[peer]
-            if _is_small(part):
+            if self._is_small(call, part, peer):
                 if id(part) not in made:
                     made[id(part)] = bytes(as_bytes(part))
                 payloads[peer] = made[id(part)]
@@ -319,7 +331,7 @@ class PointToPoint(Hosted):
         return [
             self.receive(call, peer, into[peer])
             for peer in self._peers
-            if not _is_small(into[peer])
+            if not self._is_small(call, into[peer], peer)
         ]
 
     def _arrive(self, call: Call, swap: Swap) -> None:
@@ -330,7 +342,7 @@ class PointToPoint(Hosted):
 
     def _fill(self, call: Call, swap: Swap, payloads: dict[int, bytearray]) -> None:
         for peer in self._peers:
-            if _is_small(swap.into[peer]):
+            if self._is_small(call, swap.into[peer], peer):
                 as_bytes(swap.into[peer])[:] = payloads[peer]
         self.finish(call, swap.received)
 
@@ -564,10 +576,6 @@ def _context(place: Place, timeout: timedelta) -> Any:
     else:
         options._devices = [gloo.create_default_device(lazy_init=True)]
     return gloo(PrefixStore("gloo", place.store), place.rank, len(place.members), options)
-
-
-def _is_small(part: Tensor) -> bool:
-    return 0 < part.nbytes <= EAGER_BYTES and part.device.type == "cpu"
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -71,6 +71,7 @@ class Wires:
         self._early: dict[tuple[int, int], tuple[int, int, bytearray]] = {}
         self._notes: dict[tuple[int, int], bytearray] = {}
         self._texts: dict[int, str] = {}
+        self._host, self._cards = _host(), dict[int, bytes]()
         self._to: dict[int, socket.socket] = {}
         self._from: dict[int, socket.socket] = {}
         self._reads: defaultdict[int, int] = defaultdict(int)
@@ -87,13 +88,22 @@ class Wires:
         self.close.atexit = False
         # Whoever calls must know a word that only went through the store.
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        here = (_host(), _address(), str(self._server.getsockname()[1]))
+        here = (self._host, _address(), str(self._server.getsockname()[1]))
         publish(self._token + "\n".join(here).encode())
 
     @property
     def sockets(self) -> int:
         """How many are open, the listening one among them."""
         return 1 + len(self._to) + len(self._from)
+
+    def is_near(self, peer: int) -> bool:
+        """Whether a peer is on this host; alike at both. Waits until it has joined the group.
+
+        Raises:
+            TimeoutError: it did not join in time.
+            OSError: it never will.
+        """
+        return self._card(peer)[TOKEN_BYTES:].decode().split("\n")[0] == self._host
 
     def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
         """Send a header and what goes with it; returns its ticket: how many this peer got.
@@ -284,11 +294,16 @@ class Wires:
     def _watch(self, peer: int, events: int) -> None:
         self._watched.modify(self._to[peer], events, peer)
 
+    def _card(self, peer: int) -> bytes:
+        if peer not in self._cards:
+            self._cards[peer] = self._card_of(peer)
+        return self._cards[peer]
+
     def _call(self, peer: int) -> None:
         """Connect to a peer and say who calls."""
-        card = self._card_of(peer)
-        host, address, port = card[TOKEN_BYTES:].decode().split("\n")
-        target = HERE if host == _host() else address
+        card = self._card(peer)
+        _, address, port = card[TOKEN_BYTES:].decode().split("\n")
+        target = HERE if self.is_near(peer) else address
         sock = socket.create_connection((target, int(port)), self._timeout)
         self._open.add(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
