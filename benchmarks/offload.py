@@ -34,9 +34,9 @@ from torch import Tensor
 import zfunc as zf
 from benchmarks import meters
 from zfunc import optim
-from zfunc.disk.blocks import BLOCK, Files, Region
-from zfunc.disk.ring import Ring
+from zfunc.buffers.ring import Ring
 from zfunc.language import gpt
+from zfunc.transforms.offloading.blocks import BLOCK, Files, Region
 
 RESULTS = Path(__file__).parent / "results"
 TIMES, SHARE = 10.0, 0.8  # the promises: state over peak memory, bandwidth over that of a copy

@@ -45,7 +45,7 @@ def blocks(size_name: str, stage: int, pairs: int, steps: int, folder: str) -> d
     state = step.place(zf.TrainState.create(model.params, tx))
     held = zf.tree.size_bytes(state)
     stream = batches(size, zf.rank())
-    ranks = zf.worlds.axes.group(None, "data")
+    ranks = zf.ranks.axes.group(None, "data")
     seconds, calls = [], []
     for i in range(-2, 2 * pairs + 1):  # two blocks to warm up, one more plain one at the end
         ids = list(islice(stream, steps))

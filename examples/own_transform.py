@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from zfunc import optim
-from zfunc.context import LayerInfo
-from zfunc.step import transform_of
-from zfunc.worlds import world
+from zfunc.ranks import world
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Watch(zf.Transform):
 
     position: ClassVar[int] = 600
 
-    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
+    def layer(self, call: Callable[..., Any], info: zf.LayerInfo) -> Callable[..., Any]:
         def watched(*xs: Any, **kw: Any) -> Any:
             out = call(*xs, **kw)
             # Ranks may be threads: what a transform notes down belongs to its rank's world.
@@ -44,7 +42,7 @@ class Watch(zf.Transform):
         return state, metrics | {name: square.sqrt() for name, square in noted.items()}
 
 
-watch = transform_of(Watch)
+watch = zf.transform_of(Watch)
 
 torch.manual_seed(0)
 LAYER = nn.TransformerEncoderLayer(

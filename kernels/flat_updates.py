@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.buffers.uploads import on_device
 from zfunc.kernels import dispatch
 from zfunc.kernels.operators import (
     KernelError,
@@ -26,7 +27,6 @@ from zfunc.kernels.operators import (
     numbers,
     undifferentiated,
 )
-from zfunc.kernels.uploads import on_device
 
 __all__ = ["BLOCK", "FlatUpdate", "blocks", "hyper_tensor"]
 

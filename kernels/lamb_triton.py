@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zfunc.buffers.uploads import on_device
 from zfunc.kernels import dispatch
-from zfunc.kernels.uploads import on_device
 
 __all__ = ["apply", "lamb_apply_kernel", "lamb_finish_kernel", "lamb_moments_kernel", "moments"]
 

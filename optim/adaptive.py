@@ -10,8 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import primitives, tree
-from zfunc.nodes import NAMESPACE, Placed
+from zfunc.engine import primitives
 from zfunc.optim import flat, frozen, fused, moments, units
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params, with_mask
@@ -19,6 +18,8 @@ from zfunc.optim.moments import wide
 from zfunc.optim.paces import Pace, held, map_own, nothing, own_count, own_pace, paced, remembering
 from zfunc.optim.schedules import Rate, at, plain, started, symbolic
 from zfunc.optim.updates import Moved, moved
+from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE, Placed
 
 __all__ = ["AdamState", "LambState", "adam", "adamw", "lamb"]
 

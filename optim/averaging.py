@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zfunc import primitives
+from zfunc.engine import primitives
 from zfunc.optim import moments
 from zfunc.optim.base import GradientTransformation
 from zfunc.optim.moments import wide

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import optree
 
-from zfunc import primitives
+from zfunc.engine import primitives
 from zfunc.errors import PlacementError
-from zfunc.freezing import without_frozen
-from zfunc.nodes import NAMESPACE, Placed
+from zfunc.layout.freezing import without_frozen
 from zfunc.optim.elementwise import check_elementwise
-from zfunc.tree import dotted, paths
+from zfunc.trees.nodes import NAMESPACE, Placed
+from zfunc.trees.tree import dotted, paths
 
 __all__ = [
     "EmptyState",

@@ -16,9 +16,9 @@ from typing import Any
 import optree
 
 from zfunc.errors import PlacementError
-from zfunc.nodes import MAPPED, Lazy, Placed
-from zfunc.tree import paths
-from zfunc.worlds import world
+from zfunc.ranks import world
+from zfunc.trees.nodes import MAPPED, Lazy, Placed
+from zfunc.trees.tree import paths
 
 __all__ = ["judged", "unjudged"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc import tree
 from zfunc.optim.base import EmptyState, GradientTransformation
 from zfunc.optim.schedules import plain, symbolic
 from zfunc.optim.updates import Scaled, scale
-from zfunc.placed.unitwise import streams
+from zfunc.trees import tree
+from zfunc.trees.unitwise import streams
 
 __all__ = ["clip_by_global_norm"]
 

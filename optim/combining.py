@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
-from zfunc import tree
 from zfunc.errors import CompositionError
-from zfunc.nodes import Placed
 from zfunc.optim.base import GradientTransformation, by_path, identity, nodes
 from zfunc.optim.choices import judged
 from zfunc.optim.updates import Moved, moved
-from zfunc.tree import dotted
+from zfunc.trees import tree
+from zfunc.trees.nodes import Placed
+from zfunc.trees.tree import dotted
 
 __all__ = [
     "MaskedState",

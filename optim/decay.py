@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from zfunc import tree
+from zfunc.layout.unreduced import linear_map
 from zfunc.optim.base import EmptyState, GradientTransformation, by_path
 from zfunc.optim.choices import judged
 from zfunc.optim.moments import wide
 from zfunc.optim.paces import Paces, held
-from zfunc.placed.unreduced import linear_map
+from zfunc.trees import tree
 
 __all__ = [
     "Rates",

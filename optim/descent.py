@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc import primitives, tree
+from zfunc.engine import primitives
 from zfunc.optim import flat, moments
 from zfunc.optim.base import GradientTransformation
 from zfunc.optim.decay import add_decay, decay_rates, map_rates, needs_params, with_mask
@@ -17,6 +17,7 @@ from zfunc.optim.moments import wide
 from zfunc.optim.paces import held, nothing, own_pace, paced
 from zfunc.optim.schedules import Rate, at, started
 from zfunc.optim.updates import Moved
+from zfunc.trees import tree
 
 __all__ = ["LionState", "SgdState", "lion", "sgd"]
 

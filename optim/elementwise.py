@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from zfunc import tree
 from zfunc.errors import CompositionError
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.sharded import cut
 from zfunc.optim.choices import unjudged
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.sharded import cut
-from zfunc.worlds.world import World, entered
+from zfunc.ranks.world import World, entered
+from zfunc.trees import tree
 
 __all__ = ["check_elementwise"]
 

@@ -16,16 +16,18 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import kernels, primitives, tree
-from zfunc.nodes import NAMESPACE, Placed
+from zfunc import kernels
+from zfunc.engine import primitives
+from zfunc.layout.replicated import in_box, in_flats
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import Launch, Stretch, parted, runs
 from zfunc.optim.fused import Piece, own, pieces_of
 from zfunc.optim.paces import Paces, own_pace
 from zfunc.optim.schedules import symbolic
 from zfunc.optim.updates import Scaled
-from zfunc.placed.replicated import in_box, in_flats
-from zfunc.placed.unitwise import streams
+from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE, Placed
+from zfunc.trees.unitwise import streams
 
 __all__ = ["lamb_step", "lion_step"]
 

@@ -15,15 +15,15 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import tree
-from zfunc.nodes import NAMESPACE, leaves_in
 from zfunc.optim.adjacent import chunks, joined
 from zfunc.optim.decay import Rates
 from zfunc.optim.fused import own, stretches_of
 from zfunc.optim.moments import growth
 from zfunc.optim.schedules import plain
 from zfunc.optim.units import roots
-from zfunc.placed.unitwise import streams
+from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE, leaves_in
+from zfunc.trees.unitwise import streams
 
 __all__ = ["reach", "step"]
 

@@ -21,10 +21,11 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import kernels, memory, primitives, tree
-from zfunc.kernels.uploads import on_device
-from zfunc.memory import reuse
-from zfunc.nodes import NAMESPACE, Placed
+from zfunc import kernels
+from zfunc.buffers.numbers import at_hand
+from zfunc.buffers.uploads import on_device
+from zfunc.engine import primitives
+from zfunc.layout.replicated import in_box, in_flats
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import (
     SMALL,
@@ -37,9 +38,10 @@ from zfunc.optim.buffers import (
 )
 from zfunc.optim.paces import Paces, own_count, own_pace
 from zfunc.optim.updates import Scaled, scale
-from zfunc.placed.numbers import at_hand
-from zfunc.placed.replicated import in_box, in_flats
-from zfunc.placed.unitwise import by_unit
+from zfunc.trees import memory, tree
+from zfunc.trees.memory import reuse
+from zfunc.trees.nodes import NAMESPACE, Placed
+from zfunc.trees.unitwise import by_unit
 
 __all__ = ["Piece", "adamw_", "own", "pieces_of", "step", "stretches_of"]
 

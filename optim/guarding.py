@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc import memory, primitives, tree
+from zfunc.buffers.readings import Reading
+from zfunc.buffers.uploads import on_device
+from zfunc.engine import primitives
 from zfunc.errors import NonFiniteError
-from zfunc.kernels.uploads import on_device
-from zfunc.nodes import leaves_in
+from zfunc.layout.unreduced import linear_map
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.schedules import started
 from zfunc.optim.updates import Moved
-from zfunc.placed.unitwise import streams
-from zfunc.placed.unreduced import linear_map
-from zfunc.readings import Reading
+from zfunc.trees import memory, tree
+from zfunc.trees.nodes import leaves_in
+from zfunc.trees.unitwise import streams
 
 __all__ = ["SkipState", "all_finite", "first_nonfinite", "skip_nonfinite"]
 

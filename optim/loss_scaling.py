@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zfunc.buffers.readings import number
 from zfunc.errors import NonFiniteError
-from zfunc.readings import number
 
 __all__ = ["DynamicScale", "ScaleState", "next_scale"]
 

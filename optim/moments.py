@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc import primitives, tree
+from zfunc.engine import primitives
 from zfunc.errors import CompositionError
-from zfunc.memory import reuse
+from zfunc.layout.unreduced import linear_map
 from zfunc.optim import units
 from zfunc.optim.schedules import plain
 from zfunc.optim.units import wide
-from zfunc.placed.unreduced import linear_map
+from zfunc.trees import tree
+from zfunc.trees.memory import reuse
 
 __all__ = ["blend", "check_begun", "first", "growth", "second", "wide", "zeros"]
 

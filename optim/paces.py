@@ -3,9 +3,9 @@
 A leaf that nobody used keeps its moments and takes no step, and each leaf counts its own updates,
 as in ``torch.optim``, where the gradient of such a leaf is ``None``. An optimizer keeps one count
 all the same: the step says of each leaf that takes part how many updates it has missed
-(:func:`zfunc.primitives.missed`), and what depends on a leaf's own count subtracts that. So states
-look alike with and without it, and the usual step, of which all leaves take part, knows nothing
-of it. Schedules go by the count of steps, as those of ``torch.optim.lr_scheduler`` do.
+(:func:`zfunc.engine.primitives.missed`), and what depends on a leaf's own count subtracts that. So
+states look alike with and without it, and the usual step, of which all leaves take part, knows
+nothing of it. Schedules go by the count of steps, as those of ``torch.optim.lr_scheduler`` do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zfunc import primitives, tree
+from zfunc.engine import primitives
 from zfunc.errors import CompositionError
+from zfunc.trees import tree
 
 __all__ = [
     "Pace",

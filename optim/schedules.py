@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc import tree
+from zfunc.layout.unreduced import linear_map
 from zfunc.optim.base import GradientTransformation
-from zfunc.placed.unreduced import linear_map
+from zfunc.trees import tree
 
 __all__ = [
     "Rate",

@@ -17,11 +17,11 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import tree
-from zfunc.nodes import NAMESPACE
+from zfunc.layout.unreduced import Unreduced, linear_map
 from zfunc.optim.adjacent import chunks, joined
 from zfunc.optim.fused import own
-from zfunc.placed.unreduced import Unreduced, linear_map
+from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE
 
 __all__ = ["local", "momentum", "roots", "shares", "sizes", "wide"]
 

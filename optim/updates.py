@@ -9,9 +9,12 @@ import optree
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from zfunc import primitives, tree
+from zfunc.engine import primitives
 from zfunc.errors import PlacementError
-from zfunc.nodes import (
+from zfunc.layout.replicated import Replicated, boxed, elementwise
+from zfunc.layout.unreduced import linear_map
+from zfunc.trees import tree
+from zfunc.trees.nodes import (
     NAMESPACE,
     OPAQUE,
     Lazy,
@@ -22,8 +25,6 @@ from zfunc.nodes import (
     opened,
     register,
 )
-from zfunc.placed.replicated import Replicated, boxed, elementwise
-from zfunc.placed.unreduced import linear_map
 
 __all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
 

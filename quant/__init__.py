@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zfunc.quant.calibration import calibrate
     from zfunc.quant.curvature import top_eigenvalues
-    from zfunc.quant.exporting import exported
     from zfunc.quant.fake import fake_quantize
     from zfunc.quant.files import load, save
     from zfunc.quant.grids import Format
     from zfunc.quant.qtensor import QTensor
     from zfunc.quant.reports import Report, report
     from zfunc.quant.trees import dequantize_tree, quantize_tree
+    from zfunc.transforms.quantization.exporting import exported
 
 _HOMES = {
-    "Format": "grids",
-    "QTensor": "qtensor",
-    "Report": "reports",
-    "calibrate": "calibration",
-    "dequantize_tree": "trees",
-    "exported": "exporting",
-    "fake_quantize": "fake",
-    "load": "files",
-    "quantize_tree": "trees",
-    "report": "reports",
-    "save": "files",
-    "top_eigenvalues": "curvature",
+    "Format": "quant.grids",
+    "QTensor": "quant.qtensor",
+    "Report": "quant.reports",
+    "calibrate": "quant.calibration",
+    "dequantize_tree": "quant.trees",
+    "exported": "transforms.quantization.exporting",
+    "fake_quantize": "quant.fake",
+    "load": "quant.files",
+    "quantize_tree": "quant.trees",
+    "report": "quant.reports",
+    "save": "quant.files",
+    "top_eigenvalues": "quant.curvature",
 }
 
 __all__ = [
@@ -52,7 +52,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Everything on first use, so that ``import zfunc`` stays light."""
         if name in _HOMES:
-            return getattr(importlib.import_module(f"zfunc.quant.{_HOMES[name]}"), name)
+            return getattr(importlib.import_module(f"zfunc.{_HOMES[name]}"), name)
         raise AttributeError(f"module 'zfunc.quant' has no attribute {name!r}")
 
 

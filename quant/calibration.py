@@ -22,14 +22,14 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
+from zfunc.layout.layout import find_layers
 from zfunc.modules.functional import Functional
-from zfunc.nodes import NAMESPACE, Tree
-from zfunc.placed.layout import find_layers
 from zfunc.quant import grids
 from zfunc.quant.choice import Include
 from zfunc.quant.grids import Format, Grid
 from zfunc.quant.qtensor import QTensor, rows_of
 from zfunc.quant.trees import format_of, mapped
+from zfunc.trees.nodes import NAMESPACE, Tree
 
 __all__ = ["calibrate", "compensated"]
 

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zfunc import context, random
-from zfunc.comm import Group
-from zfunc.context import Context
-from zfunc.nodes import NAMESPACE, Layers, Placed, Tree
-from zfunc.passes import Pass
-from zfunc.placed.placement import placed_nodes
-from zfunc.placed.sharded import Sharded
-from zfunc.primitives import Mean, Ref, enter
-from zfunc.tree import dotted
+from zfunc.engine import context
+from zfunc.engine.context import Context
+from zfunc.engine.passes import Pass
+from zfunc.engine.placement import placed_nodes
+from zfunc.engine.primitives import Mean, Ref, enter
+from zfunc.layout.sharded import Sharded
+from zfunc.ranks import random
+from zfunc.ranks.comm import Group
+from zfunc.trees.nodes import NAMESPACE, Layers, Placed, Tree
+from zfunc.trees.tree import dotted
 
 __all__ = ["ROOT", "layer_names", "top_eigenvalues"]
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import check_name
-from zfunc.nodes import NAMESPACE, Tree
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
-from zfunc.tree import dotted, flatten_names
+from zfunc.trees.nodes import NAMESPACE, Tree
+from zfunc.trees.tree import dotted, flatten_names
 
 __all__ = ["is_low_bit", "load", "save", "stored_bits"]
 

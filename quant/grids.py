@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from zfunc.buffers.readings import number
 from zfunc.errors import NonFiniteError
 from zfunc.quant.steps import searched
-from zfunc.readings import number
 
 __all__ = ["BITS", "Format", "Grid", "dequantize", "fit", "quantize", "wide"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.nodes import Tree
 from zfunc.quant.qtensor import QTensor
-from zfunc.tree import flatten_names
+from zfunc.trees.nodes import Tree
+from zfunc.trees.tree import flatten_names
 
 __all__ = ["Report", "Row", "report"]
 

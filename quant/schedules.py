@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.readings import number
+from zfunc.buffers.readings import number
 
 __all__ = ["FULL", "Rules", "advance", "dropping", "factors", "start"]
 

@@ -13,11 +13,11 @@ from zfunc.errors import CheckpointError
 from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.modules.functional import Functional
 from zfunc.modules.units import Leaf
-from zfunc.nodes import Tree
 from zfunc.quant import files
 from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.trees import format_of
+from zfunc.trees.nodes import Tree
 
 __all__ = ["quantize_files", "read_files"]
 

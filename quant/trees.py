@@ -10,11 +10,11 @@ from torch import Tensor
 
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
-from zfunc.nodes import NAMESPACE, Placed, Tree
 from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.grids import BITS, Format
 from zfunc.quant.qtensor import QTensor
-from zfunc.tree import dotted
+from zfunc.trees.nodes import NAMESPACE, Placed, Tree
+from zfunc.trees.tree import dotted
 
 __all__ = ["dequantize_tree", "format_of", "quantize_tree"]
 

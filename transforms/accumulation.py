@@ -21,18 +21,18 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import tree
-from zfunc.comm import Group
-from zfunc.context import Context
-from zfunc.differentiation import checked
-from zfunc.nodes import NAMESPACE
-from zfunc.placed.unitwise import streams
-from zfunc.placed.unreduced import linear_map
-from zfunc.primitives import Mean
-from zfunc.readings import Reading, number, on_host, sent
-from zfunc.seams import Gradients, Pending, Ready, UnitInfo
-from zfunc.step import Differentiate, Transform, transform_of
+from zfunc.buffers.readings import Reading, number, on_host, sent
+from zfunc.engine.context import Context
+from zfunc.engine.differentiation import checked
+from zfunc.engine.primitives import Mean
+from zfunc.engine.seams import Gradients, Pending, Ready, UnitInfo
+from zfunc.engine.step import Differentiate, Transform, transform_of
+from zfunc.layout.unreduced import linear_map
+from zfunc.ranks.comm import Group
 from zfunc.transforms.microbatches import microbatches, own_leaves
+from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE
+from zfunc.trees.unitwise import streams
 
 __all__ = ["Accumulate", "accumulate"]
 

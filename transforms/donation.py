@@ -5,7 +5,7 @@ it raises ``DonatedStateError``.
 
 A pure step copies parameters and moments once, since nobody may see the old ones
 change. torch has no donated buffers as XLA has, so the places that write new values
-(:func:`zfunc.memory.reuse`) ask the running step whether the old ones are spent.
+(:func:`zfunc.trees.memory.reuse`) ask the running step whether the old ones are spent.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zfunc.context import Context, current
-from zfunc.memory import Donation, blank
-from zfunc.nodes import any_spent, boxes_in, held_in
-from zfunc.step import Transform, transform_of
+from zfunc.engine.context import Context, current
+from zfunc.engine.step import Transform, transform_of
+from zfunc.trees.memory import Donation, blank
+from zfunc.trees.nodes import any_spent, boxes_in, held_in
 
 __all__ = ["Donate", "donate"]
 

@@ -23,15 +23,16 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import context, random
-from zfunc.context import Context, LayerInfo
+from zfunc.buffers.readings import number
+from zfunc.engine import context
+from zfunc.engine.context import Context, LayerInfo
+from zfunc.engine.passes import Pass
+from zfunc.engine.placement import Entries
+from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError
-from zfunc.nodes import NAMESPACE, Layers
-from zfunc.passes import Pass
-from zfunc.placed.placement import Entries
-from zfunc.placed.readable import Readable
-from zfunc.readings import number
-from zfunc.step import Transform, transform_of
+from zfunc.layout.readable import Readable
+from zfunc.ranks import random
+from zfunc.trees.nodes import NAMESPACE, Layers
 
 __all__ = ["DropLayers", "drop_layers", "keep_probability", "theta_at"]
 

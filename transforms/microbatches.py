@@ -11,13 +11,13 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import random
-from zfunc.batches import described, has_rows, is_plain, leaves_of, mapped, mislaid
-from zfunc.comm import even_cuts
+from zfunc.engine.batches import described, has_rows, is_plain, leaves_of, mapped, mislaid
+from zfunc.engine.seams import Gradients
 from zfunc.errors import CompositionError
-from zfunc.nodes import NAMESPACE, Lazy, Placed
-from zfunc.seams import Gradients
-from zfunc.tree import dotted
+from zfunc.ranks import random
+from zfunc.ranks.comm import even_cuts
+from zfunc.trees.nodes import NAMESPACE, Lazy, Placed
+from zfunc.trees.tree import dotted
 
 __all__ = ["microbatches", "own_leaves"]
 

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zfunc.context import LayerInfo
+from zfunc.engine.context import LayerInfo
+from zfunc.engine.recomputation import Twice, cannot
+from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError
-from zfunc.recomputation import Twice, cannot
-from zfunc.step import Transform, transform_of
 
 __all__ = ["Remat", "remat"]
 

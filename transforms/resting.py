@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zfunc import context
-from zfunc.context import Context
+from zfunc.engine import context
+from zfunc.engine.carried import held, may_lose, put, take
+from zfunc.engine.context import Context
+from zfunc.engine.placement import Entries
+from zfunc.engine.seams import Gradients
+from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError, DesyncError, PlacementError
 from zfunc.optim.combining import present
-from zfunc.placed.carried import held, may_lose, put, take
-from zfunc.placed.placement import Entries
-from zfunc.seams import Gradients
-from zfunc.step import Differentiate, Transform
 
 __all__ = ["SkipUnused"]
 

@@ -25,15 +25,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zfunc import tree
-from zfunc.comm import Group
-from zfunc.context import PLACING, Context
-from zfunc.errors import PlacementError
-from zfunc.nodes import OPAQUE, Lazy, Tree, leaves_in
-from zfunc.placed.agreement import check_same
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.layout import Layout, whole
-from zfunc.placed.placement import (
+from zfunc.engine.agreement import check_same
+from zfunc.engine.context import PLACING, Context
+from zfunc.engine.placement import (
     Entries,
     Twins,
     layout_for,
@@ -41,17 +35,23 @@ from zfunc.placed.placement import (
     reassembled,
     rejoined,
 )
-from zfunc.placed.readable import Readable
-from zfunc.placed.replicated import Replicated, packed
-from zfunc.placed.sharded import Sharded, cut
-from zfunc.placed.streamed import Cut, Streamed
-from zfunc.plans import there_and_back
-from zfunc.pool import empty, pool
-from zfunc.rounds import Rounds, in_rounds
-from zfunc.seams import Pending, UnitInfo, Waiting
-from zfunc.step import Transform, transform_of
-from zfunc.traffic import Traffic, gathered, joined, reduced
-from zfunc.worlds.axes import MESH, Mesh, group
+from zfunc.engine.plans import there_and_back
+from zfunc.engine.seams import Pending, UnitInfo, Waiting
+from zfunc.engine.step import Transform, transform_of
+from zfunc.engine.traffic import Traffic, gathered, joined, reduced
+from zfunc.errors import PlacementError
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.layout import Layout, whole
+from zfunc.layout.pool import empty, pool
+from zfunc.layout.readable import Readable
+from zfunc.layout.replicated import Replicated, packed
+from zfunc.layout.rounds import Rounds, in_rounds
+from zfunc.layout.sharded import Sharded, cut
+from zfunc.ranks.axes import MESH, Mesh, group
+from zfunc.ranks.comm import Group
+from zfunc.transforms.offloading.streamed import Cut, Streamed
+from zfunc.trees import tree
+from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
 
 __all__ = ["Shard", "shard"]
 

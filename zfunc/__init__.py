@@ -11,13 +11,17 @@ See ``docs/all-of-zfunc.md`` for the whole library on one page.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from zfunc import comm, errors, random, tree
-from zfunc.batches import local_batch
-from zfunc.collectives import axis_index, pmean, psum
-from zfunc.differentiation import evaluate, value_and_grad
-from zfunc.disk.recovery import recover
+from zfunc import errors
+from zfunc.engine import context, step
+from zfunc.engine.batches import local_batch
+from zfunc.engine.context import LayerInfo
+from zfunc.engine.differentiation import evaluate, value_and_grad
+from zfunc.engine.primitives import Mean, layer, reduced, scan, settled
+from zfunc.engine.state import TrainState
+from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import (
     CheckpointError,
     CompositionError,
@@ -28,27 +32,26 @@ from zfunc.errors import (
     PlacementError,
     ZfuncError,
 )
-from zfunc.files.checkpoint import checkpoints, restore, save
-from zfunc.files.pretrained import export_safetensors, import_safetensors
-from zfunc.graphs import captured
-from zfunc.language.generation import generate
-from zfunc.modules.functional import Functional, functionalize
-from zfunc.placed.sharded import Sharded
-from zfunc.placed.unreduced import linear_map
-from zfunc.primitives import Mean, layer, reduced, scan, settled
-from zfunc.recipe import train_step
-from zfunc.renewal import recover_world
-from zfunc.state import TrainState
-from zfunc.step import Step, Transform
-from zfunc.stopping import preemption
-from zfunc.tree import Layers, full
-from zfunc.worlds.axes import Mesh, mesh
-from zfunc.worlds.launching import init, launch
-from zfunc.worlds.simulation import simulate
-from zfunc.worlds.world import rank, world_size
+from zfunc.layout.sharded import Sharded
+from zfunc.layout.unreduced import linear_map
+from zfunc.ranks import comm, random
+from zfunc.ranks.axes import Mesh, mesh
+from zfunc.ranks.collectives import axis_index, pmean, psum
+from zfunc.ranks.launching import init, launch
+from zfunc.ranks.simulation import simulate
+from zfunc.ranks.world import rank, world_size
+from zfunc.trees import tree
+from zfunc.trees.tree import Layers, full
 
 if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc import kernels, optim, quant, transforms
+    from zfunc.files.checkpoint import checkpoints, restore, save
+    from zfunc.files.pretrained import export_safetensors, import_safetensors
+    from zfunc.language.generation import generate
+    from zfunc.modules.functional import Functional, functionalize
+    from zfunc.training.recipe import train_step
+    from zfunc.training.renewal import recover_world
+    from zfunc.training.stopping import preemption
     from zfunc.transforms import (
         accumulate,
         compress_grads,
@@ -60,20 +63,39 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
         remat,
         shard,
     )
+    from zfunc.transforms.capture import captured
+    from zfunc.transforms.offloading.recovery import recover
+
+# Where these were before they had rooms; `from zfunc.tree import Layers` goes on working.
+for _moved in (comm, context, random, step, tree):
+    sys.modules[f"zfunc.{_moved.__name__.rpartition('.')[2]}"] = _moved
 
 __version__ = "0.1.0"
 
-_TRANSFORMS = (
-    "accumulate",
-    "compress_grads",
-    "donate",
-    "drop_layers",
-    "offload",
-    "precision",
-    "quantize",
-    "remat",
-    "shard",
-)
+_LATER = {  # on first use: nobody pays for what is not used
+    "Functional": "modules.functional",
+    "accumulate": "transforms",
+    "captured": "transforms.capture",
+    "checkpoints": "files.checkpoint",
+    "compress_grads": "transforms",
+    "donate": "transforms",
+    "drop_layers": "transforms",
+    "export_safetensors": "files.pretrained",
+    "functionalize": "modules.functional",
+    "generate": "language.generation",
+    "import_safetensors": "files.pretrained",
+    "offload": "transforms",
+    "precision": "transforms",
+    "preemption": "training.stopping",
+    "quantize": "transforms",
+    "recover": "transforms.offloading.recovery",
+    "recover_world": "training.renewal",
+    "remat": "transforms",
+    "restore": "files.checkpoint",
+    "save": "files.checkpoint",
+    "shard": "transforms",
+    "train_step": "training.recipe",
+}
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
@@ -83,6 +105,7 @@ __all__ = [
     "DeviceError",
     "DonatedStateError",
     "Functional",
+    "LayerInfo",
     "Layers",
     "Mean",
     "Mesh",
@@ -136,6 +159,7 @@ __all__ = [
     "shard",
     "simulate",
     "train_step",
+    "transform_of",
     "transforms",
     "tree",
     "value_and_grad",
@@ -146,9 +170,11 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        """Transforms and rooms on first use: the core itself imports no transform."""
-        if name in _TRANSFORMS:
-            return getattr(importlib.import_module("zfunc.transforms"), name)
+        """Whatever the core does without, on first use."""
+        if name in _LATER:
+            found = getattr(importlib.import_module(f"zfunc.{_LATER[name]}"), name)
+            globals()[name] = found
+            return found
         if name in _ROOMS:
             return importlib.import_module(f"zfunc.{name}")
         raise AttributeError(f"module 'zfunc' has no attribute {name!r}")

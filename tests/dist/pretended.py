@@ -57,7 +57,7 @@ def gpus(visible: str, host: str, nccl: bool = True) -> Iterator[None]:
         mock.patch("torch.cuda.set_device", set_device),
         mock.patch("torch.cuda.get_device_properties", properties),
         mock.patch("socket.gethostname", lambda: host),
-        mock.patch("zfunc.worlds.devices.host", lambda: host),
+        mock.patch("zfunc.ranks.devices.host", lambda: host),
         mock.patch.object(dist, "is_nccl_available", lambda: nccl),
         mock.patch.object(distributed_c10d, "is_nccl_available", lambda: nccl),
         mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Nccl, create=True),

@@ -66,7 +66,7 @@ def wires() -> list[tuple[float, float, float]]:
         step = zf.shard(zf.train_step(wide_loss, ADAMW), stage=stage, unit_bytes=1 << 20)
         step = zf.compress_grads(step, freeze_step=2)
         state = step.place(zf.TrainState.create(wide(torch.float32), ADAMW))
-        ranks = zf.worlds.axes.group(None, "data")
+        ranks = zf.ranks.axes.group(None, "data")
         counted = []
         for steps in (2, 4):
             ranks.barrier()

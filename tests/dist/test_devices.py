@@ -15,14 +15,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tests.dist.pretended import gpus
-from zfunc.comm import Group, unchecked
 from zfunc.errors import DesyncError, DeviceError
-from zfunc.worlds import devices, world
-from zfunc.worlds.axes import group
-from zfunc.worlds.distributed import DistributedWorld
-from zfunc.worlds.gloo import PointToPoint
-from zfunc.worlds.launching import init, launch
-from zfunc.worlds.nccl import Native
+from zfunc.ranks import devices, world
+from zfunc.ranks.axes import group
+from zfunc.ranks.comm import Group, unchecked
+from zfunc.ranks.distributed import DistributedWorld
+from zfunc.ranks.gloo import PointToPoint
+from zfunc.ranks.launching import init, launch
+from zfunc.ranks.nccl import Native
 
 # Each case: of three ranks, the GPUs that each sees, its host and its environment; what was asked
 # for; and the devices, or what the error says on all ranks.

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zfunc.worlds.world
-from zfunc.collectives import pmean, psum
-from zfunc.comm import Group, even_cuts, ledger
+import zfunc.ranks.world
 from zfunc.errors import DesyncError
-from zfunc.worlds import wires
-from zfunc.worlds.axes import group, mesh
-from zfunc.worlds.launching import init, launch
-from zfunc.worlds.simulation import simulate
+from zfunc.ranks import wires
+from zfunc.ranks.axes import group, mesh
+from zfunc.ranks.collectives import pmean, psum
+from zfunc.ranks.comm import Group, even_cuts, ledger
+from zfunc.ranks.launching import init, launch
+from zfunc.ranks.simulation import simulate
 
 DTYPES = [
     torch.float64,
@@ -93,7 +93,7 @@ def test_real_ranks_do_what_simulated_ones_do_bit_for_bit(n: int) -> None:
 
 def collectives_of(hosts: tuple[str, ...]) -> tuple[list[Any], dict[str, int], int]:
     """The same between ranks that are on these hosts: what is small goes another way."""
-    wires._host = lambda: hosts[zfunc.worlds.world.rank()]
+    wires._host = lambda: hosts[zfunc.ranks.world.rank()]
     return collectives()
 
 
@@ -172,11 +172,11 @@ def memory() -> None:
 
 def axes() -> tuple[list[float], bool]:
     grid = mesh(data=2, tensor=2)
-    rank = float(zfunc.worlds.world.rank())
+    rank = float(zfunc.ranks.world.rank())
     sums = []
     for axis in ("data", "tensor", "pipe", ("data", "pipe"), ("data", "tensor")):
         sums.append(group(grid, axis).all_reduce(torch.tensor(rank)).wait().item())
-    joined = zfunc.worlds.world.current()
+    joined = zfunc.ranks.world.current()
     device_mesh = joined.device_mesh(grid.axes)  # type: ignore[attr-defined]
     shared = dist.get_process_group_ranks(device_mesh["tensor"].get_group())
     return sums, tuple(shared) == grid.members("tensor", joined.rank) and joined is init()
@@ -192,14 +192,14 @@ def test_groups_are_those_of_a_device_mesh() -> None:
 
 def native() -> list[Any]:
     """What runs on GPUs, on CPU tensors: torch's own collectives beside the headers."""
-    from zfunc.worlds.distributed import DistributedWorld
-    from zfunc.worlds.nccl import Native
+    from zfunc.ranks.distributed import DistributedWorld
+    from zfunc.ranks.nccl import Native
 
     class NativeOnHost(Native):
         def _hosts(self, data: torch.Tensor) -> bool:
             return False
 
-    joined = zfunc.worlds.world.current()
+    joined = zfunc.ranks.world.current()
     assert isinstance(joined, DistributedWorld)
     cpu = joined.connect((("data", joined.size),), ("data",))
     joined.memo[("group", tuple(range(joined.size)))] = Group(
@@ -253,10 +253,10 @@ def test_native_collectives_keep_the_contract() -> None:
 
 def test_buffers_are_neither_copied_nor_kept_and_gradients_flow() -> None:
     def body() -> list[float]:
-        if zfunc.worlds.world.world_size() == 2:
+        if zfunc.ranks.world.world_size() == 2:
             memory()
         x = torch.tensor([1.0, 2.0], requires_grad=True)
-        weight = zfunc.worlds.world.rank() + 1.0
+        weight = zfunc.ranks.world.rank() + 1.0
         return torch.autograd.grad((psum(x) + pmean(x)).sum() * weight, x)[0].tolist()
 
     assert launch(body, nprocs=2) == simulate(2)(body)() == [[4.5, 4.5]] * 2
@@ -269,7 +269,7 @@ def test_launch_takes_what_a_notebook_has_and_shares_the_cores(
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     offset = 10  # a closure
     results = launch(
-        lambda x: (x + offset + zfunc.worlds.world.rank(), torch.get_num_threads()), 1, nprocs=2
+        lambda x: (x + offset + zfunc.ranks.world.rank(), torch.get_num_threads()), 1, nprocs=2
     )
     assert results == [(11, share), (12, share)]
     with pytest.raises(ValueError, match="at least one rank"):
@@ -287,7 +287,7 @@ def test_launch_reports_a_result_that_cannot_travel() -> None:
 def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     script = f"""
         import os, pathlib, time
-        from zfunc.worlds.launching import launch
+        from zfunc.ranks.launching import launch
         def body():
             pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
             time.sleep(600)

@@ -121,7 +121,7 @@ def wires() -> dict[int, tuple[int, int]]:
     for stage in STAGES:
         step = zf.donate(zf.shard(zf.train_step(wide_loss, ADAMW), stage=stage, unit_bytes=1 << 20))
         state = step.place(zf.TrainState.create(wide(torch.float32), ADAMW))
-        ranks = zf.worlds.axes.group(None, "data")
+        ranks = zf.ranks.axes.group(None, "data")
         ranks.barrier()
         before = kernel_bytes_sent()
         with zf.comm.ledger() as led:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from zfunc.errors import DesyncError
-from zfunc.worlds.axes import group
-from zfunc.worlds.launching import launch
-from zfunc.worlds.simulation import simulate
+from zfunc.ranks.axes import group
+from zfunc.ranks.launching import launch
+from zfunc.ranks.simulation import simulate
 
 
 def everyone():  # type: ignore[no-untyped-def]
@@ -100,9 +100,9 @@ def every_mismatch_of_two() -> list[str]:
 
 def fresh_group() -> None:
     """A group that has not failed, over new connections."""
-    from zfunc.comm import Group
-    from zfunc.worlds.gloo import PointToPoint
-    from zfunc.worlds.world import current
+    from zfunc.ranks.comm import Group
+    from zfunc.ranks.gloo import PointToPoint
+    from zfunc.ranks.world import current
 
     joined: Any = current()
     place = joined._place((0, 1), f"after {len(joined.groups)} groups")
@@ -179,8 +179,8 @@ def test_launch_tells_of_a_rank_that_died() -> None:
 
 PLAIN = """
     import os, sys, time, torch
-    from zfunc.worlds.launching import init
-    from zfunc.worlds.axes import group
+    from zfunc.ranks.launching import init
+    from zfunc.ranks.axes import group
     joined = init(timeout={timeout})
     ranks = group(None, "data")
     x = torch.ones(3_000_000)

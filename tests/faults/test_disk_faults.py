@@ -28,10 +28,10 @@ import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, regression, train
 from tests.laws.models import CASES
 from zfunc import optim, tree
-from zfunc.disk.blocks import Files
-from zfunc.disk.generations import Placement
-from zfunc.disk.stored import stored_nodes
-from zfunc.worlds.world import World, entered
+from zfunc.ranks.world import World, entered
+from zfunc.transforms.offloading.blocks import Files
+from zfunc.transforms.offloading.generations import Placement
+from zfunc.transforms.offloading.stored import stored_nodes
 
 F64 = torch.float64
 STACK = CASES["stack"]

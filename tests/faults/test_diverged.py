@@ -118,7 +118,7 @@ def test_replicas_that_have_diverged_are_not_saved(
         state = step.place(CASE.state(ADAMW, F64).replace(step=torch.tensor(1)))
         zf.save(tmp_path / "good", state)
         state, _ = step(state, zf.local_batch(CASE.batch(0, F64)))
-        zf.worlds.axes.group(None, "data").barrier()
+        zf.ranks.axes.group(None, "data").barrier()
         monkeypatch.setattr(os, "pwrite", pwrite)
         apart = state.replace(**{entry: on_rank(1, permuted, getattr(state, entry))})
         zf.save(tmp_path / "good", apart, block=block)
@@ -209,7 +209,7 @@ def test_replicas_on_devices_of_two_kinds_are_compared(
 
 
 def test_start_on_devices_of_two_kinds_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zfunc.placed import agreement
+    from zfunc.engine import agreement
 
     real, kind = agreement.digests, agreement._kind
 

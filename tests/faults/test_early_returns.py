@@ -21,11 +21,11 @@ from tests.faults.test_desync import start_ranks
 from tests.laws.cases import regression
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
-from zfunc.comm import Group
 from zfunc.errors import DesyncError
-from zfunc.worlds.axes import group
-from zfunc.worlds.gloo import Place, PointToPoint
-from zfunc.worlds.world import World
+from zfunc.ranks.axes import group
+from zfunc.ranks.comm import Group
+from zfunc.ranks.gloo import Place, PointToPoint
+from zfunc.ranks.world import World
 
 TX = optim.sgd(0.1)
 LONG = 300.0  # seconds; nothing here may wait for them

@@ -22,8 +22,9 @@ import torch
 import zfunc as zf
 from tests.laws.cases import ADAMW, bits, named, trained
 from tests.laws.models import stack, stack_loss
-from zfunc import interrupts, optim
-from zfunc.graphs import Captured
+from zfunc import optim
+from zfunc.engine import interrupts
+from zfunc.transforms.capture import Captured
 
 CASE = trained(stack, stack_loss)
 
@@ -365,7 +366,7 @@ def test_parameters_that_autograd_tracks_are_spent_with_the_step_that_failed(
     def half(state: Any, batch: Any) -> Any:
         _, grads = zf.value_and_grad(lambda p: (p["w"] * batch).sum())(state.params)
         updates, _ = tx.update(grads, state.opt_state, state.params)
-        new = zf.memory.reuse(state.params["w"])
+        new = zf.trees.memory.reuse(state.params["w"])
         new += updates["w"]
         raise LookupError("half way")
 

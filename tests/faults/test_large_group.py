@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from zfunc.errors import DesyncError
-from zfunc.worlds import routes
-from zfunc.worlds.axes import group
-from zfunc.worlds.launching import launch
+from zfunc.ranks import routes
+from zfunc.ranks.axes import group
+from zfunc.ranks.launching import launch
 
 
 def test_everybody_hears_who_parted(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 import zfunc as zf
 from zfunc import optim
-from zfunc.comm import Group
 from zfunc.errors import DesyncError
-from zfunc.worlds.axes import group
-from zfunc.worlds.gloo import Place, PointToPoint
-from zfunc.worlds.messages import read, written
-from zfunc.worlds.transport import Call
-from zfunc.worlds.wires import TOKEN_BYTES, Wires
-from zfunc.worlds.world import World
+from zfunc.ranks.axes import group
+from zfunc.ranks.comm import Group
+from zfunc.ranks.gloo import Place, PointToPoint
+from zfunc.ranks.messages import read, written
+from zfunc.ranks.transport import Call
+from zfunc.ranks.wires import TOKEN_BYTES, Wires
+from zfunc.ranks.world import World
 
 LISTENING = "0A"  # in the kernel's tables
 LOOPBACK = ("0100007F", "00000000000000000000000001000000")

@@ -19,9 +19,9 @@ import zfunc as zf
 from tests.laws.cases import regression
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
-from zfunc.placed.replicated import Replicated
-from zfunc.worlds.axes import group
-from zfunc.worlds.transport import Call, announced
+from zfunc.layout.replicated import Replicated
+from zfunc.ranks.axes import group
+from zfunc.ranks.transport import Call, announced
 
 F64 = torch.float64
 TX = optim.adamw(0.02, weight_decay=0.1)
@@ -311,7 +311,7 @@ TORCHRUN = """
 import os, sys, time, torch
 import torch.distributed as dist
 import zfunc as zf
-from zfunc.worlds.axes import group
+from zfunc.ranks.axes import group
 dist.init_process_group("gloo")  # the user's own
 joined = zf.init(timeout={timeout})
 ranks = group(None, "data")

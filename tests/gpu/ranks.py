@@ -24,7 +24,7 @@ import torch
 
 import zfunc as zf
 from tests.gpu.cuda import Cuda, active
-from zfunc.disk.ring import HOST
+from zfunc.buffers.ring import HOST
 
 __all__ = ["OnGPUs", "end", "launch"]
 

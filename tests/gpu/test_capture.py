@@ -21,7 +21,7 @@ from zfunc import optim
 SCHEDULED = optim.adamw(optim.warmup_cosine(1e-3, warmup=2, steps=10))
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), SCHEDULED)
 
-UPLOADS = "kernels/uploads.py"
+UPLOADS = "zfunc/buffers/uploads.py"
 
 
 def noisy(params: Any, x: Tensor) -> Tensor:

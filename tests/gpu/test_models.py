@@ -120,7 +120,7 @@ def test_a_mesh_of_two_axes() -> None:
 def _chosen() -> tuple[str, str, str]:
     import torch.distributed as dist
 
-    from zfunc.worlds import world
+    from zfunc.ranks import world
 
     return str(world.current().device), str(dist.get_backend_config()), dist.get_backend()
 

@@ -20,10 +20,10 @@ from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES
 from zfunc import optim
-from zfunc.disk.pages import ACCOUNT, aligned
-from zfunc.disk.ring import HOST
-from zfunc.disk.successor import hosted_nodes
-from zfunc.memory import reuse
+from zfunc.buffers.pages import ACCOUNT, aligned
+from zfunc.buffers.ring import HOST
+from zfunc.transforms.offloading.successor import hosted_nodes
+from zfunc.trees.memory import reuse
 
 F64 = torch.float64
 MODEL = gpt_model(depth=2, width=64)
@@ -389,7 +389,7 @@ def test_parameters_ahead_are_bounded() -> None:
 
 def test_gradients_on_the_device_are_bounded() -> None:
     """The stream that computes waits for the copies, not the host, and memory comes back."""
-    from zfunc.placed.copies import Leaving, descend
+    from zfunc.buffers.copies import Leaving, descend
 
     with Cuda() as cuda:
         leaving = Leaving(limit=2 * 4096)

@@ -13,7 +13,8 @@ import zfunc as zf
 from tests.gpu import ranks
 from tests.gpu.record import Report, Row
 from tests.gpu.training import gpt_model, trained
-from zfunc import optim, passes
+from zfunc import optim
+from zfunc.engine import passes
 
 UNIT = 1 << 13  # a layer of width 32 is four units
 LAYERS = (4, 12)

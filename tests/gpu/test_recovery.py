@@ -12,7 +12,7 @@ from tests.gpu import ranks
 from tests.laws.cases import regression
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
-from zfunc.worlds.axes import group
+from zfunc.ranks.axes import group
 
 
 def _trained(stage: int) -> Any:

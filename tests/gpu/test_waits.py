@@ -15,7 +15,7 @@ from tests.gpu.cuda import Cuda
 from tests.gpu.record import Report, Row
 from tests.gpu.training import Trained, trained
 from zfunc import optim
-from zfunc.disk.pages import ACCOUNT
+from zfunc.buffers.pages import ACCOUNT
 
 ADAMW = optim.adamw(1e-3)
 CLIP = optim.chain(optim.clip_by_global_norm(0.5), OPTIMIZERS["schedule"]())

@@ -11,7 +11,7 @@ import zfunc as zf
 from tests.laws.cases import regression
 from tests.laws.models import stack, stack_loss
 from zfunc import tree
-from zfunc.placed.dense import dense_of
+from zfunc.layout.dense import dense_of
 
 __all__ = ["flat", "gradient", "layout_of", "one", "one_loss"]
 

@@ -22,7 +22,7 @@ from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import stack
 from tests.laws.one_unit import flat, gradient, layout_of, one, one_loss
 from zfunc import optim, tree
-from zfunc.placed.dense import dense_of
+from zfunc.layout.dense import dense_of
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)

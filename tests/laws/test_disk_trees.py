@@ -14,7 +14,7 @@ from tests.laws.cases import ADAMW, alone, assert_same, named, regression, train
 from tests.laws.models import CASES, mixed, nested, stack, tiny
 from tests.laws.test_shard_laws import SOME, odd_values, uses
 from zfunc import optim, tree
-from zfunc.disk.stored import stored_nodes
+from zfunc.transforms.offloading.stored import stored_nodes
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)

@@ -20,8 +20,8 @@ import zfunc as zf
 from tests.laws.cases import numbers
 from tests.laws.models import stack, stack_loss
 from zfunc import optim, quant, tree
-from zfunc.placed import carried
-from zfunc.step import as_step
+from zfunc.engine import carried
+from zfunc.engine.step import as_step
 
 BATCH = {"x": numbers((8, 6), 1), "y": numbers((8, 1), 2)}
 ADAM, SGD = optim.adam(0.02), optim.sgd(0.02)

@@ -14,7 +14,7 @@ from tests.laws.cases import ADAMW, assert_near, assert_same
 from tests.laws.compression import integers, signs
 from tests.laws.models import CASES
 from zfunc import tree
-from zfunc.placed.dense import dense_of
+from zfunc.layout.dense import dense_of
 
 F64 = torch.float64
 STACK = CASES["stack"]

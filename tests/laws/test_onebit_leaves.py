@@ -15,11 +15,11 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.cases import assert_same, numbers
 from zfunc import optim, tree
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.dense import dense_of
-from zfunc.transforms.exchange import codecs_of
-from zfunc.transforms.onebit import OneBit
-from zfunc.transforms.onebit_leaves import LONG, SMALL
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.dense import dense_of
+from zfunc.transforms.compression.exchange import codecs_of
+from zfunc.transforms.compression.onebit import OneBit
+from zfunc.transforms.compression.onebit_leaves import LONG, SMALL
 
 F64 = torch.float64
 Leaves = tuple[tuple[int, int, int], ...]

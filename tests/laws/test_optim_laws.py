@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 
 import zfunc as zf
-from zfunc import context, memory, optim, tree
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.sharded import cut
+from zfunc import optim, tree
+from zfunc.engine import context
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.sharded import cut
+from zfunc.trees import memory
 
 Tree = Any
 

@@ -32,8 +32,8 @@ from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, mean_square, stack, stack_loss
 from zfunc import tree
-from zfunc.context import LayerInfo
-from zfunc.pool import _free, pool
+from zfunc.engine.context import LayerInfo
+from zfunc.layout.pool import _free, pool
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)

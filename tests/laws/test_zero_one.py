@@ -16,7 +16,7 @@ from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import stack_loss
 from tests.laws.zero_one import F64, FREEZE, HOW, STACK, policy, wrapped
 from zfunc import optim, tree
-from zfunc.placed.dense import dense_of
+from zfunc.layout.dense import dense_of
 
 
 @pytest.mark.parametrize("name", ["stack", "frozen", "mixed dtypes", "uneven batch", "tiny leaves"])

@@ -14,7 +14,7 @@ from tests.laws.compression import TwoPhases
 from tests.laws.one_unit import flat, gradient, layout_of, one, one_loss
 from tests.laws.zero_one import F64, FREEZE, HOW, STEPS, policy
 from zfunc import optim
-from zfunc.placed.dense import dense_of
+from zfunc.layout.dense import dense_of
 
 LR, DECAY = 0.02, 0.1
 

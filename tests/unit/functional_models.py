@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zfunc import random, tree
+from zfunc.engine.primitives import Ref
 from zfunc.modules.functional import Functional, functionalize
 from zfunc.modules.lazy import LazyTensor
-from zfunc.primitives import Ref
-from zfunc.tree import Layers
+from zfunc.trees.tree import Layers
 
 
 class FakeRef(Ref):

@@ -6,7 +6,9 @@ import optree
 import pytest
 import torch
 
-from zfunc import context, memory, optim, tree
+from zfunc import optim, tree
+from zfunc.engine import context
+from zfunc.trees import memory
 
 SCHEDULE = optim.warmup_cosine(0.05, warmup=3, steps=12, start=0.01)
 TABLE = {

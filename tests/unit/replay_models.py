@@ -9,8 +9,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from zfunc.tape.recording import record
-from zfunc.tape.replay import Recording
+from zfunc.initialisation.recording import record
+from zfunc.initialisation.replay import Recording
 
 
 def leaves(tree: Any) -> list[Any]:

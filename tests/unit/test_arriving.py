@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from tests.unit.test_overlap import UNIT, WIDTH, loss, params
-from zfunc import comm, context, optim
+from zfunc import comm, optim
+from zfunc.engine import context
 from zfunc.errors import DesyncError, DonatedStateError
 
 Tree = Any

@@ -20,8 +20,8 @@ from tests.laws.models import CASES as READY_MADE
 from tests.laws.test_shard_laws import odd_values
 from zfunc import tree
 from zfunc.files import chunks, manifest
-from zfunc.nodes import boxes_in
-from zfunc.placed import leaves
+from zfunc.layout import leaves
+from zfunc.trees.nodes import boxes_in
 
 F64 = torch.float64
 STACK = READY_MADE["stack"]

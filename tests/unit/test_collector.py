@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zfunc as zf
-from zfunc.collector import collector_waits
+from zfunc.engine.collector import collector_waits
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc import optim
-from zfunc.collectives import axis_index
-from zfunc.comm import Group, ledger
 from zfunc.errors import DesyncError
-from zfunc.worlds import world
-from zfunc.worlds.axes import group
-from zfunc.worlds.simulation import simulate
+from zfunc.ranks import world
+from zfunc.ranks.axes import group
+from zfunc.ranks.collectives import axis_index
+from zfunc.ranks.comm import Group, ledger
+from zfunc.ranks.simulation import simulate
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [

@@ -13,10 +13,10 @@ from torch import Tensor
 import zfunc as zf
 from tests.unit.test_generation import causal, ids_of, own
 from zfunc import kernels, quant
+from zfunc.huggingface import decoder_layers
 from zfunc.language.decoding import decoder_of
 from zfunc.language.gpt import GPTConfig, init
 from zfunc.language.gpt_decoding import GPTDecoder
-from zfunc.modules import decoder_layers
 
 # Those that layers are compared with, and one that is written like them.
 FAMILIES = ["llama", "mistral sliding", "qwen2", "qwen3", "ministral"]

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from zfunc import digests
-from zfunc.digests import digests as of
 from zfunc.files.chunks import NAMES
+from zfunc.ranks import digests
+from zfunc.ranks.digests import digests as of
 
 WAYS = pytest.mark.parametrize("weighed", [False, True], ids=["host", "device"])
 

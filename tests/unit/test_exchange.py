@@ -14,10 +14,10 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.cases import numbers
 from tests.laws.compression import TwoPhases, integers, signs
-from zfunc.transforms.exchange import Gathered, Scattered, phase_bytes
-from zfunc.transforms.onebit import OneBit
-from zfunc.transforms.quantized import Int4, Int8
-from zfunc.worlds.axes import group as group_of
+from zfunc.ranks.axes import group as group_of
+from zfunc.transforms.compression.exchange import Gathered, Scattered, phase_bytes
+from zfunc.transforms.compression.onebit import OneBit
+from zfunc.transforms.compression.quantized import Int4, Int8
 
 Rounds = list[tuple[Tensor, Tensor]]
 

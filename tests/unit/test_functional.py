@@ -25,12 +25,13 @@ from tests.unit.functional_models import (
     run,
     square,
 )
-from zfunc import context, random, tree
+from zfunc import random, tree
+from zfunc.engine import context
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import functionalize
 from zfunc.modules.lazy import LazyTensor
 from zfunc.transforms.rematerialisation import remat
-from zfunc.tree import Layers
+from zfunc.trees.tree import Layers
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from zfunc import random, tree
+from zfunc.engine.primitives import Ref
 from zfunc.modules.functional import functionalize
-from zfunc.primitives import Ref
-from zfunc.tree import Layers
+from zfunc.trees.tree import Layers
 
 transformers = pytest.importorskip("transformers", reason="the `hf` extra is not installed")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.covering import Covering
-from zfunc.modules.fusion import fusible
+from zfunc.huggingface.fusion import fusible
 
 transformers = pytest.importorskip("transformers", reason="the `hf` extra is not installed")
 

@@ -14,9 +14,9 @@ from tests.unit.fused_models import (
     SIZES,
     Copied,
 )
-from zfunc.modules import rotations
+from zfunc.huggingface import rotations
+from zfunc.huggingface.fusion import fusible
 from zfunc.modules.functional import functionalize
-from zfunc.modules.fusion import fusible
 
 transformers = pytest.importorskip("transformers", reason="the `hf` extra is not installed")
 

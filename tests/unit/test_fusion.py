@@ -33,8 +33,8 @@ from tests.unit.fused_models import (
     tokens,
 )
 from zfunc import kernels
+from zfunc.huggingface.fusion import fusible
 from zfunc.modules.functional import functionalize
-from zfunc.modules.fusion import fusible
 
 transformers = pytest.importorskip("transformers", reason="the `hf` extra is not installed")
 

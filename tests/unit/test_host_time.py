@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
-from zfunc import nodes, random, unit_runs
-from zfunc.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, boxes_in, leaves_in
-from zfunc.placed import layout as layouts
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.replicated import Replicated, boxed
+from zfunc import random
+from zfunc.engine import unit_runs
+from zfunc.layout import layout as layouts
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.replicated import Replicated, boxed
+from zfunc.trees import nodes
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, boxes_in, leaves_in
 
 TX = zf.optim.sgd(0.1)
 
@@ -189,8 +191,8 @@ class Counted(list[int]):
 
 
 def test_cutting_reads_the_size_of_each_leaf_a_few_times() -> None:
-    from zfunc.placed.cutting import _groups
-    from zfunc.placed.layout import find_layers
+    from zfunc.layout.cutting import _groups
+    from zfunc.layout.layout import find_layers
 
     n = 500
     for tree in ({str(i): torch.ones(1) for i in range(n)}, Layers([torch.ones(1)] * n)):

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 import zfunc as zf
 from tests.laws.cases import assert_same
 from zfunc import optim, tree
-from zfunc.digests import digest_of_all, digests
+from zfunc.ranks.digests import digest_of_all, digests
 
 TX = optim.adamw(1e-2)
 OPTIMIZERS: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zfunc.modules.likeness import alike, genuine, same_forward, shadowed, specimen
+from zfunc.huggingface.likeness import alike, genuine, same_forward, shadowed, specimen
 
 
 def half(x: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc import optim
-from zfunc.placed.cutting import make_layout
+from zfunc.layout.cutting import make_layout
 
 ROW = 64 * 4  # bytes of one layer below
 

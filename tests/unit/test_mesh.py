@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from zfunc.collectives import axis_index, pmean, psum
-from zfunc.comm import even_cuts
-from zfunc.worlds import world
-from zfunc.worlds.axes import MESH, Mesh, group, mesh
-from zfunc.worlds.simulation import simulate
+from zfunc.ranks import world
+from zfunc.ranks.axes import MESH, Mesh, group, mesh
+from zfunc.ranks.collectives import axis_index, pmean, psum
+from zfunc.ranks.comm import even_cuts
+from zfunc.ranks.simulation import simulate
 
 
 def test_meshes_are_values() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from tests.unit.optim_table import ALL, TABLE, assert_same, make_grads, make_params, relative, train
 from zfunc import optim, tree
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.sharded import Sharded, cut
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.sharded import Sharded, cut
 
 
 @ALL

@@ -10,11 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.optim_table import assert_same
-from zfunc import context, memory, optim, tree
-from zfunc.nodes import boxes_in, held_in, opened
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.leaves import freeze, is_frozen
-from zfunc.placed.replicated import Replicated, packed
+from zfunc import optim, tree
+from zfunc.engine import context
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.leaves import freeze, is_frozen
+from zfunc.layout.replicated import Replicated, packed
+from zfunc.trees import memory
+from zfunc.trees.nodes import boxes_in, held_in, opened
 
 SIZES = [(1,), (), (0,), (3,), (64,), (65,), (9, 70), (130, 130), (20_000,), (3, 7, 11)]
 

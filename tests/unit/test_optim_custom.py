@@ -8,8 +8,8 @@ import torch
 from tests.unit.optim_table import make_params
 from zfunc import optim, tree
 from zfunc.errors import CompositionError
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.sharded import cut
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.sharded import cut
 
 
 def custom(f, **options):

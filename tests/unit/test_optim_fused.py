@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.unit.optim_table import TABLE, assert_same, donating, make_grads, make_params, train
-from zfunc import context, memory, optim, tree
+from zfunc import optim, tree
+from zfunc.engine import context
 from zfunc.errors import DonatedStateError
+from zfunc.trees import memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

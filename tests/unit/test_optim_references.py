@@ -9,8 +9,8 @@ import torch
 
 from tests.unit.optim_table import make_grads, make_params, relative
 from zfunc import optim, tree
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.sharded import cut
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.sharded import cut
 
 TORCH = {
     "sgd": (optim.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),

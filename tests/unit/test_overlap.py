@@ -177,7 +177,7 @@ def test_gathers_of_new_parameters_run_beside_the_next_forward_pass(stage: int) 
 
 def test_what_is_under_way_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two units ahead, and two on their way to their owners."""
-    from zfunc import passes, plans
+    from zfunc.engine import passes, plans
 
     monkeypatch.setattr(plans, "AHEAD_BYTES", 2 * UNIT)
     monkeypatch.setattr(passes, "IN_FLIGHT_BYTES_LEAN", 2 * UNIT)

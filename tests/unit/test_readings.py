@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
 from tests.laws.residual import batch, errors, params, uneven
-from zfunc import context, memory, optim
-from zfunc.placed.placement import Entries
-from zfunc.readings import Reading, number, on_host, sent
+from zfunc import optim
+from zfunc.buffers.readings import Reading, number, on_host, sent
+from zfunc.engine import context
+from zfunc.engine.placement import Entries
 from zfunc.transforms.accumulation import _times
-from zfunc.transforms.masters import Masters
+from zfunc.transforms.mixed_precision.masters import Masters
+from zfunc.trees import memory
 
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
 SGD = optim.sgd(1e-2, momentum=0.9)

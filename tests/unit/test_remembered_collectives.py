@@ -7,8 +7,8 @@ import threading
 import torch
 
 import zfunc as zf
-from zfunc.worlds import transport
-from zfunc.worlds.axes import group
+from zfunc.ranks import transport
+from zfunc.ranks.axes import group
 
 
 def test_new_labels_and_sizes_do_not_pile_up() -> None:

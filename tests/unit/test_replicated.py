@@ -18,10 +18,10 @@ from tests.unit.live_bytes import Peak
 from tests.unit.peaks import needs_peaks
 from zfunc import optim
 from zfunc.errors import DonatedStateError, PlacementError
-from zfunc.nodes import boxes_in, held_in, opened
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.replicated import Replicated, alike, boxed, elementwise, packed
-from zfunc.placed.sharded import Sharded
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.replicated import Replicated, alike, boxed, elementwise, packed
+from zfunc.layout.sharded import Sharded
+from zfunc.trees.nodes import boxes_in, held_in, opened
 
 TX = optim.adamw(0.1)
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from zfunc import description
-from zfunc.comm import Group, Ledger
+from zfunc.engine import description
+from zfunc.engine.traffic import Traffic
 from zfunc.errors import DesyncError
-from zfunc.traffic import Traffic
-from zfunc.worlds import routes
-from zfunc.worlds.gloo import Place, PointToPoint
-from zfunc.worlds.wires import Wires
-from zfunc.worlds.world import World
+from zfunc.ranks import routes
+from zfunc.ranks.comm import Group, Ledger
+from zfunc.ranks.gloo import Place, PointToPoint
+from zfunc.ranks.wires import Wires
+from zfunc.ranks.world import World
 
 MANY = 1024
 
@@ -66,7 +66,7 @@ def test_what_is_told_in_advance_counts_the_headers_that_go_out(
     device: str, size: int, told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = SimpleNamespace(rank=0, size=size, device=torch.device(device))
-    monkeypatch.setattr("zfunc.worlds.world.current", lambda: here)
+    monkeypatch.setattr("zfunc.ranks.world.current", lambda: here)
     transform = SimpleNamespace(traffic=lambda memo: Traffic(headers=3))
     parts, _ = description._sent([transform], {})  # type: ignore[list-item]
     assert parts["headers"] == 3 * 16 * told

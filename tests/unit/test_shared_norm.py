@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import zfunc as zf
-from zfunc import context, optim, tree
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.sharded import cut
+from zfunc import optim, tree
+from zfunc.engine import context
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.sharded import cut
 
 TX = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from zfunc import tree
-from zfunc.placed.cutting import make_layout
-from zfunc.placed.sharded import cut
-from zfunc.squares import Segments, square_sum, square_sums
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.sharded import cut
+from zfunc.trees.squares import Segments, square_sum, square_sums
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 63, 64, 65, 129, 4095, 4096, 4097, 9000, 70_001, 3]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zfunc as zf
-from zfunc.disk.blocks import BLOCK, Files, Region, aligned, digest
-from zfunc.disk.ring import Ring
-from zfunc.disk.store import Store
+from zfunc.buffers.ring import Ring
+from zfunc.transforms.offloading.blocks import BLOCK, Files, Region, aligned, digest
+from zfunc.transforms.offloading.store import Store
 
 
 def test_a_buffer_comes_back_when_no_tensor_lies_in_it() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from zfunc.worlds import wires as module
-from zfunc.worlds.wires import TOKEN_BYTES, Wires
+from zfunc.ranks import wires as module
+from zfunc.ranks.wires import TOKEN_BYTES, Wires
 
 
 def connected(
@@ -164,7 +164,7 @@ def test_machines_of_one_name_are_not_taken_for_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     named = []
     for machine in ("boot 1", "boot 2"):
-        monkeypatch.setattr("zfunc.worlds.devices.host", lambda name=machine: name)
+        monkeypatch.setattr("zfunc.ranks.devices.host", lambda name=machine: name)
         named.append(module._host())
     assert named[0] != named[1]
 

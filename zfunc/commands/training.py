@@ -24,11 +24,11 @@ import zfunc as zf
 from zfunc import optim, quant
 from zfunc.commands.report import Live, Metrics, readable, si
 from zfunc.commands.text_models import LOW_BIT, write_config
-from zfunc.disk.stored import stored_nodes
 from zfunc.language import gpt
 from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
-from zfunc.worlds import world
+from zfunc.ranks import world
+from zfunc.transforms.offloading.stored import stored_nodes
 
 __all__ = ["DTYPES", "Run", "absent", "make_step", "train_rank", "transformed", "validate"]
 

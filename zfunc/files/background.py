@@ -32,8 +32,8 @@ from zfunc.files.saving import (
     on_host,
     planned_pieces,
 )
-from zfunc.worlds.axes import group
-from zfunc.worlds.world import current, on_leave, on_renewal
+from zfunc.ranks.axes import group
+from zfunc.ranks.world import current, on_leave, on_renewal
 
 __all__ = ["Saving", "settle", "start"]
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.comm import Group
+from zfunc.engine.carried import may_lack, sort_of
+from zfunc.engine.placement import Entries
 from zfunc.errors import CheckpointError
 from zfunc.files.background import Saving, settle, start
 from zfunc.files.chunks import NAMES, check_name, digest
@@ -44,11 +45,10 @@ from zfunc.files.manifest import Manifest, NewerVersion
 from zfunc.files.reading import Reader
 from zfunc.files.replicas import Replicas, check_replicas, look_at
 from zfunc.files.saving import Task, agreed, conclude, write_now
-from zfunc.placed.carried import may_lack, sort_of
-from zfunc.placed.placement import Entries
-from zfunc.tree import leaves
-from zfunc.worlds.axes import group
-from zfunc.worlds.world import current
+from zfunc.ranks.axes import group
+from zfunc.ranks.comm import Group
+from zfunc.ranks.world import current
+from zfunc.trees.tree import leaves
 
 __all__ = ["checkpoints", "restore", "save"]
 

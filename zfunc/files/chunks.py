@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import xxhash
 
-from zfunc.digests import as_bytes
 from zfunc.errors import CheckpointError
+from zfunc.ranks.digests import as_bytes
 
 __all__ = [
     "CHUNK_BYTES",

@@ -27,7 +27,7 @@ from zfunc.files.inventory import TensorLeaf
 from zfunc.files.pretrained import export_safetensors
 from zfunc.files.reading import Reader
 from zfunc.files.tensorfiles import SafetensorsFiles
-from zfunc.nodes import LeafInfo, Placed, Span
+from zfunc.trees.nodes import LeafInfo, Placed, Span
 
 __all__ = ["KINDS", "Source", "convert", "kind_of", "open_source"]
 

@@ -17,11 +17,11 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.comm import even_cuts
 from zfunc.errors import CheckpointError
-from zfunc.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry, opened
-from zfunc.tree import check_alive, dotted
-from zfunc.worlds.world import current
+from zfunc.ranks.comm import even_cuts
+from zfunc.ranks.world import current
+from zfunc.trees.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry, opened
+from zfunc.trees.tree import check_alive, dotted
 
 __all__ = ["Inventory", "TensorLeaf", "full_names", "own_share", "rebuilt", "shares", "take_stock"]
 

@@ -28,7 +28,7 @@ from zfunc.files.inventory import Inventory, TensorLeaf, own_share, rebuilt, tak
 from zfunc.files.replicas import Replicas, check_replicas, look_at
 from zfunc.files.saving import agreed
 from zfunc.files.tensorfiles import INDEX, SINGLE, SafetensorsFiles
-from zfunc.worlds.axes import group
+from zfunc.ranks.axes import group
 
 __all__ = ["export_safetensors", "import_safetensors"]
 

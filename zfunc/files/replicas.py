@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zfunc.comm import Group
-from zfunc.digests import as_bytes, digests
+from zfunc.engine.agreement import COUNTED
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import digest, pieces_of
 from zfunc.files.inventory import Inventory, shares
 from zfunc.files.saving import agreed
-from zfunc.nodes import Span
-from zfunc.placed.agreement import COUNTED
+from zfunc.ranks.comm import Group
+from zfunc.ranks.digests import as_bytes, digests
+from zfunc.trees.nodes import Span
 
 __all__ = ["Replicas", "check_replicas", "look_at"]
 

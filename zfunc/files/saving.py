@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from zfunc.comm import Group
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import Chunk, DataWriter, as_bytes, digest, lay_out
 from zfunc.files.folder import (
@@ -30,6 +29,7 @@ from zfunc.files.folder import (
 )
 from zfunc.files.inventory import Inventory, own_share
 from zfunc.files.manifest import DataFile, Manifest, StoredLeaf, parse
+from zfunc.ranks.comm import Group
 
 __all__ = [
     "Task",

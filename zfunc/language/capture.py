@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zfunc import context
+from zfunc.engine import context
 from zfunc.errors import PlacementError
-from zfunc.graphs import ONE_AT_A_TIME, Reads
 from zfunc.language.decoding import Held, Single, Step, check_room
-from zfunc.nodes import NAMESPACE, Lazy, Placed
+from zfunc.transforms.capture import ONE_AT_A_TIME, Reads
+from zfunc.trees.nodes import NAMESPACE, Lazy, Placed
 
 __all__ = ["FEWEST", "SMALLEST", "Captured", "OnDevice", "captured", "extent_of", "obstacle"]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
-from zfunc.nodes import register
+from zfunc.trees.nodes import register
 
 __all__ = [
     "Decoder",
@@ -185,7 +185,7 @@ class HuggingFace:
     Args:
         functional: the model, from ``zf.functionalize``.
         fused: let layers of known types take single tokens in few operations
-            (:mod:`zfunc.modules.decoder_layers`).
+            (:mod:`zfunc.huggingface.decoder_layers`).
     """
 
     def __init__(self, functional: Functional, *, fused: bool = True) -> None:
@@ -289,7 +289,7 @@ class HuggingFace:
 
 
 def _single_tokens(module: nn.Module) -> None:
-    from zfunc.modules import decoder_layers  # kernels are imported where they are asked for
+    from zfunc.huggingface import decoder_layers  # kernels are imported where they are asked for
 
     decoder_layers.fuse(module)
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc import random
-from zfunc.differentiation import evaluate
+from zfunc.engine.differentiation import evaluate
 from zfunc.language.capture import captured
 from zfunc.language.decoding import Decoder, Step, decoder_of, held
 from zfunc.language.sampling import check_sampling, next_token
+from zfunc.ranks import random
 
 __all__ = ["generate"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc.errors import PlacementError
+from zfunc.huggingface import blocks
 from zfunc.language.decoding import Held, Single, check_room
 from zfunc.language.gpt import GPTConfig, Params, hidden, rotations
 from zfunc.language.gpt_layers import rotate
-from zfunc.modules import blocks
 
 __all__ = ["GPTDecoder", "Seen"]
 

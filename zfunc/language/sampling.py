@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zfunc import random
+from zfunc.ranks import random
 
 __all__ = ["check_sampling", "next_token", "restrict_to_mass", "restrict_to_top"]
 

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
-from zfunc.context import current
+from zfunc.engine.context import current
+from zfunc.engine.primitives import Ref, layer
+from zfunc.engine.versions import FirstCall
 from zfunc.modules.lazy import Cell, lazy_tensor
 from zfunc.modules.modes import Modes
 from zfunc.modules.slots import BufferSlot, Slot, compile_tree, write
 from zfunc.modules.units import Anatomy, Leaf, Path
-from zfunc.nodes import NAMESPACE, Tree
-from zfunc.primitives import Ref, layer
-from zfunc.versions import FirstCall
+from zfunc.trees.nodes import NAMESPACE, Tree
 
 __all__ = ["LayerCall", "Pool", "Template", "skeleton"]
 

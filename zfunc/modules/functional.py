@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfunc import context, primitives, tree
+from zfunc.engine import context, primitives
+from zfunc.engine.recomputation import taken
 from zfunc.errors import PlacementError
 from zfunc.modules.binding import Pool, skeleton
 from zfunc.modules.parameters import Parameters
 from zfunc.modules.refusals import check_module
 from zfunc.modules.slots import misfit
 from zfunc.modules.units import Choice, dissect
-from zfunc.recomputation import taken
+from zfunc.trees import tree
 
 __all__ = ["Functional", "functionalize"]
 
@@ -297,7 +298,7 @@ def functionalize(
         train: the mode in which ``apply`` runs the module; by default every submodule
             keeps the one that it is in now.
         fuse: let kernels take over norms, activations, rotary positions and losses of known
-            module types (``zfunc.modules.fusion``): of unmodified Hugging Face models what is
+            module types (``zfunc.huggingface.fusion``): of unmodified Hugging Face models what is
             written like parts of Llama, Gemma, Phi-3, GLM, GPT-NeoX, Cohere, OLMo, T5 or BERT,
             under whatever name; ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.GELU``. Numbers are
             the same but for rounding. On a CPU their torch twins run. Unknown types are left
@@ -345,13 +346,13 @@ def functionalize(
 
 
 def _fuse(module: nn.Module) -> None:
-    from zfunc.modules import fusion  # kernels are imported where they are asked for
+    from zfunc.huggingface import fusion  # kernels are imported where they are asked for
 
     fusion.fuse(module)
 
 
 def _fusible(module: nn.Module) -> dict[str, int]:
-    from zfunc.modules import fusion
+    from zfunc.huggingface import fusion
 
     return fusion.fusible(module)
 

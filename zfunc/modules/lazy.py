@@ -15,8 +15,8 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
+from zfunc.engine.primitives import Ref
 from zfunc.errors import PlacementError
-from zfunc.primitives import Ref
 
 __all__ = ["Cell", "LazyTensor", "lazy_tensor"]
 

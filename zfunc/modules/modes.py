@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from zfunc.engine.primitives import Ref
 from zfunc.modules.lazy import LazyTensor
-from zfunc.nodes import OPAQUE, Tree, leaves_in
-from zfunc.primitives import Ref
+from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
 
 __all__ = ["Modes"]
 

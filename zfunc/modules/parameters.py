@@ -14,8 +14,8 @@ from torch.utils.weak import TensorWeakRef
 
 from zfunc.errors import PlacementError
 from zfunc.modules.units import Anatomy
-from zfunc.nodes import Tree, leaves_in
-from zfunc.origins import Origin
+from zfunc.trees.nodes import Tree, leaves_in
+from zfunc.trees.origins import Origin
 
 __all__ = ["Parameters"]
 

@@ -10,11 +10,11 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.engine.primitives import Ref
+from zfunc.engine.versions import blind
 from zfunc.errors import PlacementError
 from zfunc.modules.units import Leaf, Path
-from zfunc.nodes import NAMESPACE, Tree
-from zfunc.primitives import Ref
-from zfunc.versions import blind
+from zfunc.trees.nodes import NAMESPACE, Tree
 
 __all__ = ["BufferSlot", "Node", "Slot", "compile_tree", "misfit", "write"]
 

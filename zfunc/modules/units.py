@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from zfunc.errors import PlacementError
-from zfunc.nodes import NAMESPACE, Frozen, Layers, register
-from zfunc.placed.leaves import check_trainable, freeze
+from zfunc.layout.leaves import check_trainable, freeze
+from zfunc.trees.nodes import NAMESPACE, Frozen, Layers, register
 
 __all__ = ["Anatomy", "Leaf", "Single", "Unit", "dissect"]
 

@@ -13,12 +13,15 @@ from unittest.mock import patch
 import torch
 
 from tests.laws.fuzz.cases import Case, names_in
-from zfunc import differentiation, random, recipe, state, tree
-from zfunc.comm import Group
+from zfunc import random, tree
+from zfunc.engine import differentiation, state
 from zfunc.files import checkpoint
+from zfunc.layout import sharded
 from zfunc.optim import clipping, schedules
-from zfunc.placed import sharded
-from zfunc.transforms import accumulation, error_feedback, layer_drop, sharding
+from zfunc.ranks.comm import Group
+from zfunc.training import recipe
+from zfunc.transforms import accumulation, layer_drop, sharding
+from zfunc.transforms.compression import error_feedback
 
 __all__ = ["FAULTS", "injected", "shows"]
 

@@ -1,0 +1,1 @@
+"""``precision``: 16 bits to compute in, and ``masters`` in full precision."""

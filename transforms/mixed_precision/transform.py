@@ -1,0 +1,418 @@
+"""``precision``: compute in 16 bits, keep and update the parameters in full precision.
+
+Law: ``unplace(precision(f)(place(s), b))`` is what the plain mixed-precision loop makes
+of ``s``: parameters cast to ``compute``, the loss and its gradients taken there, the
+optimizer run on the state's own parameters and the gradients in their dtype. On one
+rank bitwise, so the bounds are those of 16-bit arithmetic and nothing else.
+``unplace(place(s)) == s``, bitwise.
+
+The state's parameters, the *masters*, move beside the optimizer state; their entry
+holds 16-bit copies. Inside the step it is the other way round: whoever looks at the
+parameters (the optimizer, ``zf.tree``, an average) sees the masters, and only what
+enters a loss is 16-bit. Under ``shard`` masters are cut with the moments, from stage
+1 on, and copies with the parameters, at stage 3; they are gathered in 16 bits.
+
+Gradients are summed over ranks and microbatches in ``reduce``. Where one of them is
+not finite on any rank, the step is left out on all: every entry of the state stays
+what it was but ``step`` and ``key``, for steps taken count data and randomness, not
+updates. (The optimizer's own count, and with it its schedule, stays.)
+
+A GPU works some time behind the host, which would have to wait to learn of it. With a dynamic
+loss scale it does, once a step. Otherwise nobody reads the flag: the GPU itself keeps the old
+state, but counts on the host go on; and where the step donates that state, there is nothing
+to keep, and the gradients count as zeros.
+
+Source: Micikevicius et al., Mixed Precision Training, 2018,
+https://arxiv.org/abs/1710.03740.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.engine import carried, context
+from zfunc.engine.context import Context, LayerInfo, uncut
+from zfunc.engine.placement import Entries
+from zfunc.engine.primitives import Mean
+from zfunc.engine.products import SHORT, products
+from zfunc.engine.seams import Gradients, Pending, Ready, UnitInfo
+from zfunc.engine.step import Differentiate, Transform, transform_of
+from zfunc.errors import PlacementError
+from zfunc.layout.leaves import is_frozen, settle_origin
+from zfunc.layout.pool import pool
+from zfunc.layout.readable import Readable
+from zfunc.layout.replicated import Replicated
+from zfunc.optim.loss_scaling import DynamicScale, next_scale
+from zfunc.transforms.mixed_precision.masters import Mastered, Masters, recast, returned
+from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE, OPAQUE
+
+__all__ = ["Precision", "precision"]
+
+NAME = "precision"
+ROLES = {"params": "params", "opt_state": "opt_state"}
+KEPT = ("step", "key")  # entries that go on in a step that is left out
+
+
+@dataclass(frozen=True)
+class Precision(Transform):
+    """See :func:`precision`."""
+
+    compute: torch.dtype = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
+    loss_scale: DynamicScale | float | None = None
+    roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
+
+    position: ClassVar[int] = 290  # around whatever may leave a layer out: all streams in one dtype
+    enters: ClassVar[bool] = True
+    leaves: ClassVar[bool] = True
+    before_gather: ClassVar[bool] = True
+    name: ClassVar[str] = NAME
+
+    def __repr__(self) -> str:
+        compute, reduce = (str(x).removeprefix("torch.") for x in (self.compute, self.reduce_dtype))
+        scale = "" if self.loss_scale is None else f", loss_scale={self.loss_scale}"
+        return f"precision(compute={compute}, reduce={reduce}{scale})"
+
+    def obstacle(self) -> str | None:
+        if isinstance(self.loss_scale, DynamicScale):
+            return (
+                "asks on the host whether a gradient has overflowed; bfloat16 needs no loss scale"
+            )
+        return None
+
+    def __post_init__(self) -> None:
+        for what, dtype in (("compute", self.compute), ("reduce", self.reduce_dtype)):
+            if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(
+                    f"precision({what}={dtype!r}): expected a floating-point torch.dtype, such as "
+                    "torch.bfloat16"
+                )
+        if isinstance(self.loss_scale, float) and not 0 < self.loss_scale < float("inf"):
+            raise ValueError(
+                f"precision(loss_scale={self.loss_scale!r}): expected a positive number, "
+                '"dynamic", an optim.DynamicScale or None'
+            )
+
+    # How the state is represented
+
+    def place(self, state: Any) -> Any:
+        entries = Entries(state)
+        names, home = self._named(entries, "params"), self._home(entries)
+        masters = {name: entries[name] for name in names}
+        found = [x for x in tree.leaves(masters) if isinstance(x, Tensor)]
+        if found and all(x.dtype in SHORT for x in found):
+            raise PlacementError(
+                f"every parameter is {found[0].dtype} or alike already: precision takes the "
+                "state's own parameters for the masters that the optimizer updates. Build the "
+                "state from float32 ones: zf.tree.map(lambda p: p.float(), params)."
+            )
+        for name in names:
+            entries[name] = tree.map(self._cast_once, entries[name])
+        entries[home] = Mastered(entries[home], masters)
+        state = entries.rebuild()
+        if isinstance(self.loss_scale, DynamicScale):
+            state = carried.put(state, NAME, self.loss_scale.init())
+        return state
+
+    @property
+    def _fixed_scale(self) -> float:
+        return self.loss_scale if isinstance(self.loss_scale, float) else 1.0
+
+    def _cast_once(self, leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            return leaf
+        return settle_origin(leaf.to(self.compute, copy=True), leaf.dtype)
+
+    def unplace(self, state: Any) -> Any:
+        return self._opened(state)[1]
+
+    def parts(self, placed: Any) -> list[Any]:
+        entries = Entries(placed)
+        names = self._named(entries, "params")
+        for name in entries.names:
+            if name not in names:
+                entries[name] = None
+        return [self._opened(placed)[1], entries.rebuild()]
+
+    def check(self, state: Any) -> None:
+        entries = Entries(state)
+        if not isinstance(entries[self._home(entries)], Mastered):
+            raise PlacementError(
+                f"the state's {self._home(entries)!r} has no master parameters beside it: this "
+                f"state is not one that {self!r} has placed. Call state = step.place(full_state) "
+                "first; a state of another step becomes full by that step's `unplace`."
+            )
+        for name in self._named(entries, "params"):
+            if (dtype := _dtype_of(entries[name])) not in (None, self.compute):
+                raise PlacementError(
+                    f"state entry {name!r} is {dtype}, so another precision than {self!r} has "
+                    f"placed it, which computes in {self.compute}. `unplace` it with the step that "
+                    "placed it, and `place` the result here."
+                )
+        dynamic, scaled = isinstance(self.loss_scale, DynamicScale), NAME in carried.held(entries)
+        if dynamic != scaled:
+            raise PlacementError(
+                f"the state carries {'a' if scaled else 'no'} dynamic loss scale, so another "
+                f"precision than {self!r} has placed it. `unplace` it with the step that placed "
+                "it, and `place` the result here."
+            )
+
+    def _named(self, entries: Entries, role: str) -> list[str]:
+        names = [name for name, its in self.roles if its == role and name in entries]
+        if not names:
+            raise PlacementError(
+                f"the state ({entries}) has no entry with the role {role!r}, "
+                + ("which precision casts" if role == "params" else "where masters are kept")
+                + '. Call it so, or say which it is: roles={"generator": "params", "g_opt": '
+                '"opt_state"}.'
+            )
+        return names
+
+    def _home(self, entries: Entries) -> str:
+        """The entry beside which the masters live."""
+        return self._named(entries, "opt_state")[0]
+
+    def _opened(self, state: Any) -> tuple[Any, Any]:
+        """The carried scale, and the state with the masters as its parameters."""
+        self.check(state)
+        scale, state = carried.take(state, NAME)
+        entries = Entries(state)
+        home = self._home(entries)
+        mastered = entries[home]
+        entries[home] = mastered.inner
+        for name, master in mastered.masters.items():
+            entries[name] = master
+        return scale, entries.rebuild()
+
+    # One call
+
+    def configure(self, running: Context, state: Any) -> None:
+        running.compute = self.compute
+        if running.layout_for is uncut:
+            running.layout_for = _remembered(running.memo.setdefault("layouts", {}))
+
+    def open(self, state: Any) -> Any:
+        running = context.current()
+        assert running is not None
+        scale, opened = self._opened(state)
+        low, high = Entries(state), Entries(opened)
+        running.notes[NAME] = Masters(
+            state=opened,
+            masters={name: high[name] for name in self._named(high, "params")},
+            lows={name: low[name] for name in self._named(low, "params")},
+            scale=scale.scale if scale is not None else torch.tensor(self._fixed_scale),
+            carried=scale,
+        )
+        return opened
+
+    def enter(self, value: Pending, unit: UnitInfo) -> Pending:
+        """What is stored in full precision is cast before it is gathered."""
+        return Ready([_cast(x, self.compute) for x in value.wait()])
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
+        """Gradients are summed in ``reduce``."""
+
+        def wide(x: Tensor) -> Tensor:
+            if x.dtype == self.reduce_dtype:
+                return x
+            return pool().take(x.numel(), self.reduce_dtype, x.device).copy_(x)
+
+        return Ready([wide(x) for x in value.wait()])
+
+    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
+        """A layer's floating-point inputs are ``compute``; 0-d ones decide no dtype."""
+
+        def run(*xs: Any, **kw: Any) -> Any:
+            given: Any = (xs, kw)
+            if any(map(wide, optree.tree_leaves(given, namespace=NAMESPACE))):
+                given = optree.tree_map(
+                    lambda x: x.to(self.compute) if wide(x) else x,
+                    given,
+                    none_is_leaf=True,
+                    namespace=NAMESPACE,
+                )
+            with products(self.compute):
+                return call(*given[0], **given[1])
+
+        def wide(x: Any) -> bool:
+            return (
+                isinstance(x, Tensor)
+                and x.ndim > 0
+                and x.is_floating_point()
+                and x.dtype != self.compute
+            )
+
+        return run
+
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        """16-bit parameters in, gradients of the masters out, unscaled and looked at."""
+
+        def run(asked: Gradients) -> tuple[tuple[Tensor, Any], Any]:
+            notes: Masters = running.notes[NAME]
+            seed = None if notes.factor == 1 else notes.scale
+            low = replace(
+                asked,
+                loss_fn=self._computing(asked.loss_fn, asked.has_aux),
+                params=notes.lowered(asked.params),
+                seed=seed,
+            )
+            out, scaled = call(low)
+            grads = notes.raised(scaled, asked.params)
+            own = self.compute != self.reduce_dtype  # then `leave` has copied them
+            return out, notes.look(grads, running, scaled, own)
+
+        return run
+
+    def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
+        def run(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
+            lowered = running.notes[NAME].lowered(params)
+            with products(self.compute):
+                return call(fn, lowered, args, kwargs)
+
+        return run
+
+    def _computing(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        @functools.wraps(loss_fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with products(self.compute):
+                out = loss_fn(*args, **kwargs)
+                if not has_aux:
+                    return _widened(out)
+                if isinstance(out, tuple) and len(out) == 2:
+                    return _widened(out[0]), out[1]
+                return out
+
+        return run
+
+    def finish(self, old: Any, out: Any) -> Any:
+        running = context.current()
+        assert running is not None
+        notes: Masters = running.notes[NAME]
+        if isinstance(out, tuple) and out and type(out[0]) is type(old):
+            metrics = [
+                {**x, **notes.metrics()} if i == 0 and type(x) is dict else x
+                for i, x in enumerate(out[1:])
+            ]
+            return (self._closed(out[0], notes), *metrics)
+        return self._closed(out, notes) if type(out) is type(old) else out
+
+    def _closed(self, new: Any, notes: Masters) -> Any:
+        """A state that the function returned, in this transform's representation."""
+        running = context.current()
+        assert running is not None
+        entries = Entries(new)
+        if any(name not in entries for name in notes.masters):
+            return new  # a dict that is no state: metrics alone, say
+        home, masters = self._home(entries), {}
+        notes.settle()
+        if notes.overflow:
+            notes.revert(entries, KEPT)
+        elif notes.unseen is not None and running.donation is None:
+            notes.hold(entries, KEPT, ours=(home, *notes.masters))
+        for name, old in notes.masters.items():
+            masters[name] = returned(old, entries[name])
+            entries[name] = recast(notes.lows[name], old, masters[name])
+        entries[home] = Mastered(entries[home], masters)
+        state = entries.rebuild()
+        scale = notes.carried
+        if scale is not None and isinstance(self.loss_scale, DynamicScale):
+            if notes.overflow is not None:
+                scale = next_scale(scale, notes.overflow, self.loss_scale, notes.leaf)
+            state = carried.put(state, NAME, scale)
+        return state
+
+    # What it says of itself
+
+    def expect(self, state: Any, memo: dict[Any, Any]) -> None:
+        memo["reduce dtype"] = self.reduce_dtype
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        compute, reduce = (str(x).removeprefix("torch.") for x in (self.compute, self.reduce_dtype))
+        rules = self.loss_scale
+        scale = f"{rules:g}" if isinstance(rules, float) else str(rules or "none")
+        return [
+            f"precision: layers compute in {compute}, gradients are summed in {reduce}, masters "
+            f"lie beside the optimizer state; loss scale: {scale}"
+        ]
+
+
+def _dtype_of(params: Any) -> torch.dtype | None:
+    """In which the first parameter is stored, as are all."""
+    first = next(iter(optree.tree_iter(params, namespace=OPAQUE)), None)
+    if isinstance(first, Replicated):
+        return next((x.dtype for x in first.held()), None)
+    if isinstance(first, Readable):
+        return next((flat.dtype for flat in first.layout.flats), None)
+    return first.dtype if isinstance(first, Tensor) else None
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _widened(loss: Any) -> Any:
+    """A 16-bit loss as an fp32 one."""
+    if isinstance(loss, Mean):
+        return Mean(_widened(loss.total), loss.count)
+    return loss.float() if isinstance(loss, Tensor) and loss.dtype in SHORT else loss
+
+
+def _remembered(memo: dict[Any, Any]) -> Callable[[Any], tuple[Any, bool]]:
+    """``uncut``, once for each structure."""
+
+    def layout_for(params: Any) -> tuple[Any, bool]:
+        leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
+        key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
+        if key not in memo:
+            memo[key] = uncut(params)
+        return memo[key]
+
+    return layout_for
+
+
+@transform_of
+def precision(
+    compute: torch.dtype = torch.bfloat16,
+    reduce: torch.dtype = torch.float32,
+    loss_scale: DynamicScale | float | str | None = None,
+    roles: Mapping[str, str] | None = None,
+) -> Precision:
+    """Compute in 16 bits; parameters are updated in the precision that the state has.
+
+    Call it as ``precision(step, compute=torch.float16, loss_scale="dynamic")`` or as the
+    decorator ``@precision(...)``.
+
+    Args:
+        compute: dtype of the parameters, of floating-point inputs of layers and of the
+            model's persistent floating-point buffers, statistics of norms excepted.
+        reduce: dtype in which gradients are summed over ranks and microbatches.
+        loss_scale: what the loss is multiplied by on the way back: nothing, a number,
+            ``"dynamic"``, or an ``optim.DynamicScale`` with rules of your own.
+        roles: which entries of the state are ``"params"`` and ``"opt_state"``, beside
+            those of that name.
+
+    Returns:
+        A :class:`~zfunc.Step`. Where the step returns metrics, a dict, ``loss_scale``
+        (0-d fp32) and ``overflow`` (0-d bool) are among them, and in a step that was left
+        out ``overflow_leaf``, the path of the first gradient that is not finite (on a GPU only
+        with a dynamic scale: it takes one more wait).
+
+    Raises:
+        ValueError: a dtype that is not floating-point, a scale that is not positive.
+        CompositionError: the step has a precision already.
+    """
+    scale: Any = DynamicScale() if loss_scale == "dynamic" else loss_scale
+    if isinstance(scale, str):
+        raise ValueError(f'precision(loss_scale={scale!r}): expected "dynamic", a number or None')
+    if isinstance(scale, int | float):
+        scale = float(scale)
+    named = {**ROLES, **(roles or {})}
+    return Precision(compute, reduce, scale, tuple(named.items()))

@@ -1,0 +1,224 @@
+"""Blocks of files: where they lie, how they are read and written past the page cache, checksums.
+
+A *region* holds some bytes of one unit. It is cut into blocks; with several folders (on several
+devices) block j lies in the file of that name in folder ``j % n``. A block is the unit of one
+system call and of one checksum (xxh3, 64 bits).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+
+from zfunc.buffers.pages import PAGE as ALIGN
+from zfunc.buffers.pages import aligned
+from zfunc.errors import CheckpointError, PlacementError
+
+__all__ = ["ALIGN", "BLOCK", "Files", "Region", "aligned", "digest", "finished"]
+
+T = TypeVar("T")
+
+BLOCK = 1 << 22
+
+
+def digest(data: memoryview) -> int:
+    """The checksum of a block; the interpreter runs on meanwhile."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def finished(work: Future[T]) -> T:
+    """What some work gives, when it is done.
+
+    What it raises is raised as a copy: an exception keeps all frames that it passes through, and a
+    future, which may be kept, would keep with its own the state and the gradients in them.
+    """
+    error = work.exception()
+    if error is not None:
+        raise copy(error) from error.__cause__
+    return work.result()
+
+
+@dataclass(frozen=True)
+class Region:
+    """``nbytes`` (whole pages) from ``offset`` on, in the file ``name`` of every folder."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.nbytes // BLOCK)
+
+    def bounds(self, block: int) -> tuple[int, int]:
+        """First and last byte of a block within the region."""
+        return block * BLOCK, min((block + 1) * BLOCK, self.nbytes)
+
+    def span(self, folders: int) -> int:
+        """Bytes that the region takes in each folder's file."""
+        return self.nbytes if folders == 1 else -(-self.blocks // folders) * BLOCK
+
+
+class Files:
+    """Files of the same names in several folders, read and written block by block.
+
+    Each call opens the file anew: that costs little beside a block, a deleted file is noticed,
+    and nothing is open between steps.
+
+    Args:
+        folders: one folder, or several on different devices.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = tuple(folders)
+        self.direct = tuple(_takes_direct(folder) for folder in folders)
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Make a file of ``nbytes`` zeros in every folder.
+
+        Raises:
+            PlacementError: a folder has not the room, or cannot be written.
+        """
+        for folder in self.folders:
+            try:
+                fd = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    if nbytes:
+                        os.posix_fallocate(fd, 0, nbytes)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise refused(folder / name, "reserve", nbytes, error) from error
+
+    def write(self, region: Region, block: int, data: memoryview) -> int:
+        """Write one block; returns its checksum.
+
+        Raises:
+            PlacementError: the device is full, or refuses.
+        """
+        path, at, direct = self._place(region, block)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+            try:
+                _all(lambda rest, offset: os.pwritev(fd, [rest], offset), data, at)
+                if not direct:
+                    os.posix_fadvise(fd, at, len(data), os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise refused(path, "write", len(data), error) from error
+        return digest(data)
+
+    def read(self, region: Region, block: int, into: memoryview) -> int:
+        """Read one block; returns the checksum of what was read.
+
+        Raises:
+            CheckpointError: the file is missing or too short, or cannot be read.
+        """
+        path, at, direct = self._place(region, block)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+            try:
+                got = _all(lambda rest, offset: os.preadv(fd, [rest], offset), into, at)
+                if not direct:
+                    os.posix_fadvise(fd, at, len(into), os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror}), though a state is kept in it. "
+                "Restore a checkpoint."
+            ) from error
+        if got < len(into):
+            raise CheckpointError(
+                f"{path} is truncated: it ends {len(into) - got} bytes early in the block at "
+                f"{at}. The state kept in it is lost: restore a checkpoint."
+            )
+        return digest(into)
+
+    def patch(self, region: Region, at: int, data: memoryview) -> None:
+        """Write bytes at any offset, through the page cache; without a checksum."""
+        while len(data):
+            block = at // BLOCK
+            room = min(len(data), (block + 1) * BLOCK - at)
+            path, start, _ = self._place(region, block)
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    offset = start + at - block * BLOCK
+                    _all(lambda rest, o, fd=fd: os.pwritev(fd, [rest], o), data[:room], offset)  # type: ignore[misc]
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise refused(path, "write", len(data), error) from error
+            at, data = at + room, data[room:]
+
+    def sync(self, name: str) -> None:
+        """Return when what was written to a file is on the device."""
+        for folder in self.folders:
+            try:
+                fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fdatasync(fd)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise refused(folder / name, "sync", 0, error) from error
+
+    def _place(self, region: Region, block: int) -> tuple[Path, int, bool]:
+        n = len(self.folders)
+        where = region.offset + block // n * BLOCK
+        return self.folders[block % n] / region.name, where, self.direct[block % n]
+
+
+def _all(call: Callable[[memoryview, int], int], data: memoryview, at: int) -> int:
+    """Repeat a system call until all of ``data`` is through, or nothing more comes."""
+    done = 0
+    while done < len(data):
+        n = call(data[done:], at + done)
+        if n <= 0:
+            break
+        done += n
+    return done
+
+
+def _takes_direct(folder: Path) -> bool:
+    """Whether the file system takes O_DIRECT (tmpfs and some overlays do not)."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    trial = folder / f".direct-{os.getpid()}"
+    try:
+        fd = os.open(trial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        trial.unlink(missing_ok=True)
+        if error.errno == errno.EINVAL:
+            return False
+        raise refused(trial, "open", 0, error) from error
+    os.close(fd)
+    trial.unlink(missing_ok=True)
+    return True
+
+
+def refused(path: Path, what: str, nbytes: int, error: OSError) -> PlacementError:
+    """What to say of a system call that failed: where, how much, and the room there is."""
+    room = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        stat = os.statvfs(path.parent)
+        room = (
+            f": the device is full ({nbytes} bytes wanted, {stat.f_bavail * stat.f_frsize} free). "
+            "Free some, or give `offload` another path"
+        )
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        room = f": this user (uid {os.getuid()}) may not write there. Choose another path"
+    return PlacementError(
+        f"cannot {what} {path} ({error.strerror}){room}. A state that "
+        "was there before is as it was."
+    )

@@ -1,0 +1,1 @@
+"""``quantize``: ``moq`` in training, ``low_bits`` in inference, ``exporting`` between the two."""

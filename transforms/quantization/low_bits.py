@@ -1,0 +1,152 @@
+"""Inference on low-bit parameters.
+
+Law: ``quantize(fn, bits=b)(place(p), x) == fn(dequantize_tree(quantize_tree(p, b)), x)``, up to
+the rounding of inputs in the products (to 16 bits with 8-bit weights, to bf16 with 4-bit ones).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import optree
+from torch import Tensor
+
+from zfunc.engine.differentiation import evaluate
+from zfunc.engine.step import Step, Transform
+from zfunc.errors import CompositionError, PlacementError
+from zfunc.layout.readable import Readable
+from zfunc.modules.functional import Functional
+from zfunc.quant.choice import Include
+from zfunc.quant.grids import Format
+from zfunc.quant.low_bit import Code
+from zfunc.quant.qtensor import QTensor
+from zfunc.quant.streaming import quantize_files
+from zfunc.quant.trees import dequantize_tree, format_of, quantize_tree
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, leaves_in
+
+__all__ = ["LowBits", "low_bits"]
+
+
+@dataclass(frozen=True)
+class LowBits(Transform):
+    """See :func:`zfunc.transforms.quantize`."""
+
+    format: Format
+    include: Include = None
+    model: Functional | None = field(default=None, repr=False)
+
+    position: ClassVar[int] = 400
+    represents: ClassVar[bool] = True
+    of_params: ClassVar[bool] = True
+    name: ClassVar[str] = "quantize"
+
+    def __repr__(self) -> str:
+        return f"quantize(bits={self.format.bits})"
+
+    def beside(self, others: Any) -> Transform:
+        from zfunc.transforms.sharding import Shard
+
+        for other in others:
+            if not isinstance(other, Shard):
+                raise CompositionError(
+                    f"quantize(bits={self.format.bits}) is for inference, {other.name} for "
+                    "training steps. To train into low bits write "
+                    f"quantize(step, start_bits=16, target_bits={self.format.bits})."
+                )
+        return self
+
+    def place(self, state: Any) -> Any:
+        form = self.format
+        how = form.bits, form.group_size, form.symmetric, self.include
+        if isinstance(state, str | os.PathLike):
+            return quantize_files(state, *how, dynamic=form.dynamic, model=self._known(state))
+        return _copied(quantize_tree(state, *how, dynamic=form.dynamic, model=self.model), state)
+
+    def _known(self, path: Any) -> Functional:
+        if self.model is None:
+            raise PlacementError(
+                f"place({os.fspath(path)!r}): to read parameters from files the model must be "
+                "known. Quantise its apply: zf.quantize(zf.functionalize(model).apply, bits=8)."
+            )
+        return self.model
+
+    def unplace(self, state: Any) -> Any:
+        return dequantize_tree(state)
+
+    def check(self, state: Any) -> None:
+        found = _bits_of(state)
+        if found and self.format.bits not in found:
+            raise PlacementError(
+                f"these parameters are stored in {' and '.join(map(str, sorted(found)))} bits, so "
+                f"another function than {self!r} has placed them. Give each function what its own "
+                "`place` returned."
+            )
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        return [f"quantize: parameters in {self.format}"]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A function of parameters, without gradients."""
+
+    fn: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        for name in ("__name__", "__doc__", "__module__", "__qualname__"):
+            if hasattr(self.fn, name):
+                object.__setattr__(self, name, getattr(self.fn, name))
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        return evaluate(self.fn)(params, *args, **kwargs)
+
+
+def low_bits(bits: int) -> Callable[..., Any]:
+    """The inference transform at this many bits."""
+
+    def wrap(
+        fn: Callable[..., Any] | None = None,
+        /,
+        *,
+        group_size: int | None = 128,
+        symmetric: bool = True,
+        include: Include = None,
+        dynamic: bool = False,
+    ) -> Any:
+        form = format_of(bits, group_size, symmetric, dynamic)
+        if fn is None:
+            return lambda inner: _wrapped(inner, form, include)
+        return _wrapped(fn, form, include)
+
+    return wrap
+
+
+def _wrapped(fn: Callable[..., Any], form: Format, include: Include) -> Step:
+    inner = fn if isinstance(fn, Step) else Step(Evaluated(fn))
+    bare = getattr(inner.fn, "fn", inner.fn)
+    owner = getattr(bare, "__self__", None)
+    if include is not None and not callable(include) and not isinstance(include, str):
+        include = tuple(include)
+    return inner.wrap(LowBits(form, include, owner if isinstance(owner, Functional) else None))
+
+
+def _bits_of(params: Any) -> set[int]:
+    """In how many bits low-bit leaves are stored."""
+    leaves = leaves_in(params, OPAQUE)
+    if all(kind is Tensor for kind in set(map(type, leaves))):
+        return set()
+    nodes = [x for x in leaves if isinstance(x, Readable)]
+    codes = [slot.code for node in nodes for slot in node.layout.present if slot.code is not None]
+    return {x.format.bits for x in (*leaves, *codes) if isinstance(x, QTensor | Code)}
+
+
+def _copied(low: Any, given: Any) -> Any:
+    """``place`` shares no memory with what it was given: leaves that were not chosen are copied."""
+    return optree.tree_map(
+        lambda x: x.clone() if isinstance(x, Tensor) and not isinstance(x, QTensor) else x,
+        low,
+        namespace=NAMESPACE,
+    )

@@ -1,0 +1,274 @@
+"""One pass of parameters through a computation, unit by unit, forward and backward.
+
+Forward, a unit *enters*: what the state stores goes through the ``enter`` seams in
+data-flow order (gather, cast, ...) and comes out as the leaves that the layer sees.
+Backward, as soon as the gradients of all its leaves are there, they *leave* through
+the ``leave`` seams, asynchronously.
+
+The order in which units enter is recorded; the next pass starts the entry of the next
+layer's units while this one computes. The record is a hint and never a law: a pass that
+takes another path gathers what it needs when it needs it. Ranks that take different paths
+from each other agree on what comes next: see :mod:`zfunc.engine.accord`.
+
+Nothing here calls a global hook: autograd Functions carry their unit with them, so
+that backward may run on a thread of its own (as it does on a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.engine import context
+from zfunc.engine.accord import Accord
+from zfunc.engine.plans import Plan
+from zfunc.engine.primitives import on_enter
+from zfunc.engine.seams import Pending, Total, gather
+from zfunc.engine.unit_runs import Source, UnitRun
+from zfunc.errors import PlacementError
+from zfunc.layout.layout import Layout
+from zfunc.layout.pool import pool
+from zfunc.layout.readable import Readable
+from zfunc.ranks.comm import Group
+from zfunc.trees.nodes import Placed, Tree
+
+__all__ = ["Pass"]
+
+# Bytes of full gradients that wait for the network: one unit's are always there. Where parameters
+# are cut a host's memory is scarce; a GPU must be kept busy.
+IN_FLIGHT_BYTES, IN_FLIGHT_BYTES_LEAN = 2**26, 2**24
+
+
+@dataclass
+class Pass:
+    """The state of one pass on one rank.
+
+    Attributes:
+        before, after: ``enter`` seams on the way to, and behind, the gather.
+        leave: ``leave`` seams, first to last.
+        plan: in which order units are expected to enter.
+        thinned: whether layers are left out on purpose, perhaps all of them.
+        waiting: units whose gradients an earlier pass kept back for this one.
+        holding: whether the gradients of this one are kept back.
+        idle: units that no rank uses in this pass, by a common decision.
+        memory, place: where, and under which name, a pass leaves the script of the next one.
+        accord: how the ranks agree on what comes next; ``None`` on one rank.
+        running: the context of the call, if there is one.
+        most_in_flight: bytes of gradients that were on their way at once.
+        spill: where gradients go that are not to stay in memory: a function of their layout
+            and whether they are cut.
+    """
+
+    before: Sequence[Any] = ()
+    after: Sequence[Any] = ()
+    leave: Sequence[Any] = ()
+    plan: Plan = field(default_factory=Plan)
+    running: Any = None
+    spill: Callable[[Layout, bool], Any] | None = None
+    sources: list[Source] = field(default_factory=list)
+    lingering: list[UnitRun] = field(default_factory=list)
+    arrivals: list[tuple[UnitRun, Pending, int]] = field(default_factory=list)
+    results: dict[tuple[int, int], Pending] = field(default_factory=dict)
+    evaluating: bool = False
+    thinned: bool = False
+    transient: list[UnitRun] = field(default_factory=list)
+    waiting: Mapping[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    holding: bool = False
+    idle: set[tuple[int, int]] = field(default_factory=set)
+    memory: dict[Any, Any] | None = None
+    place: Any = None
+    accord: Accord | None = None
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        self.tick = torch.zeros((), requires_grad=True)
+
+    def add(
+        self,
+        layout: Layout,
+        stored: Tree,
+        group: Group,
+        *,
+        cut: bool,
+        differentiated: bool,
+        spills: bool = True,
+    ) -> Source:
+        """Let one more tree take part; ``spills``: its gradients may leave memory."""
+        source = Source(self, len(self.sources), layout, stored, group, cut, differentiated, spills)
+        self.sources.append(source)
+        self.plan.runs.append(source.runs)
+        if self.accord is not None:
+            self.accord.admit(source)
+        return source
+
+    def agree(self, ranks: Group) -> None:
+        """From now on the ranks of a group agree on what comes next."""
+        if self.accord is None and ranks.size > 1:
+            script = None if self.memory is None else self.memory.get(self.place)
+            if script is not None and not all(map(script.has, self.sources)):
+                script = None
+            self.accord = Accord(self, ranks, script, learns=self.memory is not None)
+
+    @property
+    def asking(self) -> bool:
+        """Whether ranks ask each other before each collective."""
+        return self.accord is not None and self.accord.asking
+
+    @property
+    def beside(self) -> bool:
+        """Whether this rank does what is not in the script."""
+        return self.accord is not None and self.accord.beside
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks take part when units enter."""
+        return any(source.gathers for source in self.sources)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether gradients leave."""
+        return not self.holding and any(source.differentiated for source in self.sources)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients of several passes are added up."""
+        return self.holding or bool(self.waiting)
+
+    def entering(self, source: Source) -> list[Any]:
+        middle = [gather] if source.sharded else []
+        return [*(t.enter for t in self.before), *middle, *(t.enter for t in self.after)]
+
+    def leaving(self) -> list[Any]:
+        return [t.leave for t in self.leave]
+
+    def look_ahead(self, run: UnitRun) -> None:
+        """Start the entry of what comes behind a unit, unless ranks have to ask each other."""
+        if not (self.asking or self.beside):
+            self.plan.look_ahead(run)
+
+    def close_others(self, runs: Sequence[UnitRun]) -> None:
+        """Release units of earlier layers that were kept for a neighbour's sake."""
+        for run in self.lingering:
+            if run not in runs:
+                run.release()
+        self.lingering = [run for run in self.lingering if run in runs]
+
+    def drop_transient(self, run: UnitRun) -> None:
+        """Let go of what backward regathered for a unit that has no gradient to wait for."""
+        for other in self.transient:
+            if other is not run and not self.plan.soon(other):
+                other.values, other.touched = None, False
+        self.transient = [] if run.open else [run]
+
+    def sent(self, run: UnitRun, value: Pending, nbytes: int) -> None:
+        """Remember a gradient of so many bytes on its way; hold few at once."""
+        self.arrivals.append((run, value, nbytes))
+        self.in_flight += nbytes
+        lean = any(source.sharded for source in self.sources)  # memory is scarce
+        limit = run.source.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
+        while self.in_flight > limit and len(self.arrivals) > 1:
+            self._arrive()
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+
+    def _arrive(self) -> None:
+        run, value, nbytes = self.arrivals.pop(0)
+        self.in_flight -= nbytes
+        value.advance()
+        before = self.results.get(run.key)
+        if run.source.sink is not None:
+            if before is not None:
+                raise PlacementError(
+                    f"the gradient of unit {run.info.name} came in two parts, since ranks ran "
+                    "layers in different orders or numbers; where gradients leave the device's "
+                    "memory (offload) they cannot be added up. Run the layers alike on all ranks."
+                )
+            value = run.source.sink.put(run.info.index, value.wait())
+        self.results[run.key] = value if before is None else Total(before, value)
+
+    def computed(self) -> None:
+        """Forward is done: what backward still needs is held by autograd, or gathered again."""
+        self.close_others(())
+        for source in self.sources:
+            for run in source.runs:
+                run.check_unwritten()
+                if run.entered is not None:
+                    run.release()
+        if any(source.sharded for source in self.sources):
+            pool().trim()  # memory is fullest here
+        if self.accord is not None:
+            self.accord.turn()
+
+    def finish(self) -> None:
+        """Wait for everything under way, also for what was started in vain."""
+        accord = self.accord
+        if accord is not None:
+            accord.rest()
+        for source in self.sources:
+            for run in source.runs:
+                self._send_late(run)
+        if accord is None:
+            self._arrive_all()
+        else:
+            script = accord.end()
+            accord.own(self._arrive_all)
+            if self.memory is not None:
+                self.memory[self.place] = script
+        for source in self.sources:
+            for run in source.runs:
+                if run.pending is not None:
+                    run.pending.wait()
+                run.pending = run.values = run.entered = run.fetched = None
+
+    def _send_late(self, run: UnitRun) -> None:
+        """Send what not all entries have left, or an earlier pass kept back and this one did not
+        add to."""
+        kept = self.waiting.get(run.key)
+        if run.partial is None and kept is None:
+            return
+        if self.accord is not None:
+            self.accord.leaves(run, True)
+        if run.partial is not None:
+            run.send()
+        elif kept is not None and self.accord is not None:
+            self.accord.reduce(run, [torch.zeros_like(x) for x in kept])
+        elif kept is not None:
+            run.part([torch.zeros_like(x) for x in kept])
+
+    def _arrive_all(self) -> None:
+        while self.arrivals:
+            self._arrive()
+
+    def close(self) -> None:
+        """Forget everything, so that no cycle of references keeps gradients alive."""
+        if self.accord is not None:
+            self.accord.close()
+            self.accord = None
+        for source in self.sources:
+            for run in source.runs:
+                run.pending = run.values = run.entered = run.fetched = None
+            source.runs.clear()
+        self.sources.clear()
+        self.lingering.clear()
+        self.transient.clear()
+        self.results.clear()
+
+
+def entered(params: Placed) -> Any:
+    """How placed parameters enter without gradients, inside a step and outside one."""
+    if not isinstance(params, Readable):
+        raise PlacementError(f"a {type(params).__name__} cannot enter a computation")
+    running = context.current()
+    inside = running is not None and bool(running.passes)
+    owner = running.passes[-1] if inside else Pass()  # type: ignore[union-attr]
+    source = owner.add(params.layout, params, params.group, cut=True, differentiated=False)
+    if inside:
+        owner.agree(params.group)
+    return source.view()
+
+
+on_enter(entered)

@@ -1,0 +1,162 @@
+"""The order in which units are expected to enter a pass, and what is started ahead of its turn.
+
+The order is that of the last pass. It is a hint and never a law: a pass that takes another path
+gathers what it needs when it needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zfunc.engine.traffic import is_soon
+from zfunc.engine.unit_runs import UnitRun
+from zfunc.layout.layout import Layout
+
+__all__ = ["Plan", "there", "there_and_back"]
+
+AHEAD_BYTES = 2**26  # of units that entered ahead, on a host: one is always there
+Key = tuple[int, int]  # which tree of the pass, and which unit of it
+
+
+@dataclass
+class Plan:
+    """What is known of a pass before it runs, and how far it is.
+
+    Attributes:
+        order: the units as they entered last time.
+        prefetch: how many layers ahead entry starts, as far as their bytes allow.
+        room: bytes of units that may be there beyond these: entered ahead, or kept because they
+            are needed again soon. What small units that are not merged may take together.
+        runs: the units of each tree of the pass.
+        events: the units as they have entered.
+        cursor: how much of the order has come.
+        most_ahead: bytes of units that were ahead at once.
+    """
+
+    order: Sequence[Key] = ()
+    prefetch: int = 1
+    room: int = 0
+    runs: list[list[UnitRun]] = field(default_factory=list)
+    events: list[Key] = field(default_factory=list)
+    cursor: int = 0
+    most_ahead: int = 0
+
+    def record(self, key: Key, follows: bool) -> None:
+        """Note that a unit enters, and, if the rank follows the plan, where in it that is."""
+        self.events.append(key)
+        for i in range(self.cursor, len(self.order)) if follows else ():
+            if self.order[i] == key:
+                self.cursor = i + 1
+                return
+
+    def look_ahead(self, now: UnitRun) -> None:
+        """Start the entry of the layers that the plan has next, and reading those behind them.
+
+        The other units of the layer that is entering are started, too.
+        """
+        for key in self.order[self.cursor : self.cursor + self.prefetch + 1]:
+            if run := self.run_at(key):
+                run.fetch()
+        ahead, layers = 0, {self._layer(now.key)}
+        met: set[Key] = set()
+        for i, (key, room) in enumerate(self._coming()):
+            size, run = self._size(key), self.run_at(key)
+            layers.add(self._layer(key))
+            on_disk = run is not None and run.source.node is not None  # its store reads ahead
+            enough = i >= self.prefetch if on_disk else len(layers) > self.prefetch + 1
+            if enough and (room < 0 or on_disk):
+                return
+            if run is None or run.values is not None or key in met or run.arriving:
+                continue
+            met.add(key)
+            if ahead and ahead + size > run.source.limit(AHEAD_BYTES):
+                return
+            run.start()
+            ahead += size
+            self.most_ahead = max(self.most_ahead, ahead)
+
+    def _coming(self) -> Iterator[tuple[Key, int]]:
+        """The plan from here to the turn, with the room left behind each unit.
+
+        The turn is a unit that comes again. There most of the activations are in memory, so no
+        layer behind it is gathered ahead, unless there is room for all.
+        """
+        room, passed = self.room, set(self.order[self.cursor - 1 : self.cursor])
+        for key in self.order[self.cursor :]:
+            room -= self._size(key)
+            if key in passed and room < 0:
+                return
+            passed.add(key)
+            yield key, room
+
+    def next_layer(self, now: Sequence[UnitRun]) -> list[Key]:
+        """The units that the plan has behind these, of one layer, if they are not there yet."""
+        met = {self._layer(run.key) for run in now}
+        first: Key | None = None
+        found: list[Key] = []
+        size = 0
+        for key, _ in self._coming() if self.prefetch else ():
+            run, layer = self.run_at(key), self._layer(key)
+            if layer in met or run is None:
+                continue
+            if first not in (None, layer):
+                break
+            first, size = layer, size + self._size(key)
+            if run.values is not None or run.pending is not None or run.source.node is not None:
+                break
+            if not run.gathers or (found and size > run.source.limit(AHEAD_BYTES)):
+                break
+            if key not in found:
+                found.append(key)
+        return found
+
+    def soon(self, run: UnitRun) -> bool:
+        """Whether the plan has this unit next, or so soon that all until then has room."""
+        coming = self.order[self.cursor :]
+        return is_soon(run.key, coming, self.room, self._size, self._layer)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the plan has no unit to come."""
+        return 0 < len(self.order) <= self.cursor
+
+    def _layer(self, key: Key) -> Key:
+        """Which layer a unit belongs to; that of a tree which is not here stands for itself."""
+        run = self.run_at(key)
+        return key if run is None else (key[0], run.source.layout.layer_of_unit[key[1]])
+
+    def run_at(self, key: Key) -> UnitRun | None:
+        """A unit of the plan, which may be of other trees than these."""
+        source, unit = key
+        runs = self.runs[source] if source < len(self.runs) else []
+        return runs[unit] if unit < len(runs) else None
+
+    def _size(self, key: Key) -> int:
+        run = self.run_at(key)
+        return run.source.layout.unit_nbytes(key[1]) if run else 0
+
+
+def there(layouts: Sequence[Layout]) -> list[Key]:
+    """A plan before anything is recorded: the root, then all layers in order.
+
+    The last one turns up again, since backward begins with it. What backward needs
+    beyond that is not known yet, so nothing is fetched in vain.
+    """
+    root, layers = _in_order(layouts)
+    return [*root, *layers, *layers[-1:]]
+
+
+def there_and_back(layouts: Sequence[Layout]) -> list[Key]:
+    """The whole way, if backward needs the weights of every layer."""
+    root, layers = _in_order(layouts)
+    return [*root, *layers, *reversed(layers)]
+
+
+def _in_order(layouts: Sequence[Layout]) -> tuple[list[Key], list[Key]]:
+    root: list[Key] = []
+    layers: list[Key] = []
+    for k, layout in enumerate(layouts):
+        for i, layer in enumerate(layout.layer_of_unit):
+            (root if layer < 0 else layers).append((k, i))
+    return root, layers

@@ -1,0 +1,174 @@
+"""Deciding how a tree is cut: which leaves travel together, and where each one lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+from zfunc.layout.freezing import frozen_among
+from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
+from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
+from zfunc.ranks.axes import Mesh
+from zfunc.trees.nodes import NAMESPACE, Encoded, Tree
+from zfunc.trees.tree import dotted
+
+__all__ = ["make_layout"]
+
+
+def _check_leaf(path: str, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor):
+        raise PlacementError(
+            f"parameter {path} is a {type(leaf).__name__}, not a tensor. Keep what is no "
+            "parameter out of the params tree (close over it, or make it an entry of the state)."
+        )
+    check_trainable(path, leaf)
+
+
+def _groups(
+    layers: Sequence[Layer],
+    root: Sequence[int],
+    sizes: Sequence[int],
+    unit_bytes: int,
+    merge: bool,
+    first: int | None,
+) -> list[tuple[str, list[int]]]:
+    """Leaf indices that travel together, named: the root's first, then the layers'."""
+    spans = [("", list(root))] if root else []
+    for run in _merged(layers, sizes, unit_bytes // 8 if merge else 0, first):
+        last = run[-1].name.rpartition(".")[2]
+        name = run[0].name if len(run) == 1 else f"{run[0].name}-{last}"
+        spans.append((name, [i for layer in run for i in range(layer.start, layer.stop)]))
+    groups: list[tuple[str, list[int]]] = []
+    for name, leaves in spans:
+        # The root's leaves (embedding, head) have little to do with each other in time.
+        groups.extend(_split(name, leaves, sizes, unit_bytes if name else unit_bytes // 8))
+    return groups
+
+
+def _merged(
+    layers: Sequence[Layer], sizes: Sequence[int], most: int, first: int | None
+) -> list[list[Layer]]:
+    """Consecutive layers of one stack that make a unit of up to ``most`` bytes.
+
+    With ``first`` they are taken from the end: the last unit has up to ``first`` bytes, that before
+    it up to twice as many, and so on.
+    """
+    limit, filled = most if first is None else min(first, most), 0
+    runs: list[list[Layer]] = []
+    for layer in layers if first is None else reversed(layers):
+        weight = sum(sizes[layer.start : layer.stop])
+        fits = limit > 0 and filled + weight <= limit
+        if runs and fits and _stack(runs[-1][0]) == _stack(layer):
+            runs[-1].append(layer)
+            filled += weight
+            continue
+        limit = min(2 * limit, most) if runs else limit
+        runs.append([layer])
+        filled = weight
+    return runs if first is None else [run[::-1] for run in reversed(runs)]
+
+
+def _stack(layer: Layer) -> str:
+    return layer.name.rpartition(".")[0]
+
+
+def _split(
+    name: str, leaves: list[int], sizes: Sequence[int], unit_bytes: int
+) -> list[tuple[str, list[int]]]:
+    """Cut a huge group between leaves, so that no part but a single leaf exceeds the limit."""
+    parts: list[list[int]] = [[]]
+    filled = 0
+    for i in leaves:
+        if parts[-1] and filled + sizes[i] > unit_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(i)
+        filled += sizes[i]
+    label = name or "root"
+    if len(parts) == 1:
+        return [(label, parts[0])]
+    return [(f"{label}[{k}]", part) for k, part in enumerate(parts)]
+
+
+def make_layout(
+    tree: Tree,
+    *,
+    world: int = 1,
+    mesh: Mesh | None = None,
+    axis: str | tuple[str, ...] = "data",
+    unit_bytes: int = 1 << 26,
+    persist_below: int = 0,
+    merge: bool = True,
+    first: int | None = None,
+    frozen: Callable[[Tensor], bool] = is_frozen,
+    by: tuple[str, str] | None = None,
+) -> Layout:
+    """Decide how a plain tree of parameters is cut over ``world`` ranks.
+
+    Args:
+        tree: plain tree of floating-point tensors (real or on ``meta``).
+        unit_bytes: a layer that is larger is split between leaves, the root at an eighth
+            of it; consecutive layers of one stack are merged up to an eighth of it.
+        merge: whether tiny layers travel together, as said.
+        first: bytes up to which the last layers are merged, whose gradients are ready first: over
+            a slow link they should leave soon. Twice as many before them, and so on.
+        persist_below: leaves of fewer elements are kept whole on every rank.
+        frozen: which leaves are marked as having no gradient, beside those of which the tree's
+            structure says so (:mod:`zfunc.layout.freezing`).
+        by: the transform that asks, see ``Layout``.
+
+    Raises:
+        PlacementError: a leaf that is no floating-point tensor, named by its path.
+    """
+    keys, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
+    names = [dotted(*key) for key in keys]
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf is not None:
+            _check_leaf(name, leaf)
+    sizes = [0 if leaf is None else leaf.nbytes for leaf in leaves]
+    still = frozen_among(leaves, spec, frozen)
+    outer, layers = find_layers(tree)
+    inside = {i for layer in layers for i in range(layer.start, layer.stop)}
+    root = [i for i in range(len(leaves)) if i not in inside]
+    slots: list[Slot | None] = [None] * len(leaves)
+    flats: list[Flat] = []
+    units: list[Unit] = []
+    for name, members in _groups(layers, root, sizes, unit_bytes, merge, first):
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        kind: tuple[Any, ...]
+        for i in members:
+            if (leaf := leaves[i]) is not None:
+                if isinstance(leaf, Encoded):
+                    kind = (torch.uint8, False, leaf.code.bytes < persist_below, None)
+                else:
+                    small = leaf.numel() < persist_below
+                    kind = (leaf.dtype, not still[i], small, origin_of(leaf))
+                kinds.setdefault(kind, []).append(i)
+        mine = []
+        for (dtype, trainable, whole, _), some in kinds.items():
+            end = 0
+            for i in some:
+                slots[i] = _slot(names[i], leaves[i], len(flats), end, i)
+                end += aligned(slots[i].numel)  # type: ignore[union-attr]
+            mine.append(len(flats))
+            flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
+        units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
+    return Layout(
+        spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world, by
+    )
+
+
+def _slot(name: str, leaf: Any, flat: int, start: int, index: int) -> Slot:
+    if isinstance(leaf, Encoded):
+        return Slot(name, (leaf.code.bytes,), flat, start, index, leaf.code)
+    return Slot(name, tuple(leaf.shape), flat, start, index)
+
+
+def _even_cuts(length: int, world: int) -> tuple[int, ...]:
+    part = -(-length // (ALIGN * world)) * ALIGN
+    return tuple(part * r for r in range(world + 1))

@@ -1,0 +1,174 @@
+"""``Unreduced``: a gradient that is this rank's own, until somebody averages it.
+
+1-bit Adam averages momentum in place of gradients, so between ``value_and_grad`` and the
+optimizer's first moments the ranks hold different numbers. This node keeps anybody from
+taking them for the mean: linear maps (:func:`linear_map`) pass through it, since the mean may be
+taken before or behind them, and ``zf.reduced`` ends it. Every other map is refused. Its norm
+is one number that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.errors import CompositionError
+from zfunc.layout.layout import Layout
+from zfunc.ranks.axes import group as group_of
+from zfunc.trees.nodes import NAMESPACE, Placed, Tree, register
+from zfunc.trees.squares import square_sum, square_sums, wide_dtype
+
+__all__ = ["Unreduced", "linear_map", "unwrapped"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def linear_map(f: F) -> F:
+    """Mark ``f`` as linear in gradients, so that it may be applied before they are averaged.
+
+    ``f(mean of g_i) == mean of f(g_i)``, whatever else ``f`` is given alike on all ranks.
+
+    >>> halve = linear_map(lambda g: g * 0.5)
+    >>> Unreduced(torch.ones(2)).map(halve, [Unreduced(torch.ones(2))]).value
+    tensor([0.5000, 0.5000])
+    """
+
+    @functools.wraps(f)
+    def marked(*args: Any) -> Any:
+        return f(*args)
+
+    marked.__dict__["zfunc_linear"] = True
+    return cast(F, marked)
+
+
+# What users sum gradients with, known without saying.
+_LINEAR = (torch.add, torch.sub, torch.neg, operator.add, operator.sub, operator.neg)
+
+
+def _is_linear(f: Callable[..., Any]) -> bool:
+    return getattr(f, "zfunc_linear", False) or f in _LINEAR
+
+
+class Unreduced(Placed):
+    """One leaf of a tree of gradients that differ from rank to rank.
+
+    Attributes:
+        value: this rank's tensor, of the leaf's shape.
+        home: the layout of the params tree that the leaf belongs to, and its index there.
+        done: whether ``value`` is the mean already. It is until compression begins; the
+            rules are the same, so that a step that breaks them fails in its first call.
+    """
+
+    def __init__(
+        self, value: Tensor, home: tuple[Layout, int] | None = None, done: bool = False
+    ) -> None:
+        self.value = value
+        self.home = home
+        self.done = done
+
+    def __repr__(self) -> str:
+        return f"Unreduced({'mean' if self.done else 'local'}, shape={tuple(self.value.shape)})"
+
+    def _like(self, value: Tensor) -> Unreduced:
+        return Unreduced(value, self.home, self.done)
+
+    def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Unreduced:
+        if not _is_linear(f):
+            raise CompositionError(_not_linear(f))
+        return self._like(f(*(x.value if isinstance(x, Unreduced) else x for x in others)))
+
+    def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Unreduced:
+        if not _is_linear(f):
+            raise CompositionError(_not_linear(f))
+        return self._like(f(prefix, *(x.value if isinstance(x, Unreduced) else x for x in others)))
+
+    @classmethod
+    def sums_of(cls, nodes: Sequence[Any], f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """``f`` of each, averaged over the ranks in one collective: of squares, their mean."""
+        if f is square_sum:
+            rows = zip(cls.square_sums_of(nodes), nodes, strict=True)
+            return [row[0].to(wide_dtype(node.value)) for row, node in rows]
+        mine = [f(node.value) for node in nodes]
+        means = cls._means(nodes, torch.stack([x.double() for x in mine]))
+        return [x.to(y.dtype) for x, y in zip(means.unbind(), mine, strict=True)]
+
+    @classmethod
+    def square_sums_of(cls, nodes: Sequence[Any]) -> list[Tensor]:
+        mine = square_sums([node.value for node in nodes])
+        return list(cls._means(nodes, mine.double()).to(mine.dtype).split(1))
+
+    @staticmethod
+    def _means(nodes: Sequence[Any], mine: Tensor) -> Tensor:
+        home = next((node.home for node in nodes if node.home and not node.done), None)
+        if home is None:
+            return mine
+        ranks = group_of(home[0].mesh, home[0].axis)
+        ranks.all_reduce(mine, label="norms").wait()
+        return mine / ranks.size
+
+    def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
+        return self.sums_of([self], f)[0]
+
+    def held(self) -> Sequence[Tensor | None]:
+        return [self.value]
+
+    def names(self) -> list[str]:
+        return [""]
+
+    @property
+    def num_leaves(self) -> int:
+        return 1
+
+    def full(self) -> Any:
+        raise CompositionError(_not_linear("zf.full"))
+
+    def select(self, keep: Callable[[str], bool]) -> Unreduced | None:
+        return self if keep("") else None
+
+    def merge(self, other: Any) -> Unreduced:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("value", "home", "done"):
+            raise AttributeError(name)
+        raise CompositionError(_not_linear(f"`.{name}`"))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise CompositionError(_not_linear(func))
+
+
+def _not_linear(what: Any) -> str:
+    name = what if isinstance(what, str) else getattr(what, "__name__", repr(what))
+    return (
+        f"{name} met gradients that compress_grads leaves unaveraged, so it would see this rank's "
+        "own. Average them first (grads = zf.reduced(grads): then gradients are what is "
+        "compressed), or, if it is linear in the gradients, say so: "
+        "zf.tree.map(zf.linear_map(f), grads)."
+    )
+
+
+register(
+    Unreduced,
+    lambda node: ((node.value,), (node.home, node.done), ("",)),
+    lambda static, children: Unreduced(children[0], *static),
+)
+
+
+def unwrapped(tree: Tree) -> Tree:
+    """The tree with the values of nodes that are means already."""
+    return optree.tree_map(
+        lambda node: node.value if isinstance(node, Unreduced) and node.done else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, Placed),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )

@@ -1,0 +1,88 @@
+"""What went over the wire: exact bytes sent by this rank, by kind and by label.
+
+A ledger counts what this rank hands to the network: payload, and the 16-byte header that every
+collective sends to every peer, or to its two neighbours in a group of more than 16 and beside
+NCCL (kind ``"header"``); an all-reduce in two rounds sends one for each. It counts for the rank
+that opened it, from whatever thread the collective was issued (backward runs on threads of its own
+on CUDA).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+
+from zfunc.ranks.world import current
+
+__all__ = ["HEADER", "Ledger", "ledger"]
+
+HEADER = "header"
+
+on_close: list[Callable[[], None]] = []
+"""Called when a ledger closes: what it has counted is completed, and so has been sent."""
+
+
+@dataclass
+class Ledger:
+    """Bytes sent by one rank while the ledger was open.
+
+    Attributes:
+        by_kind: bytes per collective (``"all_gather"``, ...), and ``"header"``.
+        by_label: payload bytes per label, which names the unit concerned.
+        headers_by_label: bytes of headers per label.
+        calls_by_label: number of collectives per label.
+        calls: number of collectives.
+    """
+
+    by_kind: Counter[str] = field(default_factory=Counter)
+    by_label: Counter[str] = field(default_factory=Counter)
+    headers_by_label: Counter[str] = field(default_factory=Counter)
+    calls_by_label: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False)
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything sent: payload and headers."""
+        return sum(self.by_kind.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Everything sent except headers."""
+        return self.total_bytes - self.by_kind[HEADER]
+
+    def record(self, kind: str, label: str, payload: int, headers: int) -> None:
+        """Add one collective: ``payload`` and ``headers`` are the bytes sent to all peers."""
+        with self._lock:
+            self.calls += 1
+            self.by_kind[kind] += payload
+            self.by_kind[HEADER] += headers
+            self.by_label[label] += payload
+            self.headers_by_label[label] += headers
+            self.calls_by_label[label] += 1
+
+
+@contextmanager
+def ledger(complete: bool = True) -> Iterator[Ledger]:
+    """Count the bytes that this rank sends inside the block. Nested ledgers all count.
+
+    Args:
+        complete: whether the block ends only when all of it has been sent.
+
+    >>> with ledger() as led:
+    ...     pass
+    >>> led.total_bytes, led.calls
+    (0, 0)
+    """
+    opened, ledgers = Ledger(), current().ledgers
+    ledgers.append(opened)
+    try:
+        yield opened
+    finally:
+        # By identity: two ledgers with equal counts are equal dataclasses.
+        ledgers[:] = [other for other in ledgers if other is not opened]
+    for finish in on_close if complete else ():
+        finish()

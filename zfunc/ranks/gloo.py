@@ -1,0 +1,592 @@
+"""Collectives on CPU tensors, point to point over gloo.
+
+Gloo's own collectives copy more than they must. Here each rank sends its segments straight from
+where they are and receives straight to where they belong: one message per peer, no staging.
+Receives are posted before sends, so a message never waits to be asked for.
+
+Messages are tagged with the collective's number and digest, and headers go over sockets beside
+them, together with what is small: gloo takes longer to begin than that takes to arrive. A rank
+that took another path sends under other tags: its data are never taken for something else, and its
+header tells.
+
+The gloo context is made here, beside the process groups of torch: it needs no other rank to be
+made, and connects to a peer when the first message goes there. Beyond ``routes.DIRECT`` ranks
+messages go by halving and doubling (``zfunc.ranks.halving``), and only neighbours in a ring check
+each other's headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from zfunc.errors import DesyncError, DeviceError
+from zfunc.ranks.digests import as_bytes
+from zfunc.ranks.halving import Halving, Header, Message
+from zfunc.ranks.hearing import HERE, loopback_only
+from zfunc.ranks.routes import children, headers_each, is_direct, neighbours, parent
+from zfunc.ranks.scratch import Scratch
+from zfunc.ranks.transport import (
+    Call,
+    Hosted,
+    Steps,
+    departed,
+    elsewhere,
+    mismatch,
+    missized,
+    silence,
+    told,
+)
+from zfunc.ranks.wires import Wires
+
+__all__ = ["LOOK", "PATIENCE", "Place", "PointToPoint", "lazily_connected", "unreached"]
+
+PATIENCE = 3.0  # seconds for a peer to say what it is in
+LOOK = 0.25  # seconds between two looks whether a rank has come to a group, or ever will
+ANY = -1  # a message length that the header alone tells
+# What goes with its header: to a peer on this host, whose kernel takes some MB before anybody has
+# to wait, and to one elsewhere. Gloo wakes a thread on either side, which costs more.
+EAGER_BYTES_NEAR, EAGER_BYTES = 2**19 - 1, 2**15
+LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a group, and how it finds the others.
+
+    Attributes:
+        rank: its index among the members.
+        members: the members' ranks in the world.
+        store: known to all members, and to no other group.
+        departures: tells why a rank of the world takes part no longer; nothing if it does.
+        stops: the same of one that has given up what all are in, but not left.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    store: Store
+    departures: Callable[[int], str] = lambda rank: ""
+    stops: Callable[[int], str] = lambda rank: ""
+
+
+@dataclass
+class Swap:
+    """One message to and one from every peer, under way.
+
+    Attributes:
+        headers: those that are to come.
+        into: where what comes belongs, by rank.
+        received, sent: gloo's messages.
+    """
+
+    headers: list[Header]
+    into: Sequence[Tensor]
+    received: list[Message]
+    sent: list[Message]
+
+
+@contextmanager
+def lazily_connected() -> Iterator[None]:
+    """What torch makes of gloo in this block connects to a peer when it is first needed."""
+    before = os.environ.get(LAZY)
+    os.environ[LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[LAZY]
+        else:
+            os.environ[LAZY] = before
+
+
+class PointToPoint(Hosted):
+    """The transport over gloo between the members of a group.
+
+    Args:
+        place: this rank's.
+        timeout: seconds to wait for a peer.
+
+    Raises:
+        DeviceError: this torch was built without gloo.
+    """
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self.rank = place.rank
+        self.size = len(place.members)
+        self._store = place.store
+        self._world_ranks = place.members
+        self._seconds = timeout
+        self._timeout = timedelta(seconds=timeout)
+        self._gloo: Any = _context(place, self._timeout)
+        self._peers = neighbours(self.rank, self.size)
+        self._all = range(self.size)
+        self._first = 1 if self.rank == 0 else 0  # the first peer in rank order
+        self.scratch = Scratch()
+        self._wires = _wires(place, timeout)
+        self._direct = is_direct(self.size)
+        self._met: set[int] = set()  # the peers that this rank has exchanged messages with
+        self._complete = False  # whether all of a large group have come to a collective
+        self._unmet: dict[int, list[Header]] = {}  # by collective, until it is agreed on
+        self._under_way: set[Any] = set()  # gloo's messages that nobody has seen the end of
+        self._departures, self._stops = place.departures, place.stops
+        self._halving = Halving(self)
+
+    def close(self) -> None:
+        """End the connections of this group; nothing may be under way."""
+        self._wires.close()
+        self._gloo = None
+
+    def hang_up(self) -> None:
+        self._wires.close()
+        self._keep_if_needed()
+
+    def in_rounds(self, data: Tensor | None) -> bool:
+        return not self._direct
+
+    def mark(self, call: Call) -> None:
+        nothing = [0] * self.size
+        self.agree(call, self.announce(call, nothing), nothing)
+
+    def headers_sent(self, kind: str, data: Tensor | None) -> int:
+        nbytes = 0 if data is None else data.nbytes
+        return len(self._peers) * headers_each(kind, nbytes, self.size)
+
+    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+        if self._direct:
+            return self._all_gather(call, full, cuts)
+        return self._halving.all_gather(call, full, cuts)
+
+    def _all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+        segments = [full[start:end] for start, end in pairwise(cuts)]
+        swap = self._swap(call, [segments[self.rank]] * self.size, segments)
+        yield
+        self._arrive(call, swap)
+        self.finish(call, swap.sent)
+        return full
+
+    def reduce_scatter(
+        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+    ) -> Steps[Tensor]:
+        if self._direct:
+            return self._reduce_scatter(call, full, cuts, out)
+        return self._halving.reduce_scatter(call, full, cuts, out)
+
+    def _reduce_scatter(
+        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+    ) -> Steps[Tensor]:
+        segments = [full[start:end] for start, end in pairwise(cuts)]
+        own = segments[self.rank]
+        out = torch.empty_like(own) if out is None else out
+        parts = [self.scratch.take(own) if self._spare(rank) else own for rank in self._all]
+        in_place = out.data_ptr() == own.data_ptr()
+        parts[self._first] = self.scratch.take(own) if in_place else out
+        swap = self._swap(call, segments, parts)
+        yield
+        self._arrive(call, swap)
+        self._sum(parts, out)
+        self.finish(call, swap.sent)
+        for rank in self._all:
+            if self._spare(rank) or (in_place and rank == self._first):
+                self.scratch.give(parts[rank])
+        return out
+
+    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
+        if not self._direct:
+            return self._halving.all_reduce(call, flat, cuts)
+        if cuts is None:
+            return self._all_reduce_whole(call, flat)
+        return self._all_reduce_segments(call, flat, cuts)
+
+    def _all_reduce_whole(self, call: Call, flat: Tensor) -> Steps[Tensor]:
+        parts = [flat if rank == self.rank else self.scratch.take(flat) for rank in self._all]
+        swap = self._swap(call, [flat] * self.size, parts)
+        yield
+        self._arrive(call, swap)
+        self.finish(call, swap.sent)
+        self._sum(parts, flat)
+        for peer in self._peers:
+            self.scratch.give(parts[peer])
+        return flat
+
+    def _all_reduce_segments(self, call: Call, flat: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+        segments = [flat[start:end] for start, end in pairwise(cuts)]
+        own = segments[self.rank]
+        yield from self._reduce_scatter(call, flat, cuts, own)
+        large = [peer for peer in self._peers if not self._is_small(call, segments[peer], peer)]
+        messages = [self.receive(call, peer, segments[peer], phase=1) for peer in large]
+        payload, payloads = b"", {}
+        for peer in self._peers:
+            if self._is_small(call, own, peer):
+                payloads[peer] = payload = payload or bytes(as_bytes(own))
+            else:
+                messages.append(self.send(call, peer, own, phase=1))
+        # No rank waits for gloo, and stops reading, before what it waits for has been sent: others
+        # may have to write much to it before they come as far. Hence a second header.
+        for peer in self._peers:
+            with self._telling_lost(call, peer):
+                self._wires.send_note(peer, call.number, payloads.get(peer, b""))
+        for peer in self._peers:
+            with self._telling_lost(call, peer):
+                reduced = self._wires.take_note(peer, call.number)
+            if peer not in large:
+                as_bytes(segments[peer])[:] = reduced
+        self.finish(call, messages)
+        return flat
+
+    def all_to_all(
+        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Steps[list[Tensor]]:
+        like = chunks[self.rank]
+        parts = [like.new_empty(size) for size in sizes]
+        parts[self.rank].copy_(like)
+        if self._direct:
+            swap = self._swap(call, chunks, parts)
+            yield
+            self._arrive(call, swap)
+            self.finish(call, swap.sent)
+            return parts
+        headers = self.announce(call, [chunk.numel() for chunk in chunks])
+        everyone = [(self.rank + step) % self.size for step in range(1, self.size)]
+        received = [self.receive(call, peer, parts[peer]) for peer in everyone]
+        sent = [self.send(call, peer, chunks[peer]) for peer in everyone]
+        yield
+        self.agree(call, headers, sizes)
+        self.finish(call, received + sent)
+        return parts
+
+    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+        headers = self.announce(call, [flat.numel()] * self.size)
+        above = parent(self.rank, self.size, src)
+        messages = [] if above is None else [self.receive(call, above, flat)]
+        below = children(self.rank, self.size, src)
+        if above is None:
+            messages = [self.send(call, peer, flat) for peer in below]
+        yield
+        self.agree(call, headers, [flat.numel()] * self.size)
+        self.finish(call, messages)
+        if above is not None:
+            self.finish(call, [self.send(call, peer, flat) for peer in below])
+        return flat
+
+    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+        return self._exchange(call, data) if self._direct else self._halving.exchange(call, data)
+
+    def _exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+        own = _tensor(data)
+        # How much comes is told by the headers: nothing is asked for before.
+        swap = self._swap(call, [own] * self.size, ())
+        yield
+        lengths, payloads = self._told(call, swap.headers, [ANY] * self.size)
+        parts = [own.new_empty(length) for length in lengths]
+        swap.into = parts
+        swap.received = self._receive(call, parts)
+        self._fill(call, swap, payloads)
+        self.finish(call, swap.sent)
+        parts[self.rank] = own
+        return [part.numpy().tobytes() for part in parts]
+
+    def _is_small(self, call: Call, part: Tensor, peer: int) -> bool:
+        """Whether a part goes with the header, from a peer or to it."""
+        if not 0 < part.nbytes <= EAGER_BYTES_NEAR or part.device.type != "cpu":
+            return False
+        if part.nbytes <= EAGER_BYTES:
+            return True
+        with self._telling_lost(call, peer):
+            return self._wires.is_near(peer)
+
+    def _swap(self, call: Call, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Swap:
+        """Send each peer its part, small ones with their headers; receive into tensors, if any.
+
+        All gloo's messages are under way when this returns: a receive that came with ``wait`` only
+        would be waited for by a peer that waits for its collectives in another order.
+        """
+        payloads: dict[int, bytes] = {}
+        made: dict[int, bytes] = {}  # by part: most collectives send all peers the same
+        for peer in self._peers:
+            part = parts[peer]
+            if self._is_small(call, part, peer):
+                if id(part) not in made:
+                    made[id(part)] = bytes(as_bytes(part))
+                payloads[peer] = made[id(part)]
+        headers = self.announce(call, [part.numel() for part in parts], payloads=payloads)
+        received = self._receive(call, into) if into else []
+        sent = [self.send(call, peer, parts[peer]) for peer in self._peers if peer not in payloads]
+        return Swap(headers, into, received, sent)
+
+    def _receive(self, call: Call, into: Sequence[Tensor]) -> list[Message]:
+        """Start to receive what does not come with a header."""
+        return [
+            self.receive(call, peer, into[peer])
+            for peer in self._peers
+            if not self._is_small(call, into[peer], peer)
+        ]
+
+    def _arrive(self, call: Call, swap: Swap) -> None:
+        """Wait for what the peers send."""
+        expected = [part.numel() for part in swap.into]
+        _, payloads = self._told(call, swap.headers, expected)
+        self._fill(call, swap, payloads)
+
+    def _fill(self, call: Call, swap: Swap, payloads: dict[int, bytearray]) -> None:
+        for peer in self._peers:
+            if self._is_small(call, swap.into[peer], peer):
+                as_bytes(swap.into[peer])[:] = payloads[peer]
+        self.finish(call, swap.received)
+
+    def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Add in rank order; partial sums in the first part received, which may be ``out``.
+
+        ``out`` may also be this rank's own part, since only the last addition writes it.
+        """
+        total, last = parts[0], len(parts) - 1
+        for i, part in enumerate(parts[1:], 1):
+            total = torch.add(total, part, out=out if i == last else parts[self._first])
+
+    def _spare(self, rank: int) -> bool:
+        """Whether a part from ``rank`` arrives in scratch, not in the result or in place."""
+        return rank not in (self.rank, self._first)
+
+    def send(self, call: Call, peer: int, data: Tensor, phase: int = 0) -> Message:
+        """Start to send ``data``, which must not change before the message is finished."""
+        return self._message(self._gloo.send, call, peer, data, phase)
+
+    def receive(self, call: Call, peer: int, into: Tensor, phase: int = 0) -> Message:
+        """Start to receive into memory that must not be read before the message is finished."""
+        return self._message(self._gloo.recv, call, peer, into, phase)
+
+    def _message(self, start: Any, call: Call, peer: int, data: Tensor, phase: int) -> Message:
+        if data.numel() == 0:
+            return peer, None
+        if data.is_cuda:
+            raise DeviceError(
+                f"{call}: its tensors are on {data.device}, but this world computes on the CPU "
+                "(its process group has no NCCL, or the CPU was asked for). Start with zf.init(), "
+                'or with dist.init_process_group("nccl"), or move the state to the CPU'
+            )
+        if peer not in self._met and (self._direct or not self._complete):
+            self._meet(call, peer)
+            self._met.add(peer)
+        try:
+            work = start([data], peer, _tag(call, phase, data.numel()))
+        except RuntimeError as error:  # the first message connects
+            raise self._lost(call, peer, error) from error
+        self._under_way.add(work)
+        return peer, work
+
+    def _meet(self, call: Call, peer: int | None = None) -> None:
+        """Return when connections are not made in vain.
+
+        Gloo connects with the first message to a peer, and waits for as long as the timeout where
+        that has died or returned, or is in a collective that sends this rank nothing. So the
+        header of a new peer is compared before, and all headers of the first collective. In a large
+        group, where a rank gets headers from neighbours only, all say in the store that theirs
+        agree; that is at the first one, too.
+        """
+        for other, ticket in self._unmet.get(call.number, []):
+            if other == peer or not self._met:  # later, others may wait for what this rank forwards
+                self._compare(call, other, ticket)
+        if not self._direct and not self._complete:
+            self._complete = True
+            try:
+                self._await_all(call)
+            except dist.DistNetworkError as error:
+                raise unreached(error) from error
+
+    def _await_all(self, call: Call) -> None:
+        self._store.set(f"met/{self.rank}", "")
+        if self._store.add("met", 1) == self.size:
+            self._store.set("all met", "")
+        deadline, pause = time.monotonic() + self._seconds, 0.01
+        while not self._store.check(["all met"]):
+            if self._store.check(["cause"]):
+                raise elsewhere(self._store.get("cause").decode())
+            if time.monotonic() > deadline:
+                missing = [k for k in self._all if not self._store.check([f"met/{k}"])]
+                raise silence(call, [self._world_ranks[k] for k in missing], self._seconds)
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)  # one store answers all ranks
+
+    def announce(
+        self,
+        call: Call,
+        lengths: Sequence[int],
+        peers: Sequence[int] | None = None,
+        payloads: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> list[Header]:
+        """Send each peer a header with the length meant for it; theirs are for ``agree``."""
+        headers = []
+        for peer in self._peers if peers is None else peers:
+            payload = payloads.get(peer, b"")
+            with self._telling_lost(call, peer):
+                ticket = self._wires.send(peer, call.digest, lengths[peer], payload)
+            headers.append((peer, ticket))
+        self._unmet[call.number] = headers
+        if peers is None and not self._direct and not self._complete:
+            self._meet(call)
+        return headers
+
+    def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> None:
+        """Check every peer's header."""
+        self._told(call, headers, expected)
+
+    def _told(
+        self, call: Call, headers: list[Header], expected: Sequence[int]
+    ) -> tuple[list[int], dict[int, bytearray]]:
+        """Check every peer's header; the lengths that they tell, and what came with them."""
+        lengths, payloads = [0] * self.size, {}
+        self._unmet.pop(call.number, None)
+        for peer, ticket in headers:
+            lengths[peer] = length = self._compare(call, peer, ticket)
+            payloads[peer] = self._wires.take(peer, ticket)
+            if expected[peer] not in (length, ANY):
+                raise missized(call, self._world_ranks[peer], length, expected[peer])
+        return lengths, payloads
+
+    def _compare(self, call: Call, peer: int, ticket: int) -> int:
+        """The length that a peer tells, if it is in the same collective."""
+        with self._telling_lost(call, peer):
+            digest, length = self._wires.receive(peer, ticket)
+        if digest != call.digest:
+            self._wires.tell(told(call.digest))
+            theirs = self._wires.ask(peer, PATIENCE) or told(digest)
+            raise mismatch(call, self._world_ranks[peer], theirs)
+        return length
+
+    def finish(self, call: Call, messages: Sequence[Message]) -> None:
+        """Wait for messages, those of this list in any order."""
+        for peer, work in messages:
+            if work is None:
+                continue
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise self._lost(call, peer, error) from error
+            self._under_way.discard(work)
+
+    @contextmanager
+    def _telling_lost(self, call: Call, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._lost(call, peer, error) from error
+
+    def _lost(self, call: Call, peer: int, error: Exception) -> DesyncError:
+        rank = self._world_ranks[peer]
+        if why := self._departures(rank):
+            return departed(call, rank, why)
+        if why := self._stops(rank):
+            return elsewhere(f"rank {rank} has stopped: {why}")
+        if not self._direct and (cause := self._cause()):
+            return elsewhere(cause)
+        if isinstance(error, TimeoutError) or "imed out" in str(error):
+            return silence(call, [rank], self._seconds)
+        return DesyncError(f"{call}: rank {rank} is gone: {error}")
+
+    def leave(self, error: DesyncError) -> None:
+        """Tell the peers that listen to this rank why, and the store for those who are none.
+
+        In a large group most ranks wait for partners that are further on the way. They find out
+        when a partner's connections end with its process, or by the timeout.
+        """
+        self._wires.tell(str(error))
+        self._keep_if_needed()
+        if not self._direct:
+            with suppress(RuntimeError):
+                here = f"on rank {self._world_ranks[self.rank]}: "
+                self._store.compare_set("cause", "", here + str(error))
+
+    def _keep_if_needed(self) -> None:
+        """Never free a context in which messages are under way that will not come.
+
+        Its destructor waits for gloo's thread, and that, now and then, for ever: at the end of the
+        process, or whenever the garbage is collected. Others are freed: the thread of each wakes
+        a hundred times a second.
+        """
+        if self._under_way:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+    def _cause(self) -> str:
+        """What another rank of a large group has failed with."""
+        deadline = time.monotonic() + min(PATIENCE, self._seconds)
+        while time.monotonic() < deadline:
+            with suppress(RuntimeError):
+                if self._store.check(["cause"]):
+                    return self._store.get("cause").decode()
+            time.sleep(0.05)
+        return ""
+
+
+def unreached(error: Exception) -> DesyncError:
+    """The error for a store that does not answer."""
+    return DesyncError(
+        "the store through which ranks find each other is gone, and with it the process that "
+        f"serves it: rank 0, or torchrun ({error})"
+    )
+
+
+def _wires(place: Place, timeout: float) -> Wires:
+    def publish(card: bytes) -> None:
+        place.store.set(f"card/{place.rank}", card.hex())
+
+    def card_of(peer: int) -> bytes:
+        key, pause = f"card/{peer}", 0.001
+        deadline = time.monotonic() + timeout
+        try:  # not in the store's wait: who has left will never publish one
+            while not place.store.check([key]):
+                if place.departures(place.members[peer]) or place.stops(place.members[peer]):
+                    raise ConnectionResetError("it never joined the group")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out: it has not joined the group")
+                time.sleep(pause)
+                pause = min(2 * pause, LOOK)  # one store answers all ranks
+            return bytes.fromhex(place.store.get(key).decode())
+        except dist.DistNetworkError as error:
+            raise unreached(error) from error
+
+    return Wires(place.rank, publish, card_of, timeout)
+
+
+def _context(place: Place, timeout: timedelta) -> Any:
+    if not dist.is_gloo_available():
+        raise DeviceError(
+            "this torch was built without gloo, which zfunc needs between ranks, for NCCL's "
+            "headers too: install a build of torch that has it"
+        )
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if loopback_only():
+        options._devices = [gloo.create_device(hostname=HERE, lazy_init=True)]
+    elif named:
+        options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in named]
+    else:
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+    return gloo(PrefixStore("gloo", place.store), place.rank, len(place.members), options)
+
+
+def _tensor(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _tag(call: Call, phase: int, numel: int) -> int:
+    """31 bits: 14 of the number, 16 of the digest and the size, 1 of the phase.
+
+    The size is there since gloo ends the process of a rank to which more is sent than it expects.
+    """
+    return (call.number & 0x3FFF) << 17 | (1 + (call.digest + numel) % 65534) << 1 | phase

@@ -1,0 +1,440 @@
+"""``simulate(n)``: a world of n ranks that are threads of this process.
+
+Collectives are meetings: each rank lays down its tensors and goes on; the last to come does the
+whole collective for everyone, so nothing is copied twice and results do not depend on timing.
+The checks, the errors and the bytes in the ledger are those of real ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import DesyncError
+from zfunc.ranks.axes import Mesh
+from zfunc.ranks.routes import headers_each, is_direct, neighbours, summed
+from zfunc.ranks.transport import (
+    EXITED,
+    Call,
+    Hosted,
+    Steps,
+    Transport,
+    absent,
+    elsewhere,
+    exited,
+    mismatch,
+    missized,
+    silence,
+    told,
+)
+from zfunc.ranks.world import Judge, World, entered, on_leave, waiting
+
+__all__ = ["simulate"]
+
+T = TypeVar("T")
+GRACE = 2.0  # seconds that the other ranks get to end once one has failed
+
+
+class Deserted(DesyncError):
+    """Raised in a rank because another one failed; never the error that the caller sees."""
+
+
+@dataclass
+class Assembly:
+    """Where all ranks meet outside of any group: what they report, and what is judged."""
+
+    reports: dict[int, str] = field(default_factory=dict)
+    judged: str = ""
+    absent: str = ""
+    failed: bool = False  # whether one is absent because it failed
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Meeting:
+    """One collective of a simulated group: who has come, with what."""
+
+    members: tuple[int, ...]
+    parts: dict[int, tuple[Call, Any]] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, DesyncError] = field(default_factory=dict)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def missing(self) -> list[int]:
+        return [rank for rank in self.members if rank not in self.parts]
+
+
+class Fabric:
+    """What the ranks of one simulated world share."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.lock = threading.Lock()
+        self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
+        self.gone: dict[int, str] = {}
+        self.stopped: dict[int, str] = {}  # who take no further part in this epoch
+        self.epoch = 0
+        self.assembly = Assembly()
+
+    def join(
+        self,
+        members: tuple[int, ...],
+        rank: int,
+        call: Call,
+        part: Any,
+        serve: Callable[[list[Any]], list[Any]],
+        epoch: int = 0,
+    ) -> Meeting:
+        """Lay down ``part``; the last member to come runs ``serve`` on all parts in order."""
+        key = (members, call.number)
+        with self.lock:
+            if epoch != self.epoch:
+                raise DesyncError(f"{call}: its group was made anew, and nobody waits for it")
+            meeting = self.meetings.setdefault(key, Meeting(members))
+            meeting.parts[rank] = (call, part)
+            self._check(meeting, rank, call)
+            complete = not meeting.errors and not meeting.missing()
+        if complete:
+            self._hold(meeting, serve)
+            with self.lock:
+                self.meetings.pop(key, None)
+            meeting.over.set()
+        return meeting
+
+    def _hold(self, meeting: Meeting, serve: Callable[[list[Any]], list[Any]]) -> None:
+        parts = [meeting.parts[member][1] for member in meeting.members]
+        try:
+            meeting.results = dict(zip(meeting.members, serve(parts), strict=True))
+        except Exception as error:  # no rank has a result, so no rank may go on
+            for member, (call, _) in meeting.parts.items():
+                meeting.errors[member] = DesyncError(f"{call} failed: {error!r}")
+        meeting.parts.clear()
+
+    def _check(self, meeting: Meeting, rank: int, call: Call) -> None:
+        for peer, (other, _) in meeting.parts.items():
+            if other.digest != call.digest:
+                meeting.errors[rank] = mismatch(call, peer, told(other.digest))
+                meeting.errors.setdefault(peer, mismatch(other, rank, told(call.digest)))
+        for peer in meeting.missing():
+            if peer in self.gone or peer in self.stopped:
+                self._desert(meeting, peer)
+        if meeting.errors:
+            self._spread(meeting)
+
+    def _spread(self, meeting: Meeting) -> None:
+        """An error of one member is an error of all: who agrees with some still cannot go on."""
+        first = meeting.errors[min(meeting.errors)]
+        heard = elsewhere(first)
+        if isinstance(first, Deserted):  # the one who left is to blame, not who heard of it
+            heard = Deserted(str(heard))
+        for rank in meeting.members:
+            meeting.errors.setdefault(rank, heard)
+        meeting.over.set()
+
+    def wait(self, meeting: Meeting, rank: int) -> Any:
+        """This rank's result, once all have come."""
+        if not meeting.over.is_set():
+            with waiting():
+                while not meeting.over.wait(self.timeout):
+                    self._time_out(meeting)
+        if rank in meeting.errors:
+            raise meeting.errors[rank]
+        return meeting.results.pop(rank)
+
+    def _time_out(self, meeting: Meeting) -> None:
+        with self.lock:
+            if meeting.over.is_set() or not meeting.missing():
+                return  # over, or being held
+            for rank, (call, _) in meeting.parts.items():
+                meeting.errors[rank] = silence(call, meeting.missing(), self.timeout)
+            self._spread(meeting)
+
+    def leave(self, rank: int, why: str) -> None:
+        """``rank`` will come to no further meeting: wake up whoever waits for it."""
+        with self.lock:
+            self.gone[rank] = why
+            self._wake(rank)
+            if self.assembly.reports and rank not in self.assembly.reports:
+                self._give_up(0.0)
+
+    def stop(self, rank: int, why: str) -> None:
+        """``rank`` will come to no further meeting of this epoch."""
+        with self.lock:
+            self.stopped[rank] = f"has stopped ({why})"
+            self._wake(rank)
+
+    def _wake(self, rank: int) -> None:
+        for meeting in self.meetings.values():
+            if rank in meeting.missing() and not meeting.over.is_set():
+                self._desert(meeting, rank)
+                self._spread(meeting)
+
+    def assemble(self, rank: int, report: str, judge: Judge, until: float) -> str:
+        """Meet all ranks; where nothing speaks against it the next epoch begins."""
+        began = time.monotonic()
+        with self.lock:
+            assembly = self.assembly
+            assembly.reports[rank] = report
+            if len(assembly.reports) == self.size:
+                assembly.judged = judge([assembly.reports[k] for k in range(self.size)])
+                if not assembly.judged:
+                    self.epoch += 1
+                    self.meetings.clear()
+                    self.stopped.clear()
+                self._dissolve()
+            elif any(peer not in assembly.reports for peer in self.gone):
+                self._give_up(0.0)
+        with waiting():
+            if not assembly.over.wait(max(0.0, until - time.monotonic())):
+                with self.lock:
+                    if not assembly.over.is_set():
+                        self._give_up(time.monotonic() - began)
+        if assembly.absent:
+            raise (Deserted if assembly.failed else DesyncError)(assembly.absent)
+        return assembly.judged
+
+    def _give_up(self, waited: float) -> None:
+        reports = self.assembly.reports
+        missing = {k: self.gone.get(k, "") for k in range(self.size) if k not in reports}
+        self.assembly.absent = absent(missing, waited)
+        self.assembly.failed = any(why.startswith("failed") for why in missing.values())
+        self._dissolve()
+
+    def _dissolve(self) -> None:
+        """Whoever comes from now on comes to the next one."""
+        self.assembly.over.set()
+        self.assembly = Assembly()
+
+    def _parted(self, members: tuple[int, ...]) -> dict[int, DesyncError]:
+        """What ranks have been told, or will be, of the first collective that they disagreed on."""
+        failed = [k for k, m in self.meetings.items() if k[0] == members and m.errors]
+        return self.meetings[min(failed)].errors if failed else {}
+
+    def _desert(self, meeting: Meeting, rank: int) -> None:
+        why = self.gone.get(rank) or self.stopped[rank]
+        failed = why.startswith("failed")
+        parted = self._parted(meeting.members)
+        for peer, (call, _) in meeting.parts.items():
+            if peer in parted:  # why it is gone, perhaps
+                meeting.errors[peer] = parted[peer]
+                continue
+            error = f"{call}: rank {rank} {why} and will not take part"
+            meeting.errors[peer] = (Deserted if failed else DesyncError)(error)
+
+
+class Meetings(Hosted):
+    """The transport of one simulated group. Reductions add in rank order."""
+
+    def __init__(self, fabric: Fabric, members: tuple[int, ...], world_rank: int) -> None:
+        self.rank = members.index(world_rank)
+        self.size = len(members)
+        self._fabric, self._members, self._world_rank = fabric, members, world_rank
+        self._epoch = fabric.epoch
+
+    def headers_sent(self, kind: str, data: Tensor | None) -> int:
+        nbytes = 0 if data is None else data.nbytes
+        return len(neighbours(self.rank, self.size)) * headers_each(kind, nbytes, self.size)
+
+    def mark(self, call: Call) -> None:
+        for _ in self._meet(call, None, list):
+            pass
+
+    def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:
+        rank, epoch = self._world_rank, self._epoch
+        meeting = self._fabric.join(self._members, rank, call, part, serve, epoch)
+        yield
+        return self._fabric.wait(meeting, self._world_rank)
+
+    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+        def serve(fulls: list[Tensor]) -> list[Tensor]:
+            for source, (start, end) in enumerate(pairwise(cuts)):
+                for target in range(len(fulls)):
+                    if target != source and start < end:
+                        fulls[target][start:end].copy_(fulls[source][start:end])
+            return fulls
+
+        return self._meet(call, full, serve)
+
+    def reduce_scatter(
+        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+    ) -> Steps[Tensor]:
+        def serve(parts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+            sums = [_sum([full[a:b] for full, _ in parts]) for a, b in pairwise(cuts)]
+            outs = [out for _, out in parts]
+            return [s if o is None else o.copy_(s) for s, o in zip(sums, outs, strict=True)]
+
+        return self._meet(call, (full, out), serve)
+
+    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
+        def serve(flats: list[Tensor]) -> list[Tensor]:
+            total = _sum(flats)
+            return [flat.copy_(total) for flat in flats]
+
+        return self._meet(call, flat, serve)
+
+    def all_to_all(
+        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Steps[list[Tensor]]:
+        def serve(parts: list[tuple[Sequence[Tensor], Sequence[int]]]) -> list[Any]:
+            return [
+                [_expected(call, src, sent[dst], sizes[src]) for src, (sent, _) in enumerate(parts)]
+                for dst, (_, sizes) in enumerate(parts)
+            ]
+
+        received = yield from self._meet(call, (chunks, sizes), serve)
+        for part in received:
+            if isinstance(part, DesyncError):
+                raise part
+        return list(received)
+
+    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+        def serve(flats: list[Tensor]) -> list[Tensor]:
+            return [flat if flat is flats[src] else flat.copy_(flats[src]) for flat in flats]
+
+        return self._meet(call, flat, serve)
+
+    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+        return self._meet(call, data, lambda parts: [list(parts) for _ in parts])
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    if not is_direct(len(parts)):
+        return summed(parts)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def _expected(call: Call, src: int, chunk: Tensor, size: int) -> Tensor | DesyncError:
+    if chunk.numel() != size:
+        return missized(call, src, chunk.numel(), size)
+    return chunk.clone()
+
+
+class SimulatedWorld(World):
+    """The world of one simulated rank."""
+
+    threads: ClassVar[bool] = True
+
+    def __init__(self, rank: int, fabric: Fabric) -> None:
+        super().__init__(rank, fabric.size, fabric.timeout)
+        self._fabric = fabric
+
+    def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
+        return Meetings(self._fabric, Mesh(sizes).members(axes, self.rank), self.rank)
+
+    def _announce_stop(self, why: str) -> None:
+        self._fabric.stop(self.rank, why)
+
+    def meet(self, report: str, judge: Judge, until: float) -> str:
+        return self._fabric.assemble(self.rank, report, judge, until)
+
+
+def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Callable[..., list[T]]]:
+    """Run a function on ``n`` ranks that are threads of this process.
+
+    Arguments are shared between the ranks, not copied.
+
+    Args:
+        n: the number of ranks.
+        timeout: seconds a collective waits for a rank that does not come.
+
+    Returns:
+        A function that turns ``fn`` into one returning ``[result of rank 0, ...]``.
+
+    Raises:
+        TypeError: ``n`` is a function, as :func:`launch` would take it.
+        ValueError: ``n`` is not positive.
+        Exception: what a rank raised, as it is; the other ranks are woken up and end.
+
+    >>> from zfunc.ranks.world import rank
+    >>> simulate(3)(lambda x: x + rank())(10)
+    [10, 11, 12]
+    """
+    if callable(n):
+        raise TypeError(
+            f"simulate() got {n!r} for the number of ranks. Write simulate(4)(fn)(*args)."
+        )
+    if n < 1:
+        raise ValueError(f"simulate({n}): expected at least one rank")
+
+    def over_ranks(fn: Callable[..., T]) -> Callable[..., list[T]]:
+        def run(*args: Any, **kwargs: Any) -> list[T]:
+            return _run_ranks(Fabric(n, float(timeout)), lambda: fn(*args, **kwargs))
+
+        return run
+
+    return over_ranks
+
+
+def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+    grad = torch.is_grad_enabled()  # thread-local in torch, so not inherited
+
+    def rank_thread(rank: int) -> None:
+        joined = SimulatedWorld(rank, fabric)
+        try:
+            with entered(joined), torch.set_grad_enabled(grad):
+                results[rank] = body()
+                for finish in on_leave:
+                    finish()
+            fabric.leave(rank, "has returned")
+        except SystemExit as error:
+            if (failure := exited(rank, error)) is None:
+                results[rank] = None  # type: ignore[assignment]
+            else:
+                errors[rank] = failure
+            fabric.leave(rank, EXITED if failure is None else f"failed ({failure})")
+        except BaseException as error:
+            errors[rank] = error
+            fabric.leave(rank, f"failed ({type(error).__name__}: {error})")
+        finally:
+            joined.ended = True
+
+    threads = [
+        threading.Thread(
+            target=copy_context().run, args=(rank_thread, rank), name=f"rank {rank}", daemon=True
+        )
+        for rank in range(fabric.size)
+    ]
+    for thread in threads:
+        thread.start()
+    _join(threads, fabric, errors)
+    if errors:
+        raise _culprit(errors)
+    return [results[rank] for rank in range(fabric.size)]
+
+
+def _join(
+    threads: list[threading.Thread], fabric: Fabric, errors: dict[int, BaseException]
+) -> None:
+    """Wait for all ranks; once one has failed, only so long: a sleeping thread cannot be ended."""
+    deadline: float | None = None
+    try:
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            alive[0].join(0.05)
+            if errors and deadline is None:
+                deadline = time.monotonic() + GRACE
+            if deadline is not None and time.monotonic() > deadline:
+                return
+    except BaseException:  # Ctrl-C in a notebook: let the ranks end at their next collective
+        for rank in range(fabric.size):
+            fabric.leave(rank, "failed (interrupted)")
+        raise
+
+
+def _culprit(errors: dict[int, BaseException]) -> BaseException:
+    """The error of the lowest rank, one that did not merely follow from another's."""
+    causes = {rank: e for rank, e in errors.items() if not isinstance(e, Deserted)}
+    return (causes or errors)[min(causes or errors)]

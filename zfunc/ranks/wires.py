@@ -1,0 +1,393 @@
+"""Sockets to the neighbours, for the headers that keep ranks in step and for small payloads.
+
+They could travel as messages of the backend, but gloo asks the receiver first and wakes a thread
+on either side for each: 0.2 ms per collective, and over 1 ms where the cores are busy. What is
+written to a socket, 0.01 ms, waits in the kernel until somebody looks. A closed socket also tells
+at once that a peer has died, and a read from it can be interrupted.
+
+A rank listens from the beginning and calls a peer when it first has something to tell it, over a
+socket of its own for each direction: so nobody waits to be called, and a rank has sockets to those
+ranks only that it really talks to.
+
+Whoever waits here, for room to write or for something to come, reads what any peer writes: those
+who wait for each other would do so for ever.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+
+from zfunc.ranks import devices
+from zfunc.ranks.hearing import HERE, listening, loopback_only
+from zfunc.ranks.transport import HEADER_BYTES
+
+__all__ = ["Wires"]
+
+HEADER = struct.Struct("<qq")
+assert HEADER.size == HEADER_BYTES
+TEXT, NOTE = -1, -2  # in place of a digest: as many bytes of text follow, or a note
+LENGTH_BITS = 44  # of a header's second number; how many bytes of payload follow is above them
+READ_BYTES = 2**18
+BRIEF_SECONDS = 0.002  # to wait for one peer alone, which takes a third less than to watch all
+TOKEN_BYTES = 16
+GREETING_BYTES = TOKEN_BYTES + 8  # the token, and the rank that calls
+CLOSED = "connection closed by the peer"
+LATE_SECONDS = 0.2  # for which a word may be on its way behind the end of another connection
+GREETING_SECONDS = 10.0  # for which a caller may be silent
+OUTSIDE = "192.0.2.1", "2001:db8::1"  # nobody's: RFC 5737 and 3849 keep them for documentation
+
+Cards = Callable[[int], bytes]
+
+
+class Wires:
+    """Ordered headers, and the payloads that go with them, between ranks of one group.
+
+    Args:
+        rank: this rank in the group.
+        publish: receives this rank's card: where it listens, and the word that callers must know.
+        card_of: returns the card of a rank, once that has published it.
+        timeout: seconds to wait for a peer.
+
+    Attributes:
+        close: call it to hang up.
+    """
+
+    def __init__(
+        self, rank: int, publish: Callable[[bytes], None], card_of: Cards, timeout: float
+    ) -> None:
+        self._rank, self._card_of, self._timeout = rank, card_of, timeout
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._heard: defaultdict[int, int] = defaultdict(int)
+        self._early: dict[tuple[int, int], tuple[int, int, bytearray]] = {}
+        self._notes: dict[tuple[int, int], bytearray] = {}
+        self._texts: dict[int, str] = {}
+        self._host, self._cards = _host(), dict[int, bytes]()
+        self._to: dict[int, socket.socket] = {}
+        self._from: dict[int, socket.socket] = {}
+        self._reads: defaultdict[int, int] = defaultdict(int)
+        self._ends: dict[int, str] = {}  # why nothing more comes from a peer
+        self._hung_up: set[int] = set()  # peers that no longer read
+        self._unread: defaultdict[int, bytearray] = defaultdict(bytearray)  # less than a message
+        self._callers: dict[socket.socket, tuple[bytes, float]] = {}  # who have not said who
+        self._server = listening()
+        self._watched = selectors.DefaultSelector()
+        self._watched.register(self._server, selectors.EVENT_READ)
+        # Held by the finaliser, so that they are closed before the garbage collector meets them.
+        self._open: set[socket.socket | selectors.BaseSelector] = {self._server, self._watched}
+        self.close = weakref.finalize(self, _close, self._open)
+        self.close.atexit = False
+        # Whoever calls must know a word that only went through the store.
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        here = (self._host, _address(), str(self._server.getsockname()[1]))
+        publish(self._token + "\n".join(here).encode())
+
+    @property
+    def sockets(self) -> int:
+        """How many are open, the listening one among them."""
+        return 1 + len(self._to) + len(self._from)
+
+    def is_near(self, peer: int) -> bool:
+        """Whether a peer is on this host; alike at both. Waits until it has joined the group.
+
+        Raises:
+            TimeoutError: it did not join in time.
+            OSError: it never will.
+        """
+        return self._card(peer)[TOKEN_BYTES:].decode().split("\n")[0] == self._host
+
+    def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
+        """Send a header and what goes with it; returns its ticket: how many this peer got.
+
+        It waits for the peer only where the kernel holds no more.
+
+        Raises:
+            TimeoutError: the peer did not read in time.
+            OSError: the peer is gone.
+        """
+        self._write(peer, digest, length, payload)
+        self._sent[peer] += 1
+        return self._sent[peer]
+
+    def receive(self, peer: int, ticket: int) -> tuple[int, int]:
+        """The peer's header with this ticket: a digest and a length; kept until taken.
+
+        Raises:
+            TimeoutError: it did not come in time.
+            OSError: the peer is gone, or out of step with another one.
+        """
+        while self._heard[peer] < ticket:
+            self._read_on(peer)
+        digest, length, _ = self._early[peer, ticket]
+        return digest, length
+
+    def take(self, peer: int, ticket: int) -> bytearray:
+        """The payload that came with a header, empty if none did; neither is kept any longer."""
+        return self._early.pop((peer, ticket))[2]
+
+    def send_note(self, peer: int, number: int, payload: bytes = b"") -> None:
+        """Send a message outside the order of the headers, which a number tells.
+
+        Raises:
+            TimeoutError: the peer did not read in time.
+            OSError: the peer is gone.
+        """
+        self._write(peer, NOTE, number, payload)
+
+    def take_note(self, peer: int, number: int) -> bytearray:
+        """The payload of the peer's note with this number.
+
+        Raises:
+            TimeoutError: it did not come in time.
+            OSError: the peer is gone, or out of step with another one.
+        """
+        while (peer, number) not in self._notes:
+            self._read_on(peer)
+        return self._notes.pop((peer, number))
+
+    def tell(self, text: str) -> None:
+        """Send every peer that was called a text, for whoever asks with :meth:`ask`."""
+        data = text.encode()
+        for peer in tuple(self._to):
+            try:
+                self._push(peer, memoryview(HEADER.pack(TEXT, len(data)) + data))
+            except OSError:
+                continue  # gone, so it will not ask
+
+    def ask(self, peer: int, timeout: float) -> str | None:
+        """The text that the peer tells, behind the headers it has sent; ``None`` if it does not."""
+        seconds = min(timeout, self._timeout)
+        try:
+            while peer not in self._texts:
+                self._read(peer, seconds)
+        except OSError:
+            return None
+        return self._texts[peer]
+
+    def _write(self, peer: int, kind: int, number: int, payload: bytes) -> None:
+        self._check_open()
+        if peer not in self._to:
+            self._call(peer)
+        data = HEADER.pack(kind, number | len(payload) << LENGTH_BITS) + payload
+        self._push(peer, memoryview(data))
+
+    def _push(self, peer: int, data: memoryview) -> None:
+        """Send all of ``data``; where the kernel holds no more, serve others until it does."""
+        sock, deadline = self._to[peer], None
+        while data:
+            try:
+                data = data[sock.send(data) :]
+            except BlockingIOError:
+                if peer in self._hung_up:
+                    raise ConnectionResetError(CLOSED) from None
+                deadline = deadline or time.monotonic() + self._timeout
+                self._serve(deadline, pushing=peer)
+
+    def _read_on(self, peer: int) -> None:
+        if peer in self._texts:
+            raise ConnectionAbortedError(f"it stopped in {self._texts[peer]}")
+        self._read(peer, self._timeout)
+
+    def _read(self, peer: int, seconds: float) -> None:
+        """Wait for something from a peer, and serve the others meanwhile.
+
+        They may write more than the kernel holds before they come to what this rank waits for.
+        """
+        self._check_open()
+        before = self._reads[peer]
+        self._take_in(peer)
+        deadline, late = time.monotonic() + seconds, False
+        while self._reads[peer] == before:
+            if peer in self._ends:
+                raise ConnectionResetError(self._ends[peer])
+            if peer in self._hung_up and peer not in self._from and not late:
+                late = True  # what it said before may be on its way
+                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+            try:
+                self._serve(deadline)
+            except TimeoutError:
+                if late:
+                    raise ConnectionResetError(CLOSED) from None
+                raise
+
+    def _check_open(self) -> None:
+        if not self.close.alive:
+            raise ConnectionAbortedError("this rank has hung up")
+
+    def _take_in(self, peer: int) -> None:
+        """Keep the messages that have arrived from a peer."""
+        if peer not in self._from or peer in self._ends:
+            return
+        sock, why = self._from[peer], CLOSED
+        try:
+            part = sock.recv(READ_BYTES)
+        except TimeoutError:
+            return
+        except OSError as error:
+            part, why = b"", str(error)
+        if part:
+            self._reads[peer] += 1
+            self._sort(peer, part)
+        else:
+            self._ends[peer] = why
+            self._watched.unregister(sock)
+
+    def _sort(self, peer: int, part: bytes) -> None:
+        data = self._unread[peer]
+        data += part
+        start = 0
+        while len(data) >= start + HEADER_BYTES:
+            kind, number = HEADER.unpack_from(data, start)
+            size = number if kind == TEXT else number >> LENGTH_BITS
+            number &= (1 << LENGTH_BITS) - 1
+            stop = start + HEADER_BYTES + size
+            if len(data) < stop:
+                break
+            payload = data[stop - size : stop]
+            if kind == TEXT:
+                self._texts.setdefault(peer, payload.decode())
+            elif kind == NOTE:
+                self._notes[peer, number] = payload
+            else:
+                self._heard[peer] += 1
+                self._early[peer, self._heard[peer]] = kind, number, payload
+            start = stop
+        del data[:start]
+
+    def _serve(self, deadline: float, pushing: int | None = None) -> None:
+        """Wait until something can be read, or the peer ``pushing`` takes more, and read it.
+
+        Raises:
+            TimeoutError: nothing can.
+        """
+        left = deadline - time.monotonic()
+        if pushing is not None:
+            self._watch(pushing, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        try:
+            ready = self._watched.select(left) if left > 0 else []
+        finally:
+            if pushing is not None:
+                self._watch(pushing, selectors.EVENT_READ)
+        if not ready:
+            raise TimeoutError("timed out")
+        for key, events in ready:
+            sock: socket.socket = key.fileobj  # type: ignore[assignment]
+            if sock is self._server:
+                self._welcome()
+            elif sock in self._callers:
+                self._hear(sock)
+            elif sock is self._from.get(key.data):
+                self._take_in(key.data)
+            elif events & selectors.EVENT_READ:  # nothing ever comes this way, but the end
+                self._hung_up.add(key.data)
+                self._watched.unregister(sock)
+
+    def _watch(self, peer: int, events: int) -> None:
+        self._watched.modify(self._to[peer], events, peer)
+
+    def _card(self, peer: int) -> bytes:
+        if peer not in self._cards:
+            self._cards[peer] = self._card_of(peer)
+        return self._cards[peer]
+
+    def _call(self, peer: int) -> None:
+        """Connect to a peer and say who calls."""
+        card = self._card(peer)
+        _, address, port = card[TOKEN_BYTES:].decode().split("\n")
+        target = HERE if self.is_near(peer) else address
+        sock = socket.create_connection((target, int(port)), self._timeout)
+        self._open.add(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(card[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))
+        sock.setblocking(False)
+        self._watched.register(sock, selectors.EVENT_READ, peer)
+        self._to[peer] = sock
+
+    def _welcome(self) -> None:
+        """Let one more caller in; those that are silent for long go."""
+        now = time.monotonic()
+        for caller, (_, since) in list(self._callers.items()):
+            if now - since > GREETING_SECONDS:
+                self._dismiss(caller)
+        sock, _ = self._server.accept()
+        self._open.add(sock)
+        sock.setblocking(False)
+        self._callers[sock] = b"", now
+        self._watched.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, sock: socket.socket) -> None:
+        """Read on in a caller's greeting: the token, and then who calls. Nobody waits for it."""
+        said, since = self._callers[sock]
+        try:
+            part = sock.recv(GREETING_BYTES - len(said))
+        except OSError:
+            part = b""
+        said += part
+        if not part or not secrets.compare_digest(said[:TOKEN_BYTES], self._token[: len(said)]):
+            self._dismiss(sock)
+        elif len(said) < GREETING_BYTES:
+            self._callers[sock] = said, since
+        else:
+            self._let_in(sock, int.from_bytes(said[TOKEN_BYTES:], "little"))
+
+    def _let_in(self, sock: socket.socket, peer: int) -> None:
+        if peer in self._from:  # a rank calls once
+            self._dismiss(sock)
+            return
+        del self._callers[sock]
+        sock.settimeout(BRIEF_SECONDS)
+        self._watched.modify(sock, selectors.EVENT_READ, peer)
+        self._from[peer] = sock
+
+    def _dismiss(self, sock: socket.socket) -> None:
+        del self._callers[sock]
+        self._watched.unregister(sock)
+        self._open.discard(sock)
+        sock.close()
+
+
+def _close(opened: set[socket.socket | selectors.BaseSelector]) -> None:
+    for it in opened:
+        it.close()
+
+
+def _host() -> str:
+    """Tells this machine from others, containers with a network of their own included."""
+    try:
+        return f"{devices.host()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return devices.host()
+
+
+def _address() -> str:
+    """The address under which the other hosts see this one: that of the way to rank 0's host.
+
+    Rank 0's host may know its own name as an address that leads nowhere else (Debian: 127.0.1.1);
+    then that of the way out.
+    """
+    if loopback_only():
+        return HERE
+    for target in (os.environ.get("MASTER_ADDR", socket.gethostname()), *OUTSIDE):
+        found = _source(target)
+        if found and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+            return found
+    return HERE
+
+
+def _source(target: str) -> str | None:
+    """The own address of the way to a host, by its routes; nothing is sent."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return None

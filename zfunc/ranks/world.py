@@ -1,0 +1,246 @@
+"""The world a rank lives in: who it is, how many there are, and what it may remember.
+
+There are three kinds. A plain Python process is rank 0 of 1 (:class:`World` itself). A thread
+of ``zf.simulate(n)`` is a rank of a simulated world (``zfunc.ranks.simulation``). A process
+started by ``torchrun`` or ``zf.launch`` is a rank of a distributed one
+(``zfunc.ranks.distributed``). A simulated world is found through a context variable; the others
+are facts about the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from zfunc.errors import DesyncError
+from zfunc.ranks.transport import Transport
+
+__all__ = ["Judge", "World", "adopt", "current", "default_timeout", "entered", "rank", "world_size"]
+
+on_wait: list[Callable[[], AbstractContextManager[Any]]] = []
+"""Entered around every blocking wait of a simulated rank. Whoever holds a lock that all ranks
+of one process share registers a context manager here that gives it up meanwhile."""
+
+on_leave: list[Callable[[], None]] = []
+"""Called by each simulated or launched rank once its function has returned: what is still under
+way, such as a checkpoint being written, is completed while the world is there."""
+
+on_renewal: list[Callable[[], None]] = []
+"""Called by each rank once its groups are made anew: what ranks remember of what they had agreed on
+is forgotten, for one of them may have remembered what another has not."""
+
+Judge = Callable[[list[str]], str]
+
+
+def default_timeout() -> float:
+    """Seconds a collective waits for a silent peer: ``ZFUNC_TIMEOUT``, else 600.
+
+    Raises:
+        ValueError: ``ZFUNC_TIMEOUT`` is not a positive number.
+    """
+    text = os.environ.get("ZFUNC_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"ZFUNC_TIMEOUT={text!r}: expected a positive number of seconds")
+    return seconds
+
+
+class Member(Protocol):
+    """A group as its world sees it (:class:`zfunc.comm.Group`)."""
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether work of earlier steps was still under way on a device when it was stopped."""
+
+    def finish(self) -> None:
+        """Complete what is under way."""
+
+    def stop(self, error: DesyncError) -> None:
+        """Take no further part."""
+
+    def renew(self) -> None:
+        """Begin anew, in the next epoch."""
+
+    def hang_up(self) -> None:
+        """Let the peers know that this rank is done."""
+
+    def settle(self) -> None:
+        """Check what is unchecked."""
+
+
+class Recorder(Protocol):
+    """What collectives report to (:class:`zfunc.ranks.accounting.Ledger`)."""
+
+    def record(self, kind: str, label: str, payload: int, headers: int) -> None:
+        """Add one collective: the bytes sent to all peers."""
+
+
+class World:
+    """One rank's view of all ranks; on its own, the world of a single process.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: the number of ranks.
+        timeout: seconds a collective waits for a silent peer before it raises.
+        memo: this rank's scratch space for caches that live as long as the world.
+        ledgers: the open ledgers, which every collective of this rank reports to.
+        groups: every group that was made in this world.
+        unchecked: how many blocks are open in which headers are checked late.
+        epoch: how often its groups were made anew; nothing of an earlier epoch reaches a later one.
+        ended: whether this rank is done; its thread runs no longer.
+        threads: whether the ranks are threads of one process.
+        gate: called with what a collective is before it is issued, while a pass is running whose
+            ranks agree on what comes next; see :mod:`zfunc.engine.accord`.
+    """
+
+    threads: ClassVar[bool] = False
+
+    def __init__(self, rank: int = 0, size: int = 1, timeout: float | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = default_timeout() if timeout is None else float(timeout)
+        self.memo: dict[Any, Any] = {}
+        self.ledgers: list[Recorder] = []
+        self.groups: list[Member] = []
+        self.unchecked = 0
+        self.epoch = 0
+        self.ended = False
+        self.gate: Callable[[str], None] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return torch.get_default_device()
+
+    def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
+        """The transport between the ranks that differ only along ``axes`` of a mesh.
+
+        Args:
+            sizes: the mesh's axes as ``(name, size)`` pairs, row-major.
+            axes: names of the axes that the group spans.
+        """
+        raise NotImplementedError(f"{self!r} has no peers to connect to")
+
+    def stop(self, why: str) -> None:
+        """Take no further part in the groups of this epoch; whoever waits in them hears why.
+
+        What this rank has issued is completed before, where that is possible: peers are in it.
+        """
+        for group in tuple(self.groups):
+            with suppress(DesyncError):
+                group.finish()
+        self._announce_stop(why)
+        for group in tuple(self.groups):
+            group.stop(DesyncError(f"this rank has stopped: {why}"))
+
+    def _announce_stop(self, why: str) -> None:
+        """Leave word for those whom no group tells."""
+
+    def meet(self, report: str, judge: Judge, until: float) -> str:
+        """Come to where all ranks come outside of any group; returns what was judged.
+
+        Args:
+            report: this rank's.
+            judge: what to make of the reports of all ranks, in rank order; a pure function, which
+                the last one to come calls for all. An empty text lets the next epoch begin.
+            until: when to give up, in the seconds of ``time.monotonic``.
+
+        Raises:
+            DesyncError: a rank did not come; alike on all that did.
+        """
+        return judge([report])
+
+    def renew(self) -> None:
+        """Begin the next epoch: all groups begin anew, in place, and nothing is under way."""
+        self.epoch += 1
+        self.gate = None
+        for group in tuple(self.groups):
+            group.renew()
+
+    def depart(self, why: str) -> None:
+        """Complete what is under way, then let the others know that this rank is done.
+
+        Args:
+            why: goes on from "rank 3", such as ``"has returned"``.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+
+_ENTERED: ContextVar[World | None] = ContextVar("zfunc_world", default=None)
+_process: World | None = None
+
+finders: list[Callable[[], World | None]] = []
+"""Each looks for a world that this process has joined by other means than ``zf.init``."""
+
+
+def current() -> World:
+    """The world of the calling rank; a single-process world where there is no other.
+
+    >>> current().rank, current().size
+    (0, 1)
+    """
+    world = _ENTERED.get()
+    return world if world is not None else _of_process()
+
+
+def _of_process() -> World:
+    global _process
+    if _process is None:
+        _process = World()
+    if type(_process) is World:
+        for find in finders:
+            _process = find() or _process
+    return _process
+
+
+def adopt(world: World | None) -> None:
+    """Make ``world`` the world of this process; ``None`` forgets it."""
+    global _process
+    _process = world
+
+
+@contextmanager
+def entered(world: World) -> Iterator[World]:
+    """Be a rank of ``world`` inside the block, in this thread and this context only."""
+    token = _ENTERED.set(world)
+    try:
+        yield world
+    finally:
+        _ENTERED.reset(token)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around a blocking wait: everything in ``on_wait`` is given up inside the block."""
+    with ExitStack() as stack:
+        for release in on_wait:
+            stack.enter_context(release())
+        yield
+
+
+def rank() -> int:
+    """This rank in its world; 0 outside one.
+
+    >>> rank()
+    0
+    """
+    return current().rank
+
+
+def world_size() -> int:
+    """The number of ranks; 1 outside a world.
+
+    >>> world_size()
+    1
+    """
+    return current().size

@@ -1,0 +1,240 @@
+"""Memory of the old state that a running step may write to, and what else trees know of the step.
+
+A pure update needs new memory for its results. Where a step donates its input state
+(:func:`zfunc.donate`), :func:`reuse` gives it the old state's own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from operator import gt, itemgetter
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import DonatedStateError
+from zfunc.trees.nodes import Box, gone, spent
+from zfunc.trees.zeros import is_unmade
+
+__all__ = [
+    "RUNNING",
+    "Donation",
+    "Memory",
+    "Withheld",
+    "blank",
+    "current",
+    "donates",
+    "keeping",
+    "reuse",
+    "spend",
+]
+
+Owner = tuple[int, int, Tensor]  # where in memory a tensor begins and ends
+
+
+class Residents(list[Tensor]):
+    """Tensors that live in one storage."""
+
+    @cached_property
+    def row(self) -> list[Owner] | None:
+        """In the order of their bytes; ``None`` if two share some: neither may have the memory."""
+        row = sorted([(*_bytes_of(x), x) for x in self if x.numel()], key=itemgetter(0))
+        starts, stops = [owner[0] for owner in row[1:]], [owner[1] for owner in row]
+        return None if any(map(gt, stops, starts)) else row
+
+    def between(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Those that have some of these bytes."""
+        row = self.row or []
+        for i in range(bisect_right(row, start, key=itemgetter(1)), len(row)):
+            if row[i][0] >= stop:
+                break
+            yield row[i][2]
+
+
+@dataclass
+class Donation:
+    """The memory of the input state, free to be written by its successor.
+
+    ``owners`` maps a storage to the tensors of the old state that live in it. Those in
+    memory that is spent go blank, so that the old values can no longer be read, neither
+    later in the step nor after it; their neighbours in the same storage stay, and may
+    pass into the new state as they are. ``boxes`` have views of theirs, which go blank likewise.
+    """
+
+    owners: dict[int, Residents] = field(default_factory=dict)
+    boxes: dict[int, Box] = field(default_factory=dict)
+    _views: dict[int, Residents] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], boxes: Iterable[Box] = ()) -> Donation:
+        owners: defaultdict[int, Residents] = defaultdict(Residents)
+        for x in tensors:
+            owners[x.untyped_storage().data_ptr()].append(x)
+        owners.pop(0, None)  # without memory
+        return cls(dict(owners), {id(x): box for box in boxes for x in box.held()})
+
+    def spend(self, x: Tensor) -> bool:
+        """Blank the tensors in the memory of ``x``; False if it is not donated."""
+        at = x.untyped_storage().data_ptr()
+        found = self.owners.get(at)
+        if found is None or found.row is None:
+            return False
+        start, stop = _bytes_of(x)
+        for resident in found.between(start, stop):
+            for view in self._views_in(resident, at).between(start, stop):
+                blank(view)
+            blank(resident)
+        return True
+
+    def _views_in(self, resident: Tensor, at: int) -> Residents:
+        """The leaves of a box that are views of a tensor it holds, in the storage at ``at``."""
+        box = self.boxes.get(id(resident))
+        if box is None or not box.views():
+            return Residents()
+        if id(resident) not in self._views:
+            mine = (x for x in box.views() if x.untyped_storage().data_ptr() == at)
+            self._views[id(resident)] = Residents(mine)
+        return self._views[id(resident)]
+
+
+def _bytes_of(x: Tensor) -> tuple[int, int]:
+    """Where in memory a tensor lies, from its first byte to behind its last."""
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
+    size = x.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * size if x.numel() else start
+
+
+@dataclass
+class Memory:
+    """What functions of trees know of the step that is running.
+
+    Attributes:
+        tensors: those of the state that the step was given.
+        boxes: the whole trees with a layout in that state.
+        looked_into: those of which somebody has asked for a leaf meanwhile.
+        donation: the input state's memory, where it may be reused.
+        offers: for addresses of the old state where the value that follows is to be written.
+        notes: what is noted down for the time of this call.
+        join: ``(node, params)`` -> the plain params with the values of all ranks, or ``None``
+            for the usual way; see :meth:`zfunc.layout.sharded.Sharded.join`.
+        complete: whether gathers of new parameters end within the step that starts them.
+    """
+
+    tensors: Sequence[Tensor] = ()
+    boxes: Sequence[Box] = ()
+    looked_into: WeakSet[Box] = field(default_factory=WeakSet)
+    donation: Donation | None = None
+    offers: dict[int, Tensor] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    join: Callable[[Any, Any], Any] = lambda node, params: None
+    complete: bool = False
+
+
+RUNNING: ContextVar[Memory | None] = ContextVar("zfunc_running", default=None)
+"""Set by ``Step`` (:func:`zfunc.engine.context.push`) and by nothing else."""
+
+
+def current() -> Memory | None:
+    """What is known of the step that is running on this rank, if any."""
+    return RUNNING.get()
+
+
+def blank(x: Tensor) -> None:
+    """Leave a donated tensor without its memory, and marked."""
+    marks = x.__dict__
+    if "_zfunc_donated" not in marks:
+        plain = type(x) in (Tensor, torch.nn.Parameter)
+        x.data = _nothing(x.dtype, x.device) if plain else x.new_empty(0)
+        marks["_zfunc_donated"] = True
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is left of all spent tensors: a step spends hundreds."""
+    with torch.inference_mode(False):  # it outlives the mode that it is made in
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def reuse(x: Tensor) -> Tensor:
+    """Memory with the value of ``x`` that may be overwritten.
+
+    The memory of ``x`` itself where the running step donates it (``x`` must not be
+    read again), a copy everywhere else. ``tree.map(reuse, moments)`` is therefore
+    the one copy of a pure update, and no copy under ``donate``.
+
+    >>> import torch
+    >>> reuse(torch.ones(2)).add_(1)
+    tensor([2., 2.])
+    """
+    if spent(x):
+        raise DonatedStateError(gone("a leaf"))
+    alias = x.detach()
+    if is_unmade(x):
+        return x.clone()
+    if spend(x):
+        return alias
+    offers = running.offers if (running := current()) is not None else None
+    if (
+        offers
+        and (room := offers.get(x.data_ptr())) is not None
+        and room.shape == x.shape
+        and room.dtype == x.dtype
+    ):
+        return offers.pop(x.data_ptr()).copy_(x)
+    return x.clone()
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Within the block the running step donates nothing."""
+    running = current()
+    donation = running.donation if running is not None else None
+    if running is not None:
+        running.donation = None
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.donation = donation
+
+
+def donates() -> bool:
+    """Whether the running step donates any memory."""
+    running = current()
+    return running is not None and running.donation is not None
+
+
+def spend(x: Tensor) -> bool:
+    """Whether the running step donates the memory of ``x``; if so, it must not be read again."""
+    running = current()
+    return running is not None and running.donation is not None and running.donation.spend(x)
+
+
+@dataclass
+class Withheld(Donation):
+    """Donated memory that is given away once ``ask`` has said whether the step counts at all.
+
+    Whoever wants it first asks, and may have to wait for the answer; until then nobody does.
+    """
+
+    given: Donation = field(default_factory=Donation)
+    ask: Callable[[], bool] = bool
+
+    @classmethod
+    def until(cls, given: Donation, ask: Callable[[], bool]) -> Withheld:
+        """The memory of ``given``."""
+        return cls(given.owners, given.boxes, given=given, ask=ask)
+
+    def spend(self, x: Tensor) -> bool:
+        return self.ask() and self.given.spend(x)

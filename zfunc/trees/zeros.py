@@ -1,0 +1,49 @@
+"""Zeros that take no memory yet: moments of an optimizer that has seen nothing.
+
+A full state has two or three times the memory of its parameters in moments, all of them zero. They
+are tensors of the full shape that have one element in memory; ``place`` makes what a rank keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from zfunc.trees.nodes import Tree
+
+__all__ = ["begun", "is_unmade"]
+
+
+class _Unmade(TorchFunctionMode):
+    """``zeros_like`` gives one zero, expanded."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros_like and len(args) == 1 and kwargs.keys() <= {"dtype", "device"}:
+            like = args[0]
+            plain = like.layout == torch.strided and like.is_contiguous() and not like.is_quantized
+            if plain and like.numel() > 1:
+                return like.new_zeros((), **kwargs).expand(like.shape)
+        return func(*args, **kwargs)
+
+
+def begun(tx: Any, params: Tree) -> Any:
+    """``tx.init(params)``, whose zeros take no memory."""
+    if _get_current_dispatch_mode() is not None:  # somebody watches every operation (step.init)
+        return tx.init(params)
+    try:
+        with _Unmade():
+            return tx.init(params)
+    except RuntimeError:  # it writes into its zeros
+        return tx.init(params)
+
+
+def is_unmade(x: Any) -> bool:
+    """Whether a tensor is one element in memory that stands for many."""
+    return isinstance(x, Tensor) and x.numel() > 1 and not any(x.stride())
