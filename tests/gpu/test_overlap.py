@@ -14,7 +14,7 @@ from tests.gpu import ranks
 from tests.gpu.record import Report, Row
 from tests.gpu.training import gpt_model, trained
 from zfunc import optim
-from zfunc.engine import passes
+from zfunc.engine import unit_runs
 
 UNIT = 1 << 13  # a layer of width 32 is four units
 LAYERS = (4, 12)
@@ -73,11 +73,11 @@ def placed(label: str) -> tuple[str, int]:
 def _runs() -> dict[Any, Flown]:
     found: dict[Any, Flown] = {(3, depth): flown(3, depth) for depth in LAYERS}
     found |= {(stage, 4): flown(stage, 4) for stage in (1, 2)}
-    limit, passes.BYTES_ON_A_GPU = passes.BYTES_ON_A_GPU, 3 * found[3, 12].layer
+    limit, unit_runs.BYTES_ON_A_GPU = unit_runs.BYTES_ON_A_GPU, 3 * found[3, 12].layer
     try:
         found["a device with less room"] = flown(3, 12)
     finally:
-        passes.BYTES_ON_A_GPU = limit
+        unit_runs.BYTES_ON_A_GPU = limit
     return found
 
 
