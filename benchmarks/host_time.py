@@ -315,7 +315,9 @@ def headline(found: dict[str, Any], plan: Plan) -> str:
 
 def run(args: argparse.Namespace, plan: Plan, console: Console) -> dict[str, Any]:
     """Measure all that is asked for, and print it; ``broken`` lists the promises not kept."""
-    found = report.record("host_time", {**vars(args), "out": str(args.out)}, args.peers)
+    found = report.record(
+        "host_time", {k: v for k, v in vars(args).items() if k != "out"}, args.peers
+    )
     console.print(headline(found, plan))
     broken: list[str] = []
     found["ranks"] = {}
