@@ -27,7 +27,7 @@ LINES = {
     "optim.adaptive": 17_000,
 }
 LOADED = 72  # modules of ours that `import zfunc` loads
-TWINS = 34  # class names that stand for more than one class
+TWINS = 31  # class names that stand for more than one class
 
 
 @cache
