@@ -10,8 +10,8 @@ layer's units while this one computes. The record is a hint and never a law: a p
 takes another path gathers what it needs when it needs it. Ranks that take different paths
 from each other agree on what comes next: see :mod:`zfunc.engine.accord`.
 
-Nothing here calls a global hook: autograd Functions carry their unit with them, so
-that backward may run on a thread of its own (as it does on a GPU).
+Here is what the trees of a pass share: seams, what is under way, and the end. A tree and its
+units are in :mod:`zfunc.engine.unit_runs`.
 """
 
 from __future__ import annotations

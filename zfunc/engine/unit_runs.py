@@ -2,7 +2,9 @@
 
 Nothing keeps gathered memory alive after a layer but autograd, and there a saved-tensor
 hook puts a :class:`Ticket` in the place of every tensor that lies in that memory.
-Backward redeems tickets by letting the unit enter once more.
+Backward redeems tickets by letting the unit enter once more. Nothing calls a global hook:
+autograd Functions carry their unit with them, so that backward may run on a thread of its own
+(as it does on a GPU).
 """
 
 from __future__ import annotations
