@@ -83,8 +83,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_real_ranks_do_what_simulated_ones_do_bit_for_bit(n: int) -> None:
+@pytest.mark.parametrize(("n", "shared"), [(2, "1"), (3, "1"), (3, "0")])
+def test_real_ranks_do_what_simulated_ones_do_bit_for_bit(
+    n: int, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFUNC_SHARED_MEMORY", shared)
     for real, simulated in zip(
         launch(collectives, nprocs=n, timeout=60), simulate(n)(collectives)(), strict=True
     ):
@@ -103,6 +106,28 @@ def test_ranks_of_several_hosts_do_the_same(hosts: tuple[str, ...]) -> None:
     found = launch(collectives_of, hosts, nprocs=n, timeout=60)
     for real, simulated in zip(found, simulate(n)(collectives)(), strict=True):
         assert same(real, simulated)
+
+
+def under_way() -> float:
+    """Much is issued before the other rank comes, which waits for what zfunc does not know."""
+    ranks = group(None, "data")
+    ranks.all_gather(torch.zeros(2**17), torch.zeros(2**16)).wait()  # the first one connects
+    if ranks.rank == 1:
+        dist.barrier()
+    fulls = [torch.zeros(2**17) for _ in range(200)]
+    half = torch.full((2**16,), float(ranks.rank))
+    handles = [ranks.all_gather(full, half, lasting=k % 2 == 0) for k, full in enumerate(fulls)]
+    if ranks.rank == 0:
+        dist.barrier()
+    return float(sum(handle.wait().sum() for handle in handles))
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_what_is_under_way_waits_for_nobody_to_read_it(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFUNC_SHARED_MEMORY", shared)
+    assert launch(under_way, nprocs=2, timeout=60) == [200.0 * 2**16] * 2
 
 
 def kernel_bytes_sent() -> int:
@@ -146,7 +171,8 @@ def traffic() -> dict[str, tuple[int, int]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP counters")
 @pytest.mark.parametrize("n", [2, 3])
-def test_the_ledger_agrees_with_the_kernel(n: int) -> None:
+def test_the_ledger_agrees_with_the_kernel(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZFUNC_SHARED_MEMORY", "0")  # through which no socket is needed
     for rank, counted in enumerate(launch(traffic, nprocs=n)):
         for name, (ours, kernels) in counted.items():
             if name == "broadcast" and rank > 0:

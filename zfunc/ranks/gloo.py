@@ -50,16 +50,16 @@ from zfunc.ranks.transport import (
     silence,
     told,
 )
-from zfunc.ranks.wires import Wires
+from zfunc.ranks.wires import NOTHING, Wires
 
 __all__ = ["LOOK", "PATIENCE", "Place", "PointToPoint", "lazily_connected", "unreached"]
 
 PATIENCE = 3.0  # seconds for a peer to say what it is in
 LOOK = 0.25  # seconds between two looks whether a rank has come to a group, or ever will
 ANY = -1  # a message length that the header alone tells
-# What goes with its header: to a peer on this host, whose kernel takes some MB before anybody has
-# to wait, and to one elsewhere. Gloo wakes a thread on either side, which costs more.
-EAGER_BYTES_NEAR, EAGER_BYTES = 2**19 - 1, 2**15
+# What goes with its header, since gloo wakes a thread on either side: over a socket, whose buffers
+# hold some of these, and through shared memory, where a second copy lasts until it is read.
+EAGER_BYTES, SHARED_BYTES, LASTING_BYTES = 2**15, 2**26, 2**20
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -227,22 +227,21 @@ class PointToPoint(Hosted):
         yield from self._reduce_scatter(call, flat, cuts, own)
         large = [peer for peer in self._peers if not self._is_small(call, segments[peer], peer)]
         messages = [self.receive(call, peer, segments[peer], phase=1) for peer in large]
-        payload, payloads = b"", {}
+        payload, payloads = as_bytes(own), dict[int, memoryview]()
         for peer in self._peers:
             if self._is_small(call, own, peer):
-                payloads[peer] = payload = payload or bytes(as_bytes(own))
+                payloads[peer] = payload
             else:
                 messages.append(self.send(call, peer, own, phase=1))
         # No rank waits for gloo, and stops reading, before what it waits for has been sent: others
         # may have to write much to it before they come as far. Hence a second header.
         for peer in self._peers:
             with self._telling_lost(call, peer):
-                self._wires.send_note(peer, call.number, payloads.get(peer, b""))
+                self._wires.send_note(peer, call.number, payloads.get(peer, NOTHING))
         for peer in self._peers:
+            into = NOTHING if peer in large else as_bytes(segments[peer])
             with self._telling_lost(call, peer):
-                reduced = self._wires.take_note(peer, call.number)
-            if peer not in large:
-                as_bytes(segments[peer])[:] = reduced
+                self._wires.take_note(peer, call.number, into)
         self.finish(call, messages)
         return flat
 
@@ -289,23 +288,23 @@ class PointToPoint(Hosted):
         # How much comes is told by the headers: nothing is asked for before.
         swap = self._swap(call, [own] * self.size, ())
         yield
-        lengths, payloads = self._told(call, swap.headers, [ANY] * self.size)
+        lengths = self._told(call, swap.headers, [ANY] * self.size)
         parts = [own.new_empty(length) for length in lengths]
         swap.into = parts
         swap.received = self._receive(call, parts)
-        self._fill(call, swap, payloads)
+        self._fill(call, swap)
         self.finish(call, swap.sent)
         parts[self.rank] = own
         return [part.numpy().tobytes() for part in parts]
 
     def _is_small(self, call: Call, part: Tensor, peer: int) -> bool:
         """Whether a part goes with the header, from a peer or to it."""
-        if not 0 < part.nbytes <= EAGER_BYTES_NEAR or part.device.type != "cpu":
+        if part.nbytes <= EAGER_BYTES or part.device.type != "cpu":
+            return part.nbytes > 0 and part.device.type == "cpu"
+        if part.nbytes > (LASTING_BYTES if call.lasting else SHARED_BYTES):
             return False
-        if part.nbytes <= EAGER_BYTES:
-            return True
         with self._telling_lost(call, peer):
-            return self._wires.is_near(peer)
+            return self._wires.shares_memory(peer)
 
     def _swap(self, call: Call, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Swap:
         """Send each peer its part, small ones with their headers; receive into tensors, if any.
@@ -313,13 +312,13 @@ class PointToPoint(Hosted):
         All gloo's messages are under way when this returns: a receive that came with ``wait`` only
         would be waited for by a peer that waits for its collectives in another order.
         """
-        payloads: dict[int, bytes] = {}
-        made: dict[int, bytes] = {}  # by part: most collectives send all peers the same
+        payloads: dict[int, memoryview] = {}
+        made: dict[int, memoryview] = {}  # by part: most collectives send all peers the same
         for peer in self._peers:
             part = parts[peer]
             if self._is_small(call, part, peer):
                 if id(part) not in made:
-                    made[id(part)] = bytes(as_bytes(part))
+                    made[id(part)] = as_bytes(part)
                 payloads[peer] = made[id(part)]
         headers = self.announce(call, [part.numel() for part in parts], payloads=payloads)
         received = self._receive(call, into) if into else []
@@ -337,13 +336,14 @@ class PointToPoint(Hosted):
     def _arrive(self, call: Call, swap: Swap) -> None:
         """Wait for what the peers send."""
         expected = [part.numel() for part in swap.into]
-        _, payloads = self._told(call, swap.headers, expected)
-        self._fill(call, swap, payloads)
+        self._told(call, swap.headers, expected)
+        self._fill(call, swap)
 
-    def _fill(self, call: Call, swap: Swap, payloads: dict[int, bytearray]) -> None:
-        for peer in self._peers:
-            if self._is_small(call, swap.into[peer], peer):
-                as_bytes(swap.into[peer])[:] = payloads[peer]
+    def _fill(self, call: Call, swap: Swap) -> None:
+        for peer, ticket in swap.headers:
+            part = swap.into[peer]
+            small = self._is_small(call, part, peer)
+            self._wires.take(peer, ticket, as_bytes(part) if small else NOTHING)
         self.finish(call, swap.received)
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -424,12 +424,12 @@ class PointToPoint(Hosted):
         call: Call,
         lengths: Sequence[int],
         peers: Sequence[int] | None = None,
-        payloads: Mapping[int, bytes] = MappingProxyType({}),
+        payloads: Mapping[int, memoryview] = MappingProxyType({}),
     ) -> list[Header]:
         """Send each peer a header with the length meant for it; theirs are for ``agree``."""
         headers = []
         for peer in self._peers if peers is None else peers:
-            payload = payloads.get(peer, b"")
+            payload = payloads.get(peer, NOTHING)
             with self._telling_lost(call, peer):
                 ticket = self._wires.send(peer, call.digest, lengths[peer], payload)
             headers.append((peer, ticket))
@@ -439,21 +439,20 @@ class PointToPoint(Hosted):
         return headers
 
     def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> None:
-        """Check every peer's header."""
+        """Check every peer's header, with which nothing came."""
         self._told(call, headers, expected)
+        for peer, ticket in headers:
+            self._wires.take(peer, ticket)
 
-    def _told(
-        self, call: Call, headers: list[Header], expected: Sequence[int]
-    ) -> tuple[list[int], dict[int, bytearray]]:
-        """Check every peer's header; the lengths that they tell, and what came with them."""
-        lengths, payloads = [0] * self.size, {}
+    def _told(self, call: Call, headers: list[Header], expected: Sequence[int]) -> list[int]:
+        """Check every peer's header; the lengths that they tell."""
+        lengths = [0] * self.size
         self._unmet.pop(call.number, None)
         for peer, ticket in headers:
             lengths[peer] = length = self._compare(call, peer, ticket)
-            payloads[peer] = self._wires.take(peer, ticket)
             if expected[peer] not in (length, ANY):
                 raise missized(call, self._world_ranks[peer], length, expected[peer])
-        return lengths, payloads
+        return lengths
 
     def _compare(self, call: Call, peer: int, ticket: int) -> int:
         """The length that a peer tells, if it is in the same collective."""

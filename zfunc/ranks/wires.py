@@ -29,24 +29,30 @@ from contextlib import suppress
 
 from zfunc.ranks import devices
 from zfunc.ranks.hearing import HERE, listening, loopback_only
+from zfunc.ranks.outbox import WORD_BYTES, Inbox, Outbox, is_open_to
 from zfunc.ranks.transport import HEADER_BYTES
 
-__all__ = ["Wires"]
+__all__ = ["NOTHING", "Wires"]
 
 HEADER = struct.Struct("<qq")
 assert HEADER.size == HEADER_BYTES
 TEXT, NOTE = -1, -2  # in place of a digest: as many bytes of text follow, or a note
-LENGTH_BITS = 44  # of a header's second number; how many bytes of payload follow is above them
+WITH = 1 << 62  # in a header's second number: a payload, and before it where it is and its bytes
+WHERE, FOLLOWS = struct.Struct("<qq"), -1  # a position in the sender's outbox, or this
+POSTED_BYTES = 2**12  # of a payload from which the outbox is quicker
 READ_BYTES = 2**18
 BRIEF_SECONDS = 0.002  # to wait for one peer alone, which takes a third less than to watch all
-TOKEN_BYTES = 16
+TOKEN_BYTES = WORD_BYTES
 GREETING_BYTES = TOKEN_BYTES + 8  # the token, and the rank that calls
 CLOSED = "connection closed by the peer"
 LATE_SECONDS = 0.2  # for which a word may be on its way behind the end of another connection
 GREETING_SECONDS = 10.0  # for which a caller may be silent
 OUTSIDE = "192.0.2.1", "2001:db8::1"  # nobody's: RFC 5737 and 3849 keep them for documentation
 
+NOTHING = memoryview(bytearray())
 Cards = Callable[[int], bytes]
+Payload = bytearray | int  # or where it is in the sender's outbox
+Closable = socket.socket | selectors.BaseSelector | Inbox | Outbox
 
 
 class Wires:
@@ -68,8 +74,8 @@ class Wires:
         self._rank, self._card_of, self._timeout = rank, card_of, timeout
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._heard: defaultdict[int, int] = defaultdict(int)
-        self._early: dict[tuple[int, int], tuple[int, int, bytearray]] = {}
-        self._notes: dict[tuple[int, int], bytearray] = {}
+        self._early: dict[tuple[int, int], tuple[int, int, Payload]] = {}
+        self._notes: dict[tuple[int, int], Payload] = {}
         self._texts: dict[int, str] = {}
         self._host, self._cards = _host(), dict[int, bytes]()
         self._to: dict[int, socket.socket] = {}
@@ -83,12 +89,16 @@ class Wires:
         self._watched = selectors.DefaultSelector()
         self._watched.register(self._server, selectors.EVENT_READ)
         # Held by the finaliser, so that they are closed before the garbage collector meets them.
-        self._open: set[socket.socket | selectors.BaseSelector] = {self._server, self._watched}
+        self._open: set[Closable] = {self._server, self._watched}
         self.close = weakref.finalize(self, _close, self._open)
         self.close.atexit = False
         # Whoever calls must know a word that only went through the store.
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        here = (self._host, _address(), str(self._server.getsockname()[1]))
+        self._outbox = Outbox(self._token)
+        self._inboxes: dict[int, Inbox] = {}
+        self._sharing: dict[int, bool] = {}
+        self._open.add(self._outbox)
+        here = (self._host, _address(), str(self._server.getsockname()[1]), self._outbox.address)
         publish(self._token + "\n".join(here).encode())
 
     @property
@@ -96,16 +106,21 @@ class Wires:
         """How many are open, the listening one among them."""
         return 1 + len(self._to) + len(self._from)
 
-    def is_near(self, peer: int) -> bool:
-        """Whether a peer is on this host; alike at both. Waits until it has joined the group.
+    def shares_memory(self, peer: int) -> bool:
+        """Whether payloads go through memory, for which nobody waits; alike at both.
+
+        Waits until the peer has joined the group.
 
         Raises:
             TimeoutError: it did not join in time.
             OSError: it never will.
         """
-        return self._card(peer)[TOKEN_BYTES:].decode().split("\n")[0] == self._host
+        if peer not in self._sharing:
+            host, _, _, address = self._told_by(peer)
+            self._sharing[peer] = host == self._host and is_open_to(address, self._outbox.address)
+        return self._sharing[peer]
 
-    def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
+    def send(self, peer: int, digest: int, length: int, payload: memoryview = NOTHING) -> int:
         """Send a header and what goes with it; returns its ticket: how many this peer got.
 
         It waits for the peer only where the kernel holds no more.
@@ -130,11 +145,11 @@ class Wires:
         digest, length, _ = self._early[peer, ticket]
         return digest, length
 
-    def take(self, peer: int, ticket: int) -> bytearray:
-        """The payload that came with a header, empty if none did; neither is kept any longer."""
-        return self._early.pop((peer, ticket))[2]
+    def take(self, peer: int, ticket: int, into: memoryview = NOTHING) -> None:
+        """Write the payload that came with a header; neither is kept any longer."""
+        self._fill(peer, self._early.pop((peer, ticket))[2], into)
 
-    def send_note(self, peer: int, number: int, payload: bytes = b"") -> None:
+    def send_note(self, peer: int, number: int, payload: memoryview = NOTHING) -> None:
         """Send a message outside the order of the headers, which a number tells.
 
         Raises:
@@ -143,8 +158,8 @@ class Wires:
         """
         self._write(peer, NOTE, number, payload)
 
-    def take_note(self, peer: int, number: int) -> bytearray:
-        """The payload of the peer's note with this number.
+    def take_note(self, peer: int, number: int, into: memoryview = NOTHING) -> None:
+        """Write the payload of the peer's note with this number, which is not kept any longer.
 
         Raises:
             TimeoutError: it did not come in time.
@@ -152,7 +167,13 @@ class Wires:
         """
         while (peer, number) not in self._notes:
             self._read_on(peer)
-        return self._notes.pop((peer, number))
+        self._fill(peer, self._notes.pop((peer, number)), into)
+
+    def _fill(self, peer: int, payload: Payload, into: memoryview) -> None:
+        if isinstance(payload, int):
+            self._inboxes[peer].take(payload, into)
+        else:
+            into[:] = payload
 
     def tell(self, text: str) -> None:
         """Send every peer that was called a text, for whoever asks with :meth:`ask`."""
@@ -173,11 +194,15 @@ class Wires:
             return None
         return self._texts[peer]
 
-    def _write(self, peer: int, kind: int, number: int, payload: bytes) -> None:
+    def _write(self, peer: int, kind: int, number: int, payload: memoryview) -> None:
         self._check_open()
         if peer not in self._to:
             self._call(peer)
-        data = HEADER.pack(kind, number | len(payload) << LENGTH_BITS) + payload
+        data = HEADER.pack(kind, number | WITH if payload else number)
+        if len(payload) > POSTED_BYTES and self.shares_memory(peer):
+            data += WHERE.pack(self._outbox.put(payload, peer), len(payload))
+        elif payload:
+            data += WHERE.pack(FOLLOWS, len(payload)) + payload
         self._push(peer, memoryview(data))
 
     def _push(self, peer: int, data: memoryview) -> None:
@@ -247,14 +272,24 @@ class Wires:
         start = 0
         while len(data) >= start + HEADER_BYTES:
             kind, number = HEADER.unpack_from(data, start)
-            size = number if kind == TEXT else number >> LENGTH_BITS
-            number &= (1 << LENGTH_BITS) - 1
-            stop = start + HEADER_BYTES + size
+            begin, where, size = start + HEADER_BYTES, FOLLOWS, 0
+            if kind == TEXT:
+                size = number
+            elif number & WITH:
+                number, begin = number ^ WITH, begin + WHERE.size
+                if len(data) < begin:
+                    break
+                where, size = WHERE.unpack_from(data, begin - WHERE.size)
+            stop = begin + (size if where == FOLLOWS else 0)
             if len(data) < stop:
                 break
-            payload = data[stop - size : stop]
+            payload: Payload = where
+            if where == FOLLOWS:
+                payload = data[begin:stop]
+            else:
+                self._inbox(peer).expect(where, size)
             if kind == TEXT:
-                self._texts.setdefault(peer, payload.decode())
+                self._texts.setdefault(peer, data[begin:stop].decode())
             elif kind == NOTE:
                 self._notes[peer, number] = payload
             else:
@@ -262,6 +297,13 @@ class Wires:
                 self._early[peer, self._heard[peer]] = kind, number, payload
             start = stop
         del data[:start]
+
+    def _inbox(self, peer: int) -> Inbox:
+        if peer not in self._inboxes:
+            word = self._card(peer)[:TOKEN_BYTES]
+            self._inboxes[peer] = Inbox(self._told_by(peer)[3], self._rank, word)
+            self._open.add(self._inboxes[peer])
+        return self._inboxes[peer]
 
     def _serve(self, deadline: float, pushing: int | None = None) -> None:
         """Wait until something can be read, or the peer ``pushing`` takes more, and read it.
@@ -299,15 +341,18 @@ class Wires:
             self._cards[peer] = self._card_of(peer)
         return self._cards[peer]
 
+    def _told_by(self, peer: int) -> list[str]:
+        """Its host, address, port, and the address of its outbox."""
+        return self._card(peer)[TOKEN_BYTES:].decode().split("\n")
+
     def _call(self, peer: int) -> None:
         """Connect to a peer and say who calls."""
-        card = self._card(peer)
-        _, address, port = card[TOKEN_BYTES:].decode().split("\n")
-        target = HERE if self.is_near(peer) else address
+        host, address, port, _ = self._told_by(peer)
+        target = HERE if host == self._host else address
         sock = socket.create_connection((target, int(port)), self._timeout)
         self._open.add(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(card[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))
+        sock.sendall(self._card(peer)[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))
         sock.setblocking(False)
         self._watched.register(sock, selectors.EVENT_READ, peer)
         self._to[peer] = sock
@@ -355,7 +400,7 @@ class Wires:
         sock.close()
 
 
-def _close(opened: set[socket.socket | selectors.BaseSelector]) -> None:
+def _close(opened: set[Closable]) -> None:
     for it in opened:
         it.close()
 
