@@ -96,13 +96,14 @@ class Donation:
 
     def _views_in(self, resident: Tensor, at: int) -> Residents:
         """The leaves of a box that are views of a tensor it holds, in the storage at ``at``."""
+        if (known := self._views.get(id(resident))) is not None:
+            return known
         box = self.boxes.get(id(resident))
-        if box is None or not box.views():
+        if box is None or not (views := box.views()):
             return Residents()
-        if id(resident) not in self._views:
-            mine = (x for x in box.views() if x.untyped_storage().data_ptr() == at)
-            self._views[id(resident)] = Residents(mine)
-        return self._views[id(resident)]
+        found = Residents(x for x in views if x.untyped_storage().data_ptr() == at)
+        self._views[id(resident)] = found
+        return found
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
