@@ -333,7 +333,7 @@ class Sharded(OfFlats, Readable):
             base = full_around(local, spec.length, low)
             bases.append(base)
             label = f"join {layout.units[layout.unit_of_flat[i]].name}"
-            gather = partial(group.all_gather, base, cuts=spec.cuts, label=label, lasting=True)
+            gather = partial(group.all_gather, base, cuts=spec.cuts, label=label)
             arrivals[i] = begun(group, gather(local), partial(gather, base[low:high]))
         if running is None or running.complete or not isinstance(params, Box):
             for arrival in arrivals.values():

@@ -183,7 +183,6 @@ class Group:
         *,
         cuts: Sequence[int] | None = None,
         label: str = "",
-        lasting: bool = False,
     ) -> Handle[Tensor]:
         """Fill ``full`` with every rank's segment; ``wait()`` returns ``full``.
 
@@ -192,7 +191,6 @@ class Group:
             shard: 1-D, this rank's segment; not copied if it already is that memory of ``full``.
             cuts: ``size + 1`` offsets into ``full``; even ones if ``None``.
             label: names the collective in errors and ledgers.
-            lasting: it may be waited for long after, so that no copy of much is kept for it.
 
         Raises:
             ValueError: a wrong shape, dtype or device, or cuts that do not cover ``full``.
@@ -208,7 +206,7 @@ class Group:
             with torch.no_grad():
                 own.copy_(shard)
         sent = all_gather_bytes(offsets, full.element_size(), self.rank, self.size)
-        call = self._call("all_gather", label, (full.dtype, offsets), sent, full, lasting)
+        call = self._call("all_gather", label, (full.dtype, offsets), sent, full)
         return self._issue(full, lambda: self._transport.all_gather(call, full, offsets))
 
     def reduce_scatter(
@@ -422,7 +420,6 @@ class Group:
         what: tuple[Any, ...],
         sent: int | None,
         data: Tensor | None = None,
-        lasting: bool = False,
     ) -> Call:
         """Number and announce a collective on ``data`` that sends ``sent`` bytes of payload.
 
@@ -436,7 +433,7 @@ class Group:
             self._world.gate(f"{kind}({label!r})")
         self.issued += 1
         self.hosted += self._transport.hosted(data)
-        call = Call(kind, label, announced(kind, label, what), self.issued, lasting)
+        call = Call(kind, label, announced(kind, label, what), self.issued)
         if sent is not None:
             self._record(call, sent, data)
         return call

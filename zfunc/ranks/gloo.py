@@ -57,9 +57,10 @@ __all__ = ["LOOK", "PATIENCE", "Place", "PointToPoint", "lazily_connected", "unr
 PATIENCE = 3.0  # seconds for a peer to say what it is in
 LOOK = 0.25  # seconds between two looks whether a rank has come to a group, or ever will
 ANY = -1  # a message length that the header alone tells
-# What goes with its header, since gloo wakes a thread on either side: over a socket, whose buffers
-# hold some of these, and through shared memory, where a second copy lasts until it is read.
-EAGER_BYTES, SHARED_BYTES, LASTING_BYTES = 2**15, 2**26, 2**20
+# What goes with its header, since gloo wakes a thread on either side: so much over a socket, whose
+# buffers hold some of these; through shared memory parts that make up so much, as a copy of them
+# lasts until it is read. Large ones gain a few per cent of a step, which the copies are not worth.
+EAGER_BYTES, SHARED_BYTES = 2**15, 2**21
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -301,7 +302,7 @@ class PointToPoint(Hosted):
         """Whether a part goes with the header, from a peer or to it."""
         if part.nbytes <= EAGER_BYTES or part.device.type != "cpu":
             return part.nbytes > 0 and part.device.type == "cpu"
-        if part.nbytes > (LASTING_BYTES if call.lasting else SHARED_BYTES):
+        if part.nbytes * self.size > SHARED_BYTES:
             return False
         with self._telling_lost(call, peer):
             return self._wires.shares_memory(peer)

@@ -31,7 +31,7 @@ WORD_BYTES = 16  # of the word that tells whose memory it is
 READERS = DIRECT  # in a larger group nothing goes with a header
 BEGIN = WORD_BYTES + 8 * READERS  # of the payloads, behind the word and the readers' counts
 ROOM = 2**34  # of addresses; the system finds memory for those that are written
-KEPT = 2**26  # bytes that stay when all has been read: fresh ones cost as much as the copy
+KEPT = 2**24  # bytes that stay when all has been read: fresh ones cost as much as the copy
 # Processors on which nobody sees a later write, that of the count, before an earlier read is done.
 ORDERED = "x86_64", "AMD64"
 

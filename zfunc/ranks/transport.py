@@ -40,14 +40,12 @@ class Call:
         label: what it is for, such as the unit's name.
         digest: a 63-bit hash of kind, label, dtype and sizes; equal on ranks that agree.
         number: counts the group's collectives.
-        lasting: whether it may be waited for long after.
     """
 
     kind: str
     label: str
     digest: int
     number: int
-    lasting: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}({self.label!r})"
