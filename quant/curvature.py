@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zfunc.engine import context
 from zfunc.engine.context import Context
-from zfunc.engine.passes import Pass
+from zfunc.engine.passes import Pass, enter
 from zfunc.engine.placement import placed_nodes
-from zfunc.engine.primitives import Mean, Ref, enter
+from zfunc.engine.primitives import Mean, Ref
 from zfunc.layout.sharded import Sharded
 from zfunc.ranks import random
 from zfunc.ranks.comm import Group

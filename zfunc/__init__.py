@@ -19,7 +19,8 @@ from zfunc.engine import context, step
 from zfunc.engine.batches import local_batch
 from zfunc.engine.context import LayerInfo
 from zfunc.engine.differentiation import evaluate, value_and_grad
-from zfunc.engine.primitives import Mean, layer, reduced, scan, settled
+from zfunc.engine.passes import layer, scan
+from zfunc.engine.primitives import Mean, reduced, settled
 from zfunc.engine.state import TrainState
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,52 @@ def test_payloads_come_with_their_headers() -> None:
     for rank, found in enumerate(connected(2, body)):
         peer = bytes([1 - rank])
         assert found == [peer * 70_000, peer * 5, b""]
+
+
+def posted(wires: Wires) -> int:
+    """How many payloads the peers have not taken yet from where they share memory."""
+    return len(wires._outbox._unread)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux alone")
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_large_payloads_are_in_memory_once_the_peer_has_mapped_it(
+    hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(rank: int, wires: Wires) -> int:
+        for ticket in (1, 2):  # with the first a rank maps its peer's
+            wires.send(1 - rank, 1, 0, memoryview(bytes([ticket]) * 70_000))
+            wires.receive(1 - rank, ticket)
+            count = posted(wires) if ticket == 2 else 0
+            assert taken(wires, 1 - rank, ticket, 70_000) == bytes([ticket]) * 70_000
+            both.wait()
+        return count
+
+    both = threading.Barrier(2)
+    monkeypatch.setattr(module, "_address", lambda: "127.0.0.1")
+    hosts_of = iter(hosts)
+    monkeypatch.setattr(module, "_host", lambda: next(hosts_of))
+    found = connected(2, body)
+    assert found == ([1, 1] if hosts == "aa" else [0, 0])
+
+
+def test_messages_may_come_in_pieces() -> None:
+    """A message ends anywhere in what the system hands over."""
+    cards: list[bytes] = []
+    wires = Wires(0, cards.append, lambda peer: b"", 5.0)
+    port = int(cards[0][TOKEN_BYTES:].decode().split("\n")[2])
+    where = module.WHERE.pack(module.FOLLOWS, 5, 0)
+    message = module.HEADER.pack(7, 9 | module.WITH) + where + b"12345"
+    with socket.create_connection(("127.0.0.1", port)) as caller:
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        caller.sendall(cards[0][:TOKEN_BYTES] + (1).to_bytes(8, "little"))
+        pieces = threading.Thread(target=lambda: [caller.sendall(bytes([x])) for x in 3 * message])
+        pieces.start()
+        for ticket in (1, 2, 3):
+            assert wires.receive(1, ticket) == (7, 9)
+            assert taken(wires, 1, ticket, 5) == b"12345"
+        pieces.join()
+    wires.close()
 
 
 def test_ranks_that_write_more_than_fits_read_meanwhile() -> None:

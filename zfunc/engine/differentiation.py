@@ -21,9 +21,9 @@ from zfunc.buffers.readings import sent
 from zfunc.engine import context
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context
-from zfunc.engine.passes import Pass
+from zfunc.engine.passes import Pass, enter
 from zfunc.engine.plans import Plan, there
-from zfunc.engine.primitives import Mean, Ref, enter
+from zfunc.engine.primitives import Mean, Ref
 from zfunc.engine.products import SHORT, products
 from zfunc.engine.recomputation import taken
 from zfunc.engine.seams import Collector, Finish, Gradients

@@ -10,13 +10,15 @@ layer's units while this one computes. The record is a hint and never a law: a p
 takes another path gathers what it needs when it needs it. Ranks that take different paths
 from each other agree on what comes next: see :mod:`zfunc.engine.accord`.
 
-Here is what the trees of a pass share: seams, what is under way, and the end. A tree and its
-units are in :mod:`zfunc.engine.unit_runs`.
+Here is what the trees of a pass share: seams, what is under way, and the end; and the primitives
+with which parameters enter, and leave again behind a layer. A tree and its units are in
+:mod:`zfunc.engine.unit_runs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch import Tensor
 from zfunc.engine import context
 from zfunc.engine.accord import Accord
 from zfunc.engine.plans import Plan
-from zfunc.engine.primitives import on_enter
+from zfunc.engine.primitives import Ref
 from zfunc.engine.seams import Pending, Total, gather
 from zfunc.engine.unit_runs import Source, UnitRun
 from zfunc.errors import PlacementError
@@ -34,9 +36,9 @@ from zfunc.layout.layout import Layout
 from zfunc.layout.pool import pool
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import Placed, Tree
+from zfunc.trees.nodes import Box, Placed, Tree
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "enter", "layer", "scan"]
 
 # Bytes of full gradients that wait for the network: one unit's are always there. Where parameters
 # are cut a host's memory is scarce; a GPU must be kept busy.
@@ -258,8 +260,19 @@ class Pass:
         self.results.clear()
 
 
-def entered(params: Placed) -> Any:
-    """How placed parameters enter without gradients, inside a step and outside one."""
+def enter(params: Tree) -> Tree:
+    """Let placed parameters enter without gradients; plain trees pass through.
+
+    Returns:
+        A tree of the same shape: real tensors outside ``Layers``, a :class:`Ref`
+        for each layer. For teachers, discriminators, averages.
+    """
+    if isinstance(params, Placed):
+        return _entered(params)
+    return params.tree if isinstance(params, Box) else params
+
+
+def _entered(params: Placed) -> Any:
     if not isinstance(params, Readable):
         raise PlacementError(f"a {type(params).__name__} cannot enter a computation")
     running = context.current()
@@ -271,4 +284,60 @@ def entered(params: Placed) -> Any:
     return source.view()
 
 
-on_enter(entered)
+def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
+    """``fn(params, *xs, **kw)``: one layer, the place where transforms act on it.
+
+    Args:
+        fn: a function of the layer's parameters and inputs.
+        params: the layer's parameters, plain or as the step hands them over.
+
+    >>> layer(lambda p, x: p["w"] * x, {"w": 2}, 3)
+    6
+    """
+    running = context.current()
+    if running is None:
+        return _compute(fn, params, xs, kw)
+    index = running.layer_calls
+    scope = running.next_scope()
+    inner = fn if scope is None else _scoped(fn, scope)
+    if not running.around:
+        return _compute(inner, params, xs, kw)
+
+    def call(*xs: Any, **kw: Any) -> Any:
+        return _compute(inner, params, xs, kw)
+
+    info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
+    if isinstance(params, Ref):
+        info = params.told(info)
+    for transform in running.around:
+        call = transform.layer(call, info)
+    return call(*xs, **kw)
+
+
+def _compute(fn: Callable[..., Any], params: Tree, xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+    params = enter(params)
+    if isinstance(params, Ref):
+        return params.call(fn, xs, kw)
+    return fn(params, *xs, **kw)
+
+
+def _scoped(fn: Callable[..., Any], scope: AbstractContextManager[Any]) -> Callable[..., Any]:
+    """``fn`` with torch's random functions deciding by a layer's key alone."""
+
+    def call(*xs: Any, **kw: Any) -> Any:
+        with scope:
+            return fn(*xs, **kw)
+
+    return call
+
+
+def scan(fn: Callable[[Any, Any], Any], layers: Tree, x: Any) -> Any:
+    """``x = fn(layers[i], x)`` for every layer in order.
+
+    >>> from zfunc.trees.tree import Layers
+    >>> scan(lambda p, x: p["w"] * x, Layers([{"w": 2}, {"w": 5}]), 3)
+    30
+    """
+    for params in enter(layers):
+        x = layer(fn, params, x)
+    return x

@@ -7,26 +7,22 @@ On plain parameters, outside a step, each does the obvious thing. A running step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from zfunc.engine import context
-from zfunc.trees.nodes import Box, Lazy, Placed, Tree, register
+from zfunc.trees.nodes import Lazy, Tree, register
 
 __all__ = [
     "Mean",
     "Ref",
     "compressing",
-    "enter",
     "frozen",
-    "layer",
     "missed",
     "own_step",
     "reduced",
-    "scan",
     "settled",
 ]
 
@@ -61,7 +57,7 @@ register(
 class Ref(Lazy):
     """A layer's parameters that have not entered the computation yet.
 
-    :func:`layer` lets them enter, uses them and lets them go again. Reading one
+    :func:`zfunc.layer` lets them enter, uses them and lets them go again. Reading one
     directly (``ref["w"]``, iterating, flattening) is right too, but then the
     gathered memory lives until backward has passed.
     """
@@ -97,85 +93,6 @@ class Ref(Lazy):
 
     def __len__(self) -> int:
         return len(self.resolve())
-
-
-def enter(params: Tree) -> Tree:
-    """Let placed parameters enter without gradients; plain trees pass through.
-
-    Returns:
-        A tree of the same shape: real tensors outside ``Layers``, a :class:`Ref`
-        for each layer. For teachers, discriminators, averages.
-    """
-    if isinstance(params, Placed):
-        return _ENTER[-1](params)
-    return params.tree if isinstance(params, Box) else params
-
-
-_ENTER: list[Callable[[Placed], Any]] = []
-
-
-def on_enter(how: Callable[[Placed], Any]) -> None:
-    """Say how placed parameters enter; called once, by :mod:`zfunc.engine.passes`."""
-    _ENTER.append(how)
-
-
-def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
-    """``fn(params, *xs, **kw)``: one layer, the place where transforms act on it.
-
-    Args:
-        fn: a function of the layer's parameters and inputs.
-        params: the layer's parameters, plain or as the step hands them over.
-
-    >>> layer(lambda p, x: p["w"] * x, {"w": 2}, 3)
-    6
-    """
-    running = context.current()
-    if running is None:
-        return _compute(fn, params, xs, kw)
-    index = running.layer_calls
-    scope = running.next_scope()
-    inner = fn if scope is None else _scoped(fn, scope)
-    if not running.around:
-        return _compute(inner, params, xs, kw)
-
-    def call(*xs: Any, **kw: Any) -> Any:
-        return _compute(inner, params, xs, kw)
-
-    info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
-    if isinstance(params, Ref):
-        info = params.told(info)
-    for transform in running.around:
-        call = transform.layer(call, info)
-    return call(*xs, **kw)
-
-
-def _compute(fn: Callable[..., Any], params: Tree, xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-    params = enter(params)
-    if isinstance(params, Ref):
-        return params.call(fn, xs, kw)
-    return fn(params, *xs, **kw)
-
-
-def _scoped(fn: Callable[..., Any], scope: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """``fn`` with torch's random functions deciding by a layer's key alone."""
-
-    def call(*xs: Any, **kw: Any) -> Any:
-        with scope:
-            return fn(*xs, **kw)
-
-    return call
-
-
-def scan(fn: Callable[[Any, Any], Any], layers: Tree, x: Any) -> Any:
-    """``x = fn(layers[i], x)`` for every layer in order.
-
-    >>> from zfunc.trees.tree import Layers
-    >>> scan(lambda p, x: p["w"] * x, Layers([{"w": 2}, {"w": 5}]), 3)
-    30
-    """
-    for params in enter(layers):
-        x = layer(fn, params, x)
-    return x
 
 
 def reduced(tree: Tree, momentum: bool = False) -> Tree:

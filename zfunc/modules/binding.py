@@ -27,7 +27,8 @@ from torch.nn import Parameter
 from torch.nn.utils import parametrize
 
 from zfunc.engine.context import current
-from zfunc.engine.primitives import Ref, layer
+from zfunc.engine.passes import layer
+from zfunc.engine.primitives import Ref
 from zfunc.engine.versions import FirstCall
 from zfunc.modules.lazy import Cell, lazy_tensor
 from zfunc.modules.modes import Modes

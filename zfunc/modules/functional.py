@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfunc.engine import context, primitives
+from zfunc.engine import context
+from zfunc.engine.passes import enter
 from zfunc.engine.recomputation import taken
 from zfunc.errors import PlacementError
 from zfunc.modules.binding import Pool, skeleton
@@ -104,7 +105,7 @@ class Functional:
             PlacementError: ``params`` or ``buffers`` do not fit the module; the leaves
                 that differ are named. The module writes to a parameter in place.
         """
-        entered = primitives.enter(params)
+        entered = enter(params)
         given = self._checked(buffers)
         sources = self._in_compute_dtype(given)
         mode = self._train if train is None else train
@@ -137,7 +138,7 @@ class Functional:
         ...     call(torch.ones(2)).item(), call(torch.zeros(2)).item()
         (2.0, 0.0)
         """
-        entered = primitives.enter(params)
+        entered = enter(params)
         sources = self._in_compute_dtype(self._checked(buffers))
         with self._pool.lend() as template, self._alone(entered):
             template.bind(entered, sources, self._train if train is None else train)

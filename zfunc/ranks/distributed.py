@@ -24,7 +24,6 @@ from zfunc.errors import DesyncError, DeviceError
 from zfunc.ranks import devices, world
 from zfunc.ranks.axes import Mesh
 from zfunc.ranks.gloo import LOOK, PATIENCE, Place, PointToPoint, unreached
-from zfunc.ranks.nccl import Native
 from zfunc.ranks.transport import Transport, absent
 
 __all__ = ["DistributedWorld"]
@@ -94,6 +93,8 @@ class DistributedWorld(world.World):
         cpu = PointToPoint(self._place(members), self.timeout)
         if self._device.type == "cpu":
             return cpu
+        from zfunc.ranks.nccl import Native  # nobody loads it where there is no GPU
+
         return Native(
             self._communicator(members, "gathers"),
             cpu,

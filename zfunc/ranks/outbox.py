@@ -3,11 +3,12 @@
 What goes through a socket is copied into the kernel and out of it, page by page, and gloo wakes a
 thread on either side for it. Here the sender copies a payload into memory of its own, once for all
 peers, and tells each of them over a socket where it lies; a peer copies it to where it belongs.
-Nobody waits: the memory is as large as what has not been read yet.
+Nobody waits: there is memory for all that has not been read yet.
 
-It has no name (``memfd_create``), so nothing is left behind however a process ends. Peers open it
-through ``/proc``, which the kernel allows to processes of the same user, in the same container, and
-with the same capabilities. ``ZFUNC_SHARED_MEMORY=0`` does without.
+It has no name (``memfd_create``), so nothing is left behind however a process ends, and a peer that
+has mapped it can read it even then. Peers open it through ``/proc``, which the kernel allows to
+processes of the same user, in the same container, and with the same capabilities. To those who
+cannot, payloads go through the socket. ``ZFUNC_SHARED_MEMORY=0`` does without.
 """
 
 from __future__ import annotations
@@ -16,31 +17,42 @@ import mmap
 import os
 import platform
 import weakref
-from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from zfunc.ranks.routes import DIRECT
 
-__all__ = ["NOWHERE", "WORD_BYTES", "Inbox", "Outbox", "is_open_to"]
+__all__ = ["NOWHERE", "WORD_BYTES", "Inbox", "Outbox", "Posted", "is_open_to"]
 
 ASKED = "ZFUNC_SHARED_MEMORY"
 NAME = "zfunc"
 NOWHERE = "-"  # the address of an outbox where there can be none
 WORD_BYTES = 16  # of the word that tells whose memory it is
 READERS = DIRECT  # in a larger group nothing goes with a header
-BEGIN = WORD_BYTES + 8 * READERS  # of the payloads, behind the word and the readers' counts
-ROOM = 2**34  # of addresses; the system finds memory for those that are written
-KEPT = 2**24  # bytes that stay when all has been read: fresh ones cost as much as the copy
-# Processors on which nobody sees a later write, that of the count, before an earlier read is done.
+SLOTS = 2**14  # payloads that may wait for readers
+BEGIN = 2**19  # of the payloads, behind the word and a row of marks for nobody's and each slot
+ROOM = 2**30  # bytes of addresses; the system finds memory for those that are written
+KEPT = 2**22  # bytes of memory that stay when all has been read: fresh ones cost as much as a copy
+# Processors on which nobody sees a later write, that of a mark, before an earlier read is done.
 ORDERED = "x86_64", "AMD64"
+assert WORD_BYTES + READERS * (SLOTS + 1) <= BEGIN
+
+
+@dataclass(frozen=True)
+class Posted:
+    """Where a payload lies in the memory, and where its readers mark that they have it."""
+
+    start: int
+    size: int
+    slot: int
 
 
 class Outbox:
     """Payloads of one rank.
 
-    The memory begins with a word that tells whose it is, and a count for each reader: the position
-    up to which it has read. Positions only rise; the place of one is its remainder.
+    The memory begins with a word that tells whose it is. A mark of each reader follows that is 1 as
+    soon as it has mapped the memory, and then for each slot one that is 1 once it has read.
 
     Args:
         word: ``WORD_BYTES`` long.
@@ -52,55 +64,88 @@ class Outbox:
     def __init__(self, word: bytes) -> None:
         self.address = NOWHERE
         self._memory: mmap.mmap | None = None
-        self._written = self._used = 0  # a position, and a place up to which there is memory
-        self._unread: deque[tuple[int, int, int]] = deque()  # start, stop, reader
-        self._last: tuple[weakref.ref[memoryview], int] | None = None
+        self._unread: list[tuple[Posted, set[int]]] = []  # by start, with their readers
+        self._used = BEGIN  # up to which there is memory
+        self._last: tuple[weakref.ref[memoryview], Posted, set[int]] | None = None
         if os.environ.get(ASKED) != "0" and platform.machine() in ORDERED:
             with suppress(AttributeError, OSError):  # not Linux, or not allowed
                 self._open(word)
 
     def _open(self, word: bytes) -> None:
-        rights = _rights()
+        process, rights = os.readlink("/proc/self"), _rights()
         self._file = os.memfd_create(NAME)
-        os.truncate(self._file, BEGIN + ROOM)
-        self._memory = mmap.mmap(self._file, BEGIN + ROOM)
+        try:
+            os.truncate(self._file, BEGIN + ROOM)
+            self._memory = mmap.mmap(self._file, BEGIN + ROOM)
+        except OSError:
+            os.close(self._file)
+            raise
         self._memory[:WORD_BYTES] = word
-        self._counts = memoryview(self._memory)[WORD_BYTES:BEGIN].cast("Q")
-        self.address = f"{os.getpid()} {self._file} {rights}"
+        self.address = f"{process} {self._file} {rights}"
 
-    def put(self, payload: memoryview, reader: int) -> int:
-        """The position of a payload; the same object for another reader is not copied again."""
+    def put(self, payload: memoryview, reader: int) -> Posted | None:
+        """Where a payload is for a reader; ``None`` if it has to go another way.
+
+        The same object for another reader, right after, is not copied again.
+        """
+        if self._memory is None or not self._memory[WORD_BYTES + reader]:
+            return None
+        if self._last is not None:
+            known, place, readers = self._last
+            if known() is payload and reader not in readers:
+                if not readers:  # those before have read it: nobody keeps it for this one
+                    return self._new(payload, reader)
+                readers.add(reader)
+                return place
+        return self._new(payload, reader)
+
+    def _new(self, payload: memoryview, reader: int) -> Posted | None:
         assert self._memory is not None
-        if self._last is None or self._last[0]() is not payload:
-            start = self._room_for(len(payload))
-            place = BEGIN + start % ROOM
-            self._memory[place : place + len(payload)] = payload
-            self._last, self._written = (weakref.ref(payload), start), start + len(payload)
-            self._used = max(self._used, place + len(payload))
-        start = self._last[1]
-        self._unread.append((start, start + len(payload), reader))
-        return start
+        self._sweep()
+        place = self._room_for(len(payload))
+        if place is None:
+            return None
+        marks = _marks(place.slot)
+        self._memory[marks : marks + READERS] = bytes(READERS)
+        self._memory[place.start : place.start + place.size] = payload
+        self._used = max(self._used, place.start + place.size)
+        readers = {reader}
+        self._unread.append((place, readers))
+        self._unread.sort(key=lambda row: row[0].start)
+        self._last = weakref.ref(payload), place, readers
+        return place
 
-    def _room_for(self, size: int) -> int:
-        while self._unread and self._counts[self._unread[0][2]] >= self._unread[0][1]:
-            self._unread.popleft()
-        start = self._written
-        if not self._unread or start % ROOM + size > ROOM:
-            start += -start % ROOM  # the beginning, which is likely to be in the cache
-        if not self._unread:
-            self._trim()
-        return start
+    def _sweep(self) -> None:
+        """Take back what all its readers have read, and give the system what is not kept."""
+        assert self._memory is not None
+        left = []
+        for place, readers in self._unread:
+            marks = _marks(place.slot)
+            readers -= {reader for reader in readers if self._memory[marks + reader]}
+            if readers:
+                left.append((place, readers))
+        self._unread = left
+        top = max([BEGIN + KEPT, *(place.start + place.size for place, _ in left)])
+        top = -(-top // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._used > top:
+            with suppress(OSError):  # some systems cannot
+                self._memory.madvise(mmap.MADV_REMOVE, top, self._used - top)
+            self._used = top
 
-    def _trim(self) -> None:
-        """Give back what is beyond what one keeps."""
-        kept = -(-(BEGIN + KEPT) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if self._memory is not None and self._used > kept:
-            self._memory.madvise(mmap.MADV_REMOVE, kept, self._used - kept)
-            self._used = kept
+    def _room_for(self, size: int) -> Posted | None:
+        """The first gap, which is likely to be in the cache."""
+        taken = {place.slot for place, _ in self._unread}
+        slot = next((k for k in range(len(taken) + 1) if k not in taken), SLOTS)
+        start = BEGIN
+        for place, _ in self._unread:
+            if start + size <= place.start:
+                break
+            start = max(start, place.start + place.size)
+        fits = slot < SLOTS and start + size <= BEGIN + ROOM
+        return Posted(start, size, slot) if fits else None
 
     def close(self) -> None:
         if self._memory is not None:
-            self._counts.release()
             self._memory.close()
             os.close(self._file)
             self._memory = None
@@ -119,52 +164,48 @@ class Inbox:
     """
 
     def __init__(self, address: str, reader: int, word: bytes) -> None:
+        if reader >= READERS:
+            raise OSError("it has no mark for this rank")
         process, file, _ = address.split(" ", 2)
         path = f"/proc/{process}/fd/{file}"
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            raise FileNotFoundError("it is gone")
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-                raise FileNotFoundError("it is gone")
-            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                self._memory = mmap.mmap(opened, BEGIN + ROOM)
-            finally:
-                os.close(opened)
-        except OSError as error:
-            raise OSError(
-                f"its memory cannot be read ({error}). {ASKED}=0 on all ranks does without"
-            ) from error
+            self._memory = mmap.mmap(opened, BEGIN + ROOM)
+        except ValueError as error:  # it is shorter
+            raise FileNotFoundError("it is gone") from error
+        finally:
+            os.close(opened)
         if self._memory[:WORD_BYTES] != word:
             self._memory.close()
-            raise ConnectionResetError("it is gone, and another process has its number")
-        self._counts = memoryview(self._memory)[WORD_BYTES:BEGIN].cast("Q")
+            raise FileNotFoundError("it is gone")
         self._bytes = memoryview(self._memory)
-        self._kept: dict[int, int] = {}  # start -> stop, in the order in which they came
-        self._reader, self._end = reader, 0
+        self._reader = reader
+        self._memory[WORD_BYTES + reader] = 1
 
-    def expect(self, start: int, size: int) -> None:
-        """Keep the payload at a position until it is taken."""
-        self._kept[start] = self._end = start + size
-
-    def take(self, start: int, into: memoryview) -> None:
-        """Copy the payload at a position; its room is free when all before have been taken."""
-        place = BEGIN + start % ROOM
-        stop = self._kept.pop(start)
-        into[:] = self._bytes[place : place + stop - start]
-        self._counts[self._reader] = next(iter(self._kept), self._end)
+    def take(self, place: Posted, into: memoryview) -> None:
+        """Copy a payload; its memory is the sender's again."""
+        into[:] = self._bytes[place.start : place.start + place.size]
+        self._memory[_marks(place.slot) + self._reader] = 1
 
     def close(self) -> None:
-        self._counts.release()
         self._bytes.release()
         self._memory.close()
 
 
 def is_open_to(address: str, other: str) -> bool:
-    """Whether ranks with outboxes at these addresses of one host can read each other's."""
+    """Whether ranks with outboxes at these addresses of one host should be able to read them."""
     return NOWHERE not in (address, other) and address.split(" ")[2:] == other.split(" ")[2:]
+
+
+def _marks(slot: int) -> int:
+    return WORD_BYTES + READERS * (slot + 1)
 
 
 def _rights() -> str:
     """What the kernel compares before a process may open the files of another one."""
     told = Path("/proc/self/status").read_text().splitlines()
-    facts = [line.partition(":")[2].strip() for line in told if line.startswith(("Uid", "CapPrm"))]
+    names = ("Uid:", "Gid:", "CapPrm:", "CapEff:")
+    facts = [line.partition(":")[2].strip() for line in told if line.startswith(names)]
     return " ".join([os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/user"), *facts])

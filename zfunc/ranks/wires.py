@@ -29,7 +29,7 @@ from contextlib import suppress
 
 from zfunc.ranks import devices
 from zfunc.ranks.hearing import HERE, listening, loopback_only
-from zfunc.ranks.outbox import WORD_BYTES, Inbox, Outbox, is_open_to
+from zfunc.ranks.outbox import WORD_BYTES, Inbox, Outbox, Posted, is_open_to
 from zfunc.ranks.transport import HEADER_BYTES
 
 __all__ = ["NOTHING", "Wires"]
@@ -38,7 +38,7 @@ HEADER = struct.Struct("<qq")
 assert HEADER.size == HEADER_BYTES
 TEXT, NOTE = -1, -2  # in place of a digest: as many bytes of text follow, or a note
 WITH = 1 << 62  # in a header's second number: a payload, and before it where it is and its bytes
-WHERE, FOLLOWS = struct.Struct("<qq"), -1  # a position in the sender's outbox, or this
+WHERE, FOLLOWS = struct.Struct("<qqq"), -1  # a slot of the sender's outbox, or this
 POSTED_BYTES = 2**12  # of a payload from which the outbox is quicker
 READ_BYTES = 2**18
 BRIEF_SECONDS = 0.002  # to wait for one peer alone, which takes a third less than to watch all
@@ -51,7 +51,7 @@ OUTSIDE = "192.0.2.1", "2001:db8::1"  # nobody's: RFC 5737 and 3849 keep them fo
 
 NOTHING = memoryview(bytearray())
 Cards = Callable[[int], bytes]
-Payload = bytearray | int  # or where it is in the sender's outbox
+Payload = bytearray | Posted  # or where it is in the sender's outbox
 Closable = socket.socket | selectors.BaseSelector | Inbox | Outbox
 
 
@@ -107,7 +107,10 @@ class Wires:
         return 1 + len(self._to) + len(self._from)
 
     def shares_memory(self, peer: int) -> bool:
-        """Whether payloads go through memory, for which nobody waits; alike at both.
+        """Whether payloads should go through memory, for which nobody waits; alike at both.
+
+        Those from before a peer has mapped it go through the socket. A rank maps the memory of a
+        peer when it first sends it something.
 
         Waits until the peer has joined the group.
 
@@ -170,7 +173,7 @@ class Wires:
         self._fill(peer, self._notes.pop((peer, number)), into)
 
     def _fill(self, peer: int, payload: Payload, into: memoryview) -> None:
-        if isinstance(payload, int):
+        if isinstance(payload, Posted):
             self._inboxes[peer].take(payload, into)
         else:
             into[:] = payload
@@ -199,10 +202,11 @@ class Wires:
         if peer not in self._to:
             self._call(peer)
         data = HEADER.pack(kind, number | WITH if payload else number)
-        if len(payload) > POSTED_BYTES and self.shares_memory(peer):
-            data += WHERE.pack(self._outbox.put(payload, peer), len(payload))
+        large = len(payload) > POSTED_BYTES
+        if large and (place := self._outbox.put(payload, peer)) is not None:
+            data += WHERE.pack(place.slot, place.size, place.start)
         elif payload:
-            data += WHERE.pack(FOLLOWS, len(payload)) + payload
+            data += WHERE.pack(FOLLOWS, len(payload), 0) + payload
         self._push(peer, memoryview(data))
 
     def _push(self, peer: int, data: memoryview) -> None:
@@ -272,22 +276,18 @@ class Wires:
         start = 0
         while len(data) >= start + HEADER_BYTES:
             kind, number = HEADER.unpack_from(data, start)
-            begin, where, size = start + HEADER_BYTES, FOLLOWS, 0
+            begin, slot, size, at = start + HEADER_BYTES, FOLLOWS, 0, 0
             if kind == TEXT:
                 size = number
             elif number & WITH:
                 number, begin = number ^ WITH, begin + WHERE.size
                 if len(data) < begin:
                     break
-                where, size = WHERE.unpack_from(data, begin - WHERE.size)
-            stop = begin + (size if where == FOLLOWS else 0)
+                slot, size, at = WHERE.unpack_from(data, begin - WHERE.size)
+            stop = begin + (size if slot == FOLLOWS else 0)
             if len(data) < stop:
                 break
-            payload: Payload = where
-            if where == FOLLOWS:
-                payload = data[begin:stop]
-            else:
-                self._inbox(peer).expect(where, size)
+            payload: Payload = data[begin:stop] if slot == FOLLOWS else Posted(at, size, slot)
             if kind == TEXT:
                 self._texts.setdefault(peer, data[begin:stop].decode())
             elif kind == NOTE:
@@ -297,13 +297,6 @@ class Wires:
                 self._early[peer, self._heard[peer]] = kind, number, payload
             start = stop
         del data[:start]
-
-    def _inbox(self, peer: int) -> Inbox:
-        if peer not in self._inboxes:
-            word = self._card(peer)[:TOKEN_BYTES]
-            self._inboxes[peer] = Inbox(self._told_by(peer)[3], self._rank, word)
-            self._open.add(self._inboxes[peer])
-        return self._inboxes[peer]
 
     def _serve(self, deadline: float, pushing: int | None = None) -> None:
         """Wait until something can be read, or the peer ``pushing`` takes more, and read it.
@@ -356,6 +349,11 @@ class Wires:
         sock.setblocking(False)
         self._watched.register(sock, selectors.EVENT_READ, peer)
         self._to[peer] = sock
+        if self.shares_memory(peer):
+            with suppress(OSError):  # then what the peer sends comes through its socket
+                inbox = Inbox(self._told_by(peer)[3], self._rank, self._card(peer)[:TOKEN_BYTES])
+                self._inboxes[peer] = inbox
+                self._open.add(inbox)
 
     def _welcome(self) -> None:
         """Let one more caller in; those that are silent for long go."""
