@@ -349,6 +349,7 @@ def test_states_of_two_stages_are_told_apart_at_a_glance() -> None:
     full = zf.TrainState.create(params, tx)
     states = [zf.shard(step, stage=stage).place(full) for stage in (0, 1, 2, 3)]
     assert len({_glance(state) for state in states}) == 4
+    assert len({_glance((state, {"loss": 1})) for state in states}) == 4, "what a step returns"
 
 
 def test_structures_that_take_turns_are_soon_not_tried_on_each_other() -> None:

@@ -421,7 +421,7 @@ def _glance(x: Any, deep: bool = True) -> Any:
     if (layout := getattr(x, "__dict__", {}).get("layout")) is not None:
         return kind, id(layout)
     if isinstance(x, tuple):
-        return kind, *[_glance(y, False) for y in x[:8]]
+        return kind, *[_glance(y, deep) for y in x[:8]]
     if isinstance(x, list):
         return kind, len(x)
     if deep and hasattr(x, "__dict__"):
