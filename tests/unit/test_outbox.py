@@ -95,6 +95,8 @@ def test_nothing_is_put_for_a_reader_that_has_not_mapped_the_memory() -> None:
     assert sender.put(payload(50, 1), 1) is None
     Inbox(sender.address, 1, WORD)
     assert sender.put(payload(50, 1), 2) is None
+    taken(Inbox(sender.address, 0, WORD), put(sender, 50, 1, 0))
+    assert sender.put(payload(50, 1), module.READERS) is None, "where the mark of a slot is"
     assert sender.put(payload(50, 1), 1) is not None
 
 

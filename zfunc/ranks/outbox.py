@@ -88,7 +88,7 @@ class Outbox:
 
         The same object for another reader, right after, is not copied again.
         """
-        if self._memory is None or not self._memory[WORD_BYTES + reader]:
+        if self._memory is None or reader >= READERS or not self._memory[WORD_BYTES + reader]:
             return None
         if self._last is not None:
             known, place, readers = self._last
