@@ -6,18 +6,22 @@ Every import counts: at the top of a file, in a function, for type checkers alon
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
+import zfunc as zf
+from tests import picture
+from tests.imports import arrows, imports, is_facade, lazy_arrows, modules, room_of, table
+from zfunc import transforms
+
 ROOT = Path(__file__).resolve().parents[2]
-APART = ("transforms", "optim", "quant", "kernels")  # rooms whose folders stand at the top
 APPLICATIONS = ("language", "commands", "__main__")  # they may import `zfunc` itself
 
 # Lines that are read with a file: its own and those of all that it imports.
@@ -28,90 +32,6 @@ LINES = {
 }
 LOADED = 72  # modules of ours that `import zfunc` loads
 TWINS = 31  # class names that stand for more than one class
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Each product module by its name without ``zfunc.``, facades included."""
-    found = {}
-    for top in (ROOT / "zfunc", *(ROOT / room for room in APART)):
-        for path in top.rglob("*.py"):
-            if path.relative_to(ROOT).parts[:2] in {("zfunc", room) for room in APART}:
-                continue  # by its own name
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[1:] if parts[0] == "zfunc" else parts)
-            found[re.sub(r"\.?__init__$", "", name)] = path
-    return found
-
-
-def room_of(module: str) -> str:
-    return module.split(".")[0]
-
-
-def is_facade(module: str) -> bool:
-    return modules()[module].name == "__init__.py"
-
-
-@cache
-def imports() -> dict[str, dict[str, bool]]:
-    """For each module what it imports, and whether inside of a function only."""
-    found: dict[str, dict[str, bool]] = {}
-    for module, path in modules().items():
-        rows = found[module] = {}
-        for target, lazy in _imported(ast.parse(path.read_text())):
-            while target not in modules():
-                target = target.rpartition(".")[0]
-            if target != module:
-                rows[target] = rows.get(target, True) and lazy
-    return found
-
-
-def _imported(node: ast.AST, lazy: bool = False) -> Iterator[tuple[str, bool]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            names = [alias.name for alias in child.names]
-        elif isinstance(child, ast.ImportFrom):
-            assert not child.level, "imports are absolute"
-            names = [f"{child.module}.{alias.name}" for alias in child.names]
-        else:
-            names = []
-        for name in names:
-            if name.split(".")[0] == "zfunc":
-                yield name.partition(".")[2], lazy
-        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from _imported(child, lazy or inside)
-
-
-@cache
-def table() -> list[str]:
-    """The rooms, from top to bottom."""
-    return _rows("| room |")
-
-
-@cache
-def lazy_arrows() -> set[tuple[str, str]]:
-    """Imports that may run up the table, inside of a function."""
-    return {(a, b) for a, b, *_ in (row.split(" -> ") for row in _rows("| import |"))}
-
-
-def _rows(head: str) -> list[str]:
-    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
-    rows = []
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            break
-        rows.append(line.split("|")[1].strip().replace("`", ""))
-    return rows
-
-
-def arrows() -> Iterator[tuple[str, str, bool]]:
-    """Who imports whom; facades show what they like."""
-    for module, rows in imports().items():
-        if not is_facade(module):
-            for target, lazy in rows.items():
-                if (module, target) not in lazy_arrows():
-                    yield module, target, lazy
 
 
 def test_the_table_has_every_room() -> None:
@@ -202,3 +122,34 @@ def test_importing_zfunc_loads_little() -> None:
     assert len(loaded) <= LOADED
     rooms = {room_of(name.partition(".")[2]) for name in loaded}
     assert not rooms & {"transforms", "initialisation", "files", "language", "commands", "kernels"}
+
+
+def test_the_picture_shows_what_the_table_and_the_imports_say() -> None:
+    drawn = (ROOT / "docs" / "architecture.svg").read_text()
+    assert drawn == picture.drawn(), "run `python -m tests.picture`"
+
+
+def test_the_table_of_the_order_of_transforms_is_theirs() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)
+    found = {
+        (str(kind.position), kind.__name__)
+        for info in pkgutil.walk_packages(transforms.__path__, "zfunc.transforms.")
+        for kind in vars(importlib.import_module(info.name)).values()
+        if isinstance(kind, type) and issubclass(kind, zf.Transform) and kind is not zf.Transform
+    }
+    assert len(rows) == len(found) and set(rows) == found
+    assert [int(position) for position, _ in rows] == sorted(int(x) for x, _ in rows)
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
+def test_files_that_a_page_links_to_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_files_that_are_named_on_how_it_is_built_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:zfunc|transforms|optim|kernels|tests)/[\w/.]+)`", page)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
