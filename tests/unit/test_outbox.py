@@ -90,6 +90,21 @@ def test_one_copy_is_for_all_readers_and_the_slowest_frees_it() -> None:
     assert sender.put(same, 1) != sender.put(same, 1), "read twice by one it is sent twice"
 
 
+def test_what_is_sent_to_one_again_waits_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLOTS", 1)
+    sender, same = Outbox(WORD), payload(50, 7)
+    readers = [Inbox(sender.address, rank, WORD) for rank in (0, 1)]
+    place = sender.put(same, 0)
+    assert place is not None and sender.put(same, 1) == place
+    taken(readers[0], place)
+    assert sender.put(payload(50, 8), 0) is None, "there is one slot, and it is taken"
+    assert sender.put(same, 0) == place
+    taken(readers[1], place)
+    assert sender.put(payload(50, 9), 1) is None, "the other has not read it again"
+    assert taken(readers[0], place) == bytes(same)
+    assert sender.put(payload(50, 9), 1) is not None
+
+
 def test_nothing_is_put_for_a_reader_that_has_not_mapped_the_memory() -> None:
     sender = Outbox(WORD)
     assert sender.put(payload(50, 1), 1) is None

@@ -2,6 +2,7 @@
 
 On plain parameters, outside a step, each does the obvious thing. A running step
 (see :mod:`zfunc.engine.step`) gives them their meaning under its transforms.
+``layer``, ``scan`` and ``enter`` are among them, and stand in :mod:`zfunc.engine.passes`.
 """
 
 from __future__ import annotations

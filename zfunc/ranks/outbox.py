@@ -92,9 +92,8 @@ class Outbox:
             return None
         if self._last is not None:
             known, place, readers = self._last
-            if known() is payload and reader not in readers:
-                if not readers:  # those before have read it: nobody keeps it for this one
-                    return self._new(payload, reader)
+            if known() is payload and readers and reader not in readers:
+                self._memory[_marks(place.slot) + reader] = 0  # it may have read it before
                 readers.add(reader)
                 return place
         return self._new(payload, reader)
