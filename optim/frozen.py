@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.layout.replicated import in_box, in_flats
 from zfunc.optim.adjacent import chunks, joined
 from zfunc.optim.decay import Rates
 from zfunc.optim.fused import own, stretches_of
@@ -80,7 +81,8 @@ def step(
         rows.append((p, m, v))
         return m
 
-    part = tree.map(collect, mu, params, nu)
+    flat = in_flats((mu, params, nu))
+    part = tree.map(collect, *flat)
     if any(x.dtype != row[0].dtype or x.dtype.itemsize < 4 for row in rows for x in row):
         return None
     number, spec = plain(count), optree.tree_structure(part, namespace=NAMESPACE)
@@ -103,7 +105,7 @@ def step(
         for row in joined(pieces):
             for chunk in chunks(row):
                 _chunk(*chunk, kept=1 - lr * rate, **how)
-    done = [optree.tree_unflatten(spec, column) for column in new]
+    done = [in_box(params, optree.tree_unflatten(spec, column)) for column in new]
     return done[0], done[1], done[2]
 
 

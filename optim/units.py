@@ -17,11 +17,13 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.layout.replicated import in_box, in_flats
+from zfunc.layout.sharded import Sharded
 from zfunc.layout.unreduced import Unreduced, linear_map
 from zfunc.optim.adjacent import chunks, joined
 from zfunc.optim.fused import own
 from zfunc.trees import tree
-from zfunc.trees.nodes import NAMESPACE
+from zfunc.trees.nodes import NAMESPACE, Placed, opened
 
 __all__ = ["local", "momentum", "roots", "shares", "sizes", "wide"]
 
@@ -51,6 +53,24 @@ def shares(grads: Tree, mu: Tree, nu: Tree, decay: float, correction: float | Te
         decay: of the mean.
         correction: of the bias of ``nu``.
     """
+    nodes, spec = optree.tree_flatten(
+        opened(grads),
+        is_leaf=lambda x: isinstance(x, Placed),
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+    values = [x.value if isinstance(x, Unreduced) else x for x in nodes]
+    flat, *moments = in_flats((optree.tree_unflatten(spec, values), mu, nu))
+    if not isinstance(flat, Sharded):
+        return _shares(grads, mu, nu, decay, correction)
+    new = in_box(mu, _shares(flat, *moments, decay, correction)).leaves
+    rows = zip(nodes, new, strict=True)
+    return optree.tree_unflatten(
+        spec, [x.like(y) if isinstance(x, Unreduced) else y for x, y in rows]
+    )
+
+
+def _shares(grads: Tree, mu: Tree, nu: Tree, decay: float, correction: float | Tensor) -> Tree:
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def collect(g: Tensor, m: Tensor, v: Tensor) -> Tensor:

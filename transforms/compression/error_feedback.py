@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zfunc.buffers.readings import Reading
 from zfunc.engine.placement import Entries
+from zfunc.layout.cutting import merged
 from zfunc.layout.layout import Layout
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual, nothing_left_out, one_of
@@ -23,6 +24,7 @@ from zfunc.trees.squares import square_sum
 
 __all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]
 
+TOGETHER = 1 << 23  # bytes of units that are compressed as one where all wait for backward
 SCALARS = ("count", "form", "frozen", "skipped", "norm")
 
 Carried = Mapping[str, Any]
@@ -53,6 +55,7 @@ def fresh(
     serving: bool,
     bases: Bases | None = None,
     updating: bool = False,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """The carried state of a placed state before anything was compressed.
 
@@ -63,11 +66,15 @@ def fresh(
         serving: whether ranks have errors as owners of a part too.
         bases: what a low-rank method starts from, given a layout and a tensor for each flat.
         updating: whether new parameters travel as compressed updates.
+        whole: whether what is averaged waits for all of backward, so that small units travel
+            together.
     """
     worker, started = {}, {}
     server: dict[str, Sharded] = {}
     updates: dict[str, Sharded] = {}
     for name, (layout, like) in layouts_of(state, names).items():
+        if whole:
+            layout, like = _together(layout, like)
         worker[name] = nothing_left_out(layout, like)
         if serving or updating:
             rank = worker[name].group.rank
@@ -85,6 +92,14 @@ def fresh(
         "bases": started,
         "updates": updates,
     }
+
+
+def _together(layout: Layout, like: Sequence[Tensor | None]) -> tuple[Layout, list[Tensor | None]]:
+    new, tensors = merged(layout, TOGETHER), dict[int, Tensor | None]()
+    for old, made in zip(layout.slots, new.slots, strict=True):
+        if old is not None and made is not None:
+            tensors[made.flat] = like[old.flat]
+    return new, [tensors.get(i) for i in range(len(new.flats))]
 
 
 def _part(layout: Layout, flat: int, rank: int, like: Tensor | None) -> Tensor | None:
@@ -228,10 +243,11 @@ class Call:
 
     def entry_of(self, layout: Layout) -> str | None:
         """The params entry that is cut so."""
+        some = layout if self.stage else merged(layout, TOGETHER)
         for name, mine in self.layouts.items():
-            if mine is layout:
+            if mine is some:
                 return name
-        return next((name for name, mine in self.layouts.items() if mine == layout), None)
+        return next((name for name, mine in self.layouts.items() if mine == some), None)
 
     def errors(self) -> dict[str, Any]:
         """Errors as nodes, for the next state."""

@@ -156,16 +156,16 @@ class Replicated(Box):
 
     @property
     def flat(self) -> Sharded | None:
-        if self.flats is None:
+        if (flats := self.flats) is None:
             return None
         self.wait()
-        return Sharded(whole(self.layout), self.flats)
+        return Sharded(whole(self.layout), flats)
 
     def cut(self, layout: Layout, rank: int) -> list[Tensor | None] | None:
-        if self.layout != layout or self.flats is None:
+        if self.layout != layout or (flats := self.flats) is None:
             return None
         self.wait()
-        rows = [(x, *spec.bounds(rank)) for x, spec in zip(self.flats, layout.flats, strict=True)]
+        rows = [(x, *spec.bounds(rank)) for x, spec in zip(flats, layout.flats, strict=True)]
         return [x if x is None else x.detach()[low:high] for x, low, high in rows]
 
     def replaced(
@@ -354,14 +354,18 @@ def in_flats(trees: Sequence[Any]) -> Sequence[Any]:
             the others lies in none, all are given back as they are.
     """
     first, *rest = trees
-    if not rest or not all(isinstance(x, Replicated) and x.flat is not None for x in rest):
+    if not rest or not all(isinstance(x, Replicated) for x in rest):
         return trees
     layout = rest[0].layout
     first = first if isinstance(first, Replicated) else boxed(layout, first)
     if not all(isinstance(x, Replicated) and x.layout == layout for x in (first, *rest)):
         return trees
-    packed = first.packed(pool().take)  # for the time of an update
-    return trees if packed is None else [x.flat for x in (packed, *rest)]
+    flats = [x.flat for x in rest]
+    if any(x is None for x in flats):
+        return trees
+    if (mine := first.flat) is None and (packed := first.packed(pool().take)) is not None:
+        mine = packed.flat  # for the time of an update
+    return trees if mine is None else [mine, *flats]
 
 
 def in_box(like: Any, new: Any) -> Any:

@@ -75,18 +75,19 @@ class Unreduced(Placed):
     def __repr__(self) -> str:
         return f"Unreduced({'mean' if self.done else 'local'}, shape={tuple(self.value.shape)})"
 
-    def _like(self, value: Tensor) -> Unreduced:
+    def like(self, value: Tensor) -> Unreduced:
+        """Another value of the same leaf, as much or as little averaged."""
         return Unreduced(value, self.home, self.done)
 
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Unreduced:
         if not _is_linear(f):
             raise CompositionError(_not_linear(f))
-        return self._like(f(*(x.value if isinstance(x, Unreduced) else x for x in others)))
+        return self.like(f(*(x.value if isinstance(x, Unreduced) else x for x in others)))
 
     def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Unreduced:
         if not _is_linear(f):
             raise CompositionError(_not_linear(f))
-        return self._like(f(prefix, *(x.value if isinstance(x, Unreduced) else x for x in others)))
+        return self.like(f(prefix, *(x.value if isinstance(x, Unreduced) else x for x in others)))
 
     @classmethod
     def sums_of(cls, nodes: Sequence[Any], f: Callable[[Tensor], Tensor]) -> list[Tensor]:
