@@ -116,7 +116,8 @@ class Accord:
         self._hinted: list[tuple[UnitRun, Pending]] = []  # started ahead, and not used yet
         self._gone: set[Key] = set()  # units whose turn to leave is over
         self._deferred: list[UnitRun] = []  # whose gradients wait for their turn
-        self._entries: list[UnitRun] = []  # differentiable ones, in the order of the graph
+        # Differentiable ones, in the order of the graph; nothing where one has left before its turn.
+        self._entries: list[UnitRun | None] = []
         self._spare: list[UnitRun] = []
         self._world = current()
         self._outer = self._world.gate
@@ -161,7 +162,8 @@ class Accord:
         have not come have none.
         """
         while len(self._entries) > height:
-            self._entries.pop().awaited -= 1
+            if (run := self._entries.pop()) is not None:
+                run.awaited -= 1
 
     def leaves(self, run: UnitRun, due: bool) -> bool | None:
         """An entry's gradient has come, the last one if ``due``.
@@ -174,11 +176,12 @@ class Accord:
         """
         if self.owner.holding:
             return due
-        while self._entries:
-            last = self._entries.pop()
-            last.awaited -= 1
-            if last is run:
-                break
+        entry = max((i for i, one in enumerate(self._entries) if one is run), default=None)
+        if entry is not None and run.is_end:
+            self._entries[entry] = None
+            run.awaited -= 1
+        elif entry is not None:
+            self.passed(entry)
         if self.asking:
             self.log.append((LEAVE, run.key, due))
             return due

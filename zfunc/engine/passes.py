@@ -89,6 +89,7 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.tick = torch.zeros((), requires_grad=True)
+        self.ends: list[Tensor] = []
 
     def add(
         self,

@@ -56,7 +56,8 @@ class Running(Protocol):
         accord: how the ranks agree on what comes next (:class:`zfunc.engine.accord.Accord`).
         running: the context of the call, if there is one.
         spill: where gradients go that are not to stay in memory.
-        tick: what backward runs towards.
+        tick: what backward runs towards, beside ``ends``.
+        ends: leaves that hand over their gradients by themselves.
         holding: whether gradients are kept back for a later pass.
         lingering: units that are kept for a neighbour's sake.
         results: what has come of each unit's gradient.
@@ -67,6 +68,7 @@ class Running(Protocol):
     running: Any
     spill: Callable[[Layout, bool], Any] | None
     tick: Tensor
+    ends: list[Tensor]
     holding: bool
     lingering: list[UnitRun]
     results: dict[tuple[int, int], Pending]
@@ -128,6 +130,8 @@ class UnitRun:
         self.partial: list[Tensor | None] | None = None
         self.leaf_indices, live = source.layout.leaves_of_unit(index)
         self.live = live if source.differentiated else (False,) * len(live)
+        # Whether what enters is an end of the graph, which autograd comes to as soon as it can.
+        self.is_end = sum(self.live) == 1 and source.layout.layer_of_unit[index] < 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -250,11 +254,31 @@ class UnitRun:
         return f"{kind} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
     def _tracked(self, views: list[Tensor]) -> list[Tensor]:
+        if self.is_end:
+            return [self._ending(v) if on else v for v, on in zip(views, self.live, strict=True)]
         if all(self.live):
             return list(_Enter.apply(self.owner.tick, self, views))
         pairs = zip(views, self.live, strict=True)
         outs = iter(_Enter.apply(self.owner.tick, self, [v for v, on in pairs if on]))
         return [next(outs) if on else v for v, on in zip(views, self.live, strict=True)]
+
+    def _ending(self, view: Tensor) -> Tensor:
+        """The one leaf of a unit outside all layers, as an end of the graph.
+
+        Autograd comes to nodes in the reverse order of their making, so that a head's gradient
+        would leave behind those of the layers, whose parameters enter later.
+        """
+
+        def leave(grad: Tensor) -> Tensor | None:
+            self.leave([grad])
+            if grad.layout != torch.strided:
+                return None
+            return grad.new_empty(()).expand(grad.shape)  # autograd keeps it to the end
+
+        end = view.requires_grad_()
+        end.register_hook(leave)
+        self.owner.ends.append(end)
+        return end
 
     def _stand_ins(self, views: list[Tensor]) -> dict[int, Tensor]:
         """Leaves for a second forward pass, whose graph goes nowhere: the first one's has the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -17,7 +18,9 @@ from zfunc.ranks.axes import Mesh
 from zfunc.trees.nodes import NAMESPACE, Encoded, Tree
 from zfunc.trees.tree import dotted
 
-__all__ = ["make_layout"]
+__all__ = ["make_layout", "merged"]
+
+ALONE = 1 << 16  # bytes from which a leaf of the root is worth a message of its own
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
@@ -46,8 +49,27 @@ def _groups(
     groups: list[tuple[str, list[int]]] = []
     for name, leaves in spans:
         # The root's leaves (embedding, head) have little to do with each other in time.
-        groups.extend(_split(name, leaves, sizes, unit_bytes if name else unit_bytes // 8))
+        if name:
+            groups.extend(_split(name, leaves, sizes, unit_bytes))
+        elif first is None:
+            groups.extend(_split(name, leaves, sizes, unit_bytes // 8))
+        else:
+            groups.extend(_apart(leaves, sizes, unit_bytes // 8))
     return groups
+
+
+def _apart(
+    leaves: Sequence[int], sizes: Sequence[int], unit_bytes: int
+) -> list[tuple[str, list[int]]]:
+    """The root's small leaves together, each large one by itself.
+
+    A gradient leaves when all of its unit are there: a head's long before an embedding's.
+    """
+    small = [i for i in leaves if sizes[i] < ALONE]
+    parts = _parts(small, sizes, unit_bytes) if small else []
+    parts += [[i] for i in leaves if sizes[i] >= ALONE]
+    parts.sort(key=lambda part: part[0])
+    return _named("root", parts)
 
 
 def _merged(
@@ -81,6 +103,10 @@ def _split(
     name: str, leaves: list[int], sizes: Sequence[int], unit_bytes: int
 ) -> list[tuple[str, list[int]]]:
     """Cut a huge group between leaves, so that no part but a single leaf exceeds the limit."""
+    return _named(name or "root", _parts(leaves, sizes, unit_bytes))
+
+
+def _parts(leaves: Sequence[int], sizes: Sequence[int], unit_bytes: int) -> list[list[int]]:
     parts: list[list[int]] = [[]]
     filled = 0
     for i in leaves:
@@ -89,7 +115,10 @@ def _split(
             filled = 0
         parts[-1].append(i)
         filled += sizes[i]
-    label = name or "root"
+    return parts
+
+
+def _named(label: str, parts: Sequence[list[int]]) -> list[tuple[str, list[int]]]:
     if len(parts) == 1:
         return [(label, parts[0])]
     return [(f"{label}[{k}]", part) for k, part in enumerate(parts)]
@@ -172,3 +201,51 @@ def _slot(name: str, leaf: Any, flat: int, start: int, index: int) -> Slot:
 def _even_cuts(length: int, world: int) -> tuple[int, ...]:
     part = -(-length // (ALIGN * world)) * ALIGN
     return tuple(part * r for r in range(world + 1))
+
+
+def merged(layout: Layout, nbytes: int) -> Layout:
+    """The same leaves in fewer flats: those of one kind that are cut, up to ``nbytes``.
+
+    Each flat lies in the new one as it is, padding included, so that leaves which lie in one
+    buffer of the new layout lie in flats of the old one, too.
+    """
+    key = ("merged", nbytes)
+    if key not in layout._memo:
+        layout._memo[key] = _merged_flats(layout, nbytes)
+    made: Layout = layout._memo[key]
+    return made
+
+
+def _merged_flats(layout: Layout, nbytes: int) -> Layout:
+    runs: list[list[int]] = []  # flats that become one
+    last: dict[tuple[torch.dtype, bool], list[int]] = {}  # of each kind
+    for i, flat in enumerate(layout.flats):
+        kind = flat.dtype, flat.trainable
+        run = last.get(kind, [])
+        length = flat.length + sum(layout.flats[k].length for k in run)
+        if run and not flat.whole and length * flat.dtype.itemsize <= nbytes:
+            run.append(i)
+            continue
+        runs.append([i])
+        if not flat.whole:
+            last[kind] = runs[-1]
+    places: dict[int, tuple[int, int]] = {}  # of an old flat: its new one, and where it begins
+    flats: list[Flat] = []
+    units: list[Unit] = []
+    for run in runs:
+        at = 0
+        for i in run:
+            places[i] = len(flats), at
+            at += layout.flats[i].length
+        first = layout.flats[run[0]]
+        cuts = first.cuts if len(run) == 1 else _even_cuts(at, layout.world)
+        names = [layout.units[layout.unit_of_flat[i]].name for i in run]
+        name = names[0] if len(set(names)) == 1 else f"{names[0]} to {names[-1]}"
+        slots = sorted(slot.index for i in run for slot in layout.by_flat[i])
+        units.append(Unit(name, (len(flats),), tuple(slots)))
+        flats.append(replace(first, cuts=cuts))
+    moved = [
+        slot and replace(slot, flat=places[slot.flat][0], start=places[slot.flat][1] + slot.start)
+        for slot in layout.slots
+    ]
+    return replace(layout, slots=tuple(moved), flats=tuple(flats), units=tuple(units), _memo={})
