@@ -19,7 +19,7 @@ from zfunc.kernels.flat_llvm import ALONE, lanes, read, shared_out, write
 from zfunc.kernels.llvm import Writer, host
 from zfunc.kernels.onebit_torch import LANES, PART, ROWS, scale_of
 
-__all__ = ["mean", "pack", "unpack"]
+__all__ = ["mean", "mean_pieces", "pack", "pack_pieces", "unpack", "unpack_pieces"]
 
 F32 = torch.float32
 SOURCE = ("x", "error", "shares", "workers", "width", "groups")
@@ -63,6 +63,34 @@ def unpack(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
         )
 
 
+# Groups of any length, each where a table says: rows of where a group begins and ends among the
+# elements, and where its scale and its first byte of signs are among the bytes; int64 [4, groups].
+
+
+def pack_pieces(x: Tensor, error: Tensor, data: Tensor, table: Tensor, scaling: str) -> None:
+    """As :func:`pack` with groups, into the bytes ``data``; float32, the new error in ``error``."""
+    _tabled(host().isa, x.dtype, scaling)(
+        *_among(table, error, x.data_ptr(), 1, 0, error.data_ptr(), data.data_ptr())
+    )
+
+
+def mean_pieces(rows: Tensor, error: Tensor, data: Tensor, table: Tensor, scaling: str) -> None:
+    """As :func:`mean`, of a row of bytes from each worker."""
+    _tabled(host().isa, torch.uint8, scaling)(
+        *_among(table, error, rows.data_ptr(), *rows.shape, error.data_ptr(), data.data_ptr())
+    )
+
+
+def unpack_pieces(data: Tensor, out: Tensor, table: Tensor) -> None:
+    """As :func:`unpack`, of one sender."""
+    _untabled(host().isa, out.dtype)(*_among(table, out, data.data_ptr(), out.data_ptr()))
+
+
+def _among(table: Tensor, like: Tensor, *arguments: int) -> tuple[list[int], int]:
+    """What a kernel over a table is called with: its arguments, and how many threads."""
+    return [*arguments, table.data_ptr(), table.shape[1]], 1 if like.numel() < ALONE else 0
+
+
 def _compress(
     kind: torch.dtype,
     source: tuple[int, ...],
@@ -94,7 +122,7 @@ def _summing(isa: str, kind: torch.dtype, scaling: str) -> llvm.Kernel:
     first, last = w.share(b.udiv(w.sum(a["n"], PART - 1), w.n(PART)))
     with w.loop(first, last) as part:
         start, stop = _span(w, part.index, PART)
-        total = _sum(w, start, stop, _source(w, kind, w.n(0)), scaling)
+        total = _sum(w, start, stop, _source(w, kind, _share(w, w.n(0))), scaling)
         w.store(total, w.at(a["sums"], w.times(part.index, 8)))
     return llvm.compiled(w.done(), "summing", isa)
 
@@ -106,7 +134,7 @@ def _sending(isa: str) -> llvm.Kernel:
     w = Writer("sending", SOURCE + INTO)
     a = w.arguments
     scale = w.splat(w.load(w.at(a["scale"], 0), w.f32))
-    shared_out(w, a["n"], lambda at, mask: _send(w, at, mask, scale))
+    shared_out(w, a["n"], lambda at, mask: _send(w, at, mask, scale, a["bits"]))
     return llvm.compiled(w.done(), "sending", isa)
 
 
@@ -119,15 +147,74 @@ def _grouping(isa: str, kind: torch.dtype, group: int, scaling: str) -> llvm.Ker
     first, last = w.share(b.udiv(w.sum(a["n"], group - 1), w.n(group)))
     with w.loop(first, last) as each:
         start, stop = _span(w, each.index, group)
-        total = _sum(w, start, stop, _source(w, kind, each.index), scaling)
-        average = b.fdiv(total, b.sitofp(b.sub(stop, start), w.f64))
-        if scaling == "rms":
-            average = w.intrinsic("llvm.sqrt.f64", w.f64, average)
-        one = b.fptrunc(average, w.f32)
-        w.store(one, w.at(a["scale"], w.times(each.index, 4)))
-        scale = w.splat(one)
-        lanes(w, start, stop, lambda at, mask, _: _send(w, at, mask, scale))
+        values = _source(w, kind, _share(w, each.index))
+        place = w.at(a["scale"], w.times(each.index, 4))
+        _one_group(w, start, stop, values, scaling, place, a["bits"])
     return llvm.compiled(w.done(), "grouping", isa)
+
+
+@functools.cache
+@llvm.once
+def _tabled(isa: str, kind: torch.dtype, scaling: str) -> llvm.Kernel:
+    """All of it group by group, each where the table says."""
+    w = Writer("tabled", ("x", "workers", "width", "new", "data", "table", "count"))
+    a = w.arguments
+    a["error"] = a["new"]
+    workers = w.b.sitofp(a["workers"], w.f32)
+    first, last = w.share(a["count"])
+    with w.loop(first, last) as each:
+        start, stop, scale, bits = _row(w, each.index)
+
+        def share(row: Any, worker: Any, scale: Any = scale) -> Any:
+            return w.b.fdiv(w.load(w.at(row, scale), w.f32), workers)
+
+        values = _source(w, kind, share, bits)
+        place = w.at(a["data"], scale)
+        _one_group(w, start, stop, values, scaling, place, w.at(a["data"], bits))
+    return llvm.compiled(w.done(), "tabled", isa)
+
+
+@functools.cache
+@llvm.once
+def _untabled(isa: str, dtype: torch.dtype) -> llvm.Kernel:
+    w = Writer("untabled", ("data", "out", "table", "count"))
+    a = w.arguments
+    first, last = w.share(a["count"])
+    with w.loop(first, last) as each:
+        start, stop, scale, bits = _row(w, each.index)
+        one, signs = w.splat(w.load(w.at(a["data"], scale), w.f32)), w.at(a["data"], bits)
+
+        def values(at: Any, mask: Any, _: Any, one: Any = one, signs: Any = signs) -> None:
+            write(w, a["out"], at, _signed(w, _mask(w, signs, at, mask), one), dtype, mask)
+
+        lanes(w, start, stop, values)
+    return llvm.compiled(w.done(), "untabled", isa)
+
+
+def _row(w: Writer, index: Any) -> list[Any]:
+    """Of one group: its first and last (excluded) element, and where in the bytes its scale is, and
+    where its signs would begin if they were those of element 0."""
+    a = w.arguments
+    start, stop, scale, bits = (
+        w.load(w.at(a["table"], w.times(w.sum(w.times(a["count"], k), index), 8)), w.i64)
+        for k in range(4)
+    )
+    return [start, stop, scale, w.b.sub(bits, w.b.lshr(start, w.n(3)))]
+
+
+def _one_group(
+    w: Writer, start: Any, stop: Any, values: Values, scaling: str, place: Any, bits: Any
+) -> None:
+    """Sum the values of a group, store its scale, send them; ``bits`` as :func:`_send` has it."""
+    b = w.b
+    total = _sum(w, start, stop, values, scaling)
+    average = b.fdiv(total, b.sitofp(b.sub(stop, start), w.f64))
+    if scaling == "rms":
+        average = w.intrinsic("llvm.sqrt.f64", w.f64, average)
+    one = b.fptrunc(average, w.f32)
+    w.store(one, place)
+    scale = w.splat(one)
+    lanes(w, start, stop, lambda at, mask, _: _send(w, at, mask, scale, bits))
 
 
 @functools.cache
@@ -158,8 +245,26 @@ def _span(w: Writer, index: Any, size: int) -> tuple[Any, Any]:
     return start, w.b.select(w.b.icmp_signed("<", end, n), end, n)
 
 
-def _source(w: Writer, kind: torch.dtype, group: Any) -> Values:
-    """Writes 16 values: ``x`` plus the error, or the error plus what all workers sent."""
+def _share(w: Writer, group: Any) -> Callable[[Any, Any], Any]:
+    """What one worker adds to or takes from an element of a group."""
+    a = w.arguments
+
+    def share(row: Any, worker: Any) -> Any:
+        spot = w.times(w.sum(w.times(worker, a["groups"]), group), 4)
+        return w.load(w.at(a["shares"], spot), w.f32)
+
+    return share
+
+
+def _source(
+    w: Writer, kind: torch.dtype, share: Callable[[Any, Any], Any], bits: Any = 0
+) -> Values:
+    """Writes 16 values: ``x`` plus the error, or the error plus what all workers sent.
+
+    Args:
+        share: of a worker's bytes, and its number.
+        bits: where in a worker's bytes the signs are.
+    """
     a = w.arguments
 
     def both(at: Any, mask: Any) -> Any:
@@ -169,9 +274,8 @@ def _source(w: Writer, kind: torch.dtype, group: Any) -> Values:
         error = read(w, a["error"], at, F32, mask)
         with w.loop(0, a["workers"], carried=[error]) as worker:
             row = w.at(a["x"], w.times(worker.index, a["width"]))
-            spot = w.times(w.sum(w.times(worker.index, a["groups"]), group), 4)
-            share = w.splat(w.load(w.at(a["shares"], spot), w.f32))
-            theirs = _signed(w, _mask(w, row, at, mask), share)
+            own = w.splat(share(row, worker.index))
+            theirs = _signed(w, _mask(w, w.at(row, bits), at, mask), own)
             worker.then = [w.b.fadd(worker.values[0], theirs)]
         return worker.values[0]
 
@@ -207,14 +311,14 @@ def _sum(w: Writer, start: Any, stop: Any, values: Values, scaling: str) -> Any:
     return w.intrinsic("llvm.vector.reduce.fadd.v16f64", w.f64, zero, block.values[0])
 
 
-def _send(w: Writer, at: Any, mask: Any, scale: Any) -> None:
+def _send(w: Writer, at: Any, mask: Any, scale: Any, bits: Any) -> None:
     """The signs of 16 values of ``new`` to ``bits``, what they do not say to ``new``."""
     b, a = w.b, w.arguments
     x = read(w, a["new"], at, F32, mask)
     positive = b.icmp_signed(">=", b.bitcast(x, w.vector(w.i32)), w.constant(w.i32, 0))
     left = b.fsub(x, _signed(w, positive, scale))
     write(w, a["new"], at, left, F32, mask)
-    address = w.at(a["bits"], b.lshr(at, w.n(3)))
+    address = w.at(bits, b.lshr(at, w.n(3)))
     if mask is None:
         w.store(b.bitcast(positive, w.i16), address)
     else:

@@ -188,10 +188,10 @@ def test_several_optimizers_that_donate_cannot_be_skipped_together() -> None:
 def test_errors_take_what_describe_says() -> None:
     def body(stage: int) -> tuple[int, int, int]:
         step = wrapped(STACK, ADAMW, stage, 2)
-        carried = step.place(STACK.state(ADAMW, torch.float32)).aux["compress_grads"]
-        layout = carried["worker"]["params"].layout
+        state = step.place(STACK.state(ADAMW, torch.float32))
+        carried = state.aux["compress_grads"]
         sizes = [tree.size_bytes(carried[name]) for name in ("worker", "server")]
-        return sizes[0], sizes[1], len(layout.flats)
+        return sizes[0], sizes[1], len(state.params.layout.flats)
 
     count = sum(x.numel() for x in tree.leaves(stack(F64)))
     for stage in STAGES:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import assert_same, numbers
-from zfunc import optim, tree
+from zfunc import kernels, optim, tree
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.dense import dense_of
 from zfunc.transforms.compression.exchange import codecs_of
@@ -26,16 +26,14 @@ Leaves = tuple[tuple[int, int, int], ...]
 
 
 def groups(leaves: Leaves, group: int) -> list[list[int]]:
-    """By the book: the elements of each group, of a part of a buffer in which these leaves lie.
-
-    Long stretches are no neighbours' neighbours: what is between two of them is together.
-    """
+    """By the book: the elements of each group, of a part of a buffer in which these leaves lie."""
     out: list[list[int]] = []
     last: list[int] = []
     pooled = False
     for a, b, elements in leaves:
         if b - a >= LONG:
             out += [list(range(i, min(i + group, b))) for i in range(a, b, group)]
+            pooled = False
             continue
         if elements < SMALL and pooled and len(last) + b - a <= group:
             last += range(a, b)
@@ -97,6 +95,41 @@ def check(codec: Any, leaves: Leaves, n: int, scaling: str, dtype: torch.dtype) 
     if dtype == F64:  # in float32 one on the verge may fall to the other side
         torch.testing.assert_close(out, sent(c, leaves, 128, scaling), **close)
     torch.testing.assert_close(out + error, c, **close)
+
+
+@given(
+    sizes=st.lists(
+        st.sampled_from([1, 3, 7, 63, 64, 65, 500, 2047, 2049, 8191, 8192, 20000]), min_size=1
+    ),
+    group=st.sampled_from([128, 2048, 8192]),
+    scaling=st.sampled_from(["mean", "rms"]),
+    given_as=st.sampled_from([torch.float32, torch.bfloat16]),
+    taken_as=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+@settings(max_examples=40, deadline=None)
+def test_machine_code_has_the_bits_of_torch(
+    sizes: list[int], group: int, scaling: str, given_as: torch.dtype, taken_as: torch.dtype
+) -> None:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    codec = OneBit(group, scaling).over(
+        tuple((b - n, b, n) for b, n in zip(ends, sizes, strict=True))
+    )
+    n = ends[-1]
+    payloads, seen = [], []
+    for route in ("torch", None):
+        with kernels.use(route):
+            found = []
+            for sender in range(3):
+                error = numbers((n,), 10 + sender, torch.float32)
+                x = numbers((n,), sender, torch.float32).to(given_as)
+                payloads.append(codec.pack_(x, error))
+                found += [payloads[-1], error]
+            error, out = numbers((n,), 20, torch.float32), torch.empty(n, dtype=taken_as)
+            mean = codec.mean_(payloads[-3:], error)
+            codec.unpack_(mean, out)
+            seen.append([*found, mean, error, out, codec.unpack(mean, n, taken_as)])
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("how", [(0, None), (1, None), (2, "onebit"), (3, None)], ids=str)

@@ -62,7 +62,7 @@ class OneBit:
     def over(self, leaves: Sequence[tuple[int, int, int]]) -> Codec:
         """The same for a buffer of these leaves, no group of which reaches into two.
 
-        >>> OneBit(128).over([(0, 200, 200), (200, 210, 10), (210, 250, 40)])
+        >>> OneBit(128).over([(0, 200, 200), (200, 210, 10), (210, 250, 40)]).blocks[0][1]
         Ragged(lengths=(128, 72, 50), scaling='mean')
         """
         if self.group is None:

@@ -2,21 +2,23 @@
 
 A bias and a matrix that share a scale are both badly served by it. So no group reaches from one
 leaf into another, but for small leaves: neighbours among these, whose own scales would outweigh
-their signs, share one. Long stretches go to the kernel one by one; what is short is put together
-and travels as one buffer of :class:`Ragged` groups.
+their signs, share one. The signs of a group begin with a byte. Machine code does all of it in one
+call. Elsewhere long stretches go to the kernel one by one; what is short is put together, as a
+buffer of :class:`Ragged` groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from zfunc import kernels
 from zfunc.buffers.copies import uploaded
 from zfunc.kernels import onebit_bytes
 
@@ -36,7 +38,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ragged:
-    """One bit for a buffer in groups of these many elements; the format is that of ``OneBit``.
+    """One bit for a buffer in groups of these many elements: scales, and for each group its signs.
 
     Attributes:
         lengths: of the groups, in order.
@@ -46,7 +48,7 @@ class Ragged:
     freezes: ClassVar[bool] = True
     lengths: tuple[int, ...]
     scaling: str = "mean"
-    _there: dict[torch.device, tuple[Tensor, Tensor]] = field(
+    _there: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -59,8 +61,8 @@ class Ragged:
         return self
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """Bytes of ``n`` elements whose errors are in ``dtype``."""
-        return len(self.lengths) * dtype.itemsize + onebit_bytes(n)
+        """Bytes of all groups, of errors in ``dtype``."""
+        return len(self.lengths) * dtype.itemsize + sum(map(onebit_bytes, self.lengths))
 
     def pack_(self, x: Tensor, error: Tensor) -> Tensor:
         """``x + error`` as bytes; ``error`` becomes what they leave out."""
@@ -68,29 +70,38 @@ class Ragged:
 
     def mean_(self, received: Sequence[Tensor], error: Tensor) -> Tensor:
         """The mean of what came from all ranks, plus ``error``, as bytes; likewise."""
-        rows = self.unpack(torch.stack(list(received)), len(error), error.dtype)
-        return self._sent(error.add_(rows.mean(0)))
+        for data in received:  # in this order, as kernels do
+            scale, signs = self._read(data, error.dtype)
+            error.addcmul_(signs, self._spread(scale / len(received)))
+        return self._sent(error)
 
     def unpack(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """The numbers, of ``dtype``, that bytes stand for: ``[n]``, or one row each."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        cut = len(self.lengths) * wide.itemsize
-        scale = data[..., :cut].reshape(-1).clone().view(wide).view(*data.shape[:-1], -1)
-        signs = _signs(wide, data.device)[data[..., cut:].int()].flatten(-2)[..., :n]
-        return (signs * self._spread(scale)).to(dtype)
+        scale, signs = self._read(data, wide)
+        return signs.mul_(self._spread(scale)).to(dtype)
 
     def unpack_(self, data: Tensor, out: Tensor) -> None:
         """The same into the 1-D ``out``."""
         out.copy_(self.unpack(data, len(out), out.dtype))
 
+    def _read(self, data: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scales of the groups and signs of the elements."""
+        cut = len(self.lengths) * dtype.itemsize
+        scale = data[..., :cut].reshape(-1).clone().view(dtype).view(*data.shape[:-1], -1)
+        signs = _signs(dtype, data.device)[data[..., cut:].int()].flatten(-2)
+        return scale, signs.index_select(-1, self._on(data.device)[2])
+
     def _sent(self, c: Tensor) -> Tensor:
         """``c`` as bytes; what is left of it afterwards is what they lack."""
-        n, sizes = len(c), self._on(c.device)[0]
-        parts = c.abs() if self.scaling == "mean" else c.square()
+        sizes, _, places = self._on(c.device)
+        parts = c.double()
+        parts = parts.abs() if self.scaling == "mean" else parts.square()
         scale = torch.segment_reduce(parts, "sum", lengths=sizes, unsafe=True) / sizes
-        scale = scale.to(c.dtype) if self.scaling == "mean" else scale.sqrt_().to(c.dtype)
-        positive = torch.zeros(n + -n % 8, dtype=torch.uint8, device=c.device)
-        torch.logical_not(c.signbit(), out=positive[:n])
+        scale = (scale if self.scaling == "mean" else scale.sqrt_()).to(c.dtype)
+        room = 8 * sum(map(onebit_bytes, self.lengths))
+        positive = torch.zeros(room, dtype=torch.uint8, device=c.device)
+        positive.index_copy_(0, places, c.signbit().logical_not_().to(torch.uint8))
         c.sub_(self._spread(scale).copysign(c))
         bits = (positive.view(torch.int64) * GATHER).bitwise_right_shift_(56).to(torch.uint8)
         return torch.cat([scale.view(torch.uint8), bits])
@@ -98,18 +109,21 @@ class Ragged:
     def _spread(self, scale: Tensor) -> Tensor:
         return scale.index_select(-1, self._on(scale.device)[1])
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """How long the groups are, and to which one each element belongs."""
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """How long groups are; of each element its group, and the place of its sign."""
         if device not in self._there:
             with torch.inference_mode(False):  # they outlive the mode that they are made in
-                lengths = torch.tensor(self.lengths, device="cpu")
+                lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
                 groups = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
-                rows = [lengths, groups.repeat_interleave(lengths)]
+                begun = (-(-lengths // 8) * 8 - lengths).cumsum(0).roll(1)
+                begun[:1] = 0  # elements that are lacking before a group
+                at = torch.arange(sum(self.lengths), device="cpu")
+                spread = groups.repeat_interleave(lengths)
+                rows = [lengths, spread, at + begun[spread]]
                 if device.type == "cuda":  # the host does not wait for what is page-locked
                     rows = [x.pin_memory() for x in rows]
-                first, second = uploaded(rows, device)
-            assert first is not None and second is not None
-            self._there[device] = first, second
+                made = [x for x in uploaded(rows, device) if x is not None]
+            self._there[device] = made[0], made[1], made[2]
         return self._there[device]
 
 
@@ -119,10 +133,15 @@ class Blocks:
 
     Attributes:
         blocks: the stretches that travel together, and how; these cover the buffer.
+        group: elements that share a scale in long stretches.
+        scaling: see :class:`Ragged`.
     """
 
     freezes: ClassVar[bool] = True
     blocks: tuple[tuple[tuple[Span, ...], Codec], ...]
+    group: int
+    scaling: str = "mean"
+    _tables: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     def of_momentum(self) -> Blocks:
         """Itself: it was made for what it packs."""
@@ -138,6 +157,10 @@ class Blocks:
 
     def pack_(self, x: Tensor, error: Tensor) -> Tensor:
         """``x + error`` as bytes; ``error`` becomes what they leave out."""
+        if _by_machine("onebit_pack", x, error):
+            data = x.new_empty(self.nbytes(len(x), error.dtype), dtype=torch.uint8)
+            _machine().pack_pieces(x, error, data, self._table, self.scaling)
+            return data
         out = []
         for spans, codec in self.blocks:
             mine = _taken(error, spans)
@@ -148,6 +171,10 @@ class Blocks:
     def mean_(self, received: Sequence[Tensor], error: Tensor) -> Tensor:
         """The mean of what came from all ranks, plus ``error``, as bytes; likewise."""
         rows, out = torch.stack(list(received)), []
+        if _by_machine("onebit_mean", rows, error):
+            data = torch.empty_like(rows[0])
+            _machine().mean_pieces(rows, error, data, self._table, self.scaling)
+            return data
         for (spans, codec), (a, b) in zip(self.blocks, self._places(error.dtype), strict=True):
             mine = _taken(error, spans)
             out.append(codec.mean_(rows[:, a:b], mine))
@@ -165,6 +192,9 @@ class Blocks:
     def unpack_(self, data: Tensor, out: Tensor) -> None:
         """The same into the 1-D ``out``."""
         wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        if wide == torch.float32 and _by_machine("onebit_unpack", data, data, out):
+            _machine().unpack_pieces(data.contiguous(), out, self._table)
+            return
         for (spans, codec), (a, b) in zip(self.blocks, self._places(wide), strict=True):
             if len(spans) == 1:
                 codec.unpack_(data[a:b], out[slice(*spans[0])])
@@ -177,6 +207,26 @@ class Blocks:
     def _places(self, dtype: torch.dtype) -> list[Span]:
         """Where each block is in the bytes."""
         return list(pairwise(accumulate(self._sizes(dtype), initial=0)))
+
+    @property
+    def _table(self) -> Tensor:
+        """For machine code: where each group and what it is sent as are (float32)."""
+        if not self._tables:
+            rows: list[tuple[int, int, int, int]] = []
+            for (spans, codec), (low, _) in zip(
+                self.blocks, self._places(torch.float32), strict=True
+            ):
+                groups = list(_groups(spans, codec, self.group))
+                bits = low + 4 * len(groups)
+                for i, (a, b) in enumerate(groups):
+                    rows.append((a, b, low + 4 * i, bits))
+                    bits += onebit_bytes(b - a)
+            rows.sort()
+            with torch.inference_mode(False):  # it outlives the mode that it is made in
+                self._tables.append(
+                    torch.tensor(rows, dtype=torch.int64).view(-1, 4).t().contiguous()
+                )
+        return self._tables[0]
 
 
 def leafwise(codec: Codec, group: int, scaling: str, leaves: Leaves) -> Codec:
@@ -194,6 +244,7 @@ def leafwise(codec: Codec, group: int, scaling: str, leaves: Leaves) -> Codec:
     for a, b, elements in leaves:
         size = b - a
         if size >= LONG:
+            pooled = False
             before = long[-1] if long else (0, -1)
             if before[1] == a and (a - before[0]) % group == 0:
                 long[-1] = before[0], b  # groups begin where they would
@@ -211,9 +262,36 @@ def leafwise(codec: Codec, group: int, scaling: str, leaves: Leaves) -> Codec:
     blocks: list[tuple[tuple[Span, ...], Codec]] = [((span,), codec) for span in long]
     if short:
         blocks.append((tuple(short), Ragged(tuple(lengths), scaling)))
-    if len(blocks) == 1 and len(blocks[0][0]) == 1:
-        return blocks[0][1]
-    return Blocks(tuple(blocks))
+    if len(long) == 1 and not short:
+        return codec
+    return Blocks(tuple(blocks), group, scaling)
+
+
+def _groups(spans: Sequence[Span], codec: Codec, group: int) -> Iterator[Span]:
+    """The groups of a block; none reaches from one stretch into another."""
+    if not isinstance(codec, Ragged):
+        ((start, stop),) = spans
+        yield from ((a, min(a + group, stop)) for a in range(start, stop, group))
+        return
+    lengths = iter(codec.lengths)
+    for start, stop in spans:
+        while start < stop:
+            size = next(lengths)
+            yield start, start + size
+            start += size
+
+
+def _by_machine(kernel: str, *tensors: Tensor) -> bool:
+    """Whether machine code of the CPU takes these, as it would take one group after the other."""
+    return kernels.choose(kernel, *tensors).route == "llvm" and all(
+        x.is_contiguous() for x in tensors
+    )
+
+
+def _machine() -> Any:
+    from zfunc.kernels import onebit_llvm
+
+    return onebit_llvm
 
 
 def _taken(x: Tensor, spans: tuple[Span, ...]) -> Tensor:

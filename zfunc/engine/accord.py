@@ -116,7 +116,7 @@ class Accord:
         self._hinted: list[tuple[UnitRun, Pending]] = []  # started ahead, and not used yet
         self._gone: set[Key] = set()  # units whose turn to leave is over
         self._deferred: list[UnitRun] = []  # whose gradients wait for their turn
-        # Differentiable ones, in the order of the graph; nothing where one has left before its turn.
+        # Differentiable ones, in the order of the graph; nothing where one has left already.
         self._entries: list[UnitRun | None] = []
         self._spare: list[UnitRun] = []
         self._world = current()
