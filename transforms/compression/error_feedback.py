@@ -20,7 +20,7 @@ from zfunc.layout.sharded import Sharded, cut
 from zfunc.ranks.comm import Group
 from zfunc.trees import tree
 from zfunc.trees.nodes import Placed
-from zfunc.trees.squares import square_sum
+from zfunc.trees.squares import square_sums
 
 __all__ = ["Call", "carried_on", "fresh", "is_finite", "layouts_of", "sums"]
 
@@ -200,12 +200,12 @@ class Call:
         self.updates = {name: list(node.flats) for name, node in self.carried["updates"].items()}
         self.bases = {name: dict(row) for name, row in self.carried["bases"].items()}
 
-    def see(self, name: str, flats: Sequence[int], fulls: Sequence[Tensor]) -> None:
+    def see(self, name: str, layout: Layout, flats: Sequence[int], fulls: Sequence[Tensor]) -> None:
         """Note the norms of gradients that are about to leave, and whether they are finite."""
-        layout, row = self.layouts[name], self.squares.setdefault(name, {})
+        row = self.squares.setdefault(name, {})
         for i, full in zip(flats, fulls, strict=True):
-            for slot, view in zip(layout.by_flat[i], layout.views(i, full), strict=True):
-                row[slot.index] = square_sum(view)
+            sums = square_sums(layout.views(i, full)).unbind()
+            row.update(zip((slot.index for slot in layout.by_flat[i]), sums, strict=True))
 
     def agreed(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Whether some rank saw what is not finite (0-d, else 0), and the means of ``squares``

@@ -34,7 +34,7 @@ to 3, and small leaves that stage 3 keeps whole, are averaged plainly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -53,6 +53,7 @@ from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.engine.traffic import Traffic
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
+from zfunc.layout.layout import Layout
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual
 from zfunc.layout.sharded import Sharded
@@ -231,9 +232,8 @@ class CompressGrads(Transform):
             return value
         call, fulls = unit.running.notes[NAME], value.wait()
         name = call.entry_of(unit.layout)
-        if unit.cut and self.codec.freezes:
-            assert name is not None
-            call.see(name, unit.trainable, fulls)
+        if name is not None and self.codec.freezes:
+            call.see(name, unit.layout, unit.trainable, fulls)
         else:
             call.finite += [is_finite(full) for full in fulls]
         if not unit.cut:
@@ -252,19 +252,29 @@ class CompressGrads(Transform):
 
     def _arrived(self, running: Context, call: Call, grads: Tree, params: Tree) -> Tree:
         """The gradients of one ``value_and_grad(...)(params)`` as the function is to see them."""
+        squares: Mapping[str, Tensor] = {}
         if call.active:
-            grads = self._agreed(running, call, grads)
+            grads, squares = self._agreed(running, call, grads)
         if call.stage:
             return grads
         done = call.skipped or not call.active
         if not self.codec.freezes and done:
             return grads
-        local = as_unreduced(grads, params, done)
+        known = {} if done else {name: row.unbind() for name, row in squares.items()}
+
+        def square(home: tuple[Layout, int] | None) -> Tensor | None:
+            row = None if home is None else known.get(call.entry_of(home[0]) or "")
+            return None if row is None or home is None else row[home[1]]
+
+        local = as_unreduced(grads, params, done, square)
         return local if self.codec.freezes else averaged(call, local)
 
-    def _agreed(self, running: Context, call: Call, grads: Tree) -> Tree:
+    def _agreed(
+        self, running: Context, call: Call, grads: Tree
+    ) -> tuple[Tree, Mapping[str, Tensor]]:
         """Gradients with the norms that all ranks had together; NaN if any rank saw a number
-        that is not finite, for then this call will change nothing."""
+        that is not finite, for then this call will change nothing. And the squares of those
+        norms, by params entry."""
         bad, squares = call.agreed()
         before = call.doubts.get(running.asked)
         doubt = bad if before is None else before[0] + bad
@@ -273,13 +283,13 @@ class CompressGrads(Transform):
         offloaded = any(t.name == "offload" for t in running.transforms)
         if on_host(bad) or not call.stage or offloaded:
             if settle():
-                return estimated(call, grads, squares) if call.stage else grads
-            return tree.map(lambda g: torch.full_like(g, torch.nan), grads)
+                return estimated(call, grads, squares) if call.stage else grads, squares
+            return tree.map(lambda g: torch.full_like(g, torch.nan), grads), {}
         if running.donation is not None:
             running.donation = Withheld.until(running.donation, settle)
         squares = {name: x.masked_fill(bad > 0, torch.nan) for name, x in squares.items()}
         grads = tree.map(lambda g: g.masked_fill_(bad > 0, torch.nan), grads)
-        return estimated(call, grads, squares)
+        return estimated(call, grads, squares), squares
 
     def _settle(self, running: Context, call: Call) -> bool:
         """Read what the ranks saw, and say whether this call changes anything."""
@@ -432,15 +442,24 @@ def current_call() -> Any:
     return running.notes.get(NAME) if running is not None else None
 
 
-def as_unreduced(grads: Tree, params: Tree, done: bool) -> Tree:
-    """Gradients as nodes that say to which of the parameters they belong."""
+def as_unreduced(
+    grads: Tree,
+    params: Tree,
+    done: bool,
+    square: Callable[[tuple[Layout, int] | None], Tensor | None] = lambda home: None,
+) -> Tree:
+    """Gradients as nodes that say to which of the parameters they belong.
+
+    Args:
+        square: of such a place, see :class:`~zfunc.layout.unreduced.Unreduced`.
+    """
     if isinstance(grads, Replicated):
         homes: Sequence[Any] = [(grads.layout, i) for i in range(len(grads.layout.slots))]
     else:
         homes = homes_of(optree.tree_leaves(opened(params), none_is_leaf=True, namespace=NAMESPACE))
     leaves, spec = optree.tree_flatten(opened(grads), none_is_leaf=True, namespace=NAMESPACE)
     nodes = [
-        None if g is None else Unreduced(g, home, done)
+        None if g is None else Unreduced(g, home, done, square(home))
         for g, home in zip(leaves, homes, strict=True)
     ]
     return optree.tree_unflatten(spec, nodes)

@@ -63,17 +63,29 @@ class Unreduced(Placed):
         home: the layout of the params tree that the leaf belongs to, and its index there.
         done: whether ``value`` is the mean already. It is until compression begins; the
             rules are the same, so that a step that breaks them fails in its first call.
+        square: the mean over the ranks of the square of its norm, if that is known, 0-d.
     """
 
     def __init__(
-        self, value: Tensor, home: tuple[Layout, int] | None = None, done: bool = False
+        self,
+        value: Tensor,
+        home: tuple[Layout, int] | None = None,
+        done: bool = False,
+        square: Tensor | None = None,
     ) -> None:
         self.value = value
         self.home = home
         self.done = done
+        self._square = None if square is None else (square, value._version)
 
     def __repr__(self) -> str:
         return f"Unreduced({'mean' if self.done else 'local'}, shape={tuple(self.value.shape)})"
+
+    @property
+    def square(self) -> Tensor | None:
+        if self._square is None or self._square[1] != self.value._version:
+            return None
+        return self._square[0]
 
     def like(self, value: Tensor) -> Unreduced:
         """Another value of the same leaf, as much or as little averaged."""
@@ -101,6 +113,10 @@ class Unreduced(Placed):
 
     @classmethod
     def square_sums_of(cls, nodes: Sequence[Any]) -> list[Tensor]:
+        known = [node.square for node in nodes]
+        if all(x is not None for x in known):
+            rows = zip(known, nodes, strict=True)
+            return [x.view(1).to(wide_dtype(node.value)) for x, node in rows]
         mine = square_sums([node.value for node in nodes])
         return list(cls._means(nodes, mine.double()).to(mine.dtype).split(1))
 
