@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zfunc.buffers.readings import Reading
 from zfunc.engine.placement import Entries
-from zfunc.layout.cutting import merged
 from zfunc.layout.layout import Layout
+from zfunc.layout.merging import merged
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual, nothing_left_out, one_of
 from zfunc.layout.sharded import Sharded, cut

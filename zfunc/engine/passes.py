@@ -89,7 +89,7 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.tick = torch.zeros((), requires_grad=True)
-        self.ends: list[Tensor] = []
+        self.ends: list[tuple[Tensor, Any]] = []
 
     def add(
         self,
@@ -259,6 +259,9 @@ class Pass:
         self.lingering.clear()
         self.transient.clear()
         self.results.clear()
+        for _, hook in self.ends:
+            hook.remove()
+        self.ends.clear()
 
 
 def enter(params: Tree) -> Tree:

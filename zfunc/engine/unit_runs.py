@@ -57,7 +57,7 @@ class Running(Protocol):
         running: the context of the call, if there is one.
         spill: where gradients go that are not to stay in memory.
         tick: what backward runs towards, beside ``ends``.
-        ends: leaves that hand over their gradients by themselves.
+        ends: leaves that hand over their gradients by themselves, and the hooks by which they do.
         holding: whether gradients are kept back for a later pass.
         lingering: units that are kept for a neighbour's sake.
         results: what has come of each unit's gradient.
@@ -68,7 +68,7 @@ class Running(Protocol):
     running: Any
     spill: Callable[[Layout, bool], Any] | None
     tick: Tensor
-    ends: list[Tensor]
+    ends: list[tuple[Tensor, Any]]
     holding: bool
     lingering: list[UnitRun]
     results: dict[tuple[int, int], Pending]
@@ -130,8 +130,10 @@ class UnitRun:
         self.partial: list[Tensor | None] | None = None
         self.leaf_indices, live = source.layout.leaves_of_unit(index)
         self.live = live if source.differentiated else (False,) * len(live)
-        # Whether what enters is an end of the graph, which autograd comes to as soon as it can.
-        self.is_end = sum(self.live) == 1 and source.layout.layer_of_unit[index] < 0
+        # Whether what enters is an end of the graph, which autograd comes to as soon as it can. Not
+        # where units are gathered once more: ranks on other paths could not tell their order.
+        root = source.layout.layer_of_unit[index] < 0
+        self.is_end = root and sum(self.live) == 1 and not source.sharded
 
     @property
     def key(self) -> tuple[int, int]:
@@ -276,8 +278,7 @@ class UnitRun:
             return grad.new_empty(()).expand(grad.shape)  # autograd keeps it to the end
 
         end = view.requires_grad_()
-        end.register_hook(leave)
-        self.owner.ends.append(end)
+        self.owner.ends.append((end, end.register_hook(leave)))
         return end
 
     def _stand_ins(self, views: list[Tensor]) -> dict[int, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import optree
@@ -18,7 +17,7 @@ from zfunc.ranks.axes import Mesh
 from zfunc.trees.nodes import NAMESPACE, Encoded, Tree
 from zfunc.trees.tree import dotted
 
-__all__ = ["make_layout", "merged"]
+__all__ = ["aligned_cuts", "make_layout"]
 
 ALONE = 1 << 16  # bytes from which a leaf of the root is worth a message of its own
 
@@ -185,7 +184,7 @@ def make_layout(
                 slots[i] = _slot(names[i], leaves[i], len(flats), end, i)
                 end += aligned(slots[i].numel)  # type: ignore[union-attr]
             mine.append(len(flats))
-            flats.append(Flat(dtype, trainable, whole, _even_cuts(end, 1 if whole else world)))
+            flats.append(Flat(dtype, trainable, whole, aligned_cuts(end, 1 if whole else world)))
         units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
     return Layout(
         spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world, by
@@ -198,54 +197,6 @@ def _slot(name: str, leaf: Any, flat: int, start: int, index: int) -> Slot:
     return Slot(name, tuple(leaf.shape), flat, start, index)
 
 
-def _even_cuts(length: int, world: int) -> tuple[int, ...]:
+def aligned_cuts(length: int, world: int) -> tuple[int, ...]:
     part = -(-length // (ALIGN * world)) * ALIGN
     return tuple(part * r for r in range(world + 1))
-
-
-def merged(layout: Layout, nbytes: int) -> Layout:
-    """The same leaves in fewer flats: those of one kind that are cut, up to ``nbytes``.
-
-    Each flat lies in the new one as it is, padding included, so that leaves which lie in one
-    buffer of the new layout lie in flats of the old one, too.
-    """
-    key = ("merged", nbytes)
-    if key not in layout._memo:
-        layout._memo[key] = _merged_flats(layout, nbytes)
-    made: Layout = layout._memo[key]
-    return made
-
-
-def _merged_flats(layout: Layout, nbytes: int) -> Layout:
-    runs: list[list[int]] = []  # flats that become one
-    last: dict[tuple[torch.dtype, bool], list[int]] = {}  # of each kind
-    for i, flat in enumerate(layout.flats):
-        kind = flat.dtype, flat.trainable
-        run = last.get(kind, [])
-        length = flat.length + sum(layout.flats[k].length for k in run)
-        if run and not flat.whole and length * flat.dtype.itemsize <= nbytes:
-            run.append(i)
-            continue
-        runs.append([i])
-        if not flat.whole:
-            last[kind] = runs[-1]
-    places: dict[int, tuple[int, int]] = {}  # of an old flat: its new one, and where it begins
-    flats: list[Flat] = []
-    units: list[Unit] = []
-    for run in runs:
-        at = 0
-        for i in run:
-            places[i] = len(flats), at
-            at += layout.flats[i].length
-        first = layout.flats[run[0]]
-        cuts = first.cuts if len(run) == 1 else _even_cuts(at, layout.world)
-        names = [layout.units[layout.unit_of_flat[i]].name for i in run]
-        name = names[0] if len(set(names)) == 1 else f"{names[0]} to {names[-1]}"
-        slots = sorted(slot.index for i in run for slot in layout.by_flat[i])
-        units.append(Unit(name, (len(flats),), tuple(slots)))
-        flats.append(replace(first, cuts=cuts))
-    moved = [
-        slot and replace(slot, flat=places[slot.flat][0], start=places[slot.flat][1] + slot.start)
-        for slot in layout.slots
-    ]
-    return replace(layout, slots=tuple(moved), flats=tuple(flats), units=tuple(units), _memo={})
