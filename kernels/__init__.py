@@ -18,6 +18,7 @@ from zfunc.kernels.adamw8 import (
 )
 from zfunc.kernels.decode import norm_gate_up, norm_qkv_rope
 from zfunc.kernels.dispatch import Choice, choose, use
+from zfunc.kernels.frozen import adamw_frozen_, frozen_hyper, momentum_shares_, shares_hyper
 from zfunc.kernels.gradient_norm import Clip, norm_clip, sum_squares
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
@@ -60,6 +61,7 @@ __all__ = [
     "adamw8_flat_",
     "adamw_flat",
     "adamw_flat_",
+    "adamw_frozen_",
     "adamw_hyper",
     "bias_gelu",
     "choose",
@@ -67,6 +69,7 @@ __all__ = [
     "dequantize_groups",
     "dequantize_payload",
     "fake_quant",
+    "frozen_hyper",
     "geglu",
     "lamb_apply_",
     "lamb_hyper",
@@ -80,6 +83,7 @@ __all__ = [
     "mean_payloads",
     "mean_payloads_",
     "moments8",
+    "momentum_shares_",
     "norm_clip",
     "norm_gate_up",
     "norm_qkv_rope",
@@ -97,6 +101,7 @@ __all__ = [
     "quantize_payload_",
     "rms_norm",
     "rotary",
+    "shares_hyper",
     "skinny_mm",
     "split24",
     "sum_squares",

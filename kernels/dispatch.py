@@ -197,11 +197,11 @@ def in_float32(*tensors: Tensor, **how: Any) -> str | None:
     """A ``machine_limit``: what follows the first tensor is float32, or bytes.
 
     >>> in_float32(torch.ones(1), torch.ones(1, dtype=torch.float64))
-    'it keeps errors and scales in float32, not torch.float64'
+    'it keeps errors, scales and moments in float32, not torch.float64'
     """
     for x in tensors[1:]:
         if x.dtype not in (torch.float32, *BYTES):
-            return f"it keeps errors and scales in float32, not {x.dtype}"
+            return f"it keeps errors, scales and moments in float32, not {x.dtype}"
     return known(*tensors)
 
 

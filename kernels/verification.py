@@ -18,6 +18,7 @@ from zfunc.kernels.activations import bias_gelu, geglu
 from zfunc.kernels.adamw import adamw_flat, adamw_hyper
 from zfunc.kernels.adamw8 import Moments8, adamw8_flat, split24, whole24
 from zfunc.kernels.decode import norm_gate_up, norm_qkv_rope
+from zfunc.kernels.frozen import adamw_frozen_, frozen_hyper, momentum_shares_, shares_hyper
 from zfunc.kernels.gradient_norm import norm_clip
 from zfunc.kernels.groupwise import dequantize_groups, fake_quant, quantize_groups
 from zfunc.kernels.lamb import lamb_apply_, lamb_moments_, lamb_ratios
@@ -226,6 +227,31 @@ def _lamb(generator: torch.Generator, device: torch.device) -> Callable[[], Any]
     return run
 
 
+def _shares(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    g, m, v = _numbers(generator, device, 3)
+    hyper = shares_hyper(0.9, 0.5, device)
+
+    def run() -> tuple[Tensor, ...]:
+        mean = m.clone()
+        momentum_shares_(g, mean, v.square(), hyper)
+        return (mean,)
+
+    return run
+
+
+def _frozen(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
+    p, m, v = _numbers(generator, device, 3)
+    hyper = frozen_hyper(0.1, 1.1, 0.5, most=0.5, kept=0.99, device=device)
+
+    def run() -> tuple[Tensor, ...]:
+        new, mean, squares = p.clone(), m.clone(), v.square()
+        for shares in (True, False):
+            adamw_frozen_(new, mean, squares, hyper, shares=shares)
+        return new, mean, squares
+
+    return run
+
+
 def _pack(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
     x, e = _numbers(generator, device, 2)
     return lambda: (*onebit_pack(x, e), *onebit_pack(x, e, group=128, scaling="mean"))
@@ -387,9 +413,11 @@ SAMPLES: dict[str, Sample] = {
     "rotary": _pulled(_turned, ((2, 3, 11, 50), (2, 1, 11, 50))),
     "adamw8_flat": _adamw8,
     "adamw_flat": _adamw,
+    "adamw_frozen": _frozen,
     "lamb_apply": _lamb,
     "lamb_moments": _lamb,
     "lion_flat": _lion,
+    "momentum_shares": _shares,
     "sum_squares": _squares,
     **{kind: _products(kind) for kind in ("skinny_mm", "w8_mm", "w4_mm", "w8a8_mm")},
     "norm_qkv_rope": _decode,

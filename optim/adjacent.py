@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-__all__ = ["CHUNK", "chunks", "joined"]
-
-CHUNK = 1 << 16  # elements that stay in cache between the operations
+__all__ = ["joined"]
 
 Row = tuple[Tensor, ...]
 
@@ -52,11 +50,3 @@ def _follows(a: Tensor, b: Tensor) -> bool:
 def _one(run: list[Row]) -> Row:
     total = sum(row[0].numel() for row in run)
     return tuple(x.as_strided((total,), (1,)) for x in run[0])
-
-
-def chunks(row: Row) -> Iterator[Row]:
-    """1-D tensors of one length, ``CHUNK`` elements at a time on a CPU."""
-    length = row[0].numel()
-    step = CHUNK if row[0].device.type == "cpu" else max(length, 1)
-    for a in range(0, length, step):
-        yield tuple(x[a : a + step] for x in row)

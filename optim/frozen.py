@@ -15,13 +15,13 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc import kernels
 from zfunc.layout.replicated import in_box, in_flats
-from zfunc.optim.adjacent import chunks, joined
+from zfunc.optim.adjacent import joined
 from zfunc.optim.decay import Rates
 from zfunc.optim.fused import own, stretches_of
 from zfunc.optim.moments import growth
 from zfunc.optim.schedules import plain
-from zfunc.optim.units import roots
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, leaves_in
 from zfunc.trees.unitwise import streams
@@ -86,54 +86,27 @@ def step(
     if any(x.dtype != row[0].dtype or x.dtype.itemsize < 4 for row in rows for x in row):
         return None
     number, spec = plain(count), optree.tree_structure(part, namespace=NAMESPACE)
-    how = {
-        "units": units,
-        "grown": growth(b2, count),
-        "rate": lr / (1 - b1**number),
-        "most": lr * reach(b1, b2),
-        "correction": 1 - b2**number,
-        "eps": eps,
-    }
+    numbers = (
+        lr / (1 - b1**number),
+        growth(b2, count),
+        1 - b2**number if units is None else units,
+    )
+    most = abs(lr) * reach(b1, b2) if lr else 0.0  # which may be infinite
     p, m, v = zip(*rows, strict=True) if rows else ((), (), ())
     new = [[x.contiguous() for x in column] for column in (own(p), m, own(v))]
-    by_rate: dict[float, list[tuple[Tensor, ...]]] = {}
+    alike: dict[tuple[torch.device, float], list[tuple[Tensor, ...]]] = {}
     for row, stretches in zip(zip(*new, strict=True), stretches_of(decay, part), strict=True):
         for start, stop, rate in stretches:
             piece = tuple(x.view(-1)[start:stop] for x in row)
-            by_rate.setdefault(rate, []).append(piece)
-    for rate, pieces in by_rate.items():
-        for row in joined(pieces):
-            for chunk in chunks(row):
-                _chunk(*chunk, kept=1 - lr * rate, **how)
+            alike.setdefault((row[0].device, rate), []).append(piece)
+    for (device, rate), pieces in alike.items():
+        kept = 1 - lr * rate
+        hyper = kernels.frozen_hyper(*numbers, most=most, eps=eps, kept=kept, device=device)
+        for p_, m_, v_ in joined(pieces):
+            kernels.adamw_frozen_(p_, m_, v_, hyper, shares=units is not None)
     done = [in_box(params, optree.tree_unflatten(spec, column)) for column in new]
     return done[0], done[1], done[2]
 
 
 def _tracked(params: Tree) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in leaves_in(params))
-
-
-def _chunk(
-    p: Tensor,
-    m: Tensor,
-    v: Tensor,
-    *,
-    units: float | None,
-    grown: float,
-    rate: float,
-    most: float,
-    correction: float,
-    eps: float,
-    kept: float,
-) -> None:
-    """An element whose second moment is 0 never had a gradient: it has no direction."""
-    if units is None:
-        size = roots(v.mul_(grown), correction)
-    else:  # a frozen second moment without its bias is the same before this step and after
-        size = roots(v, units)
-        m.mul_(size)
-        v.mul_(grown)
-    move = (m * rate).div_(torch.threshold_(size, 0.0, math.inf).add_(eps)).clamp_(-most, most)
-    if kept != 1:
-        p.mul_(kept)
-    p.sub_(move)

@@ -10,22 +10,24 @@ moments do: their bias is corrected first.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from zfunc import kernels
+from zfunc.kernels.frozen import roots
+from zfunc.kernels.pieces_torch import element_pieces
 from zfunc.layout.replicated import in_box, in_flats
 from zfunc.layout.sharded import Sharded
 from zfunc.layout.unreduced import Unreduced, linear_map
-from zfunc.optim.adjacent import chunks, joined
+from zfunc.optim.adjacent import joined
 from zfunc.optim.fused import own
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, Placed, opened
 
-__all__ = ["local", "momentum", "roots", "shares", "sizes", "wide"]
+__all__ = ["local", "momentum", "shares", "wide"]
 
 Tree = Any
 
@@ -60,10 +62,10 @@ def shares(grads: Tree, mu: Tree, nu: Tree, decay: float, correction: float | Te
         namespace=NAMESPACE,
     )
     values = [x.value if isinstance(x, Unreduced) else x for x in nodes]
-    flat, *moments = in_flats((optree.tree_unflatten(spec, values), mu, nu))
+    flat, mean, squares = in_flats((optree.tree_unflatten(spec, values), mu, nu))
     if not isinstance(flat, Sharded):
         return _shares(grads, mu, nu, decay, correction)
-    new = in_box(mu, _shares(flat, *moments, decay, correction)).leaves
+    new = in_box(mu, _shares(flat, mean, squares, decay, correction)).leaves
     rows = zip(nodes, new, strict=True)
     return optree.tree_unflatten(
         spec, [x.like(y) if isinstance(x, Unreduced) else y for x, y in rows]
@@ -81,10 +83,11 @@ def _shares(grads: Tree, mu: Tree, nu: Tree, decay: float, correction: float | T
     m, g, v = zip(*rows, strict=True) if rows else ((), (), ())
     new = [x.contiguous() for x in own(m)]
     flat = [[x.contiguous() for x in column] for column in (g, v)]
-    for row in joined(list(zip(new, *flat, strict=True))):
-        for m_, g_, v_ in chunks(row):
-            mean = wide(m_).mul_(decay).add_(wide(g_) * (1 - decay))
-            m_.copy_(wide(mean.to(m_.dtype)).div_(sizes(v_, correction)))
+    knobs: dict[torch.device, Tensor] = {}
+    for m_, g_, v_ in joined(list(zip(new, *flat, strict=True))):
+        if m_.device not in knobs:
+            knobs[m_.device] = kernels.shares_hyper(decay, correction, m_.device)
+        kernels.momentum_shares_(g_, m_, v_, knobs[m_.device])
     return optree.tree_unflatten(optree.tree_structure(part, namespace=NAMESPACE), new)
 
 
@@ -99,16 +102,6 @@ def momentum(shares: Tree, nu: Tree, correction: float | Tensor) -> Tree:
 
     out = tree.map(collect, shares, nu)
     for row in joined(rows):
-        for x, v in chunks(row):
+        for x, v in element_pieces(*(column[None] for column in row)):
             x.copy_(wide(x).mul_(roots(v, correction)))
     return out
-
-
-def roots(v: Tensor, correction: float | Tensor) -> Tensor:
-    """The units: roots of second moments, their bias corrected."""
-    return (wide(v) / correction).sqrt_()
-
-
-def sizes(v: Tensor, correction: float | Tensor) -> Tensor:
-    """What to divide by: the units, infinite where there is none."""
-    return torch.threshold_(roots(v, correction), 0.0, math.inf)

@@ -12,6 +12,7 @@ from zfunc.kernels import (
     adamw8_triton,
     adamw_triton,
     dispatch,
+    frozen_triton,
     gradient_norm_triton,
     groupwise_triton,
     lamb_triton,
@@ -138,6 +139,29 @@ ENTRIES = [
         LOW=True,
         bytes=20,
         narrow=5,
+    ),
+    entry(
+        "momentum_shares",
+        frozen_triton.momentum_shares_kernel,
+        "g:*fp32 m:*fp32 v:*fp32 hyper:*fp64 n:i32!",
+        bytes=16,
+        narrow=3,
+    ),
+    entry(
+        "adamw_frozen",
+        frozen_triton.adamw_frozen_kernel,
+        "p:*fp32 m:*fp32 v:*fp32 hyper:*fp64 n:i32!",
+        SHARES=True,
+        bytes=24,
+        narrow=6,
+    ),
+    entry(
+        "adamw_frozen, momentum not in units",
+        frozen_triton.adamw_frozen_kernel,
+        "p:*fp32 m:*fp32 v:*fp32 hyper:*fp64 n:i32!",
+        SHARES=False,
+        bytes=20,
+        narrow=6,
     ),
     # Both ways through a tile, the whole one and the short one, are counted.
     entry(

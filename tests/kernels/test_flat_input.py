@@ -18,6 +18,9 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
         x, *[torch.ones(4)] * 3, kernels.adamw_hyper(0.1, 1)
     ),
     "lion_flat": lambda x: kernels.lion_flat(x, x, x, kernels.lion_hyper(0.1)),
+    "momentum_shares_": lambda x: kernels.momentum_shares_(
+        x, x.clone(), x, kernels.shares_hyper(0.9, 1.0)
+    ),
     "sum_squares": kernels.sum_squares,
     "norm_clip": lambda x: kernels.norm_clip([torch.ones(4), x], 1.0),
     "onebit_pack": lambda x: kernels.onebit_pack(x, torch.zeros(4)),

@@ -16,13 +16,13 @@ from torch import Tensor
 from tests.kernels.cpus import be
 from tests.kernels.fenced import fenced
 from zfunc import kernels
-from zfunc.kernels import groupwise_llvm, onebit_llvm
+from zfunc.kernels import frozen_llvm, groupwise_llvm, onebit_llvm
 from zfunc.kernels.llvm import host
 
 CPUS = ("avx512", "avx", "avx2")
 LENGTHS = (0, 1, 7, 16, 17, 129, 3001, 40000)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ROOMS = (groupwise_llvm, onebit_llvm)
+ROOMS = (frozen_llvm, groupwise_llvm, onebit_llvm)
 
 pytestmark = pytest.mark.skipif(not host().isa, reason=f"no machine code here: {host().why}")
 
@@ -75,6 +75,60 @@ def test_signs(cpu: str, group: int | None, scaling: str, monkeypatch: pytest.Mo
         for out in FLOATS:
             (pair,) = both(kernels.onebit_unpack, bits, scale, n, group=group, dtype=out)
             assert same(*pair)
+
+
+def equal(found: Tensor, expected: Tensor) -> bool:
+    """:func:`same`, and zeros of one sign."""
+    there = ~expected.isnan()
+    bits = [x[there].view(torch.int32) for x in (found, expected)]
+    return same(found, expected) and torch.equal(*bits)
+
+
+ODD = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -3e-39, 1e-38, 3e38, 1.0, -1e-20)
+
+
+def met(count: int) -> list[Tensor]:
+    """Buffers in which every special number, and one that is none, meets every other."""
+    some = torch.cat([torch.tensor(ODD), torch.randn(1)])
+    return list(torch.cartesian_prod(*[some] * count).T)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_shares_of_frozen_moments(cpu: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    be(cpu, monkeypatch, *ROOMS)
+    rows = [(numbers(n), numbers(n), numbers(n).square() * 1e-6) for n in LENGTHS]
+    for g, m, v in [*rows, (*met(3),)]:
+        for decay, correction in ((0.9, 0.1), (0.1 + 0.2, 1 - 0.999**7), (0.0, 1.0)):
+            hyper, made = kernels.shares_hyper(decay, correction), []
+            for route in ("llvm", "torch"):
+                with kernels.use(route):  # type: ignore[arg-type]
+                    kernels.momentum_shares_(g.to(dtype), mean := m.clone(), v, hyper)
+                made.append(mean)
+            assert equal(*made), (len(g), decay, correction)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("cpu", CPUS)
+def test_steps_with_frozen_moments(cpu: str, shares: bool, monkeypatch: pytest.MonkeyPatch):
+    be(cpu, monkeypatch, *ROOMS)
+    rows = [(numbers(n), numbers(n), numbers(n).square() * 1e-6) for n in LENGTHS]
+    given: list[dict[str, Any]] = [
+        {"rate": 1e-3 / (1 - 0.9**7), "grown": 1.01, "correction": 0.3, "most": 0.005},
+        {"rate": 0.1, "grown": 1.0, "correction": 1.0, "most": torch.inf, "kept": 1 - 1e-3},
+        {"rate": 0.1, "grown": 1 / 3, "correction": 1e-3, "most": 1.0, "eps": 0.0},
+        {"rate": 0.0, "grown": 1.0, "correction": 0.5, "most": 0.0},
+    ]
+    for row in [*rows, (*met(3),)]:
+        for how in given:
+            made = []
+            for route in ("llvm", "torch"):
+                mine = [x.clone() for x in row]
+                with kernels.use(route):  # type: ignore[arg-type]
+                    kernels.adamw_frozen_(*mine, kernels.frozen_hyper(**how), shares=shares)
+                made.append(mine)
+            for x, y in zip(*made, strict=True):
+                assert equal(x, y), (len(x), how)
 
 
 @pytest.mark.parametrize("group", [None, 128, 2048])
@@ -192,6 +246,12 @@ def test_threads_change_no_bit():
             out += kernels.onebit_pack(x, error, group=group)
             out += kernels.onebit_mean(bits[None], scale[None], error, group=group)
         out += kernels.quantize_groups(x[1:].view(7, -1), bits=4, group=1000, symmetric=False)
+        mean, param, squares = x.clone(), x.clone(), error.square()
+        kernels.momentum_shares_(error, mean, squares, kernels.shares_hyper(0.9, 0.5))
+        hyper = kernels.frozen_hyper(0.1, 1.1, 0.5, most=1.0)
+        for shares in (True, False):
+            kernels.adamw_frozen_(param, mean, squares, hyper, shares=shares)
+        out += [mean, param, squares]
         return [t for t in out if t is not None]
 
     before = torch.get_num_threads()
@@ -229,6 +289,11 @@ def test_nothing_outside_is_read_or_written(end: bool, cpu: str, monkeypatch: py
                     fenced(error, end),
                 )
                 onebit_llvm.pack(x, error, left, q, scale, group or 0, "rms")
+            mean, squares = (fenced(x, end) for x in (error, error))
+            kernels.momentum_shares_(low, mean, squares, kernels.shares_hyper(0.9, 0.5))
+            hyper = kernels.frozen_hyper(0.1, 1.1, 0.5, most=1.0)
+            for shares in (True, False):
+                kernels.adamw_frozen_(error, mean, squares, hyper, shares=shares)
             for bits_, symmetric in ((8, True), (4, True), (4, False)):
                 q, scale, zero = kernels.quantize_groups(
                     x, bits=bits_, symmetric=symmetric, group=32
@@ -241,5 +306,7 @@ def test_nothing_outside_is_read_or_written(end: bool, cpu: str, monkeypatch: py
 
 
 def test_verification_compares_it():
-    for verdict in kernels.verify(["onebit_mean", "mean_payloads", "quantize_groups"], "cpu"):
+    for verdict in kernels.verify(
+        ["onebit_mean", "mean_payloads", "quantize_groups", "adamw_frozen"], "cpu"
+    ):
         assert verdict.ran and verdict.right and "through LLVM" in verdict.note, verdict

@@ -18,6 +18,14 @@ pytestmark = pytest.mark.filterwarnings(
 ONES, ZEROS = torch.ones(64), torch.zeros(64)
 HYPER = kernels.adamw_hyper(0.1, 1)
 LION = kernels.lion_hyper(0.1)
+
+
+def written(f: Callable[..., None], *args: Tensor) -> Tensor:
+    """What a function has written, here to its first or second argument."""
+    f(*args)
+    return args[0] + args[1]
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quantize_groups": lambda x: kernels.quantize_groups(x)[1],
     "dequantize_groups": lambda x: kernels.dequantize_groups(
@@ -33,6 +41,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm_clip": lambda x: kernels.norm_clip([x], 1.0)[0],
     "adamw_flat": lambda x: kernels.adamw_flat(x, ONES, ZEROS, ZEROS, HYPER)[0],
     "lion_flat": lambda x: kernels.lion_flat(ONES, x, ZEROS, LION)[0],
+    "momentum_shares_": lambda x: written(
+        kernels.momentum_shares_, x, ZEROS.clone(), ONES, kernels.shares_hyper(0.9, 1.0)
+    ),
+    "adamw_frozen_": lambda x: written(
+        kernels.adamw_frozen_, ZEROS.clone(), x, ONES.clone(), kernels.frozen_hyper(1, 1, 1, most=1)
+    ),
     "lamb_moments_": lambda x: kernels.lamb_moments_(
         x, ONES, ZEROS.clone(), ZEROS.clone(), [(0, 64)], HYPER
     ),

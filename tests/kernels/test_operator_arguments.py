@@ -43,6 +43,8 @@ def signs(senders: int | None = None) -> tuple[Tensor, Tensor]:
     return bits.expand(senders, -1).contiguous(), scale.expand(senders, -1).contiguous()
 
 
+SHARES = zfunc.kernels.shares_hyper(0.9, 0.5)
+FROZEN = zfunc.kernels.frozen_hyper(0.1, 1.0, 0.5, most=1.0)
 HYPER = adamw_hyper(0.1, 1, weight_decay=0.0)
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "adamw_flat": lambda: (x(), x(), x(), x().abs(), HYPER, torch.bfloat16),
@@ -51,6 +53,8 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "adamw8_flat_": lambda: (x(), x(), None, *moments(), x().bfloat16(), HYPER),
     "lion_flat": lambda: (x(), x(), x(), zfunc.kernels.lion_hyper(0.1), None),
     "lion_flat_": lambda: (x(), x(), x(), x().bfloat16(), zfunc.kernels.lion_hyper(0.1)),
+    "momentum_shares_": lambda: (x(), x(), x().abs(), SHARES),
+    "adamw_frozen_": lambda: (x(), x(), x().abs(), FROZEN, True),
     "lamb_moments_": lambda: (x(), x(), x(), x().abs(), [0], [N], HYPER),
     "lamb_apply_": lambda: (x(), x(), x().abs(), x(), [0], [N], torch.ones(1), HYPER),
     "onebit_pack": lambda: (x(), x(), 128, "mean"),

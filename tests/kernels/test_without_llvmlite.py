@@ -69,6 +69,14 @@ for n in (1, 100, 8192 + 17, 70001):
         sent, left = kernels.quantize_payload(x, form, error, seed=seed)
         mean = kernels.mean_payloads(sent.repeat(3, 1), form, error, seed=seed)
         out["payload", n, bits, symmetric, seed] = [sent, left, *mean]
+    for dtype in (torch.float32, torch.bfloat16):
+        param, mean, squares = 3 * torch.randn(n), torch.randn(n), error.square()
+        kernels.momentum_shares_(x.to(dtype), mean, squares, kernels.shares_hyper(0.9, 0.5))
+        out["shares", n, dtype] = mean.clone()
+        hyper = kernels.frozen_hyper(0.01, 1.1, 0.5, most=0.1, kept=0.99)
+        for shares in (True, False):
+            kernels.adamw_frozen_(param, mean, squares, hyper, shares=shares)
+            out["frozen", n, dtype, shares] = [x.clone() for x in (param, mean, squares)]
 out["routes"] = sorted(routes)
 """
 

@@ -26,11 +26,3 @@ def test_joined_is_the_memory_itself():
     [(one,)] = adjacent.joined([(a[2:8].view(2, 3),), (a[8:],)])
     one.mul_(0)
     assert a.tolist() == [0, 1] + [0] * 10
-
-
-def test_chunks_cover_all_once(monkeypatch):
-    monkeypatch.setattr(adjacent, "CHUNK", 5)
-    parts = [part for (part,) in adjacent.chunks((torch.arange(12),))]
-    assert [len(part) for part in parts] == [5, 5, 2]
-    assert torch.equal(torch.cat(parts), torch.arange(12))
-    assert list(adjacent.chunks((torch.zeros(0),))) == []
