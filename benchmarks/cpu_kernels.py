@@ -72,6 +72,25 @@ def onebit(n: int) -> Iterator[Race]:
     yield Race("onebit_unpack", unpack, lambda: scale * expand(bits), 4.1)
 
 
+def frozen(n: int) -> Iterator[Race]:
+    """Updates with frozen second moments, against torch operations on whole buffers."""
+    p, m, g, v = torch.randn(n), torch.randn(n), torch.randn(n), torch.rand(n) + 0.5
+    mean = torch.randn(n)
+
+    def shared() -> None:
+        root = (v / 0.5).sqrt_()
+        mean.mul_(0.9).add_(g, alpha=1 - 0.9).div_(root)
+
+    def stepped() -> None:
+        root = (v.mul_(1.0) / 0.5).sqrt_()
+        p.mul_(0.99).sub_((m * 1e-3).div_(root.add_(1e-8)).clamp_(-0.01, 0.01))
+
+    units = kernels.shares_hyper(0.9, 0.5)
+    yield Race("momentum_shares", lambda: kernels.momentum_shares_(g, mean, v, units), shared, 16)
+    hyper = kernels.frozen_hyper(1e-3, 1.0, 0.5, most=0.01, kept=0.99)
+    yield Race("adamw_frozen", lambda: kernels.adamw_frozen_(p, m, v, hyper), stepped, 20)
+
+
 def groupwise(n: int) -> Iterator[Race]:
     """Levels in groups of 256, against torch operations on whole buffers."""
     x = torch.randn(n).bfloat16()
@@ -155,6 +174,7 @@ def layers(n: int) -> Iterator[Race]:
 
 RACES: dict[str, Callable[[int], Iterator[Race]]] = {
     "onebit": onebit,
+    "frozen": frozen,
     "groupwise": groupwise,
     "layers": layers,
 }

@@ -129,6 +129,14 @@ def flat_optimizers(size: Size, device: torch.device) -> Iterator[Case]:
     yield Case("lion_flat", "lion_flat", 20.0 * n,
                lambda i: kernels.lion_flat_(grad, p, m, lion, low),
                predicted=predicted(20.0 * n, 0.93), tune=True)  # fmt: skip
+    units, wide = kernels.shares_hyper(0.9, 0.5, device), give(n)
+    yield Case("momentum_shares", "momentum_shares", 16.0 * n,
+               lambda i: kernels.momentum_shares_(wide, m, v, units),
+               predicted=predicted(16.0 * n, 0.93), tune=True)  # fmt: skip
+    frozen = kernels.frozen_hyper(1e-3, 1.0, 0.5, most=1e-2, device=device)
+    yield Case("adamw_frozen, from units", "adamw_frozen", 24.0 * n,
+               lambda i: kernels.adamw_frozen_(p, m, v, frozen, shares=True),
+               predicted=predicted(24.0 * n, 0.93), tune=True)  # fmt: skip
     segments = [(a, min(a + n // 8, n)) for a in range(0, n, max(n // 8, 1))]
 
     def lamb(i: int) -> None:
