@@ -16,8 +16,10 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import kernels
 from zfunc.engine import primitives
+from zfunc.kernels.dispatch import choose
+from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
+from zfunc.kernels.lion import lion_flat_, lion_hyper
 from zfunc.layout.replicated import in_box, in_flats
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import Launch, Stretch, parted, runs
@@ -94,12 +96,12 @@ def lion_step(
         for (device, rate, _), group in groups.items():
             if (device, rate) not in made:
                 decay = own_pace(rate).decay
-                made[device, rate] = kernels.lion_hyper(
+                made[device, rate] = lion_hyper(
                     lr, b1=b1, b2=b2, weight_decay=decay, factor=found.factor, device=device
                 )
             for row in group.stage():
                 param, grad, mean = (x.view(-1) for x in row)
-                kernels.lion_flat_(grad, param, mean, made[device, rate])
+                lion_flat_(grad, param, mean, made[device, rate])
             group.unstage()
     params, mu = found.trees(new)
     return params, mu
@@ -125,7 +127,7 @@ def lamb_step(
         grads, params, mu, nu: as there, and second moments.
         decay, lr: as there.
         steady: from the trust ratios of this step to those that are used, and their mean.
-        how: ``count``, ``b1``, ``b2`` and ``eps`` of :func:`kernels.lamb_hyper`.
+        how: ``count``, ``b1``, ``b2`` and ``eps`` of :func:`lamb_hyper`.
 
     Returns:
         ``(params, mu, nu, ratios, mean)``, or ``None``.
@@ -135,18 +137,18 @@ def lamb_step(
         return None
     with torch.no_grad():
         new = found.renewed()
-        runs = list(_runs(found, new, partial(kernels.lamb_hyper, lr, **how), decay))
+        runs = list(_runs(found, new, partial(lamb_hyper, lr, **how), decay))
         squares: dict[str, Tensor] = {}
         for run in runs:
             param, one, two = run.state
-            both = kernels.lamb_moments_(run.grad, param, one, two, run.spans, run.hyper)
+            both = lamb_moments_(run.grad, param, one, two, run.spans, run.hyper)
             squares.update(zip(run.paths, both.unbind(), strict=True))
         ratios, mean = steady(_ratios(found.part, squares))
         known = dict(nodes(ratios))
         for run in runs:
             param, one, two = run.state
             ratio = torch.stack([known[path].to(param.device) for path in run.paths])
-            kernels.lamb_apply_(param, one, two, run.spans, ratio, run.hyper)
+            lamb_apply_(param, one, two, run.spans, ratio, run.hyper)
     params, mu, nu = found.trees(new)
     return params, mu, nu, ratios, mean
 
@@ -193,7 +195,7 @@ def _ratios(part: Tree, squares: dict[str, Tensor]) -> Tree:
     if not both:
         return optree.tree_unflatten(plain, [])
     table = torch.stack([x.to(both[0]) for x in both])
-    return optree.tree_unflatten(plain, kernels.lamb_ratios(table).unbind())
+    return optree.tree_unflatten(plain, lamb_ratios(table).unbind())
 
 
 def _is_placed(node: Any) -> bool:
@@ -242,5 +244,5 @@ def _fits(name: str, row: tuple[Tensor, ...]) -> bool:
             for x in row
         )
         and all(x.dtype == first.dtype and x.is_contiguous() for x in row[1:])
-        and kernels.choose(name, *row).route == "triton"
+        and choose(name, *row).route == "triton"
     )

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import kernels
+from zfunc.kernels.frozen import adamw_frozen_, frozen_hyper
 from zfunc.layout.replicated import in_box, in_flats
 from zfunc.optim.adjacent import joined
 from zfunc.optim.decay import Rates
@@ -101,9 +101,9 @@ def step(
             alike.setdefault((row[0].device, rate), []).append(piece)
     for (device, rate), pieces in alike.items():
         kept = 1 - lr * rate
-        hyper = kernels.frozen_hyper(*numbers, most=most, eps=eps, kept=kept, device=device)
+        hyper = frozen_hyper(*numbers, most=most, eps=eps, kept=kept, device=device)
         for p_, m_, v_ in joined(pieces):
-            kernels.adamw_frozen_(p_, m_, v_, hyper, shares=units is not None)
+            adamw_frozen_(p_, m_, v_, hyper, shares=units is not None)
     done = [in_box(params, optree.tree_unflatten(spec, column)) for column in new]
     return done[0], done[1], done[2]
 

@@ -21,10 +21,11 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import kernels
 from zfunc.buffers.numbers import at_hand
 from zfunc.buffers.uploads import on_device
 from zfunc.engine import primitives
+from zfunc.kernels.adamw import adamw_flat_, adamw_hyper
+from zfunc.kernels.dispatch import choose
 from zfunc.layout.replicated import in_box, in_flats
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import (
@@ -283,13 +284,13 @@ def adamw_(
     for (device, _, pace), group in groups.items():
         blocks, (rate, missed) = group.stage(), own_pace(pace)
         own = own_count(count, missed)
-        if kernels.choose("adamw_flat", *blocks[0]).route == "triton":
+        if choose("adamw_flat", *blocks[0]).route == "triton":
             if (device, pace) not in knobs:
                 hyper = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": rate, "device": device}
                 gain = 1.0 if factor is None else factor
-                knobs[device, pace] = kernels.adamw_hyper(lr, own, factor=gain, **hyper)  # type: ignore[arg-type]
+                knobs[device, pace] = adamw_hyper(lr, own, factor=gain, **hyper)  # type: ignore[arg-type]
             for param, grad, mu, nu in blocks:
-                kernels.adamw_flat_(grad, param, mu, nu, knobs[device, pace])
+                adamw_flat_(grad, param, mu, nu, knobs[device, pace])
             group.unstage()
             continue
         if isinstance(factor, Tensor) and factor.device != device:

@@ -16,8 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc import kernels
-from zfunc.kernels.frozen import roots
+from zfunc.kernels.frozen import momentum_shares_, roots, shares_hyper
 from zfunc.kernels.pieces_torch import element_pieces
 from zfunc.layout.replicated import in_box, in_flats
 from zfunc.layout.sharded import Sharded
@@ -86,8 +85,8 @@ def _shares(grads: Tree, mu: Tree, nu: Tree, decay: float, correction: float | T
     knobs: dict[torch.device, Tensor] = {}
     for m_, g_, v_ in joined(list(zip(new, *flat, strict=True))):
         if m_.device not in knobs:
-            knobs[m_.device] = kernels.shares_hyper(decay, correction, m_.device)
-        kernels.momentum_shares_(g_, m_, v_, knobs[m_.device])
+            knobs[m_.device] = shares_hyper(decay, correction, m_.device)
+        momentum_shares_(g_, m_, v_, knobs[m_.device])
     return optree.tree_unflatten(optree.tree_structure(part, namespace=NAMESPACE), new)
 
 

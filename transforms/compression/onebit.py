@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from zfunc.kernels import onebit_bytes, onebit_mean_, onebit_pack_, onebit_unpack, onebit_unpack_
+from zfunc.kernels.onebit import (
+    onebit_bytes,
+    onebit_mean_,
+    onebit_pack_,
+    onebit_unpack,
+    onebit_unpack_,
+)
 from zfunc.transforms.compression.onebit_leaves import leafwise
 
 if TYPE_CHECKING:

@@ -13,14 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from zfunc import kernels
 from zfunc.buffers.copies import uploaded
-from zfunc.kernels import onebit_bytes
+from zfunc.kernels.dispatch import choose
+from zfunc.kernels.onebit import onebit_bytes
+from zfunc.kernels.onebit_llvm import mean_pieces, pack_pieces, unpack_pieces
 
 if TYPE_CHECKING:
     from zfunc.transforms.compression.exchange import Codec
@@ -159,7 +160,7 @@ class Blocks:
         """``x + error`` as bytes; ``error`` becomes what they leave out."""
         if _by_machine("onebit_pack", x, error):
             data = x.new_empty(self.nbytes(len(x), error.dtype), dtype=torch.uint8)
-            _machine().pack_pieces(x, error, data, self._table, self.scaling)
+            pack_pieces(x, error, data, self._table, self.scaling)
             return data
         out = []
         for spans, codec in self.blocks:
@@ -173,7 +174,7 @@ class Blocks:
         rows, out = torch.stack(list(received)), []
         if _by_machine("onebit_mean", rows, error):
             data = torch.empty_like(rows[0])
-            _machine().mean_pieces(rows, error, data, self._table, self.scaling)
+            mean_pieces(rows, error, data, self._table, self.scaling)
             return data
         for (spans, codec), (a, b) in zip(self.blocks, self._places(error.dtype), strict=True):
             mine = _taken(error, spans)
@@ -193,7 +194,7 @@ class Blocks:
         """The same into the 1-D ``out``."""
         wide = torch.float64 if out.dtype == torch.float64 else torch.float32
         if wide == torch.float32 and _by_machine("onebit_unpack", data, data, out):
-            _machine().unpack_pieces(data.contiguous(), out, self._table)
+            unpack_pieces(data.contiguous(), out, self._table)
             return
         for (spans, codec), (a, b) in zip(self.blocks, self._places(wide), strict=True):
             if len(spans) == 1:
@@ -283,15 +284,7 @@ def _groups(spans: Sequence[Span], codec: Codec, group: int) -> Iterator[Span]:
 
 def _by_machine(kernel: str, *tensors: Tensor) -> bool:
     """Whether machine code of the CPU takes these, as it would take one group after the other."""
-    return kernels.choose(kernel, *tensors).route == "llvm" and all(
-        x.is_contiguous() for x in tensors
-    )
-
-
-def _machine() -> Any:
-    from zfunc.kernels import onebit_llvm
-
-    return onebit_llvm
+    return choose(kernel, *tensors).route == "llvm" and all(x.is_contiguous() for x in tensors)
 
 
 def _taken(x: Tensor, spans: tuple[Span, ...]) -> Tensor:

@@ -14,7 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zfunc.kernels import Payload, dequantize_payload, mean_payloads_, quantize_payload_
+from zfunc.kernels.payloads import (
+    Payload,
+    dequantize_payload,
+    mean_payloads_,
+    quantize_payload_,
+)
 
 __all__ = ["Int4", "Int8"]
 
