@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import PLACING, Context
+from zfunc.engine.description import Traffic
 from zfunc.engine.placement import (
     Entries,
     Twins,
@@ -38,7 +39,7 @@ from zfunc.engine.placement import (
 from zfunc.engine.plans import there_and_back
 from zfunc.engine.seams import Pending, UnitInfo, Waiting
 from zfunc.engine.step import Transform, transform_of
-from zfunc.engine.traffic import Traffic, gathered, joined, reduced
+from zfunc.engine.traffic import gathered, joined, reduced
 from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from zfunc.engine import description
-from zfunc.engine.traffic import Traffic
+from zfunc.engine.description import Traffic
 from zfunc.errors import DesyncError
 from zfunc.ranks import routes
 from zfunc.ranks.comm import Group, Ledger

@@ -47,11 +47,11 @@ from zfunc.buffers.readings import Reading, on_host
 from zfunc.engine import context
 from zfunc.engine.carried import held, may_lose, may_stay, put, take
 from zfunc.engine.context import Context
+from zfunc.engine.description import Traffic
 from zfunc.engine.placement import Entries, homes_of
 from zfunc.engine.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
-from zfunc.engine.traffic import Traffic
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.layout.layout import Layout
 from zfunc.layout.replicated import Replicated

@@ -35,9 +35,9 @@ from torch import Tensor
 from zfunc.buffers.readings import Reading
 from zfunc.engine.carried import put, take
 from zfunc.engine.context import Context
+from zfunc.engine.description import Traffic
 from zfunc.engine.seams import Gradients
 from zfunc.engine.step import Differentiate, Transform
-from zfunc.engine.traffic import Traffic
 from zfunc.errors import CompositionError
 from zfunc.layout.unreduced import Unreduced
 from zfunc.optim import AdamState

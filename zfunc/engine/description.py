@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from zfunc.engine.placement import Entries
-from zfunc.engine.traffic import PURPOSES, Traffic
 from zfunc.errors import PlacementError
 from zfunc.ranks import world
 from zfunc.ranks.accounting import HEADER
@@ -15,7 +15,15 @@ from zfunc.ranks.routes import neighbours, ring
 from zfunc.ranks.transport import HEADER_BYTES
 from zfunc.trees import tree
 
-__all__ = ["Description", "describe", "held_bytes"]
+__all__ = ["Description", "Traffic", "describe", "held_bytes"]
+
+# By the first word of a collective's label.
+PURPOSES = {
+    "gather": "gather parameters",
+    "join": "gather parameters",
+    "reduce": "reduce gradients",
+    "compress": "compressed gradients",
+}
 
 
 class Description(str):
@@ -29,6 +37,18 @@ class Description(str):
 
     state_bytes: int | None = None
     sent_bytes: int | None = None
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that one rank sends, by purpose, and how many headers each neighbour gets."""
+
+    payload: Counter[str] = field(default_factory=Counter)
+    headers: int = 0
+
+    def add(self, purpose: str, nbytes: int) -> None:
+        self.payload[purpose] += nbytes
+        self.headers += 1
 
 
 class Described(Protocol):

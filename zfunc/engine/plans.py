@@ -6,17 +6,18 @@ gathers what it needs when it needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from zfunc.engine.traffic import is_soon
 from zfunc.engine.unit_runs import UnitRun
 from zfunc.layout.layout import Layout
 
-__all__ = ["Plan", "there", "there_and_back"]
+__all__ = ["Plan", "is_soon", "there", "there_and_back"]
 
 AHEAD_BYTES = 2**26  # of units that entered ahead, on a host: one is always there
 Key = tuple[int, int]  # which tree of the pass, and which unit of it
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass
@@ -135,6 +136,34 @@ class Plan:
     def _size(self, key: Key) -> int:
         run = self.run_at(key)
         return run.source.layout.unit_nbytes(key[1]) if run else 0
+
+
+def is_soon(
+    unit: K,
+    coming: Iterable[K],
+    room: int,
+    size: Callable[[K], int],
+    layer: Callable[[K], Hashable] = lambda unit: unit,
+) -> bool:
+    """Whether a unit comes next, or so soon that it and all until then take no more than ``room``.
+
+    The units of its own ``layer`` come with it.
+
+    >>> [is_soon("a", coming, 2, lambda unit: 1) for coming in ("ab", "bba", "bca", "b")]
+    [True, True, False, False]
+    >>> [is_soon("a", coming, 0, lambda unit: 1, str.lower) for coming in ("Aab", "Aba")]
+    [True, False]
+    """
+    met, left, mine = {unit}, room - size(unit), layer(unit)
+    for other in coming:
+        if other == unit:
+            return True
+        if other not in met and layer(other) != mine:
+            met.add(other)
+            left -= size(other)
+        if left < 0 and layer(other) != mine:
+            return False
+    return False
 
 
 def there(layouts: Sequence[Layout]) -> list[Key]:

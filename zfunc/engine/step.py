@@ -35,13 +35,12 @@ from torch import Tensor, nn
 from zfunc.engine import context
 from zfunc.engine.collector import collector_waits
 from zfunc.engine.context import Context, LayerInfo
-from zfunc.engine.description import Description, describe, held_bytes
+from zfunc.engine.description import Description, Traffic, describe, held_bytes
 from zfunc.engine.intake import admitted, copied, first_leaf, first_placed, key_of
 from zfunc.engine.interrupts import Succession
 from zfunc.engine.passes import Pass
 from zfunc.engine.seams import Gradients, Pending, UnitInfo
 from zfunc.engine.signs import listed, signs
-from zfunc.engine.traffic import Traffic
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
 from zfunc.ranks.axes import MESH

@@ -7,13 +7,12 @@ group the way is another one, and the bytes nearly the same (see ``zfunc.ranks.r
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 
+from zfunc.engine.description import Traffic
+from zfunc.engine.plans import is_soon
 from zfunc.layout.layout import Layout
 from zfunc.layout.rounds import in_rounds
 from zfunc.ranks.routes import (
@@ -24,58 +23,7 @@ from zfunc.ranks.routes import (
 )
 from zfunc.ranks.world import current
 
-__all__ = ["PURPOSES", "Traffic", "gathered", "is_soon", "joined", "reduced"]
-
-# By the first word of a collective's label.
-PURPOSES = {
-    "gather": "gather parameters",
-    "join": "gather parameters",
-    "reduce": "reduce gradients",
-    "compress": "compressed gradients",
-}
-
-
-@dataclass
-class Traffic:
-    """Payload bytes that one rank sends, by purpose, and how many headers each neighbour gets."""
-
-    payload: Counter[str] = field(default_factory=Counter)
-    headers: int = 0
-
-    def add(self, purpose: str, nbytes: int) -> None:
-        self.payload[purpose] += nbytes
-        self.headers += 1
-
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-def is_soon(
-    unit: Key,
-    coming: Iterable[Key],
-    room: int,
-    size: Callable[[Key], int],
-    layer: Callable[[Key], Hashable] = lambda unit: unit,
-) -> bool:
-    """Whether a unit comes next, or so soon that it and all until then take no more than ``room``.
-
-    The units of its own ``layer`` come with it.
-
-    >>> [is_soon("a", coming, 2, lambda unit: 1) for coming in ("ab", "bba", "bca", "b")]
-    [True, True, False, False]
-    >>> [is_soon("a", coming, 0, lambda unit: 1, str.lower) for coming in ("Aab", "Aba")]
-    [True, False]
-    """
-    met, left, mine = {unit}, room - size(unit), layer(unit)
-    for other in coming:
-        if other == unit:
-            return True
-        if other not in met and layer(other) != mine:
-            met.add(other)
-            left -= size(other)
-        if left < 0 and layer(other) != mine:
-            return False
-    return False
+__all__ = ["gathered", "joined", "reduced"]
 
 
 def gathered(
@@ -84,7 +32,7 @@ def gathered(
     """All-gathers of the units in their order; one that is needed again soon is kept.
 
     Args:
-        room: see :func:`is_soon`.
+        room: see :func:`zfunc.engine.plans.is_soon`.
     """
     kept: set[int] = set()
     for n, unit in enumerate(units, 1):
