@@ -196,7 +196,7 @@ def _live(layer: Tree, leaves: list[Tensor]) -> Tree:
         leaves.append(x.detach().clone().requires_grad_())
         return leaves[-1]
 
-    plain = layer.resolve() if isinstance(layer, Ref) else layer
+    plain = layer.force() if isinstance(layer, Ref) else layer
     return optree.tree_map(live, plain, none_is_leaf=True, namespace=NAMESPACE)
 
 

@@ -27,7 +27,7 @@ class FakeRef(Ref):
     def enter(self) -> Any:
         return tree.map(lambda x: x * 1, self.params)
 
-    def resolve(self) -> Any:
+    def force(self) -> Any:
         self.resolved += 1
         return self.enter()
 

@@ -232,7 +232,7 @@ class Recomputed(Ref):
     def __init__(self, params: Any) -> None:
         self.params = params
 
-    def resolve(self) -> Any:
+    def force(self) -> Any:
         raise AssertionError("a parameter was read outside its layer")
 
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:

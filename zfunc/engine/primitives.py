@@ -59,8 +59,8 @@ class Ref(Lazy):
     """A layer's parameters that have not entered the computation yet.
 
     :func:`zfunc.layer` lets them enter, uses them and lets them go again. Reading one
-    directly (``ref["w"]``, iterating, flattening) is right too, but then the
-    gathered memory lives until backward has passed.
+    directly (``ref["w"]``, iterating, flattening) is right too: ``force`` gives the entered
+    tensors, differentiable. But then the gathered memory lives until backward has passed.
     """
 
     differentiated = False
@@ -70,30 +70,23 @@ class Ref(Lazy):
         """``fn(params, *xs, **kw)`` with the parameters entered for this call only."""
         raise NotImplementedError
 
-    def resolve(self) -> Tree:
-        """The plain subtree of entered tensors, differentiable."""
-        raise NotImplementedError
-
     def told(self, info: context.LayerInfo) -> context.LayerInfo:
         """``info`` with what the reference knows of the layer."""
         return info
 
-    def force(self) -> Tree:
-        return self.resolve()
-
     def __getitem__(self, key: Any) -> Any:
-        return self.resolve()[key]
+        return self.force()[key]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.resolve(), name)
+        return getattr(self.force(), name)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.resolve())
+        return iter(self.force())
 
     def __len__(self) -> int:
-        return len(self.resolve())
+        return len(self.force())
 
 
 def reduced(tree: Tree, momentum: bool = False) -> Tree:

@@ -466,7 +466,7 @@ class LayerRef(Ref):
         self.runs = [source.runs[i] for i in source.layer_units[layer]]
         self.differentiated = source.differentiated
 
-    def _subtree(self) -> Tree:
+    def force(self) -> Tree:
         indices = range(self.span.start, self.span.stop)
         found: dict[int, Tensor] = {}
         self.source.start(self.runs)
@@ -480,7 +480,7 @@ class LayerRef(Ref):
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         owner = self.source.owner
         owner.close_others(self.runs)
-        params = self._subtree()
+        params = self.force()
         try:
             # What a recomputed layer saves is not kept, so there is nothing to redeem.
             if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
@@ -509,9 +509,6 @@ class LayerRef(Ref):
         # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
         return x if x.grad_fn is None else x.detach()
 
-    def resolve(self) -> Tree:
-        return self._subtree()
-
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]
         return LayerInfo(info.index, info.name, stack, depth, of, (self.source, self.layer))
@@ -522,7 +519,7 @@ class LayerRef(Ref):
 
 register(
     LayerRef,
-    lambda ref: ((ref.resolve(),), None, ("",)),
+    lambda ref: ((ref.force(),), None, ("",)),
     lambda _, children: children[0],
 )
 

@@ -78,7 +78,7 @@ class Cell:
                 "module that recomputes itself in a way of its own reads it in backward: use "
                 "torch.utils.checkpoint there, or wrap the step instead, zf.remat(step)."
             )
-        node = self.ref.resolve()
+        node = self.ref.force()
         for key in path:
             node = node[key]
         return node
