@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
 from zfunc import random
-from zfunc.engine import unit_runs
+from zfunc.engine import sources
 from zfunc.layout import layout as layouts
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.replicated import Replicated, boxed
@@ -116,13 +116,13 @@ def test_layers_need_references_only_where_something_is_done_to_them(
     stage: int, wraps: tuple[Any, ...], direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    call = unit_runs.LayerRef.call
+    call = sources.LayerRef.call
 
-    def counted(self: unit_runs.LayerRef, *args: Any) -> Any:
+    def counted(self: sources.LayerRef, *args: Any) -> Any:
         calls.append(self)
         return call(self, *args)
 
-    monkeypatch.setattr(unit_runs.LayerRef, "call", counted)
+    monkeypatch.setattr(sources.LayerRef, "call", counted)
     step, state = running(5, stage, *wraps)
     step(state, torch.ones(2, 4))
     assert bool(calls) != direct

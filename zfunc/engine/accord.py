@@ -23,14 +23,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from zfunc.engine.plans import Plan
 from zfunc.engine.seams import Pending
-from zfunc.engine.unit_runs import AGAIN, ENTER, LEAVE, RELEASE, Source, UnitRun
+from zfunc.engine.sources import Source
+from zfunc.engine.unit_runs import AGAIN, ENTER, LEAVE, RELEASE, UnitRun
 from zfunc.errors import DesyncError
 from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group
@@ -39,6 +40,7 @@ from zfunc.ranks.world import current
 __all__ = ["Accord", "Script"]
 
 Key = tuple[int, int]
+T = TypeVar("T")
 MARK = "mark"  # a collective that is no unit's
 GATHER, REDUCE = "gather", "reduce"
 LAST = 1 << 40  # behind every layer
@@ -83,14 +85,6 @@ class Members(Protocol):
     idle: set[Key]
     holding: bool
 
-    @property
-    def sends(self) -> bool:
-        """Whether ranks take part when units enter."""
-
-    @property
-    def differentiates(self) -> bool:
-        """Whether gradients leave."""
-
 
 class Accord:
     """One rank's part in it, during one pass.
@@ -116,7 +110,7 @@ class Accord:
         self._hinted: list[tuple[UnitRun, Pending]] = []  # started ahead, and not used yet
         self._gone: set[Key] = set()  # units whose turn to leave is over
         self._deferred: list[UnitRun] = []  # whose gradients wait for their turn
-        # Differentiable ones, in the order of the graph; nothing where one has left already.
+        # Differentiable ones, in the order of the graph; None where one has left before its turn.
         self._entries: list[UnitRun | None] = []
         self._spare: list[UnitRun] = []
         self._world = current()
@@ -221,7 +215,7 @@ class Accord:
                 self._until(at)
                 self.at = at + 1
             return
-        if self.owner.sends or self.backward:
+        if self.backward or self._sends:
             self._meet(what)
         self.log.append((MARK, what, False))
 
@@ -243,7 +237,7 @@ class Accord:
 
     def turn(self) -> None:
         """Forward is done."""
-        if self.asking and self.owner.sends:
+        if self.asking and self._sends:
             self._meet("backward")
         self.backward = True
 
@@ -256,7 +250,7 @@ class Accord:
                 if self.beside and run.spare is not None:
                     continue
                 self.strayed = self.strayed or self.beside
-                self.issue(run)
+                self.own(run.begin)
             return
         if not runs:
             return  # a layer without parameters
@@ -272,38 +266,23 @@ class Accord:
         self.dtypes[run.key] = tuple(str(x.dtype).removeprefix("torch.") for x in flats)
         if not self.asking:
             self.strayed = self.strayed or self.beside
-            self._send(run, flats)
+            self.own(run.part, flats)
             return
         what = (*run.key, *self.dtypes[run.key])
         self._ask(REDUCE, [what], self._position(run), (), flats)
 
-    def issue(self, run: UnitRun) -> None:
-        """Let a unit's collectives begin."""
+    def own(self, call: Callable[..., T], *args: Any) -> T:
+        """Call what may start collectives that are the pass's own."""
         self._busy += 1
         try:
-            run.begin()
-        finally:
-            self._busy -= 1
-
-    def _send(self, run: UnitRun, flats: list[Tensor]) -> None:
-        self._busy += 1
-        try:
-            run.part(flats)
-        finally:
-            self._busy -= 1
-
-    def own(self, call: Callable[[], None]) -> None:
-        """Call what may start collectives of the pass: the second rounds of reductions."""
-        self._busy += 1
-        try:
-            call()
+            return call(*args)
         finally:
             self._busy -= 1
 
     # Asking
 
     def _position(self, run: UnitRun) -> int:
-        layer = run.source.layout.layer_of_unit[run.info.index]
+        layer = run.info.layout.layer_of_unit[run.info.index]
         if not self.backward:
             return layer
         return LAST if layer < 0 else -layer
@@ -322,11 +301,7 @@ class Accord:
         """Take part in what ranks ask for until that has been done which this one asks for."""
         while True:
             mine: Ask = (int(self.backward), position, kind, tuple(left), hints)
-            self._busy += 1
-            try:
-                asked: list[Ask] = self.ranks.exchange(mine, label="ask")
-            finally:
-                self._busy -= 1
+            asked: list[Ask] = self.own(self._exchange, mine)
             wanted = [ask for ask in asked if ask[2] != MARK and ask[3]]
             alike = all(ask == mine for ask in asked)
             if wanted:
@@ -347,19 +322,16 @@ class Accord:
 
     def _do(self, kind: str, what: tuple[Any, ...], own: bool, flats: list[Tensor] | None) -> None:
         run = self._run((what[0], what[1]))
-        if kind == GATHER and own:
-            self.issue(run)
-        elif kind == GATHER:
-            self._busy += 1
-            try:
-                run.begin_in_vain()
-            finally:
-                self._busy -= 1
+        if kind == GATHER:
+            self.own(run.begin if own else run.begin_in_vain)
         elif own and flats is not None:
-            self._send(run, flats)
+            self.own(run.part, flats)
         else:
             self.dtypes[run.key] = what[2:]
-            self._send(run, self._zeros(run))
+            self.own(run.part, self._zeros(run))
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        return self.ranks.exchange(mine, label="ask")
 
     def _run(self, key: Key) -> UnitRun:
         run = self.owner.plan.run_at(key)
@@ -372,11 +344,11 @@ class Accord:
         return run
 
     def _zeros(self, run: UnitRun) -> list[Tensor]:
-        specs = [run.source.layout.flats[i] for i in run.info.trainable]
+        specs = [run.info.layout.flats[i] for i in run.info.trainable]
         names = self.dtypes.get(run.key)
         dtypes = [s.dtype for s in specs] if names is None else [getattr(torch, n) for n in names]
         rows = zip(specs, dtypes, strict=True)
-        return [torch.zeros(s.length, dtype=d, device=run.source.device) for s, d in rows]
+        return [torch.zeros(s.length, dtype=d, device=run.device) for s, d in rows]
 
     def _prefetch(self, hints: Sequence[Key]) -> None:
         for run, pending in self._hinted:  # one layer ahead at most
@@ -386,7 +358,7 @@ class Accord:
         self._hinted.clear()
         for key in hints:
             run = self._run(key)
-            self.issue(run)
+            self.own(run.begin)
             if run.pending is not None:
                 self._hinted.append((run, run.pending))
 
@@ -420,11 +392,7 @@ class Accord:
             kind, key, flag = self.events[self.at]
             self.at += 1
             self.beside = False
-            self._busy += 1
-            try:
-                self._in_vain(kind, self._run(key), flag)
-            finally:
-                self._busy -= 1
+            self.own(self._in_vain, kind, self._run(key), flag)
 
     def _in_vain(self, kind: str, run: UnitRun, flag: bool) -> None:
         if kind == ENTER:
@@ -448,7 +416,7 @@ class Accord:
             return
         run.spare = run.values
         self._spare.append(run)
-        left = run.source.limit(SPARE_BYTES)
+        left = run.limit(SPARE_BYTES)
         for other in reversed(self._spare):
             left -= sum(x.nbytes for x in other.spare or ())
             if left < 0 and not other.spare_used:
@@ -469,7 +437,8 @@ class Accord:
         if not self.asking:
             # Where units are left out on purpose a pass could not leave a script of all of them.
             return None if self.strayed and not self.owner.idle else self.script
-        if self.owner.sends or self.owner.differentiates:
+        leaves = any(source.differentiated for source in self.owner.sources)
+        if self._sends or (leaves and not self.owner.holding):
             self._meet("the end of a pass")
         if not self.learns:
             return None
@@ -477,12 +446,13 @@ class Accord:
         made = Script(layouts, tuple(self._completed()), self._sent_as())
         text = repr((made.events, sorted(made.dtypes.items()))).encode()
         digest = hashlib.blake2b(text, digest_size=8).hexdigest()
-        self._busy += 1
-        try:
-            found = self.ranks.exchange((digest, self._is_whole()), label="ask")
-        finally:
-            self._busy -= 1
+        found = self.own(self._exchange, (digest, self._is_whole()))
         return made if all(row == (digest, True) for row in found) else None
+
+    @property
+    def _sends(self) -> bool:
+        """Whether ranks take part when units enter."""
+        return any(run.gathers for source in self.owner.sources for run in source.runs)
 
     def _is_whole(self) -> bool:
         """Whether every unit that is gathered has entered, and none was left out on purpose."""
@@ -496,7 +466,7 @@ class Accord:
         for key, names in self.dtypes.items():
             run = self._run(key)
             for i, name in zip(run.info.trainable, names, strict=True):
-                known[run.source.layout.flats[i].dtype] = name
+                known[run.info.layout.flats[i].dtype] = name
         out = dict(self.dtypes)
         for source in self.owner.sources:
             for run in source.runs if source.differentiated else ():

@@ -27,7 +27,8 @@ from zfunc.engine.primitives import Mean, Ref
 from zfunc.engine.products import SHORT, products
 from zfunc.engine.recomputation import taken
 from zfunc.engine.seams import Collector, Finish, Gradients
-from zfunc.engine.unit_runs import Source, dense
+from zfunc.engine.sources import Source
+from zfunc.engine.unit_runs import dense
 from zfunc.engine.versions import check, versions
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
@@ -282,9 +283,9 @@ def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
     if collector is not None:
         leaving.append(collector)
     return Pass(
-        before=[t for t in entering if t.before_gather],
-        after=[t for t in entering if not t.before_gather],
-        leave=sorted(leaving, key=lambda t: -t.position),
+        before=[t.enter for t in entering if t.before_gather],
+        after=[t.enter for t in entering if not t.before_gather],
+        leave=[t.leave for t in sorted(leaving, key=lambda t: -t.position)],
         plan=Plan(prefetch=running.prefetch, room=running.room),
         running=running,
         waiting={} if collector is None else collector.waiting,
@@ -338,8 +339,8 @@ def _by_unit(
         running.memo["left", call] = tuple(owner.results)
         running.memo["most under way", call] = owner.plan.most_ahead, owner.most_in_flight
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
-        holding = asked.collector is not None and asked.collector.holding
-        grads = None if holding else rebuild([source.gradients() for source in sources])
+        holding, results = owner.holding, owner.results
+        grads = None if holding else rebuild([source.gradients(results) for source in sources])
         return (value(), _detached(aux)), grads
     finally:
         running.passes.pop()
@@ -357,14 +358,16 @@ def _sources(
         return lambda new: opened(new[0]), [source]
     nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
     placed = [i for i, node in enumerate(nodes) if isinstance(node, kinds)]
-    sources = [
-        owner.add(node.layout, node, running.group, cut=_is_cut(running, node), differentiated=True)
-        for node in (nodes[i] for i in placed)
-    ]
     paths = spec.paths() if running.reached is not None or len(placed) < len(nodes) else []
-    if running.reached is not None:
-        for source, i in zip(sources, placed, strict=True):
-            source.name_of = functools.partial(dotted, *paths[i])
+    sources = [
+        owner.add(
+            *(nodes[i].layout, nodes[i], running.group),
+            cut=_is_cut(running, nodes[i]),
+            differentiated=True,
+            name_of=str if running.reached is None else functools.partial(dotted, *paths[i]),
+        )
+        for i in placed
+    ]
     known = set(placed)
     plain = [i for i, node in enumerate(nodes) if node is not None and i not in known]
     if plain:
@@ -375,8 +378,8 @@ def _sources(
             cut=False,
             differentiated=True,
             spills=False,
+            name_of=lambda path: path.removeprefix(BESIDE),
         )
-        source.name_of = lambda path: path.removeprefix(BESIDE)
         sources.append(source)
 
     def rebuild(new: list[Any]) -> Tree:

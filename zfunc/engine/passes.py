@@ -11,8 +11,8 @@ takes another path gathers what it needs when it needs it. Ranks that take diffe
 from each other agree on what comes next: see :mod:`zfunc.engine.accord`.
 
 Here is what the trees of a pass share: seams, what is under way, and the end; and the primitives
-with which parameters enter, and leave again behind a layer. A tree and its units are in
-:mod:`zfunc.engine.unit_runs`.
+with which parameters enter, and leave again behind a layer. A tree is in
+:mod:`zfunc.engine.sources`, one of its units in :mod:`zfunc.engine.unit_runs`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from zfunc.engine.accord import Accord
 from zfunc.engine.plans import Plan
 from zfunc.engine.primitives import Ref
 from zfunc.engine.seams import Pending, Total, gather
-from zfunc.engine.unit_runs import Source, UnitRun
+from zfunc.engine.sources import Source
+from zfunc.engine.unit_runs import UnitRun
 from zfunc.errors import PlacementError
 from zfunc.layout.layout import Layout
 from zfunc.layout.pool import pool
@@ -65,9 +66,9 @@ class Pass:
             and whether they are cut.
     """
 
-    before: Sequence[Any] = ()
-    after: Sequence[Any] = ()
-    leave: Sequence[Any] = ()
+    before: Sequence[Callable[..., Any]] = ()
+    after: Sequence[Callable[..., Any]] = ()
+    leave: Sequence[Callable[..., Any]] = ()
     plan: Plan = field(default_factory=Plan)
     running: Any = None
     spill: Callable[[Layout, bool], Any] | None = None
@@ -100,9 +101,22 @@ class Pass:
         cut: bool,
         differentiated: bool,
         spills: bool = True,
+        name_of: Callable[[str], str] = str,
     ) -> Source:
-        """Let one more tree take part; ``spills``: its gradients may leave memory."""
-        source = Source(self, len(self.sources), layout, stored, group, cut, differentiated, spills)
+        """Let one more tree take part.
+
+        Args:
+            spills: whether its gradients may leave memory.
+            name_of: from a leaf's path in it to that in all parameters.
+        """
+        middle = [gather] if isinstance(stored, Readable) else []
+        seams = [*self.before, *middle, *self.after]
+        spill = self.spill if differentiated and spills else None
+        sink = None if spill is None else spill(layout, cut)
+        index = len(self.sources)
+        source = Source(
+            self, index, layout, stored, group, cut, differentiated, seams, sink, name_of
+        )
         self.sources.append(source)
         self.plan.runs.append(source.runs)
         if self.accord is not None:
@@ -116,43 +130,6 @@ class Pass:
             if script is not None and not all(map(script.has, self.sources)):
                 script = None
             self.accord = Accord(self, ranks, script, learns=self.memory is not None)
-
-    @property
-    def asking(self) -> bool:
-        """Whether ranks ask each other before each collective."""
-        return self.accord is not None and self.accord.asking
-
-    @property
-    def beside(self) -> bool:
-        """Whether this rank does what is not in the script."""
-        return self.accord is not None and self.accord.beside
-
-    @property
-    def sends(self) -> bool:
-        """Whether ranks take part when units enter."""
-        return any(source.gathers for source in self.sources)
-
-    @property
-    def differentiates(self) -> bool:
-        """Whether gradients leave."""
-        return not self.holding and any(source.differentiated for source in self.sources)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether gradients of several passes are added up."""
-        return self.holding or bool(self.waiting)
-
-    def entering(self, source: Source) -> list[Any]:
-        middle = [gather] if source.sharded else []
-        return [*(t.enter for t in self.before), *middle, *(t.enter for t in self.after)]
-
-    def leaving(self) -> list[Any]:
-        return [t.leave for t in self.leave]
-
-    def look_ahead(self, run: UnitRun) -> None:
-        """Start the entry of what comes behind a unit, unless ranks have to ask each other."""
-        if not (self.asking or self.beside):
-            self.plan.look_ahead(run)
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
         """Release units of earlier layers that were kept for a neighbour's sake."""
@@ -173,7 +150,7 @@ class Pass:
         self.arrivals.append((run, value, nbytes))
         self.in_flight += nbytes
         lean = any(source.sharded for source in self.sources)  # memory is scarce
-        limit = run.source.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
+        limit = run.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
         while self.in_flight > limit and len(self.arrivals) > 1:
             self._arrive()
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -183,14 +160,14 @@ class Pass:
         self.in_flight -= nbytes
         value.advance()
         before = self.results.get(run.key)
-        if run.source.sink is not None:
+        if (sink := self.sources[run.info.source].sink) is not None:
             if before is not None:
                 raise PlacementError(
                     f"the gradient of unit {run.info.name} came in two parts, since ranks ran "
                     "layers in different orders or numbers; where gradients leave the device's "
                     "memory (offload) they cannot be added up. Run the layers alike on all ranks."
                 )
-            value = run.source.sink.put(run.info.index, value.wait())
+            value = sink.put(run.info.index, value.wait())
         self.results[run.key] = value if before is None else Total(before, value)
 
     def computed(self) -> None:
@@ -225,7 +202,7 @@ class Pass:
             for run in source.runs:
                 if run.pending is not None:
                     run.pending.wait()
-                run.pending = run.values = run.entered = run.fetched = None
+                run.forget()
 
     def _send_late(self, run: UnitRun) -> None:
         """Send what not all entries have left, or an earlier pass kept back and this one did not
@@ -235,12 +212,8 @@ class Pass:
             return
         if self.accord is not None:
             self.accord.leaves(run, True)
-        if run.partial is not None:
-            run.send()
-        elif kept is not None and self.accord is not None:
-            self.accord.reduce(run, [torch.zeros_like(x) for x in kept])
-        elif kept is not None:
-            run.part([torch.zeros_like(x) for x in kept])
+        late = run.partial is not None
+        run.send(run.packed() if late else [torch.zeros_like(x) for x in kept or ()])
 
     def _arrive_all(self) -> None:
         while self.arrivals:
@@ -253,7 +226,7 @@ class Pass:
             self.accord = None
         for source in self.sources:
             for run in source.runs:
-                run.pending = run.values = run.entered = run.fetched = None
+                run.forget()
             source.runs.clear()
         self.sources.clear()
         self.lingering.clear()

@@ -64,14 +64,14 @@ class Plan:
         for i, (key, room) in enumerate(self._coming()):
             size, run = self._size(key), self.run_at(key)
             layers.add(self._layer(key))
-            on_disk = run is not None and run.source.node is not None  # its store reads ahead
+            on_disk = run is not None and run.node is not None  # its store reads ahead
             enough = i >= self.prefetch if on_disk else len(layers) > self.prefetch + 1
             if enough and (room < 0 or on_disk):
                 return
             if run is None or run.values is not None or key in met or run.arriving:
                 continue
             met.add(key)
-            if ahead and ahead + size > run.source.limit(AHEAD_BYTES):
+            if ahead and ahead + size > run.limit(AHEAD_BYTES):
                 return
             run.start()
             ahead += size
@@ -104,9 +104,9 @@ class Plan:
             if first not in (None, layer):
                 break
             first, size = layer, size + self._size(key)
-            if run.values is not None or run.pending is not None or run.source.node is not None:
+            if run.values is not None or run.pending is not None or run.node is not None:
                 break
-            if not run.gathers or (found and size > run.source.limit(AHEAD_BYTES)):
+            if not run.gathers or (found and size > run.limit(AHEAD_BYTES)):
                 break
             if key not in found:
                 found.append(key)
@@ -125,7 +125,7 @@ class Plan:
     def _layer(self, key: Key) -> Key:
         """Which layer a unit belongs to; that of a tree which is not here stands for itself."""
         run = self.run_at(key)
-        return key if run is None else (key[0], run.source.layout.layer_of_unit[key[1]])
+        return key if run is None else (key[0], run.info.layout.layer_of_unit[key[1]])
 
     def run_at(self, key: Key) -> UnitRun | None:
         """A unit of the plan, which may be of other trees than these."""
@@ -135,7 +135,7 @@ class Plan:
 
     def _size(self, key: Key) -> int:
         run = self.run_at(key)
-        return run.source.layout.unit_nbytes(key[1]) if run else 0
+        return run.info.layout.unit_nbytes(key[1]) if run else 0
 
 
 def is_soon(

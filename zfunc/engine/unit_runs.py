@@ -1,4 +1,4 @@
-"""Trees of parameters during one pass, and their units: how each enters, is saved, and leaves.
+"""One unit of parameters during one pass: how it enters, is saved, and leaves.
 
 Nothing keeps gathered memory alive after a layer but autograd, and there a saved-tensor
 hook puts a :class:`Ticket` in the place of every tensor that lies in that memory.
@@ -9,40 +9,21 @@ autograd Functions carry their unit with them, so that backward may run on a thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from zfunc.engine.context import RECOMPUTED, LayerInfo
-from zfunc.engine.primitives import Ref
+from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.seams import Pending, Ready, UnitInfo
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
-from zfunc.layout.layout import Layout
-from zfunc.layout.pieces import leaves_of
 from zfunc.layout.pool import pool
-from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
-from zfunc.layout.sharded import Sharded
-from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import Tree, opened, register
 
-__all__ = [
-    "AGAIN",
-    "ENTER",
-    "LEAVE",
-    "RELEASE",
-    "LayerRef",
-    "Running",
-    "Source",
-    "UnitRun",
-    "dense",
-]
+__all__ = ["AGAIN", "ENTER", "LEAVE", "RELEASE", "Running", "UnitRun", "dense", "redeem"]
 
 ENTER, AGAIN, RELEASE, LEAVE = "enter", "again", "release", "leave"  # what happens to a unit
 BYTES_ON_A_GPU = 2**30  # that may be under way at once
@@ -55,44 +36,23 @@ class Running(Protocol):
         plan: in which order units are expected (:class:`zfunc.engine.plans.Plan`).
         accord: how the ranks agree on what comes next (:class:`zfunc.engine.accord.Accord`).
         running: the context of the call, if there is one.
-        spill: where gradients go that are not to stay in memory.
+        leave: the ``leave`` seams.
         tick: what backward runs towards, beside ``ends``.
         ends: leaves that hand over their gradients by themselves, and the hooks by which they do.
         holding: whether gradients are kept back for a later pass.
+        waiting: gradients that an earlier pass kept back for this one.
         lingering: units that are kept for a neighbour's sake.
-        results: what has come of each unit's gradient.
     """
 
     plan: Any
     accord: Any
     running: Any
-    spill: Callable[[Layout, bool], Any] | None
+    leave: Sequence[Callable[..., Any]]
     tick: Tensor
     ends: list[tuple[Tensor, Any]]
     holding: bool
+    waiting: Mapping[tuple[int, int], Any]
     lingering: list[UnitRun]
-    results: dict[tuple[int, int], Pending]
-
-    @property
-    def asking(self) -> bool:
-        """Whether ranks ask each other before each collective."""
-
-    @property
-    def beside(self) -> bool:
-        """Whether this rank does what is not in the script."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether gradients of several passes are added up."""
-
-    def entering(self, source: Source) -> list[Any]:
-        """The ``enter`` seams of a tree."""
-
-    def leaving(self) -> list[Any]:
-        """The ``leave`` seams."""
-
-    def look_ahead(self, run: UnitRun) -> None:
-        """Start the entry of what comes behind a unit."""
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
         """Release units of earlier layers that were kept."""
@@ -104,55 +64,98 @@ class Running(Protocol):
         """Remember a gradient on its way."""
 
 
+@dataclass(eq=False, repr=False)
 class UnitRun:
-    """One unit during one pass."""
+    """One unit during one pass.
 
-    def __init__(self, owner: Running, source: Source, index: int, stored: list[Tensor]) -> None:
-        self.owner = owner
-        self.source = source
-        self.info = UnitInfo(
-            source.layout, index, source.group, source.cut, source.index, owner.running
-        )
-        self.stored = stored
-        self.values: list[Tensor] | None = None
-        self.pending: Pending | None = None
-        self.fetched: Pending | None = None  # on its way from the disk
-        self.entered: dict[int, Tensor] | None = None
-        self.seen: tuple[list[Tensor], list[int] | None] = [], None  # what entered, as it was
-        self.tracked = False  # whether what entered is differentiable
-        self.foreign: dict[int, int] = {}
-        self.open = 0
-        self.awaited = 0  # entries of this rank's own whose gradients may still come
-        self.spare: list[Tensor] | None = None  # from before its turn, see `Accord`
-        self.aside = self.spare_used = False
-        self.touched = False
-        self.served: set[int] = set()  # its layers that have run since it entered
-        self.partial: list[Tensor | None] | None = None
-        self.leaf_indices, live = source.layout.leaves_of_unit(index)
-        self.live = live if source.differentiated else (False,) * len(live)
-        # Whether what enters is an end of the graph, which autograd comes to as soon as it can. Not
-        # where units are gathered once more: ranks on other paths could not tell their order.
-        root = source.layout.layer_of_unit[index] < 0
-        self.is_end = root and sum(self.live) == 1 and not source.sharded
+    Attributes:
+        owner: the pass.
+        info: what seams are told of the unit.
+        stored: its flats, or its leaves, as they are in memory.
+        seams: what it goes through when it enters.
+        differentiated: whether gradients of its tree are asked for.
+        sharded: whether its tree is one that is gathered.
+        flat: whether flats enter, and not leaves.
+        node: what reads the unit, if it is not in memory.
+        box: what waits for its flats, if they may be on their way.
+        name_of: from a leaf's path here to that in all params.
+        values: what entered, as the last seam made it.
+        seen: what entered when it was looked at last, and how often that had been written to.
+        entered: the leaves by leaf index; ``tracked``: whether they are differentiable.
+        pending: the entry under way; ``fetched``: what is on its way from the disk.
+        foreign: which value lies in which memory that is not the state's.
+        open: entries whose gradients have not left; ``awaited``: those of them that may still come.
+        spare: values from before its turn, see ``Accord``.
+        aside: whether they are what entered; ``spare_used``: whether they have ever been.
+        touched: whether backward has it.
+        served: its layers that have run since it entered.
+        partial: gradients that have come, by trainable leaf.
+        is_end: whether what enters is an end of the graph, which autograd comes to as soon as
+            it can: not where units are gathered once more, since ranks on other paths could not
+            tell when its gradient comes.
+    """
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.info.key
+    owner: Running
+    info: UnitInfo
+    stored: list[Tensor]
+    seams: Sequence[Callable[..., Any]]
+    differentiated: bool
+    sharded: bool
+    flat: bool
+    node: Any
+    box: Replicated | None
+    name_of: Callable[[str], str]
+    values: list[Tensor] | None = None
+    seen: tuple[Sequence[Tensor], list[int] | None] = (), None
+    entered: dict[int, Tensor] | None = None
+    tracked: bool = False
+    pending: Pending | None = None
+    fetched: Pending | None = None
+    foreign: dict[int, int] = field(default_factory=dict)
+    open: int = 0
+    awaited: int = 0
+    spare: list[Tensor] | None = None
+    aside: bool = False
+    spare_used: bool = False
+    touched: bool = False
+    served: set[int] = field(default_factory=set)
+    partial: list[Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        layout, index = self.info.layout, self.info.index
+        self.key = self.info.key
+        where = self.stored[0] if self.stored else self.node
+        self.device: torch.device | None = None if where is None else where.device
+        self.leaf_indices, live = layout.leaves_of_units[index]
+        self.live = live if self.differentiated else (False,) * len(live)
+        root = layout.layer_of_unit[index] < 0
+        self.is_end = root and sum(self.live) == 1 and not self.sharded
 
     @property
     def gathers(self) -> bool:
         """Whether the ranks that agree on what comes next all take part when it enters."""
-        return self.source.gathers
+        accord = self.owner.accord
+        return (
+            self.sharded
+            and accord is not None
+            and self.info.cut
+            and self.info.group is accord.ranks
+        )
 
     @property
     def arriving(self) -> bool:
         """Whether what is stored has still to be waited for."""
-        return self.source.arriving(self.info.index)
+        return self.box is not None and not self.box.under_way.keys().isdisjoint(self.info.flats)
+
+    def limit(self, on_a_host: int) -> int:
+        """How many bytes may be under way at once."""
+        on_host = self.device is None or self.device.type == "cpu"
+        return on_a_host if on_host else BYTES_ON_A_GPU
 
     def start(self) -> None:
         """Begin to enter, unless it is under way or done."""
         if self.values is None and self.pending is None:
-            if self.owner.accord is not None and self.gathers:
+            if self.gathers:
                 self.owner.accord.gather((self,))
             else:
                 self.begin()
@@ -166,37 +169,40 @@ class UnitRun:
         self._entering().wait()
 
     def _entering(self) -> Pending:
-        if self.source.box is not None:
-            self.source.box.wait(self.info.flats)
+        if self.box is not None:
+            self.box.wait(self.info.flats)
         value: Pending = Ready(self.stored)
-        if self.source.node is not None:
-            value = self.fetched or self.source.node.fetch(self.info.index)
+        if self.node is not None:
+            value = self.fetched or self.node.fetch(self.info.index)
         self.fetched = None
-        for seam in self.owner.entering(self.source):
+        for seam in self.seams:
             value = seam(value, self.info)
         return value
 
     def fetch(self) -> None:
         """Begin to read the unit, if it is not in memory and there is room for it."""
-        node = self.source.node
-        if node is not None and self.values is None and self.pending is None and not self.fetched:
-            self.fetched = node.fetch(self.info.index, must=False)
+        absent = self.values is None and self.pending is None and self.fetched is None
+        if self.node is not None and absent:
+            self.fetched = self.node.fetch(self.info.index, must=False)
 
     def acquire(self) -> list[Tensor]:
         """The unit's values as the last ``enter`` seam made them."""
-        if self.spare is not None and self.owner.beside:
+        accord = self.owner.accord
+        beside = accord is not None and accord.beside
+        if self.spare is not None and beside:
             self.aside = self.spare_used = True
             self._find_foreign(self.spare)
             return self.spare
-        self.owner.plan.record(self.key, follows=not self.owner.beside)
+        self.owner.plan.record(self.key, follows=not beside)
         if self.values is None:
-            if self.pending is not None and self.owner.asking and self.gathers:
-                self.owner.accord.gather((self,))
+            if self.pending is not None and self.gathers and accord.asking:
+                accord.gather((self,))
             self.start()
             assert self.pending is not None
             self.values, self.pending = self.pending.wait(), None
             self._find_foreign(self.values)
-        self.owner.look_ahead(self)
+        if accord is None or not (accord.asking or accord.beside):  # nobody has to be asked
+            self.owner.plan.look_ahead(self)
         return self.values
 
     def _find_foreign(self, values: Sequence[Tensor]) -> None:
@@ -246,12 +252,12 @@ class UnitRun:
 
     def _called(self, value: int) -> str:
         """The leaves in one of the unit's values."""
-        layout = self.source.layout
-        if self.source.flat:
+        layout = self.info.layout
+        if self.flat:
             slots = [*layout.by_flat[self.info.flats[value]]]
         else:
             slots = [[s for i in self.info.flats for s in layout.by_flat[i]][value]]
-        names = [self.source.name_of(slot.path) for slot in slots]
+        names = [self.name_of(slot.path) for slot in slots]
         kind = "parameter" if len(names) == 1 else "one of the parameters"
         return f"{kind} {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
@@ -297,9 +303,9 @@ class UnitRun:
             )
 
     def _views(self, values: list[Tensor]) -> list[Tensor]:
-        if not self.source.flat:
+        if not self.flat:
             return [x.detach() for x in values]
-        layout = self.source.layout
+        layout = self.info.layout
         out: list[Tensor] = []
         for i, full in zip(self.info.flats, values, strict=True):
             out.extend(x.detach() for x in layout.views(i, full.detach()))
@@ -311,8 +317,8 @@ class UnitRun:
             self.owner.accord.happens(RELEASE, self)
         self.aside = False
         self.entered = None
-        if self.source.sharded:
-            self.seen = [], None
+        if self.sharded:
+            self.seen = (), None
         self.touched = False
         self.served.clear()
         if self.foreign and self.owner.plan.soon(self) and torch.is_grad_enabled():
@@ -331,14 +337,13 @@ class UnitRun:
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
         """Gradients of one entry's trainable leaves; the last entry's send them off."""
-        running = self.owner.running
+        running = self.info.running
         if running is not None and running.reached is not None:
             running.reached.update(self._reached(grads))
-        grads = [g if g is None else dense(g) for g in grads]
-        if self.partial is None:
-            self.partial = list(grads)
-        else:
-            self.partial = [_add(a, b) for a, b in zip(self.partial, grads, strict=True)]
+        come = [g if g is None else dense(g) for g in grads]
+        if self.partial is not None:
+            come = [_add(a, b) for a, b in zip(self.partial, come, strict=True)]
+        self.partial = come
         accord = self.owner.accord
         due: bool | None = self.open == 1
         if accord is not None:
@@ -347,17 +352,17 @@ class UnitRun:
             return
         self.left()
         if due:
-            self.send()
-        if accord is not None and due:
-            accord.catch_up()
+            self.send(self.packed())
+            if accord is not None:
+                accord.catch_up()
 
     def _reached(self, grads: Sequence[Tensor | None]) -> Iterator[str]:
         """Paths, within all parameters, of the leaves that have a gradient."""
-        slots = self.source.layout.slots
+        slots = self.info.layout.slots
         live = (i for i, on in zip(self.leaf_indices, self.live, strict=True) if on)
         for i, g in zip(live, grads, strict=True):
             if g is not None and (slot := slots[i]) is not None:
-                yield self.source.name_of(slot.path)
+                yield self.name_of(slot.path)
 
     def left(self) -> None:
         """One entry less."""
@@ -365,19 +370,20 @@ class UnitRun:
         self.touched = False
         if not self.owner.plan.soon(self):
             self.values = None
-            if self.source.sharded and self.owner.keeps and self.owner.plan.ends:
+            adds_up = self.owner.holding or self.owner.waiting
+            if self.sharded and adds_up and self.owner.plan.ends:
                 pool().trim()  # nothing is gathered any more, and soon two sets of gradients exist
 
-    def send(self) -> None:
-        """Hand the unit's full gradient to the ``leave`` seams."""
+    def send(self, flats: list[Tensor]) -> None:
+        """Hand a full gradient of the unit to the ``leave`` seams, when all ranks do."""
         if self.owner.accord is None or self.owner.holding:
-            self.part(self.packed())
+            self.part(flats)
         else:
-            self.owner.accord.reduce(self, self.packed())
+            self.owner.accord.reduce(self, flats)
 
     def packed(self) -> list[Tensor]:
         """The full flats of the gradient that has come so far, which is forgotten."""
-        layout = self.source.layout
+        layout = self.info.layout
         grads, self.partial = self.partial, None
         assert grads is not None
         flats = []
@@ -393,10 +399,14 @@ class UnitRun:
         value: Pending = Ready([*flats])
         nbytes = sum(x.nbytes for x in flats)
         flats.clear()
-        for seam in self.owner.leaving():
+        for seam in self.owner.leave:
             if (value := seam(value, self.info)) is None:
                 return  # kept back
         self.owner.sent(self, value, nbytes)
+
+    def forget(self) -> None:
+        """Let go of all that enters."""
+        self.pending = self.values = self.entered = self.fetched = None
 
 
 def dense(grad: Tensor) -> Tensor:
@@ -454,201 +464,3 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.run.leave(grads)
         return None, None, None
-
-
-class LayerRef(Ref):
-    """One layer's parameters within a pass."""
-
-    def __init__(self, source: Source, layer: int) -> None:
-        self.source = source
-        self.layer = layer
-        self.span = source.layout.layers[layer]
-        self.runs = [source.runs[i] for i in source.layer_units[layer]]
-        self.differentiated = source.differentiated
-
-    def force(self) -> Tree:
-        indices = range(self.span.start, self.span.stop)
-        found: dict[int, Tensor] = {}
-        self.source.start(self.runs)
-        if len(self.runs) == 1:
-            found = self.runs[0].leaves()
-        else:
-            for run in self.runs:
-                found.update(run.leaves())
-        return optree.tree_unflatten(self.span.spec, [found.get(i) for i in indices])
-
-    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        owner = self.source.owner
-        owner.close_others(self.runs)
-        params = self.force()
-        try:
-            # What a recomputed layer saves is not kept, so there is nothing to redeem.
-            if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
-                out = fn(params, *xs, **kw)
-            else:
-                with saved_tensors_hooks(self._pack, redeem):
-                    out = fn(params, *xs, **kw)
-            for run in self.runs:
-                if run.source.sharded:  # whole ones stay: they are looked at once, in the end
-                    run.check_unwritten()
-            return out
-        finally:
-            del params
-            for run in self.runs:
-                run.served.add(self.layer)
-                if len(run.served) == self.source.layout.layers_of_unit[run.info.index]:
-                    run.release()
-                else:
-                    owner.lingering.append(run)
-
-    def _pack(self, x: Tensor) -> Any:
-        for run in self.runs:
-            ticket = run.pack(x)
-            if ticket is not x:
-                return ticket
-        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
-        return x if x.grad_fn is None else x.detach()
-
-    def told(self, info: LayerInfo) -> LayerInfo:
-        stack, depth, of = self.source.layout.stacks[self.layer]
-        return LayerInfo(info.index, info.name, stack, depth, of, (self.source, self.layer))
-
-    def __repr__(self) -> str:
-        return f"Ref({self.span.name})"
-
-
-register(
-    LayerRef,
-    lambda ref: ((ref.force(),), None, ("",)),
-    lambda _, children: children[0],
-)
-
-
-class Source:
-    """One tree of parameters in a pass: a placed node, or a plain tree cut into units."""
-
-    def __init__(
-        self,
-        owner: Running,
-        index: int,
-        layout: Layout,
-        stored: Tree,
-        group: Group,
-        cut: bool,
-        differentiated: bool,
-        spills: bool = True,
-    ) -> None:
-        self.owner, self.index, self.layout, self.group = owner, index, layout, group
-        self.cut, self.differentiated = cut, differentiated
-        self.name_of: Callable[[str], str] = str  # from a leaf's path here to that in all params
-        self.sharded = isinstance(stored, Readable)
-        units_apart = isinstance(stored, Readable) and stored.streams
-        self.node: Any = stored if units_apart else None
-        self.box = stored if isinstance(stored, Replicated) else None
-        columns = stored.flats if self.box is not None or isinstance(stored, Sharded) else None
-        self.flat = self.node is not None or columns is not None
-        spill = owner.spill if differentiated and spills else None
-        self.sink = None if spill is None else spill(layout, cut)
-        plain = [] if self.flat else leaves_of(layout, opened(stored))
-        self.runs: list[UnitRun] = []
-        for i, unit in enumerate(layout.units):
-            if self.node is not None:
-                mine = []
-            elif columns is not None:
-                mine = [columns[f] for f in unit.flats]
-            else:
-                mine = [plain[s.index] for f in unit.flats for s in layout.by_flat[f]]
-            self.runs.append(UnitRun(owner, self, i, mine))
-        self.layer_units = _units_of_layers(layout)
-        stored_at = next((x.device for run in self.runs for x in run.stored), None)
-        self.device = stored_at if self.node is None else self.node.device
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the ranks of the pass's accord take part when a unit enters."""
-        accord = self.owner.accord
-        return self.sharded and self.cut and accord is not None and self.group is accord.ranks
-
-    @property
-    def direct(self) -> bool:
-        """Whether layers need no references: nothing is done to what they hold, nor to a call
-        of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
-        running = self.owner.running
-        if running is None or self.sharded or self.group.size > 1 or self.owner.entering(self):
-            return False
-        return not running.around and not any(t.by_unit for t in running.transforms)
-
-    def view(self) -> Tree:
-        """The tree for the loss: root leaves entered, a reference for each layer."""
-        layout = self.layout
-        found: dict[int, Tensor] = {}
-        if self.direct:
-            for run in self.runs:
-                found.update(run.leaves())
-            indices = range(len(layout.slots))
-            return optree.tree_unflatten(layout.spec, [found.get(i) for i in indices])
-        root = {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
-        runs = [self.runs[i] for i in sorted(root)]
-        self.start(runs)
-        for run in runs:
-            found.update(run.leaves())
-        if not layout.layers and layout.spec.is_leaf():
-            return found.get(0)
-        items: list[Any] = []
-        at, k = 0, 0
-        while at < len(layout.slots) or k < len(layout.layers):
-            if k < len(layout.layers) and layout.layers[k].start == at:
-                items.append(LayerRef(self, k))
-                at, k = layout.layers[k].stop, k + 1
-            else:
-                items.append(found.get(at))
-                at += 1
-        return optree.tree_unflatten(layout.outer, items)
-
-    def arriving(self, unit: int) -> bool:
-        """Whether what is stored of a unit has still to be waited for."""
-        flats = self.layout.units[unit].flats
-        return self.box is not None and not self.box.under_way.keys().isdisjoint(flats)
-
-    def start(self, runs: Sequence[UnitRun]) -> None:
-        """Start the entry of units that are needed together, before any is waited for."""
-        if self.sharded and self.node is None:
-            if self.gathers:
-                self.owner.accord.approach(runs)
-            for run in runs:
-                if run.entered is None:
-                    run.start()
-
-    def limit(self, on_a_host: int) -> int:
-        """How many bytes may be under way at once."""
-        on_host = self.device is None or self.device.type == "cpu"
-        return on_a_host if on_host else BYTES_ON_A_GPU
-
-    def gradients(self) -> Tree:
-        """What arrived, cut or whole."""
-        if self.sink is not None:
-            return self.sink.node()
-        layout = self.layout
-        flats: list[Tensor | None] = [None] * len(layout.flats)
-        for run in self.runs:
-            pending = self.owner.results.get(run.key)
-            arrived = None if pending is None else pending.wait()
-            for k, i in enumerate(run.info.trainable):
-                flats[i] = self._zeros(run, i) if arrived is None else arrived[k]
-        return Sharded(layout, flats) if self.cut else Replicated(layout, flats=flats)
-
-    def _zeros(self, run: UnitRun, flat: int) -> Tensor:
-        """The gradient of a unit that no rank has used."""
-        spec = self.layout.flats[flat]
-        low, high = spec.bounds(self.group.rank) if self.cut else (0, spec.length)
-        return torch.zeros(high - low, dtype=spec.dtype, device=run.stored[0].device)
-
-
-def _units_of_layers(layout: Layout) -> list[list[int]]:
-    """For each layer its units."""
-    if "layers" not in layout._memo:
-        layout._memo["layers"] = [
-            sorted({layout.unit_of_flat[s.flat] for s in layout.slots[k.start : k.stop] if s})
-            for k in layout.layers
-        ]
-    return layout._memo["layers"]

@@ -19,6 +19,7 @@ and holds no data.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -145,6 +146,11 @@ class Layout:
         )
 
     @cached_property
+    def shapes(self) -> tuple[list[tuple[int, ...]], ...]:
+        """For each flat the shapes of its leaves, in the order of ``by_flat``."""
+        return tuple([slot.shape for slot in row] for row in self.by_flat)
+
+    @cached_property
     def trains(self) -> bool:
         """Whether any leaf gets a gradient."""
         return any(flat.trainable for flat in self.flats)
@@ -165,24 +171,24 @@ class Layout:
         return tuple(owner[i] for i in range(len(self.flats)))
 
     @cached_property
+    def units_of_layers(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer its units."""
+        rows = (self.slots[layer.start : layer.stop] for layer in self.layers)
+        return tuple(
+            tuple(sorted({self.unit_of_flat[s.flat] for s in row if s is not None})) for row in rows
+        )
+
+    @cached_property
     def layer_of_unit(self) -> tuple[int, ...]:
         """For each unit the last layer that it serves; -1 for the root's."""
-        last = dict.fromkeys(range(len(self.units)), -1)
-        for k, layer in enumerate(self.layers):
-            for slot in self.slots[layer.start : layer.stop]:
-                if slot is not None:
-                    last[self.unit_of_flat[slot.flat]] = k
-        return tuple(last.values())
+        last = {unit: k for k, units in enumerate(self.units_of_layers) for unit in units}
+        return tuple(last.get(i, -1) for i in range(len(self.units)))
 
     @cached_property
     def layers_of_unit(self) -> tuple[int, ...]:
         """For each unit how many layers it serves."""
-        served: list[set[int]] = [set() for _ in self.units]
-        for k, layer in enumerate(self.layers):
-            for slot in self.slots[layer.start : layer.stop]:
-                if slot is not None:
-                    served[self.unit_of_flat[slot.flat]].add(k)
-        return tuple(map(len, served))
+        served = Counter(unit for units in self.units_of_layers for unit in units)
+        return tuple(served[i] for i in range(len(self.units)))
 
     @cached_property
     def root_leaves(self) -> tuple[int, ...]:
@@ -199,14 +205,14 @@ class Layout:
             for k, parent in enumerate(parents)
         )
 
-    def leaves_of_unit(self, unit: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Indices of a unit's leaves, flat by flat, and which of them are trainable."""
-        key = ("leaves of unit", unit)
-        if key not in self._memo:
-            slots = [slot for i in self.units[unit].flats for slot in self.by_flat[i]]
-            trainable = tuple(self.flats[slot.flat].trainable for slot in slots)
-            self._memo[key] = (tuple(slot.index for slot in slots), trainable)
-        return self._memo[key]
+    @cached_property
+    def leaves_of_units(self) -> tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]:
+        """For each unit the indices of its leaves, flat by flat, and which are trainable."""
+        rows = [[slot for i in unit.flats for slot in self.by_flat[i]] for unit in self.units]
+        return tuple(
+            (tuple(s.index for s in row), tuple(self.flats[s.flat].trainable for s in row))
+            for row in rows
+        )
 
     def segments(self, flat: int, rank: int) -> list[tuple[Slot, int, int, int]]:
         """This rank's pieces of a flat's leaves: ``(slot, start, stop, offset)``.
@@ -372,13 +378,6 @@ class Layout:
         if key not in self._memo:
             row = self.by_flat[flat]
             self._memo[key] = [(slot.start - row[0].start) * size for slot in row]
-        return self._memo[key]
-
-    def shapes(self, flat: int) -> list[tuple[int, ...]]:
-        """Of a flat's leaves, in the order of ``by_flat``."""
-        key = ("shapes", flat)
-        if key not in self._memo:
-            self._memo[key] = [slot.shape for slot in self.by_flat[flat]]
         return self._memo[key]
 
     def select(self, keep: Callable[[int], bool]) -> Layout:

@@ -64,7 +64,7 @@ def _cut_flat(
     layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
 ) -> Tensor:
     leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
-    if [x.shape for x in leaves] == layout.shapes(flat):
+    if [x.shape for x in leaves] == layout.shapes[flat]:
         return layout.cut(flat, leaves, rank, copy)
     for slot, x in zip(slots, leaves, strict=True):
         if x.ndim and tuple(x.shape) != slot.shape:

@@ -307,7 +307,7 @@ def _flats_under(
             continue
         if not all(isinstance(x, Tensor) for x in some):
             return ()
-        if any(x.requires_grad for x in some) or [x.shape for x in some] != layout.shapes(i):
+        if any(x.requires_grad for x in some) or [x.shape for x in some] != layout.shapes[i]:
             return ()
         if (found := layout.buffer_under(i, some)) is None:
             return ()

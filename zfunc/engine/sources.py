@@ -1,0 +1,205 @@
+"""Trees of parameters during one pass: what the loss is given for them, and what has come of it.
+
+A layer is a :class:`LayerRef`. Its parameters enter when it is called, and are released behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from zfunc.engine.context import RECOMPUTED, LayerInfo
+from zfunc.engine.primitives import Ref
+from zfunc.engine.seams import Pending, UnitInfo
+from zfunc.engine.unit_runs import Running, UnitRun, redeem
+from zfunc.layout.layout import Layout
+from zfunc.layout.pieces import leaves_of
+from zfunc.layout.readable import Readable
+from zfunc.layout.replicated import Replicated
+from zfunc.layout.sharded import Sharded
+from zfunc.ranks.comm import Group
+from zfunc.trees.nodes import Tree, opened, register
+
+__all__ = ["LayerRef", "Source"]
+
+
+class LayerRef(Ref):
+    """One layer's parameters within a pass."""
+
+    def __init__(self, source: Source, layer: int) -> None:
+        self.source = source
+        self.layer = layer
+        self.span = source.layout.layers[layer]
+        self.runs = [source.runs[i] for i in source.layer_units[layer]]
+        self.differentiated = source.differentiated
+
+    def force(self) -> Tree:
+        indices = range(self.span.start, self.span.stop)
+        found: dict[int, Tensor] = {}
+        self.source.start(self.runs)
+        if len(self.runs) == 1:
+            found = self.runs[0].leaves()
+        else:
+            for run in self.runs:
+                found.update(run.leaves())
+        return optree.tree_unflatten(self.span.spec, [found.get(i) for i in indices])
+
+    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        owner = self.source.owner
+        owner.close_others(self.runs)
+        params = self.force()
+        try:
+            # What a recomputed layer saves is not kept, so there is nothing to redeem.
+            if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
+                out = fn(params, *xs, **kw)
+            else:
+                with saved_tensors_hooks(self._pack, redeem):
+                    out = fn(params, *xs, **kw)
+            for run in self.runs:
+                if run.sharded:  # whole ones stay: they are looked at once, in the end
+                    run.check_unwritten()
+            return out
+        finally:
+            del params
+            for run in self.runs:
+                run.served.add(self.layer)
+                if len(run.served) == self.source.layout.layers_of_unit[run.info.index]:
+                    run.release()
+                else:
+                    owner.lingering.append(run)
+
+    def _pack(self, x: Tensor) -> Any:
+        for run in self.runs:
+            ticket = run.pack(x)
+            if ticket is not x:
+                return ticket
+        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
+        return x if x.grad_fn is None else x.detach()
+
+    def told(self, info: LayerInfo) -> LayerInfo:
+        stack, depth, of = self.source.layout.stacks[self.layer]
+        return LayerInfo(info.index, info.name, stack, depth, of, (self.source, self.layer))
+
+    def __repr__(self) -> str:
+        return f"Ref({self.span.name})"
+
+
+register(
+    LayerRef,
+    lambda ref: ((ref.force(),), None, ("",)),
+    lambda _, children: children[0],
+)
+
+
+class Source:
+    """One tree of parameters in a pass: a placed node, or a plain tree cut into units."""
+
+    def __init__(
+        self,
+        owner: Running,
+        index: int,
+        layout: Layout,
+        stored: Tree,
+        group: Group,
+        cut: bool,
+        differentiated: bool,
+        seams: Sequence[Callable[..., Any]],
+        sink: Any,
+        name_of: Callable[[str], str],
+    ) -> None:
+        self.owner, self.index, self.layout, self.group = owner, index, layout, group
+        self.seams, self.sink, self.cut, self.differentiated = seams, sink, cut, differentiated
+        self.layer_units = layout.units_of_layers
+        self.sharded = isinstance(stored, Readable)
+        self.node: Any = stored if isinstance(stored, Readable) and stored.streams else None
+        box = stored if isinstance(stored, Replicated) else None
+        flat, rows = _in_memory(layout, stored)
+        of_tree = seams, differentiated, self.sharded, flat, self.node, box, name_of
+        self.runs = [
+            UnitRun(owner, UnitInfo(layout, i, group, cut, index, owner.running), row, *of_tree)
+            for i, row in enumerate(rows)
+        ]
+
+    @property
+    def direct(self) -> bool:
+        """Whether layers need no references: nothing is done to what they hold, nor to a call
+        of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
+        running = self.owner.running
+        if running is None or self.seams or self.group.size > 1:
+            return False
+        return not running.around and not any(t.by_unit for t in running.transforms)
+
+    def view(self) -> Tree:
+        """The tree for the loss: root leaves entered, a reference for each layer."""
+        layout = self.layout
+        found: dict[int, Tensor] = {}
+        if self.direct:
+            for run in self.runs:
+                found.update(run.leaves())
+            indices = range(len(layout.slots))
+            return optree.tree_unflatten(layout.spec, [found.get(i) for i in indices])
+        root = {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
+        runs = [self.runs[i] for i in sorted(root)]
+        self.start(runs)
+        for run in runs:
+            found.update(run.leaves())
+        if not layout.layers and layout.spec.is_leaf():
+            return found.get(0)
+        items: list[Any] = []
+        at, k = 0, 0
+        while at < len(layout.slots) or k < len(layout.layers):
+            if k < len(layout.layers) and layout.layers[k].start == at:
+                items.append(LayerRef(self, k))
+                at, k = layout.layers[k].stop, k + 1
+            else:
+                items.append(found.get(at))
+                at += 1
+        return optree.tree_unflatten(layout.outer, items)
+
+    def start(self, runs: Sequence[UnitRun]) -> None:
+        """Start the entry of units that are needed together, before any is waited for."""
+        if self.sharded and self.node is None:
+            if runs and runs[0].gathers:
+                self.owner.accord.approach(runs)
+            for run in runs:
+                if run.entered is None:
+                    run.start()
+
+    def gradients(self, results: Mapping[tuple[int, int], Pending]) -> Tree:
+        """What has come of them, cut or whole.
+
+        Args:
+            results: the gradients of units that have left.
+        """
+        if self.sink is not None:
+            return self.sink.node()
+        layout = self.layout
+        flats: list[Tensor | None] = [None] * len(layout.flats)
+        for run in self.runs:
+            pending = results.get(run.key)
+            arrived = None if pending is None else pending.wait()
+            for k, i in enumerate(run.info.trainable):
+                flats[i] = self._zeros(run, i) if arrived is None else arrived[k]
+        return Sharded(layout, flats) if self.cut else Replicated(layout, flats=flats)
+
+    def _zeros(self, run: UnitRun, flat: int) -> Tensor:
+        """The gradient of a unit that no rank has used."""
+        spec = self.layout.flats[flat]
+        low, high = spec.bounds(self.group.rank) if self.cut else (0, spec.length)
+        return torch.zeros(high - low, dtype=spec.dtype, device=run.device)
+
+
+def _in_memory(layout: Layout, stored: Tree) -> tuple[bool, list[list[Any]]]:
+    """Whether a tree lies in flats, and what of each of its units is in memory."""
+    if isinstance(stored, Readable) and stored.streams:
+        return True, [[] for _ in layout.units]
+    columns = stored.flats if isinstance(stored, Replicated | Sharded) else None
+    if columns is not None:
+        return True, [[columns[i] for i in unit.flats] for unit in layout.units]
+    leaves = leaves_of(layout, opened(stored))
+    return False, [[leaves[i] for i in indices] for indices, _ in layout.leaves_of_units]
