@@ -37,8 +37,10 @@ __all__ = [
 DIRECT = 16  # the most ranks that connect each to each
 
 # Up to here an all-reduce exchanges whole tensors, beyond it segments in two rounds. Between two
-# ranks both send the same bytes, so one round is better until its buffers grow too large.
-WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 2**10, 32 * 2**20
+# ranks both send the same bytes, so one round has less to wait for. Of a large tensor it leaves all
+# to the network at once: on a slow link one way then falls behind the other, and a step takes as
+# long as the slower one.
+WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 2**10, 2**19
 
 T = TypeVar("T")
 
