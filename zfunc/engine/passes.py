@@ -91,6 +91,7 @@ class Pass:
     def __post_init__(self) -> None:
         self.tick = torch.zeros((), requires_grad=True)
         self.ends: list[tuple[Tensor, Any]] = []
+        self.going_back = False
 
     def add(
         self,

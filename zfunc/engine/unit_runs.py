@@ -39,6 +39,7 @@ class Running(Protocol):
         leave: the ``leave`` seams.
         tick: what backward runs towards, beside ``ends``.
         ends: leaves that hand over their gradients by themselves, and the hooks by which they do.
+        going_back: whether backward has begun.
         holding: whether gradients are kept back for a later pass.
         waiting: gradients that an earlier pass kept back for this one.
         lingering: units that are kept for a neighbour's sake.
@@ -50,6 +51,7 @@ class Running(Protocol):
     leave: Sequence[Callable[..., Any]]
     tick: Tensor
     ends: list[tuple[Tensor, Any]]
+    going_back: bool
     holding: bool
     waiting: Mapping[tuple[int, int], Any]
     lingering: list[UnitRun]
@@ -278,6 +280,8 @@ class UnitRun:
         """
 
         def leave(grad: Tensor) -> Tensor | None:
+            if not self.owner.going_back:  # the loss function asks for a gradient by itself
+                return None
             self.leave([grad])
             if grad.layout != torch.strided:
                 return None
