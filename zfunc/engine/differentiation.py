@@ -331,9 +331,7 @@ def _by_unit(
             seed = _seeded(seed, asked.seed, loss)
         if loss.requires_grad or not owner.thinned or torch.is_inference_mode_enabled():
             _check_depends(loss)
-            owner.going_back = True
-            ends = [owner.tick, *(leaf for leaf, _ in owner.ends)]
-            torch.autograd.grad(loss, ends, seed, allow_unused=True)
+            owner.go_back(loss, seed)
         owner.finish()
         running.memo[plan] = tuple(owner.plan.events)
         running.memo["left", call] = tuple(owner.results)

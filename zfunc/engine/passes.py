@@ -90,8 +90,7 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.tick = torch.zeros((), requires_grad=True)
-        self.ends: list[tuple[Tensor, Any]] = []
-        self.going_back = False
+        self.ends: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
 
     def add(
         self,
@@ -171,6 +170,20 @@ class Pass:
             value = sink.put(run.info.index, value.wait())
         self.results[run.key] = value if before is None else Total(before, value)
 
+    def go_back(self, loss: Tensor, seed: Tensor | None) -> None:
+        """Backward, in which gradients leave unit by unit.
+
+        An end's hook is there for this long, behind those of the loss function, which may ask for
+        gradients by itself, too.
+        """
+        hooks = [end.register_hook(leave) for end, leave in self.ends]
+        try:
+            ends = [self.tick, *(end for end, _ in self.ends)]
+            torch.autograd.grad(loss, ends, seed, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def computed(self) -> None:
         """Forward is done: what backward still needs is held by autograd, or gathered again."""
         self.close_others(())
@@ -233,8 +246,6 @@ class Pass:
         self.lingering.clear()
         self.transient.clear()
         self.results.clear()
-        for _, hook in self.ends:
-            hook.remove()
         self.ends.clear()
 
 

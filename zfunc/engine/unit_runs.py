@@ -38,8 +38,7 @@ class Running(Protocol):
         running: the context of the call, if there is one.
         leave: the ``leave`` seams.
         tick: what backward runs towards, beside ``ends``.
-        ends: leaves that hand over their gradients by themselves, and the hooks by which they do.
-        going_back: whether backward has begun.
+        ends: leaves that hand over their gradients by themselves, and their hooks of backward.
         holding: whether gradients are kept back for a later pass.
         waiting: gradients that an earlier pass kept back for this one.
         lingering: units that are kept for a neighbour's sake.
@@ -50,8 +49,7 @@ class Running(Protocol):
     running: Any
     leave: Sequence[Callable[..., Any]]
     tick: Tensor
-    ends: list[tuple[Tensor, Any]]
-    going_back: bool
+    ends: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]]
     holding: bool
     waiting: Mapping[tuple[int, int], Any]
     lingering: list[UnitRun]
@@ -280,15 +278,13 @@ class UnitRun:
         """
 
         def leave(grad: Tensor) -> Tensor | None:
-            if not self.owner.going_back:  # the loss function asks for a gradient by itself
-                return None
             self.leave([grad])
             if grad.layout != torch.strided:
                 return None
             return grad.new_empty(()).expand(grad.shape)  # autograd keeps it to the end
 
         end = view.requires_grad_()
-        self.owner.ends.append((end, end.register_hook(leave)))
+        self.owner.ends.append((end, leave))
         return end
 
     def _stand_ins(self, views: list[Tensor]) -> dict[int, Tensor]:
