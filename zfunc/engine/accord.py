@@ -170,7 +170,8 @@ class Accord:
         """
         if self.owner.holding:
             return due
-        entry = max((i for i, one in enumerate(self._entries) if one is run), default=None)
+        places = range(len(self._entries) - 1, -1, -1)  # it is the last one, but for ends
+        entry = next((i for i in places if self._entries[i] is run), None)
         if entry is not None and run.is_end:
             self._entries[entry] = None
             run.awaited -= 1
