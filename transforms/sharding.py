@@ -401,7 +401,8 @@ def shard(
         unit_bytes: larger units (layers) are split between leaves; consecutive layers
             are merged up to an eighth of it (below stage 3 the last ones, whose gradients
             are ready first, up to 1 MiB, those before them up to twice that, and so on; and
-            large leaves outside all layers, a head and an embedding, are units of their own).
+            leaves that are a good part of what is outside all layers, such as a head, are units
+            of their own).
             Where each layer has to be a unit of its own (under ``drop_layers``), as many are
             gathered ahead and kept for backward.
         persist_below: stage 3 keeps leaves of fewer elements whole on every rank. Units

@@ -13,7 +13,7 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.cases import numbers
 from zfunc import optim, tree
-from zfunc.layout.cutting import ALONE
+from zfunc.layout.cutting import ALONE, make_layout
 
 VOCAB, WIDTH = ALONE // 8 // 64, 64  # a table of ALONE bytes in float64
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -144,3 +144,9 @@ def test_the_head_leaves_before_the_layers(stage: int) -> None:
         names = [label.removeprefix("reduce ") for label in order]
         # Of the root: embedding, head, norm, and what nobody uses.
         assert names == ["root[1]", "root[2]", "blocks.0-2", "root[0]", "root[3]"], names
+
+
+def test_many_leaves_without_layers_are_few_units() -> None:
+    tree_of_many = {f"w{i}": torch.zeros(ALONE // 4) for i in range(100)}
+    assert len(make_layout(tree_of_many, world=2, first=1 << 20).units) == 1
+    assert len(make_layout(tree_of_many, world=2, first=1 << 20, unit_bytes=1 << 23).units) == 7

@@ -60,13 +60,14 @@ def _groups(
 def _apart(
     leaves: Sequence[int], sizes: Sequence[int], unit_bytes: int
 ) -> list[tuple[str, list[int]]]:
-    """The root's small leaves together, each large one by itself.
+    """The root's small leaves together, each that is a good part of it by itself.
 
     A gradient leaves when all of its unit are there: a head's long before an embedding's.
     """
-    small = [i for i in leaves if sizes[i] < ALONE]
+    least = max(ALONE, sum(sizes[i] for i in leaves) // 8)
+    small = [i for i in leaves if sizes[i] < least]
     parts = _parts(small, sizes, unit_bytes) if small else []
-    parts += [[i] for i in leaves if sizes[i] >= ALONE]
+    parts += [[i] for i in leaves if sizes[i] >= least]
     parts.sort(key=lambda part: part[0])
     return _named("root", parts)
 
