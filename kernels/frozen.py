@@ -49,7 +49,7 @@ from zfunc.kernels.operators import (
 )
 from zfunc.kernels.pieces_torch import element_pieces
 
-__all__ = ["adamw_frozen_", "frozen_hyper", "momentum_shares_", "roots", "shares_hyper"]
+__all__ = ["adamw_frozen_", "frozen_hyper", "momentum_shares_", "roots", "shares_hyper", "wide"]
 
 HYPER = ("rate", "grown", "correction", "most", "eps", "kept")
 SHARES_HYPER = ("decay", "correction")
@@ -72,7 +72,7 @@ def shares_hyper(
     >>> shares_hyper(0.9, 0.5)
     tensor([0.9000, 0.5000], dtype=torch.float64)
     """
-    return hyper_tensor(lambda wide: [decay, wide(correction)], (correction,), device)
+    return hyper_tensor(lambda fit: [decay, fit(correction)], (correction,), device)
 
 
 def momentum_shares_(grad: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor) -> None:
@@ -131,7 +131,7 @@ def frozen_hyper(
     if not most >= 0:
         raise KernelError(f"kernels.frozen_hyper: most={most}; expected 0 or more.")
     given = (rate, grown, correction)
-    return hyper_tensor(lambda wide: [*map(wide, given), most, eps, kept], given, device)
+    return hyper_tensor(lambda fit: [*map(fit, given), most, eps, kept], given, device)
 
 
 def adamw_frozen_(
@@ -226,16 +226,16 @@ def roots(v: Tensor, correction: Number) -> Tensor:
     >>> roots(torch.tensor([2.0]), 0.5)
     tensor([2.])
     """
-    return (_wide(v) / correction).rsqrt_().reciprocal_()
+    return (wide(v) / correction).rsqrt_().reciprocal_()
 
 
 def shares_twin(grad: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor) -> None:
     """The first in torch, a piece that fits the cache at a time."""
     decay, correction = _values(hyper)
     for g, m, v in _pieces(grad, mu, nu):
-        mean = _wide(m).mul_(decay).add_(_wide(g) * (1 - decay))
-        squares = torch.threshold_(_wide(v) / correction, 0.0, math.inf)
-        m.copy_(_wide(mean.to(m.dtype)).mul_(squares.rsqrt_()))
+        mean = wide(m).mul_(decay).add_(wide(g) * (1 - decay))
+        squares = torch.threshold_(wide(v) / correction, 0.0, math.inf)
+        m.copy_(wide(mean.to(m.dtype)).mul_(squares.rsqrt_()))
 
 
 def adamw_twin(param: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor, shares: bool) -> None:
@@ -262,7 +262,8 @@ def _values(hyper: Tensor) -> list[float] | tuple[Tensor, ...]:
     return hyper.tolist() if hyper.device.type == "cpu" else hyper.unbind()
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """``x`` in the precision in which updates are computed: at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

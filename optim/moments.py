@@ -10,10 +10,10 @@ from torch import Tensor
 
 from zfunc.engine import primitives
 from zfunc.errors import CompositionError
+from zfunc.kernels.frozen import wide
 from zfunc.layout.unreduced import linear_map
 from zfunc.optim import units
 from zfunc.optim.schedules import plain
-from zfunc.optim.units import wide
 from zfunc.trees import tree
 from zfunc.trees.memory import reuse
 

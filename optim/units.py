@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.kernels.frozen import momentum_shares_, roots, shares_hyper
+from zfunc.kernels.frozen import momentum_shares_, roots, shares_hyper, wide
 from zfunc.kernels.pieces_torch import element_pieces
 from zfunc.layout.replicated import in_box, in_flats
 from zfunc.layout.sharded import Sharded
@@ -26,14 +26,9 @@ from zfunc.optim.fused import own
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, Placed, opened
 
-__all__ = ["local", "momentum", "shares", "wide"]
+__all__ = ["local", "momentum", "shares"]
 
 Tree = Any
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` in the precision in which updates are computed: at least float32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def local(grads: Tree) -> bool:

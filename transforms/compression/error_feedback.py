@@ -95,7 +95,8 @@ def fresh(
 
 
 def _together(layout: Layout, like: Sequence[Tensor | None]) -> tuple[Layout, list[Tensor | None]]:
-    new, tensors = merged(layout, TOGETHER), dict[int, Tensor | None]()
+    new = merged(layout, TOGETHER)
+    tensors: dict[int, Tensor | None] = {}
     for old, made in zip(layout.slots, new.slots, strict=True):
         if old is not None and made is not None:
             tensors[made.flat] = like[old.flat]

@@ -138,7 +138,13 @@ class CompressGrads(Transform):
         serving = self.shard.stage == 0 and bases is None
         updating = self.gather is not None
         begun = fresh(
-            *(state, self.shard.params, count, self._reached(count), serving, bases, updating),
+            state,
+            self.shard.params,
+            count,
+            self._reached(count),
+            serving,
+            bases,
+            updating,
             whole=not self.shard.stage,
         )
         begun["form"] = torch.tensor(self._form)
