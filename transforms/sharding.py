@@ -26,20 +26,16 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc.engine.agreement import check_same
+from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
-from zfunc.engine.description import Traffic
-from zfunc.engine.placement import (
-    Entries,
-    Twins,
-    layout_for,
-    placed_nodes,
-    reassembled,
-    rejoined,
-)
+from zfunc.engine.entries import Entries
+from zfunc.engine.figures import Traffic
+from zfunc.engine.hooks import Pending
+from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
-from zfunc.engine.seams import Pending, UnitInfo, Waiting
 from zfunc.engine.step import Transform, transform_of
 from zfunc.engine.traffic import gathered, joined, reduced
+from zfunc.engine.unit_info import UnitInfo, Waiting
 from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
@@ -255,11 +251,11 @@ class Shard(Transform):
     # One call
 
     def configure(self, running: Context, state: Any) -> None:
-        running.group = self.group
-        running.prefetch, running.room = self.prefetch, self._room
-        running.reduce_once = self.stage < 2
+        over = communication(running)
+        over.group, over.reduce_once = self.group, self.stage < 2
+        over.prefetch, over.room = self.prefetch, self._room
         memo = running.memo.setdefault("layouts", {})
-        running.layout_for = lambda params: self._layout_for(params, memo)
+        over.layout_for = lambda params: self._layout_for(params, memo)
         if self.mesh is not None:
             MESH.set(self.mesh)
 

@@ -24,15 +24,11 @@ import torch
 
 from zfunc.buffers.pages import aligned
 from zfunc.buffers.ring import HOST
+from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
+from zfunc.engine.entries import Entries
 from zfunc.engine.intake import copied
-from zfunc.engine.placement import (
-    Entries,
-    Twins,
-    layout_for,
-    placed_nodes,
-    rejoined,
-)
+from zfunc.engine.placement import Twins, layout_for, placed_nodes, rejoined
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError
@@ -296,10 +292,11 @@ class Offload(Transform):
 
     def _by_unit(self, running: Context, spill: Callable[[Layout], Any]) -> None:
         running.by_unit = True
-        running.spill = lambda layout, cut: spill(layout if cut else whole(layout))
+        over = communication(running)
+        over.spill = lambda layout, cut: spill(layout if cut else whole(layout))
         if not any(t.represents for t in running.transforms if t is not self):
             memo = running.memo.setdefault("layouts", {})
-            running.layout_for = lambda params: (layout_for(params, 1, memo, _layout), False)
+            over.layout_for = lambda params: (layout_for(params, 1, memo, _layout), False)
 
     def finish(self, old: Any, out: Any) -> Any:
         if not stored_nodes(old) and not hosted_nodes(old):

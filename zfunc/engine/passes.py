@@ -27,10 +27,11 @@ from torch import Tensor
 
 from zfunc.engine import context
 from zfunc.engine.accord import Accord
+from zfunc.engine.hooks import LayerInfo, Pending, Total
 from zfunc.engine.plans import Plan
 from zfunc.engine.primitives import Ref
-from zfunc.engine.seams import Pending, Total, gather
 from zfunc.engine.sources import Source
+from zfunc.engine.unit_info import gather
 from zfunc.engine.unit_runs import UnitRun
 from zfunc.errors import PlacementError
 from zfunc.layout.layout import Layout
@@ -295,7 +296,7 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     def call(*xs: Any, **kw: Any) -> Any:
         return _compute(inner, params, xs, kw)
 
-    info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
+    info = LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
     if isinstance(params, Ref):
         info = params.told(info)
     for transform in running.around:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zfunc.engine.context import RECOMPUTED, LayerInfo
+from zfunc.engine.context import RECOMPUTED
+from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
-from zfunc.engine.seams import Pending, UnitInfo
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.engine.unit_runs import Running, UnitRun, redeem
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of

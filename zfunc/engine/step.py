@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from zfunc.engine import context
 from zfunc.engine.collector import collector_waits
-from zfunc.engine.context import Context, LayerInfo
-from zfunc.engine.description import Description, Traffic, describe, held_bytes
+from zfunc.engine.context import Context
+from zfunc.engine.entries import held_bytes
+from zfunc.engine.figures import Description, Traffic
+from zfunc.engine.hooks import Gradients, LayerInfo, Pending
 from zfunc.engine.intake import admitted, copied, first_leaf, first_placed, key_of
 from zfunc.engine.interrupts import Succession
-from zfunc.engine.passes import Pass
-from zfunc.engine.seams import Gradients, Pending, UnitInfo
 from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
@@ -136,20 +136,20 @@ class Transform:
         """The state as the function is to see it: without what this transform carries in it."""
         return state
 
-    def foresee(self, plan: Sequence[tuple[int, int]], owner: Pass) -> Sequence[tuple[int, int]]:
-        """The order in which units are expected to enter the pass about to run."""
+    def foresee(self, plan: Sequence[tuple[int, int]], owner: Any) -> Sequence[tuple[int, int]]:
+        """The order in which units are expected to enter the :class:`Pass` about to run."""
         return plan
 
-    def enter(self, value: Pending, unit: UnitInfo) -> Pending:
-        """Let one unit's parameters in."""
+    def enter(self, value: Pending, unit: Any) -> Pending:
+        """Let the parameters of one unit (a :class:`UnitInfo`) in."""
         return value
 
     def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
         """Surround one layer: ``call(*inputs)`` runs it."""
         return call
 
-    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
-        """Let one unit's gradients out."""
+    def leave(self, value: Pending, unit: Any) -> Pending:
+        """Let the gradients of one unit (a :class:`UnitInfo`) out."""
         return value
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
@@ -438,6 +438,8 @@ class Step:
         the traffic is computed for one ``value_and_grad`` of all parameters; afterwards
         it is that of the recorded path, which the next step takes again.
         """
+        from zfunc.engine.description import describe  # a room for this alone
+
         return describe(repr(self), self.transforms, self._memo())
 
     def close(self) -> None:

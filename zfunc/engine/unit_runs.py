@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.context import RECOMPUTED
-from zfunc.engine.seams import Pending, Ready, UnitInfo
+from zfunc.engine.hooks import Pending, Ready
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import pool
