@@ -26,6 +26,7 @@ from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import checked
 from zfunc.engine.hooks import Gradients, Pending, Ready
+from zfunc.engine.order import Order
 from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
@@ -38,8 +39,6 @@ from zfunc.trees.unitwise import streams
 
 __all__ = ["Accumulate", "accumulate"]
 
-POSITION = 250
-
 
 @dataclass(frozen=True)
 class Accumulate(Transform):
@@ -47,7 +46,7 @@ class Accumulate(Transform):
 
     n: int = 1
 
-    position: ClassVar[int] = POSITION
+    position: ClassVar[int] = Order.ACCUMULATE
     name: ClassVar[str] = "accumulate"
 
     def __post_init__(self) -> None:
@@ -202,7 +201,7 @@ class _Losses:
 class _Sums:
     """Whole gradients of a rank, summed unit by unit until the last microbatch."""
 
-    position = POSITION
+    position = Order.ACCUMULATE
 
     def __init__(self) -> None:
         self.holding = True

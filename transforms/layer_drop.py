@@ -29,6 +29,7 @@ from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.keys import key_of
+from zfunc.engine.order import Order
 from zfunc.engine.passes import Pass
 from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError
@@ -69,7 +70,7 @@ class DropLayers(Transform):
     gamma: float = 0.001
     skip: Skip | None = None
 
-    position: ClassVar[int] = 300
+    position: ClassVar[int] = Order.DROP_LAYERS
     by_unit: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True  # else a dropped layer would be gathered with its neighbours
     name: ClassVar[str] = "drop_layers"

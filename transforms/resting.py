@@ -26,6 +26,7 @@ from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
 from zfunc.engine.hooks import Gradients
+from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError, DesyncError, PlacementError
 from zfunc.optim.combining import present
@@ -51,7 +52,7 @@ class _Call:
 class SkipUnused(Transform):
     """See ``skip_unused`` of :func:`zfunc.train_step`."""
 
-    position: ClassVar[int] = 450  # a step that precision takes back has been missed by nobody
+    position: ClassVar[int] = Order.SKIP_UNUSED
     by_unit: ClassVar[bool] = True
     name: ClassVar[str] = NAME
 

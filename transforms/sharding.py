@@ -31,6 +31,7 @@ from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import Entries
 from zfunc.engine.figures import Traffic
 from zfunc.engine.hooks import Pending
+from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
 from zfunc.engine.step import Transform, transform_of
@@ -71,9 +72,7 @@ class Shard(Transform):
     merge: bool = True  # tiny layers into one unit
     of_tree: bool = False  # the state is a params tree itself
 
-    position: ClassVar[int] = 200
-    enters: ClassVar[bool] = False
-    leaves: ClassVar[bool] = True
+    position: ClassVar[int] = Order.SHARD
     represents: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
     name: ClassVar[str] = "shard"

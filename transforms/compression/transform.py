@@ -51,6 +51,7 @@ from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
 from zfunc.engine.figures import Traffic
 from zfunc.engine.hooks import Gradients, Pending, Ready
+from zfunc.engine.order import Order
 from zfunc.engine.placement import homes_of
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
@@ -101,8 +102,7 @@ class CompressGrads(Transform):
     gather: str | None = None
     shard: Any = field(default=None, repr=False)
 
-    position: ClassVar[int] = 150  # nearer to storage than shard: it takes over what shard leaves
-    leaves: ClassVar[bool] = True
+    position: ClassVar[int] = Order.COMPRESS
     name: ClassVar[str] = NAME
 
     def __repr__(self) -> str:

@@ -42,6 +42,7 @@ from zfunc.engine.communication import communication, uncut
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
 from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Ready
+from zfunc.engine.order import Order
 from zfunc.engine.primitives import Mean
 from zfunc.engine.products import SHORT, products
 from zfunc.engine.step import Differentiate, Transform, transform_of
@@ -72,9 +73,7 @@ class Precision(Transform):
     loss_scale: DynamicScale | float | None = None
     roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
 
-    position: ClassVar[int] = 290  # around whatever may leave a layer out: all streams in one dtype
-    enters: ClassVar[bool] = True
-    leaves: ClassVar[bool] = True
+    position: ClassVar[int] = Order.PRECISION
     before_gather: ClassVar[bool] = True
     name: ClassVar[str] = NAME
 

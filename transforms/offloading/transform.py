@@ -28,6 +28,7 @@ from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import Entries
 from zfunc.engine.intake import copied
+from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, rejoined
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Step, Transform, transform_of
@@ -68,8 +69,7 @@ class Offload(Transform):
     buffers: int = 3
     roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
 
-    position: ClassVar[int] = 100
-    before_gather: ClassVar[bool] = True
+    position: ClassVar[int] = Order.OFFLOAD
     name: ClassVar[str] = "offload"
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
 from zfunc.engine.hooks import Gradients, Pending
 from zfunc.engine.keys import key_of
+from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import PlacementError
@@ -57,8 +58,7 @@ class MoQ(Transform):
     include: Include = None
     params: tuple[str, ...] = ("params",)
 
-    position: ClassVar[int] = 350
-    enters: ClassVar[bool] = True
+    position: ClassVar[int] = Order.QUANTIZE
     name: ClassVar[str] = NAME
 
     def __post_init__(self) -> None:

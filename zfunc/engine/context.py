@@ -77,7 +77,7 @@ class Context(Memory):
     @cached_property
     def around(self) -> list[Any]:
         """The transforms that surround layers, the innermost first."""
-        return [t for t in reversed(self.transforms) if t.wraps_layers]
+        return [t for t in reversed(self.transforms) if t.overrides("layer")]
 
 
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")

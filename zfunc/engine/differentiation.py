@@ -281,8 +281,8 @@ def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], T
 
 def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
     over = communication(running)
-    entering = [t for t in running.transforms if t.enters]
-    leaving = [t for t in running.transforms if t.leaves]
+    entering = [t for t in running.transforms if t.overrides("enter")]
+    leaving = [t for t in running.transforms if t.overrides("leave")]
     if collector is not None:
         leaving.append(collector)
     return Pass(

@@ -161,8 +161,4 @@ def missed() -> Mapping[str, int] | None:
 def compressing() -> bool:
     """Whether ``reduced`` or ``settled`` may be more than the identity."""
     running = context.current()
-    return running is not None and (
-        running.frozen
-        or running.unsettled
-        or any(transform.compresses for transform in running.transforms)
-    )
+    return running is not None and (running.frozen or running.unsettled)

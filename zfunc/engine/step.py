@@ -40,6 +40,7 @@ from zfunc.engine.figures import Description, Traffic
 from zfunc.engine.hooks import Gradients, LayerInfo, Pending
 from zfunc.engine.intake import admitted, copied, first_leaf, first_placed, key_of
 from zfunc.engine.interrupts import Succession
+from zfunc.engine.order import Order
 from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
@@ -58,40 +59,36 @@ class Transform:
     """Base of all transforms. Subclass it as a frozen dataclass to write your own.
 
     Attributes:
-        position: where on the way of the data it acts; smaller is nearer to storage.
-        enters, leaves: whether ``enter`` / ``leave`` do anything.
+        position: where on the way of the data it acts; see :class:`~zfunc.engine.order.Order`.
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
         by_unit: whether layers must come as references even if nothing enters or leaves.
         by_layer: whether it does well only if each layer is a unit of its own.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
         of_params: whether the state is a params tree itself, and the function no training step.
-        compresses: whether ``reduce`` or ``settle`` do anything in every call.
-        guards: whether ``guard`` does anything.
         spends: whether the state that goes in may be gone before the caller has the result.
     """
 
-    position: ClassVar[int] = 500
-    enters: ClassVar[bool] = False
-    leaves: ClassVar[bool] = False
+    position: ClassVar[int] = Order.OTHERS
     before_gather: ClassVar[bool] = False
     by_unit: ClassVar[bool] = False
     by_layer: ClassVar[bool] = False
     represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
-    compresses: ClassVar[bool] = False
-    guards: ClassVar[bool] = False
     spends: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
 
-    @property
-    def wraps_layers(self) -> bool:
-        """Whether ``layer`` does anything."""
-        return type(self).layer is not Transform.layer
+    def overrides(self, hook: str) -> bool:
+        """Whether this kind of transform does anything at a hook.
+
+        >>> Transform().overrides("enter")
+        False
+        """
+        return getattr(type(self), hook) is not getattr(Transform, hook)
 
     def beside(self, others: Sequence[Transform]) -> Transform:
         """This transform, given the others that the step is wrapped in.
@@ -278,7 +275,7 @@ class Step:
     def guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call(state, args, kwargs)``, a call of this step, inside its transforms' guards."""
         for transform in self.transforms:
-            if transform.guards:
+            if transform.overrides("guard"):
                 call = functools.partial(transform.guard, call)
         return call
 
@@ -291,7 +288,9 @@ class Step:
             tensors=tensors,
             boxes=boxes_in(state),
             key=key_of(state),
-            by_unit=any(t.enters or t.leaves or t.by_unit for t in self.transforms),
+            by_unit=any(
+                t.by_unit or t.overrides("enter") or t.overrides("leave") for t in self.transforms
+            ),
         )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:
