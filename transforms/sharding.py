@@ -47,7 +47,6 @@ from zfunc.layout.rounds import Rounds, in_rounds
 from zfunc.layout.sharded import Sharded, cut
 from zfunc.ranks.axes import MESH, Mesh, group
 from zfunc.ranks.comm import Group
-from zfunc.transforms.offloading.streamed import Cut, Streamed
 from zfunc.trees import tree
 from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
 
@@ -165,9 +164,10 @@ class Shard(Transform):
         return entries.rebuild()
 
     def _whole_or_cut(self, cutting: bool, layout: Layout, node: Tree, rank: int) -> Tree:
-        step = PLACING.get()
-        if step is not None and any(t.takes(node) for t in step.transforms):
-            return Cut(layout if cutting else whole(layout), node)
+        step, lies = PLACING.get(), layout if cutting else whole(layout)
+        for transform in step.transforms if step is not None else ():
+            if (held := transform.hold(lies, node)) is not None:
+                return held
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
 
     def _named(self, role: str) -> list[str]:
@@ -199,11 +199,7 @@ class Shard(Transform):
 
     def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
         leaves = leaves_in(entry, OPAQUE)
-        nodes = [
-            node
-            for node in leaves
-            if isinstance(node, Sharded | Streamed) and node.layout.axis != ()
-        ]
+        nodes = [node for node in leaves if isinstance(node, Readable) and node.layout.axis != ()]
         if bool(nodes) != cut:
             pair = ("whole", "cut over the ranks")
             is_, should = reversed(pair) if nodes else pair
@@ -300,7 +296,7 @@ class Shard(Transform):
         for name in self.params:
             if name in before and name in after:
                 old_params, new_params = before[name], after[name]
-                if isinstance(old_params, Sharded | Streamed):
+                if isinstance(old_params, Readable):
                     after[name] = reassembled(old_params, new_params)
                 elif isinstance(old_params, Replicated):
                     after[name] = self._whole(rejoined(old_params, new_params))

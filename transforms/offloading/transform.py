@@ -116,7 +116,10 @@ class Offload(Transform):
             )
         return self
 
-    def takes(self, tree: Any) -> bool:
+    def hold(self, layout: Layout, tree: Any) -> Cut | None:
+        return Cut(layout, tree) if self._takes(tree) else None
+
+    def _takes(self, tree: Any) -> bool:
         return self.to == "disk" or self.moves(_device_of(tree))
 
     def moves(self, device: torch.device) -> bool:
@@ -133,7 +136,7 @@ class Offload(Transform):
 
     def place(self, state: Any) -> Any:
         step = PLACING.get()
-        if not self.takes(state):
+        if not self._takes(state):
             return copied(state) if self.represents and self._alone(step) else state
         if any(t.name == "compress_grads" for t in step.transforms):
             raise CompositionError(

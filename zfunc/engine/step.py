@@ -115,9 +115,16 @@ class Transform:
         """
         return [placed]
 
-    def takes(self, tree: Any) -> bool:
-        """Whether what others cut of a plain tree goes out of the device's memory at once."""
-        return False
+    def hold(self, layout: Any, tree: Any) -> Any:
+        """The node that stands for a plain tree whose parts are not to be in the device's memory.
+
+        Args:
+            layout: a :class:`~zfunc.layout.layout.Layout`, by which another transform cuts it.
+
+        Returns:
+            ``None`` where they may be.
+        """
+        return None
 
     def lay_out(self, state: Any) -> Any:
         """What of ``place`` decides where things lie, without putting them there."""
