@@ -1,7 +1,7 @@
 """``Step``, a pure training step, and ``Transform``, what a step can be wrapped in.
 
 A transform is a representation of the state and its rules. It answers some of these
-questions, the *seams*, and overrides only those that it needs:
+questions, the *hooks*, and overrides only those that it needs:
 
 ====================  =========================================================
 ``place``/``unplace``  how is the state represented? (an isomorphism)
@@ -15,7 +15,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``guard``              what surrounds a whole call? (errors)
 ====================  =========================================================
 
-At a seam transforms act in the order in which data flows (``position``), never in
+At a hook transforms act in the order in which data flows (``position``), never in
 that in which the user wrapped them: transforms commute.
 """
 
