@@ -55,6 +55,15 @@ __all__ = ["Step", "Transform", "as_step", "transform_of"]
 Differentiate = Callable[[Gradients], tuple[tuple[Tensor, Any], Any]]
 
 
+# What transforms of users may still override: nobody would call it.
+MOVED = {
+    "close": "Override `release(self, step)`.",
+    "takes": "Override `hold(self, layout, tree)`, which returns the node or None.",
+    "lay_out": "It was offload's own.",
+    "wraps_layers": "Whoever overrides `layer` is asked.",
+}
+
+
 class Transform:
     """Base of all transforms. Subclass it as a frozen dataclass to write your own.
 
@@ -77,6 +86,12 @@ class Transform:
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
     spends: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old, new in MOVED.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__}.{old}: zf.Transform has no such member. {new}")
 
     @property
     def name(self) -> str:
@@ -125,10 +140,6 @@ class Transform:
             ``None`` where they may be.
         """
         return None
-
-    def lay_out(self, state: Any) -> Any:
-        """What of ``place`` decides where things lie, without putting them there."""
-        return state
 
     def check(self, state: Any) -> None:
         """Raise ``PlacementError`` if the state is not in this representation."""
@@ -207,10 +218,6 @@ class Transform:
 
     def release(self, step: Step) -> None:
         """Release what the transform holds for a step: files, locks, memory."""
-        self.close()
-
-    def close(self) -> None:
-        """The same, of a transform that need not know for which step."""
 
 
 @dataclass(frozen=True)
