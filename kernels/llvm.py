@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +30,7 @@ __all__ = [
     "Host",
     "Kernel",
     "Writer",
+    "ahead",
     "compiled",
     "host",
     "once",
@@ -257,6 +258,29 @@ def once(make: Callable[..., R]) -> Callable[..., R]:
             return cached(*args)
 
     return made
+
+
+@functools.cache
+def ahead(run: Callable[..., object], *args: Hashable) -> threading.Thread:
+    """Call ``run(*args)`` in the background, once in a process, for the machine code it has made.
+
+    Who needs that code sooner waits for it. An error is left to those who do. Where there is no
+    such code, nothing is called.
+
+    Returns:
+        The thread, which the end of the process waits for.
+
+    >>> ahead(scratch, (64,)).join()
+    """
+
+    def quietly() -> None:
+        with suppress(Exception):
+            if host().isa:
+                run(*args)
+
+    thread = threading.Thread(target=quietly, name="zfunc compiles ahead")
+    thread.start()
+    return thread
 
 
 def _machine(isa: str) -> Any:

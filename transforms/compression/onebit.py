@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from zfunc.kernels.frozen import (
+    adamw_frozen_,
+    frozen_hyper,
+    momentum_shares_,
+    shares_hyper,
+)
 from zfunc.kernels.onebit import (
     onebit_bytes,
     onebit_mean_,
@@ -25,7 +31,7 @@ from zfunc.transforms.compression.onebit_leaves import leafwise
 if TYPE_CHECKING:
     from zfunc.transforms.compression.exchange import Codec
 
-__all__ = ["OneBit"]
+__all__ = ["OneBit", "rehearse"]
 
 GROUPS = tuple(2**k for k in range(7, 14))
 
@@ -109,3 +115,20 @@ class OneBit:
         cut = self._scales(n) * dtype.itemsize
         scale = data[..., :cut].reshape(-1).clone().view(dtype)  # aligned, as a view must be
         return data[..., cut:].contiguous(), scale.view(*data.shape[:-1], self._scales(n))
+
+
+def rehearse(codec: OneBit, stage: int) -> None:
+    """What a compressed step of 1-bit Adam does, on one float32 of a CPU.
+
+    Its machine code takes 0.3 s to make, as long as several steps of a small model.
+    """
+    x, error, mean, root = torch.zeros(4, 1, device="cpu").unbind()
+    if not stage:
+        momentum_shares_(x, mean, root, shares_hyper(0.9, 1.0))
+    for one in (codec.over([(0, 1, 1)]), codec):  # of many leaves, and of one
+        data = one.pack_(x, error)
+        if stage:
+            one.unpack(data[None], 1, x.dtype)
+        else:
+            one.unpack_(one.mean_([data], error), x)
+    adamw_frozen_(x, mean, root, frozen_hyper(0.0, 1.0, 1.0, most=1.0), shares=not stage)

@@ -57,6 +57,7 @@ from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
+from zfunc.kernels import llvm
 from zfunc.layout.layout import Layout
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual
@@ -73,7 +74,7 @@ from zfunc.transforms.compression.gathering import (
     joined,
 )
 from zfunc.transforms.compression.low_rank import PowerSGD, bases_of
-from zfunc.transforms.compression.onebit import OneBit
+from zfunc.transforms.compression.onebit import OneBit, rehearse
 from zfunc.trees import tree
 from zfunc.trees.memory import Withheld
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree, opened
@@ -151,6 +152,10 @@ class CompressGrads(Transform):
             whole=not self.shard.stage,
         )
         begun["form"] = torch.tensor(self._form)
+        errors = [x for node in begun["worker"].values() for x in node.held() if x is not None]
+        if isinstance(self.codec, OneBit) and any(on_host(x) for x in errors):
+            # Or the first compressed step would wait for it.
+            llvm.ahead(rehearse, self.codec, self.shard.stage)
         if full is None:
             return put(state, NAME, begun)
         return put(state, NAME, self._ours(carried_on(begun, full)))
