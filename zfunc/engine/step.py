@@ -59,7 +59,6 @@ Differentiate = Callable[[Gradients], tuple[tuple[Tensor, Any], Any]]
 MOVED = {
     "close": "Override `release(self, step)`.",
     "takes": "Override `hold(self, layout, tree)`, which returns the node or None.",
-    "lay_out": "It was offload's own.",
     "wraps_layers": "Whoever overrides `layer` is asked.",
 }
 
