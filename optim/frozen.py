@@ -23,7 +23,7 @@ from zfunc.optim.fused import own, stretches_of
 from zfunc.optim.moments import growth
 from zfunc.optim.schedules import plain
 from zfunc.trees import tree
-from zfunc.trees.nodes import NAMESPACE, leaves_in
+from zfunc.trees.nodes import NAMESPACE
 from zfunc.trees.unitwise import streams
 
 __all__ = ["reach", "step"]
@@ -73,7 +73,7 @@ def step(
     Returns:
         ``(params, mu, nu)``, or ``None``, with nothing touched, where the general form is needed.
     """
-    if streams(params, mu, nu) or (torch.is_grad_enabled() and _tracked(params)):
+    if streams(params, mu, nu):
         return None
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -84,6 +84,8 @@ def step(
     flat = in_flats((mu, params, nu))
     part = tree.map(collect, *flat)
     if any(x.dtype != row[0].dtype or x.dtype.itemsize < 4 for row in rows for x in row):
+        return None
+    if torch.is_grad_enabled() and any(row[0].requires_grad for row in rows):
         return None
     number, spec = plain(count), optree.tree_structure(part, namespace=NAMESPACE)
     numbers = (
@@ -106,7 +108,3 @@ def step(
             adamw_frozen_(p_, m_, v_, hyper, shares=units is not None)
     done = [in_box(params, optree.tree_unflatten(spec, column)) for column in new]
     return done[0], done[1], done[2]
-
-
-def _tracked(params: Tree) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in leaves_in(params))

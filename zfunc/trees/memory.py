@@ -71,7 +71,7 @@ class Donation:
 
     owners: dict[int, Residents] = field(default_factory=dict)
     boxes: dict[int, Box] = field(default_factory=dict)
-    _views: dict[int, Residents] = field(default_factory=dict)
+    _views: dict[int, dict[int, Residents]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], boxes: Iterable[Box] = ()) -> Donation:
@@ -85,9 +85,16 @@ class Donation:
         """Blank the tensors in the memory of ``x``; False if it is not donated."""
         at = x.untyped_storage().data_ptr()
         found = self.owners.get(at)
-        if found is None or found.row is None:
+        if found is None:
             return False
         start, stop = _bytes_of(x)
+        if len(found) == 1 and _bytes_of(found[0]) == (start, stop):  # of one tensor all
+            for view in self._views_in(found[0], at):
+                blank(view)
+            blank(found[0])
+            return True
+        if found.row is None:
+            return False
         for resident in found.between(start, stop):
             for view in self._views_in(resident, at).between(start, stop):
                 blank(view)
@@ -95,15 +102,18 @@ class Donation:
         return True
 
     def _views_in(self, resident: Tensor, at: int) -> Residents:
-        """The leaves of a box that are views of a tensor it holds, in the storage at ``at``."""
-        if (known := self._views.get(id(resident))) is not None:
-            return known
+        """The leaves of the box that holds a tensor which are in the storage at ``at``."""
         box = self.boxes.get(id(resident))
-        if box is None or not (views := box.views()):
+        if box is None:
             return Residents()
-        found = Residents(x for x in views if x.untyped_storage().data_ptr() == at)
-        self._views[id(resident)] = found
-        return found
+        if (known := self._views.get(id(box))) is None:
+            known = defaultdict(Residents)
+            for x in box.views():
+                if x.numel():
+                    known[x.untyped_storage().data_ptr()].append(x)
+            if known:
+                self._views[id(box)] = known
+        return known.get(at) or Residents()
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
