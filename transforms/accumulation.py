@@ -201,7 +201,7 @@ class _Losses:
 class _Sums:
     """Whole gradients of a rank, summed unit by unit until the last microbatch."""
 
-    position = Order.ACCUMULATE
+    position: int = Order.ACCUMULATE
 
     def __init__(self) -> None:
         self.holding = True
