@@ -1,6 +1,6 @@
 """A transform of your own: `watch` adds the size of each layer's output to the metrics.
 
-A transform is a frozen dataclass that overrides some of the seams of `zf.Transform`. This one
+A transform is a frozen dataclass that overrides some of the hooks of `zf.Transform`. This one
 needs two: `layer` surrounds each layer's compute, `finish` sees what the step returns. It knows
 nothing of the model (here torch's own encoder) or of the other transforms, and works with all.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zfunc.engine import context
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.passes import Pass, enter
 from zfunc.engine.placement import placed_nodes
@@ -64,10 +65,13 @@ def top_eigenvalues(
     tensor(3.)
     """
     outer = context.current()
-    running = Context() if outer is None else Context(group=outer.group)
+    running = Context()
+    over = communication(running)
+    if outer is not None:
+        over.group = communication(outer).group
     placed = [node for node in placed_nodes(params) if isinstance(node, Sharded)]
     if placed:
-        running.group = placed[0].group
+        over.group = placed[0].group
     token = context.push(running)
     try:
         found: dict[str, Tensor] = {}
@@ -78,7 +82,7 @@ def top_eigenvalues(
                 with torch.enable_grad(), _attention_differentiable_twice():
                     loss = _Loss(loss_fn, has_aux, args, kwargs, random.fold_in(key, -1))
                     start = random.fold_in(key, i)
-                    found[name] = _of_layer(loss, params, name, running.group, start, max_iter, tol)
+                    found[name] = _of_layer(loss, params, name, over.group, start, max_iter, tol)
                 owner.finish()
             finally:
                 running.passes.pop()

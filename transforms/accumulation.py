@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from zfunc.buffers.readings import Reading, number, on_host, sent
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import checked
+from zfunc.engine.hooks import Gradients, Pending, Ready
+from zfunc.engine.order import Order
 from zfunc.engine.primitives import Mean
-from zfunc.engine.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.engine.step import Differentiate, Transform, transform_of
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.layout.unreduced import linear_map
 from zfunc.ranks.comm import Group
 from zfunc.transforms.microbatches import microbatches, own_leaves
@@ -36,8 +39,6 @@ from zfunc.trees.unitwise import streams
 
 __all__ = ["Accumulate", "accumulate"]
 
-POSITION = 250
-
 
 @dataclass(frozen=True)
 class Accumulate(Transform):
@@ -45,7 +46,7 @@ class Accumulate(Transform):
 
     n: int = 1
 
-    position: ClassVar[int] = POSITION
+    position: ClassVar[int] = Order.ACCUMULATE
     name: ClassVar[str] = "accumulate"
 
     def __post_init__(self) -> None:
@@ -91,8 +92,9 @@ class Accumulate(Transform):
 def _accumulated(
     call: Differentiate, running: Context, asked: Gradients, n: int
 ) -> tuple[tuple[Tensor, Any], Any]:
-    losses = _Losses(running.group, n)
-    sums = _Sums() if running.reduce_once and running.group.size > 1 else None
+    over = communication(running)
+    losses = _Losses(over.group, n)
+    sums = _Sums() if over.reduce_once and over.group.size > 1 else None
     auxes: list[Any] = []
     buffers, grads = asked.kwargs.get("buffers"), None
     own = running.notes[Accumulate.name]
@@ -199,7 +201,7 @@ class _Losses:
 class _Sums:
     """Whole gradients of a rank, summed unit by unit until the last microbatch."""
 
-    position = POSITION
+    position: int = Order.ACCUMULATE
 
     def __init__(self) -> None:
         self.holding = True

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc.engine.context import Context, current
+from zfunc.engine.order import Order
 from zfunc.engine.step import Transform, transform_of
 from zfunc.trees.memory import Donation, blank
 from zfunc.trees.nodes import any_spent, boxes_in, held_in
@@ -41,9 +42,8 @@ _NOTE = (
 class Donate(Transform):
     """See :func:`donate`."""
 
-    position: ClassVar[int] = 0  # memory itself: it sees the state first and the result last
+    position: ClassVar[int] = Order.DONATE
     name: ClassVar[str] = "donate"
-    guards: ClassVar[bool] = True
     spends: ClassVar[bool] = True
 
     def __repr__(self) -> str:

@@ -25,9 +25,12 @@ from torch import Tensor
 
 from zfunc.buffers.readings import number
 from zfunc.engine import context
-from zfunc.engine.context import Context, LayerInfo
+from zfunc.engine.context import Context
+from zfunc.engine.entries import Entries
+from zfunc.engine.hooks import LayerInfo
+from zfunc.engine.keys import key_of
+from zfunc.engine.order import Order
 from zfunc.engine.passes import Pass
-from zfunc.engine.placement import Entries
 from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.readable import Readable
@@ -67,7 +70,7 @@ class DropLayers(Transform):
     gamma: float = 0.001
     skip: Skip | None = None
 
-    position: ClassVar[int] = 300
+    position: ClassVar[int] = Order.DROP_LAYERS
     by_unit: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True  # else a dropped layer would be gathered with its neighbours
     name: ClassVar[str] = "drop_layers"
@@ -113,12 +116,14 @@ class DropLayers(Transform):
     def foresee(self, plan: Sequence[tuple[int, int]], owner: Pass) -> Sequence[tuple[int, int]]:
         """Toss the coins of this pass, and expect only the units of layers that are kept."""
         running = context.current()
-        assert running is not None and running.key is not None
+        assert running is not None
+        key = key_of(running)
+        assert key is not None
         coins: _Coins = running.notes[DropLayers]
         memo, call = running.memo, running.differentiated
         if not memo.get(("dropped", call)):
             memo["undropped", call] = plan  # recorded when all layers ran, or not recorded yet
-        coins.toss(owner, random.fold_in(running.key, TAG), running.asked)
+        coins.toss(owner, random.fold_in(key, TAG), running.asked)
         memo["dropped", call] = owner.thinned = bool(coins.idle)
         owner.idle.update(coins.idle)
         return [row for row in memo["undropped", call] if row not in coins.idle]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.batches import described, has_rows, is_plain, leaves_of, mapped, mislaid
-from zfunc.engine.seams import Gradients
+from zfunc.engine.hooks import Gradients
 from zfunc.errors import CompositionError
 from zfunc.ranks import random
 from zfunc.ranks.comm import even_cuts

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zfunc.engine.context import LayerInfo
+from zfunc.engine.hooks import LayerInfo
+from zfunc.engine.order import Order
 from zfunc.engine.recomputation import Twice, cannot
 from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError
@@ -36,7 +37,7 @@ class Remat(Transform):
 
     policy: Policy = "layer"
 
-    position: ClassVar[int] = 260  # outside of what computes in a layer
+    position: ClassVar[int] = Order.REMAT
     name: ClassVar[str] = "remat"
 
     def __post_init__(self) -> None:

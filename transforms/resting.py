@@ -22,9 +22,11 @@ from torch import Tensor
 
 from zfunc.engine import context
 from zfunc.engine.carried import held, may_lose, put, take
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
-from zfunc.engine.placement import Entries
-from zfunc.engine.seams import Gradients
+from zfunc.engine.entries import Entries
+from zfunc.engine.hooks import Gradients
+from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError, DesyncError, PlacementError
 from zfunc.optim.combining import present
@@ -50,7 +52,7 @@ class _Call:
 class SkipUnused(Transform):
     """See ``skip_unused`` of :func:`zfunc.train_step`."""
 
-    position: ClassVar[int] = 450  # a step that precision takes back has been missed by nobody
+    position: ClassVar[int] = Order.SKIP_UNUSED
     by_unit: ClassVar[bool] = True
     name: ClassVar[str] = NAME
 
@@ -131,10 +133,11 @@ def _agreed(running: Context, paths: Sequence[str]) -> list[bool]:
     """Which leaves some rank has used; a collective."""
     assert running.reached is not None
     own = [path in running.reached for path in paths]
-    if running.group.size == 1:
+    group = communication(running).group
+    if group.size == 1:
         return own
     bits = sum(1 << i for i, used in enumerate(own) if used)
-    found = running.group.exchange([len(own), f"{bits:x}"], label="leaves in use")
+    found = group.exchange([len(own), f"{bits:x}"], label="leaves in use")
     if any(count != len(own) for count, _ in found):
         raise DesyncError(
             f"the ranks hold params of different structure: {[count for count, _ in found]} leaves."

@@ -26,20 +26,17 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc.engine.agreement import check_same
+from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
-from zfunc.engine.description import Traffic
-from zfunc.engine.placement import (
-    Entries,
-    Twins,
-    layout_for,
-    placed_nodes,
-    reassembled,
-    rejoined,
-)
+from zfunc.engine.entries import Entries
+from zfunc.engine.figures import Traffic
+from zfunc.engine.hooks import Pending
+from zfunc.engine.order import Order
+from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
-from zfunc.engine.seams import Pending, UnitInfo, Waiting
 from zfunc.engine.step import Transform, transform_of
 from zfunc.engine.traffic import gathered, joined, reduced
+from zfunc.engine.unit_info import UnitInfo, Waiting
 from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
@@ -50,7 +47,6 @@ from zfunc.layout.rounds import Rounds, in_rounds
 from zfunc.layout.sharded import Sharded, cut
 from zfunc.ranks.axes import MESH, Mesh, group
 from zfunc.ranks.comm import Group
-from zfunc.transforms.offloading.streamed import Cut, Streamed
 from zfunc.trees import tree
 from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
 
@@ -75,9 +71,7 @@ class Shard(Transform):
     merge: bool = True  # tiny layers into one unit
     of_tree: bool = False  # the state is a params tree itself
 
-    position: ClassVar[int] = 200
-    enters: ClassVar[bool] = False
-    leaves: ClassVar[bool] = True
+    position: ClassVar[int] = Order.SHARD
     represents: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
     name: ClassVar[str] = "shard"
@@ -170,9 +164,10 @@ class Shard(Transform):
         return entries.rebuild()
 
     def _whole_or_cut(self, cutting: bool, layout: Layout, node: Tree, rank: int) -> Tree:
-        step = PLACING.get()
-        if step is not None and any(t.takes(node) for t in step.transforms):
-            return Cut(layout if cutting else whole(layout), node)
+        step, lies = PLACING.get(), layout if cutting else whole(layout)
+        for transform in step.transforms if step is not None else ():
+            if (held := transform.hold(lies, node)) is not None:
+                return held
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
 
     def _named(self, role: str) -> list[str]:
@@ -204,11 +199,7 @@ class Shard(Transform):
 
     def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
         leaves = leaves_in(entry, OPAQUE)
-        nodes = [
-            node
-            for node in leaves
-            if isinstance(node, Sharded | Streamed) and node.layout.axis != ()
-        ]
+        nodes = [node for node in leaves if isinstance(node, Readable) and node.layout.axis != ()]
         if bool(nodes) != cut:
             pair = ("whole", "cut over the ranks")
             is_, should = reversed(pair) if nodes else pair
@@ -255,11 +246,11 @@ class Shard(Transform):
     # One call
 
     def configure(self, running: Context, state: Any) -> None:
-        running.group = self.group
-        running.prefetch, running.room = self.prefetch, self._room
-        running.reduce_once = self.stage < 2
+        over = communication(running)
+        over.group, over.reduce_once = self.group, self.stage < 2
+        over.prefetch, over.room = self.prefetch, self._room
         memo = running.memo.setdefault("layouts", {})
-        running.layout_for = lambda params: self._layout_for(params, memo)
+        over.layout_for = lambda params: self._layout_for(params, memo)
         if self.mesh is not None:
             MESH.set(self.mesh)
 
@@ -305,7 +296,7 @@ class Shard(Transform):
         for name in self.params:
             if name in before and name in after:
                 old_params, new_params = before[name], after[name]
-                if isinstance(old_params, Sharded | Streamed):
+                if isinstance(old_params, Readable):
                     after[name] = reassembled(old_params, new_params)
                 elif isinstance(old_params, Replicated):
                     after[name] = self._whole(rejoined(old_params, new_params))

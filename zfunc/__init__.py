@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from zfunc import errors
 from zfunc.engine import context, step
 from zfunc.engine.batches import local_batch
-from zfunc.engine.context import LayerInfo
 from zfunc.engine.differentiation import evaluate, value_and_grad
+from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.passes import layer, scan
 from zfunc.engine.primitives import Mean, reduced, settled
 from zfunc.engine.state import TrainState

@@ -395,7 +395,6 @@ class Around(zf.Transform):
     """A guard of the user's own, outside of that of `donate`."""
 
     position: ClassVar[int] = 900
-    guards: ClassVar[bool] = True
 
     def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
         out = call(state, args, kwargs)

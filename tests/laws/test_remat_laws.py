@@ -32,7 +32,7 @@ from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, mean_square, stack, stack_loss
 from zfunc import tree
-from zfunc.engine.context import LayerInfo
+from zfunc.engine.hooks import LayerInfo
 from zfunc.layout.pool import _free, pool
 
 F64 = torch.float64

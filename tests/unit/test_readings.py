@@ -17,7 +17,7 @@ from tests.laws.residual import batch, errors, params, uneven
 from zfunc import optim
 from zfunc.buffers.readings import Reading, number, on_host, sent
 from zfunc.engine import context
-from zfunc.engine.placement import Entries
+from zfunc.engine.entries import Entries
 from zfunc.transforms.accumulation import _times
 from zfunc.transforms.mixed_precision.masters import Masters
 from zfunc.trees import memory

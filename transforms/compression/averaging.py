@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.engine.seams import UnitInfo, Waiting
+from zfunc.engine.unit_info import UnitInfo, Waiting
 from zfunc.layout.dense import Dense, dense_of, spread_part, squeezed_part
 from zfunc.layout.layout import Layout
 from zfunc.layout.pool import empty, pool

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zfunc.buffers.readings import Reading
-from zfunc.engine.placement import Entries
+from zfunc.engine.entries import Entries
 from zfunc.layout.layout import Layout
 from zfunc.layout.merging import merged
 from zfunc.layout.replicated import Replicated

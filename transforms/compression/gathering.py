@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.engine.placement import Entries
+from zfunc.engine.entries import Entries
 from zfunc.errors import CompositionError
 from zfunc.layout.dense import dense_of, spread_part, squeezed_part
 from zfunc.layout.layout import Layout

@@ -46,12 +46,16 @@ from torch import Tensor
 from zfunc.buffers.readings import Reading, on_host
 from zfunc.engine import context
 from zfunc.engine.carried import held, may_lose, may_stay, put, take
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
-from zfunc.engine.description import Traffic
-from zfunc.engine.placement import Entries, homes_of
-from zfunc.engine.seams import Gradients, Pending, Ready, UnitInfo
+from zfunc.engine.entries import Entries
+from zfunc.engine.figures import Traffic
+from zfunc.engine.hooks import Gradients, Pending, Ready
+from zfunc.engine.order import Order
+from zfunc.engine.placement import homes_of
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.kernels import llvm
 from zfunc.layout.layout import Layout
@@ -99,8 +103,7 @@ class CompressGrads(Transform):
     gather: str | None = None
     shard: Any = field(default=None, repr=False)
 
-    position: ClassVar[int] = 150  # nearer to storage than shard: it takes over what shard leaves
-    leaves: ClassVar[bool] = True
+    position: ClassVar[int] = Order.COMPRESS
     name: ClassVar[str] = NAME
 
     def __repr__(self) -> str:
@@ -230,7 +233,7 @@ class CompressGrads(Transform):
                 running.join = partial(joined, call, GATHERS[self.gather], old)
             # Plain tensors beside cut trees are averaged as they are, at once.
             whole = not self.shard.stage
-            running.keeps = lambda unit: (
+            communication(running).keeps = lambda unit: (
                 whole if not unit.cut else call.entry_of(unit.layout) is not None
             )
 

@@ -34,9 +34,10 @@ from torch import Tensor
 
 from zfunc.buffers.readings import Reading
 from zfunc.engine.carried import put, take
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
-from zfunc.engine.description import Traffic
-from zfunc.engine.seams import Gradients
+from zfunc.engine.figures import Traffic
+from zfunc.engine.hooks import Gradients
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError
 from zfunc.layout.unreduced import Unreduced
@@ -187,7 +188,7 @@ class ZeroOneAdam(CompressGrads):
         running.frozen = call.active
         running.unsettled = bool(carried["frozen"]) and not call.active
         if call.active:
-            running.keeps = lambda unit: True
+            communication(running).keeps = lambda unit: True
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         mine: Any = running.notes.get(NAME)

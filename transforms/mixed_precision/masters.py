@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from zfunc.buffers.readings import Reading, number, on_host, sent
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
-from zfunc.engine.placement import Entries, reassembled, rejoined
+from zfunc.engine.entries import Entries
+from zfunc.engine.placement import reassembled, rejoined
 from zfunc.engine.signs import sign
 from zfunc.errors import NonFiniteError
 from zfunc.layout.replicated import Replicated, elementwise
@@ -156,8 +158,9 @@ class Masters:
             The gradients to go on with.
         """
         bad = self._not_finite(grads, scaled)
-        if running.group.size > 1:
-            bad = running.group.all_reduce(bad, label="overflow").wait()
+        group = communication(running).group
+        if group.size > 1:
+            bad = group.all_reduce(bad, label="overflow").wait()
         if self.carried is None and not on_host(bad):
             self.unseen = bad > 0 if self.unseen is None else self.unseen | (bad > 0)
             return grads if running.donation is None else _without(grads, bad > 0, own)

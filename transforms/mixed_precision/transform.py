@@ -38,12 +38,15 @@ import torch
 from torch import Tensor
 
 from zfunc.engine import carried, context
-from zfunc.engine.context import Context, LayerInfo, uncut
-from zfunc.engine.placement import Entries
+from zfunc.engine.communication import communication, uncut
+from zfunc.engine.context import Context
+from zfunc.engine.entries import Entries
+from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Ready
+from zfunc.engine.order import Order
 from zfunc.engine.primitives import Mean
 from zfunc.engine.products import SHORT, products
-from zfunc.engine.seams import Gradients, Pending, Ready, UnitInfo
 from zfunc.engine.step import Differentiate, Transform, transform_of
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import PlacementError
 from zfunc.layout.leaves import is_frozen, settle_origin
 from zfunc.layout.pool import pool
@@ -70,9 +73,7 @@ class Precision(Transform):
     loss_scale: DynamicScale | float | None = None
     roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
 
-    position: ClassVar[int] = 290  # around whatever may leave a layer out: all streams in one dtype
-    enters: ClassVar[bool] = True
-    leaves: ClassVar[bool] = True
+    position: ClassVar[int] = Order.PRECISION
     before_gather: ClassVar[bool] = True
     name: ClassVar[str] = NAME
 
@@ -196,8 +197,9 @@ class Precision(Transform):
 
     def configure(self, running: Context, state: Any) -> None:
         running.compute = self.compute
-        if running.layout_for is uncut:
-            running.layout_for = _remembered(running.memo.setdefault("layouts", {}))
+        over = communication(running)
+        if over.layout_for is uncut:
+            over.layout_for = _remembered(running.memo.setdefault("layouts", {}))
 
     def open(self, state: Any) -> Any:
         running = context.current()

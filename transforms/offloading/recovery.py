@@ -53,7 +53,8 @@ def recover(step: Step, like: Any) -> Any:
     token = PLACING.set(step)
     try:
         for transform in reversed(step.transforms):
-            like = transform.lay_out(like) if transform is offload else transform.place(like)
+            lay_out = transform is offload
+            like = offload.lay_out(like) if lay_out else transform.place(like)  # type: ignore[attr-defined]
     finally:
         PLACING.reset(token)
     paths = [Path(p) for p in offload.path]  # type: ignore[attr-defined]

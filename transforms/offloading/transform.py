@@ -24,15 +24,12 @@ import torch
 
 from zfunc.buffers.pages import aligned
 from zfunc.buffers.ring import HOST
+from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
+from zfunc.engine.entries import Entries
 from zfunc.engine.intake import copied
-from zfunc.engine.placement import (
-    Entries,
-    Twins,
-    layout_for,
-    placed_nodes,
-    rejoined,
-)
+from zfunc.engine.order import Order
+from zfunc.engine.placement import Twins, layout_for, placed_nodes, rejoined
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError
@@ -72,8 +69,7 @@ class Offload(Transform):
     buffers: int = 3
     roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
 
-    position: ClassVar[int] = 100
-    before_gather: ClassVar[bool] = True
+    position: ClassVar[int] = Order.OFFLOAD
     name: ClassVar[str] = "offload"
 
     def __post_init__(self) -> None:
@@ -120,7 +116,10 @@ class Offload(Transform):
             )
         return self
 
-    def takes(self, tree: Any) -> bool:
+    def hold(self, layout: Layout, tree: Any) -> Cut | None:
+        return Cut(layout, tree) if self._takes(tree) else None
+
+    def _takes(self, tree: Any) -> bool:
         return self.to == "disk" or self.moves(_device_of(tree))
 
     def moves(self, device: torch.device) -> bool:
@@ -137,7 +136,7 @@ class Offload(Transform):
 
     def place(self, state: Any) -> Any:
         step = PLACING.get()
-        if not self.takes(state):
+        if not self._takes(state):
             return copied(state) if self.represents and self._alone(step) else state
         if any(t.name == "compress_grads" for t in step.transforms):
             raise CompositionError(
@@ -296,10 +295,11 @@ class Offload(Transform):
 
     def _by_unit(self, running: Context, spill: Callable[[Layout], Any]) -> None:
         running.by_unit = True
-        running.spill = lambda layout, cut: spill(layout if cut else whole(layout))
+        over = communication(running)
+        over.spill = lambda layout, cut: spill(layout if cut else whole(layout))
         if not any(t.represents for t in running.transforms if t is not self):
             memo = running.memo.setdefault("layouts", {})
-            running.layout_for = lambda params: (layout_for(params, 1, memo, _layout), False)
+            over.layout_for = lambda params: (layout_for(params, 1, memo, _layout), False)
 
     def finish(self, old: Any, out: Any) -> Any:
         if not stored_nodes(old) and not hosted_nodes(old):

@@ -8,7 +8,7 @@ import optree
 from torch import Tensor
 
 from zfunc.engine import carried
-from zfunc.engine.placement import Entries
+from zfunc.engine.entries import Entries
 from zfunc.engine.step import Step
 from zfunc.errors import PlacementError
 from zfunc.quant.qtensor import QTensor

@@ -15,6 +15,7 @@ import optree
 from torch import Tensor
 
 from zfunc.engine.differentiation import evaluate
+from zfunc.engine.order import Order
 from zfunc.engine.step import Step, Transform
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.readable import Readable
@@ -38,7 +39,7 @@ class LowBits(Transform):
     include: Include = None
     model: Functional | None = field(default=None, repr=False)
 
-    position: ClassVar[int] = 400
+    position: ClassVar[int] = Order.LOW_BITS
     represents: ClassVar[bool] = True
     of_params: ClassVar[bool] = True
     name: ClassVar[str] = "quantize"

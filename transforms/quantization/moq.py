@@ -23,9 +23,12 @@ from torch import Tensor
 from zfunc.buffers.readings import number, on_host
 from zfunc.engine import carried
 from zfunc.engine.context import Context
-from zfunc.engine.placement import Entries
-from zfunc.engine.seams import Gradients, Pending, UnitInfo
+from zfunc.engine.entries import Entries
+from zfunc.engine.hooks import Gradients, Pending
+from zfunc.engine.keys import key_of
+from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import PlacementError
 from zfunc.layout.layout import Slot
 from zfunc.quant import schedules
@@ -55,8 +58,7 @@ class MoQ(Transform):
     include: Include = None
     params: tuple[str, ...] = ("params",)
 
-    position: ClassVar[int] = 350
-    enters: ClassVar[bool] = True
+    position: ClassVar[int] = Order.QUANTIZE
     name: ClassVar[str] = NAME
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class MoQ(Transform):
                 f"another `include` than {self!r}, or for another model."
             )
         self._check_begun(schedule)
-        running.notes[NAME] = _Call(self, schedule, list(paths), running.key)
+        running.notes[NAME] = _Call(self, schedule, list(paths), key_of(running))
 
     def _check_begun(self, schedule: Schedule) -> None:
         """Refuse a schedule that began otherwise: it would go on as it began, without a word."""

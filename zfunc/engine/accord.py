@@ -28,8 +28,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from zfunc.engine.hooks import Pending
 from zfunc.engine.plans import Plan
-from zfunc.engine.seams import Pending
 from zfunc.engine.sources import Source
 from zfunc.engine.unit_runs import AGAIN, ENTER, LEAVE, RELEASE, UnitRun
 from zfunc.errors import DesyncError

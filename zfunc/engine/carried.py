@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from zfunc.engine.placement import Entries
+from zfunc.engine.entries import Entries
 from zfunc.errors import PlacementError
 
 __all__ = ["held", "may_lack", "may_lose", "may_stay", "names", "put", "sort_of", "take"]

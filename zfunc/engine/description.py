@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from zfunc.engine.placement import Entries
-from zfunc.errors import PlacementError
+from zfunc.engine.figures import Description, Traffic
 from zfunc.ranks import world
 from zfunc.ranks.accounting import HEADER
 from zfunc.ranks.routes import neighbours, ring
 from zfunc.ranks.transport import HEADER_BYTES
-from zfunc.trees import tree
 
-__all__ = ["Description", "Traffic", "describe", "held_bytes"]
+__all__ = ["describe"]
 
 # By the first word of a collective's label.
 PURPOSES = {
@@ -26,31 +23,6 @@ PURPOSES = {
 }
 
 
-class Description(str):
-    """Text with its figures as attributes.
-
-    Attributes:
-        state_bytes: bytes of the placed state on this rank; None before ``place``.
-        sent_bytes: bytes that this rank sends in one step, headers included; None
-            before ``place``.
-    """
-
-    state_bytes: int | None = None
-    sent_bytes: int | None = None
-
-
-@dataclass
-class Traffic:
-    """Payload bytes that one rank sends, by purpose, and how many headers each neighbour gets."""
-
-    payload: Counter[str] = field(default_factory=Counter)
-    headers: int = 0
-
-    def add(self, purpose: str, nbytes: int) -> None:
-        self.payload[purpose] += nbytes
-        self.headers += 1
-
-
 class Described(Protocol):
     """A transform, as far as it tells what it does."""
 
@@ -59,15 +31,6 @@ class Described(Protocol):
 
     def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
         """What it sends in a step."""
-
-
-def held_bytes(state: Any) -> dict[str, int]:
-    """Bytes that this rank holds, by entry of the state."""
-    try:
-        entries = Entries(state)
-    except PlacementError:
-        return {"state": tree.size_bytes(state)}
-    return {name: tree.size_bytes(entries[name]) for name in entries.names}
 
 
 def describe(title: str, transforms: Sequence[Described], memo: Mapping[Any, Any]) -> Description:

@@ -20,13 +20,15 @@ from torch import Tensor
 from zfunc.buffers.readings import sent
 from zfunc.engine import context
 from zfunc.engine.agreement import check_same
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
+from zfunc.engine.hooks import Collector, Finish, Gradients
+from zfunc.engine.keys import key_of
 from zfunc.engine.passes import Pass, enter
 from zfunc.engine.plans import Plan, there
 from zfunc.engine.primitives import Mean, Ref
 from zfunc.engine.products import SHORT, products
 from zfunc.engine.recomputation import taken
-from zfunc.engine.seams import Collector, Finish, Gradients
 from zfunc.engine.sources import Source
 from zfunc.engine.unit_runs import dense
 from zfunc.engine.versions import check, versions
@@ -263,7 +265,7 @@ def _in_step(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tr
 def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tree]:
     call, running.differentiated = running.differentiated, running.differentiated + 1
     owner = _new_pass(running, asked.collector)
-    finish = asked.finish or _across(running.group)
+    finish = asked.finish or _across(communication(running).group)
     with _randomness(running, call):
         if running.by_unit:
             return _by_unit(running, owner, call, asked, finish)
@@ -278,28 +280,29 @@ def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], T
 
 
 def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
-    entering = [t for t in running.transforms if t.enters]
-    leaving = [t for t in running.transforms if t.leaves]
+    over = communication(running)
+    entering = [t for t in running.transforms if t.overrides("enter")]
+    leaving = [t for t in running.transforms if t.overrides("leave")]
     if collector is not None:
         leaving.append(collector)
     return Pass(
         before=[t.enter for t in entering if t.before_gather],
         after=[t.enter for t in entering if not t.before_gather],
         leave=[t.leave for t in sorted(leaving, key=lambda t: -t.position)],
-        plan=Plan(prefetch=running.prefetch, room=running.room),
+        plan=Plan(prefetch=over.prefetch, room=over.room),
         running=running,
         waiting={} if collector is None else collector.waiting,
         holding=collector is not None and collector.holding,
-        spill=running.spill,
+        spill=over.spill,
     )
 
 
 def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     """The scope of one loss: torch's random functions are decided by the step's key."""
     running.layer_calls = 0
-    if running.key is None:
+    if (key := key_of(running)) is None:
         return nullcontext()
-    key = random.fold_in(running.key, running.group.rank)
+    key = random.fold_in(key, communication(running).group.rank)
     running.layer_scope = random.scope.folded(random.fold_in(key, 2 * call + 1))
     return random.scope(random.fold_in(key, 2 * call))
 
@@ -319,7 +322,7 @@ def _by_unit(
     running.passes.append(owner)
     try:
         if not owner.holding or any(source.sharded and source.cut for source in sources):
-            owner.agree(running.group)
+            owner.agree(communication(running).group)
         with torch.enable_grad():
             tree = rebuild([source.view() for source in sources])
             args, kwargs = _entered_arguments((asked.args, asked.kwargs))
@@ -349,17 +352,17 @@ def _sources(
     running: Context, owner: Pass, params: Tree
 ) -> tuple[Callable[[list[Any]], Tree], list[Source]]:
     """The placed nodes of a params tree, or a plain tree as a whole, each one source."""
-    kinds = Readable | Replicated
+    kinds, over = Readable | Replicated, communication(running)
     if not any(isinstance(node, kinds) for node in _nodes(params)):
-        layout, cut = running.layout_for(params)
-        source = owner.add(layout, params, running.group, cut=cut, differentiated=True)
+        layout, cut = over.layout_for(params)
+        source = owner.add(layout, params, over.group, cut=cut, differentiated=True)
         return lambda new: opened(new[0]), [source]
     nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=PLACED)
     placed = [i for i, node in enumerate(nodes) if isinstance(node, kinds)]
     paths = spec.paths() if running.reached is not None or len(placed) < len(nodes) else []
     sources = [
         owner.add(
-            *(nodes[i].layout, nodes[i], running.group),
+            *(nodes[i].layout, nodes[i], over.group),
             cut=_is_cut(running, nodes[i]),
             differentiated=True,
             name_of=str if running.reached is None else functools.partial(dotted, *paths[i]),
@@ -372,7 +375,7 @@ def _sources(
         beside = {dotted(BESIDE[:-1], *paths[i]): nodes[i] for i in plain}
         source = owner.add(
             _layout_beside(running, beside),
-            *(beside, running.group),
+            *(beside, over.group),
             cut=False,
             differentiated=True,
             spills=False,
@@ -395,7 +398,7 @@ def _sources(
 def _is_cut(running: Context, node: Any) -> bool:
     """Whether the gradients of a node are; it may be on disk and whole on every rank."""
     if isinstance(node, Replicated):
-        return running.layout_for(node)[1]
+        return communication(running).layout_for(node)[1]
     return bool(node.layout.axis != ())
 
 
@@ -411,8 +414,9 @@ def _layout_beside(running: Context, beside: dict[str, Any]) -> Layout:
     memo = running.memo.setdefault("beside", {})
     key = tuple((name, x.shape, x.dtype, is_frozen(x)) for name, x in beside.items())
     if key not in memo:
-        check_same(running.group, {"plain params beside placed ones": beside})
-        memo[key] = make_layout(beside, world=running.group.size)
+        group = communication(running).group
+        check_same(group, {"plain params beside placed ones": beside})
+        memo[key] = make_layout(beside, world=group.size)
     layout: Layout = memo[key]
     return layout
 

@@ -7,7 +7,6 @@ from typing import Any, cast
 import optree
 from torch import Tensor
 
-from zfunc.ranks import random
 from zfunc.trees import tree
 from zfunc.trees.nodes import HELD, OPAQUE, PLACED, Box, any_spent, carry, held_in
 
@@ -70,9 +69,9 @@ def first_leaf(state: Any) -> Any:
     return next(iter(leaves), None)
 
 
-def key_of(state: Any) -> Tensor | None:
-    """The key of this step's randomness: that of the state and its step count."""
+def key_of(state: Any) -> tuple[Any, Any] | None:
+    """The key of a state and its number of steps, where it has them."""
     key, step = entry(state, "key"), entry(state, "step")
     if key is None:
         return None
-    return random.fold_in(key, step) if isinstance(step, Tensor | int) else random.as_key(key)
+    return key, step if isinstance(step, Tensor | int) else None

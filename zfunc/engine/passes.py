@@ -1,16 +1,16 @@
 """One pass of parameters through a computation, unit by unit, forward and backward.
 
-Forward, a unit *enters*: what the state stores goes through the ``enter`` seams in
+Forward, a unit *enters*: what the state stores goes through the ``enter`` hooks in
 data-flow order (gather, cast, ...) and comes out as the leaves that the layer sees.
 Backward, as soon as the gradients of all its leaves are there, they *leave* through
-the ``leave`` seams, asynchronously.
+the ``leave`` hooks, asynchronously.
 
 The order in which units enter is recorded; the next pass starts the entry of the next
 layer's units while this one computes. The record is a hint and never a law: a pass that
 takes another path gathers what it needs when it needs it. Ranks that take different paths
 from each other agree on what comes next: see :mod:`zfunc.engine.accord`.
 
-Here is what the trees of a pass share: seams, what is under way, and the end; and the primitives
+Here is what the trees of a pass share: hooks, what is under way, and the end; and the primitives
 with which parameters enter, and leave again behind a layer. A tree is in
 :mod:`zfunc.engine.sources`, one of its units in :mod:`zfunc.engine.unit_runs`.
 """
@@ -27,10 +27,11 @@ from torch import Tensor
 
 from zfunc.engine import context
 from zfunc.engine.accord import Accord
+from zfunc.engine.hooks import LayerInfo, Pending, Total
 from zfunc.engine.plans import Plan
 from zfunc.engine.primitives import Ref
-from zfunc.engine.seams import Pending, Total, gather
 from zfunc.engine.sources import Source
+from zfunc.engine.unit_info import gather
 from zfunc.engine.unit_runs import UnitRun
 from zfunc.errors import PlacementError
 from zfunc.layout.layout import Layout
@@ -51,8 +52,8 @@ class Pass:
     """The state of one pass on one rank.
 
     Attributes:
-        before, after: ``enter`` seams on the way to, and behind, the gather.
-        leave: ``leave`` seams, first to last.
+        before, after: ``enter`` hooks on the way to, and behind, the gather.
+        leave: ``leave`` hooks, first to last.
         plan: in which order units are expected to enter.
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
@@ -110,12 +111,12 @@ class Pass:
             name_of: from a leaf's path in it to that in all parameters.
         """
         middle = [gather] if isinstance(stored, Readable) else []
-        seams = [*self.before, *middle, *self.after]
+        hooks = [*self.before, *middle, *self.after]
         spill = self.spill if differentiated and spills else None
         sink = None if spill is None else spill(layout, cut)
         index = len(self.sources)
         source = Source(
-            self, index, layout, stored, group, cut, differentiated, seams, sink, name_of
+            self, index, layout, stored, group, cut, differentiated, hooks, sink, name_of
         )
         self.sources.append(source)
         self.plan.runs.append(source.runs)
@@ -295,7 +296,7 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     def call(*xs: Any, **kw: Any) -> Any:
         return _compute(inner, params, xs, kw)
 
-    info = context.LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
+    info = LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
     if isinstance(params, Ref):
         info = params.told(info)
     for transform in running.around:

@@ -1,4 +1,4 @@
-"""What placing a state needs to know of it: its entries, and which subtrees are like the params."""
+"""What placing a state needs to know of it: the layouts of its params, and what is like them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import optree
 from torch import Tensor
 
 from zfunc.engine.context import current
-from zfunc.errors import PlacementError
 from zfunc.layout.layout import Layout, Slot, Unit, find_layers
 from zfunc.layout.leaves import is_frozen
 from zfunc.layout.pieces import leaves_of
@@ -20,7 +19,6 @@ from zfunc.trees.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in, 
 from zfunc.trees.tree import dotted
 
 __all__ = [
-    "Entries",
     "Twins",
     "borrowed",
     "homes_of",
@@ -29,49 +27,6 @@ __all__ = [
     "reassembled",
     "rejoined",
 ]
-
-
-class Entries:
-    """The top-level entries of a state by name; assignable, and put together again."""
-
-    def __init__(self, state: Any) -> None:
-        try:
-            children, _, entries, self._unflatten = optree.tree_flatten_one_level(
-                state, none_is_leaf=True, namespace=NAMESPACE
-            )
-        except ValueError:
-            raise PlacementError(
-                f"a state is a pytree with named entries (a TrainState, dict, dataclass or named "
-                f"tuple), not a {type(state).__name__}."
-            ) from None
-        self._metadata = _
-        self.names = [str(entry) for entry in _names(state, entries)]
-        self._children = dict(zip(self.names, children, strict=True))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._children
-
-    def __getitem__(self, name: str) -> Any:
-        return self._children[name]
-
-    def get(self, name: str) -> Any:
-        """The entry, or ``None``."""
-        return self._children.get(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._children[name] = value
-
-    def __str__(self) -> str:
-        return "entries " + ", ".join(self.names) if self.names else "without entries"
-
-    def rebuild(self) -> Any:
-        """The state with the entries as they are now."""
-        return self._unflatten(self._metadata, tuple(self._children.values()))
-
-
-def _names(state: Any, entries: Sequence[Any]) -> Sequence[Any]:
-    """Named tuples are entered by position; their fields are the names that users know."""
-    return getattr(state, "_fields", entries)
 
 
 class Twins:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from zfunc.engine import context
+from zfunc.engine.hooks import LayerInfo
 from zfunc.trees.nodes import Lazy, Tree, register
 
 __all__ = [
@@ -70,7 +71,7 @@ class Ref(Lazy):
         """``fn(params, *xs, **kw)`` with the parameters entered for this call only."""
         raise NotImplementedError
 
-    def told(self, info: context.LayerInfo) -> context.LayerInfo:
+    def told(self, info: LayerInfo) -> LayerInfo:
         """``info`` with what the reference knows of the layer."""
         return info
 
@@ -160,8 +161,4 @@ def missed() -> Mapping[str, int] | None:
 def compressing() -> bool:
     """Whether ``reduced`` or ``settled`` may be more than the identity."""
     running = context.current()
-    return running is not None and (
-        running.frozen
-        or running.unsettled
-        or any(transform.compresses for transform in running.transforms)
-    )
+    return running is not None and (running.frozen or running.unsettled)

@@ -9,12 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from zfunc.engine import carried
-from zfunc.engine.placement import Entries
+from zfunc.engine.entries import Entries
 from zfunc.errors import PlacementError
-from zfunc.layout.layout import Layout
-from zfunc.layout.readable import Readable
-from zfunc.layout.replicated import Replicated
-from zfunc.trees.nodes import OPAQUE, leaves_in
+from zfunc.trees.nodes import OPAQUE, Box, Placed, leaves_in
 
 __all__ = ["listed", "sign", "signs"]
 
@@ -37,10 +34,8 @@ def signs(state: Any) -> dict[str, str]:
     for kind in set(map(type, nodes)):
         if (owner := _KINDS.get(kind)) is not None:
             found[owner] = owner
-        if issubclass(kind, Readable | Replicated):
-            for node in nodes:
-                if type(node) is kind:
-                    _note(found, node.layout)
+        if issubclass(kind, Placed | Box):
+            found.update(node.placed_by for node in nodes if type(node) is kind and node.placed_by)
     try:
         entries = Entries(state)
     except PlacementError:  # a params tree by itself, or whatever a bare step may be given
@@ -52,11 +47,6 @@ def signs(state: Any) -> dict[str, str]:
     for name in carried.names(entries):
         found.setdefault(name, name)
     return found
-
-
-def _note(found: dict[str, str], layout: Layout) -> None:
-    if layout.by is not None:
-        found[layout.by[0]] = layout.by[1]
 
 
 def listed(found: dict[str, str]) -> str:

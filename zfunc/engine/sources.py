@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zfunc.engine.context import RECOMPUTED, LayerInfo
+from zfunc.engine.context import RECOMPUTED
+from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
-from zfunc.engine.seams import Pending, UnitInfo
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.engine.unit_runs import Running, UnitRun, redeem
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of
@@ -108,18 +109,18 @@ class Source:
         group: Group,
         cut: bool,
         differentiated: bool,
-        seams: Sequence[Callable[..., Any]],
+        hooks: Sequence[Callable[..., Any]],
         sink: Any,
         name_of: Callable[[str], str],
     ) -> None:
         self.owner, self.index, self.layout, self.group = owner, index, layout, group
-        self.seams, self.sink, self.cut, self.differentiated = seams, sink, cut, differentiated
+        self.hooks, self.sink, self.cut, self.differentiated = hooks, sink, cut, differentiated
         self.layer_units = layout.units_of_layers
         self.sharded = isinstance(stored, Readable)
         self.node: Any = stored if isinstance(stored, Readable) and stored.streams else None
         box = stored if isinstance(stored, Replicated) else None
         flat, rows = _in_memory(layout, stored)
-        of_tree = seams, differentiated, self.sharded, flat, self.node, box, name_of
+        of_tree = hooks, differentiated, self.sharded, flat, self.node, box, name_of
         self.runs = [
             UnitRun(owner, UnitInfo(layout, i, group, cut, index, owner.running), row, *of_tree)
             for i, row in enumerate(rows)
@@ -130,7 +131,7 @@ class Source:
         """Whether layers need no references: nothing is done to what they hold, nor to a call
         of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
         running = self.owner.running
-        if running is None or self.seams or self.group.size > 1:
+        if running is None or self.hooks or self.group.size > 1:
             return False
         return not running.around and not any(t.by_unit for t in running.transforms)
 

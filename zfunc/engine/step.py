@@ -1,7 +1,7 @@
 """``Step``, a pure training step, and ``Transform``, what a step can be wrapped in.
 
 A transform is a representation of the state and its rules. It answers some of these
-questions, the *seams*, and overrides only those that it needs:
+questions, the *hooks*, and overrides only those that it needs:
 
 ====================  =========================================================
 ``place``/``unplace``  how is the state represented? (an isomorphism)
@@ -15,7 +15,7 @@ questions, the *seams*, and overrides only those that it needs:
 ``guard``              what surrounds a whole call? (errors)
 ====================  =========================================================
 
-At a seam transforms act in the order in which data flows (``position``), never in
+At a hook transforms act in the order in which data flows (``position``), never in
 that in which the user wrapped them: transforms commute.
 """
 
@@ -34,12 +34,13 @@ from torch import Tensor, nn
 
 from zfunc.engine import context
 from zfunc.engine.collector import collector_waits
-from zfunc.engine.context import Context, LayerInfo
-from zfunc.engine.description import Description, Traffic, describe, held_bytes
+from zfunc.engine.context import Context
+from zfunc.engine.entries import held_bytes
+from zfunc.engine.figures import Description, Traffic
+from zfunc.engine.hooks import Gradients, LayerInfo, Pending
 from zfunc.engine.intake import admitted, copied, first_leaf, first_placed, key_of
 from zfunc.engine.interrupts import Succession
-from zfunc.engine.passes import Pass
-from zfunc.engine.seams import Gradients, Pending, UnitInfo
+from zfunc.engine.order import Order
 from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
@@ -54,44 +55,54 @@ __all__ = ["Step", "Transform", "as_step", "transform_of"]
 Differentiate = Callable[[Gradients], tuple[tuple[Tensor, Any], Any]]
 
 
+# What transforms of users may still override: nobody would call it.
+MOVED = {
+    "close": "Override `release(self, step)`.",
+    "takes": "Override `hold(self, layout, tree)`, which returns the node or None.",
+    "wraps_layers": "Whoever overrides `layer` is asked.",
+}
+
+
 class Transform:
     """Base of all transforms. Subclass it as a frozen dataclass to write your own.
 
     Attributes:
-        position: where on the way of the data it acts; smaller is nearer to storage.
-        enters, leaves: whether ``enter`` / ``leave`` do anything.
+        position: where on the way of the data it acts; see :class:`~zfunc.engine.order.Order`.
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
         by_unit: whether layers must come as references even if nothing enters or leaves.
         by_layer: whether it does well only if each layer is a unit of its own.
         represents: whether ``place`` makes the state's representation (and a copy of it).
         needs_gradients: whether a step that never differentiates is an error.
         of_params: whether the state is a params tree itself, and the function no training step.
-        compresses: whether ``reduce`` or ``settle`` do anything in every call.
-        guards: whether ``guard`` does anything.
         spends: whether the state that goes in may be gone before the caller has the result.
     """
 
-    position: ClassVar[int] = 500
-    enters: ClassVar[bool] = False
-    leaves: ClassVar[bool] = False
+    position: ClassVar[int] = Order.OTHERS
     before_gather: ClassVar[bool] = False
     by_unit: ClassVar[bool] = False
     by_layer: ClassVar[bool] = False
     represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
-    compresses: ClassVar[bool] = False
-    guards: ClassVar[bool] = False
     spends: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old, new in MOVED.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__}.{old}: zf.Transform has no such member. {new}")
 
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
 
-    @property
-    def wraps_layers(self) -> bool:
-        """Whether ``layer`` does anything."""
-        return type(self).layer is not Transform.layer
+    def overrides(self, hook: str) -> bool:
+        """Whether this kind of transform does anything at a hook.
+
+        >>> Transform().overrides("enter")
+        False
+        """
+        return getattr(type(self), hook) is not getattr(Transform, hook)
 
     def beside(self, others: Sequence[Transform]) -> Transform:
         """This transform, given the others that the step is wrapped in.
@@ -118,13 +129,16 @@ class Transform:
         """
         return [placed]
 
-    def takes(self, tree: Any) -> bool:
-        """Whether what others cut of a plain tree goes out of the device's memory at once."""
-        return False
+    def hold(self, layout: Any, tree: Any) -> Any:
+        """The node that stands for a plain tree whose parts are not to be in the device's memory.
 
-    def lay_out(self, state: Any) -> Any:
-        """What of ``place`` decides where things lie, without putting them there."""
-        return state
+        Args:
+            layout: a :class:`~zfunc.layout.layout.Layout`, by which another transform cuts it.
+
+        Returns:
+            ``None`` where they may be.
+        """
+        return None
 
     def check(self, state: Any) -> None:
         """Raise ``PlacementError`` if the state is not in this representation."""
@@ -136,20 +150,20 @@ class Transform:
         """The state as the function is to see it: without what this transform carries in it."""
         return state
 
-    def foresee(self, plan: Sequence[tuple[int, int]], owner: Pass) -> Sequence[tuple[int, int]]:
-        """The order in which units are expected to enter the pass about to run."""
+    def foresee(self, plan: Sequence[tuple[int, int]], owner: Any) -> Sequence[tuple[int, int]]:
+        """The order in which units are expected to enter the :class:`Pass` about to run."""
         return plan
 
-    def enter(self, value: Pending, unit: UnitInfo) -> Pending:
-        """Let one unit's parameters in."""
+    def enter(self, value: Pending, unit: Any) -> Pending:
+        """Let the parameters of one unit (a :class:`UnitInfo`) in."""
         return value
 
     def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
         """Surround one layer: ``call(*inputs)`` runs it."""
         return call
 
-    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
-        """Let one unit's gradients out."""
+    def leave(self, value: Pending, unit: Any) -> Pending:
+        """Let the gradients of one unit (a :class:`UnitInfo`) out."""
         return value
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
@@ -203,10 +217,6 @@ class Transform:
 
     def release(self, step: Step) -> None:
         """Release what the transform holds for a step: files, locks, memory."""
-        self.close()
-
-    def close(self) -> None:
-        """The same, of a transform that need not know for which step."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +288,7 @@ class Step:
     def guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call(state, args, kwargs)``, a call of this step, inside its transforms' guards."""
         for transform in self.transforms:
-            if transform.guards:
+            if transform.overrides("guard"):
                 call = functools.partial(transform.guard, call)
         return call
 
@@ -291,7 +301,9 @@ class Step:
             tensors=tensors,
             boxes=boxes_in(state),
             key=key_of(state),
-            by_unit=any(t.enters or t.leaves or t.by_unit for t in self.transforms),
+            by_unit=any(
+                t.by_unit or t.overrides("enter") or t.overrides("leave") for t in self.transforms
+            ),
         )
         token, outer = context.push(running), MESH.set(MESH.get())
         try:
@@ -438,6 +450,8 @@ class Step:
         the traffic is computed for one ``value_and_grad`` of all parameters; afterwards
         it is that of the recorded path, which the next step takes again.
         """
+        from zfunc.engine.description import describe  # a room for this alone
+
         return describe(repr(self), self.transforms, self._memo())
 
     def close(self) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.context import RECOMPUTED
-from zfunc.engine.seams import Pending, Ready, UnitInfo
+from zfunc.engine.hooks import Pending, Ready
+from zfunc.engine.unit_info import UnitInfo
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import pool
@@ -36,7 +37,7 @@ class Running(Protocol):
         plan: in which order units are expected (:class:`zfunc.engine.plans.Plan`).
         accord: how the ranks agree on what comes next (:class:`zfunc.engine.accord.Accord`).
         running: the context of the call, if there is one.
-        leave: the ``leave`` seams.
+        leave: the ``leave`` hooks.
         tick: what backward runs towards, beside ``ends``.
         ends: leaves that hand over their gradients by themselves, and their hooks of backward.
         holding: whether gradients are kept back for a later pass.
@@ -70,16 +71,16 @@ class UnitRun:
 
     Attributes:
         owner: the pass.
-        info: what seams are told of the unit.
+        info: what hooks are told of the unit.
         stored: its flats, or its leaves, as they are in memory.
-        seams: what it goes through when it enters.
+        hooks: what it goes through when it enters.
         differentiated: whether gradients of its tree are asked for.
         sharded: whether its tree is one that is gathered.
         flat: whether flats enter, and not leaves.
         node: what reads the unit, if it is not in memory.
         box: what waits for its flats, if they may be on their way.
         name_of: from a leaf's path here to that in all params.
-        values: what entered, as the last seam made it.
+        values: what entered, as the last hook made it.
         seen: what entered when it was looked at last, and how often that had been written to.
         entered: the leaves by leaf index; ``tracked``: whether they are differentiable.
         pending: the entry under way; ``fetched``: what is on its way from the disk.
@@ -98,7 +99,7 @@ class UnitRun:
     owner: Running
     info: UnitInfo
     stored: list[Tensor]
-    seams: Sequence[Callable[..., Any]]
+    hooks: Sequence[Callable[..., Any]]
     differentiated: bool
     sharded: bool
     flat: bool
@@ -175,8 +176,8 @@ class UnitRun:
         if self.node is not None:
             value = self.fetched or self.node.fetch(self.info.index)
         self.fetched = None
-        for seam in self.seams:
-            value = seam(value, self.info)
+        for hook in self.hooks:
+            value = hook(value, self.info)
         return value
 
     def fetch(self) -> None:
@@ -186,7 +187,7 @@ class UnitRun:
             self.fetched = self.node.fetch(self.info.index, must=False)
 
     def acquire(self) -> list[Tensor]:
-        """The unit's values as the last ``enter`` seam made them."""
+        """The unit's values as the last ``enter`` hook made them."""
         accord = self.owner.accord
         beside = accord is not None and accord.beside
         if self.spare is not None and beside:
@@ -375,7 +376,7 @@ class UnitRun:
                 pool().trim()  # nothing is gathered any more, and soon two sets of gradients exist
 
     def send(self, flats: list[Tensor]) -> None:
-        """Hand a full gradient of the unit to the ``leave`` seams, when all ranks do."""
+        """Hand a full gradient of the unit to the ``leave`` hooks, when all ranks do."""
         if self.owner.accord is None or self.owner.holding:
             self.part(flats)
         else:
@@ -395,12 +396,12 @@ class UnitRun:
         return flats
 
     def part(self, flats: list[Tensor]) -> None:
-        """Send a full gradient, which is taken out of the list, through the ``leave`` seams."""
+        """Send a full gradient, which is taken out of the list, through the ``leave`` hooks."""
         value: Pending = Ready([*flats])
         nbytes = sum(x.nbytes for x in flats)
         flats.clear()
-        for seam in self.owner.leave:
-            if (value := seam(value, self.info)) is None:
+        for hook in self.owner.leave:
+            if (value := hook(value, self.info)) is None:
                 return  # kept back
         self.owner.sent(self, value, nbytes)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.carried import may_lack, sort_of
-from zfunc.engine.placement import Entries
+from zfunc.engine.entries import Entries
 from zfunc.errors import CheckpointError
 from zfunc.files.background import Saving, settle, start
 from zfunc.files.chunks import NAMES, check_name, digest

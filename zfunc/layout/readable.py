@@ -31,6 +31,10 @@ class Readable(Placed):
     layout: Layout
 
     @property
+    def placed_by(self) -> tuple[str, str] | None:
+        return self.layout.by
+
+    @property
     def group(self) -> Group:
         """The ranks over which it is cut."""
         raise NotImplementedError

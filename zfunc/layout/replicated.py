@@ -70,6 +70,10 @@ class Replicated(Box):
         self._flats = None if flats is None else tuple(flats)
         self._read: list[Any] = []
 
+    @property
+    def placed_by(self) -> tuple[str, str] | None:
+        return self.layout.by
+
     # What it holds
 
     @property

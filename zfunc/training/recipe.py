@@ -10,6 +10,7 @@ import optree
 from torch import Tensor
 
 from zfunc.engine import context
+from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import value_and_grad
 from zfunc.engine.state import check_optimizer
@@ -107,7 +108,7 @@ def _key_of_rank(state: Any) -> Tensor:
 
 def _group() -> Group:
     running = context.current()
-    return running.group if running is not None else Context().group
+    return communication(running or Context()).group
 
 
 def _unpack(out: Any, buffers: Any, takes_buffers: bool, has_aux: bool) -> tuple[Any, Any, Any]:

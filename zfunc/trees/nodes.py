@@ -199,6 +199,11 @@ class Placed:
     streams: ClassVar[bool] = False
     leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE, MAPPED)
 
+    @property
+    def placed_by(self) -> tuple[str, str] | None:
+        """The name of the transform that placed it, and how that writes itself, if it is known."""
+        return None
+
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Any:
         """Apply an elementwise ``f`` to this node's data."""
         raise NotImplementedError
@@ -326,6 +331,11 @@ class Box:
 
     leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE, HELD)
     tree: Any
+
+    @property
+    def placed_by(self) -> tuple[str, str] | None:
+        """As of :class:`Placed`."""
+        return None
 
     def held(self) -> Sequence[Tensor]:
         """The tensors in memory; leaves may be views of them."""

@@ -15,6 +15,7 @@ import torch
 from tests.laws.fuzz.cases import Case, names_in
 from zfunc import random, tree
 from zfunc.engine import differentiation, state
+from zfunc.engine.communication import communication
 from zfunc.files import checkpoint
 from zfunc.layout import sharded
 from zfunc.optim import clipping, schedules
@@ -192,11 +193,12 @@ def a_random_key_used_on_all_ranks() -> Fault:
         rank = 0
 
     def randomness(running: Any, call: int) -> Any:
-        group, running.group = running.group, Alone
+        over = communication(running)
+        group, over.group = over.group, Alone
         try:
             return real(running, call)
         finally:
-            running.group = group
+            over.group = group
 
     real = differentiation._randomness
     with patch.object(differentiation, "_randomness", randomness):

@@ -1,0 +1,50 @@
+"""How one call of a step gathers parameters and reduces gradients; transforms set it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zfunc.engine.context import Context
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.layout import Layout
+from zfunc.ranks.axes import alone
+from zfunc.ranks.comm import Group
+
+__all__ = ["Communication", "communication", "uncut"]
+
+
+def uncut(tree: Any) -> tuple[Layout, bool]:
+    """The layout of a plain params tree that nobody cuts."""
+    return make_layout(tree), False
+
+
+@dataclass
+class Communication:
+    """Over which ranks, of which layout, and how far ahead.
+
+    Attributes:
+        group: the ranks over which losses and gradients are averaged.
+        layout_for: plain params tree -> its layout, and whether gradients are cut.
+        prefetch, room: see :class:`zfunc.engine.plans.Plan`.
+        spill: see :class:`zfunc.engine.passes.Pass`.
+        reduce_once: whether whole gradients are summed before they are reduced.
+        keeps: which units' gradients are left for another transform than shard to average.
+    """
+
+    group: Group = field(default_factory=alone)
+    layout_for: Callable[[Any], tuple[Layout, bool]] = uncut
+    prefetch: int = 1
+    room: int = 0
+    spill: Callable[[Any, bool], Any] | None = None
+    reduce_once: bool = False
+    keeps: Callable[[Any], bool] = lambda unit: False
+
+
+def communication(running: Context) -> Communication:
+    """That of a running call."""
+    found: Communication | None = running.notes.get(Communication)
+    if found is None:
+        found = running.notes[Communication] = Communication()
+    return found

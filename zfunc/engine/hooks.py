@@ -1,0 +1,125 @@
+"""What steps and transforms hand to each other at hooks: layers, losses, values under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from zfunc.trees.nodes import Tree
+
+__all__ = [
+    "Collector",
+    "Finish",
+    "Gradients",
+    "LayerInfo",
+    "Pending",
+    "Ready",
+    "Total",
+]
+
+Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
+"""What becomes of a loss: what to differentiate, its seed, and a function that gives the mean."""
+
+
+class Collector(Protocol):
+    """Keeps gradients back on their way out; stands among the ``leave`` hooks at ``position``.
+
+    Attributes:
+        holding: whether all of this pass's gradients are kept back.
+        waiting: which units, as ``(source, unit)``, have gradients kept back that are to
+            leave in this pass.
+    """
+
+    position: int
+    holding: bool
+
+    @property
+    def waiting(self) -> Mapping[tuple[int, int], Any]: ...
+
+    def leave(self, value: Pending, unit: Any) -> Pending | None: ...
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One call of ``value_and_grad``, as the ``differentiate`` hook sees it.
+
+    Attributes:
+        loss_fn, has_aux, params, args, kwargs: what it was called with.
+        finish: how losses are averaged; over the ranks if None.
+        seed: 0-d; backward begins with it instead of 1.
+        collector: keeps gradients back; see there.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    params: Tree
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    finish: Finish | None = None
+    seed: Tensor | None = None
+    collector: Collector | None = None
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """What the ``layer`` hook is told of a layer.
+
+    Attributes:
+        index: counts the calls of layers within one loss.
+        name: the layer's name in a module; the index where it has none.
+        stack: the path of the ``Layers`` that it is in; ``None`` if that is not known.
+        depth, of: its position in the stack, from 0, and the stack's length.
+        key: identifies its parameters within the running pass.
+    """
+
+    index: int
+    name: str
+    stack: str | None = None
+    depth: int = 0
+    of: int = 1
+    key: Any = None
+
+    @property
+    def place(self) -> str:
+        """Where the layer is, for messages."""
+        return self.name if self.stack is None else f"{self.stack}.{self.depth}".lstrip(".")
+
+
+class Pending(Protocol):
+    """Something under way: ``wait`` gives the tensors, again and again."""
+
+    def wait(self) -> list[Tensor]: ...
+
+    def advance(self) -> None:
+        """End a first round, if there is a second to start."""
+
+
+@dataclass
+class Ready:
+    """A ``Pending`` that is there already."""
+
+    values: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.values
+
+    def advance(self) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass
+class Total:
+    """The sum of what came in two parts."""
+
+    first: Pending
+    second: Pending
+
+    def wait(self) -> list[Tensor]:
+        return [a + b for a, b in zip(self.first.wait(), self.second.wait(), strict=True)]
+
+    def advance(self) -> None:
+        self.first.advance()
+        self.second.advance()

@@ -1,0 +1,85 @@
+"""Units of parameters on their way: what a hook is told of one, its all-gather, and collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zfunc.engine.communication import communication
+from zfunc.engine.hooks import Pending
+from zfunc.layout.layout import Layout
+from zfunc.layout.pool import pool
+from zfunc.layout.rounds import Rounds
+from zfunc.ranks.comm import Group
+
+__all__ = ["UnitInfo", "Waiting", "gather"]
+
+
+@dataclass
+class Waiting:
+    """Tensors, and collectives that will end in one."""
+
+    parts: list[Any]
+
+    def wait(self) -> list[Tensor]:
+        return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
+
+    def advance(self) -> None:
+        for part in self.parts:
+            if isinstance(part, Rounds):
+                part.advance()
+            elif not isinstance(part, Tensor):
+                part.wait()
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """What a hook is told of a unit: its place in the layout and the ranks that share it.
+
+    ``running`` is the context of the call, which backward on a thread of its own cannot ask for.
+    """
+
+    layout: Layout
+    index: int
+    group: Group
+    cut: bool
+    source: int = 0
+    running: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which unit it is among all that take part in a pass."""
+        return self.source, self.index
+
+    @property
+    def kept(self) -> bool:
+        """Whether its gradients leave as they are, since a transform averages them otherwise."""
+        return self.running is not None and communication(self.running).keeps(self)
+
+    @property
+    def name(self) -> str:
+        return self.layout.units[self.index].name
+
+    @property
+    def flats(self) -> tuple[int, ...]:
+        return self.layout.units[self.index].flats
+
+    @property
+    def trainable(self) -> list[int]:
+        return [i for i in self.flats if self.layout.flats[i].trainable]
+
+
+def gather(value: Pending, unit: UnitInfo) -> Pending:
+    """Start the all-gathers of a unit's cut flats; flats kept whole pass through."""
+    parts: list[Any] = []
+    for i, local in zip(unit.flats, value.wait(), strict=True):
+        spec = unit.layout.flats[i]
+        if unit.group.size == 1 or spec.whole or not unit.cut:
+            parts.append(local)
+            continue
+        full = pool().take(spec.length, local.dtype, local.device)
+        label = f"gather {unit.name}"
+        parts.append(unit.group.all_gather(full, local, cuts=spec.cuts, label=label))
+    return Waiting(parts)
