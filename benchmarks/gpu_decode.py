@@ -22,7 +22,7 @@ import zfunc as zf
 from benchmarks.gpu_cases import Size, compiled
 from benchmarks.gpu_timing import Ceilings, Clock
 from zfunc import kernels
-from zfunc.language.decoding import HuggingFace
+from zfunc.language.decoding import HuggingFaceDecoder
 from zfunc.optim import fused
 
 __all__ = ["Decoder", "decoder", "end_to_end"]
@@ -188,7 +188,7 @@ def generating(
     ids = torch.randint(1024, (1, length - 1), device=device)
 
     def step(fused: bool) -> Callable[[int], Tensor]:
-        decoder = HuggingFace(model, fused=fused)
+        decoder = HuggingFaceDecoder(model, fused=fused)
         with torch.no_grad():
             _, cache = decoder.step(model.params, decoder.start(1, length, None), ids)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from zfunc.errors import CheckpointError
 from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.modules.functional import Functional
-from zfunc.modules.units import Leaf
+from zfunc.modules.units import TensorInfo
 from zfunc.quant import files
 from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.qtensor import QTensor
@@ -84,7 +84,7 @@ def read_files(
     return anatomy.tree(tensors)
 
 
-def _called(leaf: Leaf, source: SafetensorsFiles, path: PathLike, prefix: str) -> str:
+def _called(leaf: TensorInfo, source: SafetensorsFiles, path: PathLike, prefix: str) -> str:
     """The name of a leaf in the files: its own, or another one that it is tied to.
 
     Files of the model without its head (GPT-2's) leave the prefix of its names out.

@@ -14,14 +14,14 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from zfunc import errors
 from zfunc.engine import context, step
-from zfunc.engine.batches import local_batch
 from zfunc.engine.differentiation import evaluate, value_and_grad
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.passes import layer, scan
 from zfunc.engine.primitives import Mean, reduced, settled
-from zfunc.engine.state import TrainState
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import (
     CheckpointError,
@@ -34,25 +34,27 @@ from zfunc.errors import (
     ZfuncError,
 )
 from zfunc.layout.sharded import Sharded
-from zfunc.layout.unreduced import linear_map
 from zfunc.ranks import comm, random
 from zfunc.ranks.axes import Mesh, mesh
-from zfunc.ranks.collectives import axis_index, pmean, psum
-from zfunc.ranks.launching import init, launch
-from zfunc.ranks.simulation import simulate
-from zfunc.ranks.world import rank, world_size
+from zfunc.ranks.world import finders, rank, world_size
 from zfunc.trees import tree
 from zfunc.trees.tree import Layers, full
 
 if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc import kernels, optim, quant, transforms
+    from zfunc.engine.batches import local_batch
+    from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.language.generation import generate
+    from zfunc.layout.unreduced import linear_map
     from zfunc.modules.functional import Functional, functionalize
+    from zfunc.ranks.collectives import axis_index, pmean, psum
+    from zfunc.ranks.launching import init, launch
+    from zfunc.ranks.simulation import simulate
     from zfunc.training.recipe import train_step
-    from zfunc.training.renewal import recover_world
     from zfunc.training.stopping import preemption
+    from zfunc.training.world_recovery import recover_world
     from zfunc.transforms import (
         accumulate,
         compress_grads,
@@ -73,30 +75,28 @@ for _moved in (comm, context, random, step, tree):
 
 __version__ = "0.1.0"
 
-_LATER = {  # on first use: nobody pays for what is not used
-    "Functional": "modules.functional",
-    "accumulate": "transforms",
-    "captured": "transforms.capture",
-    "checkpoints": "files.checkpoint",
-    "compress_grads": "transforms",
-    "donate": "transforms",
-    "drop_layers": "transforms",
-    "export_safetensors": "files.pretrained",
-    "functionalize": "modules.functional",
-    "generate": "language.generation",
-    "import_safetensors": "files.pretrained",
-    "offload": "transforms",
-    "precision": "transforms",
-    "preemption": "training.stopping",
-    "quantize": "transforms",
-    "recover": "transforms.offloading.recovery",
-    "recover_world": "training.renewal",
-    "remat": "transforms",
-    "restore": "files.checkpoint",
-    "save": "files.checkpoint",
-    "shard": "transforms",
-    "train_step": "training.recipe",
+_HOMES = {  # imported on first use: nobody pays for what is not used
+    "engine.batches": ("local_batch",),
+    "engine.state": ("TrainState",),
+    "files.checkpoint": ("checkpoints", "restore", "save"),
+    "files.pretrained": ("export_safetensors", "import_safetensors"),
+    "language.generation": ("generate",),
+    "layout.unreduced": ("linear_map",),
+    "modules.functional": ("Functional", "functionalize"),
+    "ranks.collectives": ("axis_index", "pmean", "psum"),
+    "ranks.launching": ("init", "launch"),
+    "ranks.simulation": ("simulate",),
+    "training.recipe": ("train_step",),
+    "training.stopping": ("preemption",),
+    "training.world_recovery": ("recover_world",),
+    "transforms": (
+        *("accumulate", "compress_grads", "donate", "drop_layers", "offload", "precision"),
+        *("quantize", "remat", "shard"),
+    ),
+    "transforms.capture": ("captured",),
+    "transforms.offloading.recovery": ("recover",),
 }
+_LATER = {name: home for home, names in _HOMES.items() for name in names}
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
@@ -179,6 +179,16 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         if name in _ROOMS:
             return importlib.import_module(f"zfunc.{name}")
         raise AttributeError(f"module 'zfunc' has no attribute {name!r}")
+
+
+@finders.append
+def _joined_by_torch() -> Any:
+    """The world of a process group that was made without ``zf.init``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from zfunc.ranks.distributed import DistributedWorld  # only where there are several ranks
+
+    return DistributedWorld()
 
 
 def __dir__() -> list[str]:

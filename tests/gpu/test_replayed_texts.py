@@ -18,9 +18,9 @@ from tests.gpu.record import HOST_WAITS, Report
 from tests.unit.test_generation import SMALL, causal, decoding, ids_of, own
 from zfunc import kernels, quant
 from zfunc.errors import PlacementError
-from zfunc.language import capture, gpt
-from zfunc.language.capture import OnDevice
-from zfunc.language.decoding import Held, decoder_of, held
+from zfunc.language import decoding_graph, gpt
+from zfunc.language.decoding import BoundStep, bound, decoder_of
+from zfunc.language.decoding_graph import GraphedStep, NoHostReads
 from zfunc.language.gpt_decoding import GPTDecoder
 
 CPU = torch.device("cpu")
@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    """The device, with extents that short texts outgrow."""
-    monkeypatch.setattr(capture, "SMALLEST", 8)
+    """The device, with lengths that short texts outgrow."""
+    monkeypatch.setattr(decoding_graph, "SMALLEST", 8)
     causal("llama")  # transformers annotates by torch.cuda.Stream, which is to be a type by then
     with Cuda() as cuda:
         yield cuda
@@ -80,7 +80,7 @@ def test_what_is_recorded_once_continues_texts_alike(name: str, rows: int, cuda:
     cuda.take()
     out = run(capture=True)
     assert out.tolist() == expected.tolist()
-    # 9 tokens of prompt: the extent is 16 until the text has 17, and then the cache.
+    # 9 tokens of prompt: 16 positions are read until the text has 17, and then the whole cache.
     assert recorded(cuda.take()) == (2, 11)
     if name == "llama" and rows == 4:
         drawn: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "key": 3}
@@ -111,8 +111,8 @@ def test_blocks_and_eight_bits_are_inside() -> None:
     functional, (ids, mask) = zf.functionalize(causal("llama")), padded(3)
     params = quant.quantize_tree(functional.params, 8, 16, model=functional)
     decoder, whole = decoder_of(functional), torch.cat([mask, torch.ones(3, 5)], 1).bool()
-    with kernels.use("torch"), torch.no_grad(), held(decoder, params) as step:
-        assert isinstance(step, Held) and step.single is not None
+    with kernels.use("torch"), torch.no_grad(), bound(decoder, params) as step:
+        assert isinstance(step, BoundStep) and step.single is not None
         _, cache = step(decoder.start(3, 14, whole), ids)
         inputs = ids[:, :1].clone(), torch.tensor([9])
         run = make_fx(step.single(cache, 14), tracing_mode="real")(*inputs)
@@ -144,9 +144,9 @@ def test_a_replay_has_the_logits_of_the_step_that_the_text_is_at(
     mask = torch.ones(rows, 20, dtype=torch.bool, device="cuda") if rows > 1 else None
     if mask is not None:
         mask[:, :9] = padded(rows)[1].bool().cuda()
-    with torch.no_grad(), held(decoder, params) as step:
-        assert isinstance(step, Held)
-        single = capture.Captured(step, ids.device)
+    with torch.no_grad(), bound(decoder, params) as step:
+        assert isinstance(step, BoundStep)
+        single = GraphedStep(step, ids.device)
         _, cache = step(decoder.start(rows, 20, mask), ids[:, :9])
         _, other = step(decoder.start(rows, 20, mask), ids[:, :9])
         cuda.take()
@@ -154,7 +154,7 @@ def test_a_replay_has_the_logits_of_the_step_that_the_text_is_at(
             found, cache = single(cache, ids[:, i : i + 1])
             expected, other = step(other, ids[:, i : i + 1])
             torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
-        report = cuda.take()  # an extent of 16, and one of 20
+        report = cuda.take()  # over 16 positions, and over 20
         assert [row.what for row in report.of("capture")].count("begins") == 2
         assert cache.used == 18 and report.faults() == []
         for i in range(18, 20):  # the cache that replays leave serves eager steps
@@ -183,16 +183,16 @@ class Reading(nn.Module):
 
 @pytest.mark.parametrize("how", ["item", "if", "nonzero", "mask", "range", "copy"])
 def test_what_waits_for_a_value_is_refused(how: str) -> None:
-    with OnDevice(CPU), pytest.raises(PlacementError, match="aten"):
+    with NoHostReads(CPU), pytest.raises(PlacementError, match="aten"):
         Reading()(torch.ones(2), how)
 
 
 @pytest.mark.parametrize("how", ["index", "where"])
 def test_indices_and_masks_are_not(how: str) -> None:
-    with OnDevice(CPU):
+    with NoHostReads(CPU):
         out = Reading()(torch.ones(2), how)
     assert torch.equal(out, torch.ones(2))
-    with OnDevice(torch.device("meta")):  # values of another device's tensors are at hand
+    with NoHostReads(torch.device("meta")):  # values of another device's tensors are at hand
         assert Reading()(torch.ones(2), "item") == 2
 
 
@@ -236,7 +236,7 @@ def test_a_buffer_on_the_host_is_not_recorded(cuda: Cuda) -> None:
 def test_a_model_that_reads_its_position_is_not_recorded(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that takes an extent for a length."""
+    """And one that takes the length that is read for that of the text."""
     model = causal("llama")
     plain = type(model).forward
 
@@ -264,7 +264,10 @@ def test_a_model_that_reads_its_position_is_not_recorded(
 
 def test_few_tokens_are_not_worth_it(cuda: Cuda) -> None:
     functional, ids = on_gpu(causal("llama")), ids_of(1, 5).cuda()
-    for count, graphs in ((capture.FEWEST, 0), (capture.FEWEST + 1, 3)):  # extents of 8, 16, 22
+    for count, graphs in (
+        (decoding_graph.FEWEST, 0),
+        (decoding_graph.FEWEST + 1, 3),
+    ):  # lengths of 8, 16, 22
         cuda.take()
         zf.generate(functional, functional.params, ids, max_new_tokens=count)
         assert recorded(cuda.take())[0] == graphs
@@ -295,7 +298,7 @@ def test_graphs_are_recorded_as_torch_asks(cuda: Cuda) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_graphs_continue_texts_alike_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "SMALLEST", 8)
+    monkeypatch.setattr(decoding_graph, "SMALLEST", 8)
     functional = zf.functionalize(causal(name).cuda())
     ids, mask = (x.cuda() for x in padded(4))
     run = partial(zf.generate, functional, functional.params, ids, attention_mask=mask)

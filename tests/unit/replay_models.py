@@ -9,8 +9,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from zfunc.initialisation.recording import record
-from zfunc.initialisation.replay import Recording
+from zfunc.initialisation.recorder import record
+from zfunc.initialisation.tape import Recording
 
 
 def leaves(tree: Any) -> list[Any]:

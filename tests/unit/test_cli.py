@@ -128,20 +128,6 @@ def test_ranks_come_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.run_of(parsed("--ranks", "2"))
 
 
-def test_what_this_version_lacks_is_said_and_not_faked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lacking = argparse.Namespace(__version__="0.0", shard=zf.shard, donate=zf.donate)
-    monkeypatch.setattr(training, "zf", lacking)
-    monkeypatch.setattr(cli, "zf", lacking)
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["train", "--offload", "cpu", "--precision", "bf16"])
-    assert exit.value.code == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "zfunc 0.0 has no offload and no precision and no save yet; its transforms" in said
-    assert "are: shard, donate" in said
-
-
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main(["train", "--help"])

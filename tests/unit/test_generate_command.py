@@ -15,7 +15,7 @@ from torch import Tensor
 import zfunc as zf
 from zfunc import quant
 from zfunc.commands import cli
-from zfunc.commands.generate_command import Writer
+from zfunc.commands.generate_command import TokenWriter
 from zfunc.commands.text_models import LOW_BIT, Storage, TextModel, open_text_model, write_config
 from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.language import gpt
@@ -221,7 +221,7 @@ def test_characters_come_whole_and_steer_nothing() -> None:
         said="",
     )
     file = io.StringIO()
-    writer, states = Writer(file, model, [1, 2, 3]), []
+    writer, states = TokenWriter(file, model, [1, 2, 3]), []
     for byte in "é€\x1b[2J".encode() + b"\xff\x00":
         writer(torch.tensor([byte]))
         states.append(file.getvalue())

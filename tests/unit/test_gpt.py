@@ -16,6 +16,7 @@ from tests.kernels.closeness import assert_near
 from zfunc import kernels
 from zfunc.language import gpt, gpt_layers
 from zfunc.language.gpt import GPTConfig
+from zfunc.language.gpt_decoding import GPTDecoder
 
 SMALL = GPTConfig(vocab=11, width=24, depth=3, heads=3)
 
@@ -165,19 +166,8 @@ def test_it_learns_a_sentence_by_heart() -> None:
         opt.zero_grad()
         gpt.loss(params, batch, config).backward()
         opt.step()
-    key = zf.random.key(0)
-    prompt, rest = batch[0, :8], batch[0, 8:]
-    said = gpt.sample(params, prompt, len(rest), config, context=64, key=key, temperature=0)
-    assert bytes(said.tolist()) == sentence[8:]
-
-
-def test_a_greedy_sample_takes_the_likeliest() -> None:
-    params, prompt = made(), ids_of(4)
-    said = gpt.sample(params, prompt, 5, SMALL, context=6, key=zf.random.key(0), temperature=0)
-    ids = prompt
-    for token in said:
-        assert token == gpt.apply(params, ids[None, -6:], SMALL)[0, -1].argmax()
-        ids = torch.cat([ids, token[None]])
+    said = zf.generate(GPTDecoder(config), params, batch[0, :8], max_new_tokens=len(sentence) - 8)
+    assert bytes(said.tolist()) == sentence
 
 
 def test_a_sample_follows_the_distribution() -> None:
@@ -191,13 +181,14 @@ def test_a_sample_follows_the_distribution() -> None:
         "head": head,
     }
     expected = gpt.apply(params, torch.zeros(1, 1, dtype=torch.long), config)[0, 0].softmax(-1)
-    prompt, key = torch.zeros(1, dtype=torch.long), zf.random.key(5)
-    drawn = gpt.sample(params, prompt, 1500, config, context=1, key=key, temperature=1.0)
-    shares = torch.bincount(drawn, minlength=3) / 1500
+    decoder, prompt = GPTDecoder(config, window=1), torch.zeros(1, dtype=torch.long)
+
+    def drawn(count: int) -> Tensor:
+        return zf.generate(decoder, params, prompt, max_new_tokens=count, temperature=1.0, key=5)
+
+    shares = torch.bincount(drawn(1500)[1:], minlength=3) / 1500
     torch.testing.assert_close(shares, expected, rtol=0, atol=0.04)
-    again = gpt.sample(params, prompt, 20, config, context=1, key=key, temperature=1.0)
-    same = gpt.sample(params, prompt, 20, config, context=1, key=key, temperature=1.0)
-    assert torch.equal(again, same)
+    assert torch.equal(drawn(20), drawn(20))
 
 
 def test_a_width_that_does_not_split_says_so() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.unit.replay_models import GPT, check, leaves, parameters, replayed
 from zfunc.errors import PlacementError
-from zfunc.initialisation.recording import record
+from zfunc.initialisation.recorder import record
 
 ROOT = Path(__file__).parents[2]
 
@@ -290,7 +290,7 @@ def test_the_tape_is_imported_by_the_first_init() -> None:
         step(step.place(make()), torch.ones(3))
         print(sorted(name for name in sys.modules if name.startswith("zfunc.initialisation")))
         step.init(make)
-        print("zfunc.initialisation.recording" in sys.modules)
+        print("zfunc.initialisation.recorder" in sys.modules)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.live_bytes import Peak
 from tests.unit.replay_models import GPT, check, parameters
-from zfunc.initialisation.recording import record
+from zfunc.initialisation.recorder import record
 
 
 def peak_and_sizes(make_state: Callable[[], Any]) -> tuple[int, int, int]:

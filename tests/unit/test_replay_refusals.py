@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.unit.replay_models import GPT, check, parameters, replayed
 from zfunc.errors import PlacementError
-from zfunc.initialisation.recording import record
+from zfunc.initialisation.recorder import record
 
 
 def test_tensors_that_existed_before() -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,16 @@ from rich.markup import escape
 
 import zfunc as zf
 from zfunc.commands.convert_command import add_convert
+from zfunc.commands.doctor_command import add_doctor
 from zfunc.commands.generate_command import add_generate
-from zfunc.commands.report import draw_curve, read_rows
-from zfunc.commands.text_models import LOW_BIT
-from zfunc.commands.training import DTYPES, Run, absent, train_rank
+from zfunc.commands.report import draw_curve, print_error, read_rows
+from zfunc.commands.text_models import DTYPES, LOW_BIT
+from zfunc.commands.training import Run, train_rank
 from zfunc.files.locking import hold
 from zfunc.language.corpus import SOURCES, Corpus, entropies, read_corpus
 from zfunc.language.gpt import GPTConfig
 
 __all__ = ["main", "parser", "run_of", "train"]
-
-TRANSFORMS = (
-    "shard",
-    "offload",
-    "compress_grads",
-    "drop_layers",
-    "quantize",
-    "precision",
-    "remat",
-    "accumulate",
-    "donate",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     _add_train(commands)
     add_generate(commands)
     add_convert(commands)
-    _add_doctor(commands)
+    add_doctor(commands)
     return top
 
 
@@ -82,26 +72,6 @@ def _add_train(commands: Any) -> None:
     _add_run(command.add_argument_group("the run"))
     _add_model(command.add_argument_group("the model and its optimizer"))
     _add_transforms(command.add_argument_group("the transforms around the step"))
-
-
-def _add_doctor(commands: Any) -> None:
-    command = commands.add_parser(
-        "doctor",
-        help="say what is installed, and which kernels run where",
-        description="What is installed, which devices there are, and for each kernel whether "
-        "Triton or its twin in torch runs there, and why. The exit status is 1 if --verify finds "
-        "a kernel that is wrong.",
-    )
-    command.add_argument("--verify", help="run kernels beside their twins", action="store_true")
-    command.set_defaults(command=_doctor_command)
-
-
-def _doctor_command(found: argparse.Namespace) -> int:
-    from zfunc.commands.diagnosis import report
-
-    lines = list(report(found.verify))
-    print("\n".join(lines))
-    return int(any(line.startswith("verify") and "WRONG" in line for line in lines))
 
 
 def _add_run(group: Any) -> None:
@@ -162,32 +132,19 @@ def _options(group: Any) -> Callable[..., None]:
     return option
 
 
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
+def _number(kind: type, least: int, what: str, text: str) -> Any:
     try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least {least}")
-    return number
-
-
-def _rate(text: str) -> float:
-    try:
-        number = float(text)
+        number = kind(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number, 0 or more")
+    if not least <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected {what}")
     return number
+
+
+_positive = partial(_number, int, 1, "a whole number, at least 1")
+_natural = partial(_number, int, 0, "a whole number, at least 0")
+_rate = partial(_number, float, 0, "a number, 0 or more")
 
 
 def run_of(found: argparse.Namespace) -> Run:
@@ -238,12 +195,6 @@ def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) 
         corpus = read_corpus(run.data, context=run.context)
     except (ValueError, OSError) as error:
         command.error(str(error))
-    if names := absent(run):
-        present = ", ".join(name for name in TRANSFORMS if hasattr(zf, name))
-        command.error(
-            f"zfunc {zf.__version__} has no {' and no '.join(names)} yet; "
-            f"its transforms are: {present}"
-        )
     return train(run, corpus)
 
 
@@ -258,23 +209,28 @@ def train(run: Run, corpus: Corpus) -> int:
     """
     console, first = Console(highlight=False, stderr=True), os.environ.get("RANK", "0") == "0"
     try:
-        return _watch(_starter(run, first and not run.resume), console)
+        if first and not run.resume:
+            _make_way(run)
+        _start(run)
+    except KeyboardInterrupt:
+        console.show_cursor(True)  # the rank that drew the bar may not have had the time
+        console.print("\ninterrupted; what was done so far is kept")
+        return 130
+    except zf.ZfuncError as error:
+        return print_error(error)
     finally:
         if first:
             write_curve(run, corpus, console)
+    return 0
 
 
-def _starter(run: Run, afresh: bool) -> Callable[[], object]:
-    def start() -> object:
-        if afresh:
-            _make_way(run)
-        if run.ranks > 1 and "RANK" not in os.environ:
-            return zf.launch(train_rank, run, nprocs=run.ranks)
-        if "RANK" in os.environ or torch.cuda.is_available():
-            zf.init()
-        return train_rank(run)
-
-    return start
+def _start(run: Run) -> None:
+    if run.ranks > 1 and "RANK" not in os.environ:
+        zf.launch(train_rank, run, nprocs=run.ranks)
+        return
+    if "RANK" in os.environ or torch.cuda.is_available():
+        zf.init()
+    train_rank(run)
 
 
 def _make_way(run: Run) -> None:
@@ -290,20 +246,6 @@ def _make_way(run: Run) -> None:
         run.checkpoints.rename(aside)
     for name in ("metrics.jsonl", LOW_BIT):
         (run.out / name).unlink(missing_ok=True)
-
-
-def _watch(start: Callable[[], object], console: Console) -> int:
-    try:
-        start()
-    except KeyboardInterrupt:
-        console.show_cursor(True)  # the rank that drew the bar may not have had the time
-        console.print("\ninterrupted; what was done so far is kept")
-        return 130
-    except zf.ZfuncError as error:
-        text = f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}"
-        console.print(text, soft_wrap=True)
-        return 1
-    return 0
 
 
 def write_curve(run: Run, corpus: Corpus, console: Console) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from zfunc.commands.report import print_error
 from zfunc.errors import ZfuncError
 from zfunc.files.conversion import KINDS, convert
 
@@ -39,8 +40,6 @@ def _convert_command(found: argparse.Namespace) -> int:
     try:
         said = convert(found.source, found.target, found.to, found.kind)
     except ZfuncError as error:
-        text = f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}"
-        Console(stderr=True, highlight=False).print(text, soft_wrap=True)
-        return 1
+        return print_error(error)
     Console(highlight=False).print(escape(said), soft_wrap=True)
     return 0

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,14 +16,13 @@ from rich.markup import escape
 from torch import Tensor
 
 import zfunc as zf
-from zfunc.commands.report import readable, si
-from zfunc.commands.text_models import Storage, TextModel, open_text_model
+from zfunc.commands.report import print_error, readable, si
+from zfunc.commands.text_models import DTYPES, Storage, TextModel, open_text_model
 from zfunc.language.sampling import check_sampling
 
 __all__ = ["add_generate"]
 
 LONGEST = 8  # tokens that one character may take
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_generate(commands: Any) -> None:
@@ -43,23 +42,18 @@ def add_generate(commands: Any) -> None:
     option("model", metavar="MODEL", type=Path, help="a folder, or a safetensors file in it")
     option("--prompt", metavar="TEXT", help="what to continue; by default, or if -, standard input")
     option("--max-new-tokens", metavar="N", type=int, default=200, help="how many to add (200)")
-    words = _group(command, "how tokens are chosen")
+    words = command.add_argument_group("how tokens are chosen").add_argument
     words("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
     words("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens only")
     words("--top-p", metavar="P", type=float, help="draw from the fewest tokens of probability P")
     words("--seed", type=int, default=0, help="another one, another text (0)")
-    held = _group(command, "how weights are held")
+    held = command.add_argument_group("how weights are held").add_argument
     held("--bits", type=int, choices=(8, 4), help="round the weights of linear layers")
     held("--group-size", metavar="G", type=int, default=128, help="weights that share a scale; "
          "0 for one in each row (128)")  # fmt: skip
     held("--dynamic", action="store_true", help="with --bits 8: round inputs too (W8A8), faster")
     held("--dtype", choices=tuple(DTYPES), help="of all else; by default as stored")
     held("--device", type=torch.device, help="cpu, cuda, cuda:1, ...; by default a GPU if any")
-
-
-def _group(command: argparse.ArgumentParser, title: str) -> Callable[..., Any]:
-    """``add_argument`` of a group of options."""
-    return command.add_argument_group(title).add_argument
 
 
 def _generate_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
@@ -80,9 +74,7 @@ def _generate_command(command: argparse.ArgumentParser, found: argparse.Namespac
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (zf.ZfuncError, ValueError) as error:
-        name = type(error).__name__
-        console.print(f"[bold red]{name}[/bold red]: {escape(str(error))}", soft_wrap=True)
-        return 1
+        return print_error(error)
     return 0
 
 
@@ -120,10 +112,11 @@ def _storage(found: argparse.Namespace) -> Storage:
 
 def _run(found: argparse.Namespace, prompt: str, storage: Storage, console: Console) -> None:
     model = open_text_model(found.model, storage)
-    console.print(f"[dim]{escape(model.said)}, {_size(model)}[/dim]", soft_wrap=True)
+    size = f"{si(zf.tree.size_bytes(model.params))}B"
+    console.print(f"[dim]{escape(model.said)}, {size}[/dim]", soft_wrap=True)
     before = model.encode(prompt)
     ids = torch.tensor([before], device=storage.device)
-    out = Writer(sys.stdout, model, before)
+    out = TokenWriter(sys.stdout, model, before)
     if sys.stdout.isatty():
         out.show(prompt)
     start = time.perf_counter()
@@ -145,11 +138,7 @@ def _run(found: argparse.Namespace, prompt: str, storage: Storage, console: Cons
     console.print(f"[dim]{out.count} tokens in {seconds:.1f} s, {rate} tokens/s[/dim]")
 
 
-def _size(model: TextModel) -> str:
-    return f"{si(zf.tree.size_bytes(model.params))}B"
-
-
-class Writer:
+class TokenWriter:
     """Writes tokens as text while they come; a character only once all of it is there.
 
     Args:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Live", "Metrics", "draw_curve", "read_rows", "readable", "si"]
+__all__ = ["Live", "Metrics", "draw_curve", "print_error", "read_rows", "readable", "si"]
 
 Row = Mapping[str, Any]
 
@@ -127,6 +128,13 @@ class Live(AbstractContextManager["Live"]):
 def _text(shown: tuple[str, float | str]) -> str:
     name, value = shown
     return f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
+
+
+def print_error(error: Exception) -> int:
+    """Say on standard error what ended a command; its exit status."""
+    text = f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}"
+    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+    return 1
 
 
 def si(number: float) -> str:

@@ -23,15 +23,16 @@ from zfunc.files.conversion import kind_of, open_source
 from zfunc.language import gpt
 from zfunc.language.gpt import GPTConfig
 from zfunc.language.gpt_decoding import GPTDecoder
-from zfunc.modules.blueprints import without_parameters
+from zfunc.modules.empty_weights import without_parameters
 from zfunc.quant.choice import accepts
 from zfunc.quant.files import stored_bits
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.streaming import quantize_files, read_files
 
-__all__ = ["LOW_BIT", "Storage", "TextModel", "open_text_model", "write_config"]
+__all__ = ["DTYPES", "LOW_BIT", "Storage", "TextModel", "open_text_model", "write_config"]
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
 OURS = "zfunc-gpt"  # the model_type of the built-in GPT
 CONFIG = "config.json"

@@ -23,16 +23,15 @@ from torch import Tensor
 import zfunc as zf
 from zfunc import optim, quant
 from zfunc.commands.report import Live, Metrics, readable, si
-from zfunc.commands.text_models import LOW_BIT, write_config
+from zfunc.commands.text_models import DTYPES, LOW_BIT, write_config
 from zfunc.language import gpt
 from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
+from zfunc.language.gpt_decoding import GPTDecoder
 from zfunc.ranks import world
 from zfunc.transforms.offloading.stored import stored_nodes
 
-__all__ = ["DTYPES", "Run", "absent", "make_step", "train_rank", "transformed", "validate"]
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = ["Run", "make_step", "train_rank", "transformed", "validate"]
 
 
 @dataclass(frozen=True)
@@ -123,31 +122,9 @@ def low_bits(run: Run) -> dict[str, Any]:
     target, half = run.quantize or 16, max(1, run.steps // 2)
     start = run.quantize_from or min(16, target + half.bit_length())
     period = run.quantize_period or max(1, half >> max(0, start - target - 1))
-    group = run.quantize_group or None
     curvature = "power_iteration" if run.quantize_curvature else None
-    return {
-        "start_bits": start,
-        "target_bits": target,
-        "period": period,
-        "group_size": group,
-        "curvature": curvature,
-    }
-
-
-def absent(run: Run) -> list[str]:
-    """Names that the run needs and this version of zfunc does not have."""
-    needed = {
-        "offload": run.offload != "none",
-        "compress_grads": run.compress,
-        "drop_layers": run.drop is not None,
-        "precision": run.precision,
-        "remat": run.remat,
-        "accumulate": run.accumulate > 1,
-        "quantize": run.quantize,
-        "save": run.save_every,
-        "restore": run.resume,
-    }
-    return [name for name, wanted in needed.items() if wanted and not hasattr(zf, name)]
+    how: dict[str, Any] = {"group_size": run.quantize_group or None, "curvature": curvature}
+    return {"start_bits": start, "target_bits": target, "period": period, **how}
 
 
 def optimizer(run: Run) -> Any:
@@ -177,7 +154,10 @@ def train_rank(run: Run) -> dict[str, Any]:
         write_config(run.out, run.model, run.context)
     _announce(console, run, corpus, state)
     saving = None
-    with _record(run, state) as record, _live(run, state, console) as live, zf.preemption() as stop:
+    record = Metrics(run.out / "metrics.jsonl" if zf.rank() == 0 else None, keep=int(state.step))
+    tokens, size = run.batch * run.context, _size(state) + "/rank"
+    live = Live(console, int(state.step), run.steps, tokens, state=size)
+    with record, live, zf.preemption() as stop:
         for n in range(int(state.step), run.steps):
             batch = batch_at(n, corpus.train, run.batch, run.context, run.seed)
             state, metrics = step(state, zf.local_batch(batch).to(device))
@@ -206,15 +186,6 @@ def _begin(run: Run, step: Any, tx: Any, device: torch.device) -> Any:
     if run.resume and run.checkpoints.exists() and zf.checkpoints(run.checkpoints, thorough=False):
         state = zf.restore(run.checkpoints, like=state)
     return state
-
-
-def _record(run: Run, state: Any) -> Metrics:
-    return Metrics(run.out / "metrics.jsonl" if zf.rank() == 0 else None, keep=int(state.step))
-
-
-def _live(run: Run, state: Any, console: Console) -> Live:
-    size = _size(state) + "/rank"
-    return Live(console, int(state.step), run.steps, run.batch * run.context, state=size)
 
 
 def _size(state: Any) -> str:
@@ -305,9 +276,10 @@ def _export(run: Run, step: Any, state: Any, corpus: Corpus) -> str:
 
 def _sample(params: Any, run: Run, corpus: Corpus) -> str:
     prompt = corpus.heldout[:64].long().to(params["embed"].device)
-    key = zf.random.key(run.seed)
-    ids = gpt.sample(params, prompt, run.sample, run.model, run.context, key)
-    before, after = (readable(bytes(x.tolist()).decode(errors="replace")) for x in (prompt, ids))
+    decoder, key = GPTDecoder(run.model, window=run.context), zf.random.key(run.seed)
+    how: dict[str, Any] = {"max_new_tokens": run.sample, "temperature": 0.8, "key": key}
+    parts = zf.generate(decoder, params, prompt, **how).split([len(prompt), run.sample])
+    before, after = (readable(bytes(x.tolist()).decode(errors="replace")) for x in parts)
     return f"[dim]{escape(before)}[/dim]{escape(after)}"
 
 

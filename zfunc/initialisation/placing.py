@@ -1,7 +1,7 @@
 """``step.init``: place a state while it is being made, leaf by leaf.
 
 The initialiser runs twice: once without memory, which gives the structure and with
-it the placed state's buffers, and once for real (:mod:`zfunc.initialisation.replay`), when each
+it the placed state's buffers, and once for real (:mod:`zfunc.initialisation.tape`), when each
 leaf's part is copied out as soon as the leaf is final and the rest is dropped. The tape is
 imported by the first call.
 """
@@ -20,7 +20,7 @@ from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, carry, leaves_in, opene
 
 __all__ = ["init"]
 
-Write = Callable[[Tensor], None]
+Write = Callable[[Tensor], Any] | None
 
 
 def init(
@@ -39,8 +39,8 @@ def init(
     Raises:
         PlacementError: ``make_state`` does something that cannot be replayed.
     """
-    from zfunc.initialisation import replay
-    from zfunc.initialisation.recording import record
+    from zfunc.initialisation import tape
+    from zfunc.initialisation.recorder import record
 
     ranks = group(None, "data")  # simulated ones share the generator: read it before any moves it
     ranks.barrier(label="init")
@@ -49,7 +49,7 @@ def init(
     recording = record(make_state, *args, **kwargs)
     placed = materialised(place(recording.tree))
     writes = [_writes(recording.tree, part) for part in parts(placed)]
-    with replay.LOCK:
+    with tape.LOCK:
         torch.set_rng_state(random_state)
         recording.replay(lambda i, leaf: _write(writes, i, leaf.detach()))
     for kind in {type(node) for node in leaves_in(placed, OPAQUE)}:
@@ -91,18 +91,13 @@ def _writes(full: Any, placed: Any) -> list[Write]:
             leaves = optree.tree_leaves(part, none_is_leaf=True, namespace=NAMESPACE)
             writes += [node.writer(i) for i, leaf in enumerate(leaves) if leaf is not None]
         elif isinstance(node, Tensor):
-            writes.append(node.copy_)  # type: ignore[arg-type]
-        elif node is not None:
-            writes.append(_ignore)
-        else:
-            writes += [_ignore] * len(optree.tree_leaves(part, namespace=NAMESPACE))
+            writes.append(node.copy_)
+        else:  # what is no tensor stands in the recorded tree already
+            writes += [None] * len(optree.tree_leaves(part, namespace=NAMESPACE))
     return writes
 
 
 def _write(writes: list[list[Write]], i: int, value: Tensor) -> None:
     for part in writes:
-        part[i](value)
-
-
-def _ignore(value: Tensor) -> None:
-    """What is no tensor stands in the recorded tree already."""
+        if (write := part[i]) is not None:
+            write(value)

@@ -1,15 +1,15 @@
 """One step of decoding as a pure function ``(params, cache, tokens) -> (logits, cache)``.
 
-A *decoder* says how a model starts a cache of static size and takes tokens into it:
-Hugging Face models through transformers' cache interface, and any other causal module
-by running the whole text again. :mod:`zfunc.language.gpt_decoding` has that of the built-in GPT.
+A *decoder* says how a model starts a cache of static size and takes tokens into it. Models of
+Hugging Face decode through transformers' cache interface, any other causal module by running the
+whole text again. :mod:`zfunc.language.gpt_decoding` has the decoder of the built-in GPT.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -23,20 +23,21 @@ from zfunc.modules.functional import Functional
 from zfunc.trees.nodes import register
 
 __all__ = [
+    "BoundStep",
+    "CacheStep",
     "Decoder",
-    "Held",
-    "HuggingFace",
-    "Replay",
-    "Single",
-    "Step",
+    "HuggingFaceDecoder",
+    "TensorStep",
+    "UncachedDecoder",
+    "bound",
     "check_room",
     "decoder_of",
-    "held",
 ]
 
 
-Step = Callable[[Any, Tensor], tuple[Tensor, Any]]
-Single = Callable[[Tensor, Tensor], Tensor]
+CacheStep = Callable[[Any, Tensor], tuple[Tensor, Any]]
+"""``(cache, tokens [b, t]) -> (logits [b, vocab], cache)``."""
+TensorStep = Callable[[Tensor, Tensor], Tensor]
 """``(tokens [b, 1], position [1]) -> logits [b, vocab]``: a token by nothing but tensors."""
 
 
@@ -67,37 +68,33 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class BoundStep:
     """A decoder's step on parameters that are bound.
 
     Attributes:
         step: ``(cache, tokens) -> (logits, cache)``.
-        single: ``(cache, extent)`` -> the same for one token of each text as a function of tensors
+        single: ``(cache, length)`` -> the same for one token of each text as a function of tensors
             only: it writes into this cache's memory at the position that it is given, and attends
-            to the first ``extent`` positions, as far as they are filled. It raises PlacementError
+            to the first ``length`` positions, as far as they are filled. It raises PlacementError
             for caches on which ``step`` cannot be repeated. None if there is none.
     """
 
-    step: Step
-    single: Callable[[Any, int], Single] | None = None
+    step: CacheStep
+    single: Callable[[Any, int], TensorStep] | None = None
 
     def __call__(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         return self.step(cache, tokens)
 
 
-@contextmanager
-def held(decoder: Decoder, params: Any) -> Iterator[Step]:
+def bound(decoder: Decoder, params: Any) -> AbstractContextManager[CacheStep]:
     """A block in which a decoder steps on the same parameters: ``step(cache, tokens)``.
 
-    A decoder may have a ``held(params)`` of its own, that does once what all steps share; where it
-    yields a :class:`Held` with ``single``, steps can be captured (:mod:`zfunc.language.capture`).
+    A decoder may have a ``held(params)`` of its own, that does once what all steps share. Where it
+    yields a :class:`BoundStep` with ``single``, steps can be captured
+    (:mod:`zfunc.language.decoding_graph`).
     """
     own = getattr(decoder, "held", None)
-    if own is None:
-        yield partial(decoder.step, params)
-        return
-    with own(params) as step:
-        yield step
+    return nullcontext(partial(decoder.step, params)) if own is None else own(params)
 
 
 def check_room(used: int, taken: int, length: int) -> None:
@@ -129,58 +126,81 @@ def decoder_of(functional: Any) -> Decoder:
             "language models."
         )
     if hasattr(config, "get_text_config") and "past_key_values" in functional.signature.parameters:
-        return HuggingFace(functional)
-    return Replay(functional)
+        return HuggingFaceDecoder(functional)
+    return UncachedDecoder(functional)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One layer of a cache: its class, what it holds, and which of that are tensors."""
-
-    kind: type
-    names: tuple[str, ...]
-    rest: tuple[tuple[str, Any], ...]
-
-
-class Cache:
-    """What a Hugging Face model has seen: a pytree of the static layers' tensors.
+@dataclass(frozen=True, eq=False)
+class HuggingFaceCache:
+    """What a Hugging Face model has seen: a pytree of its layers' tensors, and of the mask.
 
     Attributes:
-        tensors: those of all layers, and last the mask, if there is one.
-        rows: how they make up layers; empty before the first tokens.
+        shell: transformers' cache of this length, as it was made.
+        layers: what it holds now.
+        mask: ``[b, length]`` bool, False at padding, or None.
         length: of the whole cache, in positions.
         used: positions that are taken.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], rows: tuple[Row, ...], length: int, used: int
-    ) -> None:
-        self.tensors, self.rows, self.length, self.used = tuple(tensors), rows, length, used
+    shell: Any
+    layers: tuple[Any, ...]
+    mask: Tensor | None
+    length: int
+    used: int = 0
 
-    def advanced(self) -> Cache:
+    def advanced(self) -> HuggingFaceCache:
         """The same memory, when somebody has written one more token into it."""
-        rows = tuple(
-            replace(row, rest=tuple((k, v + 1 if k == "used" else v) for k, v in row.rest))
-            for row in self.rows
-        )
-        return Cache(self.tensors, rows, self.length, self.used + 1)
+        layers = tuple(_copied(layer, used=layer.used + 1) for layer in self.layers)
+        return replace(self, layers=layers, used=self.used + 1)
+
+    def filled_with(self, layers: list[Any]) -> Any:
+        """transformers' cache with these layers."""
+        cache = copy.copy(self.shell)
+        cache.layers = layers
+        return cache
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether all layers are prefix layers (:mod:`zfunc.language.kv_cache`)."""
+        return all(hasattr(layer, "used") for layer in self.layers)
 
     def __repr__(self) -> str:
-        return f"Cache({self.used} of {self.length} positions, {len(self.rows)} layers)"
+        return (
+            f"HuggingFaceCache({self.used} of {self.length} positions, {len(self.layers)} layers)"
+        )
+
+
+def _copied(layer: Any, **changed: Any) -> Any:
+    new = copy.copy(layer)
+    new.__dict__.update(changed)
+    return new
+
+
+def _tensors(layer: Any) -> dict[str, Tensor]:
+    return {name: x for name, x in layer.__dict__.items() if isinstance(x, Tensor)}
 
 
 register(
-    Cache,
-    lambda c: (c.tensors, (c.rows, c.length, c.used), tuple(range(len(c.tensors)))),
-    lambda static, tensors: Cache(tensors, *static),
+    HuggingFaceCache,
+    lambda c: (
+        ([_tensors(layer) for layer in c.layers], c.mask),
+        (c.shell, c.layers, c.length, c.used),
+        ("layers", "mask"),
+    ),
+    lambda static, children: HuggingFaceCache(
+        static[0],
+        tuple(_copied(layer, **x) for layer, x in zip(static[1], children[0], strict=True)),
+        children[1],
+        *static[2:],
+    ),
 )
 
 
-class HuggingFace:
+class HuggingFaceDecoder:
     """Any causal model of transformers that takes a cache.
 
-    Its layers are :class:`zfunc.language.prefix.PrefixLayer` where the model keeps keys and values
-    of all positions, else those of a ``StaticCache``.
+    Its layers are :class:`zfunc.language.kv_cache.PrefixLayer` where the model keeps keys and
+    values of all positions, else those of a ``StaticCache``.
 
     Args:
         functional: the model, from ``zf.functionalize``.
@@ -190,137 +210,106 @@ class HuggingFace:
 
     def __init__(self, functional: Functional, *, fused: bool = True) -> None:
         text = functional.config.get_text_config(decoder=True)
-        self._functional = functional.fused(_single_tokens) if fused else functional
+        self._functional = functional.fused(_fuse_decoder_layers) if fused else functional
         self._takes = functional.signature.parameters
         self.limit = getattr(text, "max_position_embeddings", None)
         self.vocab = getattr(text, "vocab_size", None)
-        # Containers of layers by length: to build one out of a config takes as long as a layer.
-        self._shells: dict[int, Any] = {}
 
-    def start(self, batch: int, length: int, mask: Tensor | None) -> Cache:
-        return Cache(() if mask is None else (mask,), (), length, 0)
+    def start(self, batch: int, length: int, mask: Tensor | None) -> HuggingFaceCache:
+        from transformers import StaticCache
 
-    def step(self, params: Any, cache: Cache, tokens: Tensor) -> tuple[Tensor, Cache]:
+        from zfunc.language.kv_cache import prefix_layers
+
+        shell = StaticCache(config=self._functional.config, max_cache_len=length)
+        return HuggingFaceCache(shell, tuple(prefix_layers(shell.layers, length)), mask, length)
+
+    def step(
+        self, params: Any, cache: HuggingFaceCache, tokens: Tensor
+    ) -> tuple[Tensor, HuggingFaceCache]:
         return self._step(partial(self._functional.apply, params, train=False), cache, tokens)
 
     @contextmanager
-    def held(self, params: Any) -> Iterator[Step]:
+    def held(self, params: Any) -> Iterator[BoundStep]:
         with self._functional.held(params, train=False) as call:
-            yield Held(partial(self._step, call), partial(self._single, call))
+            yield BoundStep(partial(self._step, call), partial(self._single, call))
 
-    def _step(self, call: Callable[..., Any], cache: Cache, tokens: Tensor) -> tuple[Tensor, Cache]:
-        mask = _mask(cache)
-        stop = cache.used + tokens.shape[1]
+    def _step(
+        self, call: Callable[..., Any], cache: HuggingFaceCache, tokens: Tensor
+    ) -> tuple[Tensor, HuggingFaceCache]:
         check_room(cache.used, tokens.shape[1], cache.length)
-        layers = self._layers(cache)
-        given: dict[str, Any] = {"past_key_values": layers, "use_cache": True}
+        stop = cache.used + tokens.shape[1]
         positions = torch.arange(cache.used, stop, device=tokens.device).expand(len(tokens), -1)
-        taken = None if mask is None else mask[:, :stop].long()
+        taken = None if cache.mask is None else cache.mask[:, :stop].long()
         if taken is not None:
             positions = (taken.cumsum(dim=1) - 1).clamp_min(0)[:, cache.used :]
-        if not all(hasattr(layer, "used") for layer in layers.layers):
+        if not cache.has_prefixes:
             # As long as the cache, since some models (ALiBi) take the number of keys from it.
             taken = positions.new_ones(len(tokens), stop) if taken is None else taken
             taken = F.pad(taken, (0, cache.length - stop))
-        given["attention_mask"] = taken
-        out = call(tokens, **given, **self._known(position_ids=positions, logits_to_keep=1))
-        if not isinstance(getattr(out, "logits", None), Tensor):
+        past = cache.filled_with([_copied(layer) for layer in cache.layers])
+        logits = self._logits(call, tokens, past, taken, position_ids=positions)
+        return logits, replace(cache, layers=tuple(past.layers), used=stop)
+
+    def _single(self, call: Callable[..., Any], cache: HuggingFaceCache, length: int) -> TensorStep:
+        if not cache.has_prefixes:
+            kinds = sorted({type(layer).__name__ for layer in cache.layers})
+            raise PlacementError(f"its cache has layers of other kinds: {', '.join(kinds)}")
+        from zfunc.language.kv_cache import CapturableLayer
+
+        def single(tokens: Tensor, position: Tensor) -> Tensor:
+            rows = position.repeat(len(tokens))
+            past = cache.filled_with(
+                [CapturableLayer(layer, position, rows, length) for layer in cache.layers]
+            )
+            taken = (torch.arange(length, device=tokens.device) <= position).expand(len(tokens), -1)
+            positions = rows[:, None]
+            if cache.mask is not None:
+                taken = taken & cache.mask[:, :length]
+                positions = (taken.sum(dim=1, keepdim=True) - 1).clamp_min(0)
+            known = {"position_ids": positions, "cache_position": position}
+            return self._logits(call, tokens, past, taken.long(), **known)
+
+        return single
+
+    def _logits(
+        self,
+        call: Callable[..., Any],
+        tokens: Tensor,
+        past: Any,
+        mask: Tensor | None,
+        **optional: Tensor,
+    ) -> Tensor:
+        """The model's last logits; of the optional arguments it gets those that it takes."""
+        given = {"logits_to_keep": 1, **optional}
+        given = {name: value for name, value in given.items() if name in self._takes}
+        out = call(tokens, past_key_values=past, use_cache=True, attention_mask=mask, **given)
+        logits = getattr(out, "logits", None)
+        if not isinstance(logits, Tensor):
             raise PlacementError(
                 f"{self._functional!r} returned {type(out).__name__}, without logits: generate "
                 "needs the model with its language head (AutoModelForCausalLM)."
             )
-        tensors, rows = _taken_apart(layers)
-        new = Cache([*tensors, *([] if mask is None else [mask])], rows, cache.length, stop)
-        return out.logits[:, -1], new
-
-    def _single(self, call: Callable[..., Any], cache: Cache, extent: int) -> Single:
-        shell, mask = self._layers(cache), _mask(cache)
-        if not all(hasattr(layer, "used") for layer in shell.layers):
-            kinds = sorted({type(layer).__name__ for layer in shell.layers})
-            raise PlacementError(f"its cache has layers of other kinds: {', '.join(kinds)}")
-        from zfunc.language.extent import ExtentLayer
-
-        def single(tokens: Tensor, position: Tensor) -> Tensor:
-            rows = position.repeat(len(tokens))
-            layers = copy.copy(shell)
-            layers.layers = [
-                ExtentLayer(old.keys, old.values, position, rows, extent) for old in shell.layers
-            ]
-            taken = (torch.arange(extent, device=tokens.device) <= position).expand(len(tokens), -1)
-            positions = rows[:, None]
-            if mask is not None:
-                taken = taken & mask[:, :extent]
-                positions = (taken.sum(dim=1, keepdim=True) - 1).clamp_min(0)
-            known = self._known(position_ids=positions, logits_to_keep=1, cache_position=position)
-            given = {"past_key_values": layers, "use_cache": True, "attention_mask": taken.long()}
-            logits: Tensor = call(tokens, **given, **known).logits[:, -1]
-            return logits
-
-        return single
-
-    def _known(self, **given: Any) -> dict[str, Any]:
-        """Those arguments that the model takes."""
-        return {name: value for name, value in given.items() if name in self._takes}
-
-    def _layers(self, cache: Cache) -> Any:
-        length = cache.length
-        if not cache.rows:
-            return self._empty(length)
-        if length not in self._shells:
-            self._shells[length] = self._empty(length)
-        layers = copy.copy(self._shells[length])
-        tensors = iter(cache.tensors)
-        layers.layers = []
-        for row in cache.rows:
-            layer: Any = object.__new__(row.kind)
-            layer.__dict__.update(row.rest)
-            layer.__dict__.update((name, next(tensors)) for name in row.names)
-            layers.layers.append(layer)
-        return layers
-
-    def _empty(self, length: int) -> Any:
-        from transformers import StaticCache
-
-        from zfunc.language.prefix import prefixed
-
-        cache = StaticCache(config=self._functional.config, max_cache_len=length)
-        cache.layers = prefixed(cache.layers, length)
-        return cache
+        return logits[:, -1]
 
 
-def _single_tokens(module: nn.Module) -> None:
+def _fuse_decoder_layers(module: nn.Module) -> None:
     from zfunc.huggingface import decoder_layers  # kernels are imported where they are asked for
 
     decoder_layers.fuse(module)
 
 
-def _mask(cache: Cache) -> Tensor | None:
-    count = sum(len(row.names) for row in cache.rows)
-    return cache.tensors[-1] if len(cache.tensors) > count else None
-
-
-def _taken_apart(layers: Any) -> tuple[list[Tensor], tuple[Row, ...]]:
-    tensors: list[Tensor] = []
-    rows = []
-    for layer in layers.layers:
-        held = {k: v for k, v in layer.__dict__.items() if isinstance(v, Tensor)}
-        rest = tuple((k, v) for k, v in layer.__dict__.items() if k not in held)
-        tensors.extend(held.values())
-        rows.append(Row(type(layer), tuple(held), rest))
-    return tensors, tuple(rows)
-
-
-class Replay:
+class UncachedDecoder:
     """Any causal module from ids ``[b, t]`` to logits ``[b, t, vocab]``: the text is the cache.
 
     Each step runs the whole text. Padding is not supported, since nothing says how the
     module would take a mask.
     """
 
+    limit: int | None = None
+    vocab: int | None = None
+
     def __init__(self, functional: Functional) -> None:
         self._functional = functional
-        self.limit: int | None = None
-        self.vocab: int | None = None
 
     def start(self, batch: int, length: int, mask: Tensor | None) -> Tensor:
         if mask is not None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfunc.engine.differentiation import evaluate
-from zfunc.language.capture import captured
-from zfunc.language.decoding import Decoder, Step, decoder_of, held
+from zfunc.language.decoding import CacheStep, Decoder, bound, decoder_of
+from zfunc.language.decoding_graph import graphed
 from zfunc.language.sampling import check_sampling, next_token
 from zfunc.ranks import random
 
@@ -56,9 +56,9 @@ def generate(
         stop: token ids at which a text ends. It then goes on with that token; once all
             texts have ended generation stops.
         stream: called with each new column of tokens, ``[b]``.
-        capture: replay single tokens as CUDA graphs (:mod:`zfunc.language.capture`). None: on a
-            GPU, where the model's step can be recorded and texts are long enough to be worth it;
-            what cannot runs eagerly, and the logger ``zfunc`` says why. True insists on it,
+        capture: replay single tokens as CUDA graphs (:mod:`zfunc.language.decoding_graph`). None:
+            on a GPU, where the model's step can be recorded and texts are long enough to be worth
+            it; what cannot runs eagerly, and the logger ``zfunc`` says why. True insists on it,
             False never does.
 
     Returns:
@@ -78,22 +78,10 @@ def generate(
             [2, 3, 0, 1]])
     """
     check_sampling(temperature, top_k, top_p, key)
-    if ids.ndim == 1:
-        return generate(
-            functional,
-            params,
-            ids[None],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            key=key,
-            attention_mask=None if attention_mask is None else attention_mask[None],
-            stop=stop,
-            stream=stream,
-            capture=capture,
-        )[0]
-    decoder, ends = decoder_of(functional), {stop} if isinstance(stop, int) else {*stop}
+    alone = ids.ndim == 1
+    if alone:
+        ids, attention_mask = ids[None], None if attention_mask is None else attention_mask[None]
+    decoder = decoder_of(functional)
     _check(decoder, ids, attention_mask, max_new_tokens)
     if isinstance(key, Tensor) and key.ndim and key.shape != ids.shape[:1]:
         raise ValueError(
@@ -102,56 +90,57 @@ def generate(
         )
     prompt, mask = _aligned(ids, attention_mask, max_new_tokens)
     keys = None if key is None else _keys(key, prompt, mask)
-    return evaluate(_run)(
-        params,
-        decoder,
-        ids,
-        prompt,
-        mask,
-        max_new_tokens,
-        lambda logits, n: next_token(
-            logits, temperature, top_k, top_p, keys and [random.fold_in(k, n) for k in keys]
-        ),
-        torch.tensor(sorted(ends), dtype=torch.int64, device=ids.device),
-        stream,
-        lambda step: captured(step, params, ids.device, max_new_tokens - 1, capture),
-    )
+    ends = torch.tensor([stop] if isinstance(stop, int) else list(stop), device=ids.device).long()
+
+    def choose(logits: Tensor, n: int) -> Tensor:
+        folded = keys and [random.fold_in(k, n) for k in keys]
+        return next_token(logits, temperature, top_k, top_p, folded).to(ids.device)
+
+    def run(entered: Any) -> Tensor:
+        out, cache = [ids], decoder.start(len(ids), prompt.shape[1] + max_new_tokens, mask)
+        with bound(decoder, entered) as step:
+            single = graphed(step, params, ids.device, max_new_tokens - 1, capture)
+            for part in prompt.split(CHUNK, dim=1):
+                logits, cache = step(cache, part)
+            for column in _columns(single, logits, cache, choose, max_new_tokens, ends):
+                out.append(column)
+                if stream is not None:
+                    stream(column[:, 0])
+        return torch.cat(out, dim=1)
+
+    out = evaluate(run)(params) if max_new_tokens else ids.clone()
+    return out[0] if alone else out
 
 
-def _run(
-    params: Any,
-    decoder: Decoder,
-    ids: Tensor,
-    prompt: Tensor,
-    mask: Tensor | None,
-    count: int,
+def _columns(
+    step: CacheStep,
+    logits: Tensor,
+    cache: Any,
     choose: Callable[[Tensor, int], Tensor],
+    count: int,
     ends: Tensor,
-    stream: Callable[[Tensor], Any] | None,
-    recorded: Callable[[Step], Step],
-) -> Tensor:
-    if not count:
-        return ids.clone()
-    cache = decoder.start(len(ids), prompt.shape[1] + count, mask)
-    out, done = [ids], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    with held(decoder, params) as step:
-        single = recorded(step)
-        for part in prompt.split(CHUNK, dim=1):
-            logits, cache = step(cache, part)
-        last = prompt[:, -1]
-        for n in range(count):
-            # A text that has ended repeats the token at which it did.
-            chosen = choose(logits, n).to(ids.device)
-            last = torch.where(done, last, chosen) if len(ends) else chosen
-            out.append(last[:, None])
-            if stream is not None:
-                stream(last)
-            if len(ends):
-                done |= torch.isin(last, ends)
-            if n + 1 == count or (len(ends) and bool(done.all())):
-                break
-            logits, cache = single(cache, last[:, None])
-    return torch.cat(out, dim=1)
+) -> Iterator[Tensor]:
+    """What follows, ``[b, 1]`` at a time. A text that has ended repeats the token at which it did.
+
+    Args:
+        step: for single tokens.
+        logits, cache: behind the prompt.
+        choose: ``(logits, n)`` -> the n-th new token of each text.
+        count: how many tokens at most.
+        ends: tokens that end a text; once all texts have ended nothing follows.
+    """
+    column, done = None, None
+    for n in range(count):
+        chosen = choose(logits, n)[:, None]
+        column = chosen if column is None or done is None else torch.where(done, column, chosen)
+        yield column
+        if n + 1 == count:
+            return
+        if len(ends):
+            done = torch.isin(column, ends)
+            if bool(done.all()):
+                return
+        logits, cache = step(cache, column)
 
 
 def _keys(key: Tensor | int, prompt: Tensor, mask: Tensor | None) -> list[Tensor]:

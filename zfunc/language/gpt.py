@@ -11,6 +11,7 @@ a head, ``w = h * d`` the model's width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 import zfunc as zf
 from zfunc.language import gpt_layers
 
-__all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "sample", "shapes"]
+__all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "shapes"]
 
 Params = dict[str, Any]
 
@@ -64,52 +65,48 @@ def init(config: GPTConfig, key: Tensor) -> Params:
         ``{"embed": [vocab, w], "blocks": Layers([...]), "norm": [w], "head": [vocab, w]}``,
         fp32; no ``"head"`` if it is tied to the embedding.
     """
-    embed_key, head_key, *block_keys = zf.random.split(key, 2 + config.depth)
-    params = {
-        "embed": zf.random.normal(embed_key, (config.vocab, config.width)) * 0.02,
-        "blocks": zf.Layers([_init_block(config.width, k) for k in block_keys]),
-        "norm": torch.ones(config.width),
-    }
-    if not config.tied:
-        params["head"] = zf.random.normal(head_key, (config.vocab, config.width)) * 0.02
-    return params
-
-
-def _init_block(width: int, key: Tensor) -> Params:
-    qkv_key, up_key = zf.random.split(key, 2)
-    return {
-        "norm1": torch.ones(width),
-        "qkv": zf.random.normal(qkv_key, (3 * width, width)) * width**-0.5,
-        "out": torch.zeros(width, width),
-        "norm2": torch.ones(width),
-        "up": zf.random.normal(up_key, (4 * width, width)) * width**-0.5,
-        "down": torch.zeros(width, 4 * width),
-    }
+    return _params(config, key)
 
 
 def shapes(config: GPTConfig) -> Params:
     """The tree of :func:`init` with tensors on ``meta``: shapes, and no memory."""
-    w = config.width
+    with torch.device("meta"):
+        return _params(config, None)
 
-    def like(*shape: int) -> Tensor:
-        return torch.empty(shape, device="meta")
 
-    def one() -> Params:
-        return {
-            "norm1": like(w),
-            "qkv": like(3 * w, w),
-            "out": like(w, w),
-            "norm2": like(w),
-            "up": like(4 * w, w),
-            "down": like(w, 4 * w),
-        }
-
+def _params(config: GPTConfig, key: Tensor | None) -> Params:
+    embed_key, head_key, *block_keys = _split(key, 2 + config.depth)
     params = {
-        "embed": like(config.vocab, w),
-        "blocks": zf.Layers(one() for _ in range(config.depth)),
-        "norm": like(w),
+        "embed": _normal(embed_key, config.vocab, config.width, 0.02),
+        "blocks": zf.Layers([_block_params(config.width, k) for k in block_keys]),
+        "norm": torch.ones(config.width),
     }
-    return params if config.tied else {**params, "head": like(config.vocab, w)}
+    if not config.tied:
+        params["head"] = _normal(head_key, config.vocab, config.width, 0.02)
+    return params
+
+
+def _block_params(width: int, key: Tensor | None) -> Params:
+    qkv_key, up_key = _split(key, 2)
+    return {
+        "norm1": torch.ones(width),
+        "qkv": _normal(qkv_key, 3 * width, width, width**-0.5),
+        "out": torch.zeros(width, width),
+        "norm2": torch.ones(width),
+        "up": _normal(up_key, 4 * width, width, width**-0.5),
+        "down": torch.zeros(width, 4 * width),
+    }
+
+
+def _split(key: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if key is None else list(zf.random.split(key, count))
+
+
+def _normal(key: Tensor | None, rows: int, columns: int, scale: float) -> Tensor:
+    """Drawn with a key; without one only a shape."""
+    if key is None:
+        return torch.empty(rows, columns)
+    return zf.random.normal(key, (rows, columns)) * scale
 
 
 def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
@@ -133,12 +130,7 @@ def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
 def block(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
     """Attention, then the MLP, each on a normalised copy and added to ``x`` ``[b, t, w]``."""
     x = x + _attention(params, gpt_layers.norm(x, params["norm1"]), turn, heads)
-    return x + mlp(params, x)
-
-
-def mlp(params: Params, x: Tensor) -> Tensor:
-    """What a block's MLP adds to ``x`` ``[b, t, w]``."""
-    return F.linear(hidden(params, x), params["down"])
+    return x + F.linear(hidden(params, x), params["down"])
 
 
 def hidden(params: Params, x: Tensor) -> Tensor:
@@ -178,40 +170,4 @@ def count(config: GPTConfig) -> int:
     >>> count(GPTConfig(vocab=256, width=192, depth=4, heads=4))
     1869504
     """
-    w = config.width
-    tables = (1 if config.tied else 2) * config.vocab * w
-    return tables + w + config.depth * (2 * w + 12 * w * w)
-
-
-@torch.no_grad()
-def sample(
-    params: Params,
-    prompt: Tensor,
-    length: int,
-    config: GPTConfig,
-    context: int,
-    key: Tensor,
-    temperature: float = 0.8,
-) -> Tensor:
-    """Go on with a text, one token at a time, seeing the last ``context`` tokens each time.
-
-    Args:
-        params: plain parameters.
-        prompt: ``[n]`` int64, at least one token.
-        length: tokens to add.
-        config: the shape.
-        context: the longest sequence that the model was trained on.
-        key: decides the tokens drawn.
-        temperature: 0 takes the likeliest token each time; 1 draws from the model.
-
-    Returns:
-        The added tokens, ``[length]`` int64.
-    """
-    ids = prompt
-    for step_key in zf.random.split(key, length):
-        logits = apply(params, ids[None, -context:], config)[0, -1].float()
-        if temperature > 0:  # the largest of logits plus Gumbel noise is a draw from the softmax
-            noise = zf.random.uniform(step_key, logits.shape, device=logits.device)
-            logits = logits / temperature - torch.log(-torch.log(noise.clamp_min(1e-20)))
-        ids = torch.cat([ids, logits.argmax(keepdim=True)])
-    return ids[len(prompt) :]
+    return sum(x.numel() for x in zf.tree.leaves(shapes(config)))

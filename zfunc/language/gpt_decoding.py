@@ -1,4 +1,4 @@
-"""Decoding with the GPT of :mod:`zfunc.language.gpt`: its cache, and one step of it."""
+"""Decoding with the GPT of :mod:`zfunc.language.gpt`: its key-value cache, and one step with it."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ from einops import rearrange
 from torch import Tensor
 
 import zfunc as zf
-from zfunc.errors import PlacementError
 from zfunc.huggingface import blocks
-from zfunc.language.decoding import Held, Single, check_room
+from zfunc.language.decoding import BoundStep, TensorStep, check_room
 from zfunc.language.gpt import GPTConfig, Params, hidden, rotations
 from zfunc.language.gpt_layers import rotate
 
-__all__ = ["GPTDecoder", "Seen"]
+__all__ = ["GPTCache", "GPTDecoder"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class GPTCache:
     """What a GPT has seen of ``b`` texts: a cache of static size.
 
     Attributes:
         keys, values: one ``[b, h, length, d]`` tensor for each block.
+        rotations: cosines and sines of all positions, ``[length, d / 2]``.
         mask: ``[b, length]`` bool, False at padding (left of each text), or None.
         used: positions that are taken.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    rotations: tuple[Tensor, Tensor]
     mask: Tensor | None
     used: int = 0
 
     @property
     def length(self) -> int:
         """Of the whole cache, in positions."""
-        return self.keys[0].shape[2]
+        return len(self.rotations[0])
 
-    def advanced(self) -> Seen:
+    def advanced(self) -> GPTCache:
         """The same memory, when somebody has written one more token into it."""
         return replace(self, used=self.used + 1)
 
 
 zf.tree.register(
-    Seen,
-    lambda seen: (
-        (seen.keys, seen.values, seen.mask),
-        (len(seen.keys), seen.used),
-        ("keys", "values", "mask"),
+    GPTCache,
+    lambda cache: (
+        (cache.keys, cache.values, cache.rotations, cache.mask),
+        cache.used,
+        ("keys", "values", "rotations", "mask"),
     ),
-    lambda static, children: Seen(children[0], children[1], children[2], static[1]),
+    lambda used, children: replace(GPTCache(*children), used=used),
 )
 
 
@@ -82,108 +83,77 @@ class GPTDecoder:
         """The promise of a cache: its dtype and device are those of the first parameters."""
         return batch, length, mask
 
-    def step(self, params: Params, cache: Any, tokens: Tensor) -> tuple[Tensor, Seen]:
+    def step(self, params: Params, cache: Any, tokens: Tensor) -> tuple[Tensor, GPTCache]:
         """Take ``[b, t]`` tokens in; logits ``[b, vocab]`` behind the last, and the cache."""
-        x = F.embedding(tokens, params["embed"])
-        seen = cache if isinstance(cache, Seen) else self._empty(x, *cache)
-        start, stop = seen.used, seen.used + tokens.shape[1]
-        length, d = seen.keys[0].shape[2:] if seen.keys else (stop, 1)
-        check_room(start, tokens.shape[1], length)
-        cos, sin = rotations(length, d, x) if seen.keys else (x, x)
-        positions = torch.arange(start, stop, device=x.device)
-        past = torch.arange(stop, device=x.device)
+        if not isinstance(cache, GPTCache):
+            cache = self._empty(F.embedding(tokens[:, :1], params["embed"]), *cache)
+        check_room(cache.used, tokens.shape[1], cache.length)
+        stop = cache.used + tokens.shape[1]
+        positions = torch.arange(cache.used, stop, device=tokens.device)
+        logits = self._logits(params, cache, stop, tokens, positions)
+        return logits, replace(cache, used=stop)
+
+    @contextmanager
+    def held(self, params: Params) -> Iterator[BoundStep]:
+        yield BoundStep(partial(self.step, params), partial(self._single, params))
+
+    def _single(self, params: Params, cache: GPTCache, length: int) -> TensorStep:
+        return partial(self._logits, params, cache, length)
+
+    def _logits(
+        self, params: Params, cache: GPTCache, length: int, tokens: Tensor, positions: Tensor
+    ) -> Tensor:
+        """The last logits of ``[b, t]`` tokens, written into the cache at ``[t]`` positions.
+
+        They attend to the first ``length`` positions of the cache, as far as they are filled.
+        """
+        x, past = F.embedding(tokens, params["embed"]), torch.arange(length, device=tokens.device)
         allowed = (past <= positions[:, None])[None, None]
         if self.window is not None:
             allowed = allowed & (past > positions[:, None] - self.window)
-        if seen.mask is None:
-            turn = cos[start:stop], sin[start:stop]
+        cos, sin = cache.rotations
+        if cache.mask is None:
+            turn = cos[positions], sin[positions]
         else:
-            allowed = allowed & seen.mask[:, None, None, :stop]
-            at = (seen.mask[:, :stop].long().cumsum(1) - 1).clamp_min(0)[:, start:]
+            real = cache.mask[:, :length]
+            allowed = allowed & real[:, None, None]
+            at = (real.long().cumsum(1) - 1).clamp_min(0)[:, positions]
             turn = cos[at][:, None], sin[at][:, None]
-        logits = self._through(params, x, seen, (slice(start, stop), stop), turn, allowed)
-        return logits, replace(seen, used=stop)
-
-    @contextmanager
-    def held(self, params: Params) -> Iterator[Held]:
-        yield Held(partial(self.step, params), partial(self._single, params))
-
-    def _single(self, params: Params, seen: Seen, extent: int) -> Single:
-        if not seen.keys:
-            raise PlacementError("a GPT without blocks has no cache")
-        cos, sin = rotations(seen.length, seen.keys[0].shape[3], seen.keys[0])
-        past = torch.arange(extent, device=cos.device)
-
-        def single(tokens: Tensor, position: Tensor) -> Tensor:
-            allowed = (past <= position)[None, None, None]
-            if self.window is not None:
-                allowed = allowed & (past > position - self.window)
-            turn = cos[position], sin[position]
-            if seen.mask is not None:
-                real = seen.mask[:, :extent]
-                at = ((real & (past <= position)).sum(1, keepdim=True) - 1).clamp_min(0)
-                turn = cos[at][:, None], sin[at][:, None]
-                allowed = allowed & real[:, None, None]
-            x = F.embedding(tokens, params["embed"])
-            return self._through(params, x, seen, (position, extent), turn, allowed)
-
-        return single
-
-    def _through(
-        self,
-        params: Params,
-        x: Tensor,
-        seen: Seen,
-        where: tuple[slice | Tensor, int],
-        turn: tuple[Tensor, Tensor],
-        allowed: Tensor,
-    ) -> Tensor:
-        """``[b, t, w]`` through all blocks, with a cache written in place; the last logits."""
-        how: dict[str, Any] = {
-            "where": where,
-            "turn": turn,
-            "heads": self.config.heads,
-            "allowed": allowed,
-        }
-        for p, keys, values in zip(params["blocks"], seen.keys, seen.values, strict=True):
-            x = zf.layer(partial(_block_with, **how), p, x, keys, values)
+        block = partial(
+            _block, positions=positions, turn=turn, heads=self.config.heads, allowed=allowed
+        )
+        for p, keys, values in zip(params["blocks"], cache.keys, cache.values, strict=True):
+            x = zf.layer(block, p, x, keys, values)
         x = F.layer_norm(x[:, -1], (self.config.width,), params["norm"])
         return F.linear(x, params["embed"] if self.config.tied else params["head"])
 
-    def _empty(self, like: Tensor, batch: int, length: int, mask: Any) -> Seen:
+    def _empty(self, like: Tensor, batch: int, length: int, mask: Any) -> GPTCache:
         c = self.config
         shape = (batch, c.heads, length, c.width // c.heads)
         keys, values = (tuple(like.new_zeros(shape) for _ in range(c.depth)) for _ in range(2))
-        return Seen(keys, values, mask)
+        return GPTCache(keys, values, rotations(length, shape[3], like), mask)
 
 
-def _block_with(
+def _block(
     params: Params,
     x: Tensor,
     keys: Tensor,
     values: Tensor,
-    where: tuple[slice | Tensor, int],
+    positions: Tensor,
     turn: tuple[Tensor, Tensor],
     heads: int,
     allowed: Tensor,
 ) -> Tensor:
-    """A block on tokens that go to ``where[0]`` of a cache, attending to it up to ``where[1]``."""
+    """A block on tokens ``[b, t, w]`` at these positions, with keys and values written in place."""
     qkv = F.linear(F.layer_norm(x, x.shape[-1:], params["norm1"]), params["qkv"])
     q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
-    past = _written(keys, rotate(k, turn), *where), _written(values, v, *where)
-    y = F.scaled_dot_product_attention(rotate(q, turn), *past, attn_mask=allowed)
+    length = allowed.shape[-1]
+    keys = keys.index_copy_(2, positions, rotate(k, turn))[:, :, :length]
+    values = values.index_copy_(2, positions, v)[:, :, :length]
+    y = F.scaled_dot_product_attention(rotate(q, turn), keys, values, attn_mask=allowed)
     rows = _added(x.flatten(0, 1), rearrange(y, "b h t d -> (b t) (h d)"), params["out"])
     rows = _added(rows, hidden(params, rows), params["down"])
     return rows.view(x.shape)
-
-
-def _written(cache: Tensor, new: Tensor, at: slice | Tensor, stop: int) -> Tensor:
-    """The cache up to ``stop``, with ``[b, h, t, d]`` at a slice, or where a tensor says."""
-    if isinstance(at, slice):
-        cache[:, :, at] = new
-    else:
-        cache.index_copy_(2, at, new)
-    return cache[:, :, :stop]
 
 
 def _added(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

@@ -1,5 +1,11 @@
 """Any ``nn.Module`` as a pure function of its parameters.
 
-In the order of reading: ``units`` (its anatomy), ``slots`` (where tensors go), ``lazy`` and
-``binding`` (running it on given tensors), ``functional`` (what a user sees).
+``functionalize`` takes the parameters out of a module, as a tree in which each layer is a unit. A
+call lends a copy of the module that has no memory, puts the given tensors in, sends each layer
+through ``zfunc.layer``, and takes the tensors out again.
+
+In the order of reading: ``units`` (which submodules are layers, where each parameter lives),
+``swapping`` (writing tensors into a module), ``lazy`` and ``binding`` (a call), ``functional``
+(what a user sees). ``module_checks``, ``dropout_check``, ``parameters`` and ``empty_weights`` stand
+alone.
 """

@@ -5,7 +5,7 @@ and buffers are written straight into the submodules' dicts, and afterwards take
 out again, so that nothing keeps a gathered weight alive and a leak fails loudly on
 ``meta`` instead of giving stale numbers.
 
-One template serves one call at a time: :class:`Pool` lends out another where calls
+One template serves one call at a time: :class:`TemplatePool` lends out another where calls
 overlap (ranks that are threads, a model called inside its own loss, a backward pass
 that recomputes a layer when the model's call is over).
 """
@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -30,13 +31,13 @@ from zfunc.engine.context import current
 from zfunc.engine.passes import layer
 from zfunc.engine.primitives import Ref
 from zfunc.engine.versions import FirstCall
-from zfunc.modules.lazy import Cell, lazy_tensor
-from zfunc.modules.modes import Modes
-from zfunc.modules.slots import BufferSlot, Slot, compile_tree, write
-from zfunc.modules.units import Anatomy, Leaf, Path
+from zfunc.modules.dropout_check import DropoutCheck
+from zfunc.modules.lazy import LazySource, lazy_tensor
+from zfunc.modules.swapping import BufferSlot, Slot, compile_tree, write
+from zfunc.modules.units import Anatomy, TensorInfo, node_at
 from zfunc.trees.nodes import NAMESPACE, Tree
 
-__all__ = ["LayerCall", "Pool", "Template", "skeleton"]
+__all__ = ["LayerCall", "Template", "TemplatePool", "skeleton"]
 
 Filled = tuple[dict[str, Any], str, Any]
 
@@ -112,7 +113,7 @@ class LayerCall:
 class Template:
     """A copy of the module without data, bound to tensors for the time of one call."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: TemplatePool) -> None:
         self.pool, self.anatomy = pool, pool.anatomy
         self.module = copy.deepcopy(pool.skeleton)
         for fuse in pool.fuses:
@@ -121,14 +122,14 @@ class Template:
         self.flags = [(part, part.training) for part in self.modules.values()]
         self.mode: bool | None = None
         self.serial, self.thread = 0, 0
-        self.lease: Callable[[], Lease | None] | None = None
+        self.lease: Callable[[], TemplateLease | None] | None = None
         self.facade: Any = None
         self.sources: dict[str, Tensor] = {}
         units = self.anatomy.units
         self.values: list[Any] = [None] * len(units)
         self.bound: list[Any] = [None] * len(units)
         self.resting: list[Any] = [None] * len(units)  # which of `unit_rest` is in the slots
-        self.cells = [Cell() for _ in units]
+        self.lazy_sources = [LazySource() for _ in units]
         self.reaching = [bool(unit.shared or unit.buffers) for unit in units]
         self._find_slots()
         self._compile()
@@ -136,32 +137,27 @@ class Template:
 
     # --- construction ---
 
-    def _slots(self, leaf: Leaf, kind: str = "_parameters") -> tuple[Slot, ...]:
+    def _slots(self, leaf: TensorInfo, kind: str = "_parameters") -> tuple[Slot, ...]:
         return tuple((getattr(self.modules[m], kind), attribute) for m, attribute in leaf.homes)
 
-    def _resting(self, leaves: Iterable[Leaf]) -> list[Filled]:
+    def _resting(
+        self,
+        leaves: Iterable[TensorInfo],
+        source: LazySource,
+        device: torch.device | None = None,
+        dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+    ) -> list[Filled]:
         """What is in the slots between calls: tensors that say so when they are looked at."""
-        closed = Cell()
-        return [
-            (
-                *slot,
-                lazy_tensor(
-                    closed,
-                    leaf.name,
-                    leaf.path,
-                    leaf.shape,
-                    leaf.dtype,
-                    leaf.device,
-                    leaf.requires_grad,
-                ),
-            )
+        lazies = [
+            (leaf, lazy_tensor(source, leaf, dtypes.get(leaf.dtype, leaf.dtype), device))
             for leaf in leaves
-            for slot in self._slots(leaf)
         ]
+        return [(*slot, lazy) for leaf, lazy in lazies for slot in self._slots(leaf)]
 
     def _find_slots(self) -> None:
-        self.rest = self._resting(self.anatomy.root)
-        self.unit_rest = [self._resting(unit.leaves) for unit in self.anatomy.units]
+        closed = LazySource()
+        self.rest = self._resting(self.anatomy.root, closed)
+        self.unit_rest = [self._resting(unit.leaves, closed) for unit in self.anatomy.units]
         self.buffers = {
             leaf.name: BufferSlot(self._slots(leaf, "_buffers")) for leaf in self.anatomy.buffers
         }
@@ -172,25 +168,16 @@ class Template:
             for part in parts
             if isinstance(part, nn.RNNBase)
         ]
-        for (
-            rnn,
-            _,
-            _,
-        ) in self.rnns:  # it would move the weights it is given into a buffer of its own
-            rnn.__dict__["flatten_parameters"] = _leave_alone
+        for rnn, *_ in self.rnns:  # it would move the weights it is given into a buffer of its own
+            rnn.__dict__["flatten_parameters"] = lambda: None
 
     def _compile(self) -> None:
-        self.unit_nodes = [compile_tree(self._placed(u.leaves)) for u in self.anatomy.units]
-        self.node = compile_tree(
-            self._placed(self.anatomy.root),
-            self.anatomy.stacks,
-            [(unit.stack, unit.index) for unit in self.anatomy.units],
-        )
+        infos = self.anatomy.infos
+        units = {(*unit.stack, unit.index): i for i, unit in enumerate(self.anatomy.units)}
+        self.unit_nodes = [compile_tree(node_at(infos, path), self._slots) for path in units]
+        self.node = compile_tree(infos, self._slots, units)
         if self.anatomy.is_stack:
             ((_, self.node),) = self.node[3]
-
-    def _placed(self, leaves: Iterable[Leaf]) -> list[tuple[Path, torch.Size, tuple[Slot, ...]]]:
-        return [(leaf.path, leaf.shape, self._slots(leaf)) for leaf in leaves]
 
     def _route(self, i: int, part: nn.Module) -> Callable[..., Any]:
         """Send calls of a unit through ``layer``; returns what it did before."""
@@ -271,16 +258,16 @@ class Template:
 
     def reach(self, over: bool) -> None:
         """Let layers' parameters be read from outside their calls; ``over``: no more."""
-        for cell, value in zip(self.cells, self.values, strict=True):
-            cell.hold(value if isinstance(value, Ref) and not over else None)
+        for source, value in zip(self.lazy_sources, self.values, strict=True):
+            source.hold(value if isinstance(value, Ref) and not over else None)
 
-    def keep(self) -> Region:
+    def keep(self) -> ReplayedRegion:
         """What is here now, for a region of the module that backward runs again."""
         lease = None if self.lease is None else self.lease()
         if lease is None:
-            lease = Lease(self)
+            lease = TemplateLease(self)
             self.lease = weakref.ref(lease)
-        return Region(lease)
+        return ReplayedRegion(lease)
 
     def end(self) -> None:
         """The call is over; what may run again in backward keeps the parameters here."""
@@ -339,8 +326,8 @@ class Template:
             if self.resting[i] is not self.unit_rest[i]:
                 self.resting[i] = self.unit_rest[i]
                 _fill(self.unit_rest[i])
-            if self.cells[i].ref is not value:
-                self.cells[i].hold(value)
+            if self.lazy_sources[i].ref is not value:
+                self.lazy_sources[i].hold(value)
         else:
             unit, self.resting[i] = self.anatomy.units[i], None
             write(value, self.unit_nodes[i], [], unit.leaves, f"layer {unit.name}")
@@ -356,23 +343,7 @@ class Template:
             return
         self.facade = (device, dtypes)
         for i, unit in enumerate(self.anatomy.units):
-            lazies = [
-                lazy_tensor(
-                    self.cells[i],
-                    leaf.name,
-                    leaf.path,
-                    leaf.shape,
-                    dtypes.get(leaf.dtype, leaf.dtype),
-                    device or leaf.device,
-                    leaf.requires_grad,
-                )
-                for leaf in unit.leaves
-            ]
-            self.unit_rest[i] = [
-                (*slot, lazy)
-                for leaf, lazy in zip(unit.leaves, lazies, strict=True)
-                for slot in self._slots(leaf)
-            ]
+            self.unit_rest[i] = self._resting(unit.leaves, self.lazy_sources[i], device, dtypes)
 
 
 def _fill(slots: Iterable[Filled]) -> None:
@@ -380,11 +351,7 @@ def _fill(slots: Iterable[Filled]) -> None:
         holder[attribute] = x
 
 
-def _leave_alone() -> None:
-    return None
-
-
-class Pool:
+class TemplatePool:
     """The idle templates of one module. Pickles as its skeleton and what is fused in it.
 
     ``fuses``: functions that let kernels take over what they can in a template, in this order; the
@@ -396,14 +363,14 @@ class Pool:
     ) -> None:
         self.skeleton, self.anatomy, self.fuses = skeleton, anatomy, fuses
         self.idle: list[Template] = []
-        self.variants: dict[Any, Pool] = {}
-        self.modes, self.first = Modes(skeleton), FirstCall()
+        self.variants: dict[Any, TemplatePool] = {}
+        self.dropout, self.first = DropoutCheck(skeleton), FirstCall()
 
-    def fused(self, fuse: Callable[..., None]) -> Pool:
+    def fused(self, fuse: Callable[..., None]) -> TemplatePool:
         """The pool of the same module with ``fuse`` before all else: always the same one."""
         if fuse not in self.variants:
-            self.variants[fuse] = Pool(self.skeleton, self.anatomy, (fuse, *self.fuses))
-            self.variants[fuse].modes = self.modes
+            self.variants[fuse] = TemplatePool(self.skeleton, self.anatomy, (fuse, *self.fuses))
+            self.variants[fuse].dropout = self.dropout
         return self.variants[fuse]
 
     @contextmanager
@@ -420,7 +387,7 @@ class Pool:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fuses": self.fuses}
-        asked = {"modes": Modes(self.skeleton), "first": FirstCall()}
+        asked = {"dropout": DropoutCheck(self.skeleton), "first": FirstCall()}
         return {**kept, **asked, "idle": [], "variants": {}}
 
 
@@ -429,7 +396,7 @@ class Pool:
 # run it again the template stays lent, with the parameters of its call in it.
 
 
-class Lease:
+class TemplateLease:
     """Held by what may run again; with the last of them the template goes back to its pool."""
 
     __slots__ = ("__weakref__", "over", "template")
@@ -443,14 +410,14 @@ class Lease:
             self.template.give_back()
 
 
-class Region:
+class ReplayedRegion:
     """What a template holds where a region of its module begins.
 
     Layers that run at this moment hold parameters for as long as they run: these are ``leaves``.
     Whatever else is in the template stays there.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: TemplateLease) -> None:
         self.lease = lease
         template = lease.template
         self.serial = template.serial
@@ -461,7 +428,7 @@ class Region:
         self.tensors = [i for i, x in enumerate(flat) if type(x) in (Tensor, Parameter)]
         self.leaves: Sequence[Tensor] = [flat[i] for i in self.tensors]
         self.rest = [None if type(x) in (Tensor, Parameter) else x for x in flat]
-        self.buffers = Buffers(template)
+        self.buffers = BufferValues(template)
 
     @contextmanager
     def again(self, leaves: Sequence[Tensor]) -> Iterator[None]:
@@ -490,7 +457,7 @@ class Region:
             template.serial, template.thread = call
 
 
-class Buffers:
+class BufferValues:
     """The values of a template's buffers at one moment."""
 
     def __init__(self, template: Template) -> None:

@@ -25,10 +25,10 @@ from zfunc.engine import context
 from zfunc.engine.passes import enter
 from zfunc.engine.recomputation import taken
 from zfunc.errors import PlacementError
-from zfunc.modules.binding import Pool, skeleton
+from zfunc.modules.binding import TemplatePool, skeleton
+from zfunc.modules.module_checks import check_module
 from zfunc.modules.parameters import Parameters
-from zfunc.modules.refusals import check_module
-from zfunc.modules.slots import misfit
+from zfunc.modules.swapping import misfit
 from zfunc.modules.units import Choice, dissect
 from zfunc.trees import tree
 
@@ -57,7 +57,7 @@ class Functional:
     config: Any
     _name: str
     _train: bool | None
-    _pool: Pool = field(repr=False)
+    _pool: TemplatePool = field(repr=False)
     _parameters: Parameters = field(repr=False)
 
     @property
@@ -109,7 +109,7 @@ class Functional:
         given = self._checked(buffers)
         sources = self._in_compute_dtype(given)
         mode = self._train if train is None else train
-        watched = self._pool.modes.watched(entered) if mode is None else _UNWATCHED
+        watched = self._pool.dropout.watched(entered) if mode is None else _UNWATCHED
         with self._pool.lend() as template, watched, self._alone(entered), taken(template):
             template.bind(entered, sources, mode)
             out = _call(template.module, args, kwargs)
@@ -341,7 +341,7 @@ def functionalize(
         config=getattr(module, "config", None),
         _name=name,
         _train=train,
-        _pool=Pool(bare, anatomy, (_fuse,) if fused else ()),
+        _pool=TemplatePool(bare, anatomy, (_fuse,) if fused else ()),
         _parameters=Parameters(name, anatomy, dict(module.named_parameters())),
     )
 

@@ -17,41 +17,21 @@ from torch import Tensor
 
 from zfunc.engine.primitives import Ref
 from zfunc.errors import PlacementError
+from zfunc.modules.units import TensorInfo
 
-__all__ = ["Cell", "LazyTensor", "lazy_tensor"]
+__all__ = ["LazySource", "LazyTensor", "lazy_tensor"]
 
 # What can be answered without the values.
+_PROPERTIES = "shape dtype device ndim layout is_cuda is_meta is_sparse is_quantized is_nested"
 _METADATA = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,
-    Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
-    Tensor.is_nested.__get__,  # type: ignore[attr-defined]
-    Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.ndimension,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-    Tensor.__hash__,
-    torch.numel,
-    torch.is_floating_point,
-    torch.is_complex,
+    *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES.split(), "itemsize", "nbytes")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension),
+    *(Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex),
+    *(Tensor.__len__, Tensor.__hash__, torch.numel, torch.is_floating_point, torch.is_complex),
 }
 
 
-class Cell:
+class LazySource:
     """Where the lazy tensors of one unit find its parameters during a call."""
 
     __slots__ = ("differentiable", "ref")
@@ -85,7 +65,7 @@ class Cell:
 
 
 class LazyTensor(Tensor):
-    """A tensor whose metadata are known and whose values come from a :class:`Cell`.
+    """A tensor whose metadata are known and whose values come from a :class:`LazySource`.
 
     Attributes:
         trains: whether the module has it as a parameter with a gradient.
@@ -126,15 +106,11 @@ def _inside_function() -> bool:
 
 
 def lazy_tensor(
-    cell: Cell,
-    name: str,
-    path: Sequence[str | int],
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    trains: bool,
+    source: LazySource, leaf: TensorInfo, dtype: torch.dtype, device: torch.device | None
 ) -> LazyTensor:
-    """The parameter ``name``, found under ``path`` in what ``cell`` resolves to."""
-    lazy: LazyTensor = Tensor._make_wrapper_subclass(LazyTensor, shape, dtype=dtype, device=device)
-    lazy._fetch, lazy.trains = lambda: cell.fetch(name, path), trains
+    """A parameter of a unit, found in what ``source`` resolves to; None means its own device."""
+    lazy: LazyTensor = Tensor._make_wrapper_subclass(
+        LazyTensor, leaf.shape, dtype=dtype, device=device or leaf.device
+    )
+    lazy._fetch, lazy.trains = lambda: source.fetch(leaf.name, leaf.path), leaf.requires_grad
     return lazy

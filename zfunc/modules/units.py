@@ -28,22 +28,23 @@ from zfunc.errors import PlacementError
 from zfunc.layout.leaves import check_trainable, freeze
 from zfunc.trees.nodes import NAMESPACE, Frozen, Layers, register
 
-__all__ = ["Anatomy", "Leaf", "Single", "Unit", "dissect"]
+__all__ = ["Anatomy", "ModuleUnit", "SingleLayer", "TensorInfo", "dissect", "node_at"]
 
-Choice = Callable[[str, nn.Module], bool] | str | Iterable[str] | None
+Predicate = Callable[[str, nn.Module], bool]
+Choice = Predicate | str | Iterable[str] | None
 Path = tuple[str | int, ...]
 Home = tuple[str, str]
 
 
-class Single(Layers):
+class SingleLayer(Layers):
     """A stack of one: a unit that is no child of a list. It adds nothing to names."""
 
 
-register(Single, lambda one: (tuple(one), None, ("",)), lambda _, children: Single(children))
+register(SingleLayer, lambda one: (tuple(one), None, ("",)), lambda _, xs: SingleLayer(xs))
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TensorInfo:
     """One parameter or buffer.
 
     Attributes:
@@ -62,7 +63,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ModuleUnit:
     """One layer: its own leaves, the root leaves it also uses, and its buffers' names.
 
     ``module`` is its first name in ``named_modules()``; ``stack`` leads to the ``Layers``
@@ -73,8 +74,8 @@ class Unit:
     module: str
     stack: Path
     index: int
-    leaves: tuple[Leaf, ...]
-    shared: tuple[Leaf, ...]
+    leaves: tuple[TensorInfo, ...]
+    shared: tuple[TensorInfo, ...]
     buffers: tuple[str, ...]
 
 
@@ -82,9 +83,9 @@ class Unit:
 class Anatomy:
     """Static: no tensors, picklable. ``stacks`` gives each ``Layers``' path and length."""
 
-    root: tuple[Leaf, ...]
-    units: tuple[Unit, ...]
-    buffers: tuple[Leaf, ...]
+    root: tuple[TensorInfo, ...]
+    units: tuple[ModuleUnit, ...]
+    buffers: tuple[TensorInfo, ...]
     stacks: dict[Path, int]
     singles: frozenset[Path]
 
@@ -93,45 +94,30 @@ class Anatomy:
 
         A dict that holds leaves of parameters that require no gradient is a ``Frozen``.
         """
-        top = self._frozen(self._nested(tensors))
+        top = _frozen(self._nested(tensors), self.infos)
         return top[""] if self.is_stack else top
+
+    @cached_property
+    def infos(self) -> Any:
+        """The tree with what is known of each parameter at its leaves."""
+        return self._nested({leaf.name: leaf for leaf in self.leaves})
 
     def _nested(self, values: Mapping[str, Any]) -> Any:
         top: dict[str | int, Any] = {}
         for path, length in self.stacks.items():
-            kind = Single if path in self.singles else Layers
+            kind = SingleLayer if path in self.singles else Layers
             _insert(top, path, kind({} for _ in range(length)))
         for leaf in self.root:
             _insert(top, leaf.path, values[leaf.name])
         for unit in self.units:
             for leaf in unit.leaves:
-                _insert(_at(top, (*unit.stack, unit.index)), leaf.path, values[leaf.name])
-        return top
-
-    def _frozen(self, top: Any) -> Any:
-        """The tree with its frozen leaves marked, and the dicts that hold some made ``Frozen``."""
-        keys: dict[Path, list[str]] = {}
-        units = [(leaf, (*unit.stack, unit.index)) for unit in self.units for leaf in unit.leaves]
-        for leaf, prefix in (*((leaf, ()) for leaf in self.root), *units):
-            if not leaf.requires_grad:
-                *inner, last = (*prefix, *leaf.path)
-                keys.setdefault(tuple(inner), []).append(str(last))
-        for path in sorted(keys, key=len, reverse=True):  # what is deeper is put in place first
-            node = _at(top, path)
-            for key in keys[path]:
-                if isinstance(x := node[key], Tensor):  # one in low bits is no plain leaf
-                    freeze(x)
-            if path:
-                _at(top, path[:-1])[path[-1]] = Frozen(node, keys[path])
-            else:
-                top = Frozen(node, keys[path])
+                _insert(node_at(top, (*unit.stack, unit.index)), leaf.path, values[leaf.name])
         return top
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
         """Names of the parameters that require no gradient, in the order of the tree's leaves."""
-        names = {leaf.name: leaf for leaf in self.leaves}
-        leaves: list[Leaf] = optree.tree_leaves(self._nested(names), namespace=NAMESPACE)
+        leaves: list[TensorInfo] = optree.tree_leaves(self.infos, namespace=NAMESPACE)
         return tuple(leaf.name for leaf in leaves if not leaf.requires_grad)
 
     @property
@@ -140,9 +126,21 @@ class Anatomy:
         return not self.root and set(self.stacks) == {("",)}
 
     @cached_property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def leaves(self) -> tuple[TensorInfo, ...]:
         """Every parameter, the root's first."""
         return (*self.root, *(leaf for unit in self.units for leaf in unit.leaves))
+
+
+def _frozen(node: Any, infos: Any) -> Any:
+    """The tree with its frozen leaves marked, and the dicts that hold some made ``Frozen``."""
+    if isinstance(infos, TensorInfo):
+        # One in low bits is no plain leaf.
+        return freeze(node) if not infos.requires_grad and isinstance(node, Tensor) else node
+    if isinstance(infos, Layers):
+        return type(node)(_frozen(x, info) for x, info in zip(node, infos, strict=True))
+    made = {key: _frozen(x, infos[key]) for key, x in node.items()}
+    keys = [k for k, x in infos.items() if isinstance(x, TensorInfo) and not x.requires_grad]
+    return Frozen(made, keys) if keys else made
 
 
 def _insert(node: Any, path: Path, value: Any) -> None:
@@ -151,7 +149,8 @@ def _insert(node: Any, path: Path, value: Any) -> None:
     node[path[-1]] = value
 
 
-def _at(node: Any, path: Path) -> Any:
+def node_at(node: Any, path: Path) -> Any:
+    """What is in a tree under this path."""
     for key in path:
         node = node[key]
     return node
@@ -192,16 +191,12 @@ def _in_stacks(name: str, module: nn.Module) -> Iterator[str]:
             yield from _in_stacks(_join(name, child_name), child)
 
 
-def _chosen(
-    name: str, module: nn.Module, choice: Callable[[str, nn.Module], bool]
-) -> Iterator[str]:
+def _chosen(name: str, module: nn.Module, choice: Predicate) -> Iterator[str]:
     for child_name, child in module._modules.items():
         full = _join(name, child_name)
-        if child is None:
-            continue
-        if _callable(child) and choice(full, child):
+        if child is not None and _callable(child) and choice(full, child):
             yield full
-        else:
+        elif child is not None:
             yield from _chosen(full, child, choice)
 
 
@@ -255,12 +250,7 @@ class _Census:
                 self.visit(_join(name, child_name), child, owner)
 
     def record(
-        self,
-        found: dict[int, _Found],
-        name: str,
-        home: str,
-        tensors: Any,
-        owner: int | None,
+        self, found: dict[int, _Found], name: str, home: str, tensors: Any, owner: int | None
     ) -> None:
         for attribute, x in tensors.items():
             if x is None:
@@ -284,9 +274,11 @@ def _check(name: str, x: Tensor) -> None:
         )
 
 
-def _leaf(found: _Found, path: Path) -> Leaf:
+def _leaf(found: _Found, path: Path) -> TensorInfo:
     x = found.tensor
-    return Leaf(found.name, path, tuple(found.homes), x.shape, x.dtype, x.device, x.requires_grad)
+    return TensorInfo(
+        found.name, path, tuple(found.homes), x.shape, x.dtype, x.device, x.requires_grad
+    )
 
 
 def _place_units(module: nn.Module, names: Sequence[str]) -> dict[str, tuple[Path, int]]:
@@ -320,9 +312,9 @@ def dissect(module: nn.Module, units: Choice = None) -> Anatomy:
     for stack, index in places.values():
         stacks[stack] = max(stacks.get(stack, 0), index + 1)
 
-    root: list[Leaf] = []
-    leaves: dict[int, list[Leaf]] = {owner: [] for owner in home}
-    shared: dict[int, list[Leaf]] = {owner: [] for owner in home}
+    root: list[TensorInfo] = []
+    leaves: dict[int, list[TensorInfo]] = {owner: [] for owner in home}
+    shared: dict[int, list[TensorInfo]] = {owner: [] for owner in home}
     for found in census.params.values():
         _check(found.name, found.tensor)
         owner = next(iter(found.owners))
@@ -343,7 +335,9 @@ def dissect(module: nn.Module, units: Choice = None) -> Anatomy:
     return Anatomy(
         root=tuple(root),
         units=tuple(
-            Unit(name, census.first[o], *places[name], tuple(leaves[o]), tuple(shared[o]), used[o])
+            ModuleUnit(
+                name, census.first[o], *places[name], tuple(leaves[o]), tuple(shared[o]), used[o]
+            )
             for o, name in home.items()
         ),
         buffers=buffers,

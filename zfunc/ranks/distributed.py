@@ -253,10 +253,3 @@ class DistributedWorld(world.World):
             made = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
             self.memo["device_mesh", sizes] = made
         return made
-
-
-def _find() -> DistributedWorld | None:
-    return DistributedWorld() if dist.is_available() and dist.is_initialized() else None
-
-
-world.finders.append(_find)

@@ -14,7 +14,7 @@ from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import value_and_grad
 from zfunc.engine.state import check_optimizer
-from zfunc.engine.step import Step, Transform
+from zfunc.engine.step import Step
 from zfunc.optim import Moved, apply_updates
 from zfunc.optim.paces import check_fit, held
 from zfunc.ranks import random
@@ -86,13 +86,11 @@ def train_step(
         return state, metrics
 
     made = Step(step, tx=tx)
-    return made.wrap(_skipping()) if skip_unused else made
+    if not skip_unused:
+        return made
+    from zfunc.transforms.resting import SkipUnused  # loads all transforms
 
-
-def _skipping() -> Transform:
-    from zfunc.transforms.resting import SkipUnused  # imports what imports this module
-
-    return SkipUnused()
+    return made.wrap(SkipUnused())
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:

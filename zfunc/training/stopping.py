@@ -61,10 +61,7 @@ class Stop:
         if here.size == 1:
             self._asked = asked
             return asked
-        turns = self._turns.get(here)
-        if turns is None:
-            turns = self._turns[here] = _Turns()
-        return turns.next(asked)
+        return self._turns.setdefault(here, _Turns()).next(asked)
 
     def _conclude(self) -> None:
         """At the end of the block: nothing of it is under way any longer."""

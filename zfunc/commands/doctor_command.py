@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zfunc import kernels
 from zfunc.kernels import dispatch, panels
 from zfunc.kernels.verification import verify_interpreted
 
-__all__ = ["devices", "report"]
+__all__ = ["add_doctor", "report"]
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "optree", "safetensors", "transformers")
 PRODUCTS = "low-bit products"
 
 
-def devices() -> list[torch.device]:
-    """The CPU, and every GPU."""
-    return [
-        torch.device("cpu"),
-        *(torch.device("cuda", i) for i in range(torch.cuda.device_count())),
-    ]
+def add_doctor(commands: Any) -> None:
+    """Add the subcommand."""
+    command = commands.add_parser(
+        "doctor",
+        help="say what is installed, and which kernels run where",
+        description="What is installed, which devices there are, and for each kernel whether "
+        "Triton or its twin in torch runs there, and why. The exit status is 1 if --verify finds "
+        "a kernel that is wrong.",
+    )
+    command.add_argument("--verify", help="run kernels beside their twins", action="store_true")
+    command.set_defaults(command=_doctor_command)
+
+
+def _doctor_command(found: argparse.Namespace) -> int:
+    lines = list(report(found.verify))
+    print("\n".join(lines))
+    return int(any(line.startswith("verify") and "WRONG" in line for line in lines))
 
 
 def report(verify: bool = False) -> Iterator[str]:
@@ -35,14 +49,18 @@ def report(verify: bool = False) -> Iterator[str]:
     >>> next(iter(report())).startswith("zfunc")
     True
     """
-    found = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
+    versions = {name: _version(name) for name in PACKAGES}
     yield f"zfunc on Python {platform.python_version()}, {platform.platform()}"
-    yield "installed: " + ", ".join(found)
-    missing = [name for name in PACKAGES if _version(name) is None]
-    if missing:
+    yield "installed: " + ", ".join(f"{name} {v}" for name, v in versions.items() if v)
+    if missing := [name for name, v in versions.items() if not v]:
         yield "not installed: " + ", ".join(missing)
-    yield "backends of torch.distributed: " + (", ".join(_backends()) or "none")
-    for device in devices():
+    backends = []
+    if dist.is_available():
+        there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+        backends = [name for name, present in there.items() if present]
+    yield "backends of torch.distributed: " + (", ".join(backends) or "none")
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in (torch.device("cpu"), *gpus):
         yield f"{device} ({_name(device)})"
         for name, kernel in dispatch.KERNELS.items():
             choice = kernels.choose(name, torch.empty(0, dtype=torch.bfloat16, device=device))
@@ -95,12 +113,3 @@ def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()}, {torch.get_num_threads()} thread(s)"
-
-
-def _backends() -> list[str]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return []
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    return [name for name, present in there.items() if present]

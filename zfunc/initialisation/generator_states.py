@@ -15,29 +15,29 @@ import itertools
 import torch
 from torch import Tensor, UntypedStorage
 
-from zfunc.initialisation.replay import Cell, Draw
+from zfunc.initialisation.tape import Draw, MemoryCell
 
-__all__ = ["Generators"]
+__all__ = ["GeneratorStates"]
 
 _MARKS = itertools.count(0x5EED0F2A)
 
 
-class Generators:
+class GeneratorStates:
     """Follows random generators while nothing is drawn, by marking their states."""
 
     def __init__(self) -> None:
-        self.states: dict[Cell, Tensor] = {}  # those computed so far
-        self.starts: dict[Cell, torch.Generator] = {}
-        self.rooted: set[Cell] = set()  # states that go back to a start
+        self.states: dict[MemoryCell, Tensor] = {}  # those computed so far
+        self.starts: list[MemoryCell] = []  # of the global generators
+        self.rooted: set[MemoryCell] = set()  # states that go back to a start
         self._originals: dict[torch.Generator, Tensor] = {}
-        self._marks: dict[bytes, Cell] = {}
+        self._marks: dict[bytes, MemoryCell] = {}
 
-    def __enter__(self) -> Generators:
+    def __enter__(self) -> GeneratorStates:
         if torch.cuda.is_available():
             torch.cuda.init()  # there are no generators before
         for generator in (torch.default_generator, *torch.cuda.default_generators):
-            start = Cell(start=generator)
-            self.starts[start] = generator
+            start = MemoryCell(start=generator)
+            self.starts.append(start)
             self.rooted.add(start)
             self.states[start] = self._originals[generator] = generator.get_state()
             self._mark(generator, start)
@@ -50,19 +50,19 @@ class Generators:
     @property
     def pinned(self) -> dict[torch.Generator, Tensor]:
         """The states that the global generators started in."""
-        return {generator: self._originals[generator] for generator in self.starts.values()}
+        return {cell.start: self._originals[cell.start] for cell in self.starts if cell.start}
 
     def draw(self, generator: torch.Generator | None, device: torch.device) -> Draw:
         """A generator (None: the device's) takes one turn, from its state to a new one."""
         generator = generator or _default_generator(device)
         self._originals.setdefault(generator, generator.get_state())
-        draw = Draw(generator, self._state(generator), Cell())
+        draw = Draw(generator, self._state(generator), MemoryCell())
         if draw.before in self.rooted:
             self.rooted.add(draw.after)
         self._mark(generator, draw.after)
         return draw
 
-    def ends(self) -> list[tuple[torch.Generator, Cell]]:
+    def ends(self) -> list[tuple[torch.Generator, MemoryCell]]:
         """The state that make_state left each generator in."""
         return [(generator, self._state(generator)) for generator in self._originals]
 
@@ -71,11 +71,11 @@ class Generators:
         content = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return storage.nbytes() < 10_000 and _bytes(content.set_(storage).cpu()) in self._marks
 
-    def _state(self, generator: torch.Generator) -> Cell:
+    def _state(self, generator: torch.Generator) -> MemoryCell:
         state = generator.get_state()
-        return self._marks.get(_bytes(state)) or Cell(constant=state)
+        return self._marks.get(_bytes(state)) or MemoryCell(constant=state)
 
-    def _mark(self, generator: torch.Generator, cell: Cell) -> None:
+    def _mark(self, generator: torch.Generator, cell: MemoryCell) -> None:
         state = generator.get_state()
         if state.numel() == 16:  # CUDA's: a seed and an offset, which is a multiple of 4
             state.view(torch.int64)[1] = 4 * next(_MARKS)

@@ -1,20 +1,23 @@
-"""Slots: places in a module's dicts, and how a tree or a set of buffers gets into them."""
+"""Writing a params tree, and buffers, into a module's ``_parameters`` and ``_buffers``.
+
+A slot is a place in one of these dicts. The way from a tree to the slots is compiled once, since
+each call of each layer takes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from zfunc.engine.primitives import Ref
 from zfunc.engine.versions import blind
 from zfunc.errors import PlacementError
-from zfunc.modules.units import Leaf, Path
-from zfunc.trees.nodes import NAMESPACE, Tree
+from zfunc.modules.units import Path, TensorInfo
+from zfunc.trees.nodes import NAMESPACE, Layers, Tree
 
 __all__ = ["BufferSlot", "Node", "Slot", "compile_tree", "misfit", "write"]
 
@@ -28,48 +31,35 @@ attribute), its units as (index, number) and its other children as (key, node)."
 
 
 def compile_tree(
-    leaves: Iterable[tuple[Path, torch.Size, Iterable[Slot]]],
-    stacks: Mapping[Path, int] = MappingProxyType({}),
-    units: Iterable[tuple[Path, int]] = (),
+    infos: Any,
+    slots: Callable[[TensorInfo], Iterable[Slot]],
+    units: Mapping[Path, int] = MappingProxyType({}),
+    at: Path = (),
 ) -> Node:
     """The program that :func:`write` runs: where the leaf under each path goes.
 
     Args:
-        leaves: path, shape and slots of each leaf.
-        stacks: path -> length of each ``Layers``.
-        units: path of its ``Layers`` and index in it of each unit, in the order of ``values``.
+        infos: a tree of ``TensorInfo``.
+        slots: where a leaf is in the module.
+        units: path of each unit -> its number in ``values``.
+        at: where ``infos`` is in the tree that ``units`` speaks of.
     """
-    top: dict[Any, Any] = {}
-    for path, shape, slots in leaves:
-        _dict_at(top, path[:-1])[path[-1]] = (shape, tuple(slots))
-    for path, length in stacks.items():
-        _dict_at(top, path[:-1])[path[-1]] = (length, [])
-    for number, (path, index) in enumerate(units):
-        _dict_at(top, path[:-1])[path[-1]][1].append((index, number))
-    return _compile(top)
-
-
-def _dict_at(node: dict[Any, Any], path: Path) -> dict[Any, Any]:
-    for key in path:
-        node = node.setdefault(key, {})
-    return node
-
-
-def _compile(tree: dict[Any, Any]) -> Node:
     leaves: list[Any] = []
+    numbered: list[Any] = []
     children: list[Any] = []
-    for key, entry in tree.items():
-        if isinstance(entry, dict):
-            children.append((key, _compile(entry)))
-        elif isinstance(entry[1], list):
-            children.append((key, (entry[0], [], entry[1], [])))
-        else:
-            shape, slots = entry
-            leaves.extend((key, shape, holder, attribute) for holder, attribute in slots)
-    return len(tree), leaves, [], children
+    for key, x in enumerate(infos) if isinstance(infos, Layers) else infos.items():
+        if isinstance(x, TensorInfo):
+            leaves.extend((key, x.shape, holder, attribute) for holder, attribute in slots(x))
+        elif not isinstance(infos, Layers):
+            children.append((key, compile_tree(x, slots, units, (*at, key))))
+        elif (*at, key) in units:
+            numbered.append((key, units[*at, key]))
+    return len(infos), leaves, numbered, children
 
 
-def write(tree: Tree, node: Node, values: list[Any], want: Iterable[Leaf], where: str) -> None:
+def write(
+    tree: Tree, node: Node, values: list[Any], want: Iterable[TensorInfo], where: str
+) -> None:
     """Put the leaves of ``tree`` into their slots, and its units' subtrees into ``values``.
 
     Raises:
@@ -108,7 +98,7 @@ def _shapes(tree: Tree, prefix: str) -> dict[str, Any]:
     }
 
 
-def misfit(tree: Tree, leaves: Iterable[Leaf], where: str) -> PlacementError:
+def misfit(tree: Tree, leaves: Iterable[TensorInfo], where: str) -> PlacementError:
     """The error that names the leaves in which ``tree`` differs from ``leaves``."""
     want = {leaf.name: leaf for leaf in leaves}
     have = _shapes(tree, where.removeprefix("layer ") if where.startswith("layer ") else "")

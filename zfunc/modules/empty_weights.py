@@ -1,4 +1,4 @@
-"""Modules of which only the structure is real: no memory for parameters is taken."""
+"""Building a module without memory for its parameters: only its structure and buffers are real."""
 
 from __future__ import annotations
 

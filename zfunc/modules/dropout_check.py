@@ -1,8 +1,8 @@
-"""Dropout that does nothing: a module that is trained in the mode in which it was loaded.
+"""A warning for a model that is trained in eval mode, in which its dropout does nothing.
 
 ``from_pretrained`` gives a module in eval mode, and ``functionalize`` keeps every submodule's mode.
-Who differentiates such a module is told once that its dropout is off. That is found in three
-ways: dropout modules; probabilities that modules keep under a name with "drop" in it, since
+Who differentiates such a module is told once that its dropout is off. That is found in three ways:
+modules that are dropout; probabilities that modules keep under a name with "drop" in it, since
 attention kernels are given 0 in eval mode; and calls of functional dropout in the first loss.
 """
 
@@ -25,42 +25,14 @@ from zfunc.engine.primitives import Ref
 from zfunc.modules.lazy import LazyTensor
 from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
 
-__all__ = ["Modes"]
+__all__ = ["DropoutCheck"]
 
-Argument = tuple[str, int]  # its name, and its position
-
-# Each with where its probability is among its arguments, and whether it is on.
-_FUNCTIONAL: dict[Any, tuple[Argument, Argument]] = {
-    **dict.fromkeys(
-        (
-            F.dropout,
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.alpha_dropout,
-            F.feature_alpha_dropout,
-        ),
-        (("p", 1), ("training", 2)),
-    ),
-    **dict.fromkeys(
-        (
-            torch.dropout,
-            torch.dropout_,
-            torch.feature_dropout,
-            torch.feature_dropout_,
-            torch.alpha_dropout,
-            torch.alpha_dropout_,
-            torch.feature_alpha_dropout,
-            torch.feature_alpha_dropout_,
-            torch.native_dropout,
-        ),
-        (("p", 1), ("train", 2)),
-    ),
-    F.multi_head_attention_forward: (("dropout_p", 10), ("training", 13)),
-}
+# Names of functions in F and torch, some of which have an in-place form: (input, p, training).
+_DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"]
+_DROPOUTS += ["feature_alpha_dropout", "native_dropout"]
 
 
-class Modes:
+class DropoutCheck:
     """What is known of one module's dropout; asked until it has been differentiated once."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,7 +57,7 @@ class Modes:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        with _Watch() as watch:
+        with _DropoutWatch() as watch:
             yield
         if watch.found is not None:
             self._warn(watch.found, 5)
@@ -143,7 +115,7 @@ def _probability(module: nn.Module) -> str | None:
     return None
 
 
-class _Watch(TorchFunctionMode):
+class _DropoutWatch(TorchFunctionMode):
     """Looks for functional dropout that is off in a module that is off."""
 
     def __init__(self) -> None:
@@ -154,15 +126,26 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.found is None and func in _FUNCTIONAL:
-            (name, i), (switch, k) = _FUNCTIONAL[func]
-            p = kwargs.get(name, args[i] if len(args) > i else 0.5)
-            if p > 0 and not kwargs.get(switch, args[k] if len(args) > k else True):
-                callers = _callers(sys._getframe(1))
-                if _is_off(callers):
-                    kind = f"a {type(callers[0]).__name__}" if callers else "a module"
-                    self.found = f"{func.__name__}, p={p:g}, in {kind}"
+        if self.found is None and (p := _switched_off(func, args, kwargs)) > 0:
+            callers = _callers(sys._getframe(1))
+            if _is_off(callers):
+                kind = f"a {type(callers[0]).__name__}" if callers else "a module"
+                self.found = f"{func.__name__}, p={p:g}, in {kind}"
         return func(*args, **kwargs)
+
+
+def _switched_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The probability of a functional dropout that is told to be off; 0 for all other calls."""
+    if func is F.multi_head_attention_forward:
+        given = {"p": args[10:11], "training": args[13:14]}
+    elif getattr(func, "__name__", "").rstrip("_") in _DROPOUTS:
+        given = {"p": args[1:2], "training": args[2:3]}
+    else:
+        return 0.0
+    named = {"dropout_p": "p", "train": "training"}
+    found = {name: value for name, values in given.items() for value in values}
+    found |= {named.get(name, name): value for name, value in kwargs.items()}
+    return 0.0 if found.get("training", True) else float(found.get("p", 0.5))
 
 
 def _callers(frame: FrameType | None) -> list[nn.Module]:

@@ -1,16 +1,16 @@
 """A tape of tensor operations, run again in pieces small enough to keep.
 
-A tape knows memory, not tensors: every operation names the :class:`Cell` (one
-storage, or one state of a random generator) that it reads, writes or erases, and
-the :class:`View` through which it does so. Views therefore need no operation of
-their own, aliases and in-place writes need no special case, and randomness is
-ordinary data flow: a draw reads one generator state and writes the next.
+A tape knows memory, not tensors. Every operation names the cells (a :class:`MemoryCell` is one
+storage, or one state of a random generator) that it reads, writes or erases, and the views through
+which it does so. Views therefore need no operation of their own, aliases and in-place writes need
+no special case, and randomness is ordinary data flow: a draw reads one generator state and writes
+the next.
 
-One backward pass, :func:`live`, then decides everything: which operations still
-matter (dead values cost nothing, dead draws stay while a later state needs them),
-when a cell may be freed and when a leaf is final. :func:`schedule` moves what is not
-a draw beside the draw that it depends on, so that casting a model after building it
-does not keep all of it; data flow, and with it every bit, is unchanged.
+One backward pass, :func:`live`, decides everything: which operations still matter (dead values cost
+nothing, dead draws stay while a later state needs them), when a cell may be freed and when a leaf
+is final. :func:`schedule` moves what is not a draw beside the draw that it depends on, so that
+casting a model after building it does not keep all of it. Data flow, and with it every bit, is
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,27 +27,14 @@ from torch.utils import _pytree as pytree
 
 from zfunc.errors import PlacementError
 
-__all__ = [
-    "Cell",
-    "Draw",
-    "Leaf",
-    "Op",
-    "Recording",
-    "Turn",
-    "View",
-    "geometry",
-    "live",
-    "run",
-    "schedule",
-    "view",
-]
+__all__ = ["CellValues", "Draw", "MemoryCell", "Operation", "Recording", "StateLeaf", "View"]
 
 _CPU = torch.device("cpu")
 LOCK = threading.RLock()  # one thread at a time may put its own state into a generator
 
 
 @dataclass(eq=False)
-class Cell:
+class MemoryCell:
     """One storage, or one state of a generator; compared by identity.
 
     ``shadow`` is the storage's stand-in on meta (its size in bytes), ``constant`` what the
@@ -77,11 +64,19 @@ class Cell:
             return self.start.get_state()
 
 
+class CellValues(dict[MemoryCell, Any]):
+    """What cells hold while a tape runs; before anything is written, what they began with."""
+
+    def __missing__(self, cell: MemoryCell) -> Any:
+        self[cell] = cell.load()
+        return self[cell]
+
+
 @dataclass(frozen=True)
 class View:
     """A strided window onto a cell."""
 
-    cell: Cell
+    cell: MemoryCell
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -95,12 +90,12 @@ class Draw:
     """A turn of a generator from one state to the next."""
 
     generator: torch.Generator
-    before: Cell
-    after: Cell
+    before: MemoryCell
+    after: MemoryCell
 
 
 @dataclass(frozen=True)
-class Op:
+class Operation:
     """One recorded operation; in ``args`` and ``kwargs`` views stand for tensors.
 
     ``outputs`` has a view for each tensor of the result that lives in a new cell, else None.
@@ -110,15 +105,15 @@ class Op:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[View | None, ...]
-    reads: frozenset[Cell]
-    writes: frozenset[Cell]
-    erases: frozenset[Cell]
+    reads: frozenset[MemoryCell]
+    writes: frozenset[MemoryCell]
+    erases: frozenset[MemoryCell]
     draw: Draw | None
     default_dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
+class StateLeaf:
     """A tensor of the result, at every index where that same tensor appears."""
 
     indices: tuple[int, ...]
@@ -142,12 +137,12 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Scheduled:
     """An operation in its place: the leaves final after it, the cells free after it."""
 
-    op: Op
-    done: tuple[Leaf, ...]
-    free: frozenset[Cell]
+    op: Operation
+    done: tuple[StateLeaf, ...]
+    free: frozenset[MemoryCell]
 
 
 @dataclass(frozen=True)
@@ -159,10 +154,10 @@ class Recording:
     """
 
     tree: Any
-    _ops: list[Op] = field(repr=False)
-    _leaves: list[Leaf] = field(repr=False)
-    _starts: list[Cell] = field(repr=False)
-    _ends: list[tuple[torch.Generator, Cell]] = field(repr=False)
+    _ops: list[Operation] = field(repr=False)
+    _leaves: list[StateLeaf] = field(repr=False)
+    _starts: list[MemoryCell] = field(repr=False)
+    _ends: list[tuple[torch.Generator, MemoryCell]] = field(repr=False)
     _pinned: dict[torch.Generator, Tensor] = field(repr=False)
 
     def replay(self, take: Callable[[int, Tensor], None]) -> None:
@@ -184,22 +179,23 @@ class Recording:
             PlacementError: the initialiser looks at values that it draws, and the global
                 generator is not in the state that it was recorded in.
         """
+        memory = CellValues()
         with LOCK:
             if not all(torch.equal(g.get_state(), state) for g, state in self._pinned.items()):
                 raise PlacementError(_MOVED)
-            memory: dict[Cell, Any] = {cell: cell.load() for cell in self._starts}
+            memory.update((cell, cell.load()) for cell in self._starts)
         ends = {cell for _, cell in self._ends}
-        needed = [turn.op for turn in live(self._ops, self._leaves, ends)]
+        needed = [one.op for one in live(self._ops, self._leaves, ends)]
         turns = live(schedule(needed), self._leaves, ends)
         for leaf in run(turns, memory):
             leaf.hand_over(memory[leaf.view.cell], take)
-        written = {leaf for turn in turns for leaf in turn.done}
+        written = {leaf for one in turns for leaf in one.done}
         for leaf in self._leaves:
             if leaf not in written:
                 leaf.hand_over(leaf.view.cell.load(), take)
         with LOCK:
             for generator, cell in self._ends:
-                generator.set_state(memory[cell] if cell in memory else cell.load())
+                generator.set_state(memory[cell])
 
 
 _MOVED = (
@@ -220,7 +216,7 @@ def view(storage: UntypedStorage, v: View) -> Tensor:
     return tensor
 
 
-def geometry(tensor: Tensor, cell: Cell) -> View:
+def geometry(tensor: Tensor, cell: MemoryCell) -> View:
     """The window through which ``tensor`` sees its cell."""
     size, stride = tuple(tensor.size()), tuple(tensor.stride())
     bits = tensor.is_conj(), tensor.is_neg()
@@ -228,11 +224,11 @@ def geometry(tensor: Tensor, cell: Cell) -> View:
 
 
 def live(
-    ops: Sequence[Op],
-    leaves: Sequence[Leaf] = (),
-    roots: Collection[Cell] = (),
-    known: Collection[Cell] = (),
-) -> list[Turn]:
+    ops: Sequence[Operation],
+    leaves: Sequence[StateLeaf] = (),
+    roots: Collection[MemoryCell] = (),
+    known: Collection[MemoryCell] = (),
+) -> list[Scheduled]:
     """The operations that ``leaves`` and ``roots`` need, in order, with the life of each cell.
 
     Args:
@@ -241,7 +237,7 @@ def live(
         roots: cells that must hold their last value at the end.
         known: generator states (each written once) that need no computing.
     """
-    pending: dict[Cell, list[Leaf]] = {}
+    pending: dict[MemoryCell, list[StateLeaf]] = {}
     for leaf in leaves:
         pending.setdefault(leaf.view.cell, []).append(leaf)
     needed, turns = set(roots).difference(known), []
@@ -254,18 +250,18 @@ def live(
         free = (op.reads | op.writes) - needed
         done = [leaf for cell in final for leaf in pending.pop(cell)]
         needed = (needed.union(final) - op.erases) | op.reads.difference(known)
-        turns.append(Turn(op, tuple(sorted(done, key=lambda leaf: leaf.indices)), free))
+        turns.append(Scheduled(op, tuple(sorted(done, key=lambda leaf: leaf.indices)), free))
     return turns[::-1]
 
 
-def schedule(ops: Sequence[Op]) -> list[Op]:
+def schedule(ops: Sequence[Operation]) -> list[Operation]:
     """Reorder ``ops``: draws stay in order, the rest goes where memory is shortest-lived.
 
     What depends on a draw runs right after the last such draw; what depends on none runs
     right before its first use. Every read-write dependence between two operations is kept.
     """
-    written: dict[Cell, int] = {}
-    readers: dict[Cell, set[int]] = {}
+    written: dict[MemoryCell, int] = {}
+    readers: dict[MemoryCell, set[int]] = {}
     users: list[list[int]] = [[] for _ in ops]
     place: list[int] = []
     for i, op in enumerate(ops):
@@ -283,28 +279,24 @@ def schedule(ops: Sequence[Op]) -> list[Op]:
     return [ops[i] for i in sorted(range(len(ops)), key=lambda i: (place[i], i))]
 
 
-def run(turns: Sequence[Turn], memory: dict[Cell, Any]) -> Iterator[Leaf]:
+def run(turns: Sequence[Scheduled], memory: CellValues) -> Iterator[StateLeaf]:
     """Run a plan on real memory; ``memory`` holds known cells before and the roots after.
 
     Yields each leaf when it is final: it can be read from ``memory`` until the next.
     """
     for turn in turns:
-        _run_op(turn.op, memory)
+        _run_operation(turn.op, memory)
         yield from turn.done
         for cell in turn.free:
             memory.pop(cell, None)
 
 
-def _run_op(op: Op, memory: dict[Cell, Any]) -> None:
+def _run_operation(op: Operation, memory: CellValues) -> None:
     def real(value: Any) -> Any:
-        if not isinstance(value, View):
-            return value
-        if value.cell not in memory:
-            memory[value.cell] = value.cell.load()
-        return view(memory[value.cell], value)
+        return view(memory[value.cell], value) if isinstance(value, View) else value
 
     args, kwargs = pytree.tree_map(real, (op.args, op.kwargs))
-    with torch.no_grad(), _default_dtype(op.default_dtype), _drawing(op.draw, memory):
+    with torch.no_grad(), _as_recorded(op, memory):
         result = op.func(*args, **kwargs)
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
     for tensor, expected in zip(tensors, op.outputs, strict=True):
@@ -322,32 +314,23 @@ _OTHER_GEOMETRY = (
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    outside = torch.get_default_dtype()
-    if dtype == outside:
+def _as_recorded(op: Operation, memory: CellValues) -> Iterator[None]:
+    """The default dtype of the recording, and the generator in the state that ``op`` reads."""
+    draw = op.draw
+    if draw is None and op.default_dtype == torch.get_default_dtype():
         yield
         return
-    with LOCK:  # the default is global, not per thread
-        torch.set_default_dtype(dtype)
+    with LOCK:  # both are global, not per thread
+        dtype = torch.get_default_dtype()
+        state = None if draw is None else draw.generator.get_state()
         try:
+            torch.set_default_dtype(op.default_dtype)
+            if draw is not None:
+                draw.generator.set_state(memory[draw.before])
             yield
+            if draw is not None:
+                memory[draw.after] = draw.generator.get_state()
         finally:
-            torch.set_default_dtype(outside)
-
-
-@contextmanager
-def _drawing(draw: Draw | None, memory: dict[Cell, Any]) -> Iterator[None]:
-    """Lend the generator to the operation: in the state that it reads, and then put back."""
-    if draw is None:
-        yield
-        return
-    if draw.before not in memory:
-        memory[draw.before] = draw.before.load()
-    with LOCK:
-        outside = draw.generator.get_state()
-        draw.generator.set_state(memory[draw.before])
-        try:
-            yield
-            memory[draw.after] = draw.generator.get_state()
-        finally:
-            draw.generator.set_state(outside)
+            torch.set_default_dtype(dtype)
+            if draw is not None and state is not None:
+                draw.generator.set_state(state)

@@ -1,8 +1,11 @@
-"""A layer of a cache of static size whose attention reads the part that is filled, and no more.
+"""Layers of a key-value cache that is allocated once, for Hugging Face's models.
 
-Hugging Face's own static layer hands out the whole cache, so every step reads all of it and needs a
-mask for what is empty; its dynamic one copies all that it holds for each token. Here a token is
-written in place and attention gets a view up to it: with one query there is nothing to mask.
+Hugging Face's own static layer gives attention the whole cache, so every step reads all of it and
+needs a mask for what is empty; its dynamic layer copies all that it holds for each token. Here a
+token is written in place. While steps run eagerly, attention gets a view of what is filled: with
+one query there is nothing to mask. A CUDA graph allows neither another shape for each token nor a
+position that is a number of Python. There the position is a tensor, and attention gets a fixed
+number of positions, of which a mask says which are filled.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
-__all__ = ["PrefixLayer", "prefixed"]
+__all__ = ["CapturableLayer", "PrefixLayer", "prefix_layers"]
 
 
 class PrefixLayer(CacheLayerMixin):
-    """Keys and values ``[b, heads, length, d]``, of which ``used`` positions are filled.
+    """Keys and values ``[b, heads, length, d]``, of which attention gets the filled prefix.
 
     Args:
         length: positions that it has room for.
@@ -57,7 +60,7 @@ class PrefixLayer(CacheLayerMixin):
         return torch.full_like(rows, self.used)
 
     def written(self) -> tuple[Tensor, Tensor]:
-        """Count a token that somebody else has written; all that is filled, as views."""
+        """Count a token that a kernel has written; what attention gets, as views."""
         self.used += 1
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
@@ -65,7 +68,7 @@ class PrefixLayer(CacheLayerMixin):
         new = query_length if isinstance(query_length, int) else len(query_length)
         return self.used + new, 0
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         return self.used
 
     def get_max_length(self) -> int:
@@ -74,8 +77,47 @@ class PrefixLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5
 
 
-def prefixed(layers: list[Any], length: int) -> list[Any]:
-    """Layers of a static cache of ``length`` positions as prefixes, where all of them can be.
+class CapturableLayer(PrefixLayer):
+    """The memory of a prefix layer, for one token of each text in a CUDA graph.
+
+    Args:
+        prefix: its keys and values are written in place.
+        position: ``[1]`` int64, where the token goes.
+        rows: ``[b]`` int64, the same for each text.
+        length: positions that attention reads; a position is below it.
+    """
+
+    is_compileable = True  # masks are always made, and no shape depends on the position
+
+    def __init__(self, prefix: PrefixLayer, position: Tensor, rows: Tensor, length: int) -> None:
+        super().__init__(length)
+        self.keys, self.values, self.is_initialized = prefix.keys, prefix.values, True
+        self.position, self.rows = position, rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``[b, heads, 1, d]`` at the position; what attention reads, as views."""
+        self.keys.index_copy_(2, self.position, key_states)
+        self.values.index_copy_(2, self.position, value_states)
+        return self.written()
+
+    def slots(self, rows: Tensor) -> Tensor:
+        return self.rows
+
+    def written(self) -> tuple[Tensor, Tensor]:
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        return self.length, 0
+
+    def get_seq_length(self) -> Any:
+        """0-d, on the device: whoever makes a number of Python of it cannot be captured."""
+        return self.position[0]
+
+
+def prefix_layers(layers: list[Any], length: int) -> list[Any]:
+    """Layers of a static cache of ``length`` positions as prefix layers, where all of them can be.
 
     A window that is as long as the cache never slides. Beside one that does, or a layer that keeps
     something else than keys and values, all stay as they are: masks are made for a whole cache.

@@ -1,4 +1,4 @@
-"""What ``functionalize`` would lose, and what would change the state: refused by name."""
+"""Checks of a module before it is functionalized: what would be lost, or would change the state."""
 
 from __future__ import annotations
 
