@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+from collections.abc import Iterator
 
 # Before torch is imported, and inherited by every rank that a test starts: the suite runs one
 # process per core, and BLAS threads on top of that only fight each other.
@@ -15,7 +18,9 @@ import hypothesis
 import pytest
 import torch
 
+from tests import warm
 from tests.laws.covering import Covering
+from zfunc.ranks import launching
 
 torch.set_num_threads(1)
 
@@ -32,12 +37,32 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm_ranks() -> Iterator[None]:
+    """Ranks of ``zf.launch`` have torch and zfunc from the beginning (``tests/warm.py``)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launching, "subprocess", warm)
+        yield
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are interpreters that start, as users have them."""
+    monkeypatch.setattr(launching, "subprocess", subprocess)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole",
         action="store_true",
         help="every combination of what the laws hold for, every kill: hours instead of minutes",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for in what tests make, not in a million objects of imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

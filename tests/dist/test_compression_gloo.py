@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import zfunc as zf
-from tests.dist.test_shard_gloo import kernel_bytes_sent, wide, wide_loss
+from tests.dist.counters import kernel_bytes_sent
+from tests.dist.test_shard_gloo import wide, wide_loss
 from tests.laws.cases import ADAMW, assert_same, numbers, regression, train
 from tests.laws.models import CASES
 from zfunc import tree

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import stat
-import struct
 import subprocess
 import sys
 import textwrap
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zfunc.ranks.world
+from tests.dist.counters import kernel_bytes_sent
 from zfunc.errors import DesyncError
 from zfunc.ranks import wires
 from zfunc.ranks.axes import group, mesh
@@ -128,23 +126,6 @@ def test_what_is_under_way_waits_for_nobody_to_read_it(
 ) -> None:
     monkeypatch.setenv("ZFUNC_SHARED_MEMORY", shared)
     assert launch(under_way, nprocs=2, timeout=60) == [200.0 * 2**16] * 2
-
-
-def kernel_bytes_sent() -> int:
-    """What the kernel counts on this process's sockets, sent or still in their buffers."""
-    total = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as sock:
-                info = sock.getsockopt(socket.IPPROTO_TCP, 11, 256)  # TCP_INFO
-        except OSError:
-            continue  # closed meanwhile, or not TCP
-        # tcpi_notsent_bytes, tcpi_bytes_sent, tcpi_bytes_retrans in linux/tcp.h
-        waiting, sent, again = struct.unpack_from("=I52xQQ", info, 144)
-        total += waiting + sent - again
-    return total
 
 
 def traffic() -> dict[str, tuple[int, int]]:
@@ -288,6 +269,7 @@ def test_buffers_are_neither_copied_nor_kept_and_gradients_flow() -> None:
     assert launch(body, nprocs=2) == simulate(2)(body)() == [[4.5, 4.5]] * 2
 
 
+@pytest.mark.usefixtures("cold")
 def test_launch_takes_what_a_notebook_has_and_shares_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -304,6 +286,7 @@ def test_launch_takes_what_a_notebook_has_and_shares_the_cores(
         launch(2)(len)  # type: ignore
 
 
+@pytest.mark.usefixtures("cold")
 def test_launch_reports_a_result_that_cannot_travel() -> None:
     with pytest.raises(RuntimeError, match="result could not be sent") as caught:
         launch(lambda: (step for step in ()), nprocs=1)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
-import struct
 import sys
 from typing import Any
 
@@ -15,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zfunc as zf
+from tests.dist.counters import kernel_bytes_sent
 from tests.laws.cases import (
     ADAMW,
     Run,
@@ -50,6 +47,7 @@ def every_case() -> dict[tuple[str, int], Run]:
     return runs
 
 
+@pytest.mark.usefixtures("cold")
 def test_real_ranks_end_where_one_process_does_and_simulated_ones_do() -> None:
     real = zf.launch(every_case, nprocs=2, timeout=120)
     simulated = zf.simulate(2)(every_case)()
@@ -85,23 +83,6 @@ def bytes_and_dropout() -> list[Any]:
 
 def test_real_ranks_send_what_simulated_ones_send_and_draw_the_same_numbers() -> None:
     assert zf.launch(bytes_and_dropout, nprocs=2) == zf.simulate(2)(bytes_and_dropout)()
-
-
-def kernel_bytes_sent() -> int:
-    """What the kernel counts on this process's sockets, sent or still in their buffers."""
-    total = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as sock:
-                info = sock.getsockopt(socket.IPPROTO_TCP, 11, 256)  # TCP_INFO
-        except OSError:
-            continue  # closed meanwhile, or not TCP
-        # tcpi_notsent_bytes, tcpi_bytes_sent, tcpi_bytes_retrans in linux/tcp.h
-        waiting, sent, again = struct.unpack_from("=I52xQQ", info, 144)
-        total += waiting + sent - again
-    return total
 
 
 def wide(dtype: torch.dtype) -> Any:

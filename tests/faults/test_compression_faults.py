@@ -9,61 +9,10 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
-from tests.laws.cases import (
-    ADAMW,
-    Case,
-    assert_same,
-    numbers,
-    train,
-)
-from tests.laws.handwritten import CASES as HAND_WRITTEN
-from tests.laws.models import CASES as READY_MADE
+from tests.laws.cases import ADAMW, assert_same, numbers, train
+from tests.laws.compressed import CLIPPED, F64, STACK, STAGES, runs_of, wrapped
 from tests.laws.models import stack
 from zfunc import optim, tree
-
-F64 = torch.float64
-STAGES = (0, 1, 2, 3)
-STACK = READY_MADE["stack"]
-CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.02))
-OPTIMIZERS = {
-    "adamw": ADAMW,
-    "momentum": optim.sgd(0.02, momentum=0.9),
-    "sgd": optim.sgd(0.02),
-    "lion": optim.lion(0.002),
-    "lamb": optim.lamb(0.02),
-    "clipped": CLIPPED,
-}
-SOME = {
-    name: {**READY_MADE, **HAND_WRITTEN}[name]
-    for name in ("tiny leaves", "frozen", "mixed dtypes", "uneven batch", "gan", "the head")
-}
-
-
-def wrapped(case: Case, tx: Any, stage: int, freeze: int | str, **how: Any) -> Any:
-    step = zf.shard(case.step(tx), stage=stage, unit_bytes=600, roles=case.roles)
-    return zf.compress_grads(step, freeze_step=freeze, **how)
-
-
-def runs_of(
-    case: Case,
-    ranks: int,
-    stage: int,
-    freeze: int | str,
-    tx: Any = ADAMW,
-    steps: int = 6,
-    donated: bool = False,
-) -> list[Any]:
-    """Metrics and the full state of each rank."""
-    full = case.state(tx, F64)
-
-    def body() -> Any:
-        step = wrapped(case, tx, stage, freeze)
-        step = zf.donate(step) if donated else step
-        metrics, state = train(step, step.place(full), case, steps)
-        return metrics, step.unplace(state)
-
-    return zf.simulate(ranks)(body)()
-
 
 # Faults
 

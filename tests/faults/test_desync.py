@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from zfunc.errors import DesyncError
 from zfunc.ranks.axes import group
 from zfunc.ranks.launching import launch
@@ -210,7 +210,7 @@ FAULTS = {
 }
 
 
-def start_ranks(fault: str, timeout: float, n: int = 2) -> list[subprocess.Popen[str]]:
+def start_ranks(fault: str, timeout: float, n: int = 2) -> list[warm.Popen]:
     """Processes as torchrun starts them: nobody looks after them but themselves."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -219,11 +219,11 @@ def start_ranks(fault: str, timeout: float, n: int = 2) -> list[subprocess.Popen
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n)}
     shared["PYTHONPATH"] = os.pathsep.join(sys.path)
     return [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", script],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=warm.PIPE,
+            stderr=warm.PIPE,
             text=True,
         )
         for rank in range(n)

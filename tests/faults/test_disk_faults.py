@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -25,6 +24,7 @@ import pytest
 import torch
 
 import zfunc as zf
+from tests import warm
 from tests.laws.cases import ADAMW, assert_same, regression, train
 from tests.laws.models import CASES
 from zfunc import optim, tree
@@ -140,8 +140,8 @@ def test_sigkill(tmp_path: Path) -> None:
     history = [reference.unplace(known)]
     for trial in range(3):
         path = tmp_path / str(trial)
-        child = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(CHILD), str(path)], stdout=subprocess.PIPE
+        child = warm.Popen(
+            [sys.executable, "-c", textwrap.dedent(CHILD), str(path)], stdout=warm.PIPE
         )
         assert child.stdout is not None
         told = int(child.stdout.readline())
@@ -290,7 +290,7 @@ def test_a_device_that_fills_up_during_a_step(tmp_path: Path) -> None:
         new, _ = step(state, zf.local_batch(STACK.batch(2, F64)))
         assert_same(step.unplace(new), expected(3))
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
+    warm.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
 
 
 def test_steps_that_fail_leave_nothing_behind(
@@ -355,7 +355,7 @@ def test_one_path_belongs_to_one_step(tmp_path: Path) -> None:
             print(error)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    said = warm.run(command, check=True, capture_output=True, text=True).stdout
     assert f"in use by process {os.getpid()} on " in said
     train(step, state, STACK, 1)
     step.close()

@@ -6,7 +6,6 @@ import _signal
 import dataclasses
 import random
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 import zfunc as zf
+from tests import warm
 from tests.laws.cases import ADAMW, bits, named, trained
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
@@ -244,7 +244,7 @@ finally:
 
 
 def test_a_postponed_ctrl_c_ends_the_process_where_every_one_does() -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDED], stdout=subprocess.PIPE, text=True)
+    ended = warm.run([sys.executable, "-c", ENDED], stdout=warm.PIPE, text=True)
     assert (ended.stdout, ended.returncode) == ("returned\n", -signal.SIGINT)
 
 

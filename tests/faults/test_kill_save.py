@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import pytest
 import torch
 
 import zfunc as zf
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def killed(*words: Any) -> dict[str, Any]:
-    ran = subprocess.run(
+    ran = warm.run(
         [sys.executable, "-m", "tests.faults.killed", *map(str, words)],
         capture_output=True, text=True, cwd=ROOT, timeout=240,
     )  # fmt: skip
@@ -62,7 +62,7 @@ save(3, 20).wait()
 @pytest.mark.parametrize("how", ["block", "background"])
 def test_the_system_refuses_in_the_middle(how: str, tmp_path: Path) -> None:
     """By its own limit on sizes of files, which is a full disk to whoever writes."""
-    ran = subprocess.run(
+    ran = warm.run(
         [sys.executable, "-c", LIMITED, str(tmp_path), how], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
+from tests import warm
 from tests.laws.cases import regression
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
@@ -351,10 +351,10 @@ def test_under_a_process_group_of_the_user(fault: str, expected: str) -> None:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     shared["PYTHONPATH"] = os.pathsep.join(sys.path)
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", script],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
+            stdout=warm.PIPE,
             text=True,
         )
         for rank in range(2)

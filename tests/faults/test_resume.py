@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 import zfunc as zf
+from tests import warm
 from tests.laws.covering import Covering
 from zfunc.commands import cli, report
 
@@ -111,10 +111,10 @@ def wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def started(command: list[str], *before: str, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def started(command: list[str], *before: str, **env: str) -> warm.Popen:
+    return warm.Popen(
         [sys.executable, *before, "-m", "zfunc", *command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env},
+        stdout=warm.PIPE, stderr=warm.STDOUT, text=True, env={**os.environ, **env},
         start_new_session=True,
     )  # fmt: skip
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import zfunc as zf
+from tests import warm
 from zfunc.files import locking
 
 HOLD = """
@@ -22,9 +22,9 @@ sys.stdin.read()
 
 
 def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path: Path) -> None:
-    other = subprocess.Popen(
+    other = warm.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=warm.PIPE, stdout=warm.PIPE, text=True,
     )  # fmt: skip
     try:
         assert other.stdout is not None and other.stdout.readline() == "saved\n"
@@ -40,7 +40,7 @@ def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path: Path) -> 
 
 def test_processes_that_the_holder_starts_share_its_lock(tmp_path: Path) -> None:
     zf.save(tmp_path, {"step": 0})
-    ran = subprocess.run(
+    ran = warm.run(
         [sys.executable, "-c", HOLD, str(tmp_path)], input="", capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr

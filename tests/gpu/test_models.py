@@ -13,7 +13,7 @@ from tests.gpu import ranks
 from tests.gpu.cuda import Cuda
 from tests.gpu.training import Model, Trained, gpt_model, trained
 from tests.laws.cases import assert_near
-from tests.laws.test_huggingface import LENGTH, MODELS, VOCAB
+from tests.laws.test_huggingface import LENGTH, MODELS, VOCAB, module_of
 from zfunc import kernels, optim
 
 TX = optim.adamw(1e-3)
@@ -41,7 +41,7 @@ def hugging_face(name: str, dtype: torch.dtype, device: str) -> Model:
         return {"input_ids": ids, "labels": ids.clone()}
 
     torch.manual_seed(0)
-    functional = zf.functionalize(MODELS[name](0.0).to(dtype).train().to(device))
+    functional = zf.functionalize(module_of(name).to(dtype).to(device))
     return Model(
         lambda: functional.params,
         lambda params, batch: functional.apply(params, **batch).loss,

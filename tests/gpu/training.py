@@ -17,8 +17,6 @@ from zfunc.language import gpt
 
 __all__ = ["GPT", "Model", "Trained", "trained"]
 
-CONFIG = gpt.GPTConfig(vocab=48, width=16, depth=3, heads=2)
-
 
 @dataclass(frozen=True)
 class Model:

@@ -45,38 +45,44 @@ BOTH = {
     "pad_token_id": 0,
     "dropout": 0.0,
 }
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 IMAGES = {"num_labels": LABELS}
 
-# The model's class, its configuration's class, and the configuration.
-TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**GROUPED, "sliding_window": 4}),
-    "qwen2, tied": ("Qwen2ForCausalLM", "Qwen2Config", {**GROUPED, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
+# The model's class, and its configuration.
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 4}),
+    "qwen2, tied": ("Qwen2ForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", GROUPED),
     "qwen3 of experts": (
         "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
         {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     ),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED),
-    "phi": ("PhiForCausalLM", "PhiConfig", {**TEXT, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "gptneox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT),
-    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**GPT, **STILL, "rotary_dim": 4}),
+    "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "gemma2": ("Gemma2ForCausalLM", GROUPED),
+    "phi": ("PhiForCausalLM", {**TEXT, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gptneox": ("GPTNeoXForCausalLM", TEXT),
+    "gptj": ("GPTJForCausalLM", {**GPT, **STILL, "rotary_dim": 4}),
     "opt": (
         "OPTForCausalLM",
-        "OPTConfig",
         {**TEXT, "ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0},
     ),
     "bloom": (
         "BloomForCausalLM",
-        "BloomConfig",
         {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 2},
     ),
-    "falcon": ("FalconForCausalLM", "FalconConfig", TEXT),
-    "mamba": ("MambaForCausalLM", "MambaConfig", {**TEXT, "state_size": 4}),
+    "falcon": ("FalconForCausalLM", TEXT),
+    "mamba": ("MambaForCausalLM", {**TEXT, "state_size": 4}),
     "xlnet": (
         "XLNetLMHeadModel",
-        "XLNetConfig",
         {
             "vocab_size": VOCAB,
             "d_model": 16,
@@ -86,27 +92,24 @@ TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "dropout": 0.0,
         },
     ),
-    "bart": ("BartForConditionalGeneration", "BartConfig", BOTH),
-    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**ENCODER, "embedding_size": 8}),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", ENCODER),
+    "bart": ("BartForConditionalGeneration", BOTH),
+    "albert": ("AlbertForMaskedLM", {**ENCODER, "embedding_size": 8}),
+    "roberta": ("RobertaForMaskedLM", ENCODER),
     "deberta": (
         "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
         {**ENCODER, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     ),
-    "electra": ("ElectraForMaskedLM", "ElectraConfig", {**ENCODER, "embedding_size": 8}),
-    "longformer": ("LongformerForMaskedLM", "LongformerConfig", {**ENCODER, "attention_window": 4}),
+    "electra": ("ElectraForMaskedLM", {**ENCODER, "embedding_size": 8}),
+    "longformer": ("LongformerForMaskedLM", {**ENCODER, "attention_window": 4}),
 }
-PICTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, **IMAGES}),
+PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", {**VISION, **IMAGES}),
     "convnext": (
         "ConvNextForImageClassification",
-        "ConvNextConfig",
         {"hidden_sizes": [4, 8], "depths": [1, 2], "num_stages": 2, **IMAGES},
     ),
     "swin": (
         "SwinForImageClassification",
-        "SwinConfig",
         {
             "image_size": 16,
             "patch_size": 4,
@@ -119,15 +122,13 @@ PICTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip": (
         "CLIPModel",
-        "CLIPConfig",
         {"text_config": TEXT, "vision_config": VISION, "projection_dim": 8},
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         {
             **BOTH,
             "num_mel_bins": 4,
@@ -142,12 +143,18 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 ALL = {**TEXTS, **PICTURES, **OTHERS}
 
 
-def model_of(name: str) -> Any:
-    """The model in training mode, without dropout."""
+def built(model: str, **settings: Any) -> Any:
+    """A model of this class, in training mode."""
     import transformers
 
-    model, config, settings = ALL[name]
-    return getattr(transformers, model)(getattr(transformers, config)(**settings)).train()
+    kind = getattr(transformers, model)
+    return kind(kind.config_class(**settings)).train()
+
+
+def model_of(name: str) -> Any:
+    """The model in training mode, without dropout."""
+    model, settings = ALL[name]
+    return built(model, **settings)
 
 
 def loss_of(name: str) -> Callable[[Any], Tensor]:

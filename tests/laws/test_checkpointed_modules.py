@@ -22,7 +22,6 @@ from zfunc import optim, tree
 
 F64 = torch.float64
 WIDTH = 6
-FORMS = {"reentrant": True, "not": False}
 Form = bool | None
 
 

@@ -9,43 +9,13 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
-from tests.laws.cases import (
-    ADAMW,
-    Case,
-    assert_near,
-    numbers,
-    regression,
-)
+from tests.laws.cases import ADAMW, assert_near, numbers, regression
+from tests.laws.compressed import F64, STACK, STAGES, wrapped
 from tests.laws.compression import TwoPhases, signs
-from tests.laws.handwritten import CASES as HAND_WRITTEN
-from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import stack
 from tests.laws.one_unit import flat, gradient, layout_of, one, one_loss
 from zfunc import optim, tree
 from zfunc.layout.dense import dense_of
-
-F64 = torch.float64
-STAGES = (0, 1, 2, 3)
-STACK = READY_MADE["stack"]
-CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.02))
-OPTIMIZERS = {
-    "adamw": ADAMW,
-    "momentum": optim.sgd(0.02, momentum=0.9),
-    "sgd": optim.sgd(0.02),
-    "lion": optim.lion(0.002),
-    "lamb": optim.lamb(0.02),
-    "clipped": CLIPPED,
-}
-SOME = {
-    name: {**READY_MADE, **HAND_WRITTEN}[name]
-    for name in ("tiny leaves", "frozen", "mixed dtypes", "uneven batch", "gan", "the head")
-}
-
-
-def wrapped(case: Case, tx: Any, stage: int, freeze: int | str, **how: Any) -> Any:
-    step = zf.shard(case.step(tx), stage=stage, unit_bytes=600, roles=case.roles)
-    return zf.compress_grads(step, freeze_step=freeze, **how)
-
 
 # The algorithm, literally
 

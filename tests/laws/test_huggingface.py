@@ -8,75 +8,30 @@ import pytest
 import torch
 
 import zfunc as zf
+from tests.laws.architectures import ENCODER, GPT, GROUPED, LENGTH, STILL, T5, VOCAB, built
 from zfunc import optim
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 TX = optim.adamw(1e-3, weight_decay=0.1)
-VOCAB, LENGTH = 61, 8
+DEEP = {"num_hidden_layers": 3}
+# The model's class, its configuration, and what its rates of dropout are called.
+MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "llama": ("LlamaForCausalLM", GROUPED | DEEP, ["attention_dropout"]),
+    "gpt2": ("GPT2LMHeadModel", GPT | {"n_layer": 3}, list(STILL)),
+    "bert": ("BertForMaskedLM", ENCODER | DEEP, [key for key in ENCODER if "dropout" in key]),
+    "t5": ("T5ForConditionalGeneration", T5, ["dropout_rate"]),
+}
 
 
-def llama(dropout: float) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attention_dropout=dropout,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def gpt2(dropout: float) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=16,
-        n_layer=3,
-        n_head=2,
-        n_positions=LENGTH,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def bert(dropout: float) -> Any:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=LENGTH,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def t5(dropout: float) -> Any:
-    config = transformers.T5Config(
-        vocab_size=VOCAB,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=dropout,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5}
+def module_of(name: str, dropout: float = 0.0) -> Any:
+    model, settings, rates = MODELS[name]
+    return built(model, **settings | dict.fromkeys(rates, dropout))
 
 
 def build(name: str, dtype: torch.dtype, dropout: float = 0.0) -> Any:
     torch.manual_seed(0)
-    return zf.functionalize(MODELS[name](dropout).to(dtype).train())
+    return zf.functionalize(module_of(name, dropout).to(dtype))
 
 
 def tokens(i: int) -> torch.Tensor:

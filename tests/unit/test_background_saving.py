@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import zfunc as zf
+from tests import warm
 from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.models import CASES
 from zfunc.files.conversion import OnDisk, Source
@@ -105,7 +105,7 @@ if sys.argv[2] == "fails":
 
 @pytest.mark.parametrize("how", ["works", "fails"])
 def test_the_end_of_the_program_waits(how: str, tmp_path: Path) -> None:
-    ran = subprocess.run(
+    ran = warm.run(
         [sys.executable, "-c", AT_EXIT, str(tmp_path), how], capture_output=True, text=True
     )
     assert [(c.step, c.good) for c in zf.checkpoints(tmp_path)] == [(1, True)]

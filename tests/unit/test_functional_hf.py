@@ -10,72 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.laws.architectures import ALL, ENCODER, GPT, GROUPED, STILL, T5, TEXT, VOCAB, built
 from zfunc import random, tree
 from zfunc.engine.primitives import Ref
 from zfunc.modules.functional import functionalize
 from zfunc.trees.tree import Layers
 
-transformers = pytest.importorskip("transformers", reason="the `hf` extra is not installed")
+pytest.importorskip("transformers", reason="the `hf` extra is not installed")
 
-VOCAB, WIDTH = 64, 16
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GROUPED = SIZES | {"num_key_value_heads": 1}
-CALM = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SETTINGS = dict(ALL.values())  # of a model's class
 TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-GPT2 = TOKENS | {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 32}
-GPT2_CALM = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-T5 = {
-    "vocab_size": VOCAB,
-    "d_model": WIDTH,
-    "d_kv": 8,
-    "d_ff": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-}
-BART = TOKENS | {
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "dropout": 0.0,
-}
-IMAGES = CALM | {"image_size": 16, "patch_size": 8}
-WHISPER = BART | {
-    "num_mel_bins": 8,
-    "max_source_positions": 16,
-    "max_target_positions": 16,
-    "decoder_start_token_id": 1,
-}
-SWIN = {
-    "image_size": 16,
-    "patch_size": 2,
-    "embed_dim": 8,
-    "depths": [1, 2],
-    "num_heads": [1, 2],
-    "window_size": 2,
-    "drop_path_rate": 0.0,
-}
 WAV2VEC = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
+    **TEXT,
     "conv_dim": (8, 8),
     "conv_kernel": (4, 3),
     "conv_stride": (2, 2),
@@ -113,112 +59,81 @@ def images(size: int = 16) -> dict[str, Tensor]:
 
 
 def speech() -> dict[str, Tensor]:
-    return {"input_features": torch.randn(2, 8, 32), "labels": ids()}
+    return {"input_features": torch.randn(2, 4, 16), "labels": ids()}
 
 
-# model: its config, the config's arguments, its inputs, its stacks of layers
-MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Tensor]], dict[str, int]]] = {
-    "LlamaForCausalLM": ("LlamaConfig", GROUPED, language, {"model.layers": 2}),
-    "GPT2LMHeadModel": ("GPT2Config", GPT2_CALM, language, {"transformer.h": 2}),
-    "BertModel": ("BertConfig", CALM, tokens, {"encoder.layer": 2}),
-    "BertForMaskedLM": ("BertConfig", CALM, language, {"bert.encoder.layer": 2}),
-    "T5ForConditionalGeneration": (
-        "T5Config",
-        T5 | {"dropout_rate": 0.0},
-        language,
-        {"encoder.block": 2, "decoder.block": 2},
-    ),
+# model: its config's arguments, its inputs, its stacks of layers
+MODELS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], dict[str, int]]] = {
+    "LlamaForCausalLM": (GROUPED, language, {"model.layers": 2}),
+    "GPT2LMHeadModel": (TOKENS | GPT | STILL, language, {"transformer.h": 2}),
+    "BertModel": (ENCODER, tokens, {"encoder.layer": 2}),
+    "BertForMaskedLM": (ENCODER, language, {"bert.encoder.layer": 2}),
+    "T5ForConditionalGeneration": (T5, language, {"encoder.block": 2, "decoder.block": 2}),
     "OPTForCausalLM": (
-        "OPTConfig",
-        SIZES | {"ffn_dim": 32, "dropout": 0.0, "word_embed_proj_dim": WIDTH},
+        SETTINGS["OPTForCausalLM"] | {"word_embed_proj_dim": 16},
         language,
         {"model.decoder.layers": 2},
     ),
-    "MistralForCausalLM": (
-        "MistralConfig",
-        GROUPED | {"sliding_window": 4},
-        language,
-        {"model.layers": 2},
+    "MistralForCausalLM": (SETTINGS["MistralForCausalLM"], language, {"model.layers": 2}),
+    "Qwen2ForCausalLM": (GROUPED, language, {"model.layers": 2}),
+    "GemmaForCausalLM": (GROUPED, language, {"model.layers": 2}),
+    "PhiForCausalLM": (SETTINGS["PhiForCausalLM"], language, {"model.layers": 2}),
+    "FalconForCausalLM": (SETTINGS["FalconForCausalLM"], language, {"transformer.h": 2}),
+    "BloomForCausalLM": (SETTINGS["BloomForCausalLM"], language, {"transformer.h": 2}),
+    "GPTNeoXForCausalLM": (SETTINGS["GPTNeoXForCausalLM"], language, {"gpt_neox.layers": 2}),
+    "GPTJForCausalLM": (TOKENS | SETTINGS["GPTJForCausalLM"], language, {"transformer.h": 2}),
+    "MixtralForCausalLM": (SETTINGS["MixtralForCausalLM"], language, {"model.layers": 2}),
+    "MambaForCausalLM": (SETTINGS["MambaForCausalLM"], language, {"backbone.layers": 2}),
+    "ViTForImageClassification": (
+        SETTINGS["ViTForImageClassification"],
+        images,
+        {"vit.layers": 2},
     ),
-    "Qwen2ForCausalLM": ("Qwen2Config", GROUPED, language, {"model.layers": 2}),
-    "GemmaForCausalLM": ("GemmaConfig", GROUPED | {"head_dim": 8}, language, {"model.layers": 2}),
-    "PhiForCausalLM": ("PhiConfig", SIZES, language, {"model.layers": 2}),
-    "FalconForCausalLM": ("FalconConfig", SIZES, language, {"transformer.h": 2}),
-    "BloomForCausalLM": (
-        "BloomConfig",
-        TOKENS | {"hidden_size": WIDTH, "n_layer": 2, "n_head": 2},
-        language,
-        {"transformer.h": 2},
+    "SwinForImageClassification": (
+        SETTINGS["SwinForImageClassification"],
+        images,
+        {"swin.encoder.layers": 2},
     ),
-    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZES, language, {"gpt_neox.layers": 2}),
-    "GPTJForCausalLM": (
-        "GPTJConfig",
-        GPT2_CALM | {"rotary_dim": 4},
-        language,
-        {"transformer.h": 2},
-    ),
-    "MixtralForCausalLM": (
-        "MixtralConfig",
-        GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
-        language,
-        {"model.layers": 2},
-    ),
-    "MambaForCausalLM": (
-        "MambaConfig",
-        TOKENS | {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4},
-        language,
-        {"backbone.layers": 2},
-    ),
-    "ViTForImageClassification": ("ViTConfig", IMAGES, images, {"vit.layers": 2}),
-    "SwinForImageClassification": ("SwinConfig", SWIN, images, {"swin.encoder.layers": 2}),
     "ResNetForImageClassification": (
-        "ResNetConfig",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"},
         lambda: images(32),
         {"resnet.encoder.stages": 2, "classifier": 2},
     ),
-    "CLIPTextModel": ("CLIPTextConfig", SIZES, tokens, {"encoder.layers": 2}),
+    "CLIPTextModel": (TOKENS | TEXT, tokens, {"encoder.layers": 2}),
     "DistilBertForMaskedLM": (
-        "DistilBertConfig",
         TOKENS
-        | {"dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "dropout": 0.0}
+        | {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "dropout": 0.0}
         | {"attention_dropout": 0.0, "max_position_embeddings": 32},
         language,
         {"distilbert.transformer.layer": 2},
     ),
-    "RobertaForMaskedLM": ("RobertaConfig", CALM, language, {"roberta.encoder.layer": 2}),
+    "RobertaForMaskedLM": (ENCODER, language, {"roberta.encoder.layer": 2}),
     "ElectraForSequenceClassification": (
-        "ElectraConfig",
-        CALM | {"embedding_size": 8},
+        SETTINGS["ElectraForMaskedLM"],
         classes,
         {"electra.encoder.layer": 2},
     ),
     "AlbertForMaskedLM": (
-        "AlbertConfig",
-        CALM | {"embedding_size": 8},
+        SETTINGS["AlbertForMaskedLM"],
         language,
         {"albert.encoder.albert_layer_groups": 1},
     ),
     "DebertaV2ForMaskedLM": (
-        "DebertaV2Config",
-        CALM | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        SETTINGS["DebertaV2ForMaskedLM"],
         language,
         {"deberta.encoder.layer": 2},
     ),
     "BartForConditionalGeneration": (
-        "BartConfig",
-        BART | {"max_position_embeddings": 32},
+        SETTINGS["BartForConditionalGeneration"],
         language,
         {"model.encoder.layers": 2, "model.decoder.layers": 2},
     ),
     "WhisperForConditionalGeneration": (
-        "WhisperConfig",
-        WHISPER,
+        SETTINGS["WhisperForConditionalGeneration"],
         speech,
         {"model.encoder.layers": 2, "model.decoder.layers": 2},
     ),
     "Wav2Vec2Model": (
-        "Wav2Vec2Config",
         WAV2VEC,
         lambda: {"input_values": torch.randn(2, 200)},
         {"feature_extractor.conv_layers": 2, "encoder.layers": 2},
@@ -248,11 +163,10 @@ def recomputed(params: Any) -> Any:
     return {k: recomputed(v) for k, v in params.items()} if isinstance(params, dict) else params
 
 
-def build(name: str, **more: Any) -> tuple[Any, dict[str, Tensor]]:
-    config, arguments, inputs, _ = MODELS[name]
+def build(name: str) -> tuple[Any, dict[str, Tensor]]:
+    settings, inputs, _ = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, name)(getattr(transformers, config)(**arguments, **more))
-    return model.train(), inputs()
+    return built(name, **settings), inputs()
 
 
 def loss_of(out: Any) -> Tensor:
@@ -281,7 +195,7 @@ def test_loss_and_all_gradients_are_the_models_own(name: str) -> None:
     parameters = dict(model.named_parameters())
     assert set(tree.flatten_names(f.params)) == set(parameters)
     assert set(parameters) <= set(model.state_dict())
-    for stack, length in MODELS[name][3].items():
+    for stack, length in MODELS[name][2].items():
         node = f.params
         for key in stack.split("."):
             node = node[key]
@@ -305,9 +219,8 @@ def test_loss_and_all_gradients_are_the_models_own(name: str) -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM"])
 def test_dropout_is_a_function_of_the_key(name: str) -> None:
     rate = {"attention_dropout": 0.2} if "Llama" in name else {}
-    config, arguments, inputs, _ = MODELS[name]
-    arguments = {k: (0.2 if "drop" in k else v) for k, v in arguments.items()} | rate
-    model = getattr(transformers, name)(getattr(transformers, config)(**arguments)).train()
+    settings, inputs, _ = MODELS[name]
+    model = built(name, **{k: (0.2 if "drop" in k else v) for k, v in settings.items()}, **rate)
     x, f = inputs(), functionalize(model)
     with random.scope(3):
         first = f.apply(f.params, **x).loss

@@ -10,9 +10,9 @@ import optree
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
+from tests.unit.operators import Operators
 from zfunc import random
 from zfunc.engine import sources
 from zfunc.layout import layout as layouts
@@ -22,20 +22,6 @@ from zfunc.trees import nodes
 from zfunc.trees.nodes import NAMESPACE, OPAQUE, PLACED, Layers, _glance, _seen, boxes_in, leaves_in
 
 TX = zf.optim.sgd(0.1)
-
-
-class Operators(TorchDispatchMode):
-    """Counts every operator, in backward too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def module(layers: int) -> nn.Module:

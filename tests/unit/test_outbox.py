@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from zfunc.ranks import outbox as module
 from zfunc.ranks.outbox import BEGIN, NOWHERE, Inbox, Outbox, Posted, is_open_to
 
@@ -153,9 +153,7 @@ print(place.start, place.size, place.slot, flush=True)
 
 
 def test_a_payload_outlives_its_sender() -> None:
-    ran = subprocess.Popen(
-        [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    ran = warm.Popen([sys.executable, "-c", SENDER], stdin=warm.PIPE, stdout=warm.PIPE, text=True)
     assert ran.stdin is not None and ran.stdout is not None
     reader = Inbox(ran.stdout.readline().strip(), 3, WORD)
     place = ran.communicate("go\n")[0]

@@ -52,6 +52,10 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.record = record
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be imported, for seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.record.silent and func._overloadpacket.__name__ not in FREE:
             self.record.operations += 1

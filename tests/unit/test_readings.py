@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
 from tests.laws.residual import batch, errors, params, uneven
+from tests.unit.operators import Operators
 from zfunc import optim
 from zfunc.buffers.readings import Reading, number, on_host, sent
 from zfunc.engine import context
@@ -22,21 +22,9 @@ from zfunc.transforms.accumulation import _times
 from zfunc.transforms.mixed_precision.masters import Masters
 from zfunc.trees import memory
 
+# Whose results the host waits for.
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
 SGD = optim.sgd(1e-2, momentum=0.9)
-
-
-class Reads(TorchDispatchMode):
-    """Counts operators whose result the host waits for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.seen.update([name] if name in READS else [])
-        return func(*args, **(kwargs or {}))
 
 
 F16 = {"compute": torch.float16, "loss_scale": "dynamic"}
@@ -64,9 +52,9 @@ def test_a_steady_step_reads_no_number(stage: int, name: str) -> None:
         state = step.place(zf.TrainState.create(params(layers=2), SGD))
         for i in range(2):
             state, _ = step(state, zf.local_batch(batch(i)))
-        with Reads() as reads:
+        with Operators(READS) as reads:
             step(state, zf.local_batch(batch(2)))
-        return reads.seen
+        return reads.counts
 
     for ranks in (1, 2):
         assert zf.simulate(ranks)(body)() == [Counter()] * ranks
@@ -92,9 +80,9 @@ def test_buffers_that_a_call_leaves_alone_stay_what_they_are() -> None:
     seen: dict[str, Any] = {}
 
     def loss(p: Any, x: Tensor, buffers: Any) -> Any:
-        with Reads() as reads:
+        with Operators(READS) as reads:
             out, new = model.apply(p, x, buffers=buffers, mutable=True)
-        seen["reads"] = reads.seen
+        seen["reads"] = reads.counts
         return out.float().sum(), new
 
     def body(state: Any, x: Tensor) -> Any:

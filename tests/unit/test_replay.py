@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests import warm
+from tests.laws import architectures
 from tests.unit.replay_models import GPT, check, leaves, parameters, replayed
 from zfunc.errors import PlacementError
 from zfunc.initialisation.recorder import record
@@ -176,21 +177,16 @@ def test_bits(make_state: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5"])
 def test_hugging_face(name: str) -> None:
-    hf = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
-    d = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config, model = {
-        "Llama": (hf.LlamaConfig(**sizes, **d, num_attention_heads=4), hf.LlamaForCausalLM),
-        "GPT2": (hf.GPT2Config(**sizes, n_embd=32, n_layer=2, n_head=4), hf.GPT2LMHeadModel),
-        "Bert": (hf.BertConfig(**sizes, **d, num_attention_heads=4), hf.BertForMaskedLM),
-        "T5": (
-            hf.T5Config(**sizes, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8),
-            hf.T5ForConditionalGeneration,
-        ),
+    pytest.importorskip("transformers")
+    model, config = {
+        "Llama": ("LlamaForCausalLM", architectures.GROUPED),
+        "GPT2": ("GPT2LMHeadModel", architectures.GPT),
+        "Bert": ("BertForMaskedLM", architectures.TEXT),
+        "T5": ("T5ForConditionalGeneration", architectures.T5),
     }[name]
 
     def make_state() -> dict[str, Any]:
-        module = model(config)
+        module = architectures.built(model, **config)
         return {"params": parameters(module), "buffers": dict(module.named_buffers())}
 
     check(make_state)
@@ -293,5 +289,5 @@ def test_the_tape_is_imported_by_the_first_init() -> None:
         print("zfunc.initialisation.recorder" in sys.modules)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = warm.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\nTrue\n"
