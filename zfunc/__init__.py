@@ -20,7 +20,7 @@ from zfunc.engine.batches import local_batch
 from zfunc.engine.differentiation import evaluate, value_and_grad
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.passes import layer, scan
-from zfunc.engine.primitives import Mean, reduced, settled
+from zfunc.engine.primitives import Mean
 from zfunc.engine.state import TrainState
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import (
@@ -34,7 +34,6 @@ from zfunc.errors import (
     ZfuncError,
 )
 from zfunc.layout.sharded import Sharded
-from zfunc.layout.unreduced import linear_map
 from zfunc.ranks import comm, random
 from zfunc.ranks.axes import Mesh, mesh
 from zfunc.ranks.collectives import axis_index, pmean, psum
@@ -42,6 +41,7 @@ from zfunc.ranks.launching import init, launch
 from zfunc.ranks.simulation import simulate
 from zfunc.ranks.world import rank, world_size
 from zfunc.trees import tree
+from zfunc.trees.reduction import linear_map, reduced, settled
 from zfunc.trees.tree import Layers, full
 
 if TYPE_CHECKING:  # at run time by `__getattr__`

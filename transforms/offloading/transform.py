@@ -36,7 +36,7 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
 from zfunc.layout.readable import Readable
-from zfunc.layout.replicated import Replicated, alike, packed
+from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
 from zfunc.ranks import world
 from zfunc.transforms.offloading.columns import for_gradients
@@ -46,6 +46,7 @@ from zfunc.transforms.offloading.store import Store, open_store
 from zfunc.transforms.offloading.stored import Spill, Stored, stored_nodes
 from zfunc.transforms.offloading.streamed import Cut, Streamed, rank_in
 from zfunc.transforms.offloading.successor import hosted_nodes, lower, settle, succeed
+from zfunc.trees.boxes import alike
 from zfunc.trees.nodes import NAMESPACE, Tree, held_in
 
 __all__ = ["Offload", "offload"]
