@@ -163,21 +163,31 @@ def test_a_transform_that_overrides_what_moved_is_told_so(name: str) -> None:
 
 
 def test_an_average_of_ones_own_is_what_optimizers_ask() -> None:
-    """A transform needs no more than a ``Reduction``."""
+    """A transform needs no more than a ``Reduction``; one that does nothing changes nothing."""
+    asked: list[tuple[str, Any]] = []
 
-    class Halved(Reduction):
-        def reduce(self, tree_: Any, momentum: bool = False) -> Any:
-            return tree.map(lambda g: g / 2, tree_)
+    class Noted(Reduction):
+        freezes = True
+
+        def reduce(self, tree: Any, momentum: bool = False) -> Any:
+            asked.append(("reduce", momentum))
+            return tree
+
+        def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
+            asked.append(("settle", decay))
+            return new
 
     @dataclass(frozen=True)
-    class Halving(zf.Transform):
+    class Noting(zf.Transform):
         def configure(self, running: Any, state: Any) -> None:
-            running.reduction = Halved()
+            running.reduction = Noted()
 
-    batch = STACK.batch(0, F64)
-    state, sgd = STACK.state(optim.sgd(0.2), F64), optim.sgd(0.1)
-    halved = zf.transform_of(Halving)(STACK.step(optim.sgd(0.2)))
-    found, _ = halved(state, batch)
-    expected, _ = STACK.step(sgd)(STACK.state(sgd, F64), batch)
-    for x, y in zip(tree.leaves(found.params), tree.leaves(expected.params), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    for tx, expected in (
+        (optim.sgd(0.1, momentum=0.9), {("reduce", True), ("reduce", False)}),
+        (optim.adamw(0.1, b2=0.5), {("reduce", False), ("settle", 0.5)}),
+    ):
+        asked.clear()
+        noted = zf.transform_of(Noting)(STACK.step(tx))
+        found = train(noted, noted.place(STACK.state(tx, F64)), STACK, 2)
+        assert set(asked) == expected
+        assert_same(found, train(STACK.step(tx), STACK.state(tx, F64), STACK, 2))

@@ -53,7 +53,7 @@ def recover(step: Step, like: Any) -> Any:
     token = PLACING.set(step)
     try:
         for transform in reversed(step.transforms):
-            like = transform.lay_out(like) if transform is offload else transform.place(like)
+            like = transform.laid_out(like) if transform is offload else transform.place(like)
     finally:
         PLACING.reset(token)
     paths = [Path(p) for p in offload.path]  # type: ignore[attr-defined]

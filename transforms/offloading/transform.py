@@ -144,7 +144,7 @@ class Offload(Transform):
                 "compress_grads works on gradients in the memory of the device, and offload takes "
                 "them down to the host's. Leave out one of them."
             )
-        roles, state = _roles(step, self), self.lay_out(state)
+        roles, state = _roles(step, self), self.laid_out(state)
         nodes = placed_nodes(state)
         ranks = next((x.group for x in nodes if isinstance(x, Streamed | Sharded)), None)
         failed: PlacementError | None = None
@@ -169,7 +169,7 @@ class Offload(Transform):
         """Whether nobody else decides how the state is represented."""
         return not any(t.represents for t in step.transforms if t is not self)
 
-    def lay_out(self, state: Any) -> Any:
+    def laid_out(self, state: Any) -> Any:
         step = PLACING.get()
         if not self._alone(step):
             return state
