@@ -48,8 +48,9 @@ from zfunc.kernels.operators import (
     undifferentiated,
 )
 from zfunc.kernels.pieces_torch import element_pieces
+from zfunc.trees.squares import wide
 
-__all__ = ["adamw_frozen_", "frozen_hyper", "momentum_shares_", "roots", "shares_hyper", "wide"]
+__all__ = ["adamw_frozen_", "frozen_hyper", "momentum_shares_", "roots", "shares_hyper"]
 
 HYPER = ("rate", "grown", "correction", "most", "eps", "kept")
 SHARES_HYPER = ("decay", "correction")
@@ -260,11 +261,6 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _values(hyper: Tensor) -> list[float] | tuple[Tensor, ...]:
     """Hyperparameters as they are read without waiting for a device."""
     return hyper.tolist() if hyper.device.type == "cpu" else hyper.unbind()
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` in the precision in which updates are computed: at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 for _name, _twin, _traffic in (

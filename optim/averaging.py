@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zfunc.engine import primitives
 from zfunc.optim import moments
 from zfunc.optim.base import GradientTransformation
-from zfunc.optim.moments import wide
 from zfunc.optim.paces import held, map_own, own_count
-from zfunc.optim.schedules import plain, started
+from zfunc.optim.rates import plain, started
+from zfunc.trees.reduction import reduced
+from zfunc.trees.squares import wide
 
 __all__ = ["EmaState", "ema"]
 
@@ -54,7 +54,7 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
     def update(values: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
         count = state.count + 1
-        values = primitives.reduced(values)
+        values = reduced(values)
         mean = moments.blend(values, state.ema, decay, 1 - decay)
 
         def seen(missed: int) -> float | Tensor:

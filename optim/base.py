@@ -14,18 +14,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import optree
 
-from zfunc.engine import primitives
 from zfunc.errors import PlacementError
 from zfunc.layout.freezing import without_frozen
-from zfunc.optim.elementwise import check_elementwise
+from zfunc.optim.elementwise import check_on
+from zfunc.trees.memory import RUNNING
 from zfunc.trees.nodes import NAMESPACE, Placed
+from zfunc.trees.reduction import reduced
 from zfunc.trees.tree import dotted, paths
 
 __all__ = [
     "EmptyState",
     "GradientTransformation",
     "by_path",
-    "check_elementwise",
     "identity",
     "nodes",
 ]
@@ -46,7 +46,7 @@ class GradientTransformation:
 
     Iterates as ``(init, update)``. A transformation of the user's own is tried
     once, on the first placed tree that it meets, for being elementwise
-    (see :func:`check_elementwise`).
+    (see :func:`zfunc.optim.check_elementwise`).
 
     Args:
         init: ``init(params) -> state``; leaves of ``params`` may be ``None``.
@@ -58,6 +58,9 @@ class GradientTransformation:
             where it needs the mean over the ranks. Others are given the mean.
         unfit: what in it would touch leaves that a step has not used (see
             :mod:`zfunc.optim.paces`), for messages; ``None`` if nothing does.
+        unreduced: makes the transformation, of the same states, that takes this one's place where
+            a step compresses what its ranks hold each for themselves (1-bit Adam for Adam), and
+            is given gradients that are not reduced. Without it they are reduced first, as any.
 
     >>> import torch
     >>> halve = GradientTransformation(
@@ -75,8 +78,11 @@ class GradientTransformation:
         additive: UpdateFn | None = None,
         checked: bool = False,
         unfit: str | None = OWN,
+        unreduced: Callable[[], GradientTransformation] | None = None,
     ) -> None:
         self._init = init
+        self._unreduced = unreduced
+        self._rule: GradientTransformation | None = None
         self.checked, self.unfit = checked, unfit
         self._tried = False
         self._update = update
@@ -99,18 +105,31 @@ class GradientTransformation:
                 f"this optimizer state was placed by {by}(step), and holds more than the optimizer "
                 f"knows of. Call that step, or take the state back with its `unplace`."
             )
-        return self._update(self._checked(grads), state, params)
+        tx = self._fit()
+        return tx._update(tx._checked(grads), state, params)
 
     def additive(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         """As ``update``, with updates that have not spent the parameters yet."""
-        return self._additive(self._checked(grads), state, params)
+        tx = self._fit()
+        return tx._additive(tx._checked(grads), state, params)
+
+    def _fit(self) -> GradientTransformation:
+        """The transformation that fits the running step: itself, but where gradients are local."""
+        running = RUNNING.get()
+        if self._unreduced is None or running is None or running.reduction is None:
+            return self
+        if not running.reduction.freezes:
+            return self
+        if self._rule is None:
+            self._rule = self._unreduced()
+        return self._rule
 
     def _checked(self, grads: Tree) -> Tree:
         if self.checked:
             return grads
-        grads = primitives.reduced(grads)
-        if not self._tried and _holds_placed(grads):
-            check_elementwise(self)
+        grads = reduced(grads)
+        if not self._tried and (placed := _first_placed(grads)) is not None:
+            check_on(self, placed.sample)
             self._tried = True
         return grads
 
@@ -130,8 +149,8 @@ def nodes(tree: Tree) -> list[tuple[str, Any]]:
     return [(dotted(*key), node) for key, node in zip(keys, found, strict=True)]
 
 
-def _holds_placed(tree: Tree) -> bool:
-    return any(isinstance(node, Placed) for _, node in nodes(tree))
+def _first_placed(tree: Tree) -> Placed | None:
+    return next((node for _, node in nodes(tree) if isinstance(node, Placed)), None)
 
 
 def identity() -> GradientTransformation:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zfunc.optim.base import EmptyState, GradientTransformation
-from zfunc.optim.schedules import plain, symbolic
+from zfunc.optim.rates import plain, symbolic
 from zfunc.optim.updates import Scaled, scale
 from zfunc.trees import tree
 from zfunc.trees.unitwise import streams

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from zfunc.layout.unreduced import linear_map
 from zfunc.optim.base import EmptyState, GradientTransformation, by_path
 from zfunc.optim.choices import judged
-from zfunc.optim.moments import wide
 from zfunc.optim.paces import Paces, held
 from zfunc.trees import tree
+from zfunc.trees.reduction import linear_map
+from zfunc.trees.squares import wide
 
 __all__ = [
     "Rates",

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from zfunc.buffers.numbers import at_hand
 from zfunc.buffers.uploads import on_device
-from zfunc.engine import primitives
 from zfunc.kernels.adamw import adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import choose
-from zfunc.layout.replicated import in_box, in_flats
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import (
     SMALL,
@@ -40,6 +38,7 @@ from zfunc.optim.buffers import (
 from zfunc.optim.paces import Paces, own_count, own_pace
 from zfunc.optim.updates import Scaled, scale
 from zfunc.trees import memory, tree
+from zfunc.trees.boxes import in_box, in_flats
 from zfunc.trees.memory import reuse
 from zfunc.trees.nodes import NAMESPACE, Placed
 from zfunc.trees.unitwise import by_unit
@@ -83,7 +82,7 @@ def step(
     factor = None
     if isinstance(grads, Scaled):
         grads, factor = grads.grads, grads.factor
-    trees = in_flats((primitives.reduced(grads), params, mu, nu))
+    trees = in_flats((grads, params, mu, nu))
     columns, spec = tree.align(trees)
     placed = [x for row in columns for x in row if isinstance(x, Placed)]
     if not placed:

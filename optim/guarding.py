@@ -10,14 +10,13 @@ from torch import Tensor
 
 from zfunc.buffers.readings import Reading
 from zfunc.buffers.uploads import on_device
-from zfunc.engine import primitives
 from zfunc.errors import NonFiniteError
-from zfunc.layout.unreduced import linear_map
 from zfunc.optim.base import GradientTransformation, nodes
-from zfunc.optim.schedules import started
+from zfunc.optim.rates import started
 from zfunc.optim.updates import Moved
 from zfunc.trees import memory, tree
 from zfunc.trees.nodes import leaves_in
+from zfunc.trees.reduction import compressing, linear_map
 from zfunc.trees.unitwise import streams
 
 __all__ = ["SkipState", "all_finite", "first_nonfinite", "skip_nonfinite"]
@@ -90,7 +89,7 @@ def _stays_on_device(grads: Tree) -> bool:
         return False
     return (
         any(isinstance(x, Tensor) and x.is_cuda for x in leaves_in(grads))
-        and not primitives.compressing()  # what is left of one step goes into the next
+        and not compressing()  # what is left of one step goes into the next
         and not streams(grads)
     )
 

@@ -3,7 +3,7 @@
 A leaf that nobody used keeps its moments and takes no step, and each leaf counts its own updates,
 as in ``torch.optim``, where the gradient of such a leaf is ``None``. An optimizer keeps one count
 all the same: the step says of each leaf that takes part how many updates it has missed
-(:func:`zfunc.engine.primitives.missed`), and what depends on a leaf's own count subtracts that. So
+(:func:`zfunc.trees.memory.missed`), and what depends on a leaf's own count subtracts that. So
 states look alike with and without it, and the usual step, of which all leaves take part, knows
 nothing of it. Schedules go by the count of steps, as those of ``torch.optim.lr_scheduler`` do.
 """
@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zfunc.engine import primitives
 from zfunc.errors import CompositionError
-from zfunc.trees import tree
+from zfunc.trees import memory, tree
 
 __all__ = [
     "Pace",
@@ -53,7 +52,7 @@ some leaves go their own ways."""
 
 def paced(rates: Rates) -> Paces:
     """``rates`` where all leaves always take part; else a function of the path to its pace."""
-    missed = primitives.missed()
+    missed = memory.missed()
     if missed is None:
         return rates
     rate = rates if callable(rates) else lambda path: rates
@@ -87,7 +86,7 @@ def own_count(count: Tensor, missed: int) -> Tensor:
 
 def remembering(f: Callable[..., T]) -> Callable[..., T]:
     """``f``, which may be called when the step has gone on, and still is to know who rests."""
-    if primitives.missed() is None:
+    if memory.missed() is None:
         return f
     now = contextvars.copy_context()
     return lambda *xs: now.copy().run(f, *xs)
@@ -95,7 +94,7 @@ def remembering(f: Callable[..., T]) -> Callable[..., T]:
 
 def map_own(f: Callable[..., Tensor], first: Tree, *rest: Tree) -> Tree:
     """``f(missed, leaf, ...)`` of corresponding leaves, elementwise: each with what it missed."""
-    missed = primitives.missed()
+    missed = memory.missed()
     if missed is None:
         return tree.map(lambda *xs: f(0, *xs), first, *rest)
     return tree.map_leaves(lambda path, *xs: f(missed.get(path, 0), *xs), first, *rest)
@@ -103,7 +102,7 @@ def map_own(f: Callable[..., Tensor], first: Tree, *rest: Tree) -> Tree:
 
 def held(updates: Tree) -> Tree:
     """The updates, none for leaves that rest."""
-    missed = primitives.missed()
+    missed = memory.missed()
     if missed is None:
         return updates
     return tree.map_leaves(lambda path, u: u if path in missed else nothing(u), updates)

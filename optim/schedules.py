@@ -8,63 +8,25 @@ right for any count, also beyond its end. As in optax, the first update sees 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zfunc.layout.unreduced import linear_map
 from zfunc.optim.base import GradientTransformation
+from zfunc.optim.rates import Rate, Schedule, at, started
 from zfunc.trees import tree
+from zfunc.trees.reduction import linear_map
 
 __all__ = [
-    "Rate",
     "ScheduleState",
-    "at",
     "constant",
     "cosine",
     "linear",
     "one_cycle",
-    "plain",
     "scale_by_schedule",
-    "started",
-    "symbolic",
     "warmup_cosine",
 ]
-
-Schedule = Callable[[Any], Tensor]
-Rate = float | Tensor | Schedule
-
-
-def started() -> Tensor:
-    """A count of no updates: 0-d, int64, on the CPU, where hyperparameters live."""
-    return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-def symbolic(x: Tensor) -> bool:
-    """Whether the value of ``x`` must stay a tensor: it is traced or differentiated."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or (torch.is_grad_enabled() and x.requires_grad)
-    )
-
-
-def plain(value: Any) -> Any:
-    """A number as a float wherever it can be read without waiting, else as it is."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    return value if value.device.type != "cpu" or symbolic(value) else float(value.item())
-
-
-def at(rate: Rate, count: Tensor) -> float | Tensor:
-    """The value of ``rate`` after ``count`` updates.
-
-    >>> at(linear(0.0, 1.0, 4), torch.tensor(3))
-    0.75
-    """
-    return plain(rate(count) if callable(rate) else rate)
 
 
 def constant(value: float) -> Schedule:

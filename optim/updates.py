@@ -9,14 +9,13 @@ import optree
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from zfunc.engine import primitives
 from zfunc.errors import PlacementError
-from zfunc.layout.replicated import Replicated, boxed, elementwise
-from zfunc.layout.unreduced import linear_map
 from zfunc.trees import tree
+from zfunc.trees.boxes import elementwise
 from zfunc.trees.nodes import (
     NAMESPACE,
     OPAQUE,
+    Box,
     Lazy,
     Placed,
     boxes_in,
@@ -25,8 +24,9 @@ from zfunc.trees.nodes import (
     opened,
     register,
 )
+from zfunc.trees.reduction import linear_map, reduced
 
-__all__ = ["Moved", "Scaled", "apply_updates", "moved", "scale"]
+__all__ = ["Moved", "Scaled", "apply_updates", "means", "moved", "scale"]
 
 Tree = Any
 
@@ -106,6 +106,13 @@ def scale(grads: Tree, factor: float | Tensor) -> Tree:
     return elementwise(linear_map(lambda g: (g * factor).to(g.dtype)), grads)
 
 
+def means(grads: Tree) -> Tree:
+    """The means of gradients that are a rank's own, still to be scaled if these are."""
+    if isinstance(grads, Scaled):
+        return Scaled(reduced(grads.grads), grads.factor)
+    return reduced(grads)
+
+
 # Whoever flattens one looks at its tensors, and what he builds again is the plain tree.
 for _kind in (Moved, Scaled):
     register(_kind, lambda lazy: ((lazy.force(),), None, ("",)), lambda _, children: children[0])
@@ -140,7 +147,7 @@ def moved(params: Tree, updates: Tree) -> Tree:
     if isinstance(updates, Moved) and updates.starts_from(params):
         return updates.new
     tree.check_alive(params)
-    return tree.map(_add, primitives.reduced(updates), params)
+    return tree.map(_add, reduced(updates), params)
 
 
 def _add(update: Tensor, param: Tensor) -> Tensor:
@@ -154,13 +161,13 @@ def _add(update: Tensor, param: Tensor) -> Tensor:
 
 def _return_to(params: Tree, new: Tree) -> Tree:
     """``new`` where ``params`` keep it, with the leaves that only ``params`` have."""
-    if isinstance(params, Replicated):
+    if isinstance(params, Box):
         if isinstance(new, Placed):
             return new.join(params)
-        if isinstance(new, Replicated):
+        if isinstance(new, Box):
             return new.merged(params)
         new = _return_to(params.tree, opened(new))
-        return new if isinstance(new, Lazy) else boxed(params.layout, new)
+        return new if isinstance(new, Lazy) else params.boxed(new)
     if boxes_in(params):
         nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=OPAQUE)
         rows = zip(nodes, spec.flatten_up_to(new), strict=True)

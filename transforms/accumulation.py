@@ -30,11 +30,11 @@ from zfunc.engine.order import Order
 from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
-from zfunc.layout.unreduced import linear_map
 from zfunc.ranks.comm import Group
 from zfunc.transforms.microbatches import microbatches, own_leaves
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE
+from zfunc.trees.reduction import linear_map
 from zfunc.trees.unitwise import streams
 
 __all__ = ["Accumulate", "accumulate"]

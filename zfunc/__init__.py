@@ -21,7 +21,7 @@ from zfunc.engine import context, step
 from zfunc.engine.differentiation import evaluate, value_and_grad
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.passes import layer, scan
-from zfunc.engine.primitives import Mean, reduced, settled
+from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import (
     CheckpointError,
@@ -38,6 +38,7 @@ from zfunc.ranks import comm, random
 from zfunc.ranks.axes import Mesh, mesh
 from zfunc.ranks.world import finders, rank, world_size
 from zfunc.trees import tree
+from zfunc.trees.reduction import linear_map, reduced, settled
 from zfunc.trees.tree import Layers, full
 
 if TYPE_CHECKING:  # at run time by `__getattr__`
@@ -47,7 +48,6 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.language.generation import generate
-    from zfunc.layout.unreduced import linear_map
     from zfunc.modules.functional import Functional, functionalize
     from zfunc.ranks.collectives import axis_index, pmean, psum
     from zfunc.ranks.launching import init, launch
@@ -81,7 +81,6 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
     "language.generation": ("generate",),
-    "layout.unreduced": ("linear_map",),
     "modules.functional": ("Functional", "functionalize"),
     "ranks.collectives": ("axis_index", "pmean", "psum"),
     "ranks.launching": ("init", "launch"),

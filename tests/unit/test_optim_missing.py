@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zfunc import optim
-from zfunc.optim.moments import growth
+from zfunc.optim.frozen import growth
 
 W, B = torch.tensor([3.0, -4.0]), torch.tensor([1.0, 2.0, 2.0])
 

@@ -19,8 +19,9 @@ from tests.unit.peaks import needs_peaks
 from zfunc import optim
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout.cutting import make_layout
-from zfunc.layout.replicated import Replicated, alike, boxed, elementwise, packed
+from zfunc.layout.replicated import Replicated, boxed, packed
 from zfunc.layout.sharded import Sharded
+from zfunc.trees.boxes import alike, elementwise
 from zfunc.trees.nodes import boxes_in, held_in, opened
 
 TX = optim.adamw(0.1)

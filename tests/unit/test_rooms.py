@@ -28,7 +28,7 @@ APPLICATIONS = ("language", "commands", "__main__")  # they may import `zfunc` i
 LINES = {
     "engine.step": 10_300,
     "transforms.donation": 10_400,
-    "optim.adaptive": 11_750,
+    "optim.adaptive": 6_300,
 }
 LOADED = 58  # modules of ours that `import zfunc` loads
 TWINS = 18  # class names that stand for more than one class

@@ -14,7 +14,6 @@ from zfunc.layout.dense import Dense, dense_of, spread_part, squeezed_part
 from zfunc.layout.layout import Layout
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.sharded import Sharded
-from zfunc.layout.unreduced import Unreduced
 from zfunc.optim import Moved
 from zfunc.transforms.compression.error_feedback import Call
 from zfunc.transforms.compression.estimated import Estimated
@@ -22,6 +21,7 @@ from zfunc.transforms.compression.exchange import Codec, Gathered, Scattered, co
 from zfunc.transforms.compression.low_rank import LowRankMean, LowRankPart, PowerSGD, rank_bytes
 from zfunc.trees.memory import reuse
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree
+from zfunc.trees.unreduced import Unreduced
 
 __all__ = ["averaged", "estimated", "scattered", "sent_bytes"]
 

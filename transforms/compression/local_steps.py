@@ -1,27 +1,11 @@
-r"""Steps of Adam that each rank takes by itself, and their average: the second phase of 0/1 Adam.
+"""What each rank has done by itself under 0/1 Adam: it is carried, saved, and gone on from.
 
-Second moments :math:`v` are frozen, so that what a rank has moved since the last average is linear
-in its gradients. With corrected means :math:`\hat m = m / (1 - \beta_1^t)` and
-:math:`d = \sqrt{\hat v} + \epsilon` a rank moves away from the shared parameters :math:`x` by
-
-.. math::
-    D \leftarrow D + \gamma_t \hat m / d
-
-and its gradients are taken at :math:`x - D`. An average sends :math:`D d`, sums of momentum, in
-two phases with error feedback, and what comes back, :math:`\bar u`, is everybody's:
-
-.. math::
-    x \leftarrow x - \bar u / d \qquad \hat m \leftarrow \bar u / \sum \gamma \qquad D \leftarrow 0
-
-Weight decay acts on :math:`x`, which is alike on all ranks, and never becomes momentum.
-
-Source: Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, 2022,
-algorithm 1.
+The steps are those of :mod:`zfunc.optim.adam_zero_one`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,18 +17,17 @@ from zfunc.engine.placement import homes_of
 from zfunc.errors import CompositionError
 from zfunc.layout.dense import dense_of
 from zfunc.layout.layout import Layout
-from zfunc.layout.replicated import Replicated, alike
+from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual, one_of
-from zfunc.layout.unreduced import Unreduced
-from zfunc.optim.fused import own
-from zfunc.optim.moments import growth, wide
+from zfunc.optim.adam_zero_one import Own
 from zfunc.transforms.compression.averaging import averaged
 from zfunc.transforms.compression.error_feedback import Call, Carried
+from zfunc.trees.boxes import alike
 from zfunc.trees.memory import reuse
-from zfunc.trees.nodes import NAMESPACE, Placed, Tree, carry, opened
-from zfunc.trees.tree import dotted
+from zfunc.trees.nodes import NAMESPACE, Tree, carry, opened
+from zfunc.trees.unreduced import Unreduced
 
-__all__ = ["LocalCall", "begun", "drifted", "gone_on", "local_step"]
+__all__ = ["LocalCall", "begun", "drifted", "gone_on"]
 
 
 @dataclass
@@ -82,6 +65,43 @@ class LocalCall(Call):
         drift = {name: Residual(self.layouts[name], x) for name, x in self.drift.items()}
         momentum = {name: Residual(self.layouts[name], x) for name, x in self.momentum.items()}
         return {"drift": drift, "momentum": momentum, "rates": self.rates}
+
+    @property
+    def averages(self) -> bool:
+        """See :class:`zfunc.optim.adam_zero_one.Apart`."""
+        return self.kind == "average"
+
+    def own(self, grads: Sequence[Unreduced]) -> list[Own]:
+        """See :class:`zfunc.optim.adam_zero_one.Apart`."""
+        homes = [(self.entry_of(g.home[0]), g.home[1]) for g in grads if g.home is not None]
+        if len(homes) < len(grads) or any(name is None for name, _ in homes):
+            raise CompositionError(
+                "compress_grads(method='zero_one') met the gradient of a tensor that is in no "
+                "params entry of the state. Put it there, or name its entry in shard(..., "
+                "roles=...)."
+            )
+        names = {name for name, _ in homes if name is not None}
+        self._renew(names)
+        drift = {name: self.views(self.drift, name) for name in names}
+        momentum = {name: self.views(self.momentum, name) for name in names}
+        return [
+            Own(drift[name][i], momentum[name][i], self.rates[name][i])
+            for name, i in homes
+            if name is not None
+        ]
+
+    def averaged(self, sums: Sequence[Unreduced]) -> list[Tensor]:
+        """See :class:`zfunc.optim.adam_zero_one.Apart`."""
+        means: list[Tensor] = averaged(self, sums)
+        return means
+
+    def _renew(self, names: Collection[str]) -> None:
+        """Drift and momentum of these entries in memory that may be overwritten."""
+        for flats in (self.drift, self.momentum):
+            for name in names:
+                if (id(flats), name) not in self.owned:
+                    flats[name] = [None if x is None else reuse(x) for x in flats[name]]
+                    self.owned.add((id(flats), name))
 
     def views(self, flats: Mapping[str, Sequence[Tensor | None]], name: str) -> dict[int, Tensor]:
         """Leaves in dense buffers, by index; those without elements have none."""
@@ -139,150 +159,3 @@ def drifted(call: LocalCall, params: Tree) -> Tree:
         homes = homes_of(leaves)
     new = optree.tree_unflatten(spec, [moved(*row) for row in zip(leaves, homes, strict=True)])
     return alike(params, new)
-
-
-@dataclass
-class _Leaf:
-    """One leaf in one step: where it is, and its tensors; ``size`` is ``d``."""
-
-    name: str
-    index: int
-    grad: Unreduced
-    kept: float
-    param: Tensor
-    mu: Tensor
-    nu: Tensor
-    drift: Tensor
-    momentum: Tensor
-    size: Tensor = field(default_factory=lambda: torch.zeros(()))
-    moved: Tensor | None = None
-
-
-def local_step(
-    call: LocalCall,
-    grads: Tree,
-    params: Tree,
-    mu: Tree,
-    nu: Tree,
-    *,
-    decay: Any,
-    count: Tensor,
-    lr: float | Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
-) -> tuple[Tree, Tree, Tree, Callable[[], Tree]]:
-    """See :func:`zfunc.engine.primitives.own_step`; an average if ``call.kind`` says so.
-
-    An element whose second moment is 0 never had a gradient: it stays.
-    """
-    rate, number = float(lr), float(count)
-    m_corrected, v_corrected = 1 - b1**number, 1 - b2**number
-    nodes, spec = (
-        _flat(grads),
-        optree.tree_structure(grads, is_leaf=_is_placed, none_is_leaf=True, namespace=NAMESPACE),
-    )
-    leaves = _leaves(call, grads, (params, mu, nu), lambda path: 1 - rate * _decay_of(path, decay))
-    for leaf in leaves.values():
-        if not float(call.rates[leaf.name][leaf.index]):
-            leaf.momentum.copy_(leaf.mu)
-        leaf.momentum.mul_(b1).add_(leaf.grad.value, alpha=1 - b1)
-        leaf.nu.mul_(growth(b2, count, leaf.nu.dtype))
-        leaf.size = (wide(leaf.nu) / v_corrected).sqrt_().add_(eps)
-        step = (leaf.momentum * (rate / m_corrected)).div_(leaf.size)
-        leaf.drift.add_(step.masked_fill_(leaf.nu == 0, 0.0))
-        call.rates[leaf.name][leaf.index] += rate
-        if leaf.kept != 1:
-            leaf.param.mul_(leaf.kept)
-    if call.kind == "average":
-        _average(call, list(leaves.values()), m_corrected)
-
-    def tree_of(tensor: Callable[[_Leaf], Any], empty: Tree) -> Tree:
-        rows = zip(range(len(nodes)), nodes, _flat(empty), strict=True)
-        out = [tensor(leaves[i]) if i in leaves else None if g is None else x for i, g, x in rows]
-        return alike(empty, optree.tree_unflatten(spec, out))
-
-    new = tree_of(lambda leaf: leaf.param, params)
-    mu, nu = tree_of(lambda leaf: leaf.mu, mu), tree_of(lambda leaf: leaf.nu, nu)
-    return new, mu, nu, lambda: tree_of(_update, new)
-
-
-def _average(call: LocalCall, leaves: list[_Leaf], corrected: float) -> None:
-    """Everybody where the mean is; the old drift is spent.
-
-    Where rates were 0 nothing has moved, which tells nothing of momentum: it stays.
-    """
-    sums = [
-        Unreduced((leaf.drift * leaf.size).to(leaf.drift.dtype), leaf.grad.home) for leaf in leaves
-    ]
-    for leaf, mean in zip(leaves, averaged(call, sums), strict=True):
-        mean = wide(mean).masked_fill(leaf.nu == 0, 0.0)
-        leaf.moved = mean / leaf.size
-        leaf.param.sub_(leaf.moved)
-        total = float(call.rates[leaf.name][leaf.index])
-        if total:
-            leaf.mu = reuse(leaf.mu).copy_(mean * (corrected / total))
-        leaf.drift.zero_()
-        call.rates[leaf.name][leaf.index] = 0
-
-
-def _leaves(
-    call: LocalCall, grads: Tree, trees: tuple[Tree, Tree, Tree], kept: Callable[[str], float]
-) -> dict[int, _Leaf]:
-    """The leaves that have gradients and elements, by position, in memory of their own."""
-    paths = optree.tree_paths(grads, is_leaf=_is_placed, none_is_leaf=True, namespace=NAMESPACE)
-    rows = zip(paths, _flat(grads), *map(_flat, trees), strict=True)
-    known = {i: row for i, row in enumerate(rows) if row[1] is not None and row[1].value.numel()}
-    if any(g.home is None or call.entry_of(g.home[0]) is None for _, g, *_ in known.values()):
-        raise CompositionError(
-            "compress_grads(method='zero_one') met the gradient of a tensor that is in no params "
-            "entry of the state. Put it there, or name its entry in shard(..., roles=...)."
-        )
-    names = {i: call.entry_of(row[1].home[0]) or "" for i, row in known.items()}
-    _own_flats(call, set(names.values()))
-    drift = {name: call.views(call.drift, name) for name in set(names.values())}
-    momentum = {name: call.views(call.momentum, name) for name in set(names.values())}
-    params = own([row[2] for row in known.values()])
-    nus = own([row[4] for row in known.values()])
-    return {
-        i: _Leaf(
-            name=names[i],
-            index=(at := g.home[1]),
-            grad=g,
-            kept=kept(dotted(*path)),
-            param=param,
-            mu=mu,
-            nu=nu,
-            drift=drift[names[i]][at],
-            momentum=momentum[names[i]][at],
-        )
-        for (i, (path, g, _, mu, _)), param, nu in zip(known.items(), params, nus, strict=True)
-    }
-
-
-def _own_flats(call: LocalCall, names: set[str]) -> None:
-    """Drift and momentum of these entries in memory that may be overwritten."""
-    for flats in (call.drift, call.momentum):
-        for name in names:
-            if (id(flats), name) not in call.owned:
-                flats[name] = [None if x is None else reuse(x) for x in flats[name]]
-                call.owned.add((id(flats), name))
-
-
-def _update(leaf: _Leaf) -> Tensor:
-    """What was added to the shared parameters, told from what they are now."""
-    old = leaf.param if leaf.moved is None else leaf.param + leaf.moved
-    return leaf.param - old / leaf.kept
-
-
-def _decay_of(path: str, decay: Any) -> float:
-    """A leaf's weight decay."""
-    return float(decay(path) if callable(decay) else decay)
-
-
-def _is_placed(node: Any) -> bool:
-    return isinstance(node, Placed)
-
-
-def _flat(tree_: Tree) -> list[Any]:
-    return optree.tree_leaves(tree_, is_leaf=_is_placed, none_is_leaf=True, namespace=NAMESPACE)

@@ -26,7 +26,7 @@ that nothing has to freeze: the optimizer is the plain one, and there is no warm
 
 At stages 1 and 2 ``gather`` packs what parameters are gathered as, too.
 
-With one bit at stage 0 gradients are :class:`~zfunc.layout.unreduced.Unreduced`, so that nobody
+With one bit at stage 0 gradients are :class:`~zfunc.trees.unreduced.Unreduced`, so that nobody
 takes a rank's own for the mean. Parts of a params entry that are differentiated alone at stages 1
 to 3, and small leaves that stage 3 keeps whole, are averaged plainly.
 """
@@ -62,7 +62,6 @@ from zfunc.layout.layout import Layout
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual
 from zfunc.layout.sharded import Sharded
-from zfunc.layout.unreduced import Unreduced
 from zfunc.transforms.compression.averaging import averaged, estimated, scattered, sent_bytes
 from zfunc.transforms.compression.error_feedback import Call, carried_on, fresh, is_finite, sums
 from zfunc.transforms.compression.exchange import Codec
@@ -78,8 +77,10 @@ from zfunc.transforms.compression.onebit import OneBit, rehearse
 from zfunc.trees import tree
 from zfunc.trees.memory import Withheld
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree, opened
+from zfunc.trees.reduction import Reduction
+from zfunc.trees.unreduced import Unreduced
 
-__all__ = ["NAME", "SETTLED", "CompressGrads", "as_unreduced", "current_call", "sum_of"]
+__all__ = ["NAME", "SETTLED", "CompressGrads", "CompressedMean", "as_unreduced", "sum_of"]
 
 NAME = "compress_grads"
 SETTLED = 0.96  # of the 1-norm of second moments, against what it was a window before
@@ -226,11 +227,10 @@ class CompressGrads(Transform):
         active = bool(carried["frozen"]) or self._reached(int(carried["count"]))
         call = Call(self.shard.group, self.codec, self.shard.stage, active, carried)
         running.notes[NAME] = call
+        mean = running.reduction = CompressedMean(self, call)
         if active:
-            running.frozen = self.codec.freezes
             if self.gather is not None:
-                old = before(state, self.shard.params, self.shard.group.rank)
-                running.join = partial(joined, call, GATHERS[self.gather], old)
+                mean.old = before(state, self.shard.params, self.shard.group.rank)
             # Plain tensors beside cut trees are averaged as they are, at once.
             whole = not self.shard.stage
             communication(running).keeps = lambda unit: (
@@ -322,29 +322,6 @@ class CompressGrads(Transform):
             running.donation = None  # the old state is the new one
         return not call.skipped
 
-    def reduce(self, grads: Any, momentum: bool = False) -> Any:
-        call = current_call()
-        return grads if call is None or call.stage else averaged(call, grads, momentum)
-
-    def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
-        call = current_call()
-        if call is None or not self.codec.freezes:
-            return new
-        count = int(call.carried["count"])
-        if call.active:
-            if not count:
-                raise CompositionError(
-                    f"{self!r} freezes second moments that nothing has gone into yet. Give it a "
-                    "freeze_step of 1 at least: 15 to 20 % of all steps is usual."
-                )
-            self.warn_if_early(count, decay)
-            return old
-        if self.freeze_step == "auto" and decay is not None:
-            call.window = max(call.window, round(1 / (1 - decay)))
-            if (count + 1) % call.window == 0:
-                call.norms.append(Reading(sum_of(call, new) / (1 - decay ** (count + 1))))
-        return new
-
     def warn_if_early(self, count: int, decay: float | None) -> None:
         """Say once that too little has gone into second moments that stay what they are."""
         running = context.current()
@@ -364,8 +341,8 @@ class CompressGrads(Transform):
         return f"{least} at least"
 
     def finish(self, old: Any, out: Any) -> Any:
-        call, running = current_call(), context.current()
-        if call is None or running is None:
+        running = context.current()
+        if running is None or (call := running.notes.get(NAME)) is None:
             return out
         self._settle(running, call)
         several = isinstance(out, tuple) and len(out) > 0 and type(out[0]) is type(old)
@@ -450,10 +427,48 @@ class CompressGrads(Transform):
         return traffic
 
 
-def current_call() -> Any:
-    """The running step's ``Call``, or ``None`` where nothing compresses."""
-    running = context.current()
-    return running.notes.get(NAME) if running is not None else None
+class CompressedMean(Reduction):
+    """How one call averages, as optimizers ask for it.
+
+    Attributes:
+        by: the transform.
+        call: the call.
+        old: this rank's parts of the parameters before the step, where these are joined with the
+            others' as compressed updates.
+    """
+
+    def __init__(self, by: CompressGrads, call: Call) -> None:
+        self.by, self.call = by, call
+        self.freezes = by.codec.freezes
+        self.frozen = self.freezes and call.active
+        self.old: dict[str, list[Tensor | None]] | None = None
+
+    def reduce(self, tree: Tree, momentum: bool = False) -> Tree:
+        return tree if self.call.stage else averaged(self.call, tree, momentum)
+
+    def settle(self, old: Tree, new: Tree, decay: float | None = None) -> Tree:
+        by, call = self.by, self.call
+        if not self.freezes:
+            return new
+        count = int(call.carried["count"])
+        if call.active:
+            if not count:
+                raise CompositionError(
+                    f"{by!r} freezes second moments that nothing has gone into yet. Give it a "
+                    "freeze_step of 1 at least: 15 to 20 % of all steps is usual."
+                )
+            by.warn_if_early(count, decay)
+            return old
+        if by.freeze_step == "auto" and decay is not None:
+            call.window = max(call.window, round(1 / (1 - decay)))
+            if (count + 1) % call.window == 0:
+                call.norms.append(Reading(sum_of(call, new) / (1 - decay ** (count + 1))))
+        return new
+
+    def join(self, node: Any, params: Any) -> Any:
+        if self.old is None or self.by.gather is None:
+            return None
+        return joined(self.call, GATHERS[self.by.gather], self.old, node, params)
 
 
 def as_unreduced(
@@ -465,7 +480,7 @@ def as_unreduced(
     """Gradients as nodes that say to which of the parameters they belong.
 
     Args:
-        square: of such a place, see :class:`~zfunc.layout.unreduced.Unreduced`.
+        square: of such a place, see :class:`~zfunc.trees.unreduced.Unreduced`.
     """
     if isinstance(grads, Replicated):
         homes: Sequence[Any] = [(grads.layout, i) for i in range(len(grads.layout.slots))]

@@ -40,23 +40,23 @@ from zfunc.engine.figures import Traffic
 from zfunc.engine.hooks import Gradients
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError
-from zfunc.layout.unreduced import Unreduced
 from zfunc.optim import AdamState
-from zfunc.optim.moments import check_begun
+from zfunc.optim.frozen import check_begun
 from zfunc.transforms.compression.averaging import averaged
 from zfunc.transforms.compression.error_feedback import Call
-from zfunc.transforms.compression.local_steps import LocalCall, begun, drifted, gone_on, local_step
+from zfunc.transforms.compression.local_steps import LocalCall, begun, drifted, gone_on
 from zfunc.transforms.compression.onebit import OneBit
 from zfunc.transforms.compression.transform import (
     NAME,
     SETTLED,
+    CompressedMean,
     CompressGrads,
     as_unreduced,
-    current_call,
     sum_of,
 )
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree
+from zfunc.trees.unreduced import Unreduced
 
 __all__ = ["ZeroOne", "ZeroOneAdam"]
 
@@ -185,8 +185,7 @@ class ZeroOneAdam(CompressGrads):
         kind = self._kind(carried)
         call = LocalCall(self.shard.group, self.codec, 0, kind != "dense", carried, kind=kind)
         running.notes[NAME] = call
-        running.frozen = call.active
-        running.unsettled = bool(carried["frozen"]) and not call.active
+        running.reduction = LocalMean(self, call)
         if call.active:
             communication(running).keeps = lambda unit: True
 
@@ -203,55 +202,6 @@ class ZeroOneAdam(CompressGrads):
         if not isinstance(call, LocalCall) or call.kind != "compressed" or call.skipped:
             return local
         return as_unreduced(averaged(call, local), params, done=True)
-
-    def own_step(self, grads: Any, params: Any, mu: Any, nu: Any, **how: Any) -> Any:
-        call = current_call()
-        if call is None:
-            return None
-        nodes = optree.tree_leaves(
-            grads, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
-        )
-        if not all(isinstance(node, Unreduced) for node in nodes):
-            raise CompositionError(f"gradients were averaged before the optimizer. {ONLY_ADAM}")
-        call.number = int(how["count"])
-        if call.skipped or call.kind in ("dense", "compressed"):
-            return None
-        self.warn_if_early(int(call.carried["zero_one"]["variances"]), how["b2"])
-        return local_step(call, grads, params, mu, nu, **how)
-
-    def reduce(self, grads: Any, momentum: bool = False) -> Any:
-        call = current_call()
-        if call is not None and not call.skipped and call.kind in ("local", "average"):
-            nodes = optree.tree_leaves(
-                grads, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
-            )
-            if any(isinstance(node, Unreduced) and not node.done for node in nodes):
-                raise CompositionError(f"zf.reduced met a rank's own gradients. {ONLY_ADAM}")
-        return super().reduce(grads, momentum)
-
-    def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
-        """Second moments whose bias is corrected by the number of their own updates.
-
-        The optimizer divides by ``1 - b2**t``, so what it keeps of ``k`` updates is
-        ``(1 - b2**t) / (1 - b2**k)`` times their running mean.
-        """
-        call = current_call()
-        if call is None:
-            return new
-        if not call.number or decay is None:
-            raise CompositionError(ONLY_ADAM)
-        call.window = max(call.window, round(1 / (1 - decay)))
-        if call.active:
-            check_begun(call.number)
-            new, at = old, call.number - 1
-        else:
-            call.learnt, at = True, call.number
-            before = min(int(call.carried["zero_one"]["variances"]), call.number - 1)
-            if old is not None and before < call.number - 1:
-                new = _learnt(old, new, decay, call.number, before)
-        if self.freeze_step == "auto" and (int(call.carried["count"]) + 1) % call.window == 0:
-            call.norms.append(Reading(sum_of(call, new) / (1 - decay**at)))
-        return new
 
     def _enough(self, least: int) -> str:
         more = 2 * self.codec.var_update_scaler
@@ -310,6 +260,58 @@ class ZeroOneAdam(CompressGrads):
             sent = self.traffic(loud).payload["compressed gradients"]
             lines.append(f"compressed gradients or movements: {sent} bytes, headers not counted")
         return lines
+
+
+class LocalMean(CompressedMean):
+    """How one call of 0/1 Adam averages; ranks may go their own ways in it."""
+
+    call: LocalCall
+
+    def __init__(self, by: ZeroOneAdam, call: LocalCall) -> None:
+        super().__init__(by, call)
+        self.unsettled = bool(call.carried["frozen"]) and not call.active
+
+    def apart(self, grads: Tree, number: int, decay: float) -> LocalCall | None:
+        call = self.call
+        if not all(isinstance(node, Unreduced) for node in _nodes(grads)):
+            raise CompositionError(f"gradients were averaged before the optimizer. {ONLY_ADAM}")
+        call.number = number
+        if call.skipped or call.kind in ("dense", "compressed"):
+            return None
+        self.by.warn_if_early(int(call.carried["zero_one"]["variances"]), decay)
+        return call
+
+    def reduce(self, tree: Tree, momentum: bool = False) -> Tree:
+        apart = not self.call.skipped and self.call.kind in ("local", "average")
+        if apart and any(isinstance(x, Unreduced) and not x.done for x in _nodes(tree)):
+            raise CompositionError(f"zf.reduced met a rank's own gradients. {ONLY_ADAM}")
+        return super().reduce(tree, momentum)
+
+    def settle(self, old: Tree, new: Tree, decay: float | None = None) -> Tree:
+        """Second moments whose bias is corrected by the number of their own updates.
+
+        The optimizer divides by ``1 - b2**t``, so what it keeps of ``k`` updates is
+        ``(1 - b2**t) / (1 - b2**k)`` times their running mean.
+        """
+        call = self.call
+        if not call.number or decay is None:
+            raise CompositionError(ONLY_ADAM)
+        call.window = max(call.window, round(1 / (1 - decay)))
+        if call.active:
+            check_begun(call.number)
+            new, at = old, call.number - 1
+        else:
+            call.learnt, at = True, call.number
+            before = min(int(call.carried["zero_one"]["variances"]), call.number - 1)
+            if old is not None and before < call.number - 1:
+                new = _learnt(old, new, decay, call.number, before)
+        if self.by.freeze_step == "auto" and (int(call.carried["count"]) + 1) % call.window == 0:
+            call.norms.append(Reading(sum_of(call, new) / (1 - decay**at)))
+        return new
+
+
+def _nodes(tree: Tree) -> list[Any]:
+    return optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
 
 
 def _adam_counts(state: Any) -> list[int]:

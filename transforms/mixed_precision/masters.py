@@ -18,13 +18,14 @@ from zfunc.engine.entries import Entries
 from zfunc.engine.placement import reassembled, rejoined
 from zfunc.engine.signs import sign
 from zfunc.errors import NonFiniteError
-from zfunc.layout.replicated import Replicated, elementwise
+from zfunc.layout.replicated import Replicated
 from zfunc.layout.sharded import Sharded
-from zfunc.layout.unreduced import linear_map
 from zfunc.optim.guarding import all_finite, first_nonfinite
 from zfunc.trees import tree
+from zfunc.trees.boxes import elementwise
 from zfunc.trees.memory import Withheld, spend
 from zfunc.trees.nodes import PLACED, Box, Placed, Tree, held_in, register, spent
+from zfunc.trees.reduction import linear_map
 from zfunc.trees.unitwise import streams
 
 __all__ = ["Mastered", "Masters", "recast", "returned"]

@@ -45,7 +45,7 @@ def recover(step: Step, like: Any) -> Any:
             the state was in memory only (parameters at stages 0 to 2).
         PlacementError: the path is in use.
     """
-    offload = next((t for t in step.transforms if getattr(t, "to", None) == "disk"), None)
+    offload: Any = next((t for t in step.transforms if getattr(t, "to", None) == "disk"), None)
     if offload is None:
         raise CheckpointError(
             f"{step!r} keeps nothing on disk. Wrap it in offload(to='disk', path=...) as it was."
@@ -53,12 +53,11 @@ def recover(step: Step, like: Any) -> Any:
     token = PLACING.set(step)
     try:
         for transform in reversed(step.transforms):
-            lay_out = transform is offload
-            like = offload.lay_out(like) if lay_out else transform.place(like)  # type: ignore[attr-defined]
+            like = offload.laid_out(like) if transform is offload else transform.place(like)
     finally:
         PLACING.reset(token)
-    paths = [Path(p) for p in offload.path]  # type: ignore[attr-defined]
-    store = open_store(step, paths, offload.buffers, left=False)  # type: ignore[attr-defined]
+    paths = [Path(p) for p in offload.path]
+    store = open_store(step, paths, offload.buffers, left=False)
     return step._noted(_opened(store, like, offload))
 
 

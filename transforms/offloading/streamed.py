@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zfunc.buffers.numbers import numbers_of
 from zfunc.errors import PlacementError
+from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import assemble, cut_flats, leaves_of
 from zfunc.layout.readable import Readable
@@ -210,6 +211,9 @@ class Streamed(Readable):
     def sharded(self) -> Sharded:
         """The whole of this rank's part, in memory."""
         return evaluation.gathered_up(self)
+
+    def sample(self, plain: Tree) -> Sharded:
+        return cut(make_layout(plain, world=1), plain, 0)
 
     # To and from files
 

@@ -36,7 +36,7 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
 from zfunc.layout.readable import Readable
-from zfunc.layout.replicated import Replicated, alike, packed
+from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
 from zfunc.ranks import world
 from zfunc.transforms.offloading.columns import for_gradients
@@ -46,6 +46,7 @@ from zfunc.transforms.offloading.store import Store, open_store
 from zfunc.transforms.offloading.stored import Spill, Stored, stored_nodes
 from zfunc.transforms.offloading.streamed import Cut, Streamed, rank_in
 from zfunc.transforms.offloading.successor import hosted_nodes, lower, settle, succeed
+from zfunc.trees.boxes import alike
 from zfunc.trees.nodes import NAMESPACE, Tree, held_in
 
 __all__ = ["Offload", "offload"]
@@ -143,7 +144,7 @@ class Offload(Transform):
                 "compress_grads works on gradients in the memory of the device, and offload takes "
                 "them down to the host's. Leave out one of them."
             )
-        roles, state = _roles(step, self), self.lay_out(state)
+        roles, state = _roles(step, self), self.laid_out(state)
         nodes = placed_nodes(state)
         ranks = next((x.group for x in nodes if isinstance(x, Streamed | Sharded)), None)
         failed: PlacementError | None = None
@@ -168,7 +169,7 @@ class Offload(Transform):
         """Whether nobody else decides how the state is represented."""
         return not any(t.represents for t in step.transforms if t is not self)
 
-    def lay_out(self, state: Any) -> Any:
+    def laid_out(self, state: Any) -> Any:
         step = PLACING.get()
         if not self._alone(step):
             return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -43,13 +43,9 @@ class Context(Memory):
         asked: how often ``value_and_grad`` was called.
         differentiated: the same, each microbatch counted.
         evaluated: how often ``evaluate`` was called.
-        frozen: whether second moments stay as they are in this call.
-        unsettled: whether ``settled`` must be given the second moments before the step.
         layer_scope, layer_calls: randomness of the layers of the running loss.
         compute: the 16-bit dtype in which layers compute, if there is one.
         reached: paths of the leaves to which backward has come on this rank, where somebody asks.
-        missed: of each leaf that takes part in the update how many it has missed; ``None`` where
-            all leaves always take part.
     """
 
     transforms: tuple[Any, ...] = ()
@@ -60,14 +56,11 @@ class Context(Memory):
     asked: int = 0
     differentiated: int = 0
     evaluated: int = 0
-    frozen: bool = False
-    unsettled: bool = False
     layer_scope: Callable[[int], AbstractContextManager[Any]] | None = None
     layer_calls: int = 0
     compute: torch.dtype | None = None
     complete: bool = field(default_factory=ENDING.get)
     reached: set[str] | None = None
-    missed: Mapping[str, int] | None = None
 
     def next_scope(self) -> AbstractContextManager[Any] | None:
         """The scope of randomness of the next layer that is called, if it has one of its own."""

@@ -1,32 +1,17 @@
-"""The primitives a step is written with; transforms see a step only through these.
-
-On plain parameters, outside a step, each does the obvious thing. A running step
-(see :mod:`zfunc.engine.step`) gives them their meaning under its transforms.
-``layer``, ``scan`` and ``enter`` are among them, and stand in :mod:`zfunc.engine.passes`.
-"""
+"""``Mean``, exact over uneven parts, and ``Ref``, parameters that have not entered yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from zfunc.engine import context
 from zfunc.engine.hooks import LayerInfo
-from zfunc.trees.nodes import Lazy, Tree, register
+from zfunc.trees.nodes import Lazy, register
 
-__all__ = [
-    "Mean",
-    "Ref",
-    "compressing",
-    "frozen",
-    "missed",
-    "own_step",
-    "reduced",
-    "settled",
-]
+__all__ = ["Mean", "Ref"]
 
 
 @dataclass(frozen=True)
@@ -88,77 +73,3 @@ class Ref(Lazy):
 
     def __len__(self) -> int:
         return len(self.force())
-
-
-def reduced(tree: Tree, momentum: bool = False) -> Tree:
-    """From here on this is the mean over the data axis.
-
-    The identity on what is reduced already; where a transform left gradients
-    local, this is where they are averaged, plainly or compressed.
-
-    Args:
-        momentum: whether this is momentum as it is, whose few large elements matter most (and not
-            in units that make all elements of one size).
-    """
-    running = context.current()
-    for transform in running.transforms if running else ():
-        tree = transform.reduce(tree, momentum=True) if momentum else transform.reduce(tree)
-    return tree
-
-
-def settled(old: Tree, new: Tree, decay: float | None = None) -> Tree:
-    """``new``, or ``old`` once a transform has frozen second moments.
-
-    Args:
-        old: second moments before this step; not read before they are frozen.
-        new: second moments after it.
-        decay: of which running mean they are, where that is known.
-    """
-    running = context.current()
-    for transform in running.transforms if running else ():
-        new = transform.settle(old, new, decay)
-    return new
-
-
-def own_step(grads: Tree, params: Tree, mu: Tree, nu: Tree, **how: Any) -> Any:
-    """Adam's step, where a transform takes it: one whose ranks go their own ways for a while.
-
-    Args:
-        grads: as Adam was given them.
-        params, mu, nu: plain trees; means of gradients and of squares before the step.
-        how: ``lr``, ``b1``, ``b2``, ``eps``; ``decay``, a number or a function of leaf paths;
-            ``count``, the number of this step, from 1.
-
-    Returns:
-        ``(params, mu, nu, updates)``, the last a function that gives what was added to the
-        parameters; or ``None``, with nothing touched: then Adam takes it.
-    """
-    running = context.current()
-    for transform in running.transforms if running else ():
-        done = transform.own_step(grads, params, mu, nu, **how)
-        if done is not None:
-            return done
-    return None
-
-
-def frozen() -> bool:
-    """Whether second moments stay as they are in this call of a step."""
-    running = context.current()
-    return running is not None and running.frozen
-
-
-def missed() -> Mapping[str, int] | None:
-    """Which leaves the running update is for, and how many updates each of them has missed.
-
-    Returns:
-        The number by dotted leaf path; a leaf that is not in it keeps its value and its moments.
-        ``None`` where all leaves always take part.
-    """
-    running = context.current()
-    return None if running is None else running.missed
-
-
-def compressing() -> bool:
-    """Whether ``reduced`` or ``settled`` may be more than the identity."""
-    running = context.current()
-    return running is not None and (running.frozen or running.unsettled)

@@ -10,8 +10,6 @@ questions, the *hooks*, and overrides only those that it needs:
 ``layer``              what surrounds one layer's compute?
 ``leave``              how does one unit's gradient get out?
 ``differentiate``      what surrounds a ``value_and_grad``? and ``evaluate``?
-``reduce``/``settle``  what do optimizers see as the mean, and as second moments?
-``own_step``           who takes Adam's step, if not Adam?
 ``guard``              what surrounds a whole call? (errors)
 ====================  =========================================================
 
@@ -59,6 +57,9 @@ Differentiate = Callable[[Gradients], tuple[tuple[Tensor, Any], Any]]
 MOVED = {
     "close": "Override `release(self, step)`.",
     "takes": "Override `hold(self, layout, tree)`, which returns the node or None.",
+    "own_step": "Override `apart` of a `zfunc.trees.reduction.Reduction`.",
+    "reduce": "Let `configure` set `running.reduction`, a `zfunc.trees.reduction.Reduction`.",
+    "settle": "Let `configure` set `running.reduction`, a `zfunc.trees.reduction.Reduction`.",
     "wraps_layers": "Whoever overrides `layer` is asked.",
 }
 
@@ -176,18 +177,6 @@ class Transform:
     def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
         """Surround one ``zf.evaluate``: ``call(fn, params, args, kwargs)`` runs it."""
         return call
-
-    def reduce(self, grads: Any, momentum: bool = False) -> Any:
-        """See :func:`zfunc.reduced`."""
-        return grads
-
-    def settle(self, old: Any, new: Any, decay: float | None = None) -> Any:
-        """See :func:`zfunc.settled`."""
-        return new
-
-    def own_step(self, grads: Any, params: Any, mu: Any, nu: Any, **how: Any) -> Any:
-        """See :func:`zfunc.engine.primitives.own_step`."""
-        return None
 
     def finish(self, old: Any, out: Any) -> Any:
         """Put the result of a call in order; ``old`` is what ``open`` was given."""

@@ -31,6 +31,8 @@ from torch import Tensor
 
 from zfunc.layout.pool import empty
 from zfunc.ranks.axes import Mesh
+from zfunc.ranks.axes import group as group_of
+from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import NAMESPACE, Layers, Tree
 from zfunc.trees.squares import zeros
 from zfunc.trees.tree import dotted
@@ -123,6 +125,11 @@ class Layout:
     world: int
     by: tuple[str, str] | None = field(default=None, compare=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, hash=False)
+
+    @property
+    def ranks(self) -> Group:
+        """Those over which it is cut."""
+        return group_of(self.mesh, self.axis)
 
     @cached_property
     def present(self) -> tuple[Slot, ...]:

@@ -31,19 +31,10 @@ from zfunc.layout.pool import empty, pool
 from zfunc.layout.sharded import Sharded, replaced
 from zfunc.ranks.comm import Group, groups_of
 from zfunc.ranks.world import current
-from zfunc.trees import memory, tree
-from zfunc.trees.nodes import OPAQUE, Box, Tree, Unprinted, gone, opened, register, spent
+from zfunc.trees import memory
+from zfunc.trees.nodes import Box, Tree, Unprinted, gone, opened, register, spent
 
-__all__ = [
-    "Replicated",
-    "alike",
-    "boxed",
-    "elementwise",
-    "gathered_again",
-    "in_box",
-    "in_flats",
-    "packed",
-]
+__all__ = ["Replicated", "boxed", "gathered_again", "packed"]
 
 Take = Callable[[int, torch.dtype, torch.device | None], Tensor]
 _ONE_AT_A_TIME = RLock()  # threads that read a state get the same leaves
@@ -164,6 +155,18 @@ class Replicated(Box):
             return None
         self.wait()
         return Sharded(whole(self.layout), flats)
+
+    def staged(self) -> Sharded | None:
+        packed = self.packed(pool().take)
+        return None if packed is None else packed.flat
+
+    def boxed(self, new: Tree) -> Tree:
+        return boxed(self.layout, new)
+
+    def holding(self, node: Any) -> Any:
+        if isinstance(node, Sharded) and node.layout.axis == ():
+            return Replicated(self.layout, flats=node.flats)
+        return node
 
     def cut(self, layout: Layout, rank: int) -> list[Tensor | None] | None:
         if self.layout != layout or (flats := self.flats) is None:
@@ -343,60 +346,6 @@ def _could_lie(layout: Layout, leaves: Sequence[Any]) -> bool:
             return False
     rows = ([leaves[slot.index] for slot in row] for row in layout.by_flat)
     return all(len({x.dtype for x in row if x is not None}) <= 1 for row in rows)
-
-
-def alike(old: Tree, new: Tree) -> Tree:
-    """A plain tree, with the layout of the one that it comes after if that has one."""
-    return boxed(old.layout, new) if isinstance(old, Replicated) else new
-
-
-def in_flats(trees: Sequence[Any]) -> Sequence[Any]:
-    """Whole trees with one layout as nodes of the flats that their leaves lie in.
-
-    Args:
-        trees: the first, gradients perhaps, is copied into flats if it lies in none; where one of
-            the others lies in none, all are given back as they are.
-    """
-    first, *rest = trees
-    if not rest or not all(isinstance(x, Replicated) for x in rest):
-        return trees
-    layout = rest[0].layout
-    first = first if isinstance(first, Replicated) else boxed(layout, first)
-    if not all(isinstance(x, Replicated) and x.layout == layout for x in (first, *rest)):
-        return trees
-    flats = [x.flat for x in rest]
-    if any(x is None for x in flats):
-        return trees
-    if (mine := first.flat) is None and (packed := first.packed(pool().take)) is not None:
-        mine = packed.flat  # for the time of an update
-    return trees if mine is None else [mine, *flats]
-
-
-def in_box(like: Any, new: Any) -> Any:
-    """A node of flats as a whole tree like the one that it was made of."""
-    if isinstance(like, Replicated) and isinstance(new, Sharded) and new.layout.axis == ():
-        return Replicated(like.layout, flats=new.flats)
-    return new
-
-
-def elementwise(f: Callable[..., Any], first: Tree, *rest: Tree) -> Tree:
-    """``tree.map`` of an elementwise ``f``, which is given whole flats where leaves lie in such."""
-    try:
-        leaves, spec = optree.tree_flatten(first, none_is_leaf=True, namespace=OPAQUE)
-        with Unprinted():
-            rows = list(zip(leaves, *map(spec.flatten_up_to, rest), strict=True))
-    except (ValueError, TypeError):
-        return tree.map(f, first, *rest)
-    return optree.tree_unflatten(spec, [_each(f, row) for row in rows])
-
-
-def _each(f: Callable[..., Any], row: Sequence[Any]) -> Any:
-    if row[0] is None:
-        return None
-    if not isinstance(row[0], Replicated) or row[0].flat is None:
-        return tree.map(f, *row)
-    flats = in_flats(row) if len(row) > 1 else [row[0].flat]
-    return in_box(row[0], tree.map(f, *flats)) if flats is not row else tree.map(f, *row)
 
 
 register(

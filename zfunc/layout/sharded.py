@@ -19,6 +19,7 @@ from torch import Tensor
 from zfunc.buffers.uploads import on_device
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout.arriving import begun
+from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.layout.leaves import freeze
 from zfunc.layout.pieces import (
@@ -129,6 +130,9 @@ class Sharded(OfFlats, Readable):
     def cut(self, tree: Tree) -> Sharded:
         """This rank's part of a plain tree of the same structure; 0-d leaves are spread."""
         return cut(self.layout, tree, self.group.rank)
+
+    def sample(self, plain: Tree) -> Sharded:
+        return cut(make_layout(plain, world=1), plain, 0)
 
     def recut(self, layout: Layout) -> Sharded:
         """The same tree restricted to the leaves of ``layout``.
@@ -319,8 +323,9 @@ class Sharded(OfFlats, Readable):
 
     def join(self, params: Tree | Box) -> Any:
         running = current()
-        if running is not None and (otherwise := running.join(self, params)) is not None:
-            return otherwise
+        reduction = None if running is None else running.reduction
+        if reduction is not None and (new := reduction.join(self, params)) is not None:
+            return new
         layout, group = self.layout, self.group
         bases: list[Tensor | None] = []
         arrivals = {}

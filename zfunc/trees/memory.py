@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ __all__ = [
     "current",
     "donates",
     "keeping",
+    "missed",
     "reuse",
     "spend",
 ]
@@ -137,8 +138,10 @@ class Memory:
         donation: the input state's memory, where it may be reused.
         offers: for addresses of the old state where the value that follows is to be written.
         notes: what is noted down for the time of this call.
-        join: ``(node, params)`` -> the plain params with the values of all ranks, or ``None``
-            for the usual way; see :meth:`zfunc.layout.sharded.Sharded.join`.
+        reduction: how what ranks hold each for themselves is averaged, a
+            :class:`zfunc.trees.reduction.Reduction`; ``None`` where that is over already.
+        missed: of each leaf that takes part in the update how many it has missed; ``None`` where
+            all leaves always take part.
         complete: whether gathers of new parameters end within the step that starts them.
     """
 
@@ -148,7 +151,8 @@ class Memory:
     donation: Donation | None = None
     offers: dict[int, Tensor] = field(default_factory=dict)
     notes: dict[Any, Any] = field(default_factory=dict)
-    join: Callable[[Any, Any], Any] = lambda node, params: None
+    reduction: Any = None
+    missed: Mapping[str, int] | None = None
     complete: bool = False
 
 
@@ -159,6 +163,17 @@ RUNNING: ContextVar[Memory | None] = ContextVar("zfunc_running", default=None)
 def current() -> Memory | None:
     """What is known of the step that is running on this rank, if any."""
     return RUNNING.get()
+
+
+def missed() -> Mapping[str, int] | None:
+    """Which leaves the running update is for, and how many updates each of them has missed.
+
+    Returns:
+        The number by dotted leaf path; a leaf that is not in it keeps its value and its moments.
+        ``None`` where all leaves always take part.
+    """
+    running = RUNNING.get()
+    return None if running is None else running.missed
 
 
 def blank(x: Tensor) -> None:

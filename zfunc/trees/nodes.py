@@ -263,6 +263,10 @@ class Placed:
         """The tensors that this rank holds."""
         raise NotImplementedError
 
+    def sample(self, plain: Tree) -> Any:
+        """A tiny plain tree, placed as this one would be in a world of one rank."""
+        raise NotImplementedError
+
     def names(self) -> list[str]:
         """Dotted paths of the leaves, in leaf order."""
         raise NotImplementedError
@@ -327,10 +331,12 @@ class Box:
 
     Attributes:
         tree: the tree.
+        layout: how its leaves lie in buffers.
     """
 
     leaf_in: ClassVar[tuple[str, ...]] = (PLACED, OPAQUE, HELD)
     tree: Any
+    layout: Any
 
     @property
     def placed_by(self) -> tuple[str, str] | None:
@@ -348,6 +354,22 @@ class Box:
     @property
     def flat(self) -> Placed | None:
         """The same tree as a node of a few buffers; ``None`` where its leaves lie in none."""
+        raise NotImplementedError
+
+    def staged(self) -> Placed | None:
+        """As ``flat``, of leaves that are copied side by side for the time of an update."""
+        raise NotImplementedError
+
+    def boxed(self, new: Tree) -> Tree:
+        """A plain tree in a box like this one, if its leaves could lie so."""
+        raise NotImplementedError
+
+    def holding(self, node: Any) -> Any:
+        """A node like ``flat`` in a box like this one; what is none is passed on."""
+        raise NotImplementedError
+
+    def merged(self, other: Tree) -> Tree:
+        """This tree with the leaves that it lacks taken from ``other``."""
         raise NotImplementedError
 
     def cut(self, layout: Any, rank: int) -> list[Tensor | None] | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Segments", "square_sum", "square_sums", "wide_dtype", "zeros"]
+__all__ = ["Segments", "square_sum", "square_sums", "wide", "wide_dtype", "zeros"]
 
 BLOCK = 64
 LARGE = 1 << 12  # elements from which on a leaf is not copied to lie beside others
@@ -29,6 +29,11 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def wide_dtype(x: Tensor) -> torch.dtype:
     """In what squares of ``x`` are added up: float32 at least."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x`` in the precision in which updates are computed: at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def square_sum(x: Tensor) -> Tensor:

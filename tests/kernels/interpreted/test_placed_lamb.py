@@ -114,3 +114,22 @@ def test_updates_can_be_told_afterwards() -> None:
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
 
     zf.simulate(2)(body)()
+
+
+def test_second_moments_that_kernels_made_are_looked_at_before_they_freeze(
+    launched: list[int],
+) -> None:
+    """Under ``compress_grads(freeze_step="auto")``: two windows of them at least."""
+    case = CASES["stack"]
+
+    def body() -> list[bool]:
+        step = zf.compress_grads(zf.shard(case.step(lamb()), stage=0))
+        state, frozen = step.place(case.state(lamb(), F32)), []
+        with kernels.use("triton"):
+            for i in range(2):
+                state, _ = step(state, zf.local_batch(case.batch(i, F32)))
+                frozen.append(bool(state.aux["compress_grads"]["frozen"]))
+        return frozen
+
+    assert zf.simulate(2)(body)() == [[False, False]] * 2
+    assert launched

@@ -6,7 +6,7 @@ A fault has a name, and says of a case whether it could show there, so that thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +18,7 @@ from zfunc.engine import differentiation, state
 from zfunc.engine.communication import communication
 from zfunc.files import checkpoint
 from zfunc.layout import sharded
-from zfunc.optim import clipping, schedules
+from zfunc.optim import clipping, rates
 from zfunc.ranks.comm import Group
 from zfunc.training import recipe
 from zfunc.transforms import accumulation, layer_drop, sharding
@@ -250,13 +250,21 @@ def a_schedule_that_is_a_step_late() -> Fault:
     def at(rate: Any, count: Any) -> Any:
         return real(rate, count + 1)
 
-    real = schedules.at
-    from zfunc.optim import adaptive, descent
+    real = rates.at
+    from zfunc.optim import (
+        adam_onebit,
+        adam_zero_one,
+        adaptive,
+        descent,
+        lamb_onebit,
+        layerwise,
+        sign_descent,
+    )
 
-    with (
-        patch.object(adaptive, "at", at),
-        patch.object(descent, "at", at),
-    ):
+    rules = (adam_onebit, adam_zero_one, adaptive, descent, lamb_onebit, layerwise, sign_descent)
+    with ExitStack() as stack:
+        for rule in rules:
+            stack.enter_context(patch.object(rule, "at", at))
         yield
 
 

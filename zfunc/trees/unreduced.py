@@ -2,57 +2,25 @@
 
 1-bit Adam averages momentum in place of gradients, so between ``value_and_grad`` and the
 optimizer's first moments the ranks hold different numbers. This node keeps anybody from
-taking them for the mean: linear maps (:func:`linear_map`) pass through it, since the mean may be
-taken before or behind them, and ``zf.reduced`` ends it. Every other map is refused. Its norm
-is one number that all ranks agree on.
+taking them for the mean: linear maps (:func:`~zfunc.trees.reduction.linear_map`) pass through it,
+since the mean may be taken before or behind them, and :func:`~zfunc.trees.reduction.reduced` ends
+it. Every other map is refused. Its norm is one number that all ranks agree on.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from zfunc.errors import CompositionError
-from zfunc.layout.layout import Layout
-from zfunc.ranks.axes import group as group_of
-from zfunc.trees.nodes import NAMESPACE, Placed, Tree, register
+from zfunc.trees.nodes import Placed, register
+from zfunc.trees.reduction import is_linear
 from zfunc.trees.squares import square_sum, square_sums, wide_dtype
 
-__all__ = ["Unreduced", "linear_map", "unwrapped"]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def linear_map(f: F) -> F:
-    """Mark ``f`` as linear in gradients, so that it may be applied before they are averaged.
-
-    ``f(mean of g_i) == mean of f(g_i)``, whatever else ``f`` is given alike on all ranks.
-
-    >>> halve = linear_map(lambda g: g * 0.5)
-    >>> Unreduced(torch.ones(2)).map(halve, [Unreduced(torch.ones(2))]).value
-    tensor([0.5000, 0.5000])
-    """
-
-    @functools.wraps(f)
-    def marked(*args: Any) -> Any:
-        return f(*args)
-
-    marked.__dict__["zfunc_linear"] = True
-    return cast(F, marked)
-
-
-# What users sum gradients with, known without saying.
-_LINEAR = (torch.add, torch.sub, torch.neg, operator.add, operator.sub, operator.neg)
-
-
-def _is_linear(f: Callable[..., Any]) -> bool:
-    return getattr(f, "zfunc_linear", False) or f in _LINEAR
+__all__ = ["Unreduced"]
 
 
 class Unreduced(Placed):
@@ -69,7 +37,7 @@ class Unreduced(Placed):
     def __init__(
         self,
         value: Tensor,
-        home: tuple[Layout, int] | None = None,
+        home: tuple[Any, int] | None = None,
         done: bool = False,
         square: Tensor | None = None,
     ) -> None:
@@ -92,12 +60,12 @@ class Unreduced(Placed):
         return Unreduced(value, self.home, self.done)
 
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Unreduced:
-        if not _is_linear(f):
+        if not is_linear(f):
             raise CompositionError(_not_linear(f))
         return self.like(f(*(x.value if isinstance(x, Unreduced) else x for x in others)))
 
     def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Unreduced:
-        if not _is_linear(f):
+        if not is_linear(f):
             raise CompositionError(_not_linear(f))
         return self.like(f(prefix, *(x.value if isinstance(x, Unreduced) else x for x in others)))
 
@@ -125,7 +93,7 @@ class Unreduced(Placed):
         home = next((node.home for node in nodes if node.home and not node.done), None)
         if home is None:
             return mine
-        ranks = group_of(home[0].mesh, home[0].axis)
+        ranks = home[0].ranks
         ranks.all_reduce(mine, label="norms").wait()
         return mine / ranks.size
 
@@ -178,14 +146,3 @@ register(
     lambda node: ((node.value,), (node.home, node.done), ("",)),
     lambda static, children: Unreduced(children[0], *static),
 )
-
-
-def unwrapped(tree: Tree) -> Tree:
-    """The tree with the values of nodes that are means already."""
-    return optree.tree_map(
-        lambda node: node.value if isinstance(node, Unreduced) and node.done else node,
-        tree,
-        is_leaf=lambda node: isinstance(node, Placed),
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
