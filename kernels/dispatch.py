@@ -304,8 +304,13 @@ def run(name: str, *args: Any, **kw: Any) -> None:
 
 def tensors_of(args: Iterable[Any]) -> list[Tensor]:
     """The tensors among arguments, those of their tuples included."""
-    parts = (x if isinstance(x, tuple) else (x,) for x in args)
-    return [x for part in parts for x in part if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple):
+            found += [t for t in x if isinstance(t, Tensor)]
+    return found
 
 
 def launcher(name: str) -> Callable[..., None]:

@@ -141,7 +141,7 @@ def _gathered(f: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def gathered(*args: Any) -> Any:
-        return f(*(args[a] if kind is None else kind(*args[a:b]) for kind, a, b in places))
+        return f(*[args[a] if kind is None else kind(*args[a:b]) for kind, a, b in places])
 
     return gathered
 
