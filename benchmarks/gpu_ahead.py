@@ -103,7 +103,7 @@ def compile_only(given: dict[str, Any]) -> list[dict[str, Any]]:
 
     def launch(name: str, *args: Any, **how: Any) -> None:
         kernel = dispatch.KERNELS[name]
-        tensors = [x for x in args if isinstance(x, Tensor)]
+        tensors = dispatch.tensors_of(args)
         takes = all(x.dtype in kernel.dtypes for x in tensors) and not kernel.limit(**how)
         if takes and dispatch.forced() != "torch":
             dispatch.launcher(name)(*args, **how)

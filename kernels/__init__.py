@@ -1,7 +1,11 @@
-"""Triton kernels, each beside a twin in plain torch that runs anywhere.
+"""Fused operators: a reference in plain torch, a Triton kernel, and machine code where it pays.
 
-Importing this room imports no Triton; a kernel does, when it is first launched. What runs
-where is decided in :mod:`zfunc.kernels.dispatch`.
+Read :mod:`~zfunc.kernels.operators` first (an operator is an annotated Python function), then
+:mod:`~zfunc.kernels.dispatch` (which code runs), then one kernel. ``onebit.py`` has the public
+functions and their operators, ``onebit_torch.py`` the reference, which is called a twin,
+``onebit_triton.py`` the kernel and ``onebit_llvm.py`` the machine code.
+
+Importing this room imports no Triton. A kernel imports it when it is first launched.
 """
 
 from __future__ import annotations

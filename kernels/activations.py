@@ -1,4 +1,4 @@
-r"""Activations with what stands around them: SwiGLU, GeGLU, and GELU behind a bias.
+r"""SwiGLU, GeGLU, and GELU of a sum with a bias.
 
 Elementwise, in float32, with :math:`\sigma` the logistic function and :math:`\Phi` the normal
 distribution function:
@@ -24,7 +24,6 @@ forward, 6 backward. Some 15 operations forward, 30 backward, of which one or tw
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -40,7 +39,17 @@ from zfunc.kernels.activations_torch import (
     glu_twin,
 )
 from zfunc.kernels.gradients import gradient
-from zfunc.kernels.operators import KernelError, alike, define, folded, in_columns, in_rows, looped
+from zfunc.kernels.operators import (
+    KernelError,
+    alike,
+    contiguous,
+    folded,
+    fresh,
+    in_columns,
+    in_rows,
+    looped,
+    operator,
+)
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["bias_gelu", "geglu", "swiglu"]
@@ -120,12 +129,12 @@ def _gelu(name: str, approximate: str) -> str:
 def _gated(name: str, gate: Tensor, up: Tensor, act: str) -> Tensor:
     in_rows(name, gate=gate, up=up)
     alike(name, gate=gate, up=up)
-    return Gated.apply(gate, up, act)
+    return GatedLinear.apply(gate, up, act)
 
 
 @in_graph
 @dispatch.steady
-class Gated(torch.autograd.Function):
+class GatedLinear(torch.autograd.Function):
     """``act(gate) * up``."""
 
     generate_vmap_rule = True
@@ -175,23 +184,21 @@ def _alike(*tensors: Tensor) -> list[Tensor]:
     return [x.reshape(-1, x.shape[-1]) for x in dense]
 
 
-def _fresh(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _run_glu(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    out = _fresh(gate)
+@operator(fresh, batch=folded(2))
+def _glu(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    out = fresh(gate)
     if out.numel():
         dispatch.run("glu", *_alike(gate, up, out), act=act)
     return out
 
 
-def _glu_rooms(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    return _fresh(gate), _fresh(up)
+def _both_fresh(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return fresh(gate), fresh(up)
 
 
-def _run_glu_backward(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    out = _fresh(gate), _fresh(up)
+@operator(_both_fresh, batch=folded(3))
+def _glu_backward(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    out = fresh(gate), fresh(up)
     if gate.numel():
         dispatch.run("glu_backward", *_alike(grad, gate, up, *out), act=act)
     return out
@@ -202,72 +209,33 @@ def _flat(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1] if bias is not None else x.numel())
 
 
-def _run_bias_gelu(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    out = _fresh(x)
+@operator(fresh, batch=folded(1))
+def _bias_gelu(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    out = fresh(x)
     if out.numel():
-        b = None if bias is None else bias.contiguous()
-        dispatch.run("bias_gelu", _flat(x, bias), b, _flat(out, bias), act=act)
+        dispatch.run("bias_gelu", _flat(x, bias), *contiguous(bias), _flat(out, bias), act=act)
     return out
 
 
-def _bias_gelu_rooms(
-    grad: Tensor, x: Tensor, bias: Tensor | None, act: str
-) -> tuple[Tensor, Tensor]:
-    return _fresh(x), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+def _rooms(grad: Tensor, x: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor]:
+    return fresh(x), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
 
 
-def _run_bias_gelu_backward(
+@operator(_rooms, batch=looped)
+def _bias_gelu_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, act: str
 ) -> tuple[Tensor, Tensor]:
-    dx, db = _bias_gelu_rooms(grad, x, bias, act)
+    dx, db = _rooms(grad, x, bias, act)
     if not x.numel():
         return dx, db.zero_()
-    dispatch.run(
-        "bias_gelu_backward",
-        _flat(grad, bias),
-        _flat(x, bias),
-        None if bias is None else bias.contiguous(),
-        _flat(dx, bias),
-        None if bias is None else db,
-        act=act,
-    )
+    given = (_flat(grad, bias), _flat(x, bias), *contiguous(bias))
+    sums = None if bias is None else db
+    dispatch.run("bias_gelu_backward", *given, _flat(dx, bias), sums, act=act)
     return dx, db
 
 
-_glu: Callable[..., Any] = define(
-    "glu(Tensor gate, Tensor up, str act) -> Tensor", _run_glu, _fresh, folded(lambda: _glu, 2)
-)
-_glu_backward: Callable[..., Any] = define(
-    "glu_backward(Tensor grad, Tensor gate, Tensor up, str act) -> (Tensor, Tensor)",
-    _run_glu_backward,
-    _glu_rooms,
-    folded(lambda: _glu_backward, 3),
-)
-_bias_gelu: Callable[..., Any] = define(
-    "bias_gelu(Tensor x, Tensor? bias, str act) -> Tensor",
-    _run_bias_gelu,
-    _fresh,
-    folded(lambda: _bias_gelu, 1),
-)
-_bias_gelu_backward: Callable[..., Any] = define(
-    "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str act) -> (Tensor, Tensor)",
-    _run_bias_gelu_backward,
-    _bias_gelu_rooms,
-    looped(lambda: _bias_gelu_backward),
-)
-
-for _name, _twin, _traffic in (
-    ("glu", glu_twin, "6 B (bf16)"),
-    ("glu_backward", glu_backward_twin, "10 B (bf16)"),
-    ("bias_gelu", bias_gelu_twin, "4 B (bf16)"),
-    ("bias_gelu_backward", bias_gelu_backward_twin, "6 B (bf16)"),
-):
-    dispatch.register(
-        dispatch.Kernel(
-            _name,
-            _twin,
-            f"zfunc.kernels.activations_triton:{_name}",
-            _traffic,
-            dtypes=dispatch.FLOATS,
-        )
-    )
+FILE = "activations_triton"
+dispatch.register("glu", glu_twin, FILE, "6 B (bf16)")
+dispatch.register("glu_backward", glu_backward_twin, FILE, "10 B (bf16)")
+dispatch.register("bias_gelu", bias_gelu_twin, FILE, "4 B (bf16)")
+dispatch.register("bias_gelu_backward", bias_gelu_backward_twin, FILE, "6 B (bf16)")

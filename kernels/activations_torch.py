@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zfunc.kernels.normalization_torch import wide
+from zfunc.kernels.operators import wide
 from zfunc.kernels.pieces_torch import element_pieces, row_pieces
 
 __all__ = [

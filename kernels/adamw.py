@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.flat_updates import FlatUpdate, Number, blocks, hyper_tensor
+from zfunc.kernels.flat_updates import Buffers, FlatUpdate, Number, blocks, hyper_tensor
 
 __all__ = ["HYPER", "adamw_flat", "adamw_flat_", "adamw_hyper"]
 
@@ -137,39 +137,15 @@ def adamw_flat_(
     _adamw_(grad, param, mu, nu, low, hyper)
 
 
-def twin(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    new_param: Tensor,
-    new_mu: Tensor,
-    new_nu: Tensor,
-    low: Tensor | None,
-    *,
-    hyper: Tensor,
-) -> None:
+def twin(grad: Tensor, state: Buffers, new: Buffers, low: Tensor | None, *, hyper: Tensor) -> None:
     """The same in torch, a block that fits the cache at a time."""
-    knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
+    lr, b1, b2, eps, decay, factor, *_ = hyper.tolist()
     count = hyper[HYPER.index("count")].float()
-    how = {
-        "lr": knobs["lr"],
-        "beta1": knobs["b1"],
-        "beta2": knobs["b2"],
-        "weight_decay": knobs["weight_decay"],
-        "eps": knobs["eps"],
-    }
-    new = (new_param, new_mu, new_nu)
-    for g, p, m, v in blocks(grad, (param, mu, nu), new, low, knobs["factor"]):
+    how = {"lr": lr, "beta1": b1, "beta2": b2, "weight_decay": decay, "eps": eps}
+    for g, p, m, v in blocks(grad, state, new, low, factor):
         torch._fused_adamw_([p], [g], [m], [v], [], [count], amsgrad=False, maximize=False, **how)
 
 
 dispatch.register(
-    dispatch.Kernel(
-        "adamw_flat",
-        twin,
-        "zfunc.kernels.adamw_triton:launch",
-        "28 B (bf16 gradient and copy, float32 state)",
-        dtypes=dispatch.FLOATS,
-    )
+    "adamw_flat", twin, "adamw_triton", "28 B (bf16 gradient and copy, float32 state)"
 )

@@ -26,7 +26,7 @@ moves 28. A NaN or an infinity makes the moments of its whole group NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,8 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.adamw import HYPER
-from zfunc.kernels.flat_updates import FlatUpdate
-from zfunc.kernels.operators import KernelError, agree, looped, numbers, together
+from zfunc.kernels.flat_updates import Buffers, FlatUpdate, check_hyper
+from zfunc.kernels.operators import BatchRule, KernelError, agree, looped, numbers, together
 
 __all__ = ["GROUP", "Moments8", "adamw8_flat", "adamw8_flat_", "moments8", "split24", "whole24"]
 
@@ -56,8 +56,8 @@ class Moments8(NamedTuple):
 class _Update(FlatUpdate):
     """Moments in bytes go group by group, and bfloat16 parameters with a tail."""
 
-    def batched(self, fresh: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        return looped(fresh)
+    def rule(self) -> BatchRule:
+        return looped
 
     def fits(
         self, grad: Tensor, state: Sequence[Any], hyper: Tensor, low: torch.dtype | None
@@ -85,7 +85,7 @@ class _Update(FlatUpdate):
                 f"kernels.{self.name}: scales are {tuple(scales.shape)}; expected {(groups, 2)} "
                 f"for {param.numel()} parameters."
             )
-        self.fits_hyper(hyper)
+        check_hyper(self.name, hyper, HYPER)
         if tail is not None and low is not None:
             raise KernelError(
                 f"kernels.{self.name}: low is the copy of a float32 master; bfloat16 parameters "
@@ -201,23 +201,10 @@ def adamw8_flat_(
     _adamw8_(grad, param, tail, *moments, low, hyper)
 
 
-def twin(
-    grad: Tensor,
-    param: Tensor,
-    tail: Tensor | None,
-    mu: Tensor,
-    nu: Tensor,
-    scales: Tensor,
-    new_param: Tensor,
-    new_tail: Tensor | None,
-    new_mu: Tensor,
-    new_nu: Tensor,
-    new_scales: Tensor,
-    low: Tensor | None,
-    *,
-    hyper: Tensor,
-) -> None:
+def twin(grad: Tensor, state: Buffers, new: Buffers, low: Tensor | None, *, hyper: Tensor) -> None:
     """The same in torch, a block of whole groups that fits the cache at a time."""
+    param, tail, mu, nu, scales = state
+    new_param, new_tail, new_mu, new_nu, new_scales = new
     knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
     n = param.numel()
     for a in range(0, n, CHUNK):
@@ -271,10 +258,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 dispatch.register(
-    dispatch.Kernel(
-        "adamw8_flat",
-        twin,
-        "zfunc.kernels.adamw8_triton:launch",
-        "12.1 B (bf16 gradient, 24-bit parameters, 8-bit moments)",
-    )
+    "adamw8_flat",
+    twin,
+    "adamw8_triton",
+    "12.1 B (bf16 gradient, 24-bit parameters, 8-bit moments)",
+    dtypes=dispatch.NUMBERS,
 )

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.adamw8 import GROUP
+from zfunc.kernels.flat_triton import betas, number
+from zfunc.kernels.flat_updates import Buffers
 
-__all__ = ["adamw8_kernel", "launch"]
+__all__ = ["adamw8_flat", "adamw8_kernel"]
 
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, it leaves the nearest integer as low bits
 SMALLEST = tl.constexpr(2.0**-100)
@@ -42,15 +44,10 @@ def adamw8_kernel(
     inside = at < left
     group = tl.arange(0, ROWS)
     here = group * GROUP < left
-    b1 = tl.load(hyper + 1).to(tl.float32)
-    b2 = tl.load(hyper + 2).to(tl.float32)
-    rest1 = (1.0 - tl.load(hyper + 1)).to(tl.float32)
-    rest2 = (1.0 - tl.load(hyper + 2)).to(tl.float32)
-    eps = tl.load(hyper + 3).to(tl.float32)
+    eps, factor, scale2 = number(hyper, 3), number(hyper, 5), number(hyper, 8)
+    b1, b2, rest1, rest2 = betas(hyper)
     keep = (1.0 - tl.load(hyper + 0) * tl.load(hyper + 4)).to(tl.float32)
-    factor = tl.load(hyper + 5).to(tl.float32)
     rate = (tl.load(hyper + 0) * tl.load(hyper + 7)).to(tl.float32)
-    scale2 = tl.load(hyper + 8).to(tl.float32)
 
     scale_m = tl.load(scales + 2 * (first + group), mask=here, other=0.0)
     scale_v = tl.load(scales + 2 * (first + group) + 1, mask=here, other=0.0)
@@ -95,23 +92,12 @@ def adamw8_kernel(
     tl.store(v_new + start + at, z.to(tl.int32, bitcast=True).to(tl.uint8), mask=inside)
 
 
-def launch(
-    grad: Tensor,
-    param: Tensor,
-    tail: Tensor | None,
-    mu: Tensor,
-    nu: Tensor,
-    scales: Tensor,
-    new_param: Tensor,
-    new_tail: Tensor | None,
-    new_mu: Tensor,
-    new_nu: Tensor,
-    new_scales: Tensor,
-    low: Tensor | None,
-    *,
-    hyper: Tensor,
+def adamw8_flat(
+    grad: Tensor, state: Buffers, new: Buffers, low: Tensor | None, *, hyper: Tensor
 ) -> None:
     """Launch over contiguous buffers of one length."""
+    param, tail, mu, nu, scales = state
+    new_param, new_tail, new_mu, new_nu, new_scales = new
     if not (n := param.numel()):
         return
     how = dict(dispatch.config("adamw8_flat", param.device))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zfunc.kernels.flat_launch import over_flat
+from zfunc.kernels.flat_triton import betas, number, updating
 
-__all__ = ["adamw_kernel", "launch"]
+__all__ = ["adamw_flat", "adamw_kernel"]
 
 
 @triton.jit
@@ -18,16 +18,10 @@ def adamw_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     inside = at < n
-    lr = tl.load(hyper + 0).to(tl.float32)
-    b1 = tl.load(hyper + 1).to(tl.float32)
-    b2 = tl.load(hyper + 2).to(tl.float32)
-    rest1 = (1.0 - tl.load(hyper + 1)).to(tl.float32)
-    rest2 = (1.0 - tl.load(hyper + 2)).to(tl.float32)
-    eps = tl.load(hyper + 3).to(tl.float32)
+    lr, eps, factor = number(hyper, 0), number(hyper, 3), number(hyper, 5)
+    scale1, scale2 = number(hyper, 7), number(hyper, 8)
+    b1, b2, rest1, rest2 = betas(hyper)
     keep = (1.0 - tl.load(hyper + 0) * tl.load(hyper + 4)).to(tl.float32)
-    factor = tl.load(hyper + 5).to(tl.float32)
-    scale1 = tl.load(hyper + 7).to(tl.float32)
-    scale2 = tl.load(hyper + 8).to(tl.float32)
 
     gs = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * factor
     ps = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
@@ -43,4 +37,4 @@ def adamw_kernel(
         tl.store(low + at, ps.to(low.dtype.element_ty), mask=inside)
 
 
-launch = over_flat("adamw_flat", adamw_kernel)
+adamw_flat = updating("adamw_flat", adamw_kernel)

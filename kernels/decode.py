@@ -1,4 +1,4 @@
-r"""The blocks of a decoder layer between its attention and itself, one token of each sequence.
+r"""Fused blocks of a decoder layer, for one token of each sequence.
 
 - :func:`norm_qkv_rope`: RMS norm, the products for queries, keys and values, their rotation, and
   the keys and values into the cache;
@@ -26,8 +26,8 @@ the block of its parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,15 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.operators import (
     KernelError,
-    define,
+    Written,
+    contiguous,
     looped,
     numbers,
+    operator,
     together,
     undifferentiated,
 )
-from zfunc.kernels.packed import BLOCK, Packed, dequantized
+from zfunc.kernels.packed import BLOCK, NormedProduct, Packed, dequantized
 from zfunc.kernels.skinny import ROWS
 
 __all__ = ["norm_gate_up", "norm_qkv_rope"]
@@ -125,9 +127,8 @@ def norm_qkv_rope(
                 f"kernels.norm_qkv_rope: {label} have strides {cache.stride()}; expected heads to "
                 "lie in one piece, and both caches alike."
             )
-    at = (positions, positions if slots is None else slots)
-    how = (parts[0].kind, parts[0].group or 0, eps)
-    return _qkv(x, norm, *_tensors(parts), bias, cos, sin, *at, keys, values, *how)
+    at = (cos, sin, positions, positions if slots is None else slots)
+    return _norm_qkv_rope(x, norm, *_flat(parts), eps, bias, *at, keys, values)
 
 
 def norm_gate_up(
@@ -169,8 +170,7 @@ def norm_gate_up(
             f"{n} rows of {length}, {activation!r}; expected [M, K], [K], an even number of rows "
             f"of K, and one of {', '.join(ACTIVATIONS)}."
         )
-    how = (parts[0].kind, parts[0].group or 0, eps, activation)
-    return _gate_up(x, norm, *_tensors(parts), *how)
+    return _norm_gate_up(x, norm, *_flat(parts), eps, activation)
 
 
 def _listed(name: str, x: Tensor, weight: Packed | Sequence[Packed]) -> Sequence[Packed]:
@@ -192,88 +192,67 @@ def _listed(name: str, x: Tensor, weight: Packed | Sequence[Packed]) -> Sequence
     return parts
 
 
-def _tensors(parts: Sequence[Packed]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Their data, scales and zeros, as the operators take them."""
+def _flat(parts: Sequence[Packed]) -> tuple[Any, ...]:
+    """Their data, scales and zeros, their kind and group, as the operators take them."""
     scales = [w.scale for w in parts if w.scale is not None]
-    return [w.data for w in parts], scales, [w.zero for w in parts if w.zero is not None]
+    zeros = [w.zero for w in parts if w.zero is not None]
+    return [w.data for w in parts], scales, zeros, parts[0].kind, parts[0].group or 0
 
 
 def _indices(x: Tensor, m: int) -> bool:
     return x.shape == (m,) and x.dtype == torch.int64
 
 
-def _room_qkv(x: Tensor, norm: Tensor, w: list[Tensor], *rest: Any) -> Tensor:
-    _, groups, _, width = rest[7].shape
-    return x.new_empty(x.shape[0], sum(len(t) for t in w) // width - 2 * groups, width)
+class Places(NamedTuple):
+    """The angles of all positions; of each row its position, and its slot in the cache."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
 
 
-def _run_qkv(
-    x: Tensor,
-    norm: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    kind: str,
-    group: int,
-    eps: float,
+class KeyValues(NamedTuple):
+    """A cache, ``[M, G, S, D]`` each."""
+
+    keys: Written
+    values: Written
+
+
+def _held(product: NormedProduct) -> NormedProduct:
+    """All of it contiguous, but for scales and zeros, whose strides are given."""
+    x, norm, *w = contiguous(product.x, product.norm, *product.w)
+    return product._replace(x=x, norm=norm, w=w)
+
+
+def _room_qkv(product: NormedProduct, bias: Tensor | None, at: Places, cache: KeyValues) -> Tensor:
+    x, (_, groups, _, width) = product.x, cache.keys.shape
+    return x.new_empty(len(x), sum(map(len, product.w)) // width - 2 * groups, width)
+
+
+@operator(_room_qkv)
+def _norm_qkv_rope(
+    product: NormedProduct, bias: Tensor | None, at: Places, cache: KeyValues
 ) -> Tensor:
-    q = _room_qkv(x, norm, w, scale, zero, bias, cos, sin, positions, slots, keys)
-    if len(x):
-        rest = [t.contiguous() for t in (cos, sin, positions, slots)]
-        added = None if bias is None else bias.contiguous()
-        how: dict[str, Any] = {"kind": kind, "group": group, "eps": eps}
-        how |= {"rows": len(x), "dtype": x.dtype, "half": keys.shape[3] // 2}
-        weights = [t.contiguous() for t in w], scale, zero
-        held = x.contiguous(), norm.contiguous()
-        dispatch.run("norm_qkv_rope", *held, *weights, added, *rest, keys, values, q, **how)
+    q = _room_qkv(product, bias, at, cache)
+    if len(product.x):
+        added, *places = contiguous(bias, *at)
+        given = (_held(product), added, Places(*places), cache, q)
+        dispatch.run("norm_qkv_rope", *given, **product.how, half=cache.keys.shape[3] // 2)
     return q
 
 
-def _room_gate_up(x: Tensor, norm: Tensor, w: list[Tensor], *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], sum(len(t) for t in w) // 2)
+def _room_gate_up(product: NormedProduct, activation: str) -> Tensor:
+    return product.x.new_empty(len(product.x), sum(map(len, product.w)) // 2)
 
 
-def _run_gate_up(
-    x: Tensor,
-    norm: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    kind: str,
-    group: int,
-    eps: float,
-    activation: str,
-) -> Tensor:
-    y = _room_gate_up(x, norm, w)
+@operator(_room_gate_up, batch=looped)
+def _norm_gate_up(product: NormedProduct, activation: str) -> Tensor:
+    y = _room_gate_up(product, activation)
     if y.numel():
-        held = x.contiguous(), norm.contiguous(), [t.contiguous() for t in w]
-        how: dict[str, Any] = {"kind": kind, "group": group, "eps": eps}
-        how["activation"] = activation
-        dispatch.run("norm_gate_up", *held, scale, zero, y, rows=len(x), dtype=x.dtype, **how)
+        how = {"activation": activation, **product.how}
+        dispatch.run("norm_gate_up", _held(product), y, **how)
     return y
-
-
-_qkv: Callable[..., Any] = define(
-    "norm_qkv_rope(Tensor x, Tensor norm, Tensor[] w, Tensor[] scale, Tensor[] zero, Tensor? bias,"
-    " Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor(a!) keys, Tensor(b!) values,"
-    " str kind, int group, float eps) -> Tensor",
-    _run_qkv,
-    _room_qkv,
-)
-_gate_up: Callable[..., Any] = define(
-    "norm_gate_up(Tensor x, Tensor norm, Tensor[] w, Tensor[] scale, Tensor[] zero, str kind,"
-    " int group, float eps, str activation) -> Tensor",
-    _run_gate_up,
-    _room_gate_up,
-    looped(lambda: _gate_up),
-)
 
 
 def limit(
@@ -291,83 +270,42 @@ def limit(
     return None if half in HALVES else f"its Triton kernel takes no heads of {2 * half}"
 
 
-def _normed_product(
-    x: Tensor,
-    norm: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    kind: str,
-    group: int,
-    eps: float,
-) -> Tensor:
+def _normed_product(product: NormedProduct) -> Tensor:
     """The product of the normed rows, in float32 at least."""
+    x = product.x
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(wide)
-    rows = rows * (rows.square().mean(1, keepdim=True) + eps).rsqrt()
-    normed = (rows * norm.to(wide)).to(x.dtype)
-    found = []
-    for i, part in enumerate(w):
-        codes = (scale[i] if scale else None, zero[i] if zero else None)
-        plain = dequantized(part, *codes, kind, group, x.shape[1]).to(x.dtype)
-        found.append(F.linear(normed, plain))
-    return torch.cat(found, 1).to(wide)
+    rows = rows * (rows.square().mean(1, keepdim=True) + product.eps).rsqrt()
+    normed = (rows * product.norm.to(wide)).to(x.dtype)
+    plain = (dequantized(weight, x.shape[1]).to(x.dtype) for weight in product.matrices)
+    return torch.cat([F.linear(normed, w) for w in plain], 1).to(wide)
 
 
 def qkv_twin(
-    x: Tensor,
-    norm: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    q: Tensor,
-    *,
-    kind: str,
-    group: int,
-    eps: float,
-    half: int,
-    **how: Any,
+    product: NormedProduct, bias: Tensor | None, at: Places, cache: KeyValues, q: Tensor, **how: Any
 ) -> None:
     """In torch, an operation after the other."""
-    y = _normed_product(x, norm, w, scale, zero, kind, group, eps)
+    (cos, sin, positions, slots), keys = at, cache.keys
+    y = _normed_product(product)
     y = y if bias is None else y + bias
     (m, heads, width), groups = q.shape, keys.shape[1]
     parts = y.view(m, -1, width)
     turns = torch.where((positions >= 0) & (positions < len(cos)), positions, 0)
     c, s = cos[turns][:, None], sin[turns][:, None]
-    a, b = parts[:, : heads + groups].split(half, 2)
+    a, b = parts[:, : heads + groups].split(width // 2, 2)
     turned = torch.cat([a * c - b * s, b * c + a * s], 2)
     q.copy_(turned[:, :heads])
-    rows = torch.arange(m, device=x.device)
+    rows = torch.arange(m, device=y.device)
     inside = ((slots >= 0) & (slots < keys.shape[2]))[:, None, None]
-    at = slots.clamp(0, keys.shape[2] - 1)
-    for cache, new in ((keys, turned[:, heads:]), (values, parts[:, heads + groups :])):
-        cache[rows, :, at] = torch.where(inside, new.to(cache.dtype), cache[rows, :, at])
+    to = slots.clamp(0, keys.shape[2] - 1)
+    fresh = (turned[:, heads:], parts[:, heads + groups :])
+    for held, new in zip(cache, fresh, strict=True):
+        held[rows, :, to] = torch.where(inside, new.to(held.dtype), held[rows, :, to])
 
 
-def gate_up_twin(
-    x: Tensor,
-    norm: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    y: Tensor,
-    *,
-    kind: str,
-    group: int,
-    eps: float,
-    activation: str,
-    **how: Any,
-) -> None:
+def gate_up_twin(product: NormedProduct, y: Tensor, *, activation: str, **how: Any) -> None:
     """In torch, an operation after the other."""
-    gate, up = _normed_product(x, norm, w, scale, zero, kind, group, eps).chunk(2, 1)
+    gate, up = _normed_product(product).chunk(2, 1)
     if activation == "silu":
         y.copy_(F.silu(gate) * up)
     else:
@@ -375,6 +313,5 @@ def gate_up_twin(
 
 
 for _name, _twin in (("norm_qkv_rope", qkv_twin), ("norm_gate_up", gate_up_twin)):
-    _launch = f"zfunc.kernels.decode_triton:{_name}"
-    _traffic = "2, 1 or 0.5 B a weight"
-    dispatch.register(dispatch.Kernel(_name, _twin, _launch, _traffic, limit=limit))
+    _how: dict[str, Any] = {"dtypes": dispatch.NUMBERS, "limit": limit}
+    dispatch.register(_name, _twin, "decode_triton", "2, 1 or 0.5 B a weight", **_how)

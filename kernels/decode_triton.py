@@ -10,6 +10,8 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.activations_triton import _activated
+from zfunc.kernels.decode import KeyValues, Places
+from zfunc.kernels.packed import NormedProduct
 from zfunc.kernels.skinny_launch import normed_products
 from zfunc.kernels.skinny_triton import _scale_of_norm, _summed
 
@@ -75,61 +77,29 @@ def gate_up_kernel(
 
 
 def norm_qkv_rope(
-    x: Tensor,
-    norm: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    q: Tensor,
-    *,
-    kind: str,
-    group: int,
-    eps: float,
-    half: int,
-    **how: Any,
+    product: NormedProduct, bias: Tensor | None, at: Places, cache: KeyValues, q: Tensor, **how: Any
 ) -> None:
     """Launch the products, then heads."""
-    parts, squares = normed_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
-    m, heads, _ = q.shape
-    splits, _, n = parts.shape
-    groups, length = keys.shape[1:3]
+    parts, squares = normed_products(product)
+    (m, heads, _), (splits, _, n) = q.shape, parts.shape
+    groups, length = cache.keys.shape[1:3]
+    sizes = (m, n, product.x.shape[1], product.eps, splits, heads, groups, len(at.cos), length)
     rope_kernel[(heads + 2 * groups, m)](
-        *(parts, squares, parts if bias is None else bias, cos, sin, positions, slots),
-        *(q, keys, values, m, n, x.shape[1], eps, splits, heads, groups, len(cos), length),
-        *keys.stride()[:3],
+        *(parts, squares, parts if bias is None else bias, *at, q, *cache, *sizes),
+        *cache.keys.stride()[:3],
         BIAS=bias is not None,
-        HALF=half,
-        num_warps=dispatch.config("norm_qkv_rope", x.device)["num_warps"],
+        HALF=how["half"],
+        num_warps=dispatch.config("norm_qkv_rope", q.device)["num_warps"],
     )
 
 
-def norm_gate_up(
-    x: Tensor,
-    norm: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    y: Tensor,
-    *,
-    kind: str,
-    group: int,
-    eps: float,
-    activation: str,
-    **how: Any,
-) -> None:
+def norm_gate_up(product: NormedProduct, y: Tensor, *, activation: str, **how: Any) -> None:
     """Launch the products, then columns."""
-    parts, squares = normed_products(x, w, scale, zero, kind=kind, group=group, norm=norm)
+    parts, squares = normed_products(product)
     m, f = y.shape
-    table = dispatch.config("norm_gate_up", x.device)
+    table = dispatch.config("norm_gate_up", y.device)
     gate_up_kernel[(triton.cdiv(f, table["BLOCK"]), m)](
-        *(parts, squares, y, m, f, x.shape[1], eps, parts.shape[0]),
+        *(parts, squares, y, m, f, product.x.shape[1], product.eps, parts.shape[0]),
         ACTIVATION=activation,
         **table,
     )

@@ -1,4 +1,4 @@
-"""Which GPU a tensor is on: its name, its architecture, how many processors it has. Asked once."""
+"""The GPU that a tensor is on: its name, its architecture, its processors. It is asked once."""
 
 from __future__ import annotations
 

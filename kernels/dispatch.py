@@ -1,9 +1,8 @@
-"""Which code runs: one place that decides between a Triton kernel, machine code, the torch twin.
+"""The choice of the code that runs: a Triton kernel, machine code, or the twin in torch.
 
-Every kernel is registered with Triton and its twin. Tensors on a GPU go to Triton, if it is
-there and knows their dtypes; those on a CPU to machine code that LLVM makes in memory, where
-there is some for the kernel and this CPU; all others go to the twin. :func:`choose` says which,
-and why.
+Every kernel is registered here with its twin. Tensors on a GPU go to Triton if it is installed and
+takes their dtypes. Tensors on a CPU go to machine code that LLVM makes in memory, if the kernel has
+some for this CPU. All others go to the twin. :func:`choose` says where a call goes, and why.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import re
 import threading
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +43,13 @@ __all__ = [
     "register",
     "run",
     "steady",
+    "tensors_of",
     "use",
 ]
 
 Route = Literal["triton", "llvm", "torch"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+NUMBERS = (*FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64)
 BYTES = (torch.uint8, torch.int8)
 KNOWN = (*FLOATS, *BYTES)  # to machine code
 
@@ -77,7 +77,7 @@ class Kernel:
     twin: Callable[..., None]
     launch: str
     traffic: str
-    dtypes: tuple[torch.dtype, ...] = FLOATS + INTEGERS
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     limit: Callable[..., str | None] = lambda **how: None
     machine: str = ""
     machine_limit: Callable[..., str | None] = lambda *tensors, **how: None
@@ -101,10 +101,27 @@ class Choice:
 KERNELS: dict[str, Kernel] = {}
 
 
-def register(kernel: Kernel) -> Kernel:
-    """Add a kernel to the table."""
-    KERNELS[kernel.name] = kernel
-    return kernel
+def register(
+    name: str,
+    twin: Callable[..., None],
+    file: str,
+    traffic: str,
+    *,
+    machine: Callable[..., str | None] | None = None,
+    **rest: Any,
+) -> None:
+    """Add a kernel to the table. Its launchers have its name.
+
+    Args:
+        name, twin, traffic, rest: see :class:`Kernel`.
+        file: where the Triton launcher is, such as ``"onebit_triton"``; that of machine code, if
+            there is some, is in ``"onebit_llvm"``.
+        machine: the ``machine_limit`` of machine code.
+    """
+    if machine is not None:
+        place = f"zfunc.kernels.{file.replace('_triton', '_llvm')}:{name}"
+        rest |= {"machine": place, "machine_limit": machine}
+    KERNELS[name] = Kernel(name, twin, f"zfunc.kernels.{file}:{name}", traffic, **rest)
 
 
 @functools.cache
@@ -273,8 +290,7 @@ def steady(function: F) -> F:
 
 def run(name: str, *args: Any, **kw: Any) -> None:
     """Call a kernel, or its twin: whichever :func:`choose` says of the positional arguments."""
-    kernel = KERNELS[name]
-    tensors = [x for x in args if isinstance(x, Tensor)]
+    kernel, tensors = KERNELS[name], tensors_of(args)
     route = choose(name, *tensors, **kw).route
     if route == "torch":
         kernel.twin(*args, **kw)
@@ -284,6 +300,17 @@ def run(name: str, *args: Any, **kw: Any) -> None:
         return
     with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else _interpreter:
         launcher(name)(*args, **kw)
+
+
+def tensors_of(args: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments, those of their tuples included."""
+    found: list[Tensor] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple):
+            found += [t for t in x if isinstance(t, Tensor)]
+    return found
 
 
 def launcher(name: str) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zfunc.kernels.llvm import Writer
+from zfunc.kernels.llvm import Emitter
 
 __all__ = ["DOTS", "Dots"]
 
@@ -27,12 +27,12 @@ class Dots:
         end: ``(w, sums)``: a vector of 16 int32.
     """
 
-    begin: Callable[[Writer, Any], Any]
-    add: Callable[[Writer, Any, Any, Any], Any]
-    end: Callable[[Writer, Any], Any]
+    begin: Callable[[Emitter, Any], Any]
+    add: Callable[[Emitter, Any, Any, Any], Any]
+    end: Callable[[Emitter, Any], Any]
 
 
-def _vpdpbusd(w: Writer, total: Any, *factors: Any) -> Any:
+def _vpdpbusd(w: Emitter, total: Any, *factors: Any) -> Any:
     """The instruction, on vectors of as many int32 as ``total`` has."""
     count = total.type.count
     if w.version >= 22:  # before, LLVM called four bytes an integer
@@ -40,11 +40,11 @@ def _vpdpbusd(w: Writer, total: Any, *factors: Any) -> Any:
     return w.intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total.type, total, *factors)
 
 
-def _whole(w: Writer, sums: Any, unsigned: Any, signed: Any) -> Any:
+def _whole(w: Emitter, sums: Any, unsigned: Any, signed: Any) -> Any:
     return _vpdpbusd(w, sums, w.b.bitcast(unsigned, sums.type), w.splat(signed))
 
 
-def _halves(w: Writer, sums: Any, unsigned: Any, signed: Any) -> Any:
+def _halves(w: Emitter, sums: Any, unsigned: Any, signed: Any) -> Any:
     vectors = sums, w.b.bitcast(unsigned, sums.type), w.splat(signed)
     halves = []
     for lanes in (ALL[:8], ALL[8:]):
@@ -53,11 +53,11 @@ def _halves(w: Writer, sums: Any, unsigned: Any, signed: Any) -> Any:
     return w.b.shuffle_vector(*halves, w.constant(w.i32, ALL))
 
 
-def _pairs(w: Writer, sums: Any, unsigned: Any, signed: Any) -> Any:
+def _pairs(w: Emitter, sums: Any, unsigned: Any, signed: Any) -> Any:
     """With 16-bit factors: an output has two sums, of the columns that VPMADDWD takes together."""
     i16, b = w.ir.IntType(16), w.b
     weights = b.zext(unsigned, w.vector(i16, 64))
-    four = b.bitcast(b.sext(_bytes(w, signed), w.vector(i16, 4)), w.i64)
+    four = b.bitcast(b.sext(b.bitcast(signed, w.vector(w.i8, 4)), w.vector(i16, 4)), w.i64)
     inputs, parts = b.bitcast(w.splat(four, 4), w.vector(i16)), []
     for i in range(4):
         pick = w.constant(w.i32, [16 * i + j for j in ALL])
@@ -69,28 +69,20 @@ def _pairs(w: Writer, sums: Any, unsigned: Any, signed: Any) -> Any:
     return b.add(sums, parts[0])
 
 
-def _bytes(w: Writer, four: Any) -> Any:
-    return w.b.bitcast(four, w.vector(w.i8, 4))
-
-
-def _begun_pairs(w: Writer, start: Any) -> Any:
+def _begun_pairs(w: Emitter, start: Any) -> Any:
     """The first of an output's two sums begins with ``start``, the second with 0."""
     places = w.constant(w.i32, [x for i in ALL for x in (i, 16 + i)], 32)
     return w.b.shuffle_vector(w.splat(start), w.constant(w.i32, 0), places)
 
 
-def _ended_pairs(w: Writer, sums: Any) -> Any:
+def _ended_pairs(w: Emitter, sums: Any) -> Any:
     halves = (w.constant(w.i32, [2 * i + j for i in ALL]) for j in (0, 1))
     first, second = (w.b.shuffle_vector(sums, sums, half) for half in halves)
     return w.b.add(first, second)
 
 
-def _as_they_are(w: Writer, sums: Any) -> Any:
-    return sums
-
-
 DOTS = {
-    "avx512vnni": Dots(Writer.splat, _whole, _as_they_are),
-    "avxvnni": Dots(Writer.splat, _halves, _as_they_are),
+    "avx512vnni": Dots(Emitter.splat, _whole, lambda w, sums: sums),
+    "avxvnni": Dots(Emitter.splat, _halves, lambda w, sums: sums),
     "avx2": Dots(_begun_pairs, _pairs, _ended_pairs),
 }

@@ -6,22 +6,76 @@ behind the last whole vector go through the same instructions under a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from zfunc.kernels.llvm import Writer
+from zfunc.kernels import llvm
+from zfunc.kernels.llvm import Emitter, Kernel
 
-__all__ = ["ALONE", "LANES", "lanes", "read", "shared_out", "write"]
+__all__ = [
+    "LANES",
+    "call",
+    "lanes",
+    "least",
+    "read",
+    "runs",
+    "shared_out",
+    "threads",
+    "write",
+    "written",
+]
 
 LANES = 16
 AHEAD = 1024  # bytes from here to what is asked of memory
 ALONE = 1 << 14  # up to so many elements one thread is done before others have begun
 
 
+def written(*arguments: str) -> Callable[[Callable[..., None]], Callable[..., Kernel]]:
+    """A decorator: what writes a kernel, given a writer and a variant, becomes what gives it.
+
+    That is made of ``(isa, *variant)``, compiled once, and has the function's name.
+
+    Args:
+        arguments: of the kernel, see :class:`~zfunc.kernels.llvm.Emitter`.
+    """
+
+    def giving(write: Callable[..., None]) -> Callable[..., Kernel]:
+        name = write.__name__.strip("_")
+
+        @functools.cache
+        @llvm.once
+        def kernel(isa: str, *variant: Any) -> Kernel:
+            w = Emitter(name, arguments, isa)
+            write(w, *variant)
+            return llvm.compiled(w.done(), name, isa)
+
+        return kernel
+
+    return giving
+
+
+def call(kernel: Kernel, n: int, *arguments: Tensor | int | None) -> None:
+    """Run a kernel over ``n`` elements, on one thread if they are few.
+
+    Args:
+        arguments: tensors stand for their addresses, ``None`` for 0.
+    """
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments]
+    kernel(addresses, threads(n))
+
+
+def threads(n: int) -> int:
+    """How many work on ``n`` elements; 0 stands for all."""
+    return 1 if n < ALONE else 0
+
+
 def lanes(
-    w: Writer,
+    w: Emitter,
     start: Any,
     stop: Any,
     vector: Callable[[Any, Any, Sequence[Any]], Sequence[Any] | None],
@@ -41,37 +95,45 @@ def lanes(
     return rest.values
 
 
-def shared_out(w: Writer, n: Any, vector: Callable[[Any, Any], None]) -> None:
+def shared_out(w: Emitter, n: Any, vector: Callable[[Any, Any], None]) -> None:
     """:func:`lanes` of this thread's share of ``n`` elements."""
     first, last = w.share(w.b.udiv(w.sum(n, LANES - 1), w.n(LANES)))
-    start, end = (w.times(x, LANES) for x in (first, last))
-    stop = w.b.select(w.b.icmp_signed("<", end, n), end, n)
+    start, stop = w.times(first, LANES), least(w, w.times(last, LANES), n)
     lanes(w, start, stop, lambda at, mask, _: vector(at, mask))
 
 
-def read(w: Writer, base: Any, at: Any, dtype: torch.dtype, mask: Any = None) -> Any:
+@contextmanager
+def runs(w: Emitter, n: Any, size: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Each of this thread's runs of ``size`` among ``n`` elements: its number, its ends."""
+    with w.loop(*w.share(w.b.udiv(w.sum(n, size - 1), w.n(size)))) as each:
+        start = w.times(each.index, size)
+        yield each.index, start, least(w, w.sum(start, size), n)
+
+
+def least(w: Emitter, x: Any, y: Any) -> Any:
+    """The lesser of two numbers."""
+    return w.b.select(w.b.icmp_signed("<", x, y), x, y)
+
+
+def read(w: Emitter, base: Any, at: Any, dtype: torch.dtype, mask: Any = None) -> Any:
     """16 elements from element ``at`` on, as float32; zeros where there is none."""
     address = w.at(base, w.times(at, dtype.itemsize))
     if mask is None:
         w.prefetch(w.at(address, AHEAD))
     kind = w.vector({torch.float32: w.f32, torch.float16: w.ir.HalfType()}.get(dtype, w.i16))
-    x = w.load(address, kind) if mask is None else w.masked_load(address, kind, mask)
+    x = w.load(address, kind, mask=mask)
     if dtype == torch.bfloat16:
         x = w.b.shl(w.b.zext(x, w.vector(w.i32)), w.constant(w.i32, 16))
         return w.b.bitcast(x, w.vector(w.f32))
     return w.b.fpext(x, w.vector(w.f32)) if dtype == torch.float16 else x
 
 
-def write(w: Writer, base: Any, at: Any, x: Any, dtype: torch.dtype, mask: Any = None) -> None:
+def write(w: Emitter, base: Any, at: Any, x: Any, dtype: torch.dtype, mask: Any = None) -> None:
     """Store 16 values of float32 in ``dtype``, from element ``at`` on."""
-    address, value = w.at(base, w.times(at, dtype.itemsize)), _stored(w, x, dtype)
-    if mask is None:
-        w.store(value, address)
-    else:
-        w.masked_store(value, address, mask)
+    w.store(_stored(w, x, dtype), w.at(base, w.times(at, dtype.itemsize)), mask=mask)
 
 
-def _stored(w: Writer, x: Any, dtype: torch.dtype) -> Any:
+def _stored(w: Emitter, x: Any, dtype: torch.dtype) -> Any:
     """Float32 in ``dtype``, rounded to nearest, ties to even; bfloat16 as integers."""
     if dtype == torch.float16:
         return w.b.fptrunc(x, w.vector(w.ir.HalfType()))

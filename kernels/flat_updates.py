@@ -1,8 +1,8 @@
-"""What elementwise optimizer kernels have in common: buffers in, buffers out, one copy in 16 bit.
+"""Elementwise optimizer updates over flat buffers: what all of them share.
 
-An optimizer gives its formula as a twin and as a Triton kernel. From them come two operators:
-``name``, which returns fresh buffers and has a rule for ``vmap``, and ``name_``, which writes
-over what it is given.
+An optimizer gives its formula as a twin and as a Triton kernel. Two operators follow: ``name``
+returns fresh buffers and has a rule for ``vmap``; ``name_`` overwrites what it is given. Both can
+write a copy of the new parameters in 16 bits.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from torch import Tensor
 from zfunc.buffers.uploads import on_device
 from zfunc.kernels import dispatch
 from zfunc.kernels.operators import (
+    BatchRule,
     KernelError,
     agree,
     apart,
+    contiguous,
     copies,
     define,
     dense,
     folded,
+    nothing,
     numbers,
     undifferentiated,
 )
 
-__all__ = ["BLOCK", "FlatUpdate", "blocks", "hyper_tensor"]
+__all__ = ["BLOCK", "Buffers", "FlatUpdate", "blocks", "check_hyper", "hyper_tensor"]
 
 BLOCK = 64
 CHUNK = 1 << 18  # a float32 gradient of 1 MiB stays in the caches of today's CPUs
 
 Number = float | Tensor
-Block = tuple[list[Tensor], list[Tensor], Tensor | None, Tensor]
+Buffers = tuple[Any, ...]  # tensors, or None where one may be absent
 
 
 def hyper_tensor(
@@ -68,6 +71,19 @@ def hyper_tensor(
         if isinstance(x, Tensor) and x.device.type != "cpu":
             made[i].copy_(x)
     return made
+
+
+def check_hyper(name: str, hyper: Tensor, labels: tuple[str, ...]) -> None:
+    """Refuse the hyperparameters of another optimizer.
+
+    Raises:
+        KernelError: so they are.
+    """
+    if hyper.shape != (len(labels),) or hyper.dtype != torch.float64:
+        raise KernelError(
+            f"kernels.{name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
+            f"float64[{len(labels)}]: {', '.join(labels)}."
+        )
 
 
 def _wide(x: Number) -> Any:
@@ -106,17 +122,17 @@ class FlatUpdate:
         olds = ", ".join(f"Tensor{absent} {label}" for label, absent in parts)
         news = ", ".join(["Tensor"] * (len(self.state) + 1))
         donated = ", ".join(f"Tensor({label}!){absent} {label}" for label, absent in parts)
-        fresh: Callable[..., Any] = define(
+        fresh = define(
             f"{self.name}(Tensor grad, {olds}, Tensor hyper, ScalarType? low) -> ({news})",
             self._fresh,
             lambda grad, *rest: self._room(*rest),
-            self.batched(lambda: fresh),
+            self.rule(),
             lambda grad, *rest: self.fits(grad, rest[:-2], *rest[-2:]),
         )
         inplace = define(
             f"{self.name}_(Tensor grad, {donated}, Tensor(low!)? low, Tensor hyper) -> ()",
             self._inplace,
-            lambda *args: None,
+            nothing,
             check=lambda grad, *rest: self._fits_donated(grad, rest[:-2], *rest[-2:]),
         )
         return fresh, inplace
@@ -129,9 +145,9 @@ class FlatUpdate:
         """
         undifferentiated(self.name, self.instead, grad, *rest)
 
-    def batched(self, fresh: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    def rule(self) -> BatchRule:
         """The rule for ``vmap``; elements are independent unless a subclass says otherwise."""
-        return folded(fresh, 1 + len(self.state))
+        return folded(1 + len(self.state))
 
     def named(self, state: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         """Buffers by name."""
@@ -157,19 +173,7 @@ class FlatUpdate:
             raise KernelError(
                 f"kernels.{self.name}: {dtypes}; expected one dtype for parameters and moments."
             )
-        self.fits_hyper(hyper)
-
-    def fits_hyper(self, hyper: Tensor) -> None:
-        """Refuse the hyperparameters of another optimizer.
-
-        Raises:
-            KernelError: so they are.
-        """
-        if hyper.shape != (len(self.hyper),) or hyper.dtype != torch.float64:
-            raise KernelError(
-                f"kernels.{self.name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
-                f"float64[{len(self.hyper)}]: {', '.join(self.hyper)}."
-            )
+        check_hyper(self.name, hyper, self.hyper)
 
     def _fits_donated(
         self, grad: Tensor, state: Sequence[Tensor], low: Tensor | None, hyper: Tensor
@@ -182,12 +186,12 @@ class FlatUpdate:
 
     def _fresh(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *state, hyper, low = rest
-        new = self._room(*rest)
-        old = [None if x is None else x.contiguous() for x in (grad, *state)]
-        asked = (*state, low)
-        written = (None if x is None else y for x, y in zip(asked, new, strict=True))
-        dispatch.run(self.name, *old, *written, hyper=hyper)
-        return new
+        made = self._room(*rest)
+        asked = zip((*state, low), made, strict=True)
+        *new, copy = (None if x is None else y for x, y in asked)
+        grad, *old = contiguous(grad, *state)
+        dispatch.run(self.name, grad, tuple(old), tuple(new), copy, hyper=hyper)
+        return made
 
     def _room(self, *rest: Any) -> tuple[Tensor, ...]:
         """Fresh buffers for the results; what is absent is empty, with the batch of ``vmap``."""
@@ -209,7 +213,7 @@ class FlatUpdate:
         place = (grad.data_ptr(), grad.itemsize)
         over = any(x is not None and (x.data_ptr(), x.itemsize) == place for x in written.values())
         apart(self.name, grad=None if over else grad, **written)
-        dispatch.run(self.name, grad, *state, *state, low, hyper=hyper)
+        dispatch.run(self.name, grad, tuple(state), tuple(state), low, hyper=hyper)
 
 
 def blocks(

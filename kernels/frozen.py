@@ -1,4 +1,4 @@
-r"""What 1-bit Adam does with frozen second moments: momentum in units, and the step.
+r"""1-bit Adam with frozen second moments: momentum in units of their roots, and the step.
 
 .. math::
     s = \sqrt{v / c} \qquad
@@ -35,15 +35,17 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.flat_updates import Number, hyper_tensor
+from zfunc.kernels.flat_updates import Number, check_hyper, hyper_tensor
 from zfunc.kernels.operators import (
     KernelError,
+    Written,
     agree,
     alike,
     apart,
-    define,
+    contiguous,
     dense,
     numbers,
+    operator,
     together,
     undifferentiated,
 )
@@ -96,7 +98,7 @@ def momentum_shares_(grad: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor) -> Non
     tensor([0.5000, 0.0000])
     """
     undifferentiated("momentum_shares_", INSTEAD, grad, mu, nu, hyper)
-    _shares(grad, mu, nu, hyper)
+    _momentum_shares_(grad, mu, nu, hyper)
 
 
 def frozen_hyper(
@@ -158,7 +160,7 @@ def adamw_frozen_(
     tensor([0.7500, 1.0000])
     """
     undifferentiated("adamw_frozen_", INSTEAD, param, mu, nu, hyper)
-    _adamw(param, mu, nu, hyper, shares)
+    _adamw_frozen_(param, mu, nu, hyper, shares)
 
 
 def _check_shares(grad: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor) -> None:
@@ -170,7 +172,8 @@ def _check_shares(grad: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor) -> None:
             "floating-point numbers of 16 bits or more."
         )
     dense(name, mu=mu)
-    _check_hyper(name, mu, hyper, SHARES_HYPER)
+    together(name, moments=mu, hyper=hyper)
+    check_hyper(name, hyper, SHARES_HYPER)
 
 
 def _check_adamw(param: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor, shares: bool) -> None:
@@ -182,43 +185,22 @@ def _check_adamw(param: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor, shares: b
             "second moments would not grow."
         )
     dense(name, param=param, mu=mu, nu=nu)
-    _check_hyper(name, param, hyper, HYPER)
+    together(name, moments=param, hyper=hyper)
+    check_hyper(name, hyper, HYPER)
 
 
-def _check_hyper(name: str, x: Tensor, hyper: Tensor, labels: tuple[str, ...]) -> None:
-    together(name, moments=x, hyper=hyper)
-    if hyper.shape != (len(labels),) or hyper.dtype != torch.float64:
-        raise KernelError(
-            f"kernels.{name}: hyper is {hyper.dtype}{list(hyper.shape)}; expected "
-            f"float64[{len(labels)}]: {', '.join(labels)}."
-        )
-
-
-def _run_shares(grad: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor) -> None:
-    grad, nu, hyper = grad.contiguous(), nu.contiguous(), hyper.contiguous()
+@operator(check=_check_shares)
+def _momentum_shares_(grad: Tensor, mu: Written, nu: Tensor, hyper: Tensor) -> None:
+    grad, nu, hyper = contiguous(grad, nu, hyper)
     for label, x in {"grad": grad, "nu": nu}.items():
         apart("momentum_shares_", mu=mu, **{label: x})
     dispatch.run("momentum_shares", grad, mu, nu, hyper=hyper)
 
 
-def _run_adamw(param: Tensor, mu: Tensor, nu: Tensor, hyper: Tensor, shares: bool) -> None:
+@operator(check=_check_adamw)
+def _adamw_frozen_(param: Written, mu: Written, nu: Written, hyper: Tensor, shares: bool) -> None:
     apart("adamw_frozen_", param=param, mu=mu, nu=nu)
     dispatch.run("adamw_frozen", param, mu, nu, hyper=hyper.contiguous(), shares=shares)
-
-
-_shares = define(
-    "momentum_shares_(Tensor grad, Tensor(a!) mu, Tensor nu, Tensor hyper) -> ()",
-    _run_shares,
-    lambda *args: None,
-    check=_check_shares,
-)
-_adamw = define(
-    "adamw_frozen_(Tensor(a!) param, Tensor(b!) mu, Tensor(c!) nu, Tensor hyper, bool shares)"
-    " -> ()",
-    _run_adamw,
-    lambda *args: None,
-    check=_check_adamw,
-)
 
 
 def roots(v: Tensor, correction: Number) -> Tensor:
@@ -267,15 +249,4 @@ for _name, _twin, _traffic in (
     ("momentum_shares", shares_twin, "16 B (float32)"),
     ("adamw_frozen", adamw_twin, "24 B, or 20 B of momentum that is not in units (float32)"),
 ):
-    _function = {"momentum_shares": "shares", "adamw_frozen": "adamw"}[_name]
-    dispatch.register(
-        dispatch.Kernel(
-            _name,
-            _twin,
-            f"zfunc.kernels.frozen_triton:{_function}",
-            _traffic,
-            dtypes=dispatch.FLOATS,
-            machine=f"zfunc.kernels.frozen_llvm:{_function}",
-            machine_limit=dispatch.in_float32,
-        )
-    )
+    dispatch.register(_name, _twin, "frozen_triton", _traffic, machine=dispatch.in_float32)

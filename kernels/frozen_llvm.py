@@ -6,40 +6,33 @@ the twins.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfunc.kernels import llvm
-from zfunc.kernels.flat_llvm import ALONE, read, shared_out, write
-from zfunc.kernels.llvm import Writer, host
+from zfunc.kernels.flat_llvm import call, read, shared_out, write, written
+from zfunc.kernels.llvm import Emitter, host
 
-__all__ = ["adamw", "shares"]
+__all__ = ["adamw_frozen", "momentum_shares"]
 
 F32 = torch.float32
 
 
-def shares(grad: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor) -> None:
+def momentum_shares(grad: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor) -> None:
     """All contiguous; ``mu`` and ``nu`` in float32."""
-    _run(_sharing(host().isa, grad.dtype), grad, mu, nu, hyper)
+    n = grad.numel()
+    call(_sharing(host().isa, grad.dtype), n, grad, mu, nu, hyper, n)
 
 
-def adamw(param: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor, shares: bool) -> None:
+def adamw_frozen(param: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor, shares: bool) -> None:
     """All contiguous, in float32."""
-    _run(_stepping(host().isa, shares), param, mu, nu, hyper)
+    n = param.numel()
+    call(_stepping(host().isa, shares), n, param, mu, nu, hyper, n)
 
 
-def _run(kernel: llvm.Kernel, x: Tensor, *rest: Tensor) -> None:
-    n = x.numel()
-    kernel([*(t.data_ptr() for t in (x, *rest)), n], 1 if n < ALONE else 0)
-
-
-@functools.cache
-@llvm.once
-def _sharing(isa: str, dtype: torch.dtype) -> llvm.Kernel:
-    w = Writer("sharing", ("grad", "mu", "nu", "hyper", "n"))
+@written("grad", "mu", "nu", "hyper", "n")
+def _sharing(w: Emitter, dtype: torch.dtype) -> None:
     b, a = w.b, w.arguments
     decay, correction = _hyper(w, 2)
     rest = _single(w, b.fsub(w.ir.Constant(w.f64, 1.0), decay))
@@ -52,13 +45,10 @@ def _sharing(isa: str, dtype: torch.dtype) -> llvm.Kernel:
         write(w, a["mu"], at, b.fmul(mean, _inverse(w, square)), F32, mask)
 
     shared_out(w, a["n"], vector)
-    return llvm.compiled(w.done(), "sharing", isa)
 
 
-@functools.cache
-@llvm.once
-def _stepping(isa: str, shares: bool) -> llvm.Kernel:
-    w = Writer("stepping", ("param", "mu", "nu", "hyper", "n"))
+@written("param", "mu", "nu", "hyper", "n")
+def _stepping(w: Emitter, shares: bool) -> None:
     b, a = w.b, w.arguments
     rate, grown, correction, most, eps, kept = (_single(w, x) for x in _hyper(w, 6))
     least, one = b.fneg(most), w.constant(w.f32, 1.0)
@@ -78,26 +68,25 @@ def _stepping(isa: str, shares: bool) -> llvm.Kernel:
         write(w, a["param"], at, b.fsub(p, move), F32, mask)
 
     shared_out(w, a["n"], vector)
-    return llvm.compiled(w.done(), "stepping", isa)
 
 
-def _hyper(w: Writer, count: int) -> list[Any]:
+def _hyper(w: Emitter, count: int) -> list[Any]:
     """Hyperparameters, in float64."""
     return [w.load(w.at(w.arguments["hyper"], 8 * i), w.f64) for i in range(count)]
 
 
-def _single(w: Writer, x: Any) -> Any:
+def _single(w: Emitter, x: Any) -> Any:
     """A float64 as 16 float32."""
     return w.splat(w.b.fptrunc(x, w.f32))
 
 
-def _inverse(w: Writer, x: Any) -> Any:
+def _inverse(w: Emitter, x: Any) -> Any:
     """``1 / sqrt(x)``, the root rounded first."""
     root = w.intrinsic("llvm.sqrt.v16f32", x.type, x)
     return w.b.fdiv(w.constant(w.f32, 1.0), root)
 
 
-def _threshold(w: Writer, x: Any) -> Any:
+def _threshold(w: Emitter, x: Any) -> Any:
     """What is not positive, infinite."""
     none = w.b.fcmp_ordered("<=", x, w.constant(w.f32, 0.0))
     return w.b.select(none, w.constant(w.f32, float("inf")), x)

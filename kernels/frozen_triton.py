@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zfunc.kernels import dispatch
+from zfunc.kernels.flat_triton import number, over_flat
 
-__all__ = ["adamw", "adamw_frozen_kernel", "momentum_shares_kernel", "shares"]
+__all__ = [
+    "adamw_frozen",
+    "adamw_frozen_kernel",
+    "momentum_shares",
+    "momentum_shares_kernel",
+]
 
 
 @triton.jit
@@ -29,9 +32,8 @@ def threshold(x):
 def momentum_shares_kernel(g, m, v, hyper, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    decay = tl.load(hyper + 0).to(tl.float32)
+    decay, correction = number(hyper, 0), number(hyper, 1)
     rest = (1.0 - tl.load(hyper + 0)).to(tl.float32)
-    correction = tl.load(hyper + 1).to(tl.float32)
 
     gs = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     ms = tl.load(m + at, mask=inside, other=0.0).to(tl.float32)
@@ -45,12 +47,8 @@ def momentum_shares_kernel(g, m, v, hyper, n, BLOCK: tl.constexpr):
 def adamw_frozen_kernel(p, m, v, hyper, n, SHARES: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    rate = tl.load(hyper + 0).to(tl.float32)
-    grown = tl.load(hyper + 1).to(tl.float32)
-    correction = tl.load(hyper + 2).to(tl.float32)
-    most = tl.load(hyper + 3).to(tl.float32)
-    eps = tl.load(hyper + 4).to(tl.float32)
-    kept = tl.load(hyper + 5).to(tl.float32)
+    rate, grown, correction = number(hyper, 0), number(hyper, 1), number(hyper, 2)
+    most, eps, kept = number(hyper, 3), number(hyper, 4), number(hyper, 5)
 
     ps = tl.load(p + at, mask=inside, other=0.0)
     ms = tl.load(m + at, mask=inside, other=0.0)
@@ -66,17 +64,11 @@ def adamw_frozen_kernel(p, m, v, hyper, n, SHARES: tl.constexpr, BLOCK: tl.const
     tl.store(p + at, ps * kept - move, mask=inside)
 
 
-def shares(grad: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor) -> None:
+def momentum_shares(grad: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor) -> None:
     """Launch over contiguous tensors."""
-    _launch("momentum_shares", momentum_shares_kernel, grad, mu, nu, hyper)
+    over_flat("momentum_shares", momentum_shares_kernel, grad, mu, nu, hyper)
 
 
-def adamw(param: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor, shares: bool) -> None:
+def adamw_frozen(param: Tensor, mu: Tensor, nu: Tensor, *, hyper: Tensor, shares: bool) -> None:
     """Launch over contiguous tensors."""
-    _launch("adamw_frozen", adamw_frozen_kernel, param, mu, nu, hyper, SHARES=shares)
-
-
-def _launch(name: str, kernel: Any, x: Tensor, *rest: Tensor, **constants: bool) -> None:
-    if n := x.numel():
-        how = dispatch.config(name, x.device)
-        kernel[(triton.cdiv(n, how["BLOCK"]),)](x, *rest, n, **constants, **how)
+    over_flat("adamw_frozen", adamw_frozen_kernel, param, mu, nu, hyper, SHARES=shares)

@@ -1,4 +1,6 @@
-r"""The norm of gradients, what to clip them by, and whether they are finite: read once, no waiting.
+r"""The norm of gradients, the factor that clips them, and whether they are finite.
+
+Gradients are read once, and the host waits for nothing.
 
 .. math:: \mathrm{norm} = \sqrt{\sum_i g_i^2} \qquad
    \mathrm{factor} = \min(1, \mathrm{max\_norm} / \mathrm{norm})
@@ -14,8 +16,8 @@ Source: Pascanu et al., On the Difficulty of Training Recurrent Neural Networks,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +25,12 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.operators import (
     KernelError,
-    define,
     looped,
     numbers,
+    operator,
     together,
     undifferentiated,
+    wide,
 )
 
 __all__ = ["Clip", "norm_clip", "sum_squares"]
@@ -65,7 +68,7 @@ def sum_squares(x: Tensor) -> tuple[Tensor, Tensor]:
             f"kernels.sum_squares: x is {x.dtype}; expected floating-point numbers of 16 bits "
             "or more."
         )
-    squares, finite = _squares(x)
+    squares, finite = _sum_squares(x)
     return squares, finite
 
 
@@ -96,19 +99,14 @@ def norm_clip(grads: Sequence[Tensor], max_norm: float) -> Clip:
 
 
 def _room(x: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((), dtype=wide), x.new_empty((), dtype=torch.bool)
+    return x.new_empty((), dtype=wide(x)), x.new_empty((), dtype=torch.bool)
 
 
-def _run(x: Tensor) -> tuple[Tensor, Tensor]:
+@operator(_room, batch=looped)
+def _sum_squares(x: Tensor) -> tuple[Tensor, Tensor]:
     squares, finite = _room(x)
     dispatch.run("sum_squares", x.contiguous(), squares, finite)
     return squares, finite
-
-
-_squares: Callable[..., Any] = define(
-    "sum_squares(Tensor x) -> (Tensor, Tensor)", _run, _room, looped(lambda: _squares)
-)
 
 
 def twin(x: Tensor, squares: Tensor, finite: Tensor) -> None:
@@ -116,8 +114,8 @@ def twin(x: Tensor, squares: Tensor, finite: Tensor) -> None:
     squares.zero_()
     finite.fill_(True)
     for part in x.view(-1).split(CHUNK):
-        wide = part.to(squares.dtype)
-        square = (wide * wide).sum()
+        v = part.to(squares.dtype)
+        square = (v * v).sum()
         squares += square
         # The elements themselves are looked at where their squares alone could be the reason.
         if x.device.type != "cpu" or not square.isfinite():
@@ -125,11 +123,5 @@ def twin(x: Tensor, squares: Tensor, finite: Tensor) -> None:
 
 
 dispatch.register(
-    dispatch.Kernel(
-        "sum_squares",
-        twin,
-        "zfunc.kernels.gradient_norm_triton:launch",
-        "2 B (bf16)",
-        dtypes=(*dispatch.FLOATS, torch.bool),
-    )
+    "sum_squares", twin, "gradient_norm_triton", "2 B (bf16)", dtypes=(*dispatch.FLOATS, torch.bool)
 )

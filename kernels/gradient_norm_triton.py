@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 
-__all__ = ["finish_kernel", "launch", "squares_kernel"]
+__all__ = ["finish_kernel", "squares_kernel", "sum_squares"]
 
 PROGRAMS = 1024  # at most: enough for any GPU, and few enough for one program to sum up
 
@@ -36,7 +36,7 @@ def finish_kernel(parts, most, squares, finite, count, BLOCK: tl.constexpr):
     tl.store(finite, (greatest < 0x7F800000).to(tl.uint8))
 
 
-def launch(x: Tensor, squares: Tensor, finite: Tensor) -> None:
+def sum_squares(x: Tensor, squares: Tensor, finite: Tensor) -> None:
     """Launch over a contiguous tensor."""
     how = dict(dispatch.config("sum_squares", x.device))
     n, block = x.numel(), how.pop("BLOCK")

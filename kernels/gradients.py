@@ -1,8 +1,8 @@
-"""Gradients of kernels: operators too, and differentiable in their turn.
+"""Backward operators that can be differentiated again.
 
-The backward of a kernel is an operator, which says nothing to autograd: left bare, a second
-derivative through it would be zero without a word. :func:`gradient` calls it and knows its
-derivatives from the same formula in plain torch.
+The backward of a kernel is an operator without an autograd rule: a second derivative through it
+would be zero without a word. :func:`gradient` calls it, and takes its derivatives from the same
+formula in plain torch.
 """
 
 from __future__ import annotations

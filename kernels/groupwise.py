@@ -28,31 +28,32 @@ first in the low half, plus 8 if symmetric; a row of odd length ends with half a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.groupwise_torch import dequantize_twin, fake_quant_twin, quantize_twin
+from zfunc.kernels.groupwise_torch import Codes, Quantizing, dequantize_twin, quantize_twin
 from zfunc.kernels.operators import (
     KernelError,
-    define,
+    contiguous,
+    fresh,
     in_rows,
     looped,
     numbers,
+    operator,
     rows_of,
     together,
     undifferentiated,
+    wide,
 )
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["dequantize_groups", "fake_quant", "quantize_groups"]
 
 LONGEST = 16384  # the longest group that a Triton program holds
-ROUNDINGS = ("nearest", "stochastic")
 INSTEAD = "kernels.fake_quant, whose gradient is straight through"
 
 
@@ -90,7 +91,8 @@ def quantize_groups(
     """
     undifferentiated("quantize_groups", INSTEAD, x)
     _check("quantize_groups", x, bits, group, (8, 4))  # before the length of a row is asked for
-    q, scale, zero = _quantize(x, bits, _size(x.shape[-1], group), symmetric, seed_tensor(seed))
+    size = _size(x.shape[-1], group)
+    q, scale, zero = _quantize_groups(x, bits, size, symmetric, seed_tensor(seed))
     return q, scale, None if symmetric else zero
 
 
@@ -124,7 +126,7 @@ def dequantize_groups(
     """
     undifferentiated("dequantize_groups", INSTEAD, scale, zero)
     check_group("dequantize_groups", bits, group, (8, 4))
-    return _dequantize(q, scale, zero, length, bits, _size(length, group), dtype)
+    return _dequantize_groups(q, scale, zero, length, bits, _size(length, group), dtype)
 
 
 def fake_quant(
@@ -169,7 +171,7 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> Tensor:
-        return _fake(x, bits, size, symmetric, seed)
+        return _fake_quant(x, bits, size, symmetric, seed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -219,15 +221,8 @@ def check_seed(name: str, seed: Tensor | None) -> None:
         )
 
 
-def _check_dequantize(
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    length: int,
-    bits: int,
-    size: int,
-    dtype: torch.dtype,
-) -> None:
+def _check_dequantize(codes: Codes, length: int, bits: int, size: int, dtype: torch.dtype) -> None:
+    q, scale, zero = codes
     name = "dequantize_groups"
     check_group(name, bits, size, (8, 4))
     together(name, q=q, scale=scale, zero=zero)
@@ -281,78 +276,49 @@ def _rooms(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fresh levels, scales and zeros; of a symmetric grid the last are empty."""
     length = x.shape[-1]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     kind = torch.int8 if symmetric and bits == 8 else torch.uint8
     width, groups = length if bits == 8 else -(-length // 2), _groups(length, size)
     q = x.new_empty((*x.shape[:-1], width), dtype=kind)
-    scale = x.new_empty((*x.shape[:-1], groups), dtype=wide)
-    return q, scale, x.new_empty((*x.shape[:-1], 0 if symmetric else groups), dtype=wide)
+    scale = x.new_empty((*x.shape[:-1], groups), dtype=wide(x))
+    return q, scale, scale.new_empty((*x.shape[:-1], 0 if symmetric else groups))
 
 
-def _run_quantize(
+@operator(_rooms, batch=looped, check=partial(_checked, "quantize_groups", (8, 4)))
+def _quantize_groups(
     x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, scale, zero = _rooms(x, bits, size, symmetric)
     if x.numel():
-        rows = rows_of(x).contiguous()
-        low = None if symmetric else zero
-        dispatch.run(
-            "quantize_groups", rows, None, q, scale, low, None, bits=bits, size=size, seed=seed
-        )
+        rows = rows_of(x)
+        into = {"q": q, "scale": scale, "zero": None if symmetric else zero}
+        given = Quantizing(rows, rows.shape, symmetric, **into)
+        dispatch.run("quantize_groups", given, bits=bits, size=size, seed=seed)
     return q, scale, zero
 
 
-def _run_dequantize(
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    length: int,
-    bits: int,
-    size: int,
-    dtype: torch.dtype,
+def _dequantized(codes: Codes, length: int, *rest: Any) -> Tensor:
+    return codes.q.new_empty((*codes.q.shape[:-1], length), dtype=rest[-1])
+
+
+@operator(_dequantized, batch=looped, check=_check_dequantize)
+def _dequantize_groups(
+    codes: Codes, length: int, bits: int, size: int, dtype: torch.dtype
 ) -> Tensor:
-    out = _dequantized(q, scale, zero, length, bits, size, dtype)
+    out = _dequantized(codes, length, dtype)
     if out.numel():
-        parts = [None if x is None else x.contiguous() for x in (q, scale, zero)]
+        parts = contiguous(*codes)
         dispatch.run("dequantize_groups", *parts, rows_of(out), bits=bits, size=size)
     return out
 
 
-def _dequantized(q: Tensor, scale: Tensor, zero: Tensor | None, length: int, *rest: Any) -> Tensor:
-    return q.new_empty((*q.shape[:-1], length), dtype=rest[-1])
-
-
-def _run_fake(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+@operator(fresh, batch=looped, check=partial(_checked, "fake_quant", range(2, 17)))
+def _fake_quant(x: Tensor, bits: int, size: int, symmetric: bool, seed: Tensor | None) -> Tensor:
+    out = fresh(x)
     if x.numel():
-        how = {"bits": bits, "size": size, "symmetric": symmetric, "seed": seed}
-        dispatch.run("fake_quant", rows_of(x).contiguous(), rows_of(out), **how)
+        rows = rows_of(x)
+        given = Quantizing(rows, rows.shape, symmetric, fake=rows_of(out))
+        dispatch.run("fake_quant", given, bits=bits, size=size, seed=seed)
     return out
-
-
-_quantize: Callable[..., Any] = define(
-    "quantize_groups(Tensor x, int bits, int size, bool symmetric, Tensor? seed)"
-    " -> (Tensor, Tensor, Tensor)",
-    _run_quantize,
-    _rooms,
-    looped(lambda: _quantize),
-    functools.partial(_checked, "quantize_groups", (8, 4)),
-)
-_dequantize: Callable[..., Any] = define(
-    "dequantize_groups(Tensor q, Tensor scale, Tensor? zero, int length, int bits, int size,"
-    " ScalarType dtype) -> Tensor",
-    _run_dequantize,
-    _dequantized,
-    looped(lambda: _dequantize),
-    _check_dequantize,
-)
-_fake: Callable[..., Any] = define(
-    "fake_quant(Tensor x, int bits, int size, bool symmetric, Tensor? seed) -> Tensor",
-    _run_fake,
-    lambda x, *how: torch.empty_like(x, memory_format=torch.contiguous_format),
-    looped(lambda: _fake),
-    functools.partial(_checked, "fake_quant", range(2, 17)),
-)
 
 
 def dequantize_limit(*tensors: Tensor, **how: Any) -> str | None:
@@ -374,28 +340,11 @@ def mean_limit(*tensors: Tensor, **how: Any) -> str | None:
     return dispatch.in_float32(*tensors)
 
 
+KINDS: dict[str, Any] = {"dtypes": dispatch.NUMBERS, "limit": limit}
+TRAFFIC = "3.0 B for 8 bits, 2.5 B for 4 (bf16)"
 for _name, _twin, _traffic, _limit in (
-    ("quantize_groups", quantize_twin, "3.0 B for 8 bits, 2.5 B for 4 (bf16)", dispatch.in_float32),
-    (
-        "dequantize_groups",
-        dequantize_twin,
-        "3.0 B for 8 bits, 2.5 B for 4 (bf16)",
-        dequantize_limit,
-    ),
-    ("fake_quant", fake_quant_twin, "4 B (bf16)", dispatch.known),
+    ("quantize_groups", quantize_twin, TRAFFIC, dispatch.in_float32),
+    ("dequantize_groups", dequantize_twin, TRAFFIC, dequantize_limit),
+    ("fake_quant", quantize_twin, "4 B (bf16)", dispatch.known),
 ):
-    _triton, _machine = (
-        f"zfunc.kernels.groupwise_{way}:{_name.removesuffix('_groups')}"
-        for way in ("triton", "llvm")
-    )
-    dispatch.register(
-        dispatch.Kernel(
-            _name,
-            _twin,
-            _triton,
-            _traffic,
-            limit=limit,
-            machine=_machine,
-            machine_limit=_limit,
-        )
-    )
+    dispatch.register(_name, _twin, "groupwise_triton", _traffic, machine=_limit, **KINDS)

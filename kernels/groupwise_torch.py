@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "SMALLEST",
-    "Grid",
-    "dequantize_twin",
-    "fake_quant_twin",
-    "mean_twin",
-    "quantize_twin",
-    "shares_of",
-]
+from zfunc.kernels.operators import wide
+
+__all__ = ["SMALLEST", "Codes", "Levels", "Quantizing", "dequantize_twin", "quantize_twin"]
 
 CHUNK = 1 << 17  # for each thread: two float32 buffers of it stay in the second cache of a core
 # The constants of `lowbias32` (Wellons, Prospecting for Hash Functions, 2018), as signed integers.
@@ -29,32 +24,89 @@ GOLDEN = 0x9E3779B9
 # What divided by this is finite, up to the levels of 16 bits, and scales are no subnormals.
 SMALLEST = 2.0**-100
 
-Fill = Callable[["Block", Tensor], None]
+Fill = Callable[["GroupBlock", Tensor], None]
+
+
+class Codes(NamedTuple):
+    """Levels with their scales and, where zero is not in their middle, zeros."""
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+class Quantizing(NamedTuple):
+    """What is rounded to levels, and what that gives.
+
+    Attributes:
+        x: values ``[R, K]``; or levels that senders sent, a row each, whose mean is rounded.
+        shape: ``(R, K)``.
+        symmetric: whether zero is in the middle of the levels.
+        scales, zeros: of what senders sent, for each group; ``None`` where ``x`` are values.
+        error: added to the values.
+        q, scale, zero: levels ``[R, K]`` or, of 4 bits, ``[R, ceil(K / 2)]``; scales and zeros.
+        left: what the levels leave out; may be ``error``.
+        fake: the values that the levels stand for; then levels and scales are not kept.
+    """
+
+    x: Tensor
+    shape: tuple[int, ...]
+    symmetric: bool
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    error: Tensor | None = None
+    q: Tensor | None = None
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    left: Tensor | None = None
+    fake: Tensor | None = None
+
+    def shares(self, bits: int) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
+        """What each sender adds to a mean, for each group.
+
+        Shares, not sums: what travels on is a mean, and 1/W goes into the scales.
+
+        Returns:
+            ``(shares, lows, rest, away)``: a sender adds ``(level - away) * share + low``; to the
+            sum ``rest`` is added. ``lows`` and ``rest`` may be absent.
+        """
+        assert self.scales is not None
+        shares, zeros = self.scales / len(self.scales), self.zeros
+        lows = None if zeros is None else zeros / len(zeros)
+        if bits == 4 and self.error is None:
+            # Levels plus 128, times shares of 16 bits: exact products, of which a GPU needs no more
+            # than a multiply-add each. What is too much is taken off in the end.
+            shares = _short(shares)
+            return shares, None, _offsets(shares, lows), -128.0
+        return shares, lows, None, 8.0 if bits == 4 and zeros is None else 0.0
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Levels: how many bits, whether zero is in the middle, how to round.
-
-    ``seed`` is ``None`` for rounding to nearest, and 64 bits for stochastic rounding.
-    """
+class Levels:
+    """Which levels there are: how many bits, whether zero is in the middle, how to round."""
 
     bits: int
     symmetric: bool
-    seed: int | None = None
+    stochastic: bool = False
 
     @property
     def top(self) -> int:
         """The highest level; the lowest is its negative, or 0.
 
-        >>> Grid(8, symmetric=True).top, Grid(8, symmetric=False).top
+        >>> Levels(8, symmetric=True).top, Levels(8, symmetric=False).top
         (127, 255)
         """
         return (1 << (self.bits - 1)) - 1 if self.symmetric else (1 << self.bits) - 1
 
+    @property
+    def reach(self) -> float:
+        """Where the greatest value goes: with dither just inside the range, so that none leads out
+        of it and nothing need be clamped."""
+        return self.top * (1 - 2**-20) if self.stochastic else self.top
+
 
 @dataclass(frozen=True)
-class Block:
+class GroupBlock:
     """Elements ``start`` to ``stop`` of rows laid end to end: whole groups, or one short one."""
 
     start: int
@@ -66,82 +118,69 @@ class Block:
         return x.view(-1)[self.start : self.stop]
 
 
-def quantize_twin(
-    x: Tensor,
-    error: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    new_error: Tensor | None,
-    *,
-    bits: int,
-    size: int,
-    seed: Tensor | None,
-) -> None:
-    """``x`` is ``[R, K]``, ``q`` has its shape or, of 4 bits, ``[R, ceil(K / 2)]``."""
+def quantize_twin(given: Quantizing, *, bits: int, size: int, seed: Tensor | None) -> None:
+    """Values, or the mean of what senders sent, to levels."""
+    levels = Levels(bits, given.symmetric, seed is not None)
+    word = 0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF
+    scale, zero = given.scale, given.zero
+    if scale is None:
+        count = given.shape[0] * -(-given.shape[1] // size)
+        scale = given.x.new_empty(count, dtype=wide(given.x))
+        zero = None if given.symmetric else torch.empty_like(scale)
+    fill = _values_of(given) if given.scales is None else _mean_of(given, scale, bits, size)
+    values, rounded = (_room(given.shape, size, scale) for _ in range(2))
+    whole = torch.empty_like(values, dtype=torch.int8)
+    for block in _blocks(given.shape, size):
+        n = block.stop - block.start
+        rows = -(-n // size)
+        c, y = (room[: rows * size].view(rows, size) for room in (values, rounded))
+        fill(block, values[:n])
+        if n % size:
+            values[n : rows * size] = values[n - 1]  # changes neither least nor greatest
+        its = scale.view(-1)[block.groups]
+        low = None if zero is None else zero.view(-1)[block.groups]
+        _to_levels(c, y, its, low, levels)
+        if levels.stochastic:
+            y.add_(_dither(word, block.groups.start, y))
+        y.round_()
+        if given.q is not None:
+            _store(block, rounded[:n], whole, given.q.view(-1), levels)
+        y.mul_(its[:, None])
+        if low is not None:
+            y.add_(low[:, None])
+        if given.left is not None:
+            torch.sub(values[:n], rounded[:n], out=block.of(given.left))
+        if given.fake is not None:
+            block.of(given.fake).copy_(rounded[:n])
 
-    def fill(block: Block, out: Tensor) -> None:
-        out.copy_(block.of(x))
-        if error is not None:
-            out.add_(block.of(error))
 
-    grid = Grid(bits, zero is None, _word(seed))
-    _quantize(fill, x.shape, scale, zero, grid, size, q=q, error=new_error)
+def _values_of(given: Quantizing) -> Fill:
+    def fill(block: GroupBlock, out: Tensor) -> None:
+        out.copy_(block.of(given.x))
+        if given.error is not None:
+            out.add_(block.of(given.error))
+
+    return fill
 
 
-def mean_twin(
-    received: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    error: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    new_error: Tensor | None,
-    *,
-    n: int,
-    bits: int,
-    size: int,
-    seed: Tensor | None,
-) -> None:
-    """``received`` has a row of levels for each sender, ``scales`` and ``zeros`` of groups."""
-    grid = Grid(bits, zero is None, _word(seed))
-    room = _room((1, n), size, scale)
-    shares, lows, rest, away = shares_of(scales, zeros, bits, error is not None)
+def _mean_of(given: Quantizing, like: Tensor, bits: int, size: int) -> Fill:
+    room = _room(given.shape, size, like)
+    shares, lows, rest, away = given.shares(bits)
 
-    def fill(block: Block, out: Tensor) -> None:
-        if error is not None:
-            out.copy_(block.of(error))
+    def fill(block: GroupBlock, out: Tensor) -> None:
+        if given.error is not None:
+            out.copy_(block.of(given.error))
         else:
             out.zero_()
         for w in range(len(shares)):
             low = None if lows is None else lows[w]
-            out.add_(_values(block, received[w], shares[w], low, bits, size, room, away))
+            sent = Codes(given.x[w], shares[w], low)
+            out.add_(_values(block, sent, bits, size, room, away))
         if rest is not None:
             its = rest[block.groups, None]
             out.view(len(its), -1).add_(its)
 
-    _quantize(fill, torch.Size((1, n)), scale, zero, grid, size, q=q, error=new_error)
-
-
-def shares_of(
-    scales: Tensor, zeros: Tensor | None, bits: int, error: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """What each sender adds to a mean, for each group.
-
-    Shares, not sums: what travels on is a mean, and 1/W goes into the scales.
-
-    Returns:
-        ``(shares, lows, rest, away)``: a sender adds ``(level - away) * share + low``; to the sum
-        ``rest`` is added. ``lows`` and ``rest`` may be absent.
-    """
-    shares, lows = scales / len(scales), None if zeros is None else zeros / len(scales)
-    if bits == 4 and not error:
-        # Levels plus 128, times shares of 16 bits: exact products, of which a GPU needs no more
-        # than a multiply-add each. What is too much is taken off in the end.
-        shares = _short(shares)
-        return shares, None, _offsets(shares, lows), -128.0
-    return shares, lows, None, 8.0 if bits == 4 and zeros is None else 0.0
+    return fill
 
 
 def _short(shares: Tensor) -> Tensor:
@@ -166,99 +205,34 @@ def _offsets(shares: Tensor, lows: Tensor | None) -> Tensor:
     return rest
 
 
-def fake_quant_twin(
-    x: Tensor,
-    out: Tensor,
-    *,
-    bits: int,
-    size: int,
-    symmetric: bool,
-    seed: Tensor | None,
-) -> None:
-    """``x`` and ``out`` are ``[R, K]``."""
-    groups = x.shape[0] * -(-x.shape[1] // size)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    scale = x.new_empty(groups, dtype=wide)
-    zero = None if symmetric else torch.empty_like(scale)
-
-    def fill(block: Block, values: Tensor) -> None:
-        values.copy_(block.of(x))
-
-    grid = Grid(bits, symmetric, _word(seed))
-    _quantize(fill, x.shape, scale, zero, grid, size, fake=out)
-
-
 def dequantize_twin(
     q: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, *, bits: int, size: int
 ) -> None:
     """``out`` is ``[R, K]``, the others as :func:`quantize_twin` leaves them."""
     room = _room(out.shape, size, scale)
     away = 8.0 if zero is None else 0.0
-    low = None if zero is None else zero.view(-1)
+    codes = Codes(q.view(-1), scale.view(-1), None if zero is None else zero.view(-1))
     for block in _blocks(out.shape, size):
-        parts = q.view(-1), scale.view(-1), low
-        block.of(out).copy_(_values(block, *parts, bits, size, room, away))
+        block.of(out).copy_(_values(block, codes, bits, size, room, away))
 
 
-def _quantize(
-    fill: Fill,
-    shape: torch.Size,
-    scale: Tensor,
-    zero: Tensor | None,
-    grid: Grid,
-    size: int,
-    *,
-    q: Tensor | None = None,
-    error: Tensor | None = None,
-    fake: Tensor | None = None,
-) -> None:
-    values, levels = (_room(shape, size, scale) for _ in range(2))
-    whole = torch.empty_like(values, dtype=torch.int8)
-    for block in _blocks(shape, size):
-        n = block.stop - block.start
-        rows = -(-n // size)
-        c, y = (room[: rows * size].view(rows, size) for room in (values, levels))
-        fill(block, values[:n])
-        if n % size:
-            values[n : rows * size] = values[n - 1]  # changes neither least nor greatest
-        its = scale.view(-1)[block.groups]
-        low = None if zero is None else zero.view(-1)[block.groups]
-        _to_levels(c, y, its, low, grid, block.groups.start)
-        if q is not None:
-            _store(block, levels[:n], whole, q.view(-1), grid)
-        y.mul_(its[:, None])
-        if low is not None:
-            y.add_(low[:, None])
-        if error is not None:
-            torch.sub(values[:n], levels[:n], out=block.of(error))
-        if fake is not None:
-            block.of(fake).copy_(levels[:n])
-
-
-def _to_levels(
-    c: Tensor, y: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, first: int
-) -> None:
-    """Rows of values to rows of levels, as floats; their scales and zeros."""
+def _to_levels(c: Tensor, y: Tensor, scale: Tensor, zero: Tensor | None, levels: Levels) -> None:
+    """Rows of values to rows of levels, as floats that are not yet rounded; scales and zeros."""
     if zero is None:
         span = torch.amax(torch.abs(c, out=y), 1)
     else:
         torch.amin(c, 1, out=zero)
         span = torch.amax(c, 1).sub_(zero)
-    torch.mul(span, 1 / grid.top, out=scale)
+    torch.mul(span, 1 / levels.top, out=scale)
     usable = (span > SMALLEST) & span.isfinite()
-    # Just inside the range, so that no dither leads out of it and nothing need be clamped.
-    reach = grid.top if grid.seed is None else grid.top * (1 - 2**-20)
     # `number / tensor` would be rounded twice in torch: as a reciprocal, and as a product.
-    inverse = torch.where(usable, torch.full_like(span, reach).div_(span), 0)[:, None]
+    inverse = torch.where(usable, torch.full_like(span, levels.reach).div_(span), 0)[:, None]
     if zero is None:
         torch.mul(c, inverse, out=y)
     else:
         torch.sub(c, zero[:, None], out=y).mul_(inverse)
     if not usable.all():
         y.masked_fill_(~usable[:, None], 0)
-    if grid.seed is not None:
-        y.add_(_dither(grid.seed, first, y))
-    y.round_()
 
 
 def _dither(seed: int, first: int, like: Tensor) -> Tensor:
@@ -299,13 +273,13 @@ def _signed(word: int) -> int:
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
-def _store(block: Block, levels: Tensor, whole: Tensor, q: Tensor, grid: Grid) -> None:
+def _store(block: GroupBlock, levels: Tensor, whole: Tensor, q: Tensor, form: Levels) -> None:
     """Levels as bytes, or two in a byte, the first in its low half."""
     n = levels.numel()
-    if grid.bits == 8 and grid.symmetric:
+    if form.bits == 8 and form.symmetric:
         q[block.start : block.stop].copy_(levels)
         return
-    if grid.bits == 8:  # by way of int8: torch converts to uint8 one by one
+    if form.bits == 8:  # by way of int8: torch converts to uint8 one by one
         target = q[block.start : block.stop]
         target.view(torch.int8).copy_(levels - 128)
         target.bitwise_xor_(128)
@@ -313,23 +287,17 @@ def _store(block: Block, levels: Tensor, whole: Tensor, q: Tensor, grid: Grid) -
     halves = whole[: n + n % 2]
     halves[n:].zero_()
     halves[:n].copy_(levels)
-    if grid.symmetric:
+    if form.symmetric:
         halves[:n].add_(8)
     pairs = halves.view(torch.int16)
     q[block.byte : block.byte + len(pairs)].copy_(pairs.bitwise_or_(pairs >> 4))
 
 
 def _values(
-    block: Block,
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bits: int,
-    size: int,
-    room: Tensor,
-    away: float,
+    block: GroupBlock, codes: Codes, bits: int, size: int, room: Tensor, away: float
 ) -> Tensor:
     """What the levels of a block stand for, in ``room``; those of 4 bits less ``away``."""
+    q, scale, zero = codes
     n = block.stop - block.start
     rows = -(-n // size)
     if bits == 8:
@@ -347,7 +315,7 @@ def _values(
     return room[:n]
 
 
-def _blocks(shape: torch.Size, size: int) -> Iterator[Block]:
+def _blocks(shape: tuple[int, ...], size: int) -> Iterator[GroupBlock]:
     """Whole groups, some chunk at a time; each row's shorter last group for itself."""
     rows, width = shape
     if width and width % size == 0:
@@ -360,10 +328,10 @@ def _blocks(shape: torch.Size, size: int) -> Iterator[Block]:
         for a, b in ends + ([(whole, width)] if whole < width else []):
             first = row * groups + a // size
             found = slice(first, first + -(-(b - a) // size))
-            yield Block(row * width + a, row * width + b, found, row * stride + a // 2)
+            yield GroupBlock(row * width + a, row * width + b, found, row * stride + a // 2)
 
 
-def _room(shape: torch.Size | tuple[int, int], size: int, like: Tensor) -> Tensor:
+def _room(shape: tuple[int, ...], size: int, like: Tensor) -> Tensor:
     """Scratch for the largest block."""
     total = shape[0] * (-(-shape[1] // size)) * size
     return like.new_empty(min(_most(size), total))
@@ -373,7 +341,3 @@ def _most(size: int) -> int:
     """Elements of a block, whole groups; more for more threads, which begin together."""
     chunk = CHUNK * min(torch.get_num_threads(), 8)
     return max(chunk - chunk % size, size)
-
-
-def _word(seed: Tensor | None) -> int | None:
-    return None if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.groupwise_torch import Quantizing
 from zfunc.kernels.levels_triton import (
     bfloat16_pairs,
     dither,
@@ -26,8 +27,14 @@ from zfunc.kernels.levels_triton import (
     summed,
 )
 
-__all__ = ["dequantize", "dequantize_kernel", "fake_quant", "mean", "quantize", "quantize_kernel"]
-
+__all__ = [
+    "dequantize_groups",
+    "dequantize_kernel",
+    "fake_quant",
+    "mean_payloads",
+    "quantize_groups",
+    "quantize_kernel",
+]
 ASSEMBLER = not dispatch.AMD and not dispatch.interpreting()
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, it leaves the nearest integer as low bits
 
@@ -144,113 +151,55 @@ def dequantize_kernel(
     tl.store(out + start + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-def quantize(
-    x: Tensor,
-    error: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    new_error: Tensor | None,
-    *,
-    bits: int,
-    size: int,
-    seed: Tensor | None,
-) -> None:
-    """Launch over rows ``[R, K]``."""
-    _launch("quantize_groups", x.shape, q, scale, zero, error, new_error, bits, size, seed, x=x)
-
-
-def fake_quant(
-    x: Tensor, out: Tensor, *, bits: int, size: int, symmetric: bool, seed: Tensor | None
-) -> None:
-    """Launch over rows ``[R, K]``; nothing but the values is written."""
-    zero = None if symmetric else x
-    _launch("fake_quant", x.shape, x, x, zero, None, None, bits, size, seed, x=x, fake=out)
-
-
-def mean(
-    received: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    error: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    new_error: Tensor | None,
-    *,
-    n: int,
-    bits: int,
-    size: int,
-    seed: Tensor | None,
-) -> None:
-    """Launch over the payloads of several senders."""
-    shares = scales / received.shape[0]
-    lows = shares if zeros is None else zeros / received.shape[0]
-    source = (received, shares, lows, received.shape[0], received.stride(0), shares.stride(0))
-    _launch(
-        "mean_payloads", (1, n), q, scale, zero, error, new_error, bits, size, seed, source=source
-    )
-
-
-def _launch(
-    name: str,
-    shape: tuple[int, ...],
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    error: Tensor | None,
-    new_error: Tensor | None,
-    bits: int,
-    size: int,
-    seed: Tensor | None,
-    *,
-    x: Tensor | None = None,
-    fake: Tensor | None = None,
-    source: tuple[Tensor, Tensor, Tensor, int, int, int] | None = None,
-) -> None:
+def quantize_groups(given: Quantizing, *, bits: int, size: int, seed: Tensor | None) -> None:
+    """Launch over rows of values, or over the payloads of several senders."""
+    x, shape, symmetric, scales, zeros, error, q, scale, zero, left, fake = given
+    mean, some = scales is not None, x if q is None else q  # stands for pointers that are not read
+    name = "mean_payloads" if mean else "quantize_groups" if fake is None else "fake_quant"
     # An error doubles what a thread holds, and masks for holes in a tile of means are more than
     # there is room for: half as many elements then.
-    if source is None:
-        parts = 1 if error is None else 2
-    else:
-        parts = 2 if size & (size - 1) else 1
-    how, where = _tile(name, shape, size, q.device, parts)
+    halved = size & (size - 1) if mean else error is not None
+    how, where = _tile(name, shape, size, x.device, 2 if halved else 1)
     # Words of 32 bits: eight levels of a sender, or two elements of bfloat16.
     words = bits == 4 and error is None and fake is None and size % 32 == 0
-    if x is not None:
-        words = words and x.dtype == torch.bfloat16 and where[0] % 8 == 0 and size == how["GROUP"]
-        how["CUTS"] = cuts(how, amd=dispatch.AMD)
-    wide = x if source is None else source[0]
-    words = words and wide is not None and wide.data_ptr() % 16 == 0
+    words = words and x.data_ptr() % 16 == 0
     # Whether what is outside a group does its extremes no harm: that of words is of the group, too.
-    whole = zero is None or error is None if source is None else words and where[0] % 32 == 0
-    some = q  # stands for the pointers that this variant does not read
+    if scales is not None:
+        shares = scales / x.shape[0]
+        lows = shares if zeros is None else zeros / x.shape[0]
+        senders = (x, shares, lows, x.shape[0], x.stride(0), shares.stride(0))
+        whole, how["CUTS"] = words and where[0] % 32 == 0, 0
+    else:
+        words = words and x.dtype == torch.bfloat16 and where[0] % 8 == 0 and size == how["GROUP"]
+        senders = (some, some, some, 0, 0, 0)
+        whole, how["CUTS"] = symmetric or error is None, cuts(how, amd=dispatch.AMD)
     if seed is not None:
-        seed = seed.to(q.device, non_blocking=True)
+        seed = seed.to(x.device, non_blocking=True)
     quantize_kernel[(triton.cdiv(where[-1], how["ROWS"]),)](
-        some if x is None else x,
-        some if error is None else error,
-        *(source or (some, some, some, 0, 0, 0)),
-        *(q, scale, some if zero is None else zero),
-        some if new_error is None else new_error,
-        some if fake is None else fake,
-        some if seed is None else seed,
+        *(some if t is None else t for t in (None if mean else x, error)),
+        *senders,
+        *(some if t is None else t for t in (q, scale, zero, left, fake, seed)),
         *where,
         BITS=bits,
-        SYMMETRIC=zero is None,
+        SYMMETRIC=symmetric,
         STOCHASTIC=seed is not None,
-        MEAN=source is not None,
+        MEAN=mean,
         ERROR=error is not None,
         FAKE=fake is not None,
         ODD=where[0] % 2 == 1,
         WHOLE=whole,
         WORDS=words,
         ASM=ASSEMBLER,
-        **({"CUTS": 0} | how),
+        **how,
     )
 
 
-def dequantize(
+# What is given tells them apart.
+fake_quant = quantize_groups
+mean_payloads = quantize_groups
+
+
+def dequantize_groups(
     q: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, *, bits: int, size: int
 ) -> None:
     """Launch over rows ``[R, K]``."""

@@ -57,12 +57,8 @@ def teach() -> None:
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     reduce = interpreter.ReduceScanOpInterface
-    binary, unary, dot, apply = (
-        builder.binary_op,
-        builder.unary_op,
-        builder.create_dot,
-        reduce.apply,
-    )
+    binary, unary, dot = builder.binary_op, builder.unary_op, builder.create_dot
+    apply = reduce.apply
 
     def wide(h: Any) -> Any:
         return handle(widened(h.data), tl.float32) if is_bf16(h) else h

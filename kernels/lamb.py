@@ -1,4 +1,4 @@
-r"""LAMB over a flat shard that holds many tensors: two passes, and one small table between them.
+r"""LAMB over a flat shard that holds many tensors, in two passes.
 
 For each tensor (a *segment* of the buffer), in float32, with :math:`g \leftarrow c\,g`:
 
@@ -21,8 +21,8 @@ three launches for any number of tensors. Sums run in a fixed order: the same bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ from zfunc.kernels import dispatch
 from zfunc.kernels.adamw import HYPER, adamw_hyper
 from zfunc.kernels.operators import (
     KernelError,
+    Written,
     agree,
     apart,
+    contiguous,
     copies,
-    define,
     dense,
     numbers,
+    operator,
     together,
     undifferentiated,
 )
@@ -49,6 +51,14 @@ INSTEAD = "optim.lamb, whose update is made of plain torch operations"
 Segments = Sequence[tuple[int, int]]
 
 lamb_hyper = adamw_hyper  # the same numbers; LAMB's customary eps is 1e-6
+
+
+class LambStep(NamedTuple):
+    """Where each segment begins and ends, and the hyperparameters."""
+
+    starts: list[int]
+    stops: list[int]
+    hyper: Tensor
 
 
 def lamb_moments_(
@@ -77,7 +87,7 @@ def lamb_moments_(
     tensor([[25.,  2.]])
     """
     undifferentiated("lamb_moments_", INSTEAD, grad, param, mu, nu, hyper)
-    return _moments(grad, param, mu, nu, *_columns(segments), hyper)
+    return _lamb_moments_(grad, param, mu, nu, *_step(segments, hyper))
 
 
 def lamb_ratios(squares: Tensor) -> Tensor:
@@ -119,49 +129,33 @@ def lamb_apply_(
     tensor([2.8000, 3.8000])
     """
     undifferentiated("lamb_apply_", INSTEAD, param, mu, nu, hyper)
-    _apply(param, mu, nu, low, *_columns(segments), ratios, hyper)
+    _lamb_apply_(param, mu, nu, low, ratios, *_step(segments, hyper))
 
 
-def _check_moments(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    starts: list[int],
-    stops: list[int],
-    hyper: Tensor,
-) -> None:
+def _check_moments(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, step: LambStep) -> None:
     name = "lamb_moments_"
-    _check(name, starts, stops, hyper, grad=grad, param=param, mu=mu, nu=nu)
+    _check(name, step, grad=grad, param=param, mu=mu, nu=nu)
     dense(name, mu=mu, nu=nu)
 
 
 def _check_apply(
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    low: Tensor | None,
-    starts: list[int],
-    stops: list[int],
-    ratios: Tensor,
-    hyper: Tensor,
+    param: Tensor, mu: Tensor, nu: Tensor, low: Tensor | None, ratios: Tensor, step: LambStep
 ) -> None:
     name = "lamb_apply_"
-    _check(name, starts, stops, hyper, param=param, mu=mu, nu=nu)
+    _check(name, step, param=param, mu=mu, nu=nu)
     agree(name, param=param, low=low)
     copies(name, low)
     together(name, param=param, ratios=ratios)
     dense(name, param=param, low=low)
-    if ratios.shape != (len(starts),) or not numbers(ratios):
+    if ratios.shape != (len(step.starts),) or not numbers(ratios):
         raise KernelError(
             f"kernels.{name}: ratios are {ratios.dtype}{list(ratios.shape)}; expected one "
-            f"floating-point number for each of the {len(starts)} segments."
+            f"floating-point number for each of the {len(step.starts)} segments."
         )
 
 
-def _check(
-    name: str, starts: list[int], stops: list[int], hyper: Tensor, **buffers: Tensor
-) -> None:
+def _check(name: str, step: LambStep, **buffers: Tensor) -> None:
+    starts, stops, hyper = step
     agree(name, **buffers)
     if not numbers(*buffers.values()) or buffers["param"].dim() != 1:
         found = {label: f"{x.dtype}{list(x.shape)}" for label, x in buffers.items()}
@@ -200,78 +194,39 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _columns(segments: Segments) -> tuple[list[int], list[int]]:
-    return [start for start, _ in segments], [stop for _, stop in segments]
+def _step(segments: Segments, hyper: Tensor) -> LambStep:
+    return LambStep([start for start, _ in segments], [stop for _, stop in segments], hyper)
 
 
-def _run_moments(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    starts: list[int],
-    stops: list[int],
-    hyper: Tensor,
-) -> Tensor:
+@operator(
+    lambda grad, param, mu, nu, step: param.new_empty(len(step.starts), 2, dtype=_wide(param)),
+    check=_check_moments,
+)
+def _lamb_moments_(grad: Tensor, param: Tensor, mu: Written, nu: Written, step: LambStep) -> Tensor:
     grad, param = grad.contiguous(), param.contiguous()
     apart("lamb_moments_", grad=grad, mu=mu, nu=nu)
     apart("lamb_moments_", param=param, mu=mu, nu=nu)
-    squares = torch.zeros(len(starts), 2, dtype=_wide(param), device=param.device)
-    how = {"starts": tuple(starts), "stops": tuple(stops), "hyper": hyper}
-    dispatch.run("lamb_moments", grad, param, mu, nu, squares, **how)
+    squares = torch.zeros(len(step.starts), 2, dtype=_wide(param), device=param.device)
+    dispatch.run("lamb_moments", grad, param, mu, nu, squares, step=step)
     return squares
 
 
-def _run_apply(
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    low: Tensor | None,
-    starts: list[int],
-    stops: list[int],
-    ratios: Tensor,
-    hyper: Tensor,
+@operator(check=_check_apply)
+def _lamb_apply_(
+    param: Written, mu: Tensor, nu: Tensor, low: Written | None, ratios: Tensor, step: LambStep
 ) -> None:
-    mu, nu, ratios = mu.contiguous(), nu.contiguous(), ratios.contiguous()
+    mu, nu, ratios = contiguous(mu, nu, ratios)
     for label, x in {"mu": mu, "nu": nu, "ratios": ratios}.items():
         apart("lamb_apply_", param=param, low=low, **{label: x})
-    how = {"starts": tuple(starts), "stops": tuple(stops), "hyper": hyper}
-    rest = (mu, nu, low, ratios)
-    dispatch.run("lamb_apply", param, *rest, **how)
-
-
-_moments: Callable[..., Any] = define(
-    "lamb_moments_(Tensor grad, Tensor param, Tensor(a!) mu, Tensor(b!) nu, int[] starts,"
-    " int[] stops, Tensor hyper) -> Tensor",
-    _run_moments,
-    lambda grad, param, mu, nu, starts, stops, hyper: param.new_empty(
-        len(starts), 2, dtype=_wide(param)
-    ),
-    check=_check_moments,
-)
-_apply: Callable[..., Any] = define(
-    "lamb_apply_(Tensor(a!) param, Tensor mu, Tensor nu, Tensor(b!)? low, int[] starts,"
-    " int[] stops, Tensor ratios, Tensor hyper) -> ()",
-    _run_apply,
-    lambda *args: None,
-    check=_check_apply,
-)
+    dispatch.run("lamb_apply", param, mu, nu, low, ratios, step=step)
 
 
 def moments_twin(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    squares: Tensor,
-    *,
-    starts: tuple[int, ...],
-    stops: tuple[int, ...],
-    hyper: Tensor,
+    grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, squares: Tensor, *, step: LambStep
 ) -> None:
     """The first pass in torch, a block that fits the cache at a time."""
-    knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
-    for i, a, b in _blocks(starts, stops):
+    knobs = dict(zip(HYPER, step.hyper.tolist(), strict=True))
+    for i, a, b in _blocks(step):
         g, p, m, v = (x[a:b].to(squares.dtype) for x in (grad, param, mu, nu))
         if knobs["factor"] != 1:
             g = g * knobs["factor"]
@@ -286,19 +241,11 @@ def moments_twin(
 
 
 def apply_twin(
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    low: Tensor | None,
-    ratios: Tensor,
-    *,
-    starts: tuple[int, ...],
-    stops: tuple[int, ...],
-    hyper: Tensor,
+    param: Tensor, mu: Tensor, nu: Tensor, low: Tensor | None, ratios: Tensor, *, step: LambStep
 ) -> None:
     """The second pass in torch, a block that fits the cache at a time."""
-    knobs = dict(zip(HYPER, hyper.tolist(), strict=True))
-    for i, a, b in _blocks(starts, stops):
+    knobs = dict(zip(HYPER, step.hyper.tolist(), strict=True))
+    for i, a, b in _blocks(step):
         p, m, v = (x[a:b].to(_wide(param)) for x in (param, mu, nu))
         p.sub_(_direction(p, m, v, knobs).mul_(ratios[i] * knobs["lr"]))
         if param.dtype != p.dtype:  # otherwise it is a view
@@ -314,14 +261,12 @@ def _direction(p: Tensor, m: Tensor, v: Tensor, knobs: dict[str, float]) -> Tens
     return u.add_(p, alpha=knobs["weight_decay"]) if knobs["weight_decay"] else u
 
 
-def _blocks(starts: tuple[int, ...], stops: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    pairs = enumerate(zip(starts, stops, strict=True))
+def _blocks(step: LambStep) -> list[tuple[int, int, int]]:
+    pairs = enumerate(zip(step.starts, step.stops, strict=True))
     return [(i, a, min(a + CHUNK, stop)) for i, (x, stop) in pairs for a in range(x, stop, CHUNK)]
 
 
-for _name, _twin, _traffic in (
-    ("lamb_moments", moments_twin, "22 B (bf16 gradient, float32 state)"),
-    ("lamb_apply", apply_twin, "18 B (bf16 copy, float32 state)"),
-):
-    _launch = f"zfunc.kernels.lamb_triton:{_name.removeprefix('lamb_')}"
-    dispatch.register(dispatch.Kernel(_name, _twin, _launch, _traffic, dtypes=dispatch.FLOATS))
+dispatch.register(
+    "lamb_moments", moments_twin, "lamb_triton", "22 B (bf16 gradient, float32 state)"
+)
+dispatch.register("lamb_apply", apply_twin, "lamb_triton", "18 B (bf16 copy, float32 state)")

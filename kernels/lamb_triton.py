@@ -15,28 +15,31 @@ from torch import Tensor
 
 from zfunc.buffers.uploads import on_device
 from zfunc.kernels import dispatch
+from zfunc.kernels.flat_triton import betas, number
+from zfunc.kernels.lamb import LambStep
 
-__all__ = ["apply", "lamb_apply_kernel", "lamb_finish_kernel", "lamb_moments_kernel", "moments"]
+__all__ = [
+    "lamb_apply",
+    "lamb_apply_kernel",
+    "lamb_finish_kernel",
+    "lamb_moments",
+    "lamb_moments_kernel",
+]
 
 
 @triton.jit
 def _direction(p, m, v, hyper):
-    eps = tl.load(hyper + 3).to(tl.float32)
-    decay = tl.load(hyper + 4).to(tl.float32)
-    scale1 = tl.load(hyper + 7).to(tl.float32)
-    scale2 = tl.load(hyper + 8).to(tl.float32)
+    eps, decay = number(hyper, 3), number(hyper, 4)
+    scale1, scale2 = number(hyper, 7), number(hyper, 8)
     return (m * scale1) / (tl.sqrt(v) * scale2 + eps) + decay * p
 
 
 @triton.jit
 def _moments_tile(g, p, m, v, hyper, start, length, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    b1 = tl.load(hyper + 1).to(tl.float32)
-    b2 = tl.load(hyper + 2).to(tl.float32)
-    rest1 = (1.0 - tl.load(hyper + 1)).to(tl.float32)
-    rest2 = (1.0 - tl.load(hyper + 2)).to(tl.float32)
+    b1, b2, rest1, rest2 = betas(hyper)
     at = start + tl.arange(0, BLOCK)
     inside = tl.arange(0, BLOCK) < (BLOCK if FULL else length)
-    gs = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * tl.load(hyper + 5).to(tl.float32)
+    gs = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * number(hyper, 5)
     ps = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
     ms = tl.load(m + at, mask=inside, other=0.0).to(tl.float32)
     vs = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
@@ -105,7 +108,7 @@ def lamb_apply_kernel(
     start = tl.load(tiles + 3 * tile)
     length = tl.load(tiles + 3 * tile + 1).to(tl.int32)
     step = tl.load(ratios + tl.load(tiles + 3 * tile + 2)).to(tl.float32)
-    step = step * tl.load(hyper).to(tl.float32)
+    step = step * number(hyper, 0)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     if length == BLOCK:
@@ -117,59 +120,48 @@ def lamb_apply_kernel(
 @functools.lru_cache(maxsize=256)
 def _tiles(
     starts: tuple[int, ...], stops: tuple[int, ...], block: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """``[tiles, 3]``: start, length, segment; and of each segment its first tile."""
+) -> tuple[Tensor, Tensor, bool]:
+    """``[tiles, 3]``: start, length, segment; of each segment its first tile; whether every segment
+    begins where wide loads may."""
     rows, first = [], [0]
     for i, (start, stop) in enumerate(zip(starts, stops, strict=True)):
         rows += [(a, min(block, stop - a), i) for a in range(start, stop, block)]
         first.append(len(rows))
     table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
-    return on_device(table, device), on_device(torch.tensor(first, dtype=torch.int64), device)
+    begun = torch.tensor(first, dtype=torch.int64)
+    aligned = all(start % 16 == 0 for start in starts)
+    return on_device(table, device), on_device(begun, device), aligned
 
 
-def moments(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    squares: Tensor,
-    *,
-    starts: tuple[int, ...],
-    stops: tuple[int, ...],
-    hyper: Tensor,
+def _tiled(step: LambStep, block: int, device: torch.device) -> tuple[Tensor, Tensor, bool]:
+    return _tiles(tuple(step.starts), tuple(step.stops), block, device)
+
+
+def lamb_moments(
+    grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor, squares: Tensor, *, step: LambStep
 ) -> None:
     """Launch the first pass and its sums."""
     how = dispatch.config("lamb_moments", param.device)
-    tiles, first = _tiles(starts, stops, how["BLOCK"], param.device)
+    tiles, first, aligned = _tiled(step, how["BLOCK"], param.device)
     if not len(tiles):
         return
     parts = torch.empty(len(tiles), 2, dtype=torch.float32, device=param.device)
-    aligned = all(start % 16 == 0 for start in starts)
     lamb_moments_kernel[(len(tiles),)](
-        grad, param, mu, nu, tiles, parts, hyper, ALIGNED=aligned, **how
+        grad, param, mu, nu, tiles, parts, step.hyper, ALIGNED=aligned, **how
     )
-    lamb_finish_kernel[(len(starts),)](parts, first, squares, BLOCK=256)
+    lamb_finish_kernel[(len(step.starts),)](parts, first, squares, BLOCK=256)
 
 
-def apply(
-    param: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    low: Tensor | None,
-    ratios: Tensor,
-    *,
-    starts: tuple[int, ...],
-    stops: tuple[int, ...],
-    hyper: Tensor,
+def lamb_apply(
+    param: Tensor, mu: Tensor, nu: Tensor, low: Tensor | None, ratios: Tensor, *, step: LambStep
 ) -> None:
     """Launch the second pass."""
     how = dispatch.config("lamb_apply", param.device)
-    tiles, _ = _tiles(starts, stops, how["BLOCK"], param.device)
+    tiles, _, aligned = _tiled(step, how["BLOCK"], param.device)
     if not len(tiles):
         return
-    aligned = all(start % 16 == 0 for start in starts)
     lamb_apply_kernel[(len(tiles),)](
-        *(param, mu, nu, param if low is None else low, tiles, ratios, hyper),
+        *(param, mu, nu, param if low is None else low, tiles, ratios, step.hyper),
         LOW=low is not None,
         ALIGNED=aligned,
         **how,

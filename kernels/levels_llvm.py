@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zfunc.kernels.flat_llvm import lanes
-from zfunc.kernels.groupwise_torch import FIRST, GOLDEN, SECOND
-from zfunc.kernels.llvm import Writer
+from zfunc.kernels.flat_llvm import lanes, least
+from zfunc.kernels.groupwise_torch import FIRST, GOLDEN, SECOND, Levels
+from zfunc.kernels.llvm import Emitter
 
 __all__ = [
     "PLACES",
-    "Group",
+    "GroupPlace",
     "dither",
     "each_group",
     "extremes",
@@ -29,7 +29,7 @@ PLACES = ("length", "stride", "size", "groups", "total")
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupPlace:
     """Where a group lies: its number, its first and last (excluded) element, its byte of pairs."""
 
     index: Any
@@ -38,23 +38,21 @@ class Group:
     byte: Any
 
 
-def each_group(w: Writer, write_group: Callable[[Group], None]) -> None:
+def each_group(w: Emitter, write_group: Callable[[GroupPlace], None]) -> None:
     """Write a loop over this thread's groups."""
     b, a = w.b, w.arguments
-    first, last = w.share(a["total"])
-    with w.loop(first, last) as group:
+    with w.loop(*w.share(a["total"])) as group:
         row = b.udiv(group.index, a["groups"])
         column = w.times(b.sub(group.index, w.times(row, a["groups"])), a["size"])
         begin = w.times(row, a["length"])
         start, end = w.sum(begin, column), w.sum(begin, a["length"])
-        full = w.sum(start, a["size"])
-        stop = b.select(b.icmp_signed("<", full, end), full, end)
+        stop = least(w, w.sum(start, a["size"]), end)
         byte = w.sum(w.times(row, a["stride"]), b.lshr(column, w.n(1)))
-        write_group(Group(group.index, start, stop, byte))
+        write_group(GroupPlace(group.index, start, stop, byte))
 
 
 def extremes(
-    w: Writer, where: Group, values: Callable[[Any, Any], Any], symmetric: bool
+    w: Emitter, where: GroupPlace, values: Callable[[Any, Any], Any], symmetric: bool
 ) -> tuple[Any, Any]:
     """The least value and what lies between it and the greatest; NaN if a value is.
 
@@ -90,7 +88,7 @@ def extremes(
     return low, b.fsub(high, low)
 
 
-def start_dither(w: Writer, where: Group) -> Any:
+def start_dither(w: Emitter, where: GroupPlace) -> Any:
     """Where a group's dither begins: a hash of its number and the seed, int32."""
     b, seed = w.b, w.arguments["seed"]
     high = w.times(b.lshr(where.index, w.n(32)), GOLDEN)
@@ -101,7 +99,7 @@ def start_dither(w: Writer, where: Group) -> Any:
     return _folded(w, key, 16)
 
 
-def dither(w: Writer, key: Any, place: Any) -> Any:
+def dither(w: Emitter, key: Any, place: Any) -> Any:
     """From -1/2 to below 1/2, for 16 elements of a group: see the twin's."""
     b = w.b
     steps = b.add(
@@ -116,23 +114,21 @@ def dither(w: Writer, key: Any, place: Any) -> Any:
     return b.fmul(b.sitofp(halves, w.vector(w.f32)), w.constant(w.f32, 2.0**-16))
 
 
-def _folded(w: Writer, h: Any, by: int) -> Any:
+def _folded(w: Emitter, h: Any, by: int) -> Any:
     """``h ^ (h >> by)``."""
     several = isinstance(h.type, w.ir.VectorType)
     much = w.constant(w.i32, by, h.type.count) if several else w.ir.Constant(w.i32, by)
     return w.b.xor(h, w.b.lshr(h, much))
 
 
-def store_levels(
-    w: Writer, y: Any, at: Any, where: Group, mask: Any, bits: int, symmetric: bool
-) -> None:
+def store_levels(w: Emitter, y: Any, at: Any, where: GroupPlace, mask: Any, levels: Levels) -> None:
     """16 levels as bytes, or as 8 pairs, the first in the low half."""
-    b, a = w.b, w.arguments
+    b, a, bits = w.b, w.arguments, levels.bits
     level = b.fptosi(y, w.vector(w.i32))
     if bits == 8:
         address, value = w.at(a["out"], at), b.trunc(level, w.vector(w.i8))
     else:
-        if symmetric:
+        if levels.symmetric:
             level = b.add(level, w.constant(w.i32, 8))
         if mask is not None:  # a row may end with half a byte
             level = b.select(mask, level, w.constant(w.i32, 0))
@@ -140,38 +136,32 @@ def store_levels(
         pairs = b.or_(pairs, b.lshr(pairs, w.constant(w.i16, 4, 8)))
         value = b.trunc(pairs, w.vector(w.i8, 8))
         address = w.at(a["out"], _byte(w, at, where))
-    if mask is None:
-        w.store(value, address)
-    else:
-        w.masked_store(value, address, mask if bits == 8 else _halves(w, mask))
+    w.store(value, address, mask=mask if bits == 8 else _halves(w, mask))
 
 
-def load_levels(
-    w: Writer, q: Any, at: Any, where: Group, mask: Any, bits: int, signed: bool
-) -> Any:
+def load_levels(w: Emitter, q: Any, at: Any, where: GroupPlace, mask: Any, levels: Levels) -> Any:
     """16 levels as float32; those of 4 bits as they are stored, from 0 to 15."""
-    b = w.b
+    b, bits = w.b, levels.bits
     count = 16 if bits == 8 else 8
     address = w.at(q, at if bits == 8 else _byte(w, at, where))
     if mask is None:
         w.prefetch(w.at(address, AHEAD))
-        x = w.load(address, w.vector(w.i8, count))
-    else:
-        real = mask if bits == 8 else _halves(w, mask)
-        x = w.masked_load(address, w.vector(w.i8, count), real)
+    x = w.load(address, w.vector(w.i8, count), mask=mask if bits == 8 else _halves(w, mask))
     if bits == 4:
         pairs = b.zext(x, w.vector(w.i16, 8))
         pairs = b.or_(pairs, b.shl(pairs, w.constant(w.i16, 4, 8)))
         x = b.bitcast(b.and_(pairs, w.constant(w.i16, 0x0F0F, 8)), w.vector(w.i8))
-    wide = b.sext if signed and bits == 8 else b.zext
+    wide = b.sext if levels.symmetric and bits == 8 else b.zext
     return b.sitofp(wide(x, w.vector(w.i32)), w.vector(w.f32))
 
 
-def _byte(w: Writer, at: Any, where: Group) -> Any:
+def _byte(w: Emitter, at: Any, where: GroupPlace) -> Any:
     """The byte of the pair that begins with element ``at``."""
     return w.sum(where.byte, w.b.lshr(w.b.sub(at, where.start), w.n(1)))
 
 
-def _halves(w: Writer, mask: Any) -> Any:
+def _halves(w: Emitter, mask: Any) -> Any:
     """Which of 8 pairs exist: those whose first element does."""
+    if mask is None:
+        return None
     return w.b.shuffle_vector(mask, mask, w.constant(w.i32, list(range(0, 16, 2)), 8))

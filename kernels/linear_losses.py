@@ -17,7 +17,6 @@ al., 2024), the formula that of :mod:`zfunc.kernels.losses`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.losses import Reduction, check, check_classes, reduced
-from zfunc.kernels.normalization_torch import wide
-from zfunc.kernels.operators import KernelError, define, looped, together
+from zfunc.kernels.losses_torch import Terms
+from zfunc.kernels.operators import KernelError, looped, operator, together, wide
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["linear_cross_entropy"]
@@ -107,23 +106,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        reduction: str,
-        grads: bool,
-        ignore: int,
-        smoothing: float,
-        z: float,
-        chunk: int,
+        x: Tensor, weight: Tensor, target: Tensor, reduction: str, grads: bool, *rule: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         scale = None
         if grads:
             scale = torch.ones((), dtype=wide(x), device=x.device)
             if reduction == "mean":
-                scale = scale / (target != ignore).sum()
-        losses, dx, dw = _losses(x, weight, target, scale, ignore, smoothing, z, chunk)
-        return reduced(losses, target, ignore, reduction), dx, dw
+                scale = scale / (target != rule[0]).sum()
+        losses, dx, dw = _linear_cross_entropy(x, weight, target, scale, *rule)
+        return reduced(losses, target, rule[0], reduction), dx, dw
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -158,7 +149,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rooms(
-    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, *rule: Any
+    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     losses = x.new_empty(target.shape, dtype=wide(x))
     if scale is None:
@@ -166,32 +157,33 @@ def _rooms(
     return losses, x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+@operator(_rooms, batch=looped)
+def _linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, terms: Terms, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    # In the dtypes that came, also under autocast, which would round products in between.
+    with torch.autocast(x.device.type, enabled=False):
+        return _run(x, weight, target, scale, terms, chunk)
+
+
 def _run(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    scale: Tensor | None,
-    ignore: int,
-    smoothing: float,
-    z: float,
-    chunk: int,
+    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, terms: Terms, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     losses, dx, dw = _rooms(x, weight, target, scale)
     classes = weight.shape[0]
-    check_classes("linear_cross_entropy", target, ignore, classes)
+    check_classes("linear_cross_entropy", target, terms.ignore, classes)
     rows = x.reshape(target.numel(), x.shape[-1])
     goals, sums = target.reshape(-1).contiguous(), losses.view(-1)
     chunk = max(1, chunk or rows_of_a_chunk(len(rows), classes, x.element_size()))
-    how = {"ignore": ignore, "smoothing": smoothing, "z": z}
     exact = x.dtype == wide(x) or chunk >= len(rows)  # sums of chunks need no wider dtype
     total = dw.zero_() if exact else torch.zeros_like(dw, dtype=wide(x))
     for part in (slice(a, a + chunk) for a in range(0, len(rows), chunk)):
         logits = rows[part] @ weight.t()
         if scale is None:
             room = sums.new_empty((len(logits), 2))
-            dispatch.run("cross_entropy", logits, goals[part], sums[part], room, **how)
+            dispatch.run("cross_entropy", logits, goals[part], sums[part], room, terms=terms)
             continue
-        dispatch.run("cross_entropy_grad", logits, goals[part], scale, sums[part], **how)
+        dispatch.run("cross_entropy_grad", logits, goals[part], scale, sums[part], terms=terms)
         torch.mm(logits, weight, out=dx.view(rows.shape)[part])
         if exact:
             total.addmm_(logits.t(), rows[part])
@@ -200,18 +192,3 @@ def _run(
     if not exact:
         dw.copy_(total)
     return losses, dx, dw
-
-
-def _run_as_given(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """In the dtypes that came, also under autocast, which would round products in between."""
-    with torch.autocast(x.device.type, enabled=False):
-        return _run(x, *rest)
-
-
-_losses: Callable[..., Any] = define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? scale, int ignore,"
-    " float smoothing, float z, int chunk) -> (Tensor, Tensor, Tensor)",
-    _run_as_given,
-    _rooms,
-    looped(lambda: _losses),
-)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.flat_updates import FlatUpdate, Number, blocks, hyper_tensor
+from zfunc.kernels.flat_updates import Buffers, FlatUpdate, Number, blocks, hyper_tensor
 
 __all__ = ["HYPER", "lion_flat", "lion_flat_", "lion_hyper"]
 
@@ -111,20 +111,11 @@ def lion_flat_(
     _lion_(grad, param, mu, low, hyper)
 
 
-def twin(
-    grad: Tensor,
-    param: Tensor,
-    mu: Tensor,
-    new_param: Tensor,
-    new_mu: Tensor,
-    low: Tensor | None,
-    *,
-    hyper: Tensor,
-) -> None:
+def twin(grad: Tensor, state: Buffers, new: Buffers, low: Tensor | None, *, hyper: Tensor) -> None:
     """The same in torch, a block that fits the cache at a time."""
     lr, b1, b2, weight_decay, factor = hyper.tolist()
     rooms: list[Tensor] = []
-    for g, p, m in blocks(grad, (param, mu), (new_param, new_mu), low, factor):
+    for g, p, m in blocks(grad, state, new, low, factor):
         rooms = rooms or [torch.empty_like(g), torch.empty_like(g)]
         step, part = (room[: g.numel()] for room in rooms)
         torch.mul(m, b1, out=step)
@@ -133,12 +124,4 @@ def twin(
         m.mul_(b2).add_(g.mul_(1 - b2))
 
 
-dispatch.register(
-    dispatch.Kernel(
-        "lion_flat",
-        twin,
-        "zfunc.kernels.lion_triton:launch",
-        "20 B (bf16 gradient and copy, float32 state)",
-        dtypes=dispatch.FLOATS,
-    )
-)
+dispatch.register("lion_flat", twin, "lion_triton", "20 B (bf16 gradient and copy, float32 state)")

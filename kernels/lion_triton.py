@@ -5,22 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zfunc.kernels.flat_launch import over_flat
+from zfunc.kernels.flat_triton import betas, number, updating
 
-__all__ = ["launch", "lion_kernel"]
+__all__ = ["lion_flat", "lion_kernel"]
 
 
 @triton.jit
 def lion_kernel(g, p, m, p_new, m_new, low, hyper, n, LOW: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    lr = tl.load(hyper + 0).to(tl.float32)
-    b1 = tl.load(hyper + 1).to(tl.float32)
-    b2 = tl.load(hyper + 2).to(tl.float32)
-    rest1 = (1.0 - tl.load(hyper + 1)).to(tl.float32)
-    rest2 = (1.0 - tl.load(hyper + 2)).to(tl.float32)
+    lr, factor = number(hyper, 0), number(hyper, 4)
+    b1, b2, rest1, rest2 = betas(hyper)
     keep = (1.0 - tl.load(hyper + 0) * tl.load(hyper + 3)).to(tl.float32)
-    factor = tl.load(hyper + 4).to(tl.float32)
 
     gs = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * factor
     ps = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
@@ -35,4 +31,4 @@ def lion_kernel(g, p, m, p_new, m_new, low, hyper, n, LOW: tl.constexpr, BLOCK: 
         tl.store(low + at, ps.to(low.dtype.element_ty), mask=inside)
 
 
-launch = over_flat("lion_flat", lion_kernel)
+lion_flat = updating("lion_flat", lion_kernel)

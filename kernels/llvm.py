@@ -1,4 +1,4 @@
-"""Machine code for the CPU at hand, made in memory by LLVM: nothing is built, no file is written.
+"""Machine code for this CPU, which LLVM makes in memory: nothing is built, no file is written.
 
 Kernels are written with ``llvmlite.ir`` where torch has none that waits for memory alone. One is
 a function of a pointer to its arguments, 8 bytes each, and takes its share of the work: every
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from llvmlite import ir
 
 __all__ = [
+    "Emitter",
     "Host",
     "Kernel",
-    "Writer",
     "ahead",
     "compiled",
     "host",
@@ -223,7 +223,7 @@ def scratch(sizes: Sequence[int], threads: int = 0) -> tuple[Tensor, list[int]]:
     """Memory for a kernel to work in, off the stack, and its arguments that say where it is.
 
     Args:
-        sizes: bytes of the parts that each thread asks :meth:`Writer.scratch` for.
+        sizes: bytes of the parts that each thread asks :meth:`Emitter.scratch` for.
         threads: that the kernel runs on; 0 stands for all.
 
     Returns:
@@ -320,19 +320,19 @@ class _Loop:
     then: list[Any] = field(default_factory=list)
 
 
-class Writer:
+class Emitter:
     """Writes one kernel: addresses in bytes, loops, vectors.
 
-    >>> w = Writer("nothing", ["x", "n"])
+    >>> w = Emitter("nothing", ["x", "n"])
     >>> w.done().name
     'nothing'
     """
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], isa: str = "") -> None:
         from llvmlite import binding as llvm
         from llvmlite import ir
 
-        self.ir = ir
+        self.ir, self.isa = ir, isa
         self.i1, self.i8, self.i16, self.i32, self.i64 = map(ir.IntType, (1, 8, 16, 32, 64))
         self.f32, self.f64 = ir.FloatType(), ir.DoubleType()
         self.pointer, self.version = ir.PointerType(), llvm.llvm_version_info[0]
@@ -371,24 +371,23 @@ class Writer:
             base = self.b.inttoptr(base, self.pointer)
         return self.b.gep(base, [self._number(offset)], source_etype=self.i8)
 
-    def load(self, address: Any, kind: Any, align: int = 1) -> Any:
+    def load(self, address: Any, kind: Any, align: int = 1, *, mask: Any = None) -> Any:
+        """A value; with a mask a vector, zeros where it is not set, and there nothing is read."""
+        if mask is not None:
+            one, zeros = self.ir.Constant(self.i32, 1), self.ir.Constant(kind, None)  # alignment
+            name = f"llvm.masked.load.{_name(kind)}.p0"
+            return self.intrinsic(name, kind, address, one, mask, zeros)
         value = self.b.load(address, typ=kind)
         value.align = align
         return value
 
-    def store(self, value: Any, address: Any, align: int = 1) -> None:
-        self.b.store(value, address).align = align
-
-    def masked_load(self, address: Any, kind: Any, mask: Any) -> Any:
-        """A vector, zeros where the mask is not set; there nothing is read."""
-        one = self.ir.Constant(self.i32, 1)  # alignment
-        zeros = self.ir.Constant(kind, None)
-        return self.intrinsic(f"llvm.masked.load.{_name(kind)}.p0", kind, address, one, mask, zeros)
-
-    def masked_store(self, value: Any, address: Any, mask: Any) -> None:
-        """The elements of a vector for which the mask is set."""
-        one = self.ir.Constant(self.i32, 1)
+    def store(self, value: Any, address: Any, align: int = 1, *, mask: Any = None) -> None:
+        """With a mask the elements of a vector for which it is set."""
+        if mask is None:
+            self.b.store(value, address).align = align
+            return
         name = f"llvm.masked.store.{_name(value.type)}.p0"
+        one = self.ir.Constant(self.i32, 1)
         self.intrinsic(name, self.ir.VoidType(), value, address, one, mask)
 
     def scratch(self) -> Callable[[Any], Any]:

@@ -20,7 +20,6 @@ logits in the launch that finds the loss: 6 bytes in all, or 4 where a row is st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -28,9 +27,23 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.gradients import gradient
-from zfunc.kernels.losses_torch import backward_formula, backward_twin, forward_twin, grad_twin
-from zfunc.kernels.normalization_torch import wide
-from zfunc.kernels.operators import KernelError, define, fronted, numbers, rows_of, together
+from zfunc.kernels.losses_torch import (
+    Terms,
+    backward_formula,
+    backward_twin,
+    forward_twin,
+    grad_twin,
+)
+from zfunc.kernels.operators import (
+    KernelError,
+    folded,
+    fresh,
+    numbers,
+    operator,
+    rows_of,
+    together,
+    wide,
+)
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["cross_entropy"]
@@ -135,10 +148,8 @@ class CrossEntropy(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: Tensor, target: Tensor, ignore: int, smoothing: float, z: float
-    ) -> tuple[Tensor, Tensor]:
-        return _forward(logits, target, ignore, smoothing, z)
+    def forward(logits: Tensor, target: Tensor, *rule: Any) -> Any:
+        return _cross_entropy(logits, target, *rule)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -149,92 +160,43 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         logits, target, total = ctx.saved_tensors
-        new = gradient(_backward, backward_formula, grad, logits, target, total, *ctx.rule)
+        args = (grad, logits, target, total, *ctx.rule)
+        new = gradient(_cross_entropy_backward, backward_formula, *args)
         return new, None, None, None, None
 
 
-def _rooms(logits: Tensor, target: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
-    kind = wide(logits)
-    losses = logits.new_empty(target.shape, dtype=kind)
-    return losses, logits.new_empty((*target.shape, 2), dtype=kind)
+def _rooms(logits: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    losses = logits.new_empty(target.shape, dtype=wide(logits))
+    return losses, losses.new_empty((*target.shape, 2))
 
 
-def _rows(x: Tensor) -> Tensor:
-    return rows_of(x).contiguous()
-
-
-def _run_forward(
-    logits: Tensor, target: Tensor, ignore: int, smoothing: float, z: float
-) -> tuple[Tensor, Tensor]:
-    check_classes("cross_entropy", target, ignore, logits.shape[-1])
-    losses, total = _rooms(logits, target)
+@operator(_rooms, batch=folded(2))
+def _cross_entropy(logits: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    check_classes("cross_entropy", target, terms.ignore, logits.shape[-1])
+    losses, total = _rooms(logits, target, terms)
     if target.numel():
-        how = {"ignore": ignore, "smoothing": smoothing, "z": z}
-        flat = target.reshape(-1).contiguous()
         rooms = (losses.view(-1), total.view(-1, 2))
-        dispatch.run("cross_entropy", _rows(logits), flat, *rooms, **how)
+        goals = target.reshape(-1).contiguous()
+        dispatch.run("cross_entropy", rows_of(logits), goals, *rooms, terms=terms)
     return losses, total
 
 
-def _like(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _run_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    total: Tensor,
-    ignore: int,
-    smoothing: float,
-    z: float,
+@operator(lambda grad, logits, *rest: fresh(logits), batch=folded(4))
+def _cross_entropy_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, total: Tensor, terms: Terms
 ) -> Tensor:
-    new = _like(grad, logits)
+    new = fresh(logits)
     if new.numel():
-        how = {"ignore": ignore, "smoothing": smoothing, "z": z}
         grads, goals = (x.reshape(-1).contiguous() for x in (grad, target))
-        args = (grads, _rows(logits), goals, _rows(total), new.view(-1, new.shape[-1]))
-        dispatch.run("cross_entropy_backward", *args, **how)
+        args = (grads, rows_of(logits), goals, rows_of(total), new.view(-1, new.shape[-1]))
+        dispatch.run("cross_entropy_backward", *args, terms=terms)
     return new
 
 
-def _batched(op: Callable[[], Callable[..., Any]], several: int) -> Callable[..., Any]:
-    """One call: a batch is more rows."""
-
-    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
-        tensors = fronted(info.batch_size, dims[:several], args[:several])
-        out = op()(*tensors, *args[several:])
-        return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
-
-    return rule
-
-
-_RULE = "int ignore, float smoothing, float z"
-_forward: Callable[..., Any] = define(
-    f"cross_entropy(Tensor logits, Tensor target, {_RULE}) -> (Tensor, Tensor)",
-    _run_forward,
-    _rooms,
-    _batched(lambda: _forward, 2),
-)
-_backward: Callable[..., Any] = define(
-    "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor total,"
-    f" {_RULE}) -> Tensor",
-    _run_backward,
-    _like,
-    _batched(lambda: _backward, 4),
-)
-
+KINDS = (*dispatch.FLOATS, torch.int64)
 for _name, _twin, _traffic in (
     ("cross_entropy", forward_twin, "2 B (bf16)"),
     ("cross_entropy_backward", backward_twin, "4 B (bf16)"),
     ("cross_entropy_grad", grad_twin, "6 B, 4 B with rows in L2 (bf16)"),
 ):
-    dispatch.register(
-        dispatch.Kernel(
-            _name,
-            _twin,
-            f"zfunc.kernels.losses_triton:{_name.removeprefix('cross_')}",
-            _traffic,
-            dtypes=(*dispatch.FLOATS, torch.int64),
-        )
-    )
+    dispatch.register(_name, _twin, "losses_triton", _traffic, dtypes=KINDS)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from zfunc.kernels.normalization_torch import wide
+from zfunc.kernels.operators import wide
 from zfunc.kernels.pieces_torch import row_pieces
 
-__all__ = ["backward_formula", "backward_twin", "forward_twin", "grad_twin"]
+__all__ = ["Terms", "backward_formula", "backward_twin", "forward_twin", "grad_twin"]
+
+
+class Terms(NamedTuple):
+    """Which target is left out, how much is spread over all classes, the weight of the z-loss."""
+
+    ignore: int
+    smoothing: float
+    z: float
 
 
 def forward_twin(
-    logits: Tensor,
-    target: Tensor,
-    losses: Tensor,
-    total: Tensor,
-    *,
-    ignore: int,
-    smoothing: float,
-    z: float,
+    logits: Tensor, target: Tensor, losses: Tensor, total: Tensor, *, terms: Terms
 ) -> None:
     """Rows ``[M, V]``; ``total`` is ``[M, 2]``: the greatest logit, the sum relative to it."""
+    ignore, smoothing, z = terms
     for part, goals, to, sums in row_pieces(logits, target, losses, total):
         x = part.to(wide(logits))
         top = x.amax(-1)
@@ -41,17 +45,10 @@ def forward_twin(
 
 
 def backward_twin(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    total: Tensor,
-    new: Tensor,
-    *,
-    ignore: int,
-    smoothing: float,
-    z: float,
+    grad: Tensor, logits: Tensor, target: Tensor, total: Tensor, new: Tensor, *, terms: Terms
 ) -> None:
     """Rows ``[M, V]``, ``total`` ``[M, 2]``, the rest ``[M]``; ``new`` may be ``logits``."""
+    ignore, smoothing, z = terms
     for part, g, goals, sums, to in row_pieces(logits, grad, target, total, new):
         top, exps = sums.unbind(-1)
         lift = 1 + 2 * z * (top + exps.log()) if z else torch.ones_like(exps)
@@ -69,32 +66,19 @@ def backward_twin(
 
 
 def grad_twin(
-    logits: Tensor,
-    target: Tensor,
-    scale: Tensor,
-    losses: Tensor,
-    *,
-    ignore: int,
-    smoothing: float,
-    z: float,
+    logits: Tensor, target: Tensor, scale: Tensor, losses: Tensor, *, terms: Terms
 ) -> None:
     """Losses ``[M]``, and ``logits`` ``[M, V]`` made into ``scale`` times their gradient."""
     total = losses.new_empty((len(losses), 2))
-    how = {"smoothing": smoothing, "z": z}
-    forward_twin(logits, target, losses, total, ignore=ignore, **how)
-    backward_twin(scale.expand_as(losses), logits, target, total, logits, ignore=ignore, **how)
+    forward_twin(logits, target, losses, total, terms=terms)
+    backward_twin(scale.expand_as(losses), logits, target, total, logits, terms=terms)
 
 
 def backward_formula(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    total: Tensor,
-    ignore: int,
-    smoothing: float,
-    z: float,
+    grad: Tensor, logits: Tensor, target: Tensor, total: Tensor, *terms: Any
 ) -> Tensor:
     """The gradient as a function that autograd can follow, ``total`` of the logits too."""
+    ignore, smoothing, z = terms
     x = logits.to(wide(logits))
     counts = (target != ignore)[..., None]
     at = target[..., None].where(counts, 0)

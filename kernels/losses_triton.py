@@ -6,16 +6,20 @@ loss, the gradient from a sum that is known, or one after the other, the gradien
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.losses_torch import Terms
 
-__all__ = ["cross_entropy_kernel", "entropy", "entropy_backward", "entropy_grad"]
+__all__ = [
+    "cross_entropy",
+    "cross_entropy_backward",
+    "cross_entropy_grad",
+    "cross_entropy_kernel",
+]
 
 
 @triton.jit
@@ -95,46 +99,39 @@ def cross_entropy_kernel(
             tl.store(new + start + c + lanes, d, mask=inside)
 
 
-def _launch(
-    name: str,
-    logits: Tensor,
-    target: Tensor,
-    losses: Tensor,
-    total: Tensor,
-    grad: Tensor,
-    new: Tensor,
-    how: dict[str, Any],
-    **flags: bool,
-) -> None:
+def _launch(name: str, terms: Terms, logits: Tensor, *rest: Tensor, **flags: bool) -> None:
     rows, classes = logits.shape
     tuned = dict(dispatch.config(name, logits.device))
     while tuned["BLOCK"] >= 2 * classes and tuned["BLOCK"] > 128:
         tuned["BLOCK"] //= 2
         tuned["num_warps"] = max(1, tuned["num_warps"] // 2)
     cross_entropy_kernel[(rows,)](
-        *(logits, target, losses, total, grad, new, classes, logits.stride(0)),
-        *(how["ignore"], how["smoothing"], how["z"]),
-        SMOOTH=how["smoothing"] != 0,
+        *(logits, *rest, classes, logits.stride(0), *terms),
+        SMOOTH=terms.smoothing != 0,
         **flags,
         **tuned,
     )
 
 
-def entropy(logits: Tensor, target: Tensor, losses: Tensor, total: Tensor, **how: Any) -> None:
+def cross_entropy(
+    logits: Tensor, target: Tensor, losses: Tensor, total: Tensor, *, terms: Terms
+) -> None:
     """Launch over rows ``[M, V]``."""
     room = (logits, target, losses, total, losses, losses)
-    _launch("cross_entropy", *room, how, LOSS=True, GRAD=False, SCALE=False)
+    _launch("cross_entropy", terms, *room, LOSS=True, GRAD=False, SCALE=False)
 
 
-def entropy_backward(
-    grad: Tensor, logits: Tensor, target: Tensor, total: Tensor, new: Tensor, **how: Any
+def cross_entropy_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, total: Tensor, new: Tensor, *, terms: Terms
 ) -> None:
     """Launch over rows ``[M, V]``."""
     room = (logits, target, total, total, grad, new)
-    _launch("cross_entropy_backward", *room, how, LOSS=False, GRAD=True, SCALE=False)
+    _launch("cross_entropy_backward", terms, *room, LOSS=False, GRAD=True, SCALE=False)
 
 
-def entropy_grad(logits: Tensor, target: Tensor, scale: Tensor, losses: Tensor, **how: Any) -> None:
+def cross_entropy_grad(
+    logits: Tensor, target: Tensor, scale: Tensor, losses: Tensor, *, terms: Terms
+) -> None:
     """Launch over rows ``[M, V]``, which become their gradient times ``scale``, 0-d."""
     room = (logits, target, losses, losses, scale.to(torch.float32), logits)
-    _launch("cross_entropy_grad", *room, how, LOSS=True, GRAD=True, SCALE=True)
+    _launch("cross_entropy_grad", terms, *room, LOSS=True, GRAD=True, SCALE=True)

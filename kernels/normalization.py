@@ -1,4 +1,4 @@
-r"""RMSNorm and LayerNorm over the last dimension, with the sum of a residual stream before it.
+r"""RMSNorm and LayerNorm over the last dimension; a residual may be added first.
 
 For a row :math:`s = x + r` of N elements (:math:`r` is left out where there is no residual), in
 float32:
@@ -28,7 +28,6 @@ forward and 20 backward: bound by memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,12 +36,26 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.gradients import gradient
 from zfunc.kernels.normalization_torch import (
+    Form,
+    Normed,
+    Rows,
+    Saved,
     backward_formula,
     backward_twin,
     forward_twin,
+)
+from zfunc.kernels.operators import (
+    alike,
+    contiguous,
+    folded,
+    fresh,
+    in_columns,
+    in_rows,
+    looped,
+    operator,
+    rows_of,
     wide,
 )
-from zfunc.kernels.operators import alike, define, folded, in_columns, in_rows, looped, rows_of
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -77,7 +90,7 @@ def rms_norm(
     >>> stream
     tensor([3., 4.])
     """
-    return _norm("rms_norm", x, residual, weight, None, eps, offset, False)
+    return _normed("rms_norm", Rows(x, residual, weight, None), Form(eps, offset, False))
 
 
 def layer_norm(
@@ -105,30 +118,16 @@ def layer_norm(
     >>> layer_norm(torch.tensor([1.0, 3.0]), bias=torch.tensor([0.0, 10.0])).round(decimals=3)
     tensor([-1., 11.])
     """
-    return _norm("layer_norm", x, residual, weight, bias, eps, 0.0, True)
+    return _normed("layer_norm", Rows(x, residual, weight, bias), Form(eps, 0.0, True))
 
 
-def _norm(
-    name: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    center: bool,
-) -> Any:
-    _check(name, x, residual, weight, bias)
-    y, s, _, _ = Norm.apply(x, residual, weight, bias, eps, offset, center)
-    return y if residual is None else (y, s)
-
-
-def _check(
-    name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
-) -> None:
+def _normed(name: str, rows: Rows, form: Form) -> Any:
+    x, residual, weight, bias = rows
     in_rows(name, x=x)
     alike(name, x=x, residual=residual)
     in_columns(name, x, weight=weight, bias=bias)
+    y, s, _, _ = Norm.apply(*rows, *form)
+    return y if residual is None else (y, s)
 
 
 @in_graph
@@ -139,20 +138,12 @@ class Norm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        offset: float,
-        center: bool,
-    ) -> tuple[Tensor, ...]:
-        return _forward(x, residual, weight, bias, eps, offset, center)
+    def forward(x: Tensor, *rest: Any) -> Any:
+        return _norm(x, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, residual, weight, bias, ctx.eps, ctx.offset, ctx.center = inputs
+        x, residual, weight, bias, *ctx.form = inputs
         _, s, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.summed = residual is not None
@@ -162,151 +153,79 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_s: Tensor, *_: Any) -> tuple[Any, ...]:
-        s, weight, bias, mean, rstd = ctx.saved_tensors
-        dx, dw, db = gradient(
-            _backward,
-            backward_formula,
-            grad,
-            grad_s if ctx.summed else None,
-            s,
-            weight,
-            bias,
-            mean,
-            rstd,
-            ctx.eps,
-            ctx.offset,
-            ctx.center,
-        )
+        _, weight, bias, *_ = saved = ctx.saved_tensors
+        upper = grad, grad_s if ctx.summed else None
+        dx, dw, db = gradient(_norm_backward, backward_formula, *upper, *saved, *ctx.form)
         dw = None if weight is None else dw
         return dx, dx if ctx.summed else None, dw, None if bias is None else db, None, None, None
 
 
 def _rooms(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    center: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fresh ``y, s, mean, rstd``; what there is not to be said is empty."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y, rstd = fresh(x), x.new_empty(x.shape[:-1], dtype=wide(x))
     s = torch.empty_like(y) if residual is not None else x.new_empty((*x.shape[:-1], 0))
-    rstd = x.new_empty(x.shape[:-1], dtype=wide(x))
-    return y, s, rstd.new_empty((*x.shape[:-1], 2 if center else 0)), rstd
+    return y, s, rstd.new_empty((*x.shape[:-1], 2 if form.center else 0)), rstd
 
 
-def _run_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    weight, bias, eps, offset, center = rest
-    y, s, mean, rstd = _rooms(x, residual, *rest)
+@operator(_rooms, batch=folded(2))
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, s, mean, rstd = made = _rooms(x, residual, weight, bias, form)
     if not y.numel():
         mean.zero_(), rstd.zero_()
-    else:
-        dispatch.run(
-            "layer_norm" if center else "rms_norm",
-            _rows(x),
-            None if residual is None else _rows(residual),
-            *(None if p is None else p.contiguous() for p in (weight, bias)),
-            y.view(-1, x.shape[-1]),
-            None if residual is None else s.view(-1, x.shape[-1]),
-            mean.view(-1, 2) if center else None,
-            rstd.view(-1),
-            eps=eps,
-            offset=offset,
-        )
-    return y, s, mean, rstd
-
-
-def _rows(x: Tensor) -> Tensor:
-    return rows_of(x).contiguous()
+        return made
+    n = x.shape[-1]
+    rows = Rows(rows_of(x), rows_of(residual), *contiguous(weight, bias))
+    sums = None if residual is None else s.view(-1, n)
+    means = mean.view(-1, 2) if form.center else None
+    out = Normed(y.view(-1, n), sums, means, rstd.view(-1))
+    dispatch.run("layer_norm" if form.center else "rms_norm", rows, out, form=form)
+    return made
 
 
 def _gradient_rooms(
-    grad: Tensor,
-    grad_s: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *rest: Any,
+    grad: Tensor, grad_s: Tensor | None, saved: Saved, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(s, memory_format=torch.contiguous_format)
-    dw, db = (s.new_empty(0) if p is None else p.new_empty(p.shape) for p in (weight, bias))
-    return dx, dw, db
+    s = saved.s
+    dw, db = (s.new_empty(0) if p is None else p.new_empty(p.shape) for p in saved[1:3])
+    return fresh(s), dw, db
 
 
-def _run_backward(
-    grad: Tensor,
-    grad_s: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    offset: float,
-    center: bool,
+@operator(_gradient_rooms, batch=looped)
+def _norm_backward(
+    grad: Tensor, grad_s: Tensor | None, saved: Saved, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dw, db = _gradient_rooms(grad, grad_s, s, weight, bias)
+    dx, dw, db = made = _gradient_rooms(grad, grad_s, saved, form)
+    s, weight, bias, mean, rstd = saved
     if not s.numel():
         return dx, dw.zero_(), db.zero_()
-    dispatch.run(
-        "layer_norm_backward" if center else "rms_norm_backward",
-        _rows(grad),
-        None if grad_s is None else _rows(grad_s),
-        _rows(s),
-        None if weight is None else weight.contiguous(),
-        mean.reshape(-1, 2).contiguous() if center else None,
-        rstd.reshape(-1).contiguous(),
-        dx.view(-1, s.shape[-1]),
-        None if weight is None else dw,
-        None if bias is None else db,
-        offset=offset,
-    )
-    if s.shape[-1] == 1 and not center:
-        dx.copy_(_of_one(grad, grad_s, weight, rstd[..., None], eps, offset))
-    return dx, dw, db
+    means = mean.reshape(-1, 2).contiguous() if form.center and mean is not None else None
+    weight, bias = contiguous(weight, bias)
+    rows = Saved(rows_of(s), weight, bias, means, rstd.reshape(-1).contiguous())
+    sums = None if weight is None else dw, None if bias is None else db
+    name = "layer_norm_backward" if form.center else "rms_norm_backward"
+    out = (dx.view(-1, s.shape[-1]), *sums)
+    dispatch.run(name, rows_of(grad), rows_of(grad_s), rows, out, form=form)
+    if s.shape[-1] == 1 and not form.center:
+        dx.copy_(_of_one(grad, grad_s, weight, rstd[..., None], form))
+    return made
 
 
 def _of_one(
-    grad: Tensor,
-    grad_s: Tensor | None,
-    weight: Tensor | None,
-    rstd: Tensor,
-    eps: float,
-    offset: float,
+    grad: Tensor, grad_s: Tensor | None, weight: Tensor | None, rstd: Tensor, form: Form
 ) -> Tensor:
     """The gradient of RMSNorm in rows of one element, whose square is 1 but for ``eps``: the
     formula for rows of any length takes all its digits away."""
     g = grad.to(rstd.dtype)
-    g = g if weight is None else g * (weight.to(g.dtype) + offset)
-    new = g * (eps * rstd**3)
+    g = g if weight is None else g * (weight.to(g.dtype) + form.offset)
+    new = g * (form.eps * rstd**3)
     return new if grad_s is None else new + grad_s
 
 
-_forward: Callable[..., Any] = define(
-    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset,"
-    " bool center) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_forward,
-    _rooms,
-    folded(lambda: _forward, 2),
-)
-_backward: Callable[..., Any] = define(
-    "norm_backward(Tensor grad, Tensor? grad_s, Tensor s, Tensor? weight, Tensor? bias,"
-    " Tensor mean, Tensor rstd, float eps, float offset, bool center) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
-    _gradient_rooms,
-    looped(lambda: _backward),
-)
-
 for _name in ("rms_norm", "layer_norm"):
     for _suffix, _twin, _bytes in (("", forward_twin, 4), ("_backward", backward_twin, 6)):
-        dispatch.register(
-            dispatch.Kernel(
-                _name + _suffix,
-                _twin,
-                f"zfunc.kernels.normalization_triton:{'backward' if _suffix else 'forward'}",
-                f"{_bytes} B, 8 B with a residual (bf16)",
-                dtypes=dispatch.FLOATS,
-            )
-        )
+        _traffic = f"{_bytes} B, 8 B with a residual (bf16)"
+        dispatch.register(_name + _suffix, _twin, "normalization_triton", _traffic)

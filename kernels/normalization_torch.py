@@ -2,45 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zfunc.kernels.operators import wide
 from zfunc.kernels.pieces_torch import row_pieces
 
-__all__ = ["backward_formula", "backward_twin", "forward_twin", "wide"]
+__all__ = [
+    "Form",
+    "NormGradients",
+    "Normed",
+    "Rows",
+    "Saved",
+    "backward_formula",
+    "backward_twin",
+    "forward_twin",
+    "wide",
+]
 
 NEAR = 2.0  # standard deviations
+NormGradients = tuple[Tensor, Tensor | None, Tensor | None]  # of rows, weight and bias
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype that sums are made in: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+class Form(NamedTuple):
+    """What is added to squares and to weights; whether the mean is taken off."""
+
+    eps: float
+    offset: float
+    center: bool
 
 
-def forward_twin(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    s: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    *,
-    eps: float,
-    offset: float,
-) -> None:
-    """Rows ``[M, N]`` in, rows out.
+class Rows(NamedTuple):
+    """Rows ``[M, N]`` that are normalised, and for each column a number of any floating dtype."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Normed(NamedTuple):
+    """What comes out: rows, their sums with the residual, and statistics for the backward.
 
     ``rstd`` is ``[M]``, ``mean`` (if any) ``[M, 2]``: itself, and what was lost when it was
     rounded, which is as much as the row spreads where the mean is great.
     """
+
+    y: Tensor
+    s: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+class Saved(NamedTuple):
+    """What the backward reads of the forward: ``s`` are the rows that were normalised."""
+
+    s: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+def forward_twin(rows: Rows, out: Normed, *, form: Form) -> None:
+    """Rows in, rows out."""
+    x, residual, weight, bias = rows
+    y, s, mean, rstd = out
     kind = wide(x)
     gain = None if weight is None else weight.to(kind)
-    if gain is not None and offset:
-        gain = gain + offset
+    if gain is not None and form.offset:
+        gain = gain + form.offset
     base = None if bias is None else bias.to(kind)
     for part, r, to, sums, means, scales in row_pieces(x, residual, y, s, mean, rstd):
         if r is not None:
@@ -48,11 +81,11 @@ def forward_twin(
         v = part.to(kind)
         if means is None:
             square = torch.linalg.vector_norm(v, dim=-1).square_().div_(v.shape[-1])
-            torch.rsqrt(square.add_(eps), out=scales)
+            torch.rsqrt(square.add_(form.eps), out=scales)
             v = torch.mul(v, scales[:, None], out=to if to.dtype == kind else None)
             v = v if gain is None else v.mul_(gain)
         else:
-            how = (v.shape[-1:], gain, base, eps)
+            how = (v.shape[-1:], gain, base, form.eps)
             new, first, scale = torch.native_layer_norm(v, *how)
             rest = torch.zeros_like(first)
             if not _around_zero(first, scale):
@@ -64,21 +97,13 @@ def forward_twin(
 
 
 def backward_twin(
-    grad: Tensor,
-    grad_s: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
-    dw: Tensor | None,
-    db: Tensor | None,
-    *,
-    offset: float,
+    grad: Tensor, grad_s: Tensor | None, saved: Saved, out: NormGradients, *, form: Form
 ) -> None:
-    """Rows ``[M, N]`` in, ``dx`` like them out, and sums over rows ``[N]``."""
+    """Rows in, their gradients and sums over rows out."""
+    s, weight, _, mean, rstd = saved
+    dx, dw, db = out
     kind = wide(s)
-    gain = None if weight is None else weight.to(kind) + offset
+    gain = None if weight is None else weight.to(kind) + form.offset
     totals = [None if x is None else torch.zeros_like(x, dtype=kind) for x in (dw, db)]
     for go, more, part, means, scales, to in row_pieces(grad, grad_s, s, mean, rstd, dx):
         pull = _rms_pull if means is None else _layer_pull
@@ -133,18 +158,10 @@ def _around_zero(mean: Tensor, scale: Tensor) -> bool:
 
 
 def backward_formula(
-    grad: Tensor,
-    grad_s: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    offset: float,
-    center: bool,
+    grad: Tensor, grad_s: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients as a function that autograd can follow, ``mean`` and ``rstd`` of ``s`` too."""
+    s, weight, bias, _, _, eps, offset, center = rest
     g, v = grad.to(wide(s)), s.to(wide(s))
     if center:
         v = v - v.mean(-1, keepdim=True)

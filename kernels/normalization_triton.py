@@ -19,12 +19,15 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.devices import gpu
+from zfunc.kernels.normalization_torch import Form, Normed, NormGradients, Rows, Saved
 
 __all__ = [
-    "backward",
-    "forward",
+    "layer_norm",
+    "layer_norm_backward",
     "norm_backward_kernel",
     "norm_kernel",
+    "rms_norm",
+    "rms_norm_backward",
     "wide_norm_backward_kernel",
     "wide_norm_kernel",
     "wide_sums_kernel",
@@ -32,6 +35,11 @@ __all__ = [
 
 LONGEST, LONGEST_BACKWARD = 16384, 8192
 SUMS = {"ROWS": 16, "BLOCK": 128, "num_warps": 4}
+
+
+@triton.jit
+def _load(x, at, mask):
+    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -48,11 +56,9 @@ def norm_kernel(
     real = column < N
     inside = (row < M)[:, None] & real
 
-    v = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
+    v = _load(x + start, at, inside)
     if RESIDUAL:
-        low = (v + tl.load(residual + start + at, mask=inside, other=0.0).to(tl.float32)).to(
-            s.dtype.element_ty
-        )
+        low = (v + _load(residual + start, at, inside)).to(s.dtype.element_ty)
         tl.store(s + start + at, low, mask=inside)
         v = low.to(tl.float32)
     if CENTER:
@@ -68,9 +74,9 @@ def norm_kernel(
         v = v * scale[:, None]
     tl.store(rstd + row, scale, mask=row < M)
     if WEIGHT:
-        v = v * (tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset)
+        v = v * (_load(weight, column, real) + offset)
     if BIAS:
-        v = v + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
+        v = v + _load(bias, column, real)
     tl.store(y + start + at, v.to(y.dtype.element_ty), mask=inside)
 
 
@@ -88,10 +94,9 @@ def wide_norm_kernel(
     squares = 0.0
     for c in range(0, N, BLOCK):
         real = c + lanes < N
-        v = tl.load(x + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        v = _load(x + start + c, lanes, real)
         if RESIDUAL:
-            more = tl.load(residual + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-            low = (v + more).to(s.dtype.element_ty)
+            low = (v + _load(residual + start + c, lanes, real)).to(s.dtype.element_ty)
             tl.store(s + start + c + lanes, low, mask=real)
             v = low.to(tl.float32)
         if CENTER:
@@ -118,15 +123,12 @@ def wide_norm_kernel(
         tl.debug_barrier()  # another thread may have written what is read here
     for c in range(0, N, BLOCK):
         real = c + lanes < N
-        if RESIDUAL:
-            v = tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        else:
-            v = tl.load(x + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+        v = _load((s if RESIDUAL else x) + start + c, lanes, real)
         v = (v - mu - rest) * scale
         if WEIGHT:
-            v = v * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
+            v = v * (_load(weight + c, lanes, real) + offset)
         if BIAS:
-            v = v + tl.load(bias + c + lanes, mask=real, other=0.0).to(tl.float32)
+            v = v + _load(bias + c, lanes, real)
         tl.store(y + start + c + lanes, v.to(y.dtype.element_ty), mask=real)
 
 
@@ -145,14 +147,14 @@ def norm_backward_kernel(
     total_w = tl.zeros((ROWS, BLOCK), tl.float32)
     total_b = tl.zeros((ROWS, BLOCK), tl.float32)
     if WEIGHT:
-        w = tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset
+        w = _load(weight, column, real) + offset
     for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(0)):
         row = tile * ROWS + lanes
         here = row < M
         start = (tile + zero) * ROWS * N
         inside = here[:, None] & real
-        g = tl.load(grad + start + offsets, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(s + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        g = _load(grad + start, offsets, inside)
+        v = _load(s + start, offsets, inside)
         scale = tl.load(rstd + row, mask=here, other=0.0)[:, None]
         if CENTER:
             mu = tl.load(mean + 2 * row, mask=here, other=0.0)[:, None]
@@ -170,13 +172,22 @@ def norm_backward_kernel(
             new = new - (tl.sum(g, 1) / N)[:, None]
         new = new * scale
         if RESIDUAL:
-            new += tl.load(grad_s + start + offsets, mask=inside, other=0.0).to(tl.float32)
+            new += _load(grad_s + start, offsets, inside)
         tl.store(dx + start + offsets, new.to(dx.dtype.element_ty), mask=inside)
     lane = tl.arange(0, BLOCK)
     if DW:
         tl.store(sums_w + program * N + lane, tl.sum(total_w, 0), mask=lane < N)
     if DB:
         tl.store(sums_b + program * N + lane, tl.sum(total_b, 0), mask=lane < N)
+
+
+@triton.jit
+def _pulled(grad, s, weight, start, c, lanes, real, mu, rest, scale, offset, WEIGHT: tl.constexpr):
+    """A block of a row: gradients behind the weights, and the row before them."""
+    g = _load(grad + start + c, lanes, real)
+    if WEIGHT:
+        g = g * (_load(weight + c, lanes, real) + offset)
+    return g, (_load(s + start + c, lanes, real) - mu - rest) * scale
 
 
 @triton.jit
@@ -197,28 +208,20 @@ def wide_norm_backward_kernel(
     level = tl.zeros((BLOCK,), tl.float32)
     for c in range(0, N, BLOCK):
         real = c + lanes < N
-        g = tl.load(grad + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        v = tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        v = (v - mu - rest) * scale
-        if WEIGHT:
-            g = g * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
+        g, v = _pulled(grad, s, weight, start, c, lanes, real, mu, rest, scale, offset, WEIGHT)
         along += g * v
         level += g
     shared = tl.sum(along, 0) / N
     even = tl.sum(level, 0) / N
     for c in range(0, N, BLOCK):
         real = c + lanes < N
-        g = tl.load(grad + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        v = tl.load(s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
-        v = (v - mu - rest) * scale
-        if WEIGHT:
-            g = g * (tl.load(weight + c + lanes, mask=real, other=0.0).to(tl.float32) + offset)
+        g, v = _pulled(grad, s, weight, start, c, lanes, real, mu, rest, scale, offset, WEIGHT)
         new = g - v * shared
         if CENTER:
             new = new - even
         new = new * scale
         if RESIDUAL:
-            new += tl.load(grad_s + start + c + lanes, mask=real, other=0.0).to(tl.float32)
+            new += _load(grad_s + start + c, lanes, real)
         tl.store(dx + start + c + lanes, new.to(dx.dtype.element_ty), mask=real)
 
 
@@ -240,9 +243,9 @@ def wide_sums_kernel(
         here = row < M
         start = (tile + zero) * ROWS * N
         inside = here[:, None] & (column < N)[None, :]
-        g = tl.load(grad + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        g = _load(grad + start, offsets, inside)
         if DW:
-            v = tl.load(s + start + offsets, mask=inside, other=0.0).to(tl.float32)
+            v = _load(s + start, offsets, inside)
             if CENTER:
                 mu = tl.load(mean + 2 * row, mask=here, other=0.0)[:, None]
                 v = v - mu - tl.load(mean + 2 * row + 1, mask=here, other=0.0)[:, None]
@@ -268,31 +271,17 @@ def tile(length: int, block: int, warp: int) -> dict[str, int]:
     return {"ROWS": max(1, block // wide), "BLOCK": wide, "num_warps": warps}
 
 
-def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    s: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    *,
-    eps: float,
-    offset: float,
-) -> None:
+def rms_norm(given: Rows, out: Normed, *, form: Form) -> None:
     """Launch over rows ``[M, N]``."""
+    x, residual, weight, bias = given
+    mean = out.mean
     rows, length = x.shape
     how = dispatch.config("rms_norm" if mean is None else "layer_norm", x.device)
     kernel = norm_kernel if length <= LONGEST else wide_norm_kernel
     how = how | (tile(length, how["BLOCK"], 1024) if length <= LONGEST else {"ROWS": 1})
     kernel[(triton.cdiv(rows, how["ROWS"]),)](
-        *(y if some is None else some for some in (x, residual, weight, bias, y, s, mean)),
-        rstd,
-        rows,
-        length,
-        eps,
-        offset,
+        *(out.y if some is None else some for some in (*given, *out)),
+        *(rows, length, form.eps, form.offset),
         CENTER=mean is not None,
         RESIDUAL=residual is not None,
         WEIGHT=weight is not None,
@@ -301,20 +290,15 @@ def forward(
     )
 
 
-def backward(
-    grad: Tensor,
-    grad_s: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
-    dw: Tensor | None,
-    db: Tensor | None,
-    *,
-    offset: float,
+layer_norm = rms_norm  # whether there is a mean tells them apart
+
+
+def rms_norm_backward(
+    grad: Tensor, grad_s: Tensor | None, saved: Saved, out: NormGradients, *, form: Form
 ) -> None:
     """Launch over rows ``[M, N]``; each program leaves its share of the sums."""
+    s, weight, _, mean, rstd = saved
+    dx, dw, db = out
     rows, length = s.shape
     name = "rms_norm_backward" if mean is None else "layer_norm_backward"
     how = dict(dispatch.config(name, s.device))
@@ -335,12 +319,12 @@ def backward(
     rooms = [dx if p is None else p for p in shares]
     if narrow:
         norm_backward_kernel[(programs,)](
-            *(*inputs, mean, rstd, dx, *rooms, rows, length, offset),
+            *(*inputs, mean, rstd, dx, *rooms, rows, length, form.offset),
             **(flags | extras | sums | tiles),
         )
     else:
         wide_norm_backward_kernel[(rows,)](
-            *(*inputs, mean, rstd, dx, length, offset), **(flags | extras | how)
+            *(*inputs, mean, rstd, dx, length, form.offset), **(flags | extras | how)
         )
         if any(sums.values()):
             wide_sums_kernel[(columns, programs)](
@@ -349,3 +333,6 @@ def backward(
     for p, share in zip((dw, db), shares, strict=True):
         if p is not None and share is not None:
             p.copy_(share.sum(0))
+
+
+layer_norm_backward = rms_norm_backward

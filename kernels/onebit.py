@@ -25,24 +25,28 @@ operations moves 100 for ``onebit_pack``, and packs bits in no useful way at all
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.onebit_torch import mean_twin, pack_twin, unpack_twin
+from zfunc.kernels.onebit_torch import Packing, pack_twin, unpack_twin
 from zfunc.kernels.operators import (
     KernelError,
+    Written,
     agree,
     apart,
-    define,
+    contiguous,
     dense,
+    fresh,
     looped,
     numbers,
+    operator,
     together,
     undifferentiated,
+    wide,
 )
 
 __all__ = [
@@ -94,7 +98,7 @@ def onebit_pack(
     """
     undifferentiated("onebit_pack", INSTEAD, x, error)
     _check_group("onebit_pack", group)
-    return _pack(x, error, group or 0, scaling)
+    return _onebit_pack(x, error, group or 0, scaling)
 
 
 def onebit_pack_(
@@ -116,7 +120,7 @@ def onebit_pack_(
     """
     undifferentiated("onebit_pack_", INSTEAD, x, error)
     _check_group("onebit_pack_", group)
-    return _pack_(x, error, group or 0, scaling)
+    return _onebit_pack_(x, error, group or 0, scaling)
 
 
 def onebit_mean(
@@ -143,7 +147,7 @@ def onebit_mean(
     """
     undifferentiated("onebit_mean", INSTEAD, scale, error)
     _check_group("onebit_mean", group)
-    return _mean(bits, scale, error, group or 0, scaling)
+    return _onebit_mean(bits, scale, error, group or 0, scaling)
 
 
 def onebit_mean_(
@@ -163,7 +167,7 @@ def onebit_mean_(
     """
     undifferentiated("onebit_mean_", INSTEAD, scale, error)
     _check_group("onebit_mean_", group)
-    return _mean_(bits, scale, error, group or 0, scaling)
+    return _onebit_mean_(bits, scale, error, group or 0, scaling)
 
 
 def onebit_unpack(
@@ -194,7 +198,7 @@ def onebit_unpack(
     """
     undifferentiated("onebit_unpack", INSTEAD, scale)
     _check_group("onebit_unpack", group)
-    return _unpack(bits, scale, n, group or 0, dtype)
+    return _onebit_unpack(bits, scale, n, group or 0, dtype)
 
 
 def onebit_unpack_(bits: Tensor, scale: Tensor, out: Tensor, *, group: int | None = None) -> Tensor:
@@ -215,7 +219,7 @@ def onebit_unpack_(bits: Tensor, scale: Tensor, out: Tensor, *, group: int | Non
     """
     undifferentiated("onebit_unpack_", INSTEAD, scale, out)
     _check_group("onebit_unpack_", group)
-    _unpack_(bits, scale, out, group or 0)
+    _onebit_unpack_(bits, scale, out, group or 0)
     return out
 
 
@@ -226,11 +230,10 @@ def _check(name: str, x: Tensor, error: Tensor, group: int, scaling: str) -> Non
     _check_group(name, group or None)
     if x.dim() != 1:
         raise KernelError(f"kernels.{name}: x is {tuple(x.shape)}; expected [n]: pass x.view(-1).")
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if error.dtype != wide or not numbers(x):
+    if error.dtype != wide(x) or not numbers(x):
         raise KernelError(
-            f"kernels.{name}: x is {x.dtype} and error {error.dtype}; expected an error in {wide} "
-            "with a floating-point x of 16 bits or more."
+            f"kernels.{name}: x is {x.dtype} and error {error.dtype}; expected an error in "
+            f"{wide(x)} with a floating-point x of 16 bits or more."
         )
     if scaling not in SCALINGS:
         raise KernelError(f"kernels.{name}: scaling {scaling!r}; expected one of {SCALINGS}.")
@@ -306,117 +309,93 @@ def _scales(n: int, group: int) -> int:
 
 def _room(error: Tensor, group: int) -> tuple[Tensor, Tensor]:
     n = error.shape[-1]
-    return (
-        error.new_empty(onebit_bytes(n), dtype=torch.uint8),
-        error.new_empty(_scales(n, group)),
-    )
+    return error.new_empty(onebit_bytes(n), dtype=torch.uint8), error.new_empty(_scales(n, group))
+
+
+def _sent(*args: Any) -> Any:
+    """Room for signs and scales, from the arguments ``(..., error, group, scaling)``."""
+    return _room(*args[-3:-1])
+
+
+def _sent_and_left(*args: Any) -> Any:
+    return *_sent(*args), fresh(args[-3])
 
 
 def _run(
-    name: str, sent: tuple[Tensor, ...], error: Tensor, new: Tensor, group: int, scaling: str
+    x: Tensor, scales: Tensor | None, error: Tensor, new: Tensor, group: int, scaling: str
 ) -> Any:
     out = _room(error, group)
-    arguments = (*(x.contiguous() for x in sent), error, new, *out)
-    dispatch.run(name, *arguments, group=group, scaling=scaling)
+    name = "onebit_pack" if scales is None else "onebit_mean"
+    x, scales = contiguous(x, scales)
+    packing = Packing(x, scales, error, new, *out)
+    dispatch.run(name, packing, group=group, scaling=scaling)
     return out
 
 
-def _pack_fresh(x: Tensor, error: Tensor, group: int, scaling: str) -> Any:
+@operator(_sent_and_left, batch=looped, check=partial(_check, "onebit_pack"))
+def _onebit_pack(
+    x: Tensor, error: Tensor, group: int, scaling: str
+) -> tuple[Tensor, Tensor, Tensor]:
     error = error.contiguous()
     new = torch.empty_like(error)
-    return *_run("onebit_pack", (x,), error, new, group, scaling), new
+    return *_run(x, None, error, new, group, scaling), new
 
 
-def _pack_inplace(x: Tensor, error: Tensor, group: int, scaling: str) -> Any:
+@operator(_sent, check=partial(_check, "onebit_pack_"))
+def _onebit_pack_(x: Tensor, error: Written, group: int, scaling: str) -> tuple[Tensor, Tensor]:
     apart("onebit_pack_", x=x, error=error)
-    return _run("onebit_pack", (x,), error, error, group, scaling)
+    return _run(x, None, error, error, group, scaling)
 
 
-def _mean_fresh(bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling: str) -> Any:
+@operator(_sent_and_left, batch=looped, check=partial(_check_received, "onebit_mean"))
+def _onebit_mean(
+    bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling: str
+) -> tuple[Tensor, Tensor, Tensor]:
     error = error.contiguous()
     new = torch.empty_like(error)
-    return *_run("onebit_mean", (bits, scale), error, new, group, scaling), new
+    return *_run(bits, scale, error, new, group, scaling), new
 
 
-def _mean_inplace(bits: Tensor, scale: Tensor, error: Tensor, group: int, scaling: str) -> Any:
-    bits, scale = bits.contiguous(), scale.contiguous()
+@operator(_sent, check=partial(_check_received, "onebit_mean_"))
+def _onebit_mean_(
+    bits: Tensor, scale: Tensor, error: Written, group: int, scaling: str
+) -> tuple[Tensor, Tensor]:
+    bits, scale = contiguous(bits, scale)
     apart("onebit_mean_", bits=bits, scale=scale, error=error)
-    return _run("onebit_mean", (bits, scale), error, error, group, scaling)
+    return _run(bits, scale, error, error, group, scaling)
 
 
-def _unpack_fresh(bits: Tensor, scale: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
-    out = scale.new_empty((*bits.shape[:-1], n), dtype=dtype)
-    dispatch.run("onebit_unpack", bits.contiguous(), scale.contiguous(), out, group=group)
+def _values(bits: Tensor, scale: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
+    return scale.new_empty((*bits.shape[:-1], n), dtype=dtype)
+
+
+@operator(_values, batch=looped, check=_check_unpack)
+def _onebit_unpack(bits: Tensor, scale: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
+    out = _values(bits, scale, n, group, dtype)
+    dispatch.run("onebit_unpack", *contiguous(bits, scale), out, group=group)
     return out
 
 
-def _unpack_inplace(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
-    bits, scale = bits.contiguous(), scale.contiguous()
+@operator(check=_check_unpack_)
+def _onebit_unpack_(bits: Tensor, scale: Tensor, out: Written, group: int) -> None:
+    bits, scale = contiguous(bits, scale)
     for label, x in {"bits": bits, "scale": scale}.items():
         apart("onebit_unpack_", out=out, **{label: x})
     dispatch.run("onebit_unpack", bits, scale, out, group=group)
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_pack: Callable[..., Any] = define(
-    "onebit_pack(Tensor x, Tensor error, int group, str scaling) -> (Tensor, Tensor, Tensor)",
-    _pack_fresh,
-    lambda x, error, group, scaling: (*_room(error, group), _contiguous(error)),
-    looped(lambda: _pack),
-    lambda *args: _check("onebit_pack", *args),
-)
-_pack_ = define(
-    "onebit_pack_(Tensor x, Tensor(a!) error, int group, str scaling) -> (Tensor, Tensor)",
-    _pack_inplace,
-    lambda x, error, group, scaling: _room(error, group),
-    check=lambda *args: _check("onebit_pack_", *args),
-)
-_mean: Callable[..., Any] = define(
-    "onebit_mean(Tensor bits, Tensor scale, Tensor error, int group, str scaling)"
-    " -> (Tensor, Tensor, Tensor)",
-    _mean_fresh,
-    lambda bits, scale, error, group, scaling: (*_room(error, group), _contiguous(error)),
-    looped(lambda: _mean),
-    lambda *args: _check_received("onebit_mean", *args),
-)
-_mean_ = define(
-    "onebit_mean_(Tensor bits, Tensor scale, Tensor(a!) error, int group, str scaling)"
-    " -> (Tensor, Tensor)",
-    _mean_inplace,
-    lambda bits, scale, error, group, scaling: _room(error, group),
-    check=lambda *args: _check_received("onebit_mean_", *args),
-)
-_unpack: Callable[..., Any] = define(
-    "onebit_unpack(Tensor bits, Tensor scale, int n, int group, ScalarType dtype) -> Tensor",
-    _unpack_fresh,
-    lambda bits, scale, n, group, dtype: scale.new_empty((*bits.shape[:-1], n), dtype=dtype),
-    looped(lambda: _unpack),
-    _check_unpack,
-)
-_unpack_ = define(
-    "onebit_unpack_(Tensor bits, Tensor scale, Tensor(a!) out, int group) -> ()",
-    _unpack_inplace,
-    lambda bits, scale, out, group: None,
-    check=_check_unpack_,
-)
-
-for _name, _twin, _traffic in (
-    ("onebit_pack", pack_twin, "20.1 B, or 12.1 B in groups (float32)"),
-    ("onebit_mean", mean_twin, "W/4 + 12.1 B from W workers, or W/8 + 8.1 B in groups"),
-    ("onebit_unpack", unpack_twin, "4.1 B (float32)"),
+for _name, _twin, _traffic, _limit in (
+    ("onebit_pack", pack_twin, "20.1 B, or 12.1 B in groups (float32)", dispatch.in_float32),
+    (
+        "onebit_mean",
+        pack_twin,
+        "W/4 + 12.1 B from W workers, or W/8 + 8.1 B in groups",
+        dispatch.in_float32,
+    ),
+    ("onebit_unpack", unpack_twin, "4.1 B (float32)", dispatch.any_float),
 ):
-    _function = _name.removeprefix("onebit_")
     dispatch.register(
-        dispatch.Kernel(
-            _name,
-            _twin,
-            f"zfunc.kernels.onebit_triton:{_function}",
-            _traffic,
-            dtypes=(*dispatch.FLOATS, torch.uint8),
-            machine=f"zfunc.kernels.onebit_llvm:{_function}",
-            machine_limit=dispatch.any_float if _function == "unpack" else dispatch.in_float32,
-        )
+        *(_name, _twin, "onebit_triton", _traffic),
+        dtypes=(*dispatch.FLOATS, torch.uint8),
+        machine=_limit,
     )

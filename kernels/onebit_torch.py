@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LANES", "PART", "ROWS", "mean_twin", "pack_twin", "scale_of", "unpack_twin"]
+__all__ = ["LANES", "PART", "ROWS", "Packing", "pack_twin", "scale_of", "unpack_twin"]
 
 CHUNK = 1 << 17  # a multiple of every group; a buffer of 512 KiB
 PART = 1 << 13  # elements that are summed together where there is one scale
@@ -22,54 +23,67 @@ LANES, ROWS = 16, 16  # elements of a row, and rows of a block: the order of a s
 # Byte i of a 64-bit integer, 0 or 1, ends up as bit 56 + i of the product (little-endian).
 GATHER = 0x0102040810204080
 
-Fill = Callable[[int, int, Tensor], None]
+
+class Packing(NamedTuple):
+    """What is compressed, and what that gives; contiguous.
+
+    Attributes:
+        x: ``[n]``; at a server what workers sent, ``uint8[W, bytes]``.
+        scales: of what they sent, a row for each; ``None`` at a worker.
+        error: ``[n]``, added to the values.
+        new: the error that is left; may be ``error``.
+        bits, scale: what is sent.
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    error: Tensor
+    new: Tensor
+    bits: Tensor
+    scale: Tensor
+
+    @property
+    def shares(self) -> Tensor | None:
+        """What each worker adds to the mean."""
+        return None if self.scales is None else self.scales / self.x.shape[0]
 
 
-def pack_twin(
-    x: Tensor,
-    error: Tensor,
-    new: Tensor,
-    bits: Tensor,
-    scale: Tensor,
-    group: int,
-    scaling: str,
-) -> None:
-    """``new`` may be ``error``. All contiguous; ``group`` is 0 for one scale."""
-    room = error.new_empty(_room(x.numel()))
+def pack_twin(packing: Packing, *, group: int, scaling: str) -> None:
+    """Fill ``new`` with the values, then send them and keep the error in it; one scale with 0."""
+    x, _, error, new, bits, scale = packing
+    shares, n = packing.shares, new.numel()
+    scratch = new.new_empty(_room(n))
 
-    def fill(a: int, b: int, out: Tensor) -> None:
-        part = x[a:b] if x.dtype == out.dtype else room[: b - a].copy_(x[a:b])
-        torch.add(part, error[a:b], out=out)
-
-    _compress(fill, new, bits, scale, group, scaling)
-
-
-def mean_twin(
-    received: Tensor,
-    scales: Tensor,
-    error: Tensor,
-    new: Tensor,
-    bits: Tensor,
-    scale: Tensor,
-    group: int,
-    scaling: str,
-) -> None:
-    """``new`` may be ``error``. ``received`` and ``scales`` have a row for each worker."""
-    room = error.new_empty(_room(error.numel()))
-    shares = scales / received.shape[0]
-
-    def fill(a: int, b: int, out: Tensor) -> None:
+    def fill(a: int, b: int) -> Tensor:
+        out = new[a:b]
+        if shares is None:
+            part = x[a:b] if x.dtype == out.dtype else scratch[: b - a].copy_(x[a:b])
+            return torch.add(part, error[a:b], out=out)
         if out.data_ptr() != error[a:].data_ptr():
             out.copy_(error[a:b])
-        for its, share in zip(received, shares, strict=True):
-            signs = _rows(_signs(its, a, b, room), group)
+        for its, share in zip(x, shares, strict=True):
+            signs = _rows(_signs(its, a, b, scratch), group)
             total = _rows(out, group)
             torch.addcmul(total, signs, _its(share, a, b, group), out=total)
+        return out
 
-    _compress(fill, new, bits, scale, group, scaling)
+    chunks = list(_chunks(n, group))
+    room = new.new_empty(min(CHUNK, n + -n % PART), dtype=torch.float64)
+    if not group:
+        parts = [new.new_zeros(1, dtype=torch.float64)]
+        parts += [_sums(fill(a, b), PART, scaling, room).clone() for a, b in chunks]
+        scale.copy_(scale_of(torch.cat(parts), n, scaling))
+    send = _Sender(new)
+    for a, b in chunks:
+        values, its = new[a:b], _its(scale, a, b, group)
+        if group:
+            size = min(group, b - a)
+            sums = _sums(fill(a, b), size, scaling, room)
+            its.copy_(scale_of(sums[None], size, scaling)[:, None])
+        send(values, its, bits[a // 8 : -(-b // 8)], group)
 
 
-def unpack_twin(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
+def unpack_twin(bits: Tensor, scale: Tensor, out: Tensor, *, group: int) -> None:
     """Bits to values, of one sender or of one in each row."""
     if not out.numel():
         return
@@ -80,30 +94,6 @@ def unpack_twin(bits: Tensor, scale: Tensor, out: Tensor, group: int) -> None:
         for a, b in _chunks(n, group):
             rows = _rows(_signs(mine, a, b, room), group)
             target[a:b].copy_(rows.mul_(_its(its, a, b, group)).view(-1))
-
-
-def _compress(
-    fill: Fill, new: Tensor, bits: Tensor, scale: Tensor, group: int, scaling: str
-) -> None:
-    """Fill ``new`` with the values, then send them and keep the error in it."""
-    n = new.numel()
-    chunks = list(_chunks(n, group))
-    room = new.new_empty(min(CHUNK, n + -n % PART), dtype=torch.float64)
-    if not group:
-        parts = [new.new_zeros(1, dtype=torch.float64)]
-        for a, b in chunks:
-            fill(a, b, new[a:b])
-            parts.append(_sums(new[a:b], PART, scaling, room).clone())
-        scale.copy_(scale_of(torch.cat(parts), n, scaling))
-    send = _Sender(new)
-    for a, b in chunks:
-        values = new[a:b]
-        if group:
-            fill(a, b, values)
-            size, its = min(group, b - a), _its(scale, a, b, group)
-            sums = _sums(values, size, scaling, room)
-            its.copy_(scale_of(sums[None], size, scaling)[:, None])
-        send(values, _its(scale, a, b, group), bits[a // 8 : -(-b // 8)], group)
 
 
 def _sums(x: Tensor, size: int, scaling: str, room: Tensor) -> Tensor:

@@ -13,14 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.onebit_torch import Packing
 
 __all__ = [
-    "mean",
+    "onebit_mean",
+    "onebit_pack",
     "onebit_pack_kernel",
     "onebit_sum_kernel",
+    "onebit_unpack",
     "onebit_unpack_kernel",
-    "pack",
-    "unpack",
 ]
 
 
@@ -122,48 +123,17 @@ def onebit_unpack_kernel(
     tl.store(out + sender * n + at, values.to(out.dtype.element_ty), mask=at < n)
 
 
-def pack(
-    x: Tensor, error: Tensor, new: Tensor, bits: Tensor, scale: Tensor, *, group: int, scaling: str
-) -> None:
-    """Launch for a worker."""
-    _launch("onebit_pack", x, x, scale, error, new, bits, scale, group, scaling)
-
-
-def mean(
-    received: Tensor,
-    scales: Tensor,
-    error: Tensor,
-    new: Tensor,
-    bits: Tensor,
-    scale: Tensor,
-    *,
-    group: int,
-    scaling: str,
-) -> None:
-    """Launch for a server."""
-    shares = scales / received.shape[0]
-    _launch("onebit_mean", error, received, shares, error, new, bits, scale, group, scaling)
-
-
-def _launch(
-    name: str,
-    x: Tensor,
-    received: Tensor,
-    shares: Tensor,
-    error: Tensor,
-    new: Tensor,
-    bits: Tensor,
-    scale: Tensor,
-    group: int,
-    scaling: str,
-) -> None:
+def onebit_pack(packing: Packing, *, group: int, scaling: str) -> None:
+    """Launch for a worker, or for a server."""
+    x, scales, error, new, bits, scale = packing
     if not (n := error.numel()):
         scale.zero_()
         return
-    how = _tile(name, group, error.device)
+    server = scales is not None
+    how = _tile("onebit_mean" if server else "onebit_pack", group, error.device)
     grid = (triton.cdiv(n, how["ROWS"] * how["GROUP"]),)
-    server, workers = name == "onebit_mean", received.shape[0]
-    source = (x, error, received, shares, workers, bits.numel())
+    shares = packing.shares if server else scale
+    source = (error if server else x, error, x, shares, x.shape[0], bits.numel())
     kind = {"SERVER": server, "MEAN": scaling == "mean", **how}
     if not group:
         sums = error.new_empty(grid)
@@ -175,7 +145,10 @@ def _launch(
     )
 
 
-def unpack(bits: Tensor, scale: Tensor, out: Tensor, *, group: int) -> None:
+onebit_mean = onebit_pack  # whether there are scales tells them apart
+
+
+def onebit_unpack(bits: Tensor, scale: Tensor, out: Tensor, *, group: int) -> None:
     """Launch for one sender, or for one in each row."""
     if not (n := out.shape[-1]) or not out.numel():
         return

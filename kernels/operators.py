@@ -1,20 +1,21 @@
 """Operators that every transform of torch understands, and the checks of their arguments.
 
-An operator here is defined with the low-level ``torch.library.Library``: opaque to
-tracing, with a fake (shapes only) and a rule for ``vmap``. It has no autograd rule
-of its own. One that is differentiable is called by an ``autograd.Function`` with
-``setup_context``, marked ``in_graph``; one that is not refuses arguments that
-are being differentiated. The other ways to define an operator (``custom_op``,
-``triton_op``, ``register_autograd``) raise under ``torch.func`` or give gradients of
-zero without a word, in torch 2.11 to 2.13.
+An operator is a Python function: its annotations give the schema. It is defined with the low-level
+``torch.library.Library``: opaque to tracing, with a fake (shapes only) and a rule for ``vmap``. It
+has no autograd rule of its own. One that is differentiable is called by an ``autograd.Function``
+with ``setup_context``, marked ``in_graph``; one that is not refuses arguments that are being
+differentiated. The other ways to define an operator (``custom_op``, ``triton_op``,
+``register_autograd``) raise under ``torch.func`` or give gradients of zero without a word, in torch
+2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -24,22 +25,27 @@ from zfunc.errors import ZfuncError
 
 __all__ = [
     "KernelError",
+    "Written",
     "agree",
     "aligned",
     "alike",
     "apart",
+    "contiguous",
     "copies",
     "define",
     "dense",
     "folded",
+    "fresh",
     "fronted",
     "in_columns",
     "in_rows",
     "looped",
     "numbers",
+    "operator",
     "rows_of",
     "together",
     "undifferentiated",
+    "wide",
 ]
 
 NAMESPACE = "zfunc"
@@ -47,33 +53,117 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 RUNS: dict[str, Callable[..., Any]] = {}  # what each operator does, by its name
 
 Batched = tuple[Any, Any]
+BatchRule = Callable[..., Batched]  # of the operator, and as `torch.library.register_vmap` says
+Written = Annotated[Tensor, "written"]  # an argument that the operator changes; then no ``vmap``
+
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    list[int]: "int[]",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
+}
 
 
 class KernelError(ZfuncError, ValueError):
     """Tensors that a kernel cannot take."""
 
 
+def operator(
+    fake: Callable[..., Any] | None = None,
+    *,
+    batch: BatchRule | None = None,
+    check: Callable[..., None] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: a function as the operator of its name, less an underscore before it.
+
+    The annotations are the schema. :data:`Written` marks arguments that are changed. A parameter
+    that is a ``NamedTuple`` or a dataclass stands for its fields: the operator takes those, one
+    after the other, and the function the record made of them.
+
+    Args:
+        fake: the same for shapes, dtypes and devices alone; not needed where nothing is returned.
+        batch, check: see :func:`define`.
+
+    >>> @operator(torch.empty_like)
+    ... def doc_double(x: Tensor) -> Tensor:
+    ...     return x + x
+    >>> doc_double(torch.ones(2))
+    tensor([2., 2.])
+    """
+
+    def defined(run: Callable[..., Any]) -> Callable[..., Any]:
+        kinds = typing.get_type_hints(run, include_extras=True)
+        result = kinds.pop("return")
+        several = ", ".join(TYPES[kind] for kind in typing.get_args(result))
+        gives = TYPES.get(result, f"({several})")
+        takes = ", ".join(_described(label, kind) for label, kind in kinds.items())
+        runs, fakes = run, fake or nothing
+        if check is not None:
+            runs, fakes = _checked(check, runs), _checked(check, fakes)
+        records = [None if _is_plain(kind) else kind for kind in kinds.values()]
+        if any(records):
+            runs, fakes = _gathered(runs, records), _gathered(fakes, records)
+        name = run.__name__.lstrip("_")
+        return define(f"{name}({takes}) -> {gives}", runs, fakes, batch)
+
+    return defined
+
+
+def nothing(*args: Any) -> None:
+    """What an operator gives that only writes."""
+
+
+def _is_plain(kind: Any) -> bool:
+    return kind in TYPES or kind in (Written, Written | None)
+
+
+def _described(label: str, kind: Any) -> str:
+    """An argument, or the fields of a record, as the schema says them."""
+    if kind in TYPES:
+        return f"{TYPES[kind]} {label}"
+    if _is_plain(kind):
+        return f"Tensor({label}!){'' if kind == Written else '?'} {label}"
+    fields = typing.get_type_hints(kind, include_extras=True)
+    return ", ".join(_described(*field) for field in fields.items())
+
+
+def _gathered(f: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
+    """``f`` of arguments of which some are given as the fields of a record."""
+    sizes = [1 if kind is None else len(typing.get_type_hints(kind)) for kind in records]
+    ends = list(itertools.accumulate(sizes))
+    places = [(kind, end - size, end) for kind, size, end in zip(records, sizes, ends, strict=True)]
+
+    @functools.wraps(f)
+    def gathered(*args: Any) -> Any:
+        return f(*[args[a] if kind is None else kind(*args[a:b]) for kind, a, b in places])
+
+    return gathered
+
+
 def define(
     schema: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],
-    batch: Callable[..., Batched] | None = None,
+    batch: BatchRule | None = None,
     check: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """An operator ``zfunc::name``.
+    """An operator ``zfunc::name`` of a schema in the words of torch.
 
     Args:
         schema: such as ``"double(Tensor x) -> Tensor"``. Arguments that it changes are
             marked ``Tensor(a!)``; then there is no ``vmap``.
         run: what it does, on any device.
         fake: the same for shapes, dtypes and devices alone.
-        batch: its rule for ``vmap``, as :func:`torch.library.register_vmap` takes it.
+        batch: its rule for ``vmap``: given the operator, and what
+            :func:`torch.library.register_vmap` says.
         check: refuses, given the same, what ``run`` must not touch: kernels read and write memory
             by address, and whoever calls ``torch.ops.zfunc.name`` comes past every other check.
-
-    >>> double = define("doc_double(Tensor x) -> Tensor", lambda x: x + x, torch.empty_like)
-    >>> double(torch.ones(2))
-    tensor([2., 2.])
     """
     name = f"{NAMESPACE}::{schema.partition('(')[0]}"
     if check is not None:
@@ -82,9 +172,13 @@ def define(
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     RUNS[name] = run
     torch.library.register_fake(name, fake, lib=LIBRARY)
-    if batch is not None:
-        torch.library.register_vmap(name, batch, lib=LIBRARY)
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name.rpartition(":")[2]).default
+    if batch is not None:
+
+        def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
+            return batch(op, info, dims, *args)
+
+        torch.library.register_vmap(name, rule, lib=LIBRARY)
     return op
 
 
@@ -97,44 +191,39 @@ def _checked(check: Callable[..., None], run: Callable[..., Any]) -> Callable[..
     return checked
 
 
-def folded(op: Callable[[], Callable[..., Any]], elementwise: int) -> Callable[..., Batched]:
-    """The ``vmap`` rule of an operator that treats each element alone: one call for the batch.
+def folded(elementwise: int) -> BatchRule:
+    """The ``vmap`` rule of an operator that treats each element, or row, alone: one call for all.
 
     Args:
-        op: gives the operator (which is defined after its rule).
-        elementwise: how many of the first arguments are tensors of one shape, or None. The
-            others are shared by all elements; if one of them is batched, the calls are made
-            one by one.
+        elementwise: how many of the first arguments are None, or tensors of one shape (or with a
+            number for each row of it). The others are shared by all elements; if one of them is
+            batched, the calls are made one by one.
 
     Its tensor results of that shape are batched; others may not be returned.
     """
 
-    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
+    def rule(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
         if any(dim is not None for dim in dims[elementwise:]):
-            return looped(op)(info, dims, *args)
+            return looped(op, info, dims, *args)
         flats = fronted(info.batch_size, dims[:elementwise], args[:elementwise])
-        dense = (None if x is None else x.contiguous() for x in flats)
-        out = op()(*dense, *args[elementwise:])
+        out = op(*contiguous(*flats), *args[elementwise:])
         return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
 
     return rule
 
 
-def looped(op: Callable[[], Callable[..., Any]]) -> Callable[..., Batched]:
+def looped(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
     """The ``vmap`` rule of an operator that works on the whole of its arguments: one call each."""
 
-    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> Batched:
-        def call(i: int) -> Any:
-            pairs = zip(args, dims, strict=True)
-            return op()(*(_element(x, dim, i) for x, dim in pairs))
+    def call(i: int) -> Any:
+        pairs = zip(args, dims, strict=True)
+        return op(*(_element(x, dim, i) for x, dim in pairs))
 
-        calls = [call(i) for i in range(info.batch_size)]
-        if isinstance(calls[0], Tensor):
-            return torch.stack(calls), 0
-        columns = tuple(torch.stack(column) for column in zip(*calls, strict=True))
-        return columns, (0,) * len(columns)
-
-    return rule
+    calls = [call(i) for i in range(info.batch_size)]
+    if isinstance(calls[0], Tensor):
+        return torch.stack(calls), 0
+    columns = tuple(torch.stack(column) for column in zip(*calls, strict=True))
+    return columns, (0,) * len(columns)
 
 
 def _element(x: Any, dim: Any, i: int) -> Any:
@@ -226,9 +315,30 @@ def in_columns(name: str, x: Tensor, **tensors: Tensor | None) -> None:
     together(name, x=x, **tensors)
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """Rows: ``[R, K]``."""
-    return x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1])
+def rows_of(x: Tensor | None) -> Any:
+    """Contiguous rows: ``[R, K]``; ``None`` stays what it is."""
+    if x is None:
+        return None
+    return x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1]).contiguous()
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype that sums are made in: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def fresh(x: Tensor, *rest: Any) -> Tensor:
+    """Memory for a result like ``x``, contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """All of them contiguous; ``None`` stays what it is."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _present(tensors: dict[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(label, x) for label, x in tensors.items() if x is not None]
 
 
 def copies(name: str, low: Tensor | None) -> None:
@@ -250,8 +360,7 @@ def together(name: str, **tensors: Tensor | None) -> None:
     Raises:
         KernelError: two of them are not.
     """
-    present = {label: x for label, x in tensors.items() if x is not None}
-    (first, model), *others = present.items()
+    (first, model), *others = _present(tensors)
     for label, x in others:
         if x.device != model.device:
             raise KernelError(
@@ -270,8 +379,7 @@ def agree(name: str, **tensors: Tensor | None) -> None:
     Raises:
         KernelError: two of them differ.
     """
-    present = {label: x for label, x in tensors.items() if x is not None}
-    (first, model), *others = present.items()
+    (first, model), *others = _present(tensors)
     for label, x in others:
         if x.shape != model.shape or x.device != model.device:
             raise KernelError(
@@ -287,7 +395,7 @@ def alike(name: str, **tensors: Tensor | None) -> None:
         KernelError: two of them differ.
     """
     agree(name, **tensors)
-    dtypes = {label: x.dtype for label, x in tensors.items() if x is not None}
+    dtypes = {label: x.dtype for label, x in _present(tensors)}
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{label} is {dtype}" for label, dtype in dtypes.items())
         raise KernelError(f"kernels.{name}: {found}; expected one dtype.")
@@ -299,8 +407,8 @@ def dense(name: str, **tensors: Tensor | None) -> None:
     Raises:
         KernelError: one of them is not.
     """
-    for label, x in tensors.items():
-        if x is not None and not x.is_contiguous():
+    for label, x in _present(tensors):
+        if not x.is_contiguous():
             raise KernelError(
                 f"kernels.{name}: {label} of shape {tuple(x.shape)} has strides {x.stride()}; it "
                 "is updated where it lies, so it must be contiguous: pass x.contiguous()."
@@ -322,11 +430,10 @@ def apart(name: str, **tensors: Tensor | None) -> None:
     Raises:
         KernelError: two of them overlap.
     """
-    ends = {k: x.data_ptr() + x.nbytes for k, x in tensors.items() if x is not None and x.numel()}
-    order = sorted(ends, key=lambda label: ends[label])
-    for before, label in itertools.pairwise(order):
-        x = tensors[label]
-        if x is not None and x.data_ptr() < ends[before]:
+    real = [(x.data_ptr() + x.nbytes, x.data_ptr(), k) for k, x in _present(tensors) if x.numel()]
+    order = sorted(real, key=lambda place: place[0])
+    for (end, _, before), (_, start, label) in itertools.pairwise(order):
+        if start < end:
             raise KernelError(
                 f"kernels.{name}: {label} shares memory with {before}; each is updated where it "
                 "lies, so give each memory of its own: pass a clone."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,16 @@ from torch import Tensor
 
 from zfunc.kernels.operators import KernelError
 
-__all__ = ["BITS", "BLOCK", "Packed", "dequantized", "pack_words", "unpack_words"]
+__all__ = [
+    "BITS",
+    "BLOCK",
+    "Matrix",
+    "NormedProduct",
+    "Packed",
+    "dequantized",
+    "pack_words",
+    "unpack_words",
+]
 
 BLOCK = 128  # codes of a row whose words lie together
 BITS = {"skinny_mm": 16, "w8_mm": 8, "w4_mm": 4, "w8a8_mm": 8}
@@ -90,11 +100,8 @@ class Packed:
         groups = -(-k // self.group) if self.group else 1
         parts = [x for x in (self.scale, self.zero) if x is not None]
         good = self.data.shape == (n, width) and (not kinds or self.data.dtype in kinds)
-        if (
-            not good
-            or (bits < 16) != (len(parts) > 0)
-            or any(x.shape != (n, groups) for x in parts)
-        ):
+        good = good and (bits < 16) == bool(parts)
+        if not good or any(x.shape != (n, groups) for x in parts):
             raise KernelError(
                 f"kernels.{name}: weights {self.data.dtype}{list(self.data.shape)} with scales and "
                 f"zeros {[tuple(x.shape) for x in parts]}; expected "
@@ -103,10 +110,45 @@ class Packed:
             )
 
 
-def dequantized(
-    w: Tensor, scale: Tensor | None, zero: Tensor | None, kind: str, group: int, length: int
-) -> Tensor:
+class Matrix(NamedTuple):
+    """The parts of a :class:`Packed` as operators take them; ``group`` is 0 for a whole row."""
+
+    w: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    kind: str
+    group: int
+
+
+class NormedProduct(NamedTuple):
+    """Rows ``[M, K]``, the weight of their norm, and matrices whose rows follow each other: all of
+    one kind and group, with scales and zeros for each or for none."""
+
+    x: Tensor
+    norm: Tensor
+    w: list[Tensor]
+    scale: list[Tensor]
+    zero: list[Tensor]
+    kind: str
+    group: int
+    eps: float
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        none: list[Any] = [None] * len(self.w)
+        parts = zip(self.w, self.scale or none, self.zero or none, strict=True)
+        return [Matrix(*part, self.kind, self.group) for part in parts]
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What matters to the dispatch."""
+        rows = {"rows": len(self.x), "dtype": self.x.dtype}
+        return rows | {"kind": self.kind, "group": self.group}
+
+
+def dequantized(weight: Matrix, length: int) -> Tensor:
     """The matrix ``[N, K]`` that codes stand for, in the wide dtype of its scales."""
+    w, scale, zero, kind, group = weight
     if scale is None:
         return w
     wide = torch.promote_types(scale.dtype, torch.float32)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels import llvm, panels_llvm, tiles_llvm
 from zfunc.kernels.llvm import host
-from zfunc.kernels.panels_llvm import LINE, Product
+from zfunc.kernels.panels_llvm import LINE
 from zfunc.kernels.tiles_llvm import EDGE
 
 __all__ = [
@@ -148,14 +147,8 @@ def panels(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, width: 
     if bits == 4:
         low, high = data.view(count, -1, 2, LINE).unbind(2)
         data = low | (high << 4)
-    return Panels(
-        data.reshape(-1),
-        _columns(scale, count),
-        None if zero is None else _columns(zero, count),
-        bits,
-        (n, k),
-        width,
-    )
+    zeros = None if zero is None else _columns(zero, count)
+    return Panels(data.reshape(-1), _columns(scale, count), zeros, bits, (n, k), width)
 
 
 def _columns(grid: Tensor, count: int) -> Tensor:
@@ -205,7 +198,7 @@ def rounded(x: Tensor, like: Panels, bits: int) -> Rounded:
     codes = torch.empty(inputs * groups * filled, dtype=torch.int8)
     start = torch.empty(inputs * groups, dtype=torch.int32)
     sums, scale = torch.empty(inputs * groups), torch.empty(blocks * rows)
-    _rounding(host().isa, halves, chunk, tiled)(
+    panels_llvm.rounding(host().isa, halves, chunk, tiled)(
         [
             *(t.data_ptr() for t in (x, codes, start, sums, scale)),
             *(m, k, groups, filled // chunk, _offset(like.bits), rows),
@@ -236,7 +229,8 @@ def linear(x: Tensor, weight: Panels, bits: int) -> Tensor:
     small = 4 * weight.groups * inputs
     parts = weight.groups * weight.filled * inputs, small, small, 4 * rows
     memory, scratch = llvm.scratch(parts, threads)
-    _linear(host().isa, rows, halves, *weight.kind, _chains(weight.lines, rows * halves))(
+    form = (rows, halves, *weight.kind, _chains(weight.lines, rows * halves))
+    panels_llvm.linear(host().isa, chunk, *form)(
         [
             *(x.data_ptr(), *weight.addresses, out.data_ptr()),
             *(weight.count, weight.groups, weight.lines, n, m, k, weight.filled // chunk),
@@ -266,41 +260,13 @@ def matmul(x: Rounded, weight: Panels) -> Tensor:
             arguments += [-(-room.data_ptr() // LINE) * LINE, each]
         else:
             arguments += [0, 0]
-        _tiled(*form, x.chunk, 2 - x.blocks % 2, wide)(arguments)
+        tiles_llvm.tiled(*form, x.chunk, 2 - x.blocks % 2, wide)(arguments)
     else:
-        _product(*form, _chains(weight.lines, x.rows * x.halves))(arguments)
+        panels_llvm.product(*form, _chains(weight.lines, x.rows * x.halves))(arguments)
     return out.resize_(x.m, n)  # no view, which autograd would treat as one
-
-
-@functools.cache
-@llvm.once
-def _rounding(isa: str, halves: int, chunk: int, tiled: bool) -> Any:
-    return llvm.compiled(panels_llvm.rounding(halves, chunk, tiled), "rounding", isa)
-
-
-@functools.cache
-@llvm.once
-def _linear(isa: str, *form: Any) -> Any:
-    module = panels_llvm.linear(Product(isa, *form), CHUNKS[-1])
-    return llvm.compiled(module, "linear", isa)
-
-
-@functools.cache
-@llvm.once
-def _product(isa: str, *form: Any) -> Any:
-    return llvm.compiled(panels_llvm.product(Product(isa, *form)), "product", isa)
 
 
 @functools.cache
 def _chains(lines: int, inputs: int) -> int:
     """Sums for each row: so many that an instruction need not wait for the one before."""
     return next((c for c in (4, 2) if lines % c == 0 and c * inputs <= 8), 1)
-
-
-@functools.cache
-@llvm.once
-def _tiled(
-    isa: str, rows: int, halves: int, bits: int, zeros: bool, short: bool, *shape: int
-) -> Any:
-    spec = tiles_llvm.Tiled(Product(isa, rows, halves, bits, zeros, short, chains=1), *shape)
-    return llvm.compiled(tiles_llvm.tiled(spec), "product", isa)

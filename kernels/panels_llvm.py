@@ -11,17 +11,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zfunc.kernels.dots_llvm import DOTS
-from zfunc.kernels.llvm import Writer
-
-if TYPE_CHECKING:
-    from llvmlite import ir
+from zfunc.kernels.flat_llvm import written
+from zfunc.kernels.llvm import Emitter
 
 __all__ = [
     "LINE",
-    "Product",
+    "PanelProduct",
     "linear",
     "product",
     "rounding",
@@ -50,11 +48,10 @@ ROUNDING = (
 
 
 @dataclass(frozen=True)
-class Product:
+class PanelProduct:
     """One variant of the product.
 
     Attributes:
-        isa: a key of :data:`zfunc.kernels.llvm.ISAS`.
         rows: of the input that are taken together, a block.
         halves: 1, or 2 for inputs of 16 bits: the low bytes of all rows, then the high ones.
         bits: of the weights, 8 or 4.
@@ -63,7 +60,6 @@ class Product:
         chains: sums that are carried on for each row; the number of lines is a multiple of it.
     """
 
-    isa: str
     rows: int
     halves: int
     bits: int
@@ -77,27 +73,27 @@ class Product:
         return self.rows * self.halves
 
 
-def product(spec: Product) -> ir.Module:
+@written(*PRODUCT)
+def product(w: Emitter, *form: Any) -> None:
     """``out[m, n] = row_scale[m] sum_g scale[g, n] (sum_k codes x - zero[g, n] sum_k x)``.
 
     Arguments (:data:`PRODUCT`): codes of the inputs as :func:`rounding` leaves them, lines of
     weights ``[panels, groups, lines]``, scales and zero points ``[groups, 16 panels]``, ``start``
     int32 and ``sums`` fp32 ``[blocks, groups, inputs]``, ``out`` fp32 ``[blocks * rows, n]``.
     """
-    w = Writer("product", PRODUCT)
-    _multiply(w, spec)
-    return w.done()
+    _multiply(w, PanelProduct(*form))
 
 
-def linear(spec: Product, chunk: int) -> ir.Module:
+@written(*LINEAR)
+def linear(w: Emitter, chunk: int, *form: Any) -> None:
     """:func:`rounding` and :func:`product` of one block at once.
 
     Every thread rounds all rows for itself, which for a few takes less time than to wait for
     another to have done it, in scratch of its own. Arguments: :data:`LINEAR`; a group is ``chunks``
     of ``chunk`` columns.
     """
-    w = Writer("linear", LINEAR)
-    a, inputs = w.arguments, spec.inputs
+    a, spec = w.arguments, PanelProduct(*form)
+    inputs = spec.inputs
     columns = w.times(a["groups"], a["chunks"], chunk)
     a |= {"rows": w.n(spec.rows), "blocks": w.n(1), "offset": w.n(1 << (spec.bits - 1))}
     part = w.scratch()
@@ -106,10 +102,9 @@ def linear(spec: Product, chunk: int) -> ir.Module:
     a["row_scale"] = part(w.n(4 * spec.rows))
     _round(w, w.n(0), a["m"], spec.halves, chunk, tiled=False)
     _multiply(w, spec)
-    return w.done()
 
 
-def _multiply(w: Writer, spec: Product) -> None:
+def _multiply(w: Emitter, spec: PanelProduct) -> None:
     """This thread's panels of :func:`product`."""
     a, inputs = w.arguments, spec.inputs
     depth = w.times(a["groups"], a["lines"])  # lines of a panel
@@ -122,22 +117,16 @@ def _multiply(w: Writer, spec: Product) -> None:
         with w.loop(0, a["groups"], carried=[none] * spec.rows) as group:
             line = w.times(group.index, a["lines"])
             small = w.times(w.sum(w.times(block.index, a["groups"]), group.index), 4 * inputs)
-            sums = _dots(
-                w,
-                spec,
-                w.at(lines, w.times(line, LINE)),
-                w.at(x, w.times(line, wide)),
-                w.at(a["start"], small),
-                a["lines"],
-            )
+            here, beside = w.at(lines, w.times(line, LINE)), w.at(x, w.times(line, wide))
+            sums = _dots(w, spec, here, beside, w.at(a["start"], small), a["lines"])
             column = w.times(w.sum(w.times(group.index, a["panels"]), panel.index), 16)
             group.then = scaled(w, spec, sums, group.values, column, w.at(a["sums"], small))
         write(w, spec, group.values, panel.index, block.index)
 
 
-def _dots(w: Writer, spec: Product, lines: Any, x: Any, start: Any, count: Any) -> list[Any]:
+def _dots(w: Emitter, spec: PanelProduct, lines: Any, x: Any, start: Any, count: Any) -> list[Any]:
     """The integer sums of one group, a vector of 16 outputs for each row of inputs."""
-    dots, inputs = DOTS[spec.isa], spec.inputs
+    dots, inputs = DOTS[w.isa], spec.inputs
     begin = [dots.begin(w, w.load(w.at(start, 4 * r), w.i32, 4)) for r in range(inputs)]
     begin += [dots.begin(w, w.ir.Constant(w.i32, 0))] * (inputs * (spec.chains - 1))
     with w.loop(0, count, spec.chains, carried=begin) as at:
@@ -156,7 +145,7 @@ def _dots(w: Writer, spec: Product, lines: Any, x: Any, start: Any, count: Any) 
     return [dots.end(w, functools.reduce(w.b.add, at.values[r::inputs])) for r in range(inputs)]
 
 
-def split(w: Writer, line: Any, bits: int) -> list[Any]:
+def split(w: Emitter, line: Any, bits: int) -> list[Any]:
     """The codes in a line: themselves, or the low and the high halves of its bytes."""
     if bits == 8:
         return [line]
@@ -167,7 +156,7 @@ def split(w: Writer, line: Any, bits: int) -> list[Any]:
 
 
 def scaled(
-    w: Writer, spec: Product, sums: list[Any], totals: list[Any], column: Any, taken: Any
+    w: Emitter, spec: PanelProduct, sums: list[Any], totals: list[Any], column: Any, taken: Any
 ) -> list[Any]:
     """``totals`` and a group's sums in its scales; the zero points take their share off first."""
     b, a, floats = w.b, w.arguments, w.vector(w.f32)
@@ -202,7 +191,7 @@ def scaled(
     return out
 
 
-def write(w: Writer, spec: Product, totals: Sequence[Any], panel: Any, block: Any) -> None:
+def write(w: Emitter, spec: PanelProduct, totals: Sequence[Any], panel: Any, block: Any) -> None:
     """A block's rows of one panel, as far as the matrix goes."""
     a, b = w.arguments, w.b
     mask = w.below(b.sub(a["n"], w.times(panel, 16)))
@@ -210,10 +199,11 @@ def write(w: Writer, spec: Product, totals: Sequence[Any], panel: Any, block: An
         row = w.sum(w.times(block, spec.rows), r)
         scale = w.splat(w.load(w.at(a["row_scale"], w.times(row, 4)), w.f32, 4))
         address = w.at(a["out"], w.times(w.sum(w.times(row, a["n"]), w.times(panel, 16)), 4))
-        w.masked_store(b.fmul(total, scale), address, mask)
+        w.store(b.fmul(total, scale), address, mask=mask)
 
 
-def rounding(halves: int, chunk: int, tiled: bool) -> ir.Module:
+@written(*ROUNDING)
+def rounding(w: Emitter, halves: int, chunk: int, tiled: bool) -> None:
     """Rows rounded to 8 or 16 bits, put where :func:`product` reads them.
 
     ``scale = max(max |x| / (127 or 127 * 256), 1e-30)``, codes ``round(x / scale)``, halves
@@ -227,12 +217,10 @@ def rounding(halves: int, chunk: int, tiled: bool) -> ir.Module:
     Arguments (:data:`ROUNDING`): ``x`` fp32 ``[m, k]``; ``rows`` of a block; ``groups`` of
     ``chunks`` chunks; ``offset`` is what makes the weights unsigned.
     """
-    w = Writer("rounding", ROUNDING)
     _round(w, *w.share(w.arguments["m"]), halves, chunk, tiled)
-    return w.done()
 
 
-def _round(w: Writer, first: Any, last: Any, halves: int, chunk: int, tiled: bool) -> None:
+def _round(w: Emitter, first: Any, last: Any, halves: int, chunk: int, tiled: bool) -> None:
     """Rows ``first`` to ``last`` of ``x`` (see :func:`rounding`)."""
     a, b = w.arguments, w.b
     inputs = w.times(a["rows"], halves)
@@ -278,13 +266,13 @@ def _round(w: Writer, first: Any, last: Any, halves: int, chunk: int, tiled: boo
                 w.store(b.sitofp(sum_, w.f32), w.at(a["sums"], spot), 4)
 
 
-def _columns(w: Writer, x: Any, column: Any, k: Any) -> Any:
+def _columns(w: Emitter, x: Any, column: Any, k: Any) -> Any:
     """16 columns of a row; zeros beyond its end."""
     mask = w.below(w.b.sub(k, column))
-    return w.masked_load(w.at(x, w.times(column, 4)), w.vector(w.f32), mask)
+    return w.load(w.at(x, w.times(column, 4)), w.vector(w.f32), mask=mask)
 
 
-def _row_scale(w: Writer, x: Any, k: Any, top: float) -> Any:
+def _row_scale(w: Emitter, x: Any, k: Any, top: float) -> Any:
     """``max(max |x| / top, 1e-30)``; NaN if a value is."""
     b, whole = w.b, w.vector(w.i32)
     size = w.constant(w.i32, 0x7FFFFFFF)  # without the sign; as integers, NaN is above all others
@@ -297,7 +285,7 @@ def _row_scale(w: Writer, x: Any, k: Any, top: float) -> Any:
     return b.select(b.fcmp_ordered("<", scale, tiny), tiny, scale)
 
 
-def _codes(w: Writer, x: Any, scale: Any, halves: int) -> list[Any]:
+def _codes(w: Emitter, x: Any, scale: Any, halves: int) -> list[Any]:
     """16 values as signed integers of 8 bits, or as the low and high bytes of 16."""
     b, whole = w.b, w.vector(w.i32)
     zero = 128 if halves == 1 else 128 * 257

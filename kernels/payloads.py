@@ -16,7 +16,6 @@ float32 with an error; ``mean_payloads`` of W with 4 bits W/2 + 0.5, and 8 more 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,22 +26,23 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise import (
     INSTEAD,
+    KINDS,
     check_group,
     check_seed,
-    limit,
     mean_limit,
     seed_tensor,
 )
-from zfunc.kernels.groupwise_torch import mean_twin
+from zfunc.kernels.groupwise_torch import Quantizing, quantize_twin
 from zfunc.kernels.operators import (
     KernelError,
+    Written,
     agree,
     aligned,
     apart,
-    define,
     dense,
     looped,
     numbers,
+    operator,
     together,
     undifferentiated,
 )
@@ -146,7 +146,7 @@ def quantize_payload(
     tensor([  1,   2,   3, 127], dtype=torch.uint8)
     """
     undifferentiated("quantize_payload", INSTEAD, x, error)
-    payload, new = _pack(x, error, *_flags(form), seed_tensor(seed))
+    payload, new = _quantize_payload(x, error, *_flat(form), seed_tensor(seed))
     return payload, None if error is None else new
 
 
@@ -166,7 +166,7 @@ def quantize_payload_(
     (tensor([  1, 127], dtype=torch.uint8), tensor([0.2500, 0.0000]))
     """
     undifferentiated("quantize_payload_", INSTEAD, x, error)
-    return _pack_(x, error, *_flags(form), seed_tensor(seed))
+    return _quantize_payload_(x, error, *_flat(form), seed_tensor(seed))
 
 
 def mean_payloads(
@@ -199,7 +199,7 @@ def mean_payloads(
     tensor([  2., 127.])
     """
     undifferentiated("mean_payloads", INSTEAD, error)
-    payload, new = _mean(received, error, *_flags(form), seed_tensor(seed))
+    payload, new = _mean_payloads(received, error, *_flat(form), seed_tensor(seed))
     return payload, None if error is None else new
 
 
@@ -220,7 +220,7 @@ def mean_payloads_(
     (tensor([  1, 127], dtype=torch.uint8), tensor([0.2500, 0.0000]))
     """
     undifferentiated("mean_payloads_", INSTEAD, error)
-    return _mean_(received, error, *_flags(form), seed_tensor(seed))
+    return _mean_payloads_(received, error, *_flat(form), seed_tensor(seed))
 
 
 def dequantize_payload(
@@ -243,10 +243,11 @@ def dequantize_payload(
     >>> dequantize_payload(quantize_payload(torch.tensor([0.0, 1.0, 5.0]), form)[0], form)
     tensor([0., 1., 5.])
     """
-    return _unpack(payload, *_flags(form), dtype)
+    return _dequantize_payload(payload, *_flat(form), dtype)
 
 
-def _flags(form: Payload) -> tuple[int, int, int, bool, torch.dtype]:
+def _flat(form: Payload) -> tuple[int, int, int, bool, torch.dtype]:
+    """A form as operators take it."""
     return form.n, form.bits, form.group, form.symmetric, form.dtype
 
 
@@ -283,10 +284,11 @@ def _check_payload(name: str, payload: Tensor, form: Payload, dims: tuple[int, .
         )
 
 
-def _checked(name: str, x: Tensor, error: Tensor | None, *rest: Any) -> None:
+def _checked(
+    name: str, x: Tensor, error: Tensor | None, form: Payload, seed: Tensor | None
+) -> None:
     """``x``, or what was received, with an error, before memory is touched."""
-    *flags, seed = rest
-    form = _form(name, *flags)
+    _check_form(name, form)
     check_seed(name, seed)
     if name.startswith("mean"):
         _check_received(name, x, form, error)
@@ -297,139 +299,99 @@ def _checked(name: str, x: Tensor, error: Tensor | None, *rest: Any) -> None:
         dense(name, error=error)
 
 
-def _checked_unpack(payload: Tensor, *rest: Any) -> None:
-    form = _form("dequantize_payload", *rest[:-1])
+def _check_form(name: str, form: Payload) -> None:
+    if form.n < 0 or not form.dtype.is_floating_point:
+        raise KernelError(
+            f"kernels.{name}: {form.n} elements with scales in {form.dtype}; expected a number of "
+            "them, and a floating-point dtype."
+        )
+
+
+def _check_unpack(payload: Tensor, form: Payload, dtype: torch.dtype) -> None:
+    _check_form("dequantize_payload", form)
     _check_payload("dequantize_payload", payload, form, (1, 2))
 
 
-def _form(name: str, n: int, bits: int, group: int, symmetric: bool, dtype: Any) -> Payload:
-    if n < 0 or not dtype.is_floating_point:
-        raise KernelError(
-            f"kernels.{name}: {n} elements with scales in {dtype}; expected a number of them, and "
-            "a floating-point dtype."
-        )
-    return Payload(n, bits, group, symmetric, dtype)
-
-
-def _new(like: Tensor, form: Payload) -> Tensor:
+def _room(x: Tensor, error: Tensor | None, form: Payload, *rest: Any) -> Tensor:
     """A payload to be filled; what no part covers is 0, so equal values are equal bytes."""
-    return like.new_zeros(form.bytes, dtype=torch.uint8)
+    return x.new_zeros(form.bytes, dtype=torch.uint8)
 
 
-def _left(error: Tensor | None, like: Tensor, form: Payload) -> Tensor:
-    return like.new_empty(form.n if error is not None else 0, dtype=form.dtype)
+def _left(x: Tensor, error: Tensor | None, form: Payload) -> Tensor:
+    return x.new_empty(form.n if error is not None else 0, dtype=form.dtype)
+
+
+def _rooms(x: Tensor, error: Tensor | None, form: Payload, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _room(x, error, form), _left(x, error, form)
 
 
 def _fill(x: Tensor, error: Tensor | None, new: Tensor | None, form: Payload, seed: Any) -> Tensor:
-    payload = _new(x, form)
+    """The payload of values, or of the mean of what was received (a row for each sender)."""
+    payload = _room(x, error, form)
     if form.n:
-        q, scale, zero = form.parts(payload)
-        how = {"bits": form.bits, "size": form.group, "seed": seed}
-        dispatch.run("quantize_groups", x.contiguous()[None], error, q, scale, zero, new, **how)
+        mean = x.dim() == 2
+        x, scales, zeros = form.parts(aligned(x)) if mean else (x.contiguous()[None], None, None)
+        into, size = form.parts(payload), (1, form.n)
+        given = Quantizing(x, size, form.symmetric, scales, zeros, error, *into, new)
+        name = "mean_payloads" if mean else "quantize_groups"
+        dispatch.run(name, given, bits=form.bits, size=form.group, seed=seed)
     return payload
 
 
-def _fill_mean(
-    received: Tensor, error: Tensor | None, new: Tensor | None, form: Payload, seed: Any
-) -> Tensor:
-    payload = _new(received, form)
-    if form.n:
-        came = form.parts(aligned(received))
-        how = {"n": form.n, "bits": form.bits, "size": form.group, "seed": seed}
-        dispatch.run("mean_payloads", *came, error, *form.parts(payload), new, **how)
-    return payload
+def _filled(
+    x: Tensor, error: Tensor | None, form: Payload, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    left = _left(x, error, form)
+    old, new = (None, None) if error is None else (error.contiguous(), left)
+    return _fill(x, old, new, form, seed), left
 
 
-def _pack_fresh(x: Tensor, error: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    *flags, seed = rest
-    form = Payload(*flags)
-    error = None if error is None else error.contiguous()
-    new = _left(error, x, form)
-    return _fill(x, error, new if error is not None else None, form, seed), new
+@operator(_rooms, batch=looped, check=partial(_checked, "quantize_payload"))
+def _quantize_payload(
+    x: Tensor, error: Tensor | None, form: Payload, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _filled(x, error, form, seed)
 
 
-def _pack_inplace(x: Tensor, error: Tensor, *rest: Any) -> Tensor:
-    *flags, seed = rest
+@operator(_room, check=partial(_checked, "quantize_payload_"))
+def _quantize_payload_(x: Tensor, error: Written, form: Payload, seed: Tensor | None) -> Tensor:
     apart("quantize_payload_", x=x, error=error)
-    return _fill(x, error, error, Payload(*flags), seed)
+    return _fill(x, error, error, form, seed)
 
 
-def _mean_fresh(received: Tensor, error: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    *flags, seed = rest
-    form = Payload(*flags)
-    error = None if error is None else error.contiguous()
-    new = _left(error, received, form)
-    return _fill_mean(received, error, new if error is not None else None, form, seed), new
+@operator(_rooms, batch=looped, check=partial(_checked, "mean_payloads"))
+def _mean_payloads(
+    received: Tensor, error: Tensor | None, form: Payload, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _filled(received, error, form, seed)
 
 
-def _mean_inplace(received: Tensor, error: Tensor, *rest: Any) -> Tensor:
-    *flags, seed = rest
+@operator(_room, check=partial(_checked, "mean_payloads_"))
+def _mean_payloads_(received: Tensor, error: Written, form: Payload, seed: Tensor | None) -> Tensor:
     received = received.contiguous()
     apart("mean_payloads_", received=received, error=error)
-    return _fill_mean(received, error, error, Payload(*flags), seed)
+    return _fill(received, error, error, form, seed)
 
 
-def _unpack_fresh(payload: Tensor, *rest: Any) -> Tensor:
-    *flags, dtype = rest
-    form = Payload(*flags)
-    out = payload.new_empty((*payload.shape[:-1], form.n), dtype=dtype)
+def _expanded(payload: Tensor, form: Payload, dtype: torch.dtype) -> Tensor:
+    return payload.new_empty((*payload.shape[:-1], form.n), dtype=dtype)
+
+
+@operator(_expanded, batch=looped, check=_check_unpack)
+def _dequantize_payload(payload: Tensor, form: Payload, into: torch.dtype) -> Tensor:
+    out = _expanded(payload, form, into)
     rows = aligned(payload).view(-1, form.bytes) if payload.numel() else ()
+    how = {"bits": form.bits, "size": form.group}
     for target, row in zip(out.view(-1, form.n) if out.numel() else (), rows, strict=False):
-        q, scale, zero = form.parts(row)
-        dispatch.run(
-            "dequantize_groups", q, scale, zero, target[None], bits=form.bits, size=form.group
-        )
+        dispatch.run("dequantize_groups", *form.parts(row), target[None], **how)
     return out
 
 
-def _pack_shapes(x: Tensor, error: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    form = Payload(*rest[:-1])
-    return x.new_empty(form.bytes, dtype=torch.uint8), _left(error, x, form)
-
-
-FORM = "int n, int bits, int group, bool symmetric, ScalarType wide"
-_pack: Callable[..., Any] = define(
-    f"quantize_payload(Tensor x, Tensor? error, {FORM}, Tensor? seed) -> (Tensor, Tensor)",
-    _pack_fresh,
-    _pack_shapes,
-    looped(lambda: _pack),
-    partial(_checked, "quantize_payload"),
-)
-_pack_: Callable[..., Any] = define(
-    f"quantize_payload_(Tensor x, Tensor(a!) error, {FORM}, Tensor? seed) -> Tensor",
-    _pack_inplace,
-    lambda x, error, *rest: _pack_shapes(x, error, *rest)[0],
-    check=partial(_checked, "quantize_payload_"),
-)
-_mean: Callable[..., Any] = define(
-    f"mean_payloads(Tensor received, Tensor? error, {FORM}, Tensor? seed) -> (Tensor, Tensor)",
-    _mean_fresh,
-    _pack_shapes,
-    looped(lambda: _mean),
-    partial(_checked, "mean_payloads"),
-)
-_mean_: Callable[..., Any] = define(
-    f"mean_payloads_(Tensor received, Tensor(a!) error, {FORM}, Tensor? seed) -> Tensor",
-    _mean_inplace,
-    lambda received, error, *rest: _pack_shapes(received, error, *rest)[0],
-    check=partial(_checked, "mean_payloads_"),
-)
-_unpack: Callable[..., Any] = define(
-    f"dequantize_payload(Tensor payload, {FORM}, ScalarType dtype) -> Tensor",
-    _unpack_fresh,
-    lambda payload, *rest: payload.new_empty((*payload.shape[:-1], rest[0]), dtype=rest[-1]),
-    looped(lambda: _unpack),
-    _checked_unpack,
-)
-
 dispatch.register(
-    dispatch.Kernel(
-        "mean_payloads",
-        mean_twin,
-        "zfunc.kernels.groupwise_triton:mean",
-        "W/2 + 0.5 B of 4 bits from W ranks, and 8 B with an error",
-        limit=limit,
-        machine="zfunc.kernels.groupwise_llvm:mean",
-        machine_limit=mean_limit,
-    )
+    "mean_payloads",
+    quantize_twin,
+    "groupwise_triton",
+    "W/2 + 0.5 B of 4 bits from W ranks, and 8 B with an error",
+    machine=mean_limit,
+    **KINDS,
 )

@@ -17,27 +17,27 @@ position, queries and keys in one launch. Some 5 operations: bound by memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from zfunc.kernels import dispatch
-from zfunc.kernels.normalization_torch import wide
 from zfunc.kernels.operators import (
     KernelError,
-    define,
     fronted,
     numbers,
+    operator,
     together,
     undifferentiated,
+    wide,
 )
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["rotary"]
 
 Layout = Literal["half", "interleaved"]
+Given = tuple[Tensor, Tensor, Tensor, Tensor]  # queries, keys, cosines, sines
 
 
 def rotary(
@@ -133,17 +133,7 @@ def _rooms(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _run(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
-) -> tuple[Tensor, Tensor]:
-    out = _rooms(q, k)
-    if q.numel() or k.numel():
-        tables = (cos.contiguous(), sin.contiguous())
-        dispatch.run("rotary", q, k, *tables, *out, interleaved=interleaved, back=back)
-    return out
-
-
-def _batch(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+def _batch(op: Any, info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     """One call: the batch of ``vmap`` is more of ``B``."""
     size = info.batch_size
     q, k, cos, sin = fronted(size, dims[:4], args[:4])
@@ -153,34 +143,36 @@ def _batch(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     else:
         wanted = (size, q.shape[1], *cos.shape[2:])
         cos, sin = (x.expand(wanted).flatten(0, 1) for x in (cos, sin))
-    out = _rotary(q.flatten(0, 1), k.flatten(0, 1), cos, sin, *args[4:])
+    out = op(q.flatten(0, 1), k.flatten(0, 1), cos, sin, *args[4:])
     return tuple(x.unflatten(0, (size, -1)) for x in out), (0, 0)
 
 
-def twin(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_out: Tensor,
-    k_out: Tensor,
-    *,
-    interleaved: bool,
-    back: bool,
-) -> None:
+@operator(_rooms, batch=_batch)
+def _rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+) -> tuple[Tensor, Tensor]:
+    out = _rooms(q, k)
+    if q.numel() or k.numel():
+        given = (q, k, cos.contiguous(), sin.contiguous())
+        dispatch.run("rotary", given, out, interleaved=interleaved, back=back)
+    return out
+
+
+def twin(given: Given, out: tuple[Tensor, Tensor], *, interleaved: bool, back: bool) -> None:
     """The same in torch."""
+    q, k, cos, sin = given
     c, s = (x.to(wide(q))[:, None] for x in (cos, sin))
     s = -s if back else s
     half = cos.shape[-1]
-    for x, out in ((q, q_out), (k, k_out)):
+    for x, y in zip((q, k), out, strict=True):
         a, b = _pairs(x, half, interleaved)
-        new_a, new_b = _pairs(out, half, interleaved)
+        new_a, new_b = _pairs(y, half, interleaved)
         for new, first, second, sign in ((new_a, a, b, -1), (new_b, b, a, 1)):
             if new.dtype == c.dtype:
                 torch.mul(first, c, out=new).addcmul_(second, s, value=sign)
             else:
                 new.copy_(torch.addcmul(first * c, second, s, value=sign))
-        out[..., 2 * half :].copy_(x[..., 2 * half :])
+        y[..., 2 * half :].copy_(x[..., 2 * half :])
 
 
 def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -189,15 +181,4 @@ def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half : 2 * half]
 
 
-_rotary: Callable[..., Any] = define(
-    "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back)"
-    " -> (Tensor, Tensor)",
-    _run,
-    _rooms,
-    _batch,
-)
-dispatch.register(
-    dispatch.Kernel(
-        "rotary", twin, "zfunc.kernels.rotation_triton:launch", "4 B (bf16)", dtypes=dispatch.FLOATS
-    )
-)
+dispatch.register("rotary", twin, "rotation_triton", "4 B (bf16)")

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zfunc.kernels import dispatch
+from zfunc.kernels.rotation import Given
 
-__all__ = ["launch", "rotary_kernel"]
+__all__ = ["rotary", "rotary_kernel"]
 
 
 @triton.jit
@@ -87,21 +88,12 @@ def tile(half: int, heads: int, block: int) -> dict[str, int]:
     return {"HEADS": min(most, triton.next_power_of_2(heads)), "BLOCK": wide}
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_out: Tensor,
-    k_out: Tensor,
-    *,
-    interleaved: bool,
-    back: bool,
-) -> None:
+def rotary(given: Given, out: tuple[Tensor, Tensor], *, interleaved: bool, back: bool) -> None:
     """Launch over ``[B, H, T, D]`` in any strides, tables ``[B or 1, T, R / 2]``."""
+    q, k, cos, sin = given
     # Features must lie side by side; in the output they do if they do in the input.
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    rooms = [x if x.stride(3) == 1 else x.new_empty(x.shape) for x in (q_out, k_out)]
+    rooms = [x if x.stride(3) == 1 else x.new_empty(x.shape) for x in out]
     how = dict(dispatch.config("rotary", q.device))
     batch, q_heads, length, width = q.shape
     half = cos.shape[-1]
@@ -116,6 +108,6 @@ def launch(
         REST=2 * half < width,
         **how,
     )
-    for x, room in zip((q_out, k_out), rooms, strict=True):
+    for x, room in zip(out, rooms, strict=True):
         if x is not room:
             x.copy_(room)

@@ -22,7 +22,6 @@ number of instructions (``docs/kernels.md``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +30,16 @@ from torch import Tensor
 
 from zfunc.kernels import dispatch
 from zfunc.kernels.groupwise import quantize_groups
-from zfunc.kernels.operators import KernelError, define, in_rows, looped, together, undifferentiated
-from zfunc.kernels.packed import BLOCK, Packed, dequantized
+from zfunc.kernels.operators import (
+    KernelError,
+    contiguous,
+    in_rows,
+    looped,
+    operator,
+    together,
+    undifferentiated,
+)
+from zfunc.kernels.packed import BLOCK, Matrix, Packed, dequantized
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["packed_mm", "skinny_mm", "w4_mm", "w8_mm", "w8a8_mm"]
@@ -181,33 +188,24 @@ def _product(
         )
     rows = x.shape[:-1].numel()
     rest = None if residual is None else residual.reshape(rows, n)
-    parts = (weight.data, weight.scale, weight.zero, bias, rest)
-    y: Tensor = Product.apply(x.reshape(rows, k), *parts, weight.kind, weight.group or 0)
+    matrix = (weight.data, weight.scale, weight.zero, weight.kind, weight.group or 0)
+    y: Tensor = PackedProduct.apply(x.reshape(rows, k), *matrix, bias, rest)
     return y.reshape(shape)
 
 
 @in_graph
-class Product(torch.autograd.Function):
+class PackedProduct(torch.autograd.Function):
     """The operator forward; products of plain torch backward."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        w: Tensor,
-        scale: Tensor | None,
-        zero: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        kind: str,
-        group: int,
-    ) -> Tensor:
-        return _mm(x, w, scale, zero, bias, residual, kind, group)
+    def forward(x: Tensor, *rest: Any) -> Any:
+        return _packed_mm(x, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, scale, zero, bias, residual, ctx.kind, ctx.group = inputs
+        x, w, scale, zero, ctx.kind, ctx.group, bias, residual = inputs
         ctx.dtypes = [None if t is None else t.dtype for t in (bias, residual)]
         ctx.save_for_backward(x, w, scale, zero)
         ctx.save_for_forward(x, w, scale, zero)
@@ -215,19 +213,19 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, w, scale, zero = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        plain = dequantized(w, scale, zero, ctx.kind, ctx.group, x.shape[-1]).to(grad.dtype)
+        need, weight = ctx.needs_input_grad, Matrix(w, scale, zero, ctx.kind, ctx.group)
+        plain = dequantized(weight, x.shape[-1]).to(grad.dtype)
         dx = (grad @ plain).to(x.dtype) if need[0] else None
         dw = (grad.transpose(-1, -2) @ x.to(grad.dtype)).to(w.dtype) if need[1] else None
-        db = grad.sum(0).to(ctx.dtypes[0]) if need[4] else None
-        dr = grad.to(ctx.dtypes[1]) if need[5] else None
-        return dx, dw, None, None, db, dr, None, None
+        db = grad.sum(0).to(ctx.dtypes[0]) if need[6] else None
+        dr = grad.to(ctx.dtypes[1]) if need[7] else None
+        return dx, dw, None, None, None, None, db, dr
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         x, w, scale, zero = ctx.saved_tensors
-        tx, tw, _, _, tb, tr, *_ = tangents
-        plain = dequantized(w, scale, zero, ctx.kind, ctx.group, x.shape[-1]).to(x.dtype)
+        tx, tw, *_, tb, tr = tangents
+        plain = dequantized(Matrix(w, scale, zero, ctx.kind, ctx.group), x.shape[-1]).to(x.dtype)
         total = x.new_zeros(len(x), len(plain)) if tx is None else F.linear(tx, plain)
         if tw is not None:
             total = total + F.linear(x, tw)
@@ -236,49 +234,29 @@ class Product(torch.autograd.Function):
         return total
 
 
-def _room(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0])
-
-
-def _run(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    kind: str,
-    group: int,
-) -> Tensor:
-    y = _room(x, w)
-    if not y.numel():
-        return y
-    x, w = x.contiguous(), w.contiguous()
-    bias, residual = (None if t is None else t.contiguous() for t in (bias, residual))
-    how = {"group": group, "rows": len(x), "dtype": x.dtype}
-    dispatch.run(kind, x, w, scale, zero, bias, residual, y, **how)
-    return y
-
-
-def _batch(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+def _batch(op: Any, info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     """Rows of a batch are rows, where it is only inputs that have one."""
-    if dims[0] is None or any(dim is not None for dim in dims[1:5]) or dims[5] is not None:
-        return looped(lambda: _mm)(info, dims, *args)
-    x = args[0].movedim(dims[0], 0)
-    residual = args[5]
+    if dims[0] is None or any(dim is not None for dim in dims[1:]):
+        return looped(op, info, dims, *args)
+    x, residual = args[0].movedim(dims[0], 0), args[-1]
     if residual is not None:
         residual = residual.expand(len(x), *residual.shape).flatten(0, 1)
-    y = _mm(x.flatten(0, 1), *args[1:5], residual, *args[6:])
+    y = op(x.flatten(0, 1), *args[1:-1], residual)
     return y.view(*x.shape[:2], -1), 0
 
 
-_mm: Callable[..., Any] = define(
-    "packed_mm(Tensor x, Tensor w, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? residual,"
-    " str kind, int group) -> Tensor",
-    _run,
-    _room,
-    _batch,
-)
+def _room(x: Tensor, weight: Matrix, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.w.shape[0])
+
+
+@operator(_room, batch=_batch)
+def _packed_mm(x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    y = _room(x, weight)
+    if y.numel():
+        x, w, bias, residual = contiguous(x, weight.w, bias, residual)
+        how = {"group": weight.group, "rows": len(x), "dtype": x.dtype}
+        dispatch.run(weight.kind, x, weight._replace(w=w), bias, residual, y, **how)
+    return y
 
 
 def limit(*, group: int, rows: int, dtype: torch.dtype, **how: Any) -> str | None:
@@ -293,27 +271,16 @@ def limit(*, group: int, rows: int, dtype: torch.dtype, **how: Any) -> str | Non
 
 
 def twin(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-    *,
-    group: int,
-    rows: int,
-    dtype: torch.dtype,
-    kind: str,
+    x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor | None, y: Tensor, **how: Any
 ) -> None:
     """In torch: weights widened, then the product that torch has."""
-    if kind == "w8a8_mm" and x.shape[1]:
+    plain = dequantized(weight, x.shape[1])
+    if weight.kind == "w8a8_mm" and x.shape[1]:
         codes, step, _ = quantize_groups(x, group=None)
-        wide = dequantized(w, scale, zero, kind, group, x.shape[1])
-        total = F.linear(codes.to(wide.dtype), wide) * step
+        total = F.linear(codes.to(plain.dtype), plain) * step
     else:
-        plain = dequantized(w, scale, zero, kind, group, x.shape[1]).to(dtype)
-        if all(t is None or t.dtype == dtype for t in (bias, residual)):
+        plain = plain.to(x.dtype)
+        if all(t is None or t.dtype == x.dtype for t in (bias, residual)):
             y.copy_(_rounded_once(x, plain, bias, residual))
             return
         total = F.linear(x, plain)
@@ -329,25 +296,11 @@ def _rounded_once(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | 
     return torch.addmm(residual if bias is None else residual + bias, x, w.t())
 
 
-def _twin_of(kind: str) -> Callable[..., None]:
-    def run(*args: Any, **how: Any) -> None:
-        twin(*args, kind=kind, **how)
-
-    return run
-
-
 for _kind, _traffic in (
     ("skinny_mm", "2 B a weight"),
     ("w8_mm", "1 B a weight and its scales"),
     ("w4_mm", "0.5 B a weight and its scales"),
     ("w8a8_mm", "1 B a weight and its scales"),
 ):
-    dispatch.register(
-        dispatch.Kernel(
-            _kind,
-            _twin_of(_kind),
-            f"zfunc.kernels.skinny_launch:{_kind}",
-            _traffic,
-            limit=limit,
-        )
-    )
+    _how: dict[str, Any] = {"dtypes": dispatch.NUMBERS, "limit": limit}
+    dispatch.register(_kind, twin, "skinny_launch", _traffic, **_how)

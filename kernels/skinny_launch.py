@@ -1,4 +1,4 @@
-"""How the kernels of :mod:`zfunc.kernels.skinny_triton` are launched: tiles, shares, second steps.
+"""Launches of the kernels of :mod:`zfunc.kernels.skinny_triton`: tiles, shares, second steps.
 
 The length of the weights is shared out until some ``PROGRAMS`` programs read at once on each
 processor of the GPU, each at least ``DEPTH`` blocks: a GPU is not kept busy by 64 programs, and
@@ -7,7 +7,8 @@ loads of one program that wait for each other do not fill its memory's pipeline.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,12 @@ from torch import Tensor
 from zfunc.kernels import dispatch
 from zfunc.kernels.devices import gpu
 from zfunc.kernels.groupwise import quantize_groups
-from zfunc.kernels.packed import BITS, BLOCK
+from zfunc.kernels.packed import BITS, BLOCK, Matrix, NormedProduct
 from zfunc.kernels.skinny_triton import finish_kernel, int8_product_kernel, product_kernel
 
 __all__ = [
+    "Tiling",
     "normed_products",
-    "partial_products",
     "shares",
     "skinny_mm",
     "tile",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 DEPTH = 4
+Sums = tuple[Tensor, Tensor | None, int]  # partial, of squares; how far rows of the first are apart
+Rest = tuple[Tensor | None, Tensor | None, Tensor | None]  # bias, residual, result
 ASSEMBLER = not dispatch.AMD and not dispatch.interpreting()
 
 
@@ -101,8 +104,36 @@ def norm_first(kind: str, group: int, rows: int, *, zero: bool) -> bool:
     return BITS[kind] == 4 and rows > 8 and (group == 32 or (group == 64 and zero))
 
 
-def _scales(scale: Tensor | None, zero: Tensor | None, some: Tensor) -> tuple[Any, ...]:
+class Tiling(NamedTuple):
+    """What all launches of a product share.
+
+    Attributes:
+        how: the tile of a program, and how it is compiled.
+        splits: shares of the length of the weights.
+        share: blocks of each of them.
+    """
+
+    how: dict[str, int]
+    splits: int
+    share: int
+
+    @staticmethod
+    def of(x: Tensor, weights: Sequence[Matrix], *, norm: bool = False) -> Tiling:
+        """For matrices that all have the same rows for input."""
+        (m, k), first = x.shape, weights[0]
+        how = tile(first.kind, first.group, m, k, norm=norm, device=x.device)
+        tiles = sum(triton.cdiv(len(weight.w), how["BN"]) for weight in weights)
+        blocks = triton.cdiv(k, how["BK"])
+        return Tiling(how, *shares(tiles, blocks, programs=how.pop("PROGRAMS")))
+
+    def grid(self, n: int) -> tuple[int, int]:
+        """Programs for ``n`` rows of weights."""
+        return triton.cdiv(n, self.how["BN"]), self.splits
+
+
+def _scales(weight: Matrix) -> tuple[Any, ...]:
     """Scales, zeros, and their two strides, which they share."""
+    some, scale, zero = weight[:3]
     if scale is None:
         return some, some, 0, 0
     if zero is not None and zero.stride() != scale.stride():
@@ -110,116 +141,72 @@ def _scales(scale: Tensor | None, zero: Tensor | None, some: Tensor) -> tuple[An
     return scale, some if zero is None else zero, *scale.stride()
 
 
-def partial_products(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    *,
-    kind: str,
-    group: int,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-) -> Tensor | None:
-    """The first launch of a product.
-
-    Args:
-        x, w, scale, zero, kind, group: see :class:`zfunc.kernels.packed.Packed`.
-        bias, residual, y: where one share does, the first launch writes the result.
-
-    Returns:
-        Partial sums ``[S, M, N]`` in float32, or ``None`` where ``y`` is written.
-    """
-    (m, k), n = x.shape, w.shape[0]
-    how = tile(kind, group, m, k, norm=False, device=x.device)
-    tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
-    splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
-    parts = x.new_empty((splits, m, n) if splits > 1 else (1,), dtype=torch.float32)
-    rest = (bias, residual, y)
-    _multiply(x, w, (scale, zero), None, parts, None, rest, n, splits, share, kind, group, how)
-    return parts if splits > 1 else None
+def skinny_mm(
+    x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor | None, y: Tensor, **how: Any
+) -> None:
+    """Launch a product; where one share does, that is all."""
+    m, n, tiling = len(x), len(weight.w), Tiling.of(x, [weight])
+    parts = x.new_empty((tiling.splits, m, n) if tiling.splits > 1 else (1,), dtype=torch.float32)
+    _multiply(x, weight, None, (parts, None, n), (bias, residual, y), tiling)
+    if tiling.splits > 1:
+        finish(parts, bias, residual, y)
 
 
-def normed_products(
-    x: Tensor,
-    w: list[Tensor],
-    scale: list[Tensor],
-    zero: list[Tensor],
-    *,
-    kind: str,
-    group: int,
-    norm: Tensor,
-) -> tuple[Tensor, Tensor]:
+w8_mm = skinny_mm  # the kind is told by the weights
+w4_mm = skinny_mm
+
+
+def normed_products(product: NormedProduct) -> tuple[Tensor, Tensor]:
     """The first launches of products of one RMS norm, whose scale is left to what follows.
 
-    Args:
-        x, kind, group: see :class:`zfunc.kernels.packed.Packed`.
-        w, scale, zero: likewise, of matrices whose rows follow each other. A launch for each, with
-            as many shares as all of them together need.
-        norm: the weight of the norm.
+    A launch for each matrix, with as many shares as all of them together need.
 
     Returns:
         Partial sums ``[S, M, N]`` and squares of the inputs ``[S, M]``, in float32.
     """
-    (m, k), n = x.shape, sum(len(part) for part in w)
-    inside = not norm_first(kind, group, m, zero=bool(zero))
-    how = tile(kind, group, m, k, norm=inside, device=x.device)
-    tiles = sum(triton.cdiv(len(part), how["BN"]) for part in w)
-    splits, share = shares(tiles, triton.cdiv(k, how["BK"]), how.pop("PROGRAMS"))
-    parts = x.new_empty((splits, m, n), dtype=torch.float32)
-    squares = x.new_empty((splits, m), dtype=torch.float32)
-    weight = norm if inside else None
+    x, m, n = product.x, len(product.x), sum(map(len, product.w))
+    inside = not norm_first(product.kind, product.group, m, zero=bool(product.zero))
+    matrices = product.matrices
+    tiling = Tiling.of(x, matrices, norm=inside)
+    parts = x.new_empty((tiling.splits, m, n), dtype=torch.float32)
+    squares = x.new_empty((tiling.splits, m), dtype=torch.float32)
+    norm = product.norm if inside else None
     if not inside:
         squares.zero_()[0] = x.float().square().sum(1)
-        x = x * norm.to(x.dtype)
+        x = x * product.norm.to(x.dtype)
     at = 0
-    for i, part in enumerate(w):
-        codes = (scale[i] if scale else None, zero[i] if zero else None)
-        mine, rest = parts[:, :, at:], (None, None, None)
-        _multiply(x, part, codes, weight, mine, squares, rest, n, splits, share, kind, group, how)
-        at += len(part)
+    for weight in matrices:
+        _multiply(x, weight, norm, (parts[:, :, at:], squares, n), (None, None, None), tiling)
+        at += len(weight.w)
     return parts, squares
 
 
 def _multiply(
-    x: Tensor,
-    w: Tensor,
-    codes: tuple[Tensor | None, Tensor | None],
-    norm: Tensor | None,
-    parts: Tensor,
-    squares: Tensor | None,
-    rest: tuple[Tensor | None, Tensor | None, Tensor | None],
-    stride: int,
-    splits: int,
-    share: int,
-    kind: str,
-    group: int,
-    how: dict[str, int],
+    x: Tensor, weight: Matrix, norm: Tensor | None, sums: Sums, rest: Rest, tiling: Tiling
 ) -> None:
-    """Launch ``x W^T`` into ``parts``, whose rows are ``stride`` apart, or into the last of
-    ``rest``: bias, residual, result."""
-    if BITS[kind] == 4 and (short := -x.shape[1] % 16):  # words have room: nothing else is moved
+    """Launch ``x W^T`` into partial sums, or into the last of ``rest``."""
+    bits, group, zero = BITS[weight.kind], weight.group, weight.zero is not None
+    if bits == 4 and (short := -x.shape[1] % 16):  # words have room: nothing else is moved
         x, norm = F.pad(x, (0, short)), norm if norm is None else F.pad(norm, (0, short))
-    (m, k), n = x.shape, w.shape[0]
-    tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
-    scales, zeros, step_n, step_g = _scales(*codes, w)
-    bias, residual, y = rest
-    product_kernel[(tiles, splits)](
-        *(x, w, scales, zeros, x if norm is None else norm, 0.0),
-        *(x if t is None else t for t in (bias, residual, y)),
+    (m, k), n, (bias, residual, y) = x.shape, len(weight.w), rest
+    parts, squares, stride = sums
+    scales, zeros, *steps = _scales(weight)
+    how = tiling.how
+    product_kernel[tiling.grid(n)](
+        *(x, weight.w, scales, zeros, x if norm is None else norm, 0.0),
+        *(x if t is None else t for t in rest),
         *(parts, parts if squares is None else squares),
-        *(m, n, k, w.shape[1], stride, step_n, step_g, blocks, share),
-        BITS=BITS[kind],
+        *(m, n, k, weight.w.shape[1], stride, *steps, triton.cdiv(k, how["BK"]), tiling.share),
+        BITS=bits,
         G=group,
-        ZERO=codes[1] is not None,
+        ZERO=zero,
         NORM=norm is not None,
-        SPLIT=splits > 1 or y is None,
+        SPLIT=tiling.splits > 1 or y is None,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         EVEN=k % how["BK"] == 0,
         ASM=ASSEMBLER,
-        EXACT=exact(kind, group, zero=codes[1] is not None, amd=dispatch.AMD),
+        EXACT=exact(weight.kind, group, zero=zero, amd=dispatch.AMD),
         **how,
     )
 
@@ -239,77 +226,29 @@ def finish(parts: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tenso
     )
 
 
-def _launch(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-    *,
-    kind: str,
-    group: int,
-    rows: int,
-    dtype: torch.dtype,
-) -> None:
-    left = partial_products(
-        x, w, scale, zero, kind=kind, group=group, bias=bias, residual=residual, y=y
-    )
-    if left is not None:
-        finish(left, bias, residual, y)
-
-
-def skinny_mm(*args: Any, **how: Any) -> None:
-    """Weights of 16 bits."""
-    _launch(*args, kind="skinny_mm", **how)
-
-
-def w8_mm(*args: Any, **how: Any) -> None:
-    """Int8 codes."""
-    _launch(*args, kind="w8_mm", **how)
-
-
-def w4_mm(*args: Any, **how: Any) -> None:
-    """Words of 4-bit codes."""
-    _launch(*args, kind="w4_mm", **how)
-
-
 def w8a8_mm(
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-    *,
-    group: int,
-    rows: int,
-    dtype: torch.dtype,
+    x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor | None, y: Tensor, **how: Any
 ) -> None:
     """Rounds the inputs, then multiplies codes with codes."""
-    (m, k), n = x.shape, w.shape[0]
+    (m, k), n = x.shape, len(weight.w)
     if k:
         codes, step, _ = quantize_groups(x, group=None)
     else:
         codes, step = x.to(torch.int8), x.new_zeros((m, 1), dtype=torch.float32)
-    how = tile("w8a8_mm", group, m, k, norm=False, device=x.device)
-    tiles, blocks = triton.cdiv(n, how["BN"]), triton.cdiv(k, how["BK"])
-    splits, share = shares(tiles, blocks, how.pop("PROGRAMS"))
+    tile, splits, share = tiling = Tiling.of(x, [weight])
     parts = y if splits == 1 else x.new_empty((splits, m, n), dtype=torch.float32)
-    scales, zeros, step_n, step_g = _scales(scale, zero, w)
-    int8_product_kernel[(tiles, splits)](
-        *(codes, step, w, scales, zeros, y if bias is None else bias),
+    scales, zeros, *steps = _scales(weight)
+    int8_product_kernel[tiling.grid(n)](
+        *(codes, step, weight.w, scales, zeros, y if bias is None else bias),
         *(y if residual is None else residual, y, parts),
-        *(m, n, k, step_n, step_g, blocks, share),
-        G=group,
-        ZERO=zero is not None,
+        *(m, n, k, *steps, triton.cdiv(k, tile["BK"]), share),
+        G=weight.group,
+        ZERO=weight.zero is not None,
         SPLIT=splits > 1,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
-        EVEN=k % how["BK"] == 0,
-        **how,
+        EVEN=k % tile["BK"] == 0,
+        **tile,
     )
     if splits > 1:
         finish(parts, bias, residual, y)

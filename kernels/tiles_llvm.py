@@ -8,13 +8,11 @@ TDPBSUD). It does in 16 cycles what dot products do in 128, so the same panels s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from zfunc.kernels.llvm import Writer
-from zfunc.kernels.panels_llvm import AHEAD, LINE, PRODUCT, Product, scaled, split, write
-
-if TYPE_CHECKING:
-    from llvmlite import ir
+from zfunc.kernels.flat_llvm import written
+from zfunc.kernels.llvm import Emitter
+from zfunc.kernels.panels_llvm import AHEAD, LINE, PRODUCT, PanelProduct, scaled, split, write
 
 __all__ = ["TILED", "Tiled", "tiled"]
 
@@ -34,21 +32,23 @@ class Tiled:
         wide: panels taken together, 1 or 2.
     """
 
-    form: Product
+    form: PanelProduct
     chunk: int
     tall: int
     wide: int
 
 
-def tiled(spec: Tiled) -> ir.Module:
+@written(*TILED)
+def tiled(
+    w: Emitter, rows: int, halves: int, bits: int, zeros: bool, short: bool, *shape: int
+) -> None:
     """:func:`zfunc.kernels.panels_llvm.product` with tiles.
 
     ``blocks`` and ``panels`` are multiples of ``tall`` and ``wide``. 4-bit weights need
     ``scratch``: ``scratch_bytes`` for each thread, as many as ``wide`` panels have in 8 bits.
     """
-    w = Writer("product", TILED)
+    spec = Tiled(PanelProduct(rows, halves, bits, zeros, short, chains=1), *shape)
     a, form, tall, wide = w.arguments, spec.form, spec.tall, spec.wide
-    step = spec.chunk // 4  # lines of 8-bit weights in a tile
     lines = w.times(a["lines"], 8 // form.bits)
     depth = w.times(a["groups"], lines)
     _configure(w, spec)
@@ -68,21 +68,20 @@ def tiled(spec: Tiled) -> ir.Module:
                 w.store(w.constant(w.f32, 0.0), w.at(totals, LINE * i), LINE)
             with w.loop(0, a["groups"]) as group:
                 line = w.times(group.index, lines)
-                _sums(w, spec, weights, block.index, line, lines, depth, step, sums)
+                _sums(w, spec, weights, block.index, line, lines, depth, sums)
                 _add(w, spec, panel, block.index, group.index, sums, totals)
             for i in range(tall):
                 for j in range(wide):
                     at = (i * wide + j) * form.rows
-                    rows = [
+                    all_ = [
                         w.load(w.at(totals, LINE * (at + r)), w.vector(w.f32), LINE)
                         for r in range(form.rows)
                     ]
-                    write(w, form, rows, w.sum(panel, j), w.sum(block.index, i))
+                    write(w, form, all_, w.sum(panel, j), w.sum(block.index, i))
     w.intrinsic("llvm.x86.tilerelease", w.ir.VoidType())
-    return w.done()
 
 
-def _configure(w: Writer, spec: Tiled) -> None:
+def _configure(w: Emitter, spec: Tiled) -> None:
     """Say what shape each register has (Intel's manual, LDTILECFG, palette 1)."""
     config = w.room(w.vector(w.i8, LINE), 1)
     shapes = dict.fromkeys(SUMS, (EDGE, 64))
@@ -96,7 +95,7 @@ def _configure(w: Writer, spec: Tiled) -> None:
     w.intrinsic("llvm.x86.ldtilecfg", w.ir.VoidType(), config)
 
 
-def _expand(w: Writer, weights: Any, room: Any, lines: Any) -> None:
+def _expand(w: Emitter, weights: Any, room: Any, lines: Any) -> None:
     """4-bit weights as bytes, which stay in a core's cache until they have been used."""
     with w.loop(0, lines) as at:
         here = w.at(weights, w.times(at.index, LINE))
@@ -106,17 +105,10 @@ def _expand(w: Writer, weights: Any, room: Any, lines: Any) -> None:
 
 
 def _sums(
-    w: Writer,
-    spec: Tiled,
-    weights: Any,
-    block: Any,
-    line: Any,
-    lines: Any,
-    depth: Any,
-    step: int,
-    sums: Any,
+    w: Emitter, spec: Tiled, weights: Any, block: Any, line: Any, lines: Any, depth: Any, sums: Any
 ) -> None:
     """The integer sums of one group, in memory."""
+    step = spec.chunk // 4  # lines of 8-bit weights in a tile
     nothing = w.ir.VoidType()
     for register in SUMS[: spec.tall * spec.wide]:
         w.intrinsic("llvm.x86.tilezero", nothing, w.ir.Constant(w.i8, register))
@@ -143,13 +135,13 @@ def _sums(
         w.intrinsic("llvm.x86.tilestored64", nothing, w.ir.Constant(w.i8, register), to, w.n(LINE))
 
 
-def _load(w: Writer, register: int, address: Any, stride: int) -> None:
+def _load(w: Emitter, register: int, address: Any, stride: int) -> None:
     number = w.ir.Constant(w.i8, register)
     w.intrinsic("llvm.x86.tileloadd64", w.ir.VoidType(), number, address, w.n(stride))
 
 
 def _add(
-    w: Writer, spec: Tiled, panel: Any, block: Any, group: Any, sums: Any, totals: Any
+    w: Emitter, spec: Tiled, panel: Any, block: Any, group: Any, sums: Any, totals: Any
 ) -> None:
     """A group's sums in its scales, onto the totals."""
     a, form = w.arguments, spec.form

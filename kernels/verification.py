@@ -351,13 +351,11 @@ def _payloads(generator: torch.Generator, device: torch.device) -> Callable[[], 
     return run
 
 
-def _pulled(
-    f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32
-) -> Sample:
+def _pulled(f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> Sample:
     """What a layer gives, and its gradients for all that it takes."""
 
     def sample(generator: torch.Generator, device: torch.device) -> Callable[[], Any]:
-        args = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+        args = [torch.randn(s, generator=generator).to(device) for s in shapes]
 
         def run() -> tuple[Tensor, ...]:
             leaves = [x.detach().requires_grad_() for x in args]
@@ -369,15 +367,6 @@ def _pulled(
         return run
 
     return sample
-
-
-def _rms_of(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-    return rms_norm(x, weight, residual=residual)
-
-
-_RMS = _pulled(_rms_of, ((37, 257), (37, 257), (257,)))
-_GLU = _pulled(geglu, ((3, 1031), (3, 1031)))
-_BIAS_GELU = _pulled(bias_gelu, ((37, 257), (257,)))
 
 
 def _turned(q: Tensor, k: Tensor) -> Any:
@@ -395,20 +384,19 @@ def _linear_entropy(x: Tensor, weight: Tensor) -> Tensor:
     return linear_cross_entropy(x, weight, classes, chunk=8)
 
 
-_ENTROPY = _pulled(_entropy, ((23, 1031),))
-_LAYER = _pulled(layer_norm, ((37, 257), (257,), (257,)))
+LAYERS = {
+    "rms_norm": _pulled(
+        lambda x, residual, w: rms_norm(x, w, residual=residual), ((37, 257), (37, 257), (257,))
+    ),
+    "layer_norm": _pulled(layer_norm, ((37, 257), (257,), (257,))),
+    "glu": _pulled(geglu, ((3, 1031), (3, 1031))),
+    "bias_gelu": _pulled(bias_gelu, ((37, 257), (257,))),
+    "cross_entropy": _pulled(_entropy, ((23, 1031),)),
+}
 
 SAMPLES: dict[str, Sample] = {
-    "rms_norm": _RMS,
-    "rms_norm_backward": _RMS,
-    "layer_norm": _LAYER,
-    "layer_norm_backward": _LAYER,
-    "glu": _GLU,
-    "glu_backward": _GLU,
-    "bias_gelu": _BIAS_GELU,
-    "bias_gelu_backward": _BIAS_GELU,
-    "cross_entropy": _ENTROPY,
-    "cross_entropy_backward": _ENTROPY,
+    **LAYERS,
+    **{f"{name}_backward": sample for name, sample in LAYERS.items()},
     "cross_entropy_grad": _pulled(_linear_entropy, ((23, 16), (257, 16))),
     "rotary": _pulled(_turned, ((2, 3, 11, 50), (2, 1, 11, 50))),
     "adamw8_flat": _adamw8,

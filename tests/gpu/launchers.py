@@ -32,10 +32,10 @@ def watched(cuda: Cuda, real: Callable[[str], Callable[..., None]]) -> Callable[
         launch, twin = real(name), dispatch.KERNELS[name].twin
 
         def both(*args: Any, **how: Any) -> None:
-            if not any(cuda.on_gpu(x) for x in (*args, *how.values())):
+            given = dispatch.tensors_of((*args, *how.values()))
+            if not any(cuda.on_gpu(x) for x in given):
                 launch(*args, **how)
                 return
-            given = [x for x in (*args, *how.values()) if isinstance(x, Tensor)]
             if cuda.recording is not None:
                 cuda.recording.about_to_write([x for x in given if cuda.on_gpu(x)])
             with cuda.quietly(), _changes(cuda) as changed:

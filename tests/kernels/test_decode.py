@@ -45,7 +45,7 @@ def test_under_transforms_of_torch():
     cache = torch.zeros(2, 2, 2, 9, 32).bfloat16().unbind()
     turn = (case.angles.cos(), case.angles.sin(), case.positions, case.positions)
     parts = ([v.data], [v.scale], [])
-    args = (case.x, case.norm, *parts, case.bias, *turn, *cache, "w8_mm", 0, EPS)
+    args = (case.x, case.norm, *parts, "w8_mm", 0, EPS, case.bias, *turn, *cache)
     torch.library.opcheck(torch.ops.zfunc.norm_qkv_rope.default, args)
     batch = torch.stack([case.x, 2 * case.x])
     found = torch.vmap(lambda x: kernels.norm_gate_up(x, case.norm, w))(batch)

@@ -101,7 +101,7 @@ def test_opcheck():
     g, p, m, v = (torch.rand(300) for _ in range(4))
     hyper, ranges = kernels.lamb_hyper(0.1, 1), ([0, 128], [100, 300])
     torch.library.opcheck(torch.ops.zfunc.lamb_moments_.default, (g, p, m, v, *ranges, hyper))
-    args = (p, m, v, None, *ranges, torch.ones(2), hyper)
+    args = (p, m, v, None, torch.ones(2), *ranges, hyper)
     torch.library.opcheck(torch.ops.zfunc.lamb_apply_.default, args)
 
 

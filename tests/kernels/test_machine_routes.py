@@ -17,7 +17,9 @@ from tests.kernels.cpus import be
 from tests.kernels.fenced import fenced
 from zfunc import kernels
 from zfunc.kernels import frozen_llvm, groupwise_llvm, onebit_llvm
+from zfunc.kernels.groupwise_torch import Quantizing
 from zfunc.kernels.llvm import host
+from zfunc.kernels.onebit_torch import Packing
 
 CPUS = ("avx512", "avx", "avx2")
 LENGTHS = (0, 1, 7, 16, 17, 129, 3001, 40000)
@@ -288,7 +290,8 @@ def test_nothing_outside_is_read_or_written(end: bool, cpu: str, monkeypatch: py
                     fenced(torch.empty(-(-n // 8), dtype=torch.uint8), end),
                     fenced(error, end),
                 )
-                onebit_llvm.pack(x, error, left, q, scale, group or 0, "rms")
+                packing = Packing(x, None, error, left, q, scale)
+                onebit_llvm.onebit_pack(packing, group=group or 0, scaling="rms")
             mean, squares = (fenced(x, end) for x in (error, error))
             kernels.momentum_shares_(low, mean, squares, kernels.shares_hyper(0.9, 0.5))
             hyper = kernels.frozen_hyper(0.1, 1.1, 0.5, most=1.0)
@@ -300,9 +303,11 @@ def test_nothing_outside_is_read_or_written(end: bool, cpu: str, monkeypatch: py
                 )
                 parts = [None if t is None else fenced(t, end)[None] for t in (q, scale, zero)]
                 one = {"bits": bits_, "size": 32}
-                groupwise_llvm.quantize(x[None], None, *parts, None, **one)  # type: ignore[arg-type]
-                groupwise_llvm.dequantize(*parts, low[None], **one)  # type: ignore[arg-type]
-                groupwise_llvm.fake_quant(x[None], low[None], symmetric=symmetric, **one)
+                given = Quantizing(x[None], (1, n), symmetric)
+                into = dict(zip(("q", "scale", "zero"), parts, strict=True))
+                groupwise_llvm.quantize_groups(given._replace(**into), **one)  # type: ignore[arg-type]
+                groupwise_llvm.dequantize_groups(*parts, low[None], **one)  # type: ignore[arg-type]
+                groupwise_llvm.fake_quant(given._replace(fake=low[None]), **one)
 
 
 def test_verification_compares_it():

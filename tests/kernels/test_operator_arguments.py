@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "momentum_shares_": lambda: (x(), x(), x().abs(), SHARES),
     "adamw_frozen_": lambda: (x(), x(), x().abs(), FROZEN, True),
     "lamb_moments_": lambda: (x(), x(), x(), x().abs(), [0], [N], HYPER),
-    "lamb_apply_": lambda: (x(), x(), x().abs(), x(), [0], [N], torch.ones(1), HYPER),
+    "lamb_apply_": lambda: (x(), x(), x().abs(), x(), torch.ones(1), [0], [N], HYPER),
     "onebit_pack": lambda: (x(), x(), 128, "mean"),
     "onebit_pack_": lambda: (x(), x(), 128, "mean"),
     "onebit_mean": lambda: (*signs(3), x(), 128, "mean"),

@@ -93,8 +93,9 @@ def test_gradients(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_transforms_of_torch(kind: str):
     w = weights(kind, 9, 40, dtype=torch.float32)
-    parts = (w.packed.data, w.packed.scale, w.packed.zero, torch.randn(9), torch.randn(3, 9))
-    torch.library.opcheck(torch.ops.zfunc.packed_mm.default, (torch.randn(3, 40), *parts, kind, 0))
+    parts = (w.packed.data, w.packed.scale, w.packed.zero, kind, 0)
+    args = (torch.randn(3, 40), *parts, torch.randn(9), torch.randn(3, 9))
+    torch.library.opcheck(torch.ops.zfunc.packed_mm.default, args)
     x, more = torch.randn(4, 3, 40), torch.randn(4, 3, 9)
     assert_near(torch.vmap(w)(x), w(x.reshape(12, 40)).view(4, 3, 9).double())
     both = torch.stack([w(a, None, b) for a, b in zip(x, more, strict=True)]).double()

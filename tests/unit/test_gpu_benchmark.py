@@ -196,9 +196,9 @@ def test_a_fused_token_is_that_of_plain_operations(kind: str):
 
 
 def _plain(w: kernels.Packed) -> torch.Tensor:
-    from zfunc.kernels.packed import dequantized
+    from zfunc.kernels.packed import Matrix, dequantized
 
-    return dequantized(w.data, w.scale, w.zero, w.kind, w.group or 0, w.length)
+    return dequantized(Matrix(w.data, w.scale, w.zero, w.kind, w.group or 0), w.length)
 
 
 def test_the_predicted_table_in_the_docs():

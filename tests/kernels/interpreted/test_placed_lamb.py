@@ -56,12 +56,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def noting(launch: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **how: Any) -> None:
             with turn:
-                found.append(len(how["starts"]))
+                found.append(len(how["step"].starts))
                 launch(*args, **how)
 
         return noted
 
-    for name in ("moments", "apply"):
+    for name in ("lamb_moments", "lamb_apply"):
         monkeypatch.setattr(lamb_triton, name, noting(getattr(lamb_triton, name)))
     return found
 

@@ -17,12 +17,12 @@ def test_every_kernel_is_right():
 
 
 def test_a_wrong_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch):
-    launch = lion_triton.launch
+    launch = lion_triton.lion_flat
 
     def wrong(grad, *rest, **how):  # type: ignore[no-untyped-def]
         launch(-grad, *rest, **how)
 
-    monkeypatch.setattr(lion_triton, "launch", wrong)
+    monkeypatch.setattr(lion_triton, "lion_flat", wrong)
     (verdict,) = kernels.verify(["lion_flat"])
     assert verdict.ran and not verdict.right and "WRONG" in str(verdict)
 
