@@ -1,6 +1,7 @@
-"""The functions of torch that know low-bit tensors; every other one sees dequantised values.
+"""The functions of torch that know low-bit tensors. Every other one sees dequantised values.
 
-A route returns ``NotImplemented`` where it does not apply.
+:data:`ROUTES` says what is called instead of each. What it names returns ``NotImplemented`` where
+it does not apply.
 """
 
 from __future__ import annotations
@@ -31,19 +32,25 @@ def attribute(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
+def _fits(x: Any, weight: Any, transposed: bool) -> bool:
+    """Whether products take this pair: a plain tensor, and a matrix stored this way round."""
+    return (
+        isinstance(weight, LowBit)
+        and not isinstance(x, LowBit)
+        and weight.depth == 2
+        and weight.transposed == transposed
+    )
+
+
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not isinstance(weight, LowBit) or isinstance(x, LowBit):
-        return NotImplemented
-    if weight.depth != 2 or weight.transposed:
+    if not _fits(x, weight, transposed=False):
         return NotImplemented
     bias = bias.dequantize() if isinstance(bias, LowBit) else bias
     return products.product(x, weight, bias)
 
 
 def _matmul(x: Any, weight: Any) -> Any:
-    if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
-        return NotImplemented
-    return products.product(x, weight, None)
+    return products.product(x, weight, None) if _fits(x, weight, True) else NotImplemented
 
 
 def _rmatmul(weight: Any, x: Any) -> Any:
@@ -51,9 +58,7 @@ def _rmatmul(weight: Any, x: Any) -> Any:
 
 
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or isinstance(bias, LowBit):
-        return NotImplemented
-    if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
+    if beta != 1 or alpha != 1 or isinstance(bias, LowBit) or not _fits(x, weight, True):
         return NotImplemented
     if bias.ndim == 1:
         return products.product(x, weight, bias)
@@ -96,11 +101,7 @@ def _same(weight: Any, *args: Any, **kwargs: Any) -> Any:
 def _clone(weight: Any, **kwargs: Any) -> Any:
     if not isinstance(weight, LowBit):
         return NotImplemented
-    zero = None if weight.zero is None else weight.zero.clone()
-    data, form = weight.data_codes.clone(), weight.format
-    return type(weight)(
-        data, weight.scale.clone(), zero, form, weight.shape, weight.dtype, weight.transposed
-    )
+    return weight.each(Tensor.clone)
 
 
 def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if dtype in (None, weight.dtype) and device in (None, weight.device):
         return weight
-    return weight.but(dtype, device)
+    return weight.each(lambda x: x if device is None else x.to(device), dtype)
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:

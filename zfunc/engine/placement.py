@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from zfunc.trees.nodes import NAMESPACE, OPAQUE, Lazy, Placed, Tree, leaves_in, 
 from zfunc.trees.tree import dotted
 
 __all__ = [
+    "ROLES",
     "Entries",
+    "Roles",
     "Twins",
     "borrowed",
     "homes_of",
@@ -67,6 +69,53 @@ class Entries:
     def rebuild(self) -> Any:
         """The state with the entries as they are now."""
         return self._unflatten(self._metadata, tuple(self._children.values()))
+
+
+class Roles(tuple[tuple[str, str], ...]):
+    """Which entries of a state are ``"params"``, and which are ``"opt_state"``: pairs of both.
+
+    >>> Roles.of({"generator": "params"}).named("params")
+    ['params', 'generator']
+    """
+
+    @classmethod
+    def of(cls, given: Mapping[str, str] | None = None) -> Roles:
+        """The roles that a user gave, beside the entries that are called like their role.
+
+        Raises:
+            ValueError: a role that there is not.
+        """
+        for entry, role in (given or {}).items():
+            if role not in ("params", "opt_state"):
+                raise ValueError(
+                    f"roles={{{entry!r}: {role!r}}}: a role is 'params' or 'opt_state'."
+                )
+        return cls({"params": "params", "opt_state": "opt_state", **(given or {})}.items())
+
+    def named(self, role: str) -> list[str]:
+        """The entries that have a role."""
+        return [name for name, its in self if its == role]
+
+    def found(self, role: str, entries: Entries, who: str) -> list[str]:
+        """The entries of a state that have a role.
+
+        Args:
+            who: the transform that needs one.
+
+        Raises:
+            PlacementError: there is none.
+        """
+        names = [name for name in self.named(role) if name in entries]
+        if not names:
+            raise PlacementError(
+                f"the state ({entries}) has no entry {role!r} and none with the role {role!r}, "
+                f"which {who} needs. Call it so, or tell {who} which one it is: "
+                'roles={"generator": "params", "g_opt": "opt_state"}.'
+            )
+        return names
+
+
+ROLES = Roles.of()  # of a state whose entries are called like their roles
 
 
 def _names(state: Any, entries: Sequence[Any]) -> Sequence[Any]:
