@@ -28,7 +28,7 @@ from zfunc.language import gpt
 from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
 from zfunc.ranks import world
-from zfunc.transforms.offloading.stored import stored_nodes
+from zfunc.transforms.offloading.disk_trees import trees_on_disk
 
 __all__ = ["DTYPES", "Run", "absent", "make_step", "train_rank", "transformed", "validate"]
 
@@ -218,7 +218,7 @@ def _live(run: Run, state: Any, console: Console) -> Live:
 
 
 def _size(state: Any) -> str:
-    on_disk = sum(node.nbytes for node in stored_nodes(state).values())
+    on_disk = sum(node.nbytes for node in trees_on_disk(state).values())
     in_memory = f"{si(zf.tree.size_bytes(state))}B"
     return f"{in_memory} + {si(on_disk)}B on disk" if on_disk else in_memory
 
