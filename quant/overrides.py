@@ -32,25 +32,19 @@ def attribute(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-def _fits(x: Any, weight: Any, transposed: bool) -> bool:
-    """Whether products take this pair: a plain tensor, and a matrix stored this way round."""
-    return (
-        isinstance(weight, LowBit)
-        and not isinstance(x, LowBit)
-        and weight.depth == 2
-        and weight.transposed == transposed
-    )
-
-
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not _fits(x, weight, transposed=False):
+    if not isinstance(weight, LowBit) or isinstance(x, LowBit):
+        return NotImplemented
+    if weight.depth != 2 or weight.transposed:
         return NotImplemented
     bias = bias.dequantize() if isinstance(bias, LowBit) else bias
     return products.product(x, weight, bias)
 
 
 def _matmul(x: Any, weight: Any) -> Any:
-    return products.product(x, weight, None) if _fits(x, weight, True) else NotImplemented
+    if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
+        return NotImplemented
+    return products.product(x, weight, None)
 
 
 def _rmatmul(weight: Any, x: Any) -> Any:
@@ -58,7 +52,9 @@ def _rmatmul(weight: Any, x: Any) -> Any:
 
 
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or isinstance(bias, LowBit) or not _fits(x, weight, True):
+    if beta != 1 or alpha != 1 or isinstance(bias, LowBit):
+        return NotImplemented
+    if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
         return NotImplemented
     if bias.ndim == 1:
         return products.product(x, weight, bias)

@@ -53,7 +53,7 @@ def several(x: Tensor, weights: Sequence[LowBit]) -> list[Tensor]:
     way = ROUTES[ways.pop()[0]] if len(ways) == 1 else None
     if way is None or way.several is None:
         return [product(x, w, None) for w in weights]
-    parts = [x] if x.shape[0] <= way.rows else x.split(way.rows)
+    parts = x.split(way.rows) if way.rows is not None else [x]
     made = [way.several(part.to(way.dtype or x.dtype), weights) for part in parts]
     joined = made[0] if len(made) == 1 else map(torch.cat, zip(*made, strict=True))
     return [y.to(x.dtype) for y in joined]
@@ -78,10 +78,12 @@ def route(x: Tensor, weight: LowBit) -> str:
 def _forward(x: Tensor, weight: LowBit, way: str) -> Tensor:
     """The product of ``x`` ``[m, k]``, in its dtype."""
     route = ROUTES[way]
-    if x.shape[0] > route.rows:
+    if route.rows is not None and x.shape[0] > route.rows:
         return torch.cat([_forward(part, weight, way) for part in x.split(route.rows)])
-    inputs = x if route.dtype is None else x.to(route.dtype)
-    return route.product(inputs, weight).to(x.dtype)
+    dtype = x.dtype
+    if route.dtype is None or route.dtype == dtype:  # conversions to the same cost time, too
+        return route.product(x, weight)
+    return route.product(x.to(route.dtype), weight).to(dtype)
 
 
 def _dequantised(x: Tensor, weight: LowBit) -> Tensor:
@@ -165,13 +167,13 @@ class Route:
         product: ``product(x, weight)`` of ``x`` ``[m, k]``.
         several: the same with several weights of one format, for which inputs are prepared once.
         dtype: of the inputs that it takes; None: any.
-        rows: how many rows of the input it takes at once.
+        rows: how many rows of the input it takes at once; None: any number.
     """
 
     product: Callable[[Tensor, LowBit], Tensor]
     several: Callable[[Tensor, Sequence[LowBit]], list[Tensor]] | None = None
     dtype: torch.dtype | None = None
-    rows: int = 1 << 40
+    rows: int | None = None
 
 
 ROUTES = {
