@@ -34,7 +34,7 @@ from zfunc.language.gpt import GPTConfig
 from zfunc.quant import grids
 from zfunc.quant.choice import accepts
 from zfunc.quant.grids import Format, Grid
-from zfunc.quant.steps import searched
+from zfunc.quant.scale_search import searched
 
 SIZES = (32, 64, 128, None)
 Rule = Callable[[Tensor, Format], Grid]

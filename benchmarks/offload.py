@@ -36,7 +36,7 @@ from benchmarks import meters
 from zfunc import optim
 from zfunc.buffers.ring import Ring
 from zfunc.language import gpt
-from zfunc.transforms.offloading.blocks import BLOCK, Files, Region
+from zfunc.transforms.offloading.blocks import BLOCK, FileRegion, Files
 
 RESULTS = Path(__file__).parent / "results"
 TIMES, SHARE = 10.0, 0.8  # the promises: state over peak memory, bandwidth over that of a copy
@@ -113,13 +113,13 @@ def copy(folder: Path, read: int, written: int, threads: int) -> float:
     """Seconds to read and write so many bytes, block by block, between the state's files."""
     found = sorted((folder / "rank-00000").rglob("*.bin"))
     files, ring = Files([folder / "rank-00000"]), Ring()
-    blocks: list[tuple[Region, int]] = []
+    blocks: list[tuple[FileRegion, int]] = []
     for path in found:
         name = str(path.relative_to(folder / "rank-00000"))
-        region = Region(name, 0, path.stat().st_size // 4096 * 4096)
+        region = FileRegion(name, 0, path.stat().st_size // 4096 * 4096)
         blocks += [(region, k) for k in range(region.nbytes // BLOCK)]
     reads, writes = read // BLOCK, written // BLOCK
-    target = Region("copy.bin", 0, max(len(blocks), 1) * BLOCK)
+    target = FileRegion("copy.bin", 0, max(len(blocks), 1) * BLOCK)
     files.reserve(target.name, target.nbytes)
 
     def one(i: int) -> None:

@@ -1,4 +1,13 @@
-"""Low-bit weights: ``QTensor`` leaves, trees of them, their files, calibration, and schedules."""
+"""Low-bit weights: tensors of 4 or 8 bits, and trees of parameters that hold them.
+
+``grids`` says which numbers codes stand for, and rounds to them (``scale_search`` finds scales for
+4 bits). ``low_bit`` and ``qtensor`` are the tensor; ``packing`` puts two codes in a byte, and
+``overrides`` lists the functions of torch that it knows. ``products`` has the table of the ways to
+multiply with it; each way is a file (``*_products``). ``trees``, ``choice``, ``model_files`` and
+``files`` quantise, choose, read and write the parameters of a model. ``calibration`` rounds by
+sample inputs, ``fake``, ``schedules`` and ``curvature`` serve training, and ``reports`` tells the
+errors.
+"""
 
 from __future__ import annotations
 

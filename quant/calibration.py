@@ -1,10 +1,10 @@
 """Calibration: rounding that makes up for its own errors, from sample inputs.
 
 A layer's output error is ``|(W - Q) X|^2 = tr((W - Q) H (W - Q)^T)`` with ``H = X X^T`` of the
-inputs that it really gets. Columns are rounded one after the other; what rounding one of them
-costs is taken back, as far as ``H`` lets it, by those not rounded yet.
+inputs that the layer really gets. Columns are rounded one after the other. The columns that are not
+yet rounded are changed so that they make up for the error, as far as ``H`` allows it.
 
-Layers come in order, each seeing what the layers before it give once they are quantised.
+Layers come in order. Each sees what the layers before it give once they are quantised.
 
 Source: Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers, 2022, https://arxiv.org/abs/2210.17323.
@@ -25,7 +25,7 @@ from zfunc.errors import PlacementError
 from zfunc.layout.layout import find_layers
 from zfunc.modules.functional import Functional
 from zfunc.quant import grids
-from zfunc.quant.choice import Include
+from zfunc.quant.choice import Include, module_of
 from zfunc.quant.grids import Format, Grid
 from zfunc.quant.qtensor import QTensor, rows_of
 from zfunc.quant.trees import format_of, mapped
@@ -73,16 +73,19 @@ def calibrate(
     True
     """
     form = format_of(bits, group_size, symmetric, dynamic)
-    model = model or _module_of(fn)
+    model = model or module_of(fn)
     calls = [sample if isinstance(sample, tuple) else (sample,) for sample in samples]
     if not calls:
         raise PlacementError("calibrate got no samples. Give it inputs like those to come.")
     watched = mapped(params, lambda path, x, turned: _Watched.of(path, x, turned), include, model)
     reached = 0
-    for stage in _stages(watched):
+    stages = _stages(watched)
+    for stage in stages:
+        others = {id(x): x.plain for other in stages if other is not stage for x in other}
+        part = _replaced(watched, others)  # what is not watched costs nothing
         with torch.no_grad():
             for call in calls:
-                fn(_unwatched(watched, but=stage), *call)
+                fn(part, *call)
         reached += sum(x.seen.count > 0 for x in stage)
         watched = _replaced(watched, {id(x): x.quantized(form) for x in stage})
     if not reached:
@@ -91,11 +94,6 @@ def calibrate(
             "is given, in F.linear, matmul or addmm?"
         )
     return watched
-
-
-def _module_of(fn: Callable[..., Any]) -> Functional | None:
-    owner = getattr(fn, "__self__", None)
-    return owner if isinstance(owner, Functional) else None
 
 
 def _stages(watched: Tree) -> list[list[_Watched]]:
@@ -116,22 +114,12 @@ def _stages(watched: Tree) -> list[list[_Watched]]:
     return stages
 
 
-def _unwatched(watched: Tree, but: list[_Watched]) -> Tree:
-    """The tree in which only the leaves of one stage are watched: others cost nothing."""
-    kept = set(map(id, but))
-    return optree.tree_map(
-        lambda x: x.plain if isinstance(x, _Watched) and id(x) not in kept else x,
-        watched,
-        namespace=NAMESPACE,
-    )
-
-
 def _replaced(tree: Tree, new: dict[int, Any]) -> Tree:
     return optree.tree_map(lambda x: new.get(id(x), x), tree, namespace=NAMESPACE)
 
 
-class _Seen:
-    """The inputs that a weight was multiplied with: ``H``, the sum of their outer products."""
+class _Inputs:
+    """What a weight was multiplied with: the sum ``H`` of the inputs' outer products."""
 
     def __init__(self) -> None:
         self.gram: Tensor | None = None
@@ -151,13 +139,13 @@ class _Watched(Tensor):
     path: str
     turned: bool  # this view is [k, n]
     stored: bool  # and so is the leaf
-    seen: _Seen
+    seen: _Inputs
 
     @staticmethod
     def of(path: str, x: Tensor, turned: bool) -> _Watched:
         self: _Watched = x.detach().as_subclass(_Watched)
         self.plain, self.path, self.turned, self.stored = x.detach(), path, turned, turned
-        self.seen = _Seen()
+        self.seen = _Inputs()
         return self
 
     def quantized(self, form: Format) -> QTensor:

@@ -16,7 +16,16 @@ from torch import nn
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 
-__all__ = ["Include", "accepts", "linear_weights", "looks_embedded", "transposed_names"]
+__all__ = [
+    "Include",
+    "accepts",
+    "check_met",
+    "fixed",
+    "linear_weights",
+    "looks_embedded",
+    "module_of",
+    "transposed_names",
+]
 
 Include = Callable[[str], bool] | str | Iterable[str] | None
 
@@ -45,23 +54,25 @@ def linear_weights(model: Functional) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for leaf in model._pool.anatomy.leaves:
         homes = [(modules[home], attribute) for home, attribute in leaf.homes]
-        kinds = {_kind(module) for module, attribute in homes if attribute == "weight"}
-        if len(kinds) == 1 and len(leaf.shape) == 2 and len(homes) == len(leaf.homes):
-            kind = kinds.pop()
-            if kind is not None and all(attribute == "weight" for _, attribute in homes):
-                found[leaf.name] = kind == "transposed"
+        turned = {_transposed(module) for module, attribute in homes if attribute == "weight"}
+        alone = all(attribute == "weight" for _, attribute in homes)
+        if turned in ({True}, {False}) and len(leaf.shape) == 2 and alone:
+            found[leaf.name] = True in turned
     return found
 
 
-def _kind(module: nn.Module) -> str | None:
+def _transposed(module: nn.Module) -> bool | None:
+    """Whether a linear layer stores its weight as ``[k, n]``; None for other modules."""
     if isinstance(module, nn.Linear):
-        return "linear"
-    return "transposed" if _is_conv1d(module) else None
+        return False
+    # Transformers' Conv1D is a linear layer with its weight the other way round (GPT-2).
+    return True if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """Transformers' Conv1D, a linear layer with its weight the other way round (GPT-2)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+def module_of(fn: Callable[..., object]) -> Functional | None:
+    """The functionalized module of which a function, perhaps wrapped, is the ``apply``."""
+    owner = getattr(getattr(fn, "fn", fn), "__self__", None)
+    return owner if isinstance(owner, Functional) else None
 
 
 def transposed_names(model: Functional | None) -> frozenset[str]:
@@ -89,6 +100,13 @@ def accepts(include: Include, model: Functional | None = None) -> Callable[[str,
         return lambda path, ndim: ndim >= 2 and bool(wanted(path))
     patterns = [include] if isinstance(include, str) else list(include)
     return lambda path, ndim: ndim >= 2 and any(fnmatchcase(path, p) for p in patterns)
+
+
+def fixed(include: Include) -> Include:
+    """The same choice as a value that can be compared, kept and used again."""
+    if include is None or callable(include) or isinstance(include, str):
+        return include
+    return tuple(include)
 
 
 def check_met(include: Include, leaves: Mapping[str, int], chosen: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """The curvature of a loss, layer by layer: the top eigenvalue of each layer's Hessian.
 
-Power iteration on Hessian-vector products, ``H v = d(g . v) / dw``. One layer at a time is a
-plain tensor, the others enter as placed parameters do, so it works on sharded ones. The loss is
-computed once for a layer; each iteration is one more backward pass through its gradient.
+Power iteration on Hessian-vector products, ``H v = d(g . v) / dw``. One layer at a time is a plain
+tensor; the others enter as placed parameters do, so this works on sharded ones. The loss is
+computed once for each layer. Each iteration is one more backward pass through its gradient.
 """
 
 from __future__ import annotations
@@ -72,6 +72,21 @@ def top_eigenvalues(
     placed = [node for node in placed_nodes(params) if isinstance(node, Sharded)]
     if placed:
         over.group = placed[0].group
+    group, fixed = over.group, random.fold_in(random.fold_in(key, -1), over.group.rank)
+
+    def loss(view: Tree) -> Tensor:
+        """This rank's part of the mean over the ranks, times their number."""
+        with random.scope(fixed):  # so that it is the same loss each time
+            given, named = _entered((args, kwargs))
+            out = loss_fn(view, *given, **named)
+        value = out[0] if has_aux else out
+        if not isinstance(value, Mean):
+            return value
+        count = torch.as_tensor(value.count, dtype=torch.float64).detach().clone()
+        if group.size > 1:
+            count = group.all_reduce(count, label="curvature").wait() / group.size
+        return value.total / count.to(value.total.dtype)
+
     token = context.push(running)
     try:
         found: dict[str, Tensor] = {}
@@ -80,9 +95,8 @@ def top_eigenvalues(
             running.passes.append(owner)
             try:
                 with torch.enable_grad(), _attention_differentiable_twice():
-                    loss = _Loss(loss_fn, has_aux, args, kwargs, random.fold_in(key, -1))
                     start = random.fold_in(key, i)
-                    found[name] = _of_layer(loss, params, name, over.group, start, max_iter, tol)
+                    found[name] = _of_layer(loss, params, name, group, start, max_iter, tol)
                 owner.finish()
             finally:
                 running.passes.pop()
@@ -114,11 +128,9 @@ def _attention_differentiable_twice() -> Iterator[None]:
 
 def layer_names(params: Tree) -> list[str]:
     """The layers of a tree, plain or placed, and ``""`` if anything lies outside of them."""
-    names, root = [], False
-    for name, item in _blocks(_entered(params)):
-        names.append(name) if name != ROOT else None
-        root = root or (name == ROOT and isinstance(item, Tensor))
-    return [*names, *([ROOT] if root else [])]
+    rows = _blocks(_entered(params))
+    root = any(name == ROOT and isinstance(item, Tensor) for name, item in rows)
+    return [name for name, _ in rows if name != ROOT] + [ROOT] * root
 
 
 def _entered(params: Tree) -> Tree:
@@ -146,30 +158,14 @@ def _flat(view: Tree) -> tuple[list[Any], list[Any], optree.PyTreeSpec]:
     )
 
 
-class _Loss:
-    """The loss of a view of the params, always with the same randomness."""
-
-    def __init__(
-        self, fn: Callable[..., Any], has_aux: bool, args: Any, kwargs: Any, key: Tensor
-    ) -> None:
-        self.fn, self.has_aux, self.args, self.kwargs, self.key = fn, has_aux, args, kwargs, key
-
-    def __call__(self, view: Tree, group: Group) -> Tensor:
-        """This rank's part of the mean over the ranks, times their number."""
-        with random.scope(random.fold_in(self.key, group.rank)):
-            args, kwargs = _entered((self.args, self.kwargs))
-            out = self.fn(view, *args, **kwargs)
-        loss = out[0] if self.has_aux else out
-        if not isinstance(loss, Mean):
-            return loss
-        count = torch.as_tensor(loss.count, dtype=torch.float64).detach().clone()
-        if group.size > 1:
-            count = group.all_reduce(count, label="curvature").wait() / group.size
-        return loss.total / count.to(loss.total.dtype)
-
-
 def _of_layer(
-    loss_fn: _Loss, params: Tree, name: str, group: Group, key: Tensor, max_iter: int, tol: float
+    loss_fn: Callable[[Tree], Tensor],
+    params: Tree,
+    name: str,
+    group: Group,
+    key: Tensor,
+    max_iter: int,
+    tol: float,
 ) -> Tensor:
     view = _entered(params)
     keys, items, spec = _flat(view)
@@ -182,7 +178,7 @@ def _of_layer(
             )
         elif name == ROOT:
             items[at] = _live(item, leaves)
-    loss = loss_fn(optree.tree_unflatten(spec, items), group)
+    loss = loss_fn(optree.tree_unflatten(spec, items))
     if not leaves or not loss.requires_grad:
         return torch.zeros(())
     grads = torch.autograd.grad(

@@ -1,9 +1,10 @@
-"""Fake quantisation: weights rounded to a grid but kept in their dtype, as training sees them."""
+"""Fake quantisation: weights rounded to a grid, but kept in their dtype. Training sees these."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -37,16 +38,14 @@ class Grouping:
             raise ValueError(f"groups={self.groups!r}: expected a number of groups, at least 1.")
         Format(8, self.group_size)
 
-    def format(self, shape: tuple[int, ...] | Any, bits: int, transposed: bool = False) -> Format:
+    def format(self, shape: Sequence[int], bits: int) -> Format:
         """The format of a leaf of this shape.
 
         >>> Grouping(groups=2).format((6, 4), 8).shared, Grouping(groups=12).format((6, 4), 8)
         (3, Format(bits=8, group_size=2, symmetric=True, dynamic=False, shared=1))
         """
-        *lead, k = reversed(shape) if transposed else shape
-        n = 1
-        for size in lead:
-            n *= size
+        *lead, k = shape
+        n = math.prod(lead)
         if self.group_size is not None:
             return Format(bits, self.group_size, self.symmetric)
         if self.groups <= n:

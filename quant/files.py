@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, PlacementError
 from zfunc.files.chunks import check_name
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
@@ -119,17 +119,10 @@ def load(path: PathLike, like: Any = None) -> Tree:
     ...     load(file)
     {'w': QTensor((2, 4) float32 in int4, per row, symmetric, 8 bytes)}
     """
-    from safetensors import SafetensorError, safe_open
-
     file = Path(path)
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file. quant.save(path, params) writes one.")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is no whole safetensors file: {error}.") from None
+    metadata, tensors = _opened(file, values=True)
     if HEADER not in metadata:
         raise CheckpointError(
             f"{file} has no {HEADER!r} in its header: it holds plain parameters. Quantise them: "
@@ -137,6 +130,18 @@ def load(path: PathLike, like: Any = None) -> Tree:
         )
     leaves = _leaves(file, metadata[HEADER], tensors)
     return leaves if like is None else _shaped(file, leaves, like)
+
+
+def _opened(file: Path, values: bool = False) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """A file's metadata, and its tensors if ``values``."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys() if values else ()
+            return opened.metadata() or {}, {name: opened.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is no whole safetensors file: {error}.") from None
 
 
 def is_low_bit(path: PathLike) -> bool:
@@ -150,14 +155,11 @@ def stored_bits(path: PathLike) -> int | None:
     Returns:
         The wider one, if there are both; None for any other path.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not Path(path).is_file():
         return None
     try:
-        with safe_open(path, framework="pt") as opened:
-            text = (opened.metadata() or {}).get(HEADER)
-    except (SafetensorError, OSError, ValueError):
+        text = _opened(Path(path))[0].get(HEADER)
+    except CheckpointError:
         return None
     if text is None:
         return None
@@ -197,34 +199,26 @@ def _leaf(name: str, entry: dict[str, Any], parts: dict[str, Tensor]) -> QTensor
     turned = entry["transposed"]
     if len(shape) < (2 if turned else 1) or type(turned) is not bool:
         raise ValueError(f"{name}: shape {tuple(shape)}")
-    n, k = (shape[1], shape[0]) if turned else (shape[:-1].numel(), shape[-1])
-    grid, width = [n, form.groups(k)], -(-k // 2) if form.packed else k
-    expected = {
-        "codes": ([n, width], torch.uint8 if form.packed else torch.int8),
-        "scale": (grid, form.scale_dtype),
-        **({} if form.symmetric else {"zero": (grid, torch.int8)}),
-    }
-    if parts.keys() != expected.keys():
-        raise CheckpointError(f"{name} has {sorted(parts)}; expected {sorted(expected)}.")
+    if parts.keys() != form.parts(0, 1).keys():
+        raise CheckpointError(f"{name} has {sorted(parts)}; expected {list(form.parts(0, 1))}.")
+    scale, zero = parts["scale"], parts.get("zero")
+    try:
+        leaf = QTensor(parts["codes"], scale, zero, form, shape, dtype, turned)
+    except PlacementError as error:
+        raise CheckpointError(f"{name}: {error}") from None
     for part, x in parts.items():
-        wanted, kind = expected[part]
-        if list(x.shape) != wanted or x.dtype != kind:
-            raise CheckpointError(
-                f"{name}.{part} is {x.dtype} of shape {tuple(x.shape)}; {form} of "
-                f"{tuple(shape)} needs {kind} of {tuple(wanted)}."
-            )
         if _checksum(x) != entry["crc32"][part]:
             raise CheckpointError(
                 f"{name}.{part} is not what was written: its checksum differs. The file is "
                 "damaged or was changed; take another copy."
             )
-    scale, signed = parts["scale"], form.symmetric and form.packed
+    signed = form.symmetric and form.packed
     if not bool((torch.isfinite(scale) & ((scale != 0) if signed else (scale > 0))).all()):
         raise CheckpointError(
             f"{name}.scale has values that are {'0 or infinite' if signed else 'not positive'}, or "
             "no numbers."
         )
-    return QTensor(parts["codes"], scale, parts.get("zero"), form, shape, dtype, turned)
+    return leaf
 
 
 def _checksum(x: Tensor) -> int:

@@ -5,9 +5,9 @@ of ``group_size`` elements of a row has one step ``scale`` and, if the grid is a
 code ``zero`` that stands for 0: ``weight = scale * (code - zero)``. Codes of ``b`` bits lie in
 ``[-2**(b - 1), 2**(b - 1) - 1]``.
 
-Symmetric: ``zero = 0``. Of more than 4 bits, ``scale = max|w| / (2**(b-1) - 1)`` and nothing is
-clipped. Of up to 4 bits the scale is the one of least squared error among a few that bring the
-weight of largest magnitude to the lowest code or beyond it, see :mod:`zfunc.quant.steps`: it is
+Symmetric: ``zero = 0``. Above 4 bits, ``scale = max|w| / (2**(b-1) - 1)`` and nothing is clipped.
+Up to 4 bits the scale is the one of least squared error among a few that bring the weight of
+largest magnitude to the lowest code or beyond it, see :mod:`zfunc.quant.scale_search`. It is
 negative where that weight is positive, and the largest weights may be clipped.
 ``python -m benchmarks.low_bit_grids`` compares this with other scales.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zfunc.buffers.readings import number
 from zfunc.errors import NonFiniteError
-from zfunc.quant.steps import searched
+from zfunc.quant.scale_search import searched
 
 __all__ = ["BITS", "Format", "Grid", "dequantize", "fit", "quantize", "wide"]
 
@@ -88,6 +88,17 @@ class Format:
         """The same for rows of ``k``: a group that holds a whole row is called None."""
         whole = self.group_size is not None and self.group_size >= k
         return replace(self, group_size=None) if whole else self
+
+    def parts(self, n: int, k: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+        """Shape and dtype of the tensors in which a weight ``[n, k]`` is stored, by name.
+
+        >>> Format(4, 32).parts(2, 65)
+        {'codes': ((2, 33), torch.uint8), 'scale': ((2, 3), torch.bfloat16)}
+        """
+        grid = n, self.groups(k)
+        codes = ((n, -(-k // 2)), torch.uint8) if self.packed else ((n, k), torch.int8)
+        found = {"codes": codes, "scale": (grid, self.scale_dtype)}
+        return found if self.symmetric else {**found, "zero": (grid, torch.int8)}
 
     def __str__(self) -> str:
         size = "per row" if self.group_size is None else f"groups of {self.group_size}"

@@ -1,7 +1,7 @@
-"""Products of 4-bit codes on the CPU: torch's own kernel for groups of 32, 64, 128 or 256.
+"""Products with 4-bit codes on a CPU: torch's own kernel, for groups of 32, 64, 128 or 256.
 
-It reads half a byte for each weight and takes inputs in bf16 (in fp32 it is slower than a
-product with plain weights). Its order of the codes replaces the stored one.
+The kernel reads half a byte for each weight and takes inputs in bf16. (In fp32 it is slower than a
+product with plain weights.) Its order of the codes replaces the stored one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from zfunc.quant.large_pages import into_large_pages
 from zfunc.quant.low_bit import LowBit
 
-__all__ = ["Blocks", "product", "takes"]
+__all__ = ["Int4Blocks", "product", "takes"]
 
 GROUPS = (32, 64, 128, 256)
 ROWS = 512  # of the input at once
@@ -44,7 +44,7 @@ def takes(weight: LowBit, m: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Int4Blocks:
     """Codes as the kernel reads them, with scales ``[groups, n, 2]`` bf16 beside them."""
 
     data: Tensor
@@ -65,22 +65,17 @@ class Blocks:
 
 
 def product(x: Tensor, weight: LowBit) -> Tensor:
-    """``x W^T`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
-    if len(x) > ROWS:
-        return torch.cat([product(part, weight) for part in x.split(ROWS)])
-    blocks: Blocks = weight.ready(Blocks, lambda: _blocks(weight))
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x.bfloat16(), blocks.data, blocks.size, blocks.scales
-    )
-    return y.to(x.dtype)
+    """``x W^T`` for ``x`` ``[m, k]`` bf16."""
+    blocks: Int4Blocks = weight.ready(Int4Blocks, lambda: _blocks(weight))
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, blocks.data, blocks.size, blocks.scales)
 
 
-def _blocks(weight: LowBit) -> Blocks:
+def _blocks(weight: LowBit) -> Int4Blocks:
     data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int() + 8, 1)
     scale = weight.scale.to(torch.bfloat16)
     # The kernel's weight is scale * (code - 8) + shift, the codes counted from 0.
     shift = torch.zeros_like(scale) if weight.zero is None else -scale * weight.zero
-    return Blocks(
+    return Int4Blocks(
         into_large_pages(data),
         torch.stack([scale, shift], dim=-1).transpose(0, 1).contiguous(),
         weight.format.width(weight.rows[1]),

@@ -1,15 +1,15 @@
-"""Products of 8-bit codes on the CPU, with exact sums in int32.
+"""Products with 8-bit codes on a CPU, with exact sums in int32: oneDNN's.
 
-oneDNN multiplies unsigned 8-bit inputs with signed 8-bit weights that it has reordered once. The
-reordered codes replace the stored ones, so memory holds them once. It knows one scale for a row,
-so rows with several are cut into pieces of a few groups, and the inputs of a piece are laid out
-block by block: ``[x1 0; 0 x2]`` times ``[W1 W2]^T`` has the sums of each group in a row of its
-own, exact in int32, which are scaled and added in fp32. A product that waits for weights (1 to 16
-rows) takes the zeros for nothing; with more rows they cost more than weights that are dequantised.
+oneDNN multiplies unsigned 8-bit inputs with signed 8-bit weights, which it reorders once. The
+reordered codes replace the stored ones. It knows one scale for a row. So rows with several scales
+are divided into pieces of a few groups, and the inputs of a piece are laid out in blocks:
+``[x1 0; 0 x2]`` times ``[W1 W2]^T`` has the sums of each group in a row of its own. These are exact
+in int32; they are scaled and added in fp32. A product of 1 to 16 rows waits for weights and
+computes the zeros meanwhile. With more rows the zeros cost more than weights that are dequantised.
 
 Inputs are rounded row by row. Weight-only formats round them to 16 bits, as
-``x = scale * (256 * high + low)``: two rows of 8-bit inputs, which such a product takes for little
-more than one. ``dynamic`` formats (W8A8) round to 8.
+``x = scale * (256 * high + low)``: two rows of 8-bit inputs, which take such a product little
+longer than one. ``dynamic`` formats (W8A8) round to 8 bits.
 """
 
 from __future__ import annotations
@@ -100,9 +100,6 @@ def product(x: Tensor, weight: LowBit) -> Tensor:
 
 def several(x: Tensor, weights: Sequence[LowBit]) -> list[Tensor]:
     """``x W^T`` for each of several weights, all dynamic or none: ``x`` is rounded once."""
-    if x.shape[0] > ROWS:
-        parts = zip(*(several(part, weights) for part in x.split(ROWS)), strict=True)
-        return [torch.cat(part) for part in parts]
     rounding = _rounded_to_8 if weights[0].format.dynamic else _rounded_to_16
     inputs, scale = rounding(x)
     return [_times(inputs, weight).mul_(scale) for weight in weights]
@@ -113,12 +110,7 @@ def _times(inputs: Tensor, weight: LowBit) -> Tensor:
     if len(ready.pieces) == 1:
         return _sums(inputs, ready.pieces[0])
     sizes = [p.width * p.scales.shape[0] for p in ready.pieces]
-    total: Tensor | None = None
-    for part, piece in zip(inputs.split(sizes, dim=2), ready.pieces, strict=True):
-        y = _sums(part, piece)
-        total = y if total is None else total.add_(y)
-    assert total is not None
-    return total
+    return functools.reduce(Tensor.add_, map(_sums, inputs.split(sizes, dim=2), ready.pieces))
 
 
 def _pieces(weight: LowBit) -> Pieces:

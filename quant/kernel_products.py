@@ -1,8 +1,8 @@
 """Products of a few rows with low-bit weights on a GPU, by :mod:`zfunc.kernels.skinny`.
 
-Codes of 4 bits are put in the order of the kernel once; it replaces the stored one, so memory
-holds them once. Where the kernels do not apply (more rows, other groups, no Triton), the dispatch
-says so and the weights are dequantised.
+The kernel has an order of its own for 4-bit codes. They are put in this order once, and it replaces
+the stored one. Where no kernel applies (more rows, other groups, no Triton), the dispatch says so
+and another route is taken.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""``LowBit``: what a weight in few bits holds, and how it is read; products are typed by it.
+"""``LowBit``: what a weight in few bits holds, and how it is read.
 
-:class:`~zfunc.quant.qtensor.QTensor` adds how torch meets it.
+:class:`~zfunc.quant.qtensor.QTensor` is such a weight that stands wherever a tensor can stand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -19,7 +19,7 @@ from zfunc.quant import grids, packing
 from zfunc.quant.grids import Format, Grid
 from zfunc.trees.nodes import Encoded
 
-__all__ = ["Code", "LowBit"]
+__all__ = ["Code", "LowBit", "matrix_shape"]
 
 R = TypeVar("R")  # codes as some kernel reads them
 
@@ -158,13 +158,12 @@ class LowBit(Encoded, Tensor):
         """A matrix ``[n, k]`` in this tensor's shape."""
         return rows.t().contiguous() if self.transposed else rows.reshape(self.shape)
 
-    def but(self, dtype: torch.dtype | None = None, device: Any = None) -> Self:
-        """The same in another dtype (of what it stands for) or on another device."""
-        move = (lambda x: x) if device is None else (lambda x: x.to(device))
+    def each(self, f: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """The same weight, perhaps of another dtype, of ``f`` of each tensor that it holds."""
         return type(self)(
-            move(self.data_codes),
-            move(self.scale),
-            None if self.zero is None else move(self.zero),
+            f(self.data_codes),
+            f(self.scale),
+            None if self.zero is None else f(self.zero),
             self.format,
             self.shape,
             dtype or self.dtype,
@@ -200,11 +199,7 @@ class Code:
     @property
     def parts(self) -> list[tuple[tuple[int, int], torch.dtype]]:
         """Shape and dtype of the codes, the scales and, if there are any, the zero points."""
-        (n, k), form = self.rows, self.format
-        codes = ((n, -(-k // 2)), torch.uint8) if form.packed else ((n, k), torch.int8)
-        grid = (n, form.groups(k))
-        zeros = [] if form.symmetric else [(grid, torch.int8)]
-        return [codes, (grid, form.scale_dtype), *zeros]
+        return list(self.format.parts(*self.rows).values())
 
     @property
     def bytes(self) -> int:
@@ -213,15 +208,20 @@ class Code:
 
     def read(self, data: Tensor) -> LowBit:
         """The tensor whose data lie in ``data``, 1-D uint8; nothing is copied."""
-        found, at = [], 0
+        found: list[Tensor] = []
+        at = 0
         for shape, dtype in self.parts:
             size = shape[0] * shape[1] * dtype.itemsize
             found.append(data[at : at + size].view(dtype).view(shape))
             at += padded(size)
-        zero = found[2] if len(found) > 2 else None
-        return self.kind(
-            found[0], found[1], zero, self.format, self.shape, self.dtype, self.transposed
-        )
+        codes, scale, *zeros = found
+        zero = zeros[0] if zeros else None
+        return self.kind(codes, scale, zero, self.format, self.shape, self.dtype, self.transposed)
+
+
+def matrix_shape(shape: Sequence[int], transposed: bool) -> tuple[int, int]:
+    """``(n, k)`` of the matrix that a weight of this shape is stored as."""
+    return (shape[1], shape[0]) if transposed else (math.prod(shape[:-1]), shape[-1])
 
 
 def padded(size: int) -> int:
@@ -243,24 +243,18 @@ def _check(
             f"a QTensor of shape {tuple(shape)} in {form}{', transposed' if transposed else ''}: "
             "expected one of at least one dimension (two, if transposed) and of at most 8 bits."
         )
-    n, k = (shape[1], shape[0]) if transposed else (math.prod(shape[:-1]), shape[-1])
-    grid = (n, form.groups(k))
-    codes = ((n, -(-k // 2)), torch.uint8) if form.packed else ((n, k), torch.int8)
-    wanted = {"codes": codes, "scale": (grid, form.scale_dtype)}
-    found = {"codes": data, "scale": scale}
-    if zero is not None or not form.symmetric:
-        wanted["zero"] = (grid, torch.int8)
-    if zero is not None:
-        found["zero"] = zero
-    fits = found.keys() == wanted.keys() and form.symmetric == (zero is None)
+    wanted = form.parts(*matrix_shape(shape, transposed))
+    given = {"codes": data, "scale": scale, "zero": zero}
+    found = {name: x for name, x in given.items() if x is not None}
+    fits = found.keys() == wanted.keys()
     if not fits or any(
         (tuple(x.shape), x.dtype) != wanted[name] or x.device != data.device
         for name, x in found.items()
     ):
-        given = {name: f"{x.dtype}{list(x.shape)} on {x.device}" for name, x in found.items()}
+        has = {name: f"{x.dtype}{list(x.shape)} on {x.device}" for name, x in found.items()}
         need = {name: f"{dtype}{list(size)}" for name, (size, dtype) in wanted.items()}
         raise PlacementError(
-            f"a QTensor of shape {tuple(shape)} in {form} was given {given}; it consists of {need} "
+            f"a QTensor of shape {tuple(shape)} in {form} was given {has}; it consists of {need} "
             f"on one device{', and of no zero points' if form.symmetric else ''}. "
             "QTensor.quantize makes one from a plain tensor."
         )

@@ -1,6 +1,7 @@
-"""The functions of torch that know low-bit tensors; every other one sees dequantised values.
+"""The functions of torch that know low-bit tensors. Every other one sees dequantised values.
 
-A route returns ``NotImplemented`` where it does not apply.
+:data:`ROUTES` says what is called instead of each. What it names returns ``NotImplemented`` where
+it does not apply.
 """
 
 from __future__ import annotations
@@ -96,11 +97,7 @@ def _same(weight: Any, *args: Any, **kwargs: Any) -> Any:
 def _clone(weight: Any, **kwargs: Any) -> Any:
     if not isinstance(weight, LowBit):
         return NotImplemented
-    zero = None if weight.zero is None else weight.zero.clone()
-    data, form = weight.data_codes.clone(), weight.format
-    return type(weight)(
-        data, weight.scale.clone(), zero, form, weight.shape, weight.dtype, weight.transposed
-    )
+    return weight.each(Tensor.clone)
 
 
 def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +111,7 @@ def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if dtype in (None, weight.dtype) and device in (None, weight.device):
         return weight
-    return weight.but(dtype, device)
+    return weight.each(lambda x: x if device is None else x.to(device), dtype)
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """Products with low-bit weights on a CPU of x86-64, by :mod:`zfunc.kernels.panels`.
 
-All formats go this way: weights are put into panels when they are first
-multiplied with, and the panels replace the stored codes. ``dynamic`` formats round inputs to 8
-bits, weight-only ones to 16.
+All formats take this route. Weights are put into panels when they are first multiplied with, and
+the panels replace the stored codes. ``dynamic`` formats round inputs to 8 bits, others to 16.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Products with low-bit weights: which route is taken, and their gradients.
+"""Products with low-bit weights: the routes that there are, which one is taken, and gradients.
 
-``y[m, n] = x[m, k] W[n, k]^T``. On a GPU the kernels for a few rows multiply
-(:mod:`zfunc.quant.kernel_products`), on a CPU of x86-64 ours for it
-(:mod:`zfunc.quant.panel_products`); on other CPUs torch's own, with sums in int32
-(:mod:`zfunc.quant.int8_products`) or for 4 bits (:mod:`zfunc.quant.int4_products`). In float64 and
-for shapes that none of them takes, weights are dequantised a block of rows at a time.
+``y[m, n] = x[m, k] W[n, k]^T``. :data:`ROUTES` is the table of the routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +18,7 @@ from zfunc.quant import grids, int4_products, int8_products, kernel_products, pa
 from zfunc.quant.grids import Grid
 from zfunc.quant.low_bit import LowBit
 
-__all__ = ["dequantised_product", "product", "route", "several"]
+__all__ = ["ROUTES", "Route", "dequantised_product", "product", "route", "several"]
 
 BLOCK = 1 << 20  # weights dequantised at once: they stay in a core's cache until they are used
 
@@ -39,10 +35,10 @@ def product(x: Tensor, weight: LowBit, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight.dequantized_rows(weight.dtype), bias)  # torch says what is wrong
     rows = x if x.ndim == 2 else x.reshape(-1, k)
     if (torch.is_grad_enabled() and x.requires_grad) or transformed(x):
-        y: Tensor = _Product.apply(rows, _Held(weight))
+        y: Tensor = _Product.apply(rows, _Opaque(weight))
     else:
         way = route(rows, weight)
-        if way == "kernel":
+        if way == "kernel":  # which adds the bias, too
             return kernel_products.product(rows, weight, bias).reshape(*x.shape[:-1], n)
         y = _forward(rows, weight, way)
     y = y if x.ndim == 2 else y.reshape(*x.shape[:-1], n)
@@ -54,22 +50,17 @@ def several(x: Tensor, weights: Sequence[LowBit]) -> list[Tensor]:
     if torch.is_grad_enabled() or transformed(x) or any(w.rows[1] != x.shape[1] for w in weights):
         return [product(x, w, None) for w in weights]
     ways = {(route(x, w), w.format.dynamic) for w in weights}
-    way = ways.pop()[0] if len(ways) == 1 else ""
-    if way == "panels":
-        return [y.to(x.dtype) for y in panel_products.several(x.float(), weights)]
-    if way == "int8":
-        return [y.to(x.dtype) for y in int8_products.several(x.float(), weights)]
-    if way == "int4":
-        short = x.bfloat16()
-        return [int4_products.product(short, w).to(x.dtype) for w in weights]
-    return [product(x, w, None) for w in weights]
+    way = ROUTES[ways.pop()[0]] if len(ways) == 1 else None
+    if way is None or way.several is None:
+        return [product(x, w, None) for w in weights]
+    parts = x.split(way.rows) if way.rows is not None else [x]
+    made = [way.several(part.to(way.dtype or x.dtype), weights) for part in parts]
+    joined = made[0] if len(made) == 1 else map(torch.cat, zip(*made, strict=True))
+    return [y.to(x.dtype) for y in joined]
 
 
 def route(x: Tensor, weight: LowBit) -> str:
-    """Which way a product goes.
-
-    ``"kernel"``, ``"panels"``, ``"int8"``, ``"int4"`` or ``"dequantised"``.
-    """
+    """The name of the route that a product takes: the first one in :data:`ROUTES` that applies."""
     if kernel_products.takes(x, weight):
         return "kernel"
     if not (x.is_cpu and weight.scale.is_cpu) or x.dtype == torch.float64:
@@ -85,17 +76,19 @@ def route(x: Tensor, weight: LowBit) -> str:
 
 
 def _forward(x: Tensor, weight: LowBit, way: str) -> Tensor:
-    if way == "kernel":
-        return kernel_products.product(x, weight)
-    if way == "panels":
-        return panel_products.product(x.float(), weight).to(x.dtype)
-    if way == "int8":
-        return int8_products.product(x.float(), weight).to(x.dtype)
-    if way == "int4":
-        return int4_products.product(x, weight)
-    if weight.format.dynamic:
-        x = int8_products.rounded(x)
-    return dequantised_product(x, weight)
+    """The product of ``x`` ``[m, k]``, in its dtype."""
+    route = ROUTES[way]
+    if route.rows is not None and x.shape[0] > route.rows:
+        return torch.cat([_forward(part, weight, way) for part in x.split(route.rows)])
+    dtype = x.dtype
+    if route.dtype is None or route.dtype == dtype:  # conversions to the same cost time, too
+        return route.product(x, weight)
+    return route.product(x.to(route.dtype), weight).to(dtype)
+
+
+def _dequantised(x: Tensor, weight: LowBit) -> Tensor:
+    inputs = int8_products.rounded(x) if weight.format.dynamic else x
+    return dequantised_product(inputs, weight)
 
 
 def dequantised_product(x: Tensor, weight: LowBit) -> Tensor:
@@ -127,7 +120,7 @@ def transformed(x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Opaque:
     """A weight as torch.func leaves it alone: it would take a tensor's place by a plain one."""
 
     weight: LowBit
@@ -137,7 +130,7 @@ class _Product(torch.autograd.Function):
     """The gradient of the input; the rounding of a dynamic input is passed straight through."""
 
     @staticmethod
-    def forward(x: Tensor, held: _Held) -> Tensor:
+    def forward(x: Tensor, held: _Opaque) -> Tensor:
         y = _forward(x.detach(), held.weight, route(x, held.weight))
         return y.clone() if y._is_view() else y  # tangents are not made for views
 
@@ -150,7 +143,7 @@ class _Product(torch.autograd.Function):
         return dequantised_product(tangent, ctx.weight)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, held: _Held) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, held: _Opaque) -> tuple[Tensor, int]:
         rows = x.movedim(in_dims[0], 0)  # a batch of rows is more rows
         y: Tensor = _Product.apply(rows.flatten(0, 1), held)
         return y.unflatten(0, rows.shape[:2]), 0
@@ -164,3 +157,36 @@ class _Product(torch.autograd.Function):
             total = total + grad[:, at : at + len(part)] @ part.to(grad.dtype)
             at += len(part)
         return total, None
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to compute products.
+
+    Attributes:
+        product: ``product(x, weight)`` of ``x`` ``[m, k]``.
+        several: the same with several weights of one format, for which inputs are prepared once.
+        dtype: of the inputs that it takes; None: any.
+        rows: how many rows of the input it takes at once; None: any number.
+    """
+
+    product: Callable[[Tensor, LowBit], Tensor]
+    several: Callable[[Tensor, Sequence[LowBit]], list[Tensor]] | None = None
+    dtype: torch.dtype | None = None
+    rows: int | None = None
+
+
+ROUTES = {
+    # On a GPU: a few rows, groups that a Triton kernel takes.
+    "kernel": Route(kernel_products.product),
+    # On a CPU of x86-64 with llvmlite: any format, fewer rows than a product with plain weights
+    # takes less time for. Not in float64, nor under torch.func or a compiler.
+    "panels": Route(panel_products.product, panel_products.several, torch.float32),
+    # On other CPUs: 8-bit weights, or 4-bit ones with 8-bit inputs, where oneDNN's sums are exact.
+    "int8": Route(int8_products.product, int8_products.several, torch.float32, int8_products.ROWS),
+    # On other CPUs: 4-bit weights in groups of 32 to 256, n a multiple of 64.
+    "int4": Route(int4_products.product, None, torch.bfloat16, int4_products.ROWS),
+    # Everywhere: some rows of the weight at a time become plain numbers.
+    "dequantised": Route(_dequantised),
+}
+"""The routes, each with what it needs, in the order in which they are tried."""

@@ -1,10 +1,10 @@
 """``QTensor``: a weight stored in few bits that stands wherever its tensor stood.
 
-It is a leaf of params trees like the tensor it replaces, of the same shape and dtype. Products
-with it (``F.linear``, ``matmul``, ``addmm``, ``F.embedding``) take the routes of
-:mod:`zfunc.quant.products`; any other function of torch sees the dequantised values. So models
-need not know of it. Its values never change and have no gradient; gradients pass through to
-what it is multiplied with.
+It is a leaf of params trees, of the shape and dtype of the tensor that it replaces. Products with
+it (``F.linear``, ``matmul``, ``addmm``, ``F.embedding``) take the routes of
+:mod:`zfunc.quant.products`. Any other function of torch sees the dequantised values. So models need
+not know of it. Its values never change and have no gradient. Gradients pass through to what it is
+multiplied with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What quantising did to each leaf: errors, bytes, as a table and as a plot."""
+"""What quantising did to each leaf, errors and bytes, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zfunc.quant.qtensor import QTensor
 from zfunc.trees.nodes import Tree
 from zfunc.trees.tree import flatten_names
 
-__all__ = ["Report", "Row", "report"]
+__all__ = ["LeafReport", "Report", "report"]
 
 
 @dataclass(frozen=True)
-class Row:
+class LeafReport:
     """One quantised leaf.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
 class Report:
     """A row for each quantised leaf; prints as a table (``str``, or rich's ``print``)."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LeafReport, ...]
 
     @property
     def before(self) -> int:
@@ -58,7 +58,7 @@ class Report:
         """Bytes that they take now."""
         return sum(row.after for row in self.rows)
 
-    def worst(self) -> Row:
+    def worst(self) -> LeafReport:
         """The leaf with the lowest signal to noise ratio."""
         return min(self.rows, key=lambda row: row.sqnr)
 
@@ -133,7 +133,7 @@ def report(before: Tree, after: Tree) -> Report:
     return Report(tuple(rows))
 
 
-def _row(path: str, before: Tensor, after: QTensor) -> Row:
+def _row(path: str, before: Tensor, after: QTensor) -> LeafReport:
     if before.shape != after.shape:
         raise PlacementError(
             f"{path} has shape {tuple(before.shape)} before and {tuple(after.shape)} after."
@@ -142,7 +142,7 @@ def _row(path: str, before: Tensor, after: QTensor) -> Row:
     error = wanted - after.dequantize(torch.float32)
     noise, signal = float(error.square().sum()), float(wanted.square().sum())
     sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
-    return Row(
+    return LeafReport(
         path,
         str(after.format),
         tuple(before.shape),

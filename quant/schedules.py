@@ -1,12 +1,12 @@
 """The bit schedule of mixture-of-quantization training (MoQ), as a pure function of its state.
 
-Every weight has its own number of bits and its own period. A step counts if it is taken; once
-the count, from ``offset`` on, reaches a weight's period, the weight loses one bit and its period
-becomes ``2 * factor`` times as long: with ``factor = 1`` bits fall after P, 2P, 4P, ... steps.
-Curvature gives sensitive layers a larger factor (1 to 5), so that they lose their bits later.
+Every weight has its own number of bits and its own period. A step counts if it is taken. When the
+count, from ``offset`` on, reaches a weight's period, the weight loses one bit and its period
+becomes ``2 * factor`` times as long. With ``factor = 1`` bits fall after P, 2P, 4P, ... steps.
+Weights with large curvature get a larger factor (1 to 5), and so lose their bits later.
 
-After each loss of a bit a weight may be mixed with its rounded form,
-``ratio * w + (1 - ratio) * rounded``, the ratio falling from 1 by ``mix_rate`` a step.
+After it has lost a bit, a weight may be mixed with its rounded form,
+``ratio * w + (1 - ratio) * rounded``. The ratio falls from 1 by ``mix_rate`` a step.
 
 Source: the MoQ tutorial and configuration of DeepSpeed.
 """

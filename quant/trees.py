@@ -1,19 +1,20 @@
-"""Quantising whole trees of parameters, and taking them back."""
+"""Trees of parameters, quantised and taken back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optree
 from torch import Tensor
 
+from zfunc.engine.placement import placed_nodes
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.grids import BITS, Format
 from zfunc.quant.qtensor import QTensor
-from zfunc.trees.nodes import NAMESPACE, Placed, Tree
+from zfunc.trees.nodes import NAMESPACE, Tree
 from zfunc.trees.tree import dotted
 
 __all__ = ["dequantize_tree", "format_of", "quantize_tree"]
@@ -55,9 +56,9 @@ def quantize_tree(
         bits: 8 or 4.
         group_size: weights of a row that share a scale (the last group of a row may be
             shorter); None: one scale for each row.
-        symmetric: whether 0 lies in the middle of the grid. With 4 bits each scale
-            is then the one of least squared error among a few, and the largest weights may be
-            clipped (:mod:`zfunc.quant.steps`); with 8 nothing is. An asymmetric grid fits 4 bits
+        symmetric: whether 0 lies in the middle of the grid. With 4 bits each scale is then the one
+            of least squared error among a few, and the largest weights may be clipped
+            (:mod:`zfunc.quant.scale_search`); with 8 nothing is. An asymmetric grid fits 4 bits
             somewhat better still, for a byte more in each group.
         include: which leaves: patterns of dotted paths, or a predicate on them. By default
             the weights of the linear layers if ``model`` is given, else every 2-D leaf that
@@ -97,12 +98,13 @@ def mapped(
     names = [dotted(*key) for key in keys]
     _check_plain(params)
     wanted, turned = accepts(include, model), transposed_names(model)
-    chosen = [
-        name
+    dims = {
+        name: x.ndim
         for name, x in zip(names, leaves, strict=True)
-        if isinstance(x, Tensor) and x.is_floating_point() and wanted(name, x.ndim)
-    ]
-    check_met(include, _dimensions(names, leaves), chosen)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    chosen = [name for name, ndim in dims.items() if wanted(name, ndim)]
+    check_met(include, dims, chosen)
     made: dict[int, Any] = {}
     out, picked = [], set(chosen)
     for name, x in zip(names, leaves, strict=True):
@@ -114,18 +116,8 @@ def mapped(
     return optree.tree_unflatten(spec, out)
 
 
-def _dimensions(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, int]:
-    """Of the floating-point leaves."""
-    return {
-        name: x.ndim
-        for name, x in zip(names, leaves, strict=True)
-        if isinstance(x, Tensor) and x.is_floating_point()
-    }
-
-
 def _check_plain(params: Tree) -> None:
-    nodes = optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE)
-    if any(isinstance(node, Placed) for node in nodes):
+    if placed_nodes(params):
         raise PlacementError(
             "these params are placed: each rank holds a part. Quantise the full tree, "
             "zf.full(params), or place a function instead: zf.quantize(fn, bits=8).place(params)."

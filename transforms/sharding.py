@@ -28,7 +28,7 @@ from torch import Tensor
 from zfunc.engine.agreement import check_same
 from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
-from zfunc.engine.entries import Entries
+from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.figures import Traffic
 from zfunc.engine.hooks import Pending
 from zfunc.engine.order import Order
@@ -54,7 +54,6 @@ __all__ = ["Shard", "shard"]
 
 CUT = ("nothing", "optimizer state", "gradients and optimizer state", "the whole state")
 FIRST = 1 << 20  # bytes of layers whose gradients leave together before all others
-ROLES = {"params": "params", "opt_state": "opt_state"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Shard(Transform):
     unit_bytes: int = 1 << 26
     persist_below: int = 0
     prefetch: int = 1
-    roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
+    roles: Roles = ROLES
     merge: bool = True  # tiny layers into one unit
     of_tree: bool = False  # the state is a params tree itself
 
@@ -87,11 +86,6 @@ class Shard(Transform):
                 f"prefetch={self.prefetch}, unit_bytes={self.unit_bytes}, persist_below="
                 f"{self.persist_below}: expected prefetch >= 0, unit_bytes > 0, persist_below >= 0."
             )
-        for entry, role in self.roles:
-            if role not in ("params", "opt_state"):
-                raise ValueError(
-                    f"roles={{{entry!r}: {role!r}}}: a role is 'params' or 'opt_state'."
-                )
 
     def __repr__(self) -> str:
         return f"shard(stage={self.stage})"
@@ -103,7 +97,7 @@ class Shard(Transform):
     @property
     def params(self) -> list[str]:
         """The entries of a state that are parameters."""
-        return self._named("params")
+        return self.roles.named("params")
 
     @property
     def _room(self) -> int:
@@ -137,14 +131,9 @@ class Shard(Transform):
                 cut(self.layout(state), state, self.group.rank, True) if self.stage == 3 else state
             )
         entries = Entries(state)
-        names = [name for name in self.params if name in entries]
-        if not names:
-            raise PlacementError(
-                f"the state ({entries}) has no entry with the role 'params'. Call it params, or "
-                'tell shard which entries are: roles={"generator": "params", "g_opt": "opt_state"}.'
-            )
+        names = self.roles.found("params", entries, self.name)
         for name, _ in self.roles:
-            if name not in entries and name not in ROLES:
+            if name not in entries and name not in dict(ROLES):
                 raise PlacementError(
                     f"roles name the entry {name!r}, which the state ({entries}) does not have."
                 )
@@ -170,9 +159,6 @@ class Shard(Transform):
                 return held
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
 
-    def _named(self, role: str) -> list[str]:
-        return [name for name, its in self.roles if its == role]
-
     def unplace(self, state: Any) -> Any:
         return tree.full(state)
 
@@ -183,7 +169,7 @@ class Shard(Transform):
         for name in self.params:
             if name in entries:
                 self._check_entry(name, entries[name], cut=self.stage == 3)
-        for name in self._named("opt_state"):
+        for name in self.roles.named("opt_state"):
             if name in entries and self._represents(entries, entries[name]):
                 self._check_entry(name, entries[name], cut=self.stage >= 1)
 
@@ -412,5 +398,4 @@ def shard(
         ValueError: a stage outside 0 to 3, or another argument out of range.
         CompositionError: the step is sharded already.
     """
-    named = {**ROLES, **(roles or {})}
-    return Shard(stage, mesh, axis, unit_bytes, persist_below, prefetch, tuple(named.items()))
+    return Shard(stage, mesh, axis, unit_bytes, persist_below, prefetch, Roles.of(roles))

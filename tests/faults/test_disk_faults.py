@@ -30,8 +30,8 @@ from tests.laws.models import CASES
 from zfunc import optim, tree
 from zfunc.ranks.world import World, entered
 from zfunc.transforms.offloading.blocks import Files
-from zfunc.transforms.offloading.generations import Placement
-from zfunc.transforms.offloading.stored import stored_nodes
+from zfunc.transforms.offloading.disk_state import DiskState
+from zfunc.transforms.offloading.disk_trees import trees_on_disk
 
 F64 = torch.float64
 STACK = CASES["stack"]
@@ -165,7 +165,7 @@ def test_sigkill(tmp_path: Path) -> None:
 
 def test_ranks_killed_a_step_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has committed the step, the other has not: both open the one before."""
-    real = Placement.commit
+    real = DiskState.commit
 
     def commit(self: Any, slots: Any, plain: Any) -> int:
         if zf.rank() == 1 and int(plain["step"]) == 3:
@@ -179,7 +179,7 @@ def test_ranks_killed_a_step_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         step.close()
 
     with monkeypatch.context() as patched:
-        patched.setattr(Placement, "commit", commit)
+        patched.setattr(DiskState, "commit", commit)
         zf.simulate(2)(body)()
 
     def again() -> Any:
@@ -219,9 +219,9 @@ def test_a_flipped_bit_is_found(seed: int, tmp_path: Path) -> None:
     """In any file of a unit, wherever data of the state lie; the error names unit and file."""
     draw = random.Random(seed)
     step, state = begun(tmp_path, 1)
-    column = draw.choice([state.params, state.opt_state[1].mu, state.opt_state[1].nu])
-    unit = draw.randrange(len(column.layout.units))
-    region = column.column.regions[column.slot][unit]
+    node = draw.choice([state.params, state.opt_state[1].mu, state.opt_state[1].nu])
+    unit = draw.randrange(len(node.layout.units))
+    region = node.storage.regions[node.slot][unit]
     file = tmp_path / "rank-00000" / region.name
     at = region.offset + draw.randrange(region.nbytes)
     data = bytearray(file.read_bytes())
@@ -230,8 +230,8 @@ def test_a_flipped_bit_is_found(seed: int, tmp_path: Path) -> None:
     with pytest.raises(zf.CheckpointError) as caught:
         step(state, zf.local_batch(STACK.batch(1, F64)))
     text = str(caught.value)
-    assert file.name in text and column.layout.units[unit].name in text and "checksum" in text
-    assert column.layout.by_flat[column.layout.units[unit].flats[0]][0].path in text
+    assert file.name in text and node.layout.units[unit].name in text and "checksum" in text
+    assert node.layout.by_flat[node.layout.units[unit].flats[0]][0].path in text
     step.close()
 
 
@@ -298,7 +298,7 @@ def test_steps_that_fail_leave_nothing_behind(
 ) -> None:
     """Neither their gradients' files and memory, nor an error that the next step would meet."""
     step, state = begun(tmp_path, 1)
-    store = weakref.ref(next(iter(stored_nodes(state).values())).column.store)
+    store = weakref.ref(next(iter(trees_on_disk(state).values())).storage.disk)
     batch, real = zf.local_batch(STACK.batch(1, F64)), os.pwritev
 
     def failing(after: int) -> Callable[..., int]:

@@ -22,7 +22,7 @@ from tests.laws.models import CASES
 from zfunc import optim
 from zfunc.buffers.pages import ACCOUNT, aligned
 from zfunc.buffers.ring import HOST
-from zfunc.transforms.offloading.successor import hosted_nodes
+from zfunc.transforms.offloading.transitions import trees_on_host
 from zfunc.trees.memory import reuse
 
 F64 = torch.float64
@@ -130,7 +130,7 @@ def test_every_kind_of_step(name: str, stage: int | None, donated: bool, what: A
             step = zf.donate(step) if donated else step
         state = case.state(ADAMW, F64)
         state = step.place(up(state) if on_gpu else state)
-        assert not on_gpu or hosted_nodes(state) or what == ("params",)
+        assert not on_gpu or trees_on_host(state) or what == ("params",)
         metrics, state = train(step, state, on_device(case) if on_gpu else case, 3)
         full = step.unplace(state)
         return down(metrics), down(full)
@@ -233,7 +233,7 @@ def test_one_wait_for_each_unit_at_most(stage: int, donated: bool) -> None:
         ACCOUNT.begin()
         batch = MODEL.batch(0).cuda()
         state, _ = step(state, batch)
-        units = [unit.name for node in hosted_nodes(state) for unit in node.layout.units]
+        units = [unit.name for node in trees_on_host(state) for unit in node.layout.units]
         assert set(ACCOUNT.waits) == set(units)  # each on its own event
         assert set(ACCOUNT.waits.values()) == {1}
         assert not any("pageable" in kind for kind in ACCOUNT.copies)
@@ -277,7 +277,7 @@ def test_the_optimizer_begins_with_the_gradient_that_came_first() -> None:
 
 def page_locked(state: Any) -> int:
     """Bytes of the trees on the host, each rounded to pages."""
-    return sum(aligned(node.nbytes) for node in hosted_nodes(state))
+    return sum(aligned(node.nbytes) for node in trees_on_host(state))
 
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
@@ -286,12 +286,12 @@ def test_pinned_bytes_are_the_states_rounded_to_pages(stage: int | None) -> None
         step = cut(zf.offload(zf.donate(zf.train_step(MODEL.loss, ADAMW))), stage)
         state = step.place(zf.TrainState.create(up(MODEL.params()), ADAMW))
         assert ACCOUNT.locked_bytes == page_locked(state)
-        assert len(ACCOUNT.locked) == len(hosted_nodes(state))
+        assert len(ACCOUNT.locked) == len(trees_on_host(state))
         batch = MODEL.batch(0).cuda()
         locked = []
         for _ in range(4):
             state, _ = step(state, batch)
-            assert page_locked(state) == sum(aligned(x.nbytes) for x in hosted_nodes(state))
+            assert page_locked(state) == sum(aligned(x.nbytes) for x in trees_on_host(state))
             torch.cuda.synchronize()
             locked.append(ACCOUNT.locked_bytes)
         assert locked[1:] == [locked[1]] * 3  # buffers come back, nothing grows
@@ -306,10 +306,10 @@ def test_without_donation_a_new_state_is_written_once() -> None:
         state = step.place(zf.TrainState.create(up(MODEL.params()), ADAMW))
         before = ACCOUNT.locked_bytes
         batch = MODEL.batch(0).cuda()
-        old = hosted_nodes(state)
+        old = trees_on_host(state)
         kept = [x.clone() for node in old for x in node.held() if x is not None]
         new, _ = step(state, batch)
-        assert len(hosted_nodes(new)) == len(old) == 3
+        assert len(trees_on_host(new)) == len(old) == 3
         assert all(len({x.untyped_storage().data_ptr() // 4096 for x in n.held()}) for n in old)
         gradients = sum(
             aligned(sum(old[0].held()[i].nbytes for i in unit.flats))
@@ -381,7 +381,7 @@ def test_parameters_ahead_are_bounded() -> None:
         ACCOUNT.begin()
         for i in range(3):
             state, _ = step(state, MODEL.batch(i).cuda())
-        layout = hosted_nodes(state)[0].layout
+        layout = trees_on_host(state)[0].layout
         largest = max(layout.unit_nbytes(k) for k in range(len(layout.units)))
         assert 0 < ACCOUNT.most_ahead <= 3 * largest and ACCOUNT.ahead == 0
         del state

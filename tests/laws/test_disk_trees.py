@@ -14,7 +14,7 @@ from tests.laws.cases import ADAMW, alone, assert_same, named, regression, train
 from tests.laws.models import CASES, mixed, nested, stack, tiny
 from tests.laws.test_shard_laws import SOME, odd_values, uses
 from zfunc import optim, tree
-from zfunc.transforms.offloading.stored import stored_nodes
+from zfunc.transforms.offloading.disk_trees import trees_on_disk
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)
@@ -178,7 +178,7 @@ def test_init_writes_leaf_by_leaf(stage: int | None, tmp_path: Path) -> None:
     def body() -> None:
         step = make(tmp_path, stage)
         placed = step.init(start)
-        assert all(node.column.sums[0][0] is not None for node in stored_nodes(placed).values())
+        assert all(node.storage.sums[0][0] is not None for node in trees_on_disk(placed).values())
         assert_same(step.unplace(placed), start())
         batch = tree.map(lambda x: x.float(), zf.local_batch(regression(0, F64)))
         mine = step.unplace(step(placed, batch)[0])
@@ -231,7 +231,7 @@ def test_describe(tmp_path: Path) -> None:
         assert text.state_bytes == 24  # counts and the key
     with make(tmp_path, 1) as step:
         step.place(STACK.state(ADAMW, F64))
-        assert "whole at this stage, and stay in memory" in step.describe()
+        assert "replicated at this stage, and stay in memory" in step.describe()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from zfunc.quant.fake import fake_quantize
 from zfunc.quant.files import _checksum
 from zfunc.quant.grids import Format, Grid
 from zfunc.quant.qtensor import QTensor
-from zfunc.quant.steps import searched
+from zfunc.quant.scale_search import searched
 
 SIZES = (32, 64, 128, None)
 
@@ -131,7 +131,7 @@ def test_neither_layout_nor_blocks_change_a_step(monkeypatch: pytest.MonkeyPatch
     turned = rows.t().contiguous().t()
     assert torch.equal(grids.fit(turned, Format(4, 32)).scale, expected[0])
     for limit in (1, 200, 5000):
-        monkeypatch.setattr("zfunc.quant.steps.ON_CPU", limit)
+        monkeypatch.setattr("zfunc.quant.scale_search.ON_CPU", limit)
         for size, scale in zip((32, None), expected, strict=True):
             assert torch.equal(grids.fit(rows, Format(4, size)).scale, scale)
 

@@ -1,4 +1,9 @@
-"""Master parameters: where ``precision`` keeps them, and how copies follow them."""
+"""Master parameters: where ``precision`` keeps them, and how the 16-bit copies follow them.
+
+:class:`Mastered` holds the masters beside the optimizer state. :class:`Masters` is what one call of
+a step knows: masters, copies, the loss scale, and whether a gradient overflowed. It casts
+parameters down, scales gradients back, and leaves the step out if a gradient is not finite.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +110,7 @@ class Masters:
         nodes, spec = _nodes(params)
         lows = [self._low(node) for node in nodes]
         kinds = {isinstance(x, Placed) for low in lows for x in _nodes(low)[0] if x is not None}
-        if len(kinds) > 1:  # whole copies beside cut trees would be neither the one nor the other
+        if len(kinds) > 1:  # replicated copies beside sharded trees: no map could take both
             return params
         return optree.tree_unflatten(spec, lows)
 
@@ -116,7 +121,7 @@ class Masters:
         return low
 
     def _part(self, leaf: Any) -> tuple[Any, Any]:
-        """A leaf of a whole tree of masters, and its copy."""
+        """A leaf of a replicated tree of masters, and its copy."""
         for box, low in self._copies.values():
             if isinstance(box, Replicated) and isinstance(low, Replicated) and box.views():
                 pairs = zip(box.leaves, low.leaves, strict=True)
@@ -237,7 +242,7 @@ class Masters:
         """
         bad, before = self.unseen, Entries(self.state)
         assert bad is not None
-        old = {x.untyped_storage().data_ptr() for x in _tensors(self.state)}
+        old = {x.untyped_storage().data_ptr() for x in held_in(self.state)}
         written: set[int] = set()
 
         def one(new: Any, was: Any, own: bool, bad: Tensor = bad) -> Any:
@@ -261,10 +266,6 @@ def _without(grads: Tree, bad: Tensor, own: bool) -> Tree:
     """The gradients, or zeros."""
     fill = Tensor.masked_fill_ if own else Tensor.masked_fill
     return elementwise(linear_map(lambda g: fill(g, bad, 0)), grads)
-
-
-def _tensors(tree_: Tree) -> list[Tensor]:
-    return held_in(tree_)
 
 
 def _alike(new: Any, was: Any) -> bool:
@@ -293,8 +294,8 @@ def returned(old: Tree, new: Tree) -> Tree:
 def recast(low: Tree, old: Tree, new: Tree) -> Tree:
     """The 16-bit copies of new masters, represented as those of the old ones are.
 
-    Written into the old copies' memory where that is donated. Masters that are cut have
-    copies that are whole (ZeRO 1 and 2): these are gathered in 16 bits, a collective.
+    Written into the old copies' memory where that is donated. Sharded masters may have replicated
+    copies (ZeRO 1 and 2). These are gathered in 16 bits, a collective.
     """
     kept = {id(x) for x in held_in(old)}
     if isinstance(new, Sharded) and not isinstance(low, Sharded):

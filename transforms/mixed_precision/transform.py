@@ -6,21 +6,21 @@ optimizer run on the state's own parameters and the gradients in their dtype. On
 rank bitwise, so the bounds are those of 16-bit arithmetic and nothing else.
 ``unplace(place(s)) == s``, bitwise.
 
-The state's parameters, the *masters*, move beside the optimizer state; their entry
-holds 16-bit copies. Inside the step it is the other way round: whoever looks at the
-parameters (the optimizer, ``zf.tree``, an average) sees the masters, and only what
-enters a loss is 16-bit. Under ``shard`` masters are cut with the moments, from stage
-1 on, and copies with the parameters, at stage 3; they are gathered in 16 bits.
+The state's parameters are the *masters*. ``place`` moves them beside the optimizer state and puts
+16-bit copies in their entry. Inside the step it is the other way round. The optimizer, ``zf.tree``
+and averages see the masters; only what enters a loss is 16-bit. Under ``shard`` the masters are
+sharded like the moments, from stage 1 on. The copies are sharded like the parameters, at stage 3,
+and are gathered in 16 bits.
 
-Gradients are summed over ranks and microbatches in ``reduce``. Where one of them is
-not finite on any rank, the step is left out on all: every entry of the state stays
-what it was but ``step`` and ``key``, for steps taken count data and randomness, not
-updates. (The optimizer's own count, and with it its schedule, stays.)
+Gradients are summed over ranks and microbatches in ``reduce``. If one of them is not finite on any
+rank, all ranks leave the step out. Then every entry of the state stays what it was, except ``step``
+and ``key``: these count data and randomness, not updates. The optimizer's own count stays, and with
+it its schedule.
 
-A GPU works some time behind the host, which would have to wait to learn of it. With a dynamic
-loss scale it does, once a step. Otherwise nobody reads the flag: the GPU itself keeps the old
-state, but counts on the host go on; and where the step donates that state, there is nothing
-to keep, and the gradients count as zeros.
+A GPU runs behind the host, which would have to wait to learn of an overflow. With a dynamic loss
+scale it waits, once a step. Otherwise nobody reads the flag. The GPU itself keeps the old state,
+while counts on the host go on. If the step donates the old state, it cannot be kept: then the
+gradients count as zeros.
 
 Source: Micikevicius et al., Mixed Precision Training, 2018,
 https://arxiv.org/abs/1710.03740.
@@ -40,15 +40,17 @@ from torch import Tensor
 from zfunc.engine import carried, context
 from zfunc.engine.communication import communication, uncut
 from zfunc.engine.context import Context
-from zfunc.engine.entries import Entries
+from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Ready
 from zfunc.engine.order import Order
+from zfunc.engine.placement import layout_for
 from zfunc.engine.primitives import Mean
 from zfunc.engine.products import SHORT, products
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import PlacementError
-from zfunc.layout.leaves import is_frozen, settle_origin
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.leaves import settle_origin
 from zfunc.layout.pool import pool
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
@@ -60,7 +62,6 @@ from zfunc.trees.nodes import NAMESPACE, OPAQUE
 __all__ = ["Precision", "precision"]
 
 NAME = "precision"
-ROLES = {"params": "params", "opt_state": "opt_state"}
 KEPT = ("step", "key")  # entries that go on in a step that is left out
 
 
@@ -71,16 +72,20 @@ class Precision(Transform):
     compute: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     loss_scale: DynamicScale | float | None = None
-    roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
+    roles: Roles = ROLES
 
     position: ClassVar[int] = Order.PRECISION
     before_gather: ClassVar[bool] = True
     name: ClassVar[str] = NAME
 
     def __repr__(self) -> str:
-        compute, reduce = (str(x).removeprefix("torch.") for x in (self.compute, self.reduce_dtype))
+        compute, reduce = self._dtypes
         scale = "" if self.loss_scale is None else f", loss_scale={self.loss_scale}"
         return f"precision(compute={compute}, reduce={reduce}{scale})"
+
+    @property
+    def _dtypes(self) -> list[str]:
+        return [str(x).removeprefix("torch.") for x in (self.compute, self.reduce_dtype)]
 
     def obstacle(self) -> str | None:
         if isinstance(self.loss_scale, DynamicScale):
@@ -167,18 +172,10 @@ class Precision(Transform):
             )
 
     def _named(self, entries: Entries, role: str) -> list[str]:
-        names = [name for name, its in self.roles if its == role and name in entries]
-        if not names:
-            raise PlacementError(
-                f"the state ({entries}) has no entry with the role {role!r}, "
-                + ("which precision casts" if role == "params" else "where masters are kept")
-                + '. Call it so, or say which it is: roles={"generator": "params", "g_opt": '
-                '"opt_state"}.'
-            )
-        return names
+        return self.roles.found(role, entries, self.name)
 
     def _home(self, entries: Entries) -> str:
-        """The entry beside which the masters live."""
+        """The entry that holds the masters."""
         return self._named(entries, "opt_state")[0]
 
     def _opened(self, state: Any) -> tuple[Any, Any]:
@@ -199,7 +196,8 @@ class Precision(Transform):
         running.compute = self.compute
         over = communication(running)
         if over.layout_for is uncut:
-            over.layout_for = _remembered(running.memo.setdefault("layouts", {}))
+            memo = running.memo.setdefault("layouts", {})
+            over.layout_for = lambda params: (layout_for(params, 1, memo, make_layout), False)
 
     def open(self, state: Any) -> Any:
         running = context.current()
@@ -337,7 +335,7 @@ class Precision(Transform):
         memo["reduce dtype"] = self.reduce_dtype
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
-        compute, reduce = (str(x).removeprefix("torch.") for x in (self.compute, self.reduce_dtype))
+        compute, reduce = self._dtypes
         rules = self.loss_scale
         scale = f"{rules:g}" if isinstance(rules, float) else str(rules or "none")
         return [
@@ -365,19 +363,6 @@ def _widened(loss: Any) -> Any:
     if isinstance(loss, Mean):
         return Mean(_widened(loss.total), loss.count)
     return loss.float() if isinstance(loss, Tensor) and loss.dtype in SHORT else loss
-
-
-def _remembered(memo: dict[Any, Any]) -> Callable[[Any], tuple[Any, bool]]:
-    """``uncut``, once for each structure."""
-
-    def layout_for(params: Any) -> tuple[Any, bool]:
-        leaves, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
-        key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
-        if key not in memo:
-            memo[key] = uncut(params)
-        return memo[key]
-
-    return layout_for
 
 
 @transform_of
@@ -416,5 +401,4 @@ def precision(
         raise ValueError(f'precision(loss_scale={scale!r}): expected "dynamic", a number or None')
     if isinstance(scale, int | float):
         scale = float(scale)
-    named = {**ROLES, **(roles or {})}
-    return Precision(compute, reduce, scale, tuple(named.items()))
+    return Precision(compute, reduce, scale, Roles.of(roles))

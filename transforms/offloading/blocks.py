@@ -1,16 +1,17 @@
-"""Blocks of files: where they lie, how they are read and written past the page cache, checksums.
+"""Files on disk, read and written block by block past the page cache, with checksums.
 
-A *region* holds some bytes of one unit. It is cut into blocks; with several folders (on several
-devices) block j lies in the file of that name in folder ``j % n``. A block is the unit of one
-system call and of one checksum (xxh3, 64 bits).
+A *region* holds the bytes of one unit. It consists of blocks. With several folders (on several
+devices) block j lies in folder ``j % n``, in the file of that name. A block is what one system call
+moves and what one checksum covers (xxh3, 64 bits).
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from zfunc.buffers.pages import PAGE as ALIGN
 from zfunc.buffers.pages import aligned
 from zfunc.errors import CheckpointError, PlacementError
 
-__all__ = ["ALIGN", "BLOCK", "Files", "Region", "aligned", "digest", "finished"]
+__all__ = ["ALIGN", "BLOCK", "FileRegion", "Files", "aligned", "descriptor", "digest", "finished"]
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def finished(work: Future[T]) -> T:
 
 
 @dataclass(frozen=True)
-class Region:
+class FileRegion:
     """``nbytes`` (whole pages) from ``offset`` on, in the file ``name`` of every folder."""
 
     name: str
@@ -88,36 +89,24 @@ class Files:
             PlacementError: a folder has not the room, or cannot be written.
         """
         for folder in self.folders:
-            try:
-                fd = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                try:
-                    if nbytes:
-                        os.posix_fallocate(fd, 0, nbytes)
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                raise refused(folder / name, "reserve", nbytes, error) from error
+            with _opened(folder / name, os.O_RDWR | os.O_CREAT, "reserve", nbytes) as fd:
+                if nbytes:
+                    os.posix_fallocate(fd, 0, nbytes)
 
-    def write(self, region: Region, block: int, data: memoryview) -> int:
+    def write(self, region: FileRegion, block: int, data: memoryview) -> int:
         """Write one block; returns its checksum.
 
         Raises:
             PlacementError: the device is full, or refuses.
         """
         path, at, direct = self._place(region, block)
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-            try:
-                _all(lambda rest, offset: os.pwritev(fd, [rest], offset), data, at)
-                if not direct:
-                    os.posix_fadvise(fd, at, len(data), os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise refused(path, "write", len(data), error) from error
+        with _opened(path, os.O_WRONLY | direct, "write", len(data)) as fd:
+            _all(lambda rest, offset: os.pwritev(fd, [rest], offset), data, at)
+            if not direct:
+                os.posix_fadvise(fd, at, len(data), os.POSIX_FADV_DONTNEED)
         return digest(data)
 
-    def read(self, region: Region, block: int, into: memoryview) -> int:
+    def read(self, region: FileRegion, block: int, into: memoryview) -> int:
         """Read one block; returns the checksum of what was read.
 
         Raises:
@@ -125,13 +114,10 @@ class Files:
         """
         path, at, direct = self._place(region, block)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-            try:
+            with descriptor(path, os.O_RDONLY | direct) as fd:
                 got = _all(lambda rest, offset: os.preadv(fd, [rest], offset), into, at)
                 if not direct:
                     os.posix_fadvise(fd, at, len(into), os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error.strerror}), though a state is kept in it. "
@@ -144,39 +130,48 @@ class Files:
             )
         return digest(into)
 
-    def patch(self, region: Region, at: int, data: memoryview) -> None:
+    def patch(self, region: FileRegion, at: int, data: memoryview) -> None:
         """Write bytes at any offset, through the page cache; without a checksum."""
         while len(data):
             block = at // BLOCK
             room = min(len(data), (block + 1) * BLOCK - at)
             path, start, _ = self._place(region, block)
-            try:
-                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    offset = start + at - block * BLOCK
-                    _all(lambda rest, o, fd=fd: os.pwritev(fd, [rest], o), data[:room], offset)  # type: ignore[misc]
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                raise refused(path, "write", len(data), error) from error
+            offset = start + at - block * BLOCK
+            with _opened(path, os.O_WRONLY, "write", len(data)) as fd:
+                _all(lambda rest, o, fd=fd: os.pwritev(fd, [rest], o), data[:room], offset)  # type: ignore[misc]
             at, data = at + room, data[room:]
 
     def sync(self, name: str) -> None:
         """Return when what was written to a file is on the device."""
         for folder in self.folders:
-            try:
-                fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fdatasync(fd)
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                raise refused(folder / name, "sync", 0, error) from error
+            with _opened(folder / name, os.O_RDONLY, "sync", 0) as fd:
+                os.fdatasync(fd)
 
-    def _place(self, region: Region, block: int) -> tuple[Path, int, bool]:
+    def _place(self, region: FileRegion, block: int) -> tuple[Path, int, int]:
+        """The file of a block, where it begins there, and the flag of direct access."""
         n = len(self.folders)
         where = region.offset + block // n * BLOCK
-        return self.folders[block % n] / region.name, where, self.direct[block % n]
+        direct = os.O_DIRECT if self.direct[block % n] else 0
+        return self.folders[block % n] / region.name, where, direct
+
+
+@contextmanager
+def descriptor(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _opened(path: Path, flags: int, what: str, nbytes: int) -> Iterator[int]:
+    """A descriptor of a file; what the system refuses to do with it is a ``PlacementError``."""
+    try:
+        with descriptor(path, flags) as fd:
+            yield fd
+    except OSError as error:
+        raise refused(path, what, nbytes, error) from error
 
 
 def _all(call: Callable[[memoryview, int], int], data: memoryview, at: int) -> int:
@@ -196,15 +191,14 @@ def _takes_direct(folder: Path) -> bool:
         return False
     trial = folder / f".direct-{os.getpid()}"
     try:
-        fd = os.open(trial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        with descriptor(trial, os.O_RDWR | os.O_CREAT | os.O_DIRECT):
+            return True
     except OSError as error:
-        trial.unlink(missing_ok=True)
         if error.errno == errno.EINVAL:
             return False
         raise refused(trial, "open", 0, error) from error
-    os.close(fd)
-    trial.unlink(missing_ok=True)
-    return True
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def refused(path: Path, what: str, nbytes: int, error: OSError) -> PlacementError:

@@ -1,10 +1,10 @@
-"""Evaluating trees that are not in memory: every unit is read once, computed with, and written.
+"""The evaluation of trees that are not in memory, one unit at a time.
 
-All that is wanted (new moments, new parameters, plain parameters to be filled) is
-evaluated together. Units that are made of the same data form a *group*; groups
-are taken one after the other, what the next one needs is read meanwhile, and what came out
-is written behind. Within a group operations run in the order in which the program put them
-off, so memory that is donated is overwritten when it would have been at once, too.
+A unit is read, computed with and written once, whatever is wanted of it: new moments, new
+parameters, plain parameters to be filled. Units that are made of the same data form a *group*.
+Groups are evaluated one after the other. While one is computed, the next one is read and the one
+before it is written. Within a group operations run in the order of the program, so donated memory
+is overwritten when it would have been without offload.
 """
 
 from __future__ import annotations
@@ -12,52 +12,100 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from zfunc.buffers.copies import Descent, Upload, uploaded
+from zfunc.buffers.copies import Descent, Upload
 from zfunc.buffers.numbers import Numbers
 from zfunc.engine import context
 from zfunc.layout.layout import Layout
 from zfunc.layout.leaves import freeze
+from zfunc.layout.readable import Readable
 from zfunc.layout.sharded import Sharded, summed
 from zfunc.ranks.comm import Group
+from zfunc.transforms.offloading.parts import part_of, part_on
 from zfunc.trees.memory import Donation
-from zfunc.trees.nodes import NAMESPACE, Lazy, Tree, held_in, register, spent
-from zfunc.trees.squares import square_sum
+from zfunc.trees.nodes import Lazy, Tree, held_in, register, spent
 
-__all__ = ["Evaluated", "Joined", "Present", "full", "gathered_up", "stream", "sums"]
+__all__ = [
+    "Collected",
+    "Evaluable",
+    "Expression",
+    "LazyJoin",
+    "PendingUnit",
+    "Present",
+    "Take",
+    "filling",
+    "full",
+    "gathered_up",
+    "stream",
+    "sums",
+]
 
 Key = tuple[Any, int]  # what is evaluated (an op or a node), and of which unit
 Take = Callable[[int, Sharded], None]
+Sums = tuple[dict[int, Tensor], list[torch.dtype | None]]
 _HOST = torch.device("cpu")
 
 
-class Expression(Protocol):
-    """A tree that is not in memory (:class:`zfunc.transforms.offloading.streamed.Streamed`).
+class Evaluable:
+    """What is evaluated: data that lie somewhere, or an operation on other trees.
+
+    Attributes:
+        computed: whether it is an operation.
+        serial: in which order the program made the operations.
+        away: whether its data are in the memory of a device.
+        landing: for gradients on their way to the host, what to wait for.
+    """
+
+    computed = False
+    serial = 0
+    away = False
+    landing: Any = None
+
+    def when(self, unit: int) -> int:
+        """When a unit arrives, counted from 0: those that come first are evaluated first."""
+        return 0
+
+    def begin(self, unit: int, must: bool) -> Callable[[], Sharded] | None:
+        """Start to read a unit. Returns what waits for it; None if nothing has to be read."""
+        return None
+
+    def known_sums(self, f: Callable[[Tensor], Tensor]) -> Sums | None:
+        """The leaves' sums of ``f``, and the flats' dtypes, if they are known already."""
+        return None
+
+
+class Expression(Evaluable, Readable):
+    """A tree that is not in memory (see :class:`zfunc.transforms.offloading.deferred.Streamed`).
 
     Attributes:
         skeleton: structure and layout, on ``meta``.
-        origin: what is evaluated, an operation on other expressions or the tree itself.
         index: which of the results of ``origin`` it is.
         device: where units are used; they are evaluated on the host.
     """
 
     skeleton: Sharded
-    index: int
-    device: torch.device
+    index = 0
+    device: torch.device = _HOST
 
     @property
-    def origin(self) -> Any: ...
+    def origin(self) -> Any:
+        """What is evaluated: an operation, or the node itself."""
+        return self
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:  # type: ignore[override]
+        return self.skeleton.layout
 
     @property
-    def group(self) -> Group: ...
+    def group(self) -> Group:
+        """The ranks over which the flats are sharded."""
+        return self.skeleton.group
 
 
 def stream(targets: Sequence[tuple[Expression, Take]], final: bool = False) -> None:
@@ -89,13 +137,11 @@ def stream(targets: Sequence[tuple[Expression, Take]], final: bool = False) -> N
 def _begun(
     group: list[Key], ahead: dict[Key, Any] | None = None, must: bool = True
 ) -> dict[Key, Any]:
-    """What of a group is to be fetched, on its way; what is ``ahead`` already is not begun anew."""
+    """What waits for each unit of a group that is read; units in ``ahead`` are on their way."""
     found = dict(ahead or {})
     for key in group:
-        if key[0].reads and key not in found:
-            reading = key[0].begin_read(key[1], must)
-            if reading is not None:
-                found[key] = reading
+        if key not in found and (arrival := key[0].begin(key[1], must)) is not None:
+            found[key] = arrival
     far = [key for key in group if key[0].away]
     if far and far[0] not in found:
         found.update(_descending(far, group))
@@ -133,7 +179,7 @@ def _descending(far: list[Key], group: list[Key]) -> dict[Key, Any]:
     parts = {key: key[0].part(key[1]) for key in far}
     flats = [x for part in parts.values() for x in _data(part)]
     if not flats:
-        return {key: _Descending(part, None) for key, part in parts.items()}
+        return {key: partial(_at_home, part, {}) for key, part in parts.items()}
     running = context.current()
     there: Present | None = None if running is None else running.notes.get(Present)
     known = there is not None and all(there.covers(node.sources(unit)) for node, unit in far)
@@ -143,38 +189,30 @@ def _descending(far: list[Key], group: list[Key]) -> dict[Key, Any]:
     name = node.layout.units[unit].name
     descent = Descent(flats, name, behind, [there.event] if known and there else None)
 
-    def arrived() -> dict[int, Tensor]:
+    def arrived(part: Sharded) -> Sharded:
         found = {id(x): y for x, y in zip(flats, descent.wait(), strict=True)}
         for landing, k in landings:
             landing.events.pop(k, None)  # this event comes behind it
-        return found
+        return _at_home(part, found)
 
-    return {key: _Descending(part, arrived) for key, part in parts.items()}
-
-
-class _Descending:
-    """One part of a tree on its way to the host."""
-
-    def __init__(self, part: Sharded, arrived: Callable[[], dict[int, Tensor]] | None) -> None:
-        self._part, self._arrived = part, arrived
-
-    def part(self) -> Sharded:
-        """The part, in host memory."""
-        found = {} if self._arrived is None else self._arrived()
-        flats = [x if x is None else found.get(id(x), x) for x in self._part.flats]
-        return Sharded(self._part.layout, [x if x is None else _at_home(x) for x in flats])
+    return {key: partial(arrived, part) for key, part in parts.items()}
 
 
-def _at_home(x: Tensor) -> Tensor:
-    return x if x.device == _HOST else x.to(_HOST)  # an empty one
+def _at_home(part: Sharded, found: dict[int, Tensor]) -> Sharded:
+    """A part in host memory, with the copies that were ``found``; what has none is empty."""
+    return part_on(
+        Sharded(part.layout, [x if x is None else found.get(id(x), x) for x in part.flats]), _HOST
+    )
+
+
+def _rows(key: Key) -> list[tuple[Expression, list[int]]]:
+    """The trees of which a unit is computed, each with the units of it that are needed."""
+    origin, unit = key
+    return list(zip(origin.sources, origin.needs(unit), strict=True)) if origin.computed else []
 
 
 def _needs(key: Key) -> list[Key]:
-    origin, unit = key
-    if not origin.computed:
-        return []
-    rows = zip(origin.sources, origin.needs(unit), strict=True)
-    return [(node.origin, k) for node, units in rows for k in units]
+    return [(node.origin, k) for node, units in _rows(key) for k in units]
 
 
 def _groups(wanted: list[Key]) -> list[list[Key]]:
@@ -213,7 +251,8 @@ def _run(
     final: bool = False,
 ) -> None:
     """Evaluate one group, and hand out what is wanted of it."""
-    descended = {k: x.part() for k, x in readings.items() if isinstance(x, _Descending)}
+    if (away := next((key for key in readings if key[0].away), None)) is not None:
+        readings[away]()  # waits for all that come from the device
     for node, unit in group:
         if node.landing is not None:
             node.landing.wait(unit)  # behind it much else is done: its parameters' way up, say
@@ -223,11 +262,8 @@ def _run(
     for key in group:
         origin, unit = key
         if not origin.computed:
-            if key in descended:
-                part = descended.pop(key)
-                read |= _storages((part,))
-            elif key in readings:
-                part = origin.arrived(unit, readings.pop(key))
+            if key in readings:
+                part = readings.pop(key)()
                 read |= _storages((part,))
             else:
                 part = origin.part(unit)
@@ -250,13 +286,6 @@ def _run(
         made.pop(key, None)
 
 
-def on(part: Sharded, device: torch.device) -> Sharded:
-    """A part whose tensors are on a device; those that are there already are not copied."""
-    if device.type != "cpu":
-        return Sharded(part.layout, uploaded(part.flats, device))
-    return Sharded(part.layout, [x if x is None else x.to(device) for x in part.flats])
-
-
 def _data(part: Sharded) -> list[Tensor]:
     return [x for x in part.flats if x is not None and x.numel()]
 
@@ -265,19 +294,13 @@ def _storages(parts: Sequence[Sharded]) -> set[int]:
     return {x.untyped_storage().data_ptr() for part in parts for x in _data(part)}
 
 
-def _rows(key: Key) -> list[tuple[Expression, list[int]]]:
-    return list(zip(key[0].sources, key[0].needs(key[1]), strict=True))
-
-
 def _united(node: Expression, units: list[int], made: dict[Key, Sequence[Sharded]]) -> Sharded:
     """The parts of several units of one tree (mostly it is one) as one part."""
     parts = [made[node.origin, unit][node.index] for unit in units]
     if len(parts) == 1:
         return parts[0]
-    flats: list[Tensor | None] = [None] * len(node.layout.flats)
-    for part in parts:
-        flats = [x if y is None else y for x, y in zip(flats, part.flats, strict=True)]
-    return Sharded(node.layout, flats)
+    flats = {i: x for part in parts for i, x in enumerate(part.flats) if x is not None}
+    return part_of(node.layout, flats)
 
 
 @contextmanager
@@ -297,7 +320,7 @@ def _donating(tensors: Sequence[Tensor], final: bool) -> Iterator[None]:
         running.donation = outer
 
 
-class Evaluated:
+class PendingUnit:
     """One unit of a tree, evaluated when it is waited for; a ``Pending``."""
 
     def __init__(self, node: Expression, unit: int) -> None:
@@ -324,15 +347,15 @@ class Evaluated:
 
 def sums(node: Expression, f: Callable[[Tensor], Tensor]) -> Tree:
     """``Placed.sums``: the same additions as in memory, so the same bits."""
-    partial: dict[int, Tensor] = {}
+    partial_sums: dict[int, Tensor] = {}
     dtypes: list[torch.dtype | None] = [None] * len(node.layout.flats)
-    known = node.origin.squares if f is square_sum else None
+    known = node.origin.known_sums(f)
     if known is not None:
-        partial, dtypes = known()
+        partial_sums, dtypes = known
     else:
 
         def take(unit: int, part: Sharded) -> None:
-            partial.update(part.partial_sums(f))
+            partial_sums.update(part.partial_sums(f))
             for i in node.layout.units[unit].flats:
                 dtypes[i] = None if (x := part.flats[i]) is None else x.dtype
 
@@ -340,7 +363,7 @@ def sums(node: Expression, f: Callable[[Tensor], Tensor]) -> Tree:
     for i, flat in enumerate(node.skeleton.flats):
         if flat is not None and dtypes[i] is None:
             dtypes[i] = flat.dtype  # flats without leaves
-    return summed(node.layout, node.group, partial, dtypes, node.device)
+    return summed(node.layout, node.group, partial_sums, dtypes, node.device)
 
 
 def full(node: Expression) -> Tree:
@@ -349,7 +372,7 @@ def full(node: Expression) -> Tree:
     leaves: list[Any] = [None] * len(layout.slots)
 
     def take(unit: int, part: Sharded) -> None:
-        part = on(part, node.device)
+        part = part_on(part, node.device)
         for i in layout.units[unit].flats:
             if (base := part._gather(i)) is not None:
                 for slot, view in zip(layout.by_flat[i], layout.views(i, base), strict=True):
@@ -379,25 +402,29 @@ class Collected:
         ]
 
     def __call__(self, unit: int, part: Sharded) -> None:
+        part = _to_keep(part, self._device)
         for i in self._layout.units[unit].flats:
-            x = part.flats[i]
-            if x is not None and self._device.type != "cpu":
-                x = Upload([x], self._device).wait()[0]
-            self._flats[i] = x if x is None or not _in_buffer(x) else x.clone()
+            self._flats[i] = part.flats[i]
 
     def result(self) -> Sharded:
         """The tree."""
         return Sharded(self._layout, self._flats)
 
 
-def _in_buffer(x: Tensor) -> bool:
-    """Whether a tensor may lie in a ring's buffer, which is not to be kept for long."""
-    return x.numel() > 0 and not x.untyped_storage().resizable()
+def _to_keep(part: Sharded, device: torch.device) -> Sharded:
+    """A part on a device; a ring's buffer, in which it may lie, is not to be kept for long."""
+    if device.type != "cpu":
+        return part_on(part, device)
+    flats = [
+        x.clone() if x is not None and x.numel() and not x.untyped_storage().resizable() else x
+        for x in part.flats
+    ]
+    return Sharded(part.layout, flats)
 
 
 @dataclass(eq=False)
-class Joined(Lazy):
-    """A plain tree with the values of one that streams, all ranks' together: see ``join``.
+class LazyJoin(Lazy):
+    """A plain tree with the values of one that is streamed, all ranks' together: see ``join``.
 
     Attributes:
         node: where the values come from.
@@ -413,41 +440,16 @@ class Joined(Lazy):
             stream([(self.node, filling(self))])
         return self.made
 
-    def __getitem__(self, entry: Any) -> Any:
-        return self.force()[entry]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.force(), name)
-
-    def __iter__(self) -> Any:
-        return iter(self.force())
-
-    def __len__(self) -> int:
-        return len(self.force())
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        values: Any = [*args, kwargs or {}]
-        values = optree.tree_map(lambda x: x, values, namespace=NAMESPACE)
-        return func(*values[:-1], **values[-1])
+register(LazyJoin, lambda lazy: ((lazy.force(),), None, ("",)), lambda _, children: children[0])
 
 
-register(Joined, lambda lazy: ((lazy.force(),), None, ("",)), lambda _, children: children[0])
-
-
-def filling(lazy: Joined) -> Take:
+def filling(lazy: LazyJoin) -> Take:
     """What takes the parts for a plain tree."""
     lazy.made = lazy.params
     device = next((x.device for x in held_in(lazy.params)), _HOST)
 
     def take(unit: int, part: Sharded) -> None:
-        flats: Sequence[Tensor | None] = part.flats
-        if device.type == "cpu":
-            flats = [x.clone() if x is not None and _in_buffer(x) else x for x in flats]
-        lazy.made = on(Sharded(part.layout, flats), device).join(lazy.made)
+        lazy.made = _to_keep(part, device).join(lazy.made)
 
     return take

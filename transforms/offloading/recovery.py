@@ -15,18 +15,22 @@ from zfunc.engine.step import Step
 from zfunc.errors import CheckpointError
 from zfunc.ranks import world
 from zfunc.ranks.axes import group
-from zfunc.transforms.offloading.generations import Placement, Plan, read_index, shape_of, unpacked
-from zfunc.transforms.offloading.store import Store, open_store
-from zfunc.transforms.offloading.stored import Stored
-from zfunc.transforms.offloading.streamed import Cut, Streamed
-from zfunc.trees.nodes import NAMESPACE, Placed
-from zfunc.trees.tree import dotted
+from zfunc.transforms.offloading.deferred import LazyShard, Streamed
+from zfunc.transforms.offloading.disk import Disk, open_disk
+from zfunc.transforms.offloading.disk_state import (
+    DiskState,
+    description_of,
+    read_index,
+    unpacked,
+)
+from zfunc.transforms.offloading.disk_trees import DiskTree, state_nodes
+from zfunc.trees.nodes import Placed
 
 __all__ = ["recover"]
 
 
 def recover(step: Step, like: Any) -> Any:
-    """The newest whole state that is on disk where ``step`` keeps its own; a collective.
+    """The newest complete state that is on disk where ``step`` keeps its own; a collective.
 
     For a run that was killed: the state is the one that its last finished step returned, on
     all ranks. Call it in place of ``step.place``, which would discard what is there.
@@ -57,34 +61,30 @@ def recover(step: Step, like: Any) -> Any:
     finally:
         PLACING.reset(token)
     paths = [Path(p) for p in offload.path]
-    store = open_store(step, paths, offload.buffers, left=False)
-    return step._noted(_opened(store, like, offload))
+    disk = open_disk(step, paths, offload.buffers, left=False)
+    return step._noted(_opened(disk, like, offload))
 
 
-def _opened(store: Store, state: Any, offload: Any) -> Any:
-    keys, found, spec = optree.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
-    )
-    names = [dotted(*key) for key in keys]
-    folder, record = _newest(store)
+def _opened(disk: Disk, state: Any, offload: Any) -> Any:
+    names, found, spec = state_nodes(state, Placed)  # of boxes every leaf
+    folder, record = _newest(disk)
     _agree(record)
-    plans = []
-    for name, node in zip(names, found, strict=True):
-        if isinstance(node, Cut) and name in record["columns"]:
-            dtypes = tuple(None if x is None else x.dtype for x in node.skeleton.flats)
-            plans.append(Plan(name, node.layout, node.group.rank, dtypes))
-    home = Placement(store, plans, folder)
+    lazy = {
+        name: node
+        for name, node in zip(names, found, strict=True)
+        if isinstance(node, LazyShard) and name in record["columns"]
+    }
+    home = DiskState(disk, {name: node.skeleton for name, node in lazy.items()}, folder)
     _check(record, home, names)
     chosen = record["generations"][-1]
     home.resume(chosen)
-    for name, node in zip(names, found, strict=True):
-        if isinstance(node, Cut) and name in home.columns:
-            home.columns[name].device = node.home
-            store.serve(node.home, offload.pin)
+    for name, node in lazy.items():
+        home.trees[name].device = node.home
+        disk.serve(node.home, offload.pin)
     out: list[Any] = []
     for name, node in zip(names, found, strict=True):
-        if name in home.columns:
-            out.append(Stored(home.columns[name], chosen["slots"][name], home))
+        if name in home.trees:
+            out.append(DiskTree(home.trees[name], chosen["slots"][name], home))
         elif isinstance(node, Tensor) and name in chosen["plain"]:
             plain = unpacked(*chosen["plain"][name])
             out.append(plain if node.is_meta else plain.to(node.device))
@@ -93,17 +93,17 @@ def _opened(store: Store, state: Any, offload: Any) -> Any:
         else:
             raise CheckpointError(
                 f"{name} was in memory when the process ended, and is not on disk. Restore a "
-                "checkpoint. (Whole states are kept at stage 3 and without shard.)"
+                "checkpoint. (Complete states are kept at stage 3 and without shard.)"
             )
     return optree.tree_unflatten(spec, out)
 
 
-def _newest(store: Store) -> tuple[str, dict[str, Any]]:
-    """Folder and record of the placement that was made last."""
-    found = sorted(store.folders[0].glob("place-*/index.json"), key=os.path.getmtime)
+def _newest(disk: Disk) -> tuple[str, dict[str, Any]]:
+    """Folder and record of the state that was placed last."""
+    found = sorted(disk.folders[0].glob("place-*/index.json"), key=os.path.getmtime)
     if not found:
         raise CheckpointError(
-            f"{store.folders[0]} holds no state: no place-*/index.json. Is it the path that the "
+            f"{disk.folders[0]} holds no state: no place-*/index.json. Is it the path that the "
             "killed run had, and does this world have as many ranks?"
         )
     return found[-1].parent.name, read_index(found[-1])
@@ -123,14 +123,14 @@ def _agree(record: dict[str, Any]) -> None:
     record["generations"] = [g for g in record["generations"] if g["number"] <= max(common)]
 
 
-def _check(record: Mapping[str, Any], home: Placement, names: list[str]) -> None:
+def _check(record: Mapping[str, Any], home: DiskState, names: list[str]) -> None:
     for name, shape in record["columns"].items():
-        column = home.columns.get(name)
-        if column is None:
+        tree = home.trees.get(name)
+        if tree is None:
             raise CheckpointError(
                 f"the state on disk has {name}, `like` has not: it has {', '.join(names[:5])}."
             )
-        mine = shape_of(column)
+        mine = description_of(tree)
         if mine != shape:
             a, b = next(
                 ((x, y) for x, y in zip(mine, shape, strict=False) if x != y), (mine, shape)

@@ -1,12 +1,12 @@
-"""``offload``: state outside of the memory that computes, on the host or on disk.
+"""``offload``: state outside the memory of the device that computes: on the host or on disk.
 
 Law: ``offload(f)`` is ``f``, bitwise; ``shard(offload(f), stage=s)`` is ``shard(f, stage=s)``,
 bitwise, in either order of wrapping. Only where the state lives differs.
 
-On disk every unit (see :mod:`zfunc.layout.layout`) of parameters and optimizer state passes
-through memory when it is needed: parameters forward and backward, read ahead in the recorded
-order; gradients out, as backward produces them; then parameters, gradients and moments
-in and their successors out, in one pass, whatever elementwise optimizer the step uses.
+On disk each unit (see :mod:`zfunc.layout.layout`) of parameters and optimizer state is in memory
+only while it is needed. Parameters are read forward and backward, ahead in the recorded order.
+Gradients are written as backward produces them. Then one pass reads parameters, gradients and
+moments, runs whatever elementwise optimizer the step uses, and writes the new ones.
 
 Sources: Ren et al., ZeRO-Offload, 2021; Rajbhandari et al., ZeRO-Infinity, 2021.
 """
@@ -26,7 +26,7 @@ from zfunc.buffers.pages import aligned
 from zfunc.buffers.ring import HOST
 from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
-from zfunc.engine.entries import Entries
+from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.intake import copied
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, rejoined
@@ -39,24 +39,29 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
 from zfunc.ranks import world
-from zfunc.transforms.offloading.columns import for_gradients
+from zfunc.transforms.offloading.deferred import LazyShard, Streamed
+from zfunc.transforms.offloading.disk import Disk, open_disk
+from zfunc.transforms.offloading.disk_trees import DiskGradients, DiskTree, trees_on_disk
 from zfunc.transforms.offloading.evaluation import Present
-from zfunc.transforms.offloading.hosted import Hosted, HostSpill
-from zfunc.transforms.offloading.store import Store, open_store
-from zfunc.transforms.offloading.stored import Spill, Stored, stored_nodes
-from zfunc.transforms.offloading.streamed import Cut, Streamed, rank_in
-from zfunc.transforms.offloading.successor import hosted_nodes, lower, settle, succeed
+from zfunc.transforms.offloading.host_trees import HostGradients, HostTree
+from zfunc.transforms.offloading.parts import rank_in
+from zfunc.transforms.offloading.transitions import (
+    next_state,
+    put_on_disk,
+    put_on_host,
+    trees_on_host,
+)
+from zfunc.transforms.offloading.tree_storage import for_gradients
 from zfunc.trees.boxes import alike
 from zfunc.trees.nodes import NAMESPACE, Tree, held_in
 
 __all__ = ["Offload", "offload"]
 
-ROLES = {"params": "params", "opt_state": "opt_state"}
 WHAT = ("opt_state", "params")
 WHERE = {"cpu": "in host memory", "disk": "on disk"}
-_TIERS: dict[type, str] = {Hosted: "cpu", Stored: "disk"}
-sign(Hosted, "offload")
-sign(Stored, "offload")
+_TIERS: dict[type, str] = {HostTree: "cpu", DiskTree: "disk"}
+for _kind in _TIERS:
+    sign(_kind, "offload")
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Offload(Transform):
     path: tuple[str, ...] = ()
     pin: bool = True
     buffers: int = 3
-    roles: tuple[tuple[str, str], ...] = tuple(ROLES.items())
+    roles: Roles = ROLES
 
     position: ClassVar[int] = Order.OFFLOAD
     name: ClassVar[str] = "offload"
@@ -95,11 +100,6 @@ class Offload(Transform):
             raise CompositionError(
                 f"offload(buffers={self.buffers!r}): at least one unit is in memory at a time."
             )
-        for entry, role in self.roles:
-            if role not in WHAT:
-                raise ValueError(
-                    f"roles={{{entry!r}: {role!r}}}: a role is 'params' or 'opt_state'."
-                )
 
     def __repr__(self) -> str:
         where = f", path={os.pathsep.join(self.path)!r}" if self.path else ""
@@ -117,8 +117,8 @@ class Offload(Transform):
             )
         return self
 
-    def hold(self, layout: Layout, tree: Any) -> Cut | None:
-        return Cut(layout, tree) if self._takes(tree) else None
+    def hold(self, layout: Layout, tree: Any) -> LazyShard | None:
+        return LazyShard(layout, tree) if self._takes(tree) else None
 
     def _takes(self, tree: Any) -> bool:
         return self.to == "disk" or self.moves(_device_of(tree))
@@ -144,16 +144,13 @@ class Offload(Transform):
                 "compress_grads works on gradients in the memory of the device, and offload takes "
                 "them down to the host's. Leave out one of them."
             )
-        roles, state = _roles(step, self), self.laid_out(state)
+        state = self.laid_out(state)
         nodes = placed_nodes(state)
         ranks = next((x.group for x in nodes if isinstance(x, Streamed | Sharded)), None)
         failed: PlacementError | None = None
         placed: Any = None
         try:
-            if self.to == "cpu":
-                placed = self._lowered(state, roles)
-            else:
-                placed = self._written(state, step, roles)
+            placed = self._put(state, step)
         except PlacementError as error:
             failed = error
         if ranks is not None and ranks.size > 1:
@@ -171,57 +168,47 @@ class Offload(Transform):
 
     def laid_out(self, state: Any) -> Any:
         step = PLACING.get()
-        if not self._alone(step):
-            return state
-        return self._cut_alone(state, _roles(step, self))
+        return self._in_units(state, _roles(step, self)) if self._alone(step) else state
 
-    def _lowered(self, state: Any, roles: Mapping[str, str]) -> Any:
-        """The state with the trees that are cut lazily in host memory."""
-        HOST.locked = self.pin and _device_of(state).type == "cuda"
+    def _put(self, state: Any, step: Step) -> Any:
+        """The state with its lazy shards on the host or on disk, or back in memory."""
+        roles, device = _roles(step, self), _device_of(state)
 
         def keep(path: str) -> bool:
             return _role(path, roles) in self.what
 
-        return lower(state, keep, _in_memory, self.pin)
-
-    def _written(self, state: Any, step: Step, roles: Mapping[str, str]) -> Any:
-        store = open_store(step, [Path(p) for p in self.path], self.buffers)
-        store.serve(_device_of(state), self.pin)
-        HOST.locked = store.ring.locked
-        store.sweep()
-        store.forget()
-
-        def keep(path: str) -> bool:
-            return _role(path, roles) in self.what
-
+        if self.to == "cpu":
+            HOST.locked = self.pin and device.type == "cuda"
+            return put_on_host(state, keep, self.pin)
+        disk = open_disk(step, [Path(p) for p in self.path], self.buffers)
+        disk.serve(device, self.pin)
+        HOST.locked = disk.ring.locked
+        disk.sweep()
+        disk.forget()
         try:
-            placed = settle(state, store, keep, _in_memory)
+            placed = put_on_disk(state, disk, keep)
             for layout in _gradient_layouts(placed, roles):
-                store.idle.append(for_gradients(store, layout, rank_in(layout)))
+                disk.idle.append(for_gradients(disk, layout, rank_in(layout)))
         except PlacementError:
-            if not store.alive:
-                store.close()
+            if not disk.alive:
+                disk.close()
             raise
         return placed
 
-    def _cut_alone(self, state: Any, roles: Mapping[str, str]) -> Any:
-        """Without ``shard``: units of the whole tree."""
+    def _in_units(self, state: Any, roles: Roles) -> Any:
+        """Without ``shard``: units of the complete tree."""
         entries = Entries(state)
-        names = [name for name in entries.names if roles.get(name) == "params"]
-        if not names:
-            raise PlacementError(
-                f"the state ({entries}) has no entry in the role of params: name it params, or "
-                'tell offload which entries are: roles={"generator": "params", ...}.'
-            )
+        params = roles.found("params", entries, self.name)
+        names = [name for name in entries.names if name in params]
         layouts = {name: _layout(entries[name], (self.name, repr(self))) for name in names}
         twins = Twins(layouts.values())
         for name in entries.names:
             if name in names and "params" in self.what:
-                entries[name] = Cut(layouts[name], entries[name])
+                entries[name] = LazyShard(layouts[name], entries[name])
             elif name in names:
                 entries[name] = packed(layouts[name], entries[name])
             else:
-                entries[name] = twins.replace(entries[name], Cut)
+                entries[name] = twins.replace(entries[name], LazyShard)
         return entries.rebuild()
 
     def check(self, state: Any) -> None:
@@ -231,8 +218,8 @@ class Offload(Transform):
                 self._check_entry(entries, name, role)
         if self.to != "disk":
             return
-        for node in stored_nodes(state).values():
-            folders = tuple(str(folder.parent) for folder in node.column.store.folders)
+        for node in trees_on_disk(state).values():
+            folders = tuple(str(folder.parent) for folder in node.storage.disk.folders)
             if folders != tuple(os.path.abspath(path) for path in self.path):
                 raise PlacementError(
                     f"this state is on disk in {folders[0]}, but {self!r} keeps its own elsewhere. "
@@ -250,49 +237,48 @@ class Offload(Transform):
                 + ". `unplace` it with the step that placed it, and `place` the result here."
             )
         asked = tier is None and self.to == "disk" and role in self.what
-        if asked and self._lacks(entries, name, role, any(map(_is_sharded, held))):
+        if asked and self._lacks(entries, name, role, any(isinstance(x, Sharded) for x in held)):
             raise PlacementError(_misplaced(name, self))
 
-    def _lacks(self, entries: Entries, name: str, role: str, cut: bool) -> bool:
+    def _lacks(self, entries: Entries, name: str, role: str, sharded: bool) -> bool:
         """Whether an entry of which nothing is on disk should be there."""
-        if role == "params" and cut:
+        if role == "params" and sharded:
             return True
-        if role == "params":  # whole ones stay in memory where shard has placed them so
+        if role == "params":  # replicated ones stay in memory where shard has placed them so
             entry = entries[name]
             return bool(held_in(entry)) and (
                 not isinstance(entry, Replicated) or entry.layout.axis == ()
             )
         if not any(x.ndim for x in held_in(entries[name])):
             return False
-        names = [n for n, its in self.roles if its == "params" and n in entries]
-        layouts = [_layout_of(entries[n]) for n in names]
+        layouts = [_layout_of(entries[n]) for n in self.roles.named("params") if n in entries]
         # As `place` found them: moments of one of several layers that are alike stay in memory.
-        whole_again = optree.tree_map(
-            _unfolded, entries[name], is_leaf=_is_sharded, namespace=NAMESPACE
+        unsharded = optree.tree_map(
+            _unfolded, entries[name], is_leaf=lambda x: isinstance(x, Sharded), namespace=NAMESPACE
         )
-        return Twins(layouts).holds(whole_again)
+        return Twins(layouts).holds(unsharded)
 
     # One call
 
     def configure(self, running: Context, state: Any) -> None:
-        hosted = hosted_nodes(state)
+        hosted = trees_on_host(state)
         if hosted:
             device, pin = hosted[0].device, self.pin
             if device.type == "cuda":
                 HOST.locked = pin
                 running.notes[Present] = Present.of(held_in(state), device)
-            self._by_unit(running, lambda layout: HostSpill(layout, device, pin))
-        nodes = stored_nodes(state)
+            self._by_unit(running, lambda layout: HostGradients(layout, device, pin))
+        nodes = trees_on_disk(state)
         there = {path.split(".", 1)[0] for path in nodes}
         for name, nbytes in running.memo.get("on disk", {}).items():
             if nbytes and name not in there:
                 raise PlacementError(_misplaced(name, self))
         if not nodes:
             return
-        store: Store = next(iter(nodes.values())).column.store
-        HOST.locked = store.ring.locked
-        store.drain()  # what a step that broke off was writing
-        self._by_unit(running, lambda layout: Spill(store, layout))
+        disk: Disk = next(iter(nodes.values())).storage.disk
+        HOST.locked = disk.ring.locked
+        disk.drain()  # what a step that broke off was writing
+        self._by_unit(running, lambda layout: DiskGradients(disk, layout))
 
     def _by_unit(self, running: Context, spill: Callable[[Layout], Any]) -> None:
         running.by_unit = True
@@ -303,7 +289,7 @@ class Offload(Transform):
             over.layout_for = lambda params: (layout_for(params, 1, memo, _layout), False)
 
     def finish(self, old: Any, out: Any) -> Any:
-        if not stored_nodes(old) and not hosted_nodes(old):
+        if not trees_on_disk(old) and not trees_on_host(old):
             return out
         if isinstance(out, tuple) and out and type(out[0]) is type(old):
             return (self._succeeded(old, out[0]), *out[1:])
@@ -314,7 +300,7 @@ class Offload(Transform):
         for name in after.names:
             if name in before and placed_nodes(after[name]) and not placed_nodes(before[name]):
                 after[name] = rejoined(before[name], after[name])
-        out = Entries(succeed(old, after.rebuild()))
+        out = Entries(next_state(old, after.rebuild()))
         for name in out.names:
             if name in before:
                 out[name] = alike(before[name], out[name])
@@ -322,20 +308,19 @@ class Offload(Transform):
 
     def release(self, step: Step) -> None:
         HOST.clear()
-        stores = world.current().memo.get("stores", {})
-        for store in list(stores.values()):
-            if store.owner == step:
-                store.close()
+        for disk in list(world.current().memo.get("disks", {}).values()):
+            if disk.owner == step:
+                disk.close()
 
     # What it says of itself
 
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         sizes: dict[str, int] = {}
-        for path, node in stored_nodes(state).items():
+        for path, node in trees_on_disk(state).items():
             entry = path.split(".", 1)[0]
             sizes[entry] = sizes.get(entry, 0) + node.nbytes
         memo["on disk"] = sizes
-        hosted = hosted_nodes(state)
+        hosted = trees_on_host(state)
         memo["on host"] = sum(node.nbytes for node in hosted)
         memo["device"] = hosted[0].device if hosted else None
         memo["locked"] = sum(aligned(node.nbytes) for node in hosted if node.locked)
@@ -360,7 +345,7 @@ class Offload(Transform):
             f"ring: {self.buffers} of the largest unit with all that belongs to it",
         ]
         if "params" in self.what and "params" not in sizes:
-            lines.append("parameters are whole at this stage, and stay in memory")
+            lines.append("parameters are replicated at this stage, and stay in memory")
         return lines
 
 
@@ -368,7 +353,7 @@ def _device_of(state: Any) -> torch.device:
     """Where a state computes: the device of its tensors."""
     homes = [x.device for x in held_in(state) if x.ndim]
     # What shard has made lazy already has no leaves; its tensors are still where they were.
-    homes += [node.home for node in placed_nodes(state) if isinstance(node, Cut)]
+    homes += [node.home for node in placed_nodes(state) if isinstance(node, LazyShard)]
     device = next((home for home in homes if home.type != "cpu"), torch.device("cpu"))
     return torch.get_default_device() if device.type == "meta" else device
 
@@ -385,10 +370,6 @@ def _unfolded(node: Any) -> Any:
     return optree.tree_unflatten(node.layout.spec, shapes)
 
 
-def _is_sharded(node: Any) -> bool:
-    return isinstance(node, Sharded)
-
-
 def _misplaced(name: str, mine: Offload) -> str:
     return (
         f"state entry {name!r} is in memory, but {mine!r} keeps it on disk. Give the step a state "
@@ -396,31 +377,24 @@ def _misplaced(name: str, mine: Offload) -> str:
     )
 
 
-def _roles(step: Any, mine: Offload) -> dict[str, str]:
+def _roles(step: Any, mine: Offload) -> Roles:
     """What offload was told of the entries, and what others were told."""
-    roles: dict[str, str] = {}
-    for transform in step.transforms:
-        roles.update(getattr(transform, "roles", ()))
-    return {**roles, **dict(mine.roles)}
+    told = [pair for transform in step.transforms for pair in getattr(transform, "roles", ())]
+    return Roles(dict([*told, *mine.roles]).items())
 
 
-def _role(path: str, roles: Mapping[str, str]) -> str:
+def _role(path: str, roles: Roles) -> str:
     """Entries that are no parameters but look like them count as optimizer state."""
-    return roles.get(path.split(".", 1)[0], "opt_state")
+    return dict(roles).get(path.split(".", 1)[0], "opt_state")
 
 
 def _layout(params: Tree, by: tuple[str, str] | None = None) -> Layout:
     return make_layout(params, axis=(), by=by)
 
 
-def _in_memory(path: str, node: Cut) -> Any:
-    """What is to stay in memory, as it would be without offload."""
-    return node.packed() if node.layout.axis == () else node.sharded()
-
-
-def _gradient_layouts(state: Any, roles: Mapping[str, str]) -> Sequence[Layout]:
-    """Layouts of whole params trees on disk, or of what goes with plain ones."""
-    found = {path: node.layout for path, node in stored_nodes(state).items()}
+def _gradient_layouts(state: Any, roles: Roles) -> Sequence[Layout]:
+    """Layouts of complete params trees on disk, or of what goes with plain ones."""
+    found = {path: node.layout for path, node in trees_on_disk(state).items()}
     mine = [layout for path, layout in found.items() if _role(path, roles) == "params"]
     return mine or list(found.values())[:1]
 
@@ -441,7 +415,7 @@ def offload(
     Args:
         to: ``"cpu"``, or ``"disk"`` (ZeRO-Infinity).
         what: ``"opt_state"``, ``"params"`` or both. Parameters leave memory where they
-            may be cut into units: alone and at stage 3.
+            consist of units of their own: alone and at stage 3.
         path: a folder on disk, or several on several devices; blocks go round them. Every rank
             has a subfolder. What an earlier process left there is discarded by ``place``.
         pin: whether host memory is page-locked, so that copies to a GPU run beside it.
@@ -459,12 +433,6 @@ def offload(
         PlacementError: (from ``place``) the path is in use, cannot be written, or lacks room.
         CheckpointError: (from a step) a block on disk is damaged.
     """
-    if path is None:
-        paths: tuple[str, ...] = ()
-    elif isinstance(path, str | os.PathLike):
-        paths = (os.fspath(path),)
-    else:
-        paths = tuple(os.fspath(p) for p in path)
-    named = {**ROLES, **(roles or {})}
+    given = [path] if isinstance(path, str | os.PathLike) else path or ()
     what = (what,) if isinstance(what, str) else tuple(what)
-    return Offload(to, what, paths, pin, buffers, tuple(named.items()))
+    return Offload(to, what, tuple(os.fspath(p) for p in given), pin, buffers, Roles.of(roles))

@@ -12,6 +12,7 @@ from zfunc.engine.entries import Entries
 from zfunc.engine.step import Step
 from zfunc.errors import PlacementError
 from zfunc.quant.qtensor import QTensor
+from zfunc.transforms.quantization.moq import NAME, MoQ
 from zfunc.trees.nodes import NAMESPACE, Tree
 from zfunc.trees.tree import dotted
 
@@ -35,8 +36,6 @@ def exported(step: Step, state: Any, entry: str = "params") -> Tree:
     Raises:
         PlacementError: the step does not train into low bits, or did not place the state.
     """
-    from zfunc.transforms.quantization.moq import NAME, MoQ
-
     moq = next((t for t in step.transforms if isinstance(t, MoQ)), None)
     schedule = carried.take(state, NAME)[0]
     if moq is None or schedule is None:

@@ -20,11 +20,11 @@ from zfunc.engine.step import Step, Transform
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.readable import Readable
 from zfunc.modules.functional import Functional
-from zfunc.quant.choice import Include
+from zfunc.quant.choice import Include, fixed, module_of
 from zfunc.quant.grids import Format
 from zfunc.quant.low_bit import Code
+from zfunc.quant.model_files import quantize_files
 from zfunc.quant.qtensor import QTensor
-from zfunc.quant.streaming import quantize_files
 from zfunc.quant.trees import dequantize_tree, format_of, quantize_tree
 from zfunc.trees.nodes import NAMESPACE, OPAQUE, leaves_in
 
@@ -48,10 +48,8 @@ class LowBits(Transform):
         return f"quantize(bits={self.format.bits})"
 
     def beside(self, others: Any) -> Transform:
-        from zfunc.transforms.sharding import Shard
-
         for other in others:
-            if not isinstance(other, Shard):
+            if other.name != "shard":
                 raise CompositionError(
                     f"quantize(bits={self.format.bits}) is for inference, {other.name} for "
                     "training steps. To train into low bits write "
@@ -64,7 +62,7 @@ class LowBits(Transform):
         how = form.bits, form.group_size, form.symmetric, self.include
         if isinstance(state, str | os.PathLike):
             return quantize_files(state, *how, dynamic=form.dynamic, model=self._known(state))
-        return _copied(quantize_tree(state, *how, dynamic=form.dynamic, model=self.model), state)
+        return _copied(quantize_tree(state, *how, dynamic=form.dynamic, model=self.model))
 
     def _known(self, path: Any) -> Functional:
         if self.model is None:
@@ -91,7 +89,7 @@ class LowBits(Transform):
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Inference:
     """A function of parameters, without gradients."""
 
     fn: Callable[..., Any]
@@ -105,33 +103,22 @@ class Evaluated:
         return evaluate(self.fn)(params, *args, **kwargs)
 
 
-def low_bits(bits: int) -> Callable[..., Any]:
+def low_bits(
+    bits: int,
+    *,
+    group_size: int | None = 128,
+    symmetric: bool = True,
+    include: Include = None,
+    dynamic: bool = False,
+) -> Callable[[Callable[..., Any]], Step]:
     """The inference transform at this many bits."""
+    form, chosen = format_of(bits, group_size, symmetric, dynamic), fixed(include)
 
-    def wrap(
-        fn: Callable[..., Any] | None = None,
-        /,
-        *,
-        group_size: int | None = 128,
-        symmetric: bool = True,
-        include: Include = None,
-        dynamic: bool = False,
-    ) -> Any:
-        form = format_of(bits, group_size, symmetric, dynamic)
-        if fn is None:
-            return lambda inner: _wrapped(inner, form, include)
-        return _wrapped(fn, form, include)
+    def wrap(fn: Callable[..., Any]) -> Step:
+        inner = fn if isinstance(fn, Step) else Step(Inference(fn))
+        return inner.wrap(LowBits(form, chosen, module_of(inner.fn)))
 
     return wrap
-
-
-def _wrapped(fn: Callable[..., Any], form: Format, include: Include) -> Step:
-    inner = fn if isinstance(fn, Step) else Step(Evaluated(fn))
-    bare = getattr(inner.fn, "fn", inner.fn)
-    owner = getattr(bare, "__self__", None)
-    if include is not None and not callable(include) and not isinstance(include, str):
-        include = tuple(include)
-    return inner.wrap(LowBits(form, include, owner if isinstance(owner, Functional) else None))
 
 
 def _bits_of(params: Any) -> set[int]:
@@ -144,7 +131,7 @@ def _bits_of(params: Any) -> set[int]:
     return {x.format.bits for x in (*leaves, *codes) if isinstance(x, QTensor | Code)}
 
 
-def _copied(low: Any, given: Any) -> Any:
+def _copied(low: Any) -> Any:
     """``place`` shares no memory with what it was given: leaves that were not chosen are copied."""
     return optree.tree_map(
         lambda x: x.clone() if isinstance(x, Tensor) and not isinstance(x, QTensor) else x,

@@ -1,11 +1,11 @@
 """Mixture of quantization: train into low bits on a schedule.
 
-Law: with ``target_bits=16`` the step is the bare one, bitwise. Else the loss sees every chosen
-weight as ``quant.fake_quantize`` rounds it, at the bits that the schedule has come to; its
-gradient is that with respect to the rounded weight, handed on as it is (straight through); the
-weights themselves, the optimizer's, stay unrounded. The same on all ranks, at each ZeRO stage.
+Law: with ``target_bits=16`` the step is the bare one, bitwise. Otherwise the loss sees every chosen
+weight as ``quant.fake_quantize`` rounds it, at the bits that the schedule has reached. The gradient
+with respect to the rounded weight is handed on as it is (straight through). The optimizer goes on
+with the unrounded weights. This is the same on all ranks, at each ZeRO stage.
 
-The schedule is state: it lies in the state's ``aux`` and is saved and restored with it.
+The schedule is part of the state. It lies in ``aux``, and is saved and restored with it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from zfunc.buffers.readings import number, on_host
-from zfunc.engine import carried
+from zfunc.engine import carried, context
 from zfunc.engine.context import Context
-from zfunc.engine.entries import Entries
+from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.hooks import Gradients, Pending
 from zfunc.engine.keys import key_of
 from zfunc.engine.order import Order
@@ -56,7 +56,7 @@ class MoQ(Transform):
     rounding: str = "nearest"
     curvature: str | None = None
     include: Include = None
-    params: tuple[str, ...] = ("params",)
+    roles: Roles = ROLES
 
     position: ClassVar[int] = Order.QUANTIZE
     name: ClassVar[str] = NAME
@@ -85,14 +85,8 @@ class MoQ(Transform):
     def chosen(self, state: Any) -> dict[str, torch.Size]:
         """Paths and shapes of the weights that are rounded, in the order of the schedule."""
         entries = Entries(state)
-        names = [name for name in self.params if name in entries]
-        if not names:
-            raise PlacementError(
-                f"the state ({entries}) has no entry {self.params[0]!r} to quantise. Call it so, "
-                'or name the entries: roles={"generator": "params"}.'
-            )
         shapes: dict[str, torch.Size] = {}
-        for name in names:
+        for name in self.roles.found("params", entries, NAME):
             shapes.update(_shapes(entries[name]))
         wanted = accepts(self.include)
         picked = sorted(path for path, shape in shapes.items() if self._fits(path, shape, wanted))
@@ -145,7 +139,7 @@ class MoQ(Transform):
                 f"another `include` than {self!r}, or for another model."
             )
         self._check_begun(schedule)
-        running.notes[NAME] = _Call(self, schedule, list(paths), key_of(running))
+        running.notes[NAME] = WeightRounding(self, schedule, list(paths), key_of(running))
 
     def _check_begun(self, schedule: Schedule) -> None:
         """Refuse a schedule that began otherwise: it would go on as it began, without a word."""
@@ -161,19 +155,19 @@ class MoQ(Transform):
 
     def enter(self, value: Pending, unit: UnitInfo) -> Pending:
         running = unit.running
-        call: _Call | None = None if running is None else running.notes.get(NAME)
+        call: WeightRounding | None = None if running is None else running.notes.get(NAME)
         if call is None or not call.rounds:
             return value
         slots = [slot for i in unit.flats for slot in unit.layout.by_flat[i]]
         if not any(slot.path in call.rounds for slot in slots):
             return value
-        return _Rounded(value, unit, slots, call)
+        return RoundedUnit(value, unit, slots, call)
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         """Where a bit is about to fall and curvature counts, measure it first."""
 
         def run(asked: Gradients) -> tuple[tuple[Tensor, Any], Any]:
-            mine: _Call = running.notes[NAME]
+            mine: WeightRounding = running.notes[NAME]
             if self.curvature and mine.curvature is None and mine.due:
                 mine.measure(asked)
             return call(asked)
@@ -181,11 +175,9 @@ class MoQ(Transform):
         return run
 
     def finish(self, old: Any, out: Any) -> Any:
-        from zfunc.engine import context
-
         running = context.current()
         assert running is not None
-        call: _Call = running.notes[NAME]
+        call: WeightRounding = running.notes[NAME]
         following = schedules.advance(call.schedule, self.rules, call.curvature)
         if isinstance(out, tuple) and out and type(out[0]) is type(old):
             return (self._with(out[0], following), *out[1:])
@@ -193,7 +185,7 @@ class MoQ(Transform):
 
     def _with(self, state: Any, schedule: Schedule) -> Any:
         entries = Entries(state)
-        if not any(name in entries for name in self.params):
+        if not any(name in entries for name in self.roles.named("params")):
             return state  # a dict that is no state: metrics alone, say
         return carried.put(state, NAME, schedule)
 
@@ -206,7 +198,7 @@ class MoQ(Transform):
         ]
 
 
-class _Call:
+class WeightRounding:
     """What one call of a step rounds, and how.
 
     Attributes:
@@ -271,13 +263,13 @@ def _layer_of(path: str, layers: list[str]) -> str:
 
 
 @dataclass
-class _Rounded:
+class RoundedUnit:
     """A unit's values with the chosen leaves rounded, made when they are waited for."""
 
     value: Pending
     unit: UnitInfo
     slots: list[Slot]
-    call: _Call
+    call: WeightRounding
     made: list[Tensor] | None = None
 
     def wait(self) -> list[Tensor]:

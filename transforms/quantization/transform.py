@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zfunc.engine.entries import Roles
 from zfunc.engine.step import transform_of
-from zfunc.quant.choice import Include
+from zfunc.quant.choice import Include, fixed
 from zfunc.quant.fake import Grouping
 from zfunc.quant.schedules import Rules
 from zfunc.transforms.quantization.low_bits import low_bits
@@ -34,19 +35,9 @@ def _train(
     include: Include = None,
     roles: Mapping[str, str] | None = None,
 ) -> MoQ:
-    named = [name for name, role in (roles or {}).items() if role == "params"]
-    return MoQ(
-        Rules(start_bits, target_bits, period, offset, mix_rate),
-        Grouping(groups, group_size, symmetric),
-        rounding,
-        curvature,
-        include if include is None or callable(include) else _frozen(include),
-        tuple(dict.fromkeys(["params", *named])),
-    )
-
-
-def _frozen(include: Any) -> Any:
-    return include if isinstance(include, str) else tuple(include)
+    rules = Rules(start_bits, target_bits, period, offset, mix_rate)
+    grouping = Grouping(groups, group_size, symmetric)
+    return MoQ(rules, grouping, rounding, curvature, fixed(include), Roles.of(roles))
 
 
 def quantize(
@@ -73,7 +64,7 @@ def quantize(
         group_size: weights of a row that share a scale; instead of ``groups`` in training;
             in inference 128, and None is one scale for each row.
         symmetric: whether 0 lies in the middle of the grid; scales of up to 4 bits are then those
-            of least squared error (:mod:`zfunc.quant.steps`).
+            of least squared error (:mod:`zfunc.quant.scale_search`).
         rounding: ``"nearest"`` or ``"stochastic"``, by the state's key.
         curvature: ``"power_iteration"`` measures, when bits are about to fall, the top Hessian
             eigenvalue of each layer, and delays the sensitive layers' next bits.
@@ -100,5 +91,7 @@ def quantize(
     >>> fn(params, torch.ones(1, 2))
     tensor([[128.]])
     """
-    make = _train if bits is None else low_bits(bits)
-    return make(**settings) if fn is None else make(fn, **settings)
+    if bits is None:
+        return _train(fn, **settings)
+    wrap = low_bits(bits, **settings)
+    return wrap if fn is None else wrap(fn)

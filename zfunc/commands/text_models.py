@@ -27,8 +27,8 @@ from zfunc.modules.empty_weights import without_parameters
 from zfunc.quant.choice import accepts
 from zfunc.quant.files import stored_bits
 from zfunc.quant.grids import Format
+from zfunc.quant.model_files import quantize_files, read_files
 from zfunc.quant.qtensor import QTensor
-from zfunc.quant.streaming import quantize_files, read_files
 
 __all__ = ["DTYPES", "LOW_BIT", "Storage", "TextModel", "open_text_model", "write_config"]
 

@@ -29,7 +29,7 @@ from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, wind
 from zfunc.language.gpt import GPTConfig
 from zfunc.language.gpt_decoding import GPTDecoder
 from zfunc.ranks import world
-from zfunc.transforms.offloading.stored import stored_nodes
+from zfunc.transforms.offloading.disk_trees import trees_on_disk
 
 __all__ = ["Run", "make_step", "train_rank", "transformed", "validate"]
 
@@ -189,7 +189,7 @@ def _begin(run: Run, step: Any, tx: Any, device: torch.device) -> Any:
 
 
 def _size(state: Any) -> str:
-    on_disk = sum(node.nbytes for node in stored_nodes(state).values())
+    on_disk = sum(node.nbytes for node in trees_on_disk(state).values())
     in_memory = f"{si(zf.tree.size_bytes(state))}B"
     return f"{in_memory} + {si(on_disk)}B on disk" if on_disk else in_memory
 

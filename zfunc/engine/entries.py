@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
@@ -11,7 +11,7 @@ from zfunc.errors import PlacementError
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["Entries", "held_bytes"]
+__all__ = ["ROLES", "Entries", "Roles", "held_bytes"]
 
 
 class Entries:
@@ -55,6 +55,53 @@ class Entries:
 def _names(state: Any, entries: Sequence[Any]) -> Sequence[Any]:
     """Named tuples are entered by position; their fields are the names that users know."""
     return getattr(state, "_fields", entries)
+
+
+class Roles(tuple[tuple[str, str], ...]):
+    """Which entries of a state are ``"params"``, and which are ``"opt_state"``: pairs of both.
+
+    >>> Roles.of({"generator": "params"}).named("params")
+    ['params', 'generator']
+    """
+
+    @classmethod
+    def of(cls, given: Mapping[str, str] | None = None) -> Roles:
+        """The roles that a user gave, beside the entries that are called like their role.
+
+        Raises:
+            ValueError: a role that there is not.
+        """
+        for entry, role in (given or {}).items():
+            if role not in ("params", "opt_state"):
+                raise ValueError(
+                    f"roles={{{entry!r}: {role!r}}}: a role is 'params' or 'opt_state'."
+                )
+        return cls({"params": "params", "opt_state": "opt_state", **(given or {})}.items())
+
+    def named(self, role: str) -> list[str]:
+        """The entries that have a role."""
+        return [name for name, its in self if its == role]
+
+    def found(self, role: str, entries: Entries, who: str) -> list[str]:
+        """The entries of a state that have a role.
+
+        Args:
+            who: the transform that needs one.
+
+        Raises:
+            PlacementError: there is none.
+        """
+        names = [name for name in self.named(role) if name in entries]
+        if not names:
+            raise PlacementError(
+                f"the state ({entries}) has no entry {role!r} and none with the role {role!r}, "
+                f"which {who} needs. Call it so, or tell {who} which one it is: "
+                'roles={"generator": "params", "g_opt": "opt_state"}.'
+            )
+        return names
+
+
+ROLES = Roles.of()  # of a state whose entries are called like their roles
 
 
 def held_bytes(state: Any) -> dict[str, int]:

@@ -562,13 +562,36 @@ class Encoded:
 
 
 class Lazy:
-    """A tree that is computed only if somebody looks (see ``optim.Moved``)."""
+    """A tree that is computed only if somebody looks; it reads like the tree that it stands for."""
 
     leaf_in: ClassVar[tuple[str, ...]] = (OPAQUE, MAPPED)
 
     def force(self) -> Tree:
-        """The tree itself."""
+        """The tree itself, which may be a dict or a single tensor."""
         raise NotImplementedError
+
+    def __getitem__(self, entry: Any) -> Any:
+        return self.force()[entry]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copying and unpickling ask for such names before there is a tree
+            raise AttributeError(name)
+        return getattr(self.force(), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.force())
+
+    def __len__(self) -> int:
+        return len(self.force())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Functions of torch see the tree: flattening a lazy node computes it."""
+        values: Any = [*args, kwargs or {}]
+        values = optree.tree_map(lambda x: x, values, namespace=NAMESPACE)
+        return func(*values[:-1], **values[-1])
 
 
 def gone(path: str) -> str:

@@ -1,9 +1,9 @@
-"""A column: one tree of a state on disk, unit by unit, in one or two slots.
+"""Where one tree lies on disk: unit by unit, in one slot or in two.
 
-A new generation of a column is written into the slot that the old one does not occupy, so
-the old one stays whole until the new one is complete. Each slot has *tokens*, an empty
-tensor for each flat, that every node of that generation holds: writing into a slot spends
-them, and with them all nodes of the generation that was there.
+A new generation of a tree is written into the slot that does not hold the old one. So the old one
+stays complete until the new one is complete. Each slot has *tokens*: an empty tensor for each flat,
+which every node of the generation in that slot holds. Whoever writes into a slot spends its tokens,
+and with them all nodes of the generation that was there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from zfunc.buffers.pages import wait_for
 from zfunc.buffers.ring import Buffer
 from zfunc.errors import CheckpointError
 from zfunc.layout.layout import Layout
-from zfunc.transforms.offloading.blocks import Region, aligned, finished
-from zfunc.transforms.offloading.store import Store
+from zfunc.layout.sharded import Sharded
+from zfunc.transforms.offloading.blocks import FileRegion, aligned, finished
+from zfunc.transforms.offloading.disk import Disk
+from zfunc.transforms.offloading.parts import outline
 from zfunc.trees.memory import blank
 
-__all__ = ["Column", "Reading", "Section", "for_gradients", "section", "sections"]
+__all__ = ["PendingRead", "Section", "TreeStorage", "for_gradients", "sections"]
 
 
 @dataclass(frozen=True)
@@ -41,38 +43,35 @@ class Section:
         return aligned(max((at + n * dtype.itemsize for _, dtype, n, at in self.flats), default=0))
 
 
-def section(layout: Layout, unit: int, rank: int, dtypes: Sequence[torch.dtype | None]) -> Section:
-    """The section of one unit; flats without a dtype have no values."""
+def _section(skeleton: Sharded, unit: int) -> Section:
     rows, at = [], 0
-    for i in layout.units[unit].flats:
-        if (dtype := dtypes[i]) is not None:
-            low, high = layout.flats[i].bounds(rank)
-            rows.append((i, dtype, high - low, at))
-            at += -(-(high - low) * dtype.itemsize // 64) * 64
+    for i in skeleton.layout.units[unit].flats:
+        if (x := skeleton.flats[i]) is not None:
+            rows.append((i, x.dtype, x.numel(), at))
+            at += -(-x.nbytes // 64) * 64
     return Section(tuple(rows))
 
 
-def sections(
-    layout: Layout, rank: int, dtypes: Sequence[torch.dtype | None]
-) -> tuple[Section, ...]:
-    """One section for each unit of a layout."""
-    return tuple(section(layout, k, rank, dtypes) for k in range(len(layout.units)))
+def sections(skeleton: Sharded) -> list[Section]:
+    """One section for each unit of a tree; flats that the skeleton lacks have no values."""
+    return [_section(skeleton, k) for k in range(len(skeleton.layout.units))]
 
 
-class Column:
-    """One tree on disk.
+class TreeStorage:
+    """One tree on disk; a *column* in the words of the index.
 
     Attributes:
-        store: what does the reading and writing.
+        disk: what does the reading and writing.
         name: path of the tree in the state.
-        layout, rank: how it is cut, and whose part this is.
+        skeleton: the tree without data, on ``meta``.
+        layout, rank: how it is sharded, and whose part this is.
         sections: what lies where in a unit's region; one for each unit.
-        regions: for each slot the unit's regions.
+        regions: for each slot the units' regions.
         room: bytes that are reserved for each unit.
         sums: for each slot and unit the checksums of its blocks; None: nothing written.
         tokens: for each slot those of the generation in it.
         squares: for the gradients in a slot, the sum of squares of each leaf's part.
-        order: for gradients, as the how manieth each unit came.
+        order: for gradients, when each unit arrived, counted from 0.
         written: by slot and unit, the writes that were begun last.
         lifting: references to units that are read, and then go up to the device.
         device: where its units are used.
@@ -80,16 +79,15 @@ class Column:
 
     def __init__(
         self,
-        store: Store,
+        disk: Disk,
         name: str,
-        layout: Layout,
+        skeleton: Sharded,
         rank: int,
-        dtypes: Sequence[torch.dtype | None],
-        regions: list[list[Region]],
+        regions: list[list[FileRegion]],
     ) -> None:
-        self.store, self.name, self.layout, self.rank = store, name, layout, rank
-        self.dtypes = tuple(dtypes)
-        self.sections = list(sections(layout, rank, dtypes))
+        self.disk, self.name, self.skeleton, self.rank = disk, name, skeleton, rank
+        self.layout = layout = skeleton.layout
+        self.sections = sections(skeleton)
         self.regions = regions
         self.room = [region.nbytes for region in regions[0]]
         self.sums: list[list[list[int] | None]] = [[None] * len(layout.units) for _ in regions]
@@ -100,6 +98,20 @@ class Column:
         self.lifting: deque[Any] = deque()
         self.device = torch.device("cpu")
 
+    @property
+    def dtypes(self) -> list[torch.dtype | None]:
+        """Of each flat, if it has values."""
+        return [None if x is None else x.dtype for x in self.skeleton.flats]
+
+    def retype(self, unit: int, part: Sharded) -> None:
+        """From now on the unit has the dtypes of this part."""
+        flats = list(self.skeleton.flats)
+        for i in self.layout.units[unit].flats:
+            if (x := part.flats[i]) is not None:
+                flats[i] = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        self.skeleton = Sharded(self.layout, flats)
+        self.sections[unit] = _section(self.skeleton, unit)
+
     def _fresh(self) -> tuple[Tensor, ...]:
         dtypes = [dtype for dtype in self.dtypes if dtype is not None] or [torch.float32]
         return tuple(torch.empty(0, dtype=dtype) for dtype in dtypes)
@@ -107,7 +119,7 @@ class Column:
     def begin(self, slot: int) -> None:
         """Spend the generation in a slot: it is about to be overwritten."""
         story = (
-            f"{self.name} of this state was on disk in {self.store.folders[0]}, where a later "
+            f"{self.name} of this state was on disk in {self.disk.folders[0]}, where a later "
             "step has overwritten it: two generations are kept, the state that a step was given "
             "last and the one that it returned. Use the state that the step returned, or keep "
             "what you need of an old one by `zf.full(state)` before the next but one step."
@@ -125,7 +137,7 @@ class Column:
         if not section.nbytes:
             return []
         values = [flats[i] for i, _, _, _ in section.flats]
-        landed, buffer = _there, self._buffer_under(section, values)
+        landed, buffer = _no_wait, self._buffer_under(section, values)
         if buffer is None:
             landed, buffer = self._copied(unit, values)
         sums = self.sums[slot][unit] = [0] * region.blocks
@@ -133,9 +145,9 @@ class Column:
         def one(block: int, buffer: Buffer = buffer) -> None:
             landed()
             a, b = region.bounds(block)
-            sums[block] = self.store.files.write(region, block, buffer.view[a:b])
+            sums[block] = self.disk.files.write(region, block, buffer.view[a:b])
 
-        written = [self.store.submit(one, block) for block in range(region.blocks)]
+        written = [self.disk.submit(one, block) for block in range(region.blocks)]
         self.written[slot, unit] = written
         return written
 
@@ -145,7 +157,7 @@ class Column:
         if any(x is not None and x.device.type != "cpu" for x in values):
             return None
         starts = (x.data_ptr() - at for (*_, at), x in rows if x is not None and x.numel())
-        buffer = self.store.ring.at(start := next(starts, 0))
+        buffer = self.disk.ring.at(start := next(starts, 0))
         for (_, dtype, numel, at), value in rows:
             if value is None or value.dtype != dtype or value.numel() != numel:
                 return None
@@ -158,7 +170,7 @@ class Column:
     ) -> tuple[Callable[[], None], Buffer]:
         """A buffer with the values, and a function that waits until they are in it."""
         section = self.sections[unit]
-        buffer = self.store.room(section.nbytes)
+        buffer = self.disk.room(section.nbytes)
         end, flats, into = 0, [], []
         for (_, dtype, numel, at), value in zip(section.flats, values, strict=True):
             assert value is not None
@@ -167,19 +179,19 @@ class Column:
             into.append(buffer.tensor(at, numel, dtype))
             end = at + numel * dtype.itemsize
         buffer.view[end : section.nbytes] = bytes(section.nbytes - end)
-        event = descend(flats, into, pin=self.store.ring.locked)
-        self.store.leaving.add(event, flats)
-        return (_there if event is None else _Landed(event, self.layout.units[unit].name)), buffer
+        event = descend(flats, into, pin=self.disk.ring.locked)
+        self.disk.leaving.add(event, flats)
+        return (_no_wait if event is None else _Landed(event, self.layout.units[unit].name)), buffer
 
-    def read(self, slot: int, unit: int, must: bool = True) -> Reading | None:
+    def read(self, slot: int, unit: int, must: bool = True) -> PendingRead | None:
         """Start to read one unit; None if that would be ahead of time and there is no room."""
         section, region = self.sections[unit], self.regions[slot][unit]
         if self.sums[slot][unit] is None or not section.nbytes:
-            return Reading(self, slot, unit, None, [])
+            return PendingRead(self, slot, unit, None, [])
         if must:
-            buffer: Buffer | None = self.store.room(section.nbytes)
+            buffer: Buffer | None = self.disk.room(section.nbytes)
         else:
-            buffer = self.store.ring.take(section.nbytes, must=False)
+            buffer = self.disk.ring.take(section.nbytes, must=False)
         if buffer is None:
             return None
 
@@ -189,10 +201,10 @@ class Column:
             for writing in before:
                 finished(writing)
             a, b = region.bounds(block)
-            return self.store.files.read(region, block, buffer.view[a:b])
+            return self.disk.files.read(region, block, buffer.view[a:b])
 
-        futures = [self.store.submit(one, block) for block in range(region.blocks)]
-        return Reading(self, slot, unit, buffer, futures)
+        futures = [self.disk.submit(one, block) for block in range(region.blocks)]
+        return PendingRead(self, slot, unit, buffer, futures)
 
     def writer(self, slot: int, index: int) -> Callable[[Tensor], None]:
         """A function that takes the full value of leaf ``index`` and writes this rank's piece."""
@@ -207,21 +219,21 @@ class Column:
                 if other.index == index:
                     piece = value.reshape(-1)[offset : offset + b - a].contiguous().cpu()
                     data = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
-                    self.store.files.patch(region, base + a * value.element_size(), data)
+                    self.disk.files.patch(region, base + a * value.element_size(), data)
 
         return write
 
     def seal(self, slot: int) -> None:
         """Take the checksums of what ``writer`` wrote."""
         for unit, region in enumerate(self.regions[slot]):
-            self.store.files.sync(region.name)
+            self.disk.files.sync(region.name)
             if not region.nbytes:
                 continue
-            buffer = self.store.room(region.nbytes)
+            buffer = self.disk.room(region.nbytes)
             sums = self.sums[slot][unit] = []
             for block in range(region.blocks):
                 a, b = region.bounds(block)
-                sums.append(self.store.files.read(region, block, buffer.view[a:b]))
+                sums.append(self.disk.files.read(region, block, buffer.view[a:b]))
 
     def damaged(self, slot: int, unit: int, block: int) -> CheckpointError:
         """The error for a block whose checksum is wrong."""
@@ -232,7 +244,7 @@ class Column:
             for leaf, low, high, _ in self.layout.segments(i, self.rank):
                 if at + low * dtype.itemsize < b and a < at + high * dtype.itemsize:
                     paths.append(leaf.path)
-        files = self.store.files
+        files = self.disk.files
         file = files.folders[block % len(files.folders)] / region.name
         leaves = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}" if paths else "none"
         return CheckpointError(
@@ -243,23 +255,24 @@ class Column:
         )
 
 
-def for_gradients(store: Store, layout: Layout, rank: int) -> Column:
-    """A column for gradients: one of ``store.idle`` if there is one that fits, else a new one."""
-    for column in store.idle:
-        if column.layout == layout:
-            store.idle.remove(column)
-            found: Column = column
+def for_gradients(disk: Disk, layout: Layout, rank: int) -> TreeStorage:
+    """Storage for gradients: one of ``disk.idle`` if there is one that fits, else a new one."""
+    for storage in disk.idle:
+        if storage.layout == layout:
+            disk.idle.remove(storage)
+            found: TreeStorage = storage
             return found
     wide: list[torch.dtype | None] = [  # room for gradients reduced in float32
         max(flat.dtype, torch.float32, key=lambda t: t.itemsize) if flat.trainable else None
         for flat in layout.flats
     ]
-    regions = store.reserve(section.nbytes for section in sections(layout, rank, wide))
-    return Column(store, "gradients", layout, rank, wide, [regions])
+    skeleton = outline(layout, wide, rank)
+    regions = disk.reserve(section.nbytes for section in sections(skeleton))
+    return TreeStorage(disk, "gradients", skeleton, rank, [regions])
 
 
-def _there() -> None:
-    """Values that need not be waited for."""
+def _no_wait() -> None:
+    """The values are there already."""
 
 
 class _Landed:
@@ -275,20 +288,20 @@ class _Landed:
                 self._event = None
 
 
-class Reading:
+class PendingRead:
     """One unit on its way from the disk; a ``Pending``."""
 
     def __init__(
         self,
-        column: Column,
+        storage: TreeStorage,
         slot: int,
         unit: int,
         buffer: Buffer | None,
         futures: list[Future[int]],
     ) -> None:
-        self.column, self.slot, self.unit = column, slot, unit
+        self.storage, self.slot, self.unit = storage, slot, unit
         self._buffer, self._futures = buffer, futures
-        self._sums = column.sums[slot][unit]
+        self._sums = storage.sums[slot][unit]
         self._values: list[Tensor] | None = None
 
     @property
@@ -306,8 +319,8 @@ class Reading:
             for block, future in enumerate(self._futures):
                 assert self._sums is not None
                 if finished(future) != self._sums[block]:
-                    raise self.column.damaged(self.slot, self.unit, block)
-            self._values = [self._tensor(*row) for row in self.column.sections[self.unit].flats]
+                    raise self.storage.damaged(self.slot, self.unit, block)
+            self._values = [self._tensor(*row) for row in self.storage.sections[self.unit].flats]
             self._futures, self._buffer = [], None
         return self._values
 

@@ -1,14 +1,15 @@
-"""Steps: how far apart the codes of a symmetric grid of a few bits lie.
+"""The scales of symmetric grids of a few bits: those of least squared error.
 
-With few codes the step that reaches the largest weight is not the best one. Of ``2**b`` codes
-``-2**(b-1), ..., 2**(b-1) - 1`` the negative ones reach further: the weight of largest magnitude,
-``x``, is given the lowest of them by ``step = x / -2**(b-1)``, which has the sign that this takes.
-Smaller steps clip it, and bring everything else nearer to a code. For each group the step with
-the least sum of squared errors is taken, of those in :data:`CLIPPED`.
+With few codes, the scale that just reaches the largest weight is not the best one. The codes are
+``-2**(b-1), ..., 2**(b-1) - 1``: the negative ones reach further. So the weight of largest
+magnitude, ``x``, gets the lowest code, by the scale ``x / -2**(b-1)``, whose sign is the opposite
+of its own. A smaller scale clips it, and brings all other weights nearer to a code. For each group
+the candidates in :data:`CLIPPED` are tried, and the one with the least sum of squared errors is
+taken.
 
-Sources: the step with a sign is that of ggml's ``Q4_0``, https://github.com/ggml-org/ggml; clipping
-at the least squared error is from Banner et al., Post Training 4-bit Quantization of Convolutional
-Networks for Rapid-Deployment, 2019, https://arxiv.org/abs/1810.05723.
+Sources: the scale with a sign is that of ggml's ``Q4_0``, https://github.com/ggml-org/ggml;
+clipping at the least squared error is from Banner et al., Post Training 4-bit Quantization of
+Convolutional Networks for Rapid-Deployment, 2019, https://arxiv.org/abs/1810.05723.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters from safetensors files straight into low bits: one tensor in full at a time."""
+"""Parameters read from safetensors files straight into low bits, one tensor in full at a time."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""A store: the folders where a step keeps state on disk, and who may write there.
+"""The folders where a step keeps state on disk: their lock, their threads and their buffers.
 
-``path/rank-00003`` is one rank's own. In it a lock file names the process that holds it,
-and each ``place`` makes a folder of its own:
+``path/rank-00003`` belongs to one rank. A lock file in it names the process that uses it. Each
+``place`` makes a folder of its own in it:
 
     rank-00003/lock
-    rank-00003/place-0001/index.json          which slot of which column is the state
-    rank-00003/place-0001/0-00002-blocks.2.bin  all columns of one unit
-    rank-00003/spill-0.bin                    gradients on their way through
+    rank-00003/place-0001/index.json          which slot of which tree is the state
+    rank-00003/place-0001/0-00002-blocks.2.bin  one unit of all trees
+    rank-00003/spill-0.bin                    gradients of the running step
 
-What another process left there is discarded by the next ``place``; until then
-:func:`zfunc.recover` opens it.
+The next ``place`` deletes what another process left there. Until then :func:`zfunc.recover` opens
+it.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from zfunc.buffers.pages import FLIGHTS
 from zfunc.buffers.ring import Buffer, Ring
 from zfunc.errors import PlacementError
 from zfunc.ranks import world
-from zfunc.transforms.offloading.blocks import Files, Region, aligned, finished, refused
+from zfunc.transforms.offloading.blocks import FileRegion, Files, aligned, finished, refused
 
-__all__ = ["Store", "open_store"]
+__all__ = ["Disk", "open_disk"]
 
 THREADS = 4
 PATIENCE = 10.0  # seconds for the collections of other threads to end
-_STORES: weakref.WeakValueDictionary[Any, Store] = weakref.WeakValueDictionary()  # of all worlds
+_DISKS: weakref.WeakValueDictionary[Any, Disk] = weakref.WeakValueDictionary()  # of all worlds
 _TAKING = threading.Lock()
 
 
-class Store:
-    """One rank's folders, open for one step.
+class Disk:
+    """The folders of one rank, open for one step.
 
     Args:
         owner: the step, as a value; another step may not use the same folders.
         paths: the folders that the user named.
         rank: whose part this is.
-        buffers: how many units of all columns the ring holds.
+        buffers: how many units of all trees the ring holds.
     """
 
     def __init__(self, owner: Any, paths: Sequence[Path], rank: int, buffers: int) -> None:
@@ -61,10 +61,10 @@ class Store:
         self.folders = tuple(path / f"rank-{rank:05d}" for path in paths)
         self.ring = Ring()
         self.closed = True
-        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # placements
-        self.dead: list[str] = []  # folders of placements that nobody holds any more
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # the `DiskState`s that somebody holds
+        self.dead: list[str] = []  # folders of those that nobody holds any more
         self.leaving = Leaving(0)  # gradients on a device, being copied into the ring
-        self.idle: list[Any] = []  # columns for gradients that nobody uses
+        self.idle: list[Any] = []  # storage for gradients that nobody uses
         self._made = 0
         self._pending: set[Future[Any]] = set()
         self._executor: ThreadPoolExecutor | None = None
@@ -80,10 +80,7 @@ class Store:
         if not self.closed:
             return
         for folder in self.folders:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise refused(folder, "make", 0, error) from error
+            _make(folder)
         lock = _locked(self.folders[0] / "lock")
         self.closed = False
         self.files = Files(self.folders)
@@ -105,7 +102,7 @@ class Store:
     # Work under way
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run a read or a write on a thread of the store."""
+        """Run a read or a write on a thread of the disk."""
         if self.closed:
             self.open()
         if self._executor is None or self._pid != os.getpid():
@@ -161,28 +158,28 @@ class Store:
         finally:
             self.ring.limit = limit
 
-    def size_ring(self, columns: Iterable[Sequence[int]]) -> None:
+    def size_ring(self, trees: Iterable[Sequence[int]]) -> None:
         """Make the ring hold ``buffers`` times the largest unit with its gradient.
 
         Args:
-            columns: bytes of each unit, of every column.
+            trees: bytes of each unit, of every tree.
         """
         sizes: dict[int, int] = {}
         largest = 0
-        for column in columns:
-            for unit, nbytes in enumerate(column):
+        for tree in trees:
+            for unit, nbytes in enumerate(tree):
                 sizes[unit] = sizes.get(unit, 0) + nbytes
                 largest = max(largest, nbytes)
         need = self.buffers * (max(sizes.values(), default=0) + largest)
         self.ring.limit = max(self.ring.limit, need)
         self.leaving.limit = max(self.leaving.limit, 2 * largest)
 
-    def reserve(self, sizes: Iterable[int]) -> list[Region]:
+    def reserve(self, sizes: Iterable[int]) -> list[FileRegion]:
         """Room for gradients in a file of their own, of these many bytes each."""
         name, self._made = f"spill-{self._made}.bin", self._made + 1
         regions, at = [], 0
         for nbytes in sizes:
-            region = Region(name, at, nbytes)
+            region = FileRegion(name, at, nbytes)
             regions.append(region)
             at += region.span(len(self.folders))
         self.files.reserve(name, at)
@@ -191,20 +188,17 @@ class Store:
     # Folders
 
     def fresh(self) -> str:
-        """Name of a new folder for a placement, made; what nobody holds is swept away."""
+        """Make a folder for a state; returns its name. Folders that nobody holds are deleted."""
         self.sweep()
         taken = [int(p.name[6:]) for p in self.folders[0].glob("place-*") if p.name[6:].isdigit()]
         name = f"place-{max(taken, default=0) + 1:04d}"
         for folder in self.folders:
-            try:
-                (folder / name).mkdir()
-            except OSError as error:
-                raise refused(folder / name, "make", 0, error) from error
+            _make(folder / name, anew=True)
         return name
 
     def sweep(self) -> None:
-        """Delete the folders of placements that are gone."""
-        held = {placement.folder for placement in self.alive}  # by one that was opened again
+        """Delete the folders of states that are gone."""
+        held = {state.folder for state in self.alive}  # by one that was opened again
         while self.dead:
             name = self.dead.pop()
             if name in held:
@@ -214,13 +208,20 @@ class Store:
 
     def forget(self) -> None:
         """Delete what earlier processes left."""
-        keep = {placement.folder for placement in self.alive}
+        keep = {state.folder for state in self.alive}
         for folder in self.folders:
             for found in folder.iterdir():
                 if found.name.startswith("place-") and found.name not in keep:
                     shutil.rmtree(found, ignore_errors=True)
                 elif found.name.startswith("spill-") and not self._made:
                     found.unlink(missing_ok=True)
+
+
+def _make(folder: Path, anew: bool = False) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=not anew)
+    except OSError as error:
+        raise refused(folder, "make", 0, error) from error
 
 
 def _locked(path: Path) -> int:
@@ -272,44 +273,44 @@ def _collect() -> None:
         gc.callbacks.remove(note)
 
 
-def _left_behind(owner: Any, paths: tuple[Path, ...], rank: int) -> Store | None:
-    """The store of an equal step in a world of this process that has ended.
+def _left_behind(owner: Any, paths: tuple[Path, ...], rank: int) -> Disk | None:
+    """The folders of an equal step in a world of this process that has ended.
 
-    Its threads have gone, and states that lie in it may still be in somebody's hands: the lock is
-    not waited for, and nothing of theirs is discarded.
+    Its threads have ended, but somebody may still hold states that lie in it. So the lock is not
+    waited for, and nothing is deleted.
     """
     with _TAKING:
-        store = _STORES.get((paths, rank))
-        if store is None or store.owner != owner:
+        disk = _DISKS.get((paths, rank))
+        if disk is None or disk.owner != owner:
             return None
-        before = store.world()
+        before = disk.world()
         if before is not None and not before.ended:
             return None
-        store.world = weakref.ref(world.current())
-    store.drain()  # what a step that broke off was writing
-    return store
+        disk.world = weakref.ref(world.current())
+    disk.drain()  # what a step that broke off was writing
+    return disk
 
 
-def open_store(owner: Any, paths: Sequence[Path], buffers: int, left: bool = True) -> Store:
-    """The store of a step on the calling rank; equal steps of one world share it.
+def open_disk(owner: Any, paths: Sequence[Path], buffers: int, left: bool = True) -> Disk:
+    """The folders of a step on the calling rank; equal steps of one world share them.
 
     Args:
         owner: the step.
         paths: the folders that the user named.
-        buffers: how many units of all columns the ring holds.
-        left: whether to go on with what an equal step left behind in a world that has ended.
+        buffers: how many units of all trees the ring holds.
+        left: whether to take over what an equal step left behind in a world that has ended.
 
     Raises:
         PlacementError: the folders belong to another step or process.
     """
     here = world.current()
     paths = tuple(Path(os.path.abspath(path)) for path in paths)
-    stores = here.memo.setdefault("stores", weakref.WeakValueDictionary())
-    store: Store | None = stores.get(paths)
-    if store is None or store.owner != owner:
+    disks = here.memo.setdefault("disks", weakref.WeakValueDictionary())
+    disk: Disk | None = disks.get(paths)
+    if disk is None or disk.owner != owner:
         found = _left_behind(owner, paths, here.rank) if left else None
-        store = stores[paths] = found or Store(owner, paths, here.rank, buffers)
+        disk = disks[paths] = found or Disk(owner, paths, here.rank, buffers)
         with _TAKING:
-            _STORES[paths, here.rank] = store
-    store.open()
-    return store
+            _DISKS[paths, here.rank] = disk
+    disk.open()
+    return disk

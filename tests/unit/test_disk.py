@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import zfunc as zf
 from zfunc.buffers.ring import Ring
-from zfunc.transforms.offloading.blocks import BLOCK, Files, Region, aligned, digest
-from zfunc.transforms.offloading.store import Store
+from zfunc.transforms.offloading.blocks import BLOCK, FileRegion, Files, aligned, digest
+from zfunc.transforms.offloading.disk import Disk
 
 
 def test_a_buffer_comes_back_when_no_tensor_lies_in_it() -> None:
@@ -57,8 +57,8 @@ def test_blocks_of_a_region_do_not_meet(
     files.folders = tuple(Path(str(i)) for i in range(folders))
     files.direct = (False,) * folders
     nbytes = pages * BLOCK // 3 // 4096 * 4096
-    first = Region("x", before * 4096, nbytes)
-    second = Region("x", first.offset + first.span(folders), nbytes)
+    first = FileRegion("x", before * 4096, nbytes)
+    second = FileRegion("x", first.offset + first.span(folders), nbytes)
     taken: dict[Path, list[tuple[int, int]]] = {}
     for region in (first, second):
         for block in range(region.blocks):
@@ -79,7 +79,7 @@ def test_what_is_written_is_read(direct: bool, tmp_path: Path) -> None:
         folder.mkdir()
     files, ring = Files(folders), Ring()
     files.direct = tuple(direct and can for can in files.direct)
-    region = Region("x", 4096, 2 * BLOCK + 8192)
+    region = FileRegion("x", 4096, 2 * BLOCK + 8192)
     files.reserve("x", region.offset + region.span(2))
     buffer, other = ring.take(region.nbytes), ring.take(region.nbytes)
     assert buffer is not None and other is not None
@@ -104,28 +104,28 @@ def test_pages() -> None:
 
 
 def test_a_store_can_be_closed_and_opened_again(tmp_path: Path) -> None:
-    store = Store("step", [tmp_path], 0, 3)
+    disk = Disk("step", [tmp_path], 0, 3)
     with pytest.raises(zf.PlacementError, match="another step of this process"):
-        Store("other", [tmp_path], 0, 3)
-    store.close()
-    store.close()
-    other = Store("other", [tmp_path], 0, 3)
+        Disk("other", [tmp_path], 0, 3)
+    disk.close()
+    disk.close()
+    other = Disk("other", [tmp_path], 0, 3)
     with pytest.raises(zf.PlacementError, match="in use"):
-        store.submit(len, "")
+        disk.submit(len, "")
     del other
     gc.collect()
-    assert store.submit(len, "abc").result() == 3
-    store.close()
+    assert disk.submit(len, "abc").result() == 3
+    disk.close()
 
 
 def test_a_write_that_fails_is_told_later(tmp_path: Path) -> None:
-    store = Store("step", [tmp_path], 0, 3)
+    disk = Disk("step", [tmp_path], 0, 3)
 
     def fail() -> None:
         raise zf.PlacementError("full")
 
-    store.behind([store.submit(fail)])
+    disk.behind([disk.submit(fail)])
     with pytest.raises(zf.PlacementError, match="full"):
-        store.settle()
-    assert not store.settle()
-    store.close()
+        disk.settle()
+    assert not disk.settle()
+    disk.close()

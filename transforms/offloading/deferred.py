@@ -1,20 +1,18 @@
-"""Trees that are not in memory: computed with like others, evaluated later and unit by unit.
+"""Trees that are not in memory. What is done with them is deferred, and evaluated unit by unit.
 
-``zfunc.tree`` functions on a :class:`Streamed` node give a :class:`Deferred` one, an
-expression: what to do with one unit's parts, and of which trees. What is done with a part is
-just what ``Sharded`` does with a whole tree: a part *is* a ``Sharded`` node, of which the
-flats of all other units are ``None``. So there is one meaning of ``map``, ``merge``, ... and an
-elementwise kernel that rounds alike on whole and on cut buffers gives the same bits here.
+The functions of ``zfunc.tree`` on a :class:`Streamed` node give a :class:`Deferred` node. It is an
+expression: it holds what to do with one unit's parts, and of which trees. :mod:`~.evaluation`
+computes it.
 
-A node's *skeleton* tells its structure without data: a ``Sharded`` node on ``meta``. It is
-made by the same operations, so a tree that does not fit is refused at once.
+A node's *skeleton* tells its structure without data: a ``Sharded`` node on ``meta``. The same
+operations make it, so a tree that does not fit is refused at once.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -25,22 +23,21 @@ from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import assemble, cut_flats, leaves_of
-from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import packed
 from zfunc.layout.sharded import Sharded, cut
 from zfunc.layout.streaming import spans_of_flat
-from zfunc.ranks.comm import Group
 from zfunc.transforms.offloading import evaluation
+from zfunc.transforms.offloading.evaluation import Evaluable, Expression
+from zfunc.transforms.offloading.parts import outline, part_of, part_on, rank_in
 from zfunc.trees.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, Tree, opened, register
 
 __all__ = [
-    "Cut",
     "Deferred",
-    "Held",
-    "Op",
+    "InMemory",
+    "LazyShard",
+    "Operation",
     "Streamed",
     "assembled",
-    "rank_in",
     "registered",
     "same_node",
     "source",
@@ -51,50 +48,11 @@ _SERIAL = itertools.count(1)
 Parts = Sequence[Sharded]
 
 
-def rank_in(layout: Layout) -> int:
-    """The calling rank's place among those over which a layout is cut."""
-    return Sharded(layout, ()).group.rank
-
-
-class Streamed(Readable):
-    """A placed tree of which one unit at a time is in memory.
-
-    Attributes:
-        skeleton: structure and layout, on ``meta``.
-        computed: whether it is the result of an operation.
-        serial: in which order the program put operations off.
-        reads: whether its units have to be read.
-        away: whether they are in the memory of a device.
-        landing: of gradients that are on their way, what to wait for.
-        squares: the leaves' sums of squares, if they are known already.
-        device: where units are used; they are evaluated on the host.
-    """
+class Streamed(Expression):
+    """A placed tree of which one unit at a time is in memory."""
 
     streams = True
     resident = False
-    computed = False
-    serial = 0
-    reads: ClassVar[bool] = False
-    away = False
-    landing: Any = None
-    squares: Any = None
-    device: torch.device = torch.device("cpu")
-    index = 0
-    skeleton: Sharded
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        return self.skeleton.layout
-
-    @property
-    def group(self) -> Group:
-        """The ranks among which the flats are cut."""
-        return self.skeleton.group
-
-    @property
-    def origin(self) -> Any:
-        """What is evaluated: an :class:`Op`, or the node itself."""
-        return self
 
     def __repr__(self) -> str:
         total = sum(slot.numel for slot in self.layout.present)
@@ -102,10 +60,6 @@ class Streamed(Readable):
 
     def held(self) -> Sequence[Tensor | None]:
         return ()
-
-    def when(self, unit: int) -> int:
-        """As the how manieth a unit is there: those that come first are evaluated first."""
-        return 0
 
     def names(self) -> list[str]:
         return self.skeleton.names()
@@ -118,53 +72,38 @@ class Streamed(Readable):
     def num_leaves(self) -> int:
         return len(self.layout.slots)
 
-    # Put off
+    # Deferred
 
     def map(self, f: Callable[..., Any], others: Sequence[Any]) -> Deferred:
-        return self._over(
-            others, lambda row, i, g: row[i].map(g, row), lambda row, i: row[i].map(f, row)
-        )
+        return self._over(others, lambda row, i: row[i].map(f, row))
 
     def map_leaves(self, f: Callable[..., Any], others: Sequence[Any], prefix: str) -> Deferred:
-        return self._over(
-            others,
-            lambda row, i, g: row[i].map(g, row),
-            lambda row, i: row[i].map_leaves(f, row, prefix),
-        )
+        return self._over(others, lambda row, i: row[i].map_leaves(f, row, prefix))
 
     def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Deferred:
         def do(parts: Parts, i: int) -> Sharded:
-            there = [evaluation.on(part, self.device) for part in parts]  # a collective
-            return evaluation.on(there[i].whole(f, there), torch.device("cpu"))
+            there = [part_on(part, self.device) for part in parts]  # a collective
+            return part_on(there[i].whole(f, there), torch.device("cpu"))
 
-        return self._over(others, lambda row, i, g: row[i].map(g, row), do)
+        return self._over(others, do)
 
-    def _over(self, others: Sequence[Any], plan: Any, do: Any) -> Deferred:
-        """``do(parts, i)``, where argument ``i`` says what it means, as it would be in memory."""
-        i = next(k for k, x in enumerate(others) if isinstance(x, Placed))
-        row = self._sources(others, i)
-        skeleton = plan([node.skeleton for node in row], i, lambda first, *rest: first)
-        op = Op(lambda unit, parts: [do(parts, i)], row, skeleton.layout)
-        return Deferred(op, 0, skeleton)
-
-    def _sources(self, others: Sequence[Any], i: int) -> list[Streamed]:
-        guide = others[i].layout
-        return [source(x, guide) for x in others]
+    def _over(self, others: Sequence[Any], do: Callable[[Parts, int], Sharded]) -> Deferred:
+        """``do(parts, i)``, where argument ``i`` guides the others, as it would in memory."""
+        i, row = _guided(others)
+        skeletons = [node.skeleton for node in row]
+        skeleton = skeletons[i].map(lambda first, *rest: first, skeletons)
+        return _deferred(lambda unit, parts: [do(parts, i)], row, skeleton)
 
     def by_unit(
         self, f: Callable[..., Sequence[Any]], outs: int, others: Sequence[Any]
     ) -> list[Deferred]:
-        i = next(k for k, x in enumerate(others) if isinstance(x, Placed))
-        row = self._sources(others, i)
-        guide = row[0].skeleton
-        op = Op(lambda unit, parts: list(f(*parts)), row, guide.layout)
-        return [Deferred(op, k, guide) for k in range(outs)]
+        row = _guided(others)[1]
+        op = Operation(lambda unit, parts: list(f(*parts)), row, row[0].layout)
+        return [Deferred(op, k, row[0].skeleton) for k in range(outs)]
 
     def select(self, keep: Callable[[str], bool]) -> Deferred:
         skeleton = self.skeleton.select(keep)
-        return Deferred(
-            Op(lambda unit, parts: [parts[0].select(keep)], [self], skeleton.layout), 0, skeleton
-        )
+        return _deferred(lambda unit, parts: [parts[0].select(keep)], [self], skeleton)
 
     def merge(self, other: Any) -> Streamed:
         return self if other is None else _merge(self, source(other, self.layout))
@@ -181,18 +120,17 @@ class Streamed(Readable):
         def do(unit: int, parts: Parts) -> list[Sharded]:
             return [parts[0].set(path, value) if unit == mine else parts[0]]
 
-        return Deferred(Op(do, [self], self.layout), 0, skeleton)
+        return _deferred(do, [self], skeleton)
 
     def __getitem__(self, entry: Any) -> Streamed:
         skeleton = self.skeleton[entry]
         entries, children = self.layout.spec.entries(), self.layout.spec.children()
         at = entries.index(entry) if entry in entries else len(entries) + entry
         start = sum(child.num_leaves for child in children[:at])
-        op = Op(lambda unit, parts: [parts[0][entry]], [self], skeleton.layout, [start])
-        return Deferred(op, 0, skeleton)
+        return _deferred(lambda unit, parts: [parts[0][entry]], [self], skeleton, [start])
 
-    def join(self, params: Tree) -> evaluation.Joined:
-        return evaluation.Joined(self, params)
+    def join(self, params: Tree) -> evaluation.LazyJoin:
+        return evaluation.LazyJoin(self, params)
 
     # Evaluated at once
 
@@ -209,7 +147,7 @@ class Streamed(Readable):
         return assembled(layout, new)
 
     def sharded(self) -> Sharded:
-        """The whole of this rank's part, in memory."""
+        """This rank's part of the tree, in memory."""
         return evaluation.gathered_up(self)
 
     def sample(self, plain: Tree) -> Sharded:
@@ -236,18 +174,22 @@ class Streamed(Readable):
 
     def fetch(self, unit: int, must: bool = True) -> Any:
         """A ``Pending`` of one unit's flats; None if it would be too early and not ``must``."""
-        return evaluation.Evaluated(self, unit) if must else None
+        return evaluation.PendingUnit(self, unit) if must else None
+
+
+def _guided(others: Sequence[Any]) -> tuple[int, list[Streamed]]:
+    """Which argument of a map decides the layout, and all arguments as streamed nodes."""
+    i = next(k for k, x in enumerate(others) if isinstance(x, Placed))
+    return i, [source(x, others[i].layout) for x in others]
 
 
 def _merge(a: Streamed, b: Streamed) -> Streamed:
     skeleton = a.skeleton.merge(b.skeleton)
-    return Deferred(
-        Op(lambda unit, parts: [parts[0].merge(parts[1])], [a, b], skeleton.layout), 0, skeleton
-    )
+    return _deferred(lambda unit, parts: [parts[0].merge(parts[1])], [a, b], skeleton)
 
 
-class Op:
-    """A function of one unit's parts, put off.
+class Operation(Evaluable):
+    """A function of one unit's parts that has been deferred.
 
     Args:
         do: ``do(unit, parts) -> parts``, of one unit of ``layout``.
@@ -257,8 +199,6 @@ class Op:
     """
 
     computed = True
-    reads = away = False
-    landing = squares = None
 
     def __init__(
         self,
@@ -267,15 +207,12 @@ class Op:
         layout: Layout,
         shifts: Sequence[int] | None = None,
     ) -> None:
-        self.do, self.sources, self.layout = do, tuple(sources), layout
+        self.do, self.sources = do, tuple(sources)
         self.serial = next(_SERIAL)
         self._units = [
             _matching(layout, node.layout, shift)
             for node, shift in zip(sources, shifts or [0] * len(sources), strict=True)
         ]
-
-    def when(self, unit: int) -> int:
-        return 0
 
     def run(self, unit: int, parts: Parts) -> list[Sharded]:
         """The results of one unit, and ``None`` for all others."""
@@ -287,18 +224,17 @@ class Op:
 
 
 def _alone(part: Sharded, unit: int) -> Sharded:
-    layout = part.layout
-    flats: list[Tensor | None] = [None] * len(layout.flats)
+    layout, flats = part.layout, {}
     for i in layout.units[unit].flats:
         x = part.flats[i]
         empty = x is None and not layout.by_flat[i]
         flats[i] = torch.zeros(0, dtype=layout.flats[i].dtype) if empty else x
-    return Sharded(layout, flats)
+    return part_of(layout, flats)
 
 
 def _matching(layout: Layout, other: Layout, shift: int) -> list[list[int]]:
     """For each unit of a layout the units of another that hold its leaves."""
-    if shift == 0 and layout.units == other.units:  # the same cut, perhaps of fewer leaves
+    if shift == 0 and layout.units == other.units:  # the same units, perhaps of fewer leaves
         return [[k] for k in range(len(layout.units))]
     rows: list[list[int]] = [[] for _ in layout.units]
     for slot in layout.present:
@@ -312,9 +248,9 @@ def _matching(layout: Layout, other: Layout, shift: int) -> list[list[int]]:
 
 
 class Deferred(Streamed):
-    """One of the results of an :class:`Op`."""
+    """One of the results of an :class:`Operation`."""
 
-    def __init__(self, op: Op, index: int, skeleton: Sharded) -> None:
+    def __init__(self, op: Operation, index: int, skeleton: Sharded) -> None:
         self.skeleton, self._op, self.index = skeleton, op, index
         tokens = {id(t): t for node in op.sources for t in node.held() if t is not None}
         self._tokens = tuple(tokens.values())
@@ -322,11 +258,20 @@ class Deferred(Streamed):
         self.device = next(used, self.device)
 
     @property
-    def origin(self) -> Op:
+    def origin(self) -> Operation:
         return self._op
 
     def held(self) -> Sequence[Tensor | None]:
         return self._tokens
+
+
+def _deferred(
+    do: Callable[[int, Parts], Sequence[Sharded]],
+    sources: Sequence[Streamed],
+    skeleton: Sharded,
+    shifts: Sequence[int] | None = None,
+) -> Deferred:
+    return Deferred(Operation(do, sources, skeleton.layout, shifts), 0, skeleton)
 
 
 def same_node(node: Streamed, children: Sequence[Any]) -> Streamed:
@@ -360,13 +305,13 @@ registered(Deferred)
 
 
 def source(x: Any, guide: Layout) -> Streamed:
-    """Any argument of a ``zfunc.tree`` function as a node that streams."""
+    """Any argument of a ``zfunc.tree`` function as a streamed node."""
     if isinstance(x, Lazy):
         x = x.force()
     if isinstance(x, Streamed):
         return x
     if isinstance(x, Sharded):
-        return Held(x)
+        return InMemory(x)
     if isinstance(x, Placed):
         raise PlacementError(
             f"a {type(x).__name__} node meets a tree on disk in one map. Take one of them into "
@@ -375,12 +320,12 @@ def source(x: Any, guide: Layout) -> Streamed:
     return assembled(guide, opened(x))
 
 
-class Held(Streamed):
+class InMemory(Streamed):
     """A tree that is in memory, among others that are not."""
 
     def __init__(self, node: Sharded) -> None:
         self._node = node
-        self.skeleton = Sharded(node.layout, [x if x is None else x.to("meta") for x in node.flats])
+        self.skeleton = Sharded(node.layout, [x if x is None else _empty(x) for x in node.flats])
         self.away = any(x is not None and x.device.type == "cuda" for x in node.flats)
 
     def held(self) -> Sequence[Tensor | None]:
@@ -391,31 +336,29 @@ class Held(Streamed):
         return [self._node.flats[i] for i in self.layout.units[unit].flats]
 
     def part(self, unit: int) -> Sharded:
-        """One unit of it."""
+        """One unit, where it is."""
         mine = self.layout.units[unit].flats
-        flats = [x if i in mine else None for i, x in enumerate(self._node.flats)]
-        return Sharded(self.layout, flats)
+        return part_of(self.layout, dict(zip(mine, self.sources(unit), strict=True)))
 
 
-class Cut(Streamed):
-    """This rank's part of a plain tree, cut when it is needed."""
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")  # its memory is not looked at
+
+
+class LazyShard(Streamed):
+    """This rank's part of a plain tree, made from it when it is needed."""
 
     def __init__(self, layout: Layout, tree: Tree) -> None:
         self._tree = tree
         self.away = self.home.type == "cuda"
         self._near = False
         leaves = leaves_of(layout, tree)
-        rank = rank_in(layout)
-        flats: list[Tensor | None] = []
+        dtypes: list[torch.dtype | None] = []
         for flat, slots in zip(layout.flats, layout.by_flat, strict=True):
-            some = [leaves[slot.index] for slot in slots if leaves[slot.index] is not None]
-            low, high = flat.bounds(rank)
-            if slots and not some:
-                flats.append(None)
-                continue
-            dtype = torch.as_tensor(some[0]).dtype if some else flat.dtype
-            flats.append(torch.empty(high - low, dtype=dtype, device="meta"))
-        self.skeleton = Sharded(layout, flats)
+            there = [x for slot in slots if (x := leaves[slot.index]) is not None]
+            missing = None if slots else flat.dtype
+            dtypes.append(torch.as_tensor(there[0]).dtype if there else missing)
+        self.skeleton = outline(layout, dtypes, rank_in(layout))
 
     @property
     def home(self) -> torch.device:
@@ -446,16 +389,16 @@ class Cut(Streamed):
             leaves[s.index] for i in self.layout.units[unit].flats for s in self.layout.by_flat[i]
         ]
 
-    def packed(self) -> Tree:
-        """A copy in flats."""
-        return packed(self.layout, self._tree)
+    def in_memory(self) -> Any:
+        """The tree as it would be without offload."""
+        return packed(self.layout, self._tree) if self.layout.axis == () else self.sharded()
 
     def sharded(self) -> Sharded:
         return cut(self.layout, self._tree, self.group.rank, copy=True)
 
 
 def assembled(layout: Layout, new: Tree) -> Streamed:
-    """A tree put together from placed parts and plain leaves, cut by ``layout``.
+    """A tree put together from placed parts and plain leaves, sharded by ``layout``.
 
     Raises:
         PlacementError: it has not the leaves of ``layout``.
@@ -467,7 +410,7 @@ def assembled(layout: Layout, new: Tree) -> Streamed:
         new, is_leaf=lambda x: isinstance(x, Placed), none_is_leaf=True, namespace=NAMESPACE
     )
     if not any(isinstance(node, Placed) for node in nodes):
-        return Cut(layout, new)
+        return LazyShard(layout, new)
     parts: list[Streamed] = []
     offsets: list[int] = []
     plain: list[Any] = [None] * len(layout.slots)
@@ -500,23 +443,12 @@ def assembled(layout: Layout, new: Tree) -> Streamed:
             for slot, a, b, offset in layout.segments(i, rank):
                 if (leaf := plain[slot.index]) is not None:
                     pieces[slot.index] = leaf.reshape(-1)[offset : offset + b - a]
-        flats: list[Tensor | None] = [None] * len(layout.flats)
-        for i in mine:
-            if all(slot.index in pieces for slot in layout.by_flat[i]):
-                flats[i] = assemble(layout, i, pieces, rank)
-        return [Sharded(layout, flats)]
+        complete = [i for i in mine if all(slot.index in pieces for slot in layout.by_flat[i])]
+        return [part_of(layout, {i: assemble(layout, i, pieces, rank) for i in complete})]
 
-    skeleton = Sharded(
-        layout,
-        [
-            torch.empty(b - a, dtype=flat.dtype, device="meta")
-            for flat in layout.flats
-            for a, b in [flat.bounds(rank_in(layout))]
-        ],
-    )
-    shifts = [-start for start in offsets]
-    return Deferred(Op(do, parts, layout, shifts), 0, skeleton)
+    skeleton = outline(layout, [flat.dtype for flat in layout.flats], rank_in(layout))
+    return _deferred(do, parts, skeleton, [-start for start in offsets])
 
 
-registered(Held)
-registered(Cut)
+registered(InMemory)
+registered(LazyShard)
