@@ -36,10 +36,9 @@ from zfunc.errors import (
 from zfunc.layout.sharded import Sharded
 from zfunc.layout.unreduced import linear_map
 from zfunc.ranks import comm, random
+from zfunc.ranks import distributed as _  # noqa: F401  (it finds a process group of the user's)
 from zfunc.ranks.axes import Mesh, mesh
 from zfunc.ranks.collectives import axis_index, pmean, psum
-from zfunc.ranks.launching import init, launch
-from zfunc.ranks.simulation import simulate
 from zfunc.ranks.world import rank, world_size
 from zfunc.trees import tree
 from zfunc.trees.tree import Layers, full
@@ -50,6 +49,8 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.language.generation import generate
     from zfunc.modules.functional import Functional, functionalize
+    from zfunc.ranks.launching import init, launch
+    from zfunc.ranks.simulation import simulate
     from zfunc.training.recipe import train_step
     from zfunc.training.renewal import recover_world
     from zfunc.training.stopping import preemption
@@ -85,6 +86,8 @@ _LATER = {  # on first use: nobody pays for what is not used
     "functionalize": "modules.functional",
     "generate": "language.generation",
     "import_safetensors": "files.pretrained",
+    "init": "ranks.launching",
+    "launch": "ranks.launching",
     "offload": "transforms",
     "precision": "transforms",
     "preemption": "training.stopping",
@@ -95,6 +98,7 @@ _LATER = {  # on first use: nobody pays for what is not used
     "restore": "files.checkpoint",
     "save": "files.checkpoint",
     "shard": "transforms",
+    "simulate": "ranks.simulation",
     "train_step": "training.recipe",
 }
 _ROOMS = ("kernels", "optim", "quant", "transforms")

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from zfunc.engine.placement import Entries
 from zfunc.errors import PlacementError
 from zfunc.ranks import world
-from zfunc.ranks.accounting import HEADER
-from zfunc.ranks.routes import neighbours, ring
-from zfunc.ranks.transport import HEADER_BYTES
+from zfunc.ranks.accounting import HEADER, HEADER_BYTES
+from zfunc.ranks.adjacency import neighbours, ring
 from zfunc.trees import tree
 
 __all__ = ["Description", "Traffic", "describe", "held_bytes"]

@@ -7,7 +7,7 @@ from typing import Any, cast
 import optree
 from torch import Tensor
 
-from zfunc.ranks import random
+from zfunc.ranks import keys
 from zfunc.trees import tree
 from zfunc.trees.nodes import HELD, OPAQUE, PLACED, Box, any_spent, carry, held_in
 
@@ -75,4 +75,4 @@ def key_of(state: Any) -> Tensor | None:
     key, step = entry(state, "key"), entry(state, "step")
     if key is None:
         return None
-    return random.fold_in(key, step) if isinstance(step, Tensor | int) else random.as_key(key)
+    return keys.fold_in(key, step) if isinstance(step, Tensor | int) else keys.as_key(key)
