@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine import context
-from zfunc.engine.intake import entry
+from zfunc.engine.entries import entry
 from zfunc.engine.interrupts import Succession
 from zfunc.engine.step import Step, as_step
 from zfunc.errors import CompositionError
 from zfunc.quant.qtensor import QTensor
-from zfunc.ranks import random, world
+from zfunc.ranks import keys, world
 from zfunc.ranks.comm import Group, groups_of
 from zfunc.trees import memory, tree
 from zfunc.trees.nodes import NAMESPACE, carry
@@ -236,7 +236,7 @@ class _Scopes:
     def of(self, state: Any) -> Iterator[None]:
         """Watch the scopes that are opened inside the block."""
         key, step = (entry(state, name) for name in HOST)
-        with random.watched(self, key, step):
+        with keys.watched(self, key, step):
             yield
 
     def register(self, graph: Any, device: torch.device) -> None:
@@ -279,8 +279,8 @@ class _Scopes:
         for path, generator in zip(self.paths, self.generators, strict=True):
             own = key
             for data in path:
-                own = random.fold_in(own, step if data is random.STEP else data)
-            generator.manual_seed(random.scope(own).seed)
+                own = keys.fold_in(own, step if data is keys.STEP else data)
+            generator.manual_seed(keys.scope(own).seed)
 
     def _default(self) -> torch.Generator:
         return torch.cuda.default_generators[torch.cuda.current_device()]

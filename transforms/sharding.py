@@ -29,8 +29,7 @@ from zfunc.engine.agreement import check_same
 from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.figures import Traffic
-from zfunc.engine.hooks import Pending
+from zfunc.engine.hooks import Pending, Traffic
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
@@ -45,8 +44,9 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.rounds import Rounds, in_rounds
 from zfunc.layout.sharded import Sharded, cut
-from zfunc.ranks.axes import MESH, Mesh, group
+from zfunc.ranks.axes import Mesh, group
 from zfunc.ranks.comm import Group
+from zfunc.ranks.world import MESH
 from zfunc.trees import tree
 from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
 

@@ -18,7 +18,8 @@ from tests.dist.pretended import gpus
 from zfunc.errors import DesyncError, DeviceError
 from zfunc.ranks import devices, world
 from zfunc.ranks.axes import group
-from zfunc.ranks.comm import Group, unchecked
+from zfunc.ranks.comm import unchecked
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.distributed import DistributedWorld
 from zfunc.ranks.gloo import PointToPoint
 from zfunc.ranks.launching import init, launch
@@ -236,7 +237,7 @@ def communicators() -> dict[str, Any]:
 
     cpu = PointToPoint(joined._place(members, "tests"), joined.timeout)
     transport = OnHost(made["gathers"], cpu, reductions, late=lambda: joined.unchecked > 0)
-    ranks = Group("data", joined, transport)
+    ranks = ConnectedGroup("data", joined, (), lambda: transport)
     found: dict[str, Any] = {}
     full = torch.zeros(5)
     cuts = [0, 1, 5]

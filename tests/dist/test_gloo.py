@@ -17,10 +17,11 @@ import torch.distributed as dist
 import zfunc.ranks.world
 from tests.dist.counters import kernel_bytes_sent
 from zfunc.errors import DesyncError
-from zfunc.ranks import wires
+from zfunc.ranks import control_channel
 from zfunc.ranks.axes import group, mesh
 from zfunc.ranks.collectives import pmean, psum
-from zfunc.ranks.comm import Group, even_cuts, ledger
+from zfunc.ranks.comm import even_cuts, ledger
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.launching import init, launch
 from zfunc.ranks.simulation import simulate
 
@@ -94,7 +95,7 @@ def test_real_ranks_do_what_simulated_ones_do_bit_for_bit(
 
 def collectives_of(hosts: tuple[str, ...]) -> tuple[list[Any], dict[str, int], int]:
     """The same between ranks that are on these hosts: what is small goes another way."""
-    wires._host = lambda: hosts[zfunc.ranks.world.rank()]
+    control_channel._host = lambda: hosts[zfunc.ranks.world.rank()]
     return collectives()
 
 
@@ -208,12 +209,11 @@ def native() -> list[Any]:
 
     joined = zfunc.ranks.world.current()
     assert isinstance(joined, DistributedWorld)
-    cpu = joined.connect((("data", joined.size),), ("data",))
-    joined.memo[("group", tuple(range(joined.size)))] = Group(
-        "data",
-        joined,
-        NativeOnHost(dist.group.WORLD, cpu),  # type: ignore[arg-type]
-    )
+    members = tuple(range(joined.size))
+    cpu = joined.transport(members)
+    everyone: Any = dist.group.WORLD
+    native = NativeOnHost(everyone, cpu, reductions=lambda: everyone, late=lambda: False)
+    joined.memo["group", members] = ConnectedGroup("data", joined, members, lambda: native)
     ranks, results = group(None, "data"), []
     for numel in (0, 6, 601):
         x = (torch.arange(numel) * (ranks.rank + 1)).double()

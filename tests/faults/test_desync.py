@@ -100,14 +100,15 @@ def every_mismatch_of_two() -> list[str]:
 
 def fresh_group() -> None:
     """A group that has not failed, over new connections."""
-    from zfunc.ranks.comm import Group
+    from zfunc.ranks.connected import ConnectedGroup
     from zfunc.ranks.gloo import PointToPoint
     from zfunc.ranks.world import current
 
     joined: Any = current()
     place = joined._place((0, 1), f"after {len(joined.groups)} groups")
     transport = PointToPoint(place, joined.timeout)
-    joined.memo["group", (0, 1)] = Group("data", joined, transport)
+    made = ConnectedGroup("data", joined, (0, 1), lambda: transport)
+    joined.memo["group", (0, 1)] = made
     for key in [key for key in joined.memo if key[1] == "data"]:
         del joined.memo[key]
 

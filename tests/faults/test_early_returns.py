@@ -24,6 +24,7 @@ from zfunc import optim
 from zfunc.errors import DesyncError
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.gloo import Place, PointToPoint
 from zfunc.ranks.world import World
 
@@ -110,7 +111,8 @@ def test_a_rank_that_returns_early_is_noticed_in_whatever_the_others_wait(
 
     def rank(r: int) -> None:
         place = Place(r, tuple(range(SIZE)), PrefixStore("g", store), lambda k: gone.get(k, ""))
-        ranks = Group("data", World(r, SIZE, LONG), PointToPoint(place, LONG))
+        world = World(r, SIZE, LONG)
+        ranks = ConnectedGroup("data", world, (), lambda: PointToPoint(place, LONG))
         before(ranks)
         time.sleep(0.2 if slow == (r == 1) else 0.0)  # the others wait already, or come later
         if r == 1:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from zfunc.errors import DesyncError
-from zfunc.ranks import routes
+from zfunc.ranks import adjacency
 from zfunc.ranks.axes import group
 from zfunc.ranks.launching import launch
 
 
 def test_everybody_hears_who_parted(tmp_path: Path) -> None:
     def body() -> None:
-        routes.DIRECT = 2  # four ranks are many, then
+        adjacency.DIRECT = 2  # four ranks are many, then
         ranks = group(None, "data")
         assert sum(ranks.exchange(ranks.rank)) == 6
         label = "layers.1" if ranks.rank == 1 else "layers.0"

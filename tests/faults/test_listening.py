@@ -19,11 +19,11 @@ import zfunc as zf
 from zfunc import optim
 from zfunc.errors import DesyncError
 from zfunc.ranks.axes import group
-from zfunc.ranks.comm import Group
+from zfunc.ranks.connected import ConnectedGroup
+from zfunc.ranks.control_channel import TOKEN_BYTES, ControlChannel
 from zfunc.ranks.gloo import Place, PointToPoint
 from zfunc.ranks.messages import read, written
-from zfunc.ranks.transport import Call
-from zfunc.ranks.wires import TOKEN_BYTES, Wires
+from zfunc.ranks.transport import Collective
 from zfunc.ranks.world import World
 
 LISTENING = "0A"  # in the kernel's tables
@@ -108,7 +108,7 @@ def test_what_comes_from_gloo_is_never_unpickled() -> None:
 
     def rank(r: int) -> None:
         transport = PointToPoint(Place(r, (0, 1), PrefixStore("g", store)), 20.0)
-        ranks = Group("data", World(r, 2, 20.0), transport)
+        ranks = ConnectedGroup("data", World(r, 2, 20.0), (0, 1), lambda: transport)
         if r == 1:  # a peer that sends a pickle for a message
             ranks._exchanged("exchange", "x", pickle.dumps(Harmful()))
         else:
@@ -142,7 +142,10 @@ def test_messages_come_out_as_they_went_in(obj: Any) -> None:
 
 
 def test_what_is_no_plain_data_is_refused_by_name() -> None:
-    for obj, where in (({"a": [0, torch.ones(1)]}, r"\['a'\]\[1\] is a Tensor"), (Call, "type")):
+    for obj, where in (
+        ({"a": [0, torch.ones(1)]}, r"\['a'\]\[1\] is a Tensor"),
+        (Collective, "type"),
+    ):
         with pytest.raises(TypeError, match=where):
             zf.simulate(2)(lambda obj=obj: group(None, "data").exchange(obj))()
 
@@ -157,7 +160,7 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 def test_silent_strangers_hold_nobody_up() -> None:
     cards: list[bytes] = []
-    wires = Wires(0, cards.append, lambda peer: b"", 30.0)
+    channel = ControlChannel(0, cards.append, lambda peer: b"", 30.0)
     port = int(cards[0][TOKEN_BYTES:].decode().split("\n")[2])
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -166,8 +169,8 @@ def test_silent_strangers_hold_nobody_up() -> None:
         caller.sendall(word[:5])
         threading.Timer(0.2, lambda: caller.sendall(word[5:] + bytes(16))).start()
         start = time.monotonic()
-        assert wires.receive(1, 1) == (0, 0)
+        assert channel.receive(1, 1) == (0, 0)
         assert time.monotonic() - start < 5
     for stranger in strangers:
         stranger.close()
-    wires.close()
+    channel.close()

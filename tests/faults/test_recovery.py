@@ -21,7 +21,7 @@ from tests.laws.models import stack, stack_loss
 from zfunc import optim
 from zfunc.layout.replicated import Replicated
 from zfunc.ranks.axes import group
-from zfunc.ranks.transport import Call, announced
+from zfunc.ranks.transport import Collective, announced
 
 F64 = torch.float64
 TX = optim.adamw(0.02, weight_decay=0.1)
@@ -243,7 +243,7 @@ def test_nothing_of_an_earlier_epoch_reaches_a_later_one() -> None:
             with pytest.raises(zf.DesyncError, match=r"zf\.recover_world"):
                 handle.wait()
         if zf.rank() == 0:  # says something in the old group
-            call = Call("exchange", "late", announced("exchange", "late", ()), 1)
+            call = Collective("exchange", "late", announced("exchange", "late", ()), 1)
             with pytest.raises((zf.DesyncError, OSError)):
                 for _ in old.exchange(call, b"late"):
                     pass

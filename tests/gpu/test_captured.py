@@ -18,6 +18,7 @@ from tests.gpu.cuda import Cuda, active
 from tests.gpu.record import Report
 from tests.gpu.test_capture import CLIPPED, NOISY, SCHEDULED, noisy_loss, sharded
 from zfunc import optim, tree
+from zfunc.ranks import keys
 
 Wrap = Callable[[Any], Any]
 STEPS = 6  # two warm ones, and the third is the first replay
@@ -375,7 +376,7 @@ def test_a_recording_that_was_broken_off_is_made_again() -> None:
 
 def test_the_scope_of_a_folded_key_knows_what_was_folded_in() -> None:
     key, step = zf.random.key(3), torch.tensor(0)
-    with zf.random.watched(_Idle(), key, step):
+    with keys.watched(_Idle(), key, step):
         for mine in (key, zf.random.fold_in(key, step), zf.random.key(4)):
             expected = zf.random.scope(zf.random.fold_in(mine, 7))
             found = zf.random.scope.folded(mine)(7)

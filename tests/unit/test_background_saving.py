@@ -14,7 +14,7 @@ import zfunc as zf
 from tests import warm
 from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.models import CASES
-from zfunc.files.conversion import OnDisk, Source
+from zfunc.files.conversion import OnDisk, OpenCheckpoint
 from zfunc.files.inventory import TensorLeaf
 
 F64 = torch.float64
@@ -49,7 +49,7 @@ def test_what_does_not_lie_in_memory_is_written_before_save_returns(tmp_path: Pa
     """A node that streams its values: their files may change as soon as training goes on."""
     values = {"a": torch.arange(5.0), "b": torch.ones(2, 2)}
     sizes = {name: TensorLeaf(tuple(x.shape), x.dtype) for name, x in values.items()}
-    node = OnDisk(Source(sizes, lambda name: values[name]))
+    node = OnDisk(OpenCheckpoint(sizes, lambda name: values[name]))
     saving = zf.save(tmp_path, {"disk": node, "w": torch.ones(3)}, step=1, block=False)
     for x in values.values():
         x.zero_()

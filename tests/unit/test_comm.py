@@ -166,7 +166,7 @@ def test_handles_may_be_waited_in_any_order_again_or_never() -> None:
 
 
 def test_many_reductions_under_way_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zfunc.comm.INFLIGHT_BYTES", 3000)
+    monkeypatch.setattr("zfunc.ranks.connected.INFLIGHT_BYTES", 3000)
 
     def body() -> tuple[list[bool], list[float]]:
         ranks = everyone()

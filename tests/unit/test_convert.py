@@ -208,4 +208,4 @@ def test_every_dtype_from_dcp(dtype: torch.dtype, tmp_path: Path) -> None:
     source = conversion.open_source(tmp_path, "dcp")
     assert source.tensors["x"].dtype == dtype
     assert bits(source.read("x")) == bits(x)
-    assert dict(source.static) == {"none": None, "s": "ü", "f": 0.5}
+    assert source.static() == {"none": None, "s": "ü", "f": 0.5}

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from zfunc.ranks import world
-from zfunc.ranks.axes import MESH, Mesh, group, mesh
+from zfunc.ranks.axes import Mesh, group, mesh
 from zfunc.ranks.collectives import axis_index, pmean, psum
 from zfunc.ranks.comm import even_cuts
 from zfunc.ranks.simulation import simulate
+from zfunc.ranks.world import MESH
 
 
 def test_meshes_are_values() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc as zf
-from zfunc import comm, optim
+from zfunc import optim
+from zfunc.ranks.connected import ConnectedGroup, PendingHandle
 
 Tree = Any
 WIDTH = 16
@@ -68,7 +69,7 @@ HERE = threading.local()
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles that tell the record of their rank when they are issued and awaited."""
-    init, wait, call = comm.Handle.__init__, comm.Handle.wait, comm.Group._call
+    init, wait, call = PendingHandle.__init__, PendingHandle.wait, ConnectedGroup._call
 
     def named(self: Any, kind: str, label: str, *rest: Any) -> Any:
         HERE.label = f"{kind} {label}"
@@ -95,9 +96,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             record.silent = False
 
-    monkeypatch.setattr(comm.Group, "_call", named)
-    monkeypatch.setattr(comm.Handle, "__init__", issued)
-    monkeypatch.setattr(comm.Handle, "wait", awaited)
+    monkeypatch.setattr(ConnectedGroup, "_call", named)
+    monkeypatch.setattr(PendingHandle, "__init__", issued)
+    monkeypatch.setattr(PendingHandle, "wait", awaited)
 
 
 def params(depth: int) -> Tree:

@@ -21,10 +21,13 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from zfunc.engine import description
 from zfunc.engine.description import Traffic
 from zfunc.errors import DesyncError
-from zfunc.ranks import routes
-from zfunc.ranks.comm import Group, Ledger
+from zfunc.ranks import adjacency, routes
+from zfunc.ranks.accounting import Ledger
+from zfunc.ranks.comm import Group, even_cuts
+from zfunc.ranks.connected import ConnectedGroup
+from zfunc.ranks.control_channel import ControlChannel
 from zfunc.ranks.gloo import Place, PointToPoint
-from zfunc.ranks.wires import Wires
+from zfunc.ranks.halving import Halving
 from zfunc.ranks.world import World
 
 MANY = 1024
@@ -32,12 +35,12 @@ MANY = 1024
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 31, 100, 1000, 1023, MANY])
 def test_partners_and_neighbours_are_mutual_and_few(size: int) -> None:
-    few = size - 1 if routes.is_direct(size) else 1 + size.bit_length()
+    few = size - 1 if adjacency.is_direct(size) else 1 + size.bit_length()
     for rank in range(size):
-        near = routes.neighbours(rank, size)
+        near = adjacency.neighbours(rank, size)
         assert rank not in near and len(near) == len(set(near)) <= few
-        assert all(rank in routes.neighbours(peer, size) for peer in near)
-        if not routes.is_direct(size):
+        assert all(rank in adjacency.neighbours(peer, size) for peer in near)
+        if not adjacency.is_direct(size):
             partners = routes.Cube(rank, size).partners()
             assert len(partners) <= few
             assert all(rank in routes.Cube(peer, size).partners() for peer in partners)
@@ -72,19 +75,25 @@ def test_what_is_told_in_advance_counts_the_headers_that_go_out(
     assert parts["headers"] == 3 * 16 * told
 
 
-# Real groups: every rank a thread with a gloo context and wires of its own.
+# Real groups: every rank a thread with a gloo context and channel of its own.
 
 
-def among(size: int, body: Callable[[Group], Any], timeout: float = 60.0) -> list[Any]:
+def over_gloo(place: Place, timeout: float) -> PointToPoint:
+    small = adjacency.is_direct(len(place.members))
+    return (PointToPoint if small else Halving)(place, timeout)
+
+
+def among(size: int, body: Callable[[ConnectedGroup], Any], timeout: float = 60.0) -> list[Any]:
     """Run ``body`` on the ranks of a group over real connections."""
     store, hold = HashStore(), threading.Barrier(size)
     members = tuple(range(size))
 
     def run(rank: int) -> Any:
         place = Place(rank, members, PrefixStore("group", store))
-        transport = PointToPoint(place, timeout)
+        transport = over_gloo(place, timeout)
         try:
-            return body(Group("data", World(rank, size, timeout), transport))
+            world = World(rank, size, timeout)
+            return body(ConnectedGroup("data", world, members, lambda: transport))
         finally:
             hold.wait()
             transport.close()
@@ -102,7 +111,7 @@ def test_a_large_group_computes_what_a_simulated_one_does(size: int) -> None:
     numel = 5 * size + 3
     uneven = routes.offsets([(7 * r) % 11 for r in range(size)])
 
-    def body(ranks: Group) -> list[Any]:
+    def body(ranks: ConnectedGroup) -> list[Any]:
         book = Ledger()
         ranks._world.ledgers.append(book)
         x = values(ranks.rank, numel)
@@ -121,8 +130,8 @@ def test_a_large_group_computes_what_a_simulated_one_does(size: int) -> None:
         results = [handle.wait() for handle in handles]
         results.append(ranks.exchange("x" * (ranks.rank % 3)))
         ranks.barrier()
-        peers = {*ranks._transport._wires._to}  # type: ignore[attr-defined]
-        assert peers == set(routes.neighbours(ranks.rank, size))
+        peers = {*ranks._transport._channel._to}  # type: ignore[attr-defined]
+        assert peers == set(adjacency.neighbours(ranks.rank, size))
         return [results, book.total_bytes]
 
     outcomes = among(size, body)
@@ -146,10 +155,10 @@ def test_small_payloads_go_with_headers() -> None:
     """Those of a second round, too; waited for in any order."""
     size, numel, many = 3, 4096, 40
 
-    def body(ranks: Group) -> tuple[int, int]:
+    def body(ranks: ConnectedGroup) -> tuple[int, int]:
         transport: Any = ranks._transport
         counted = transport._gloo = Counted(transport._gloo)
-        weighed = transport._wires = Weighed(transport._wires)
+        weighed = transport._channel = Weighed(transport._channel)
         mine = [torch.full((numel,), 100.0 * ranks.rank + k) for k in range(many)]
         handles = [ranks.all_gather(torch.zeros(size * numel), x) for x in mine]
         sums = [ranks.all_reduce(x) for x in mine]
@@ -159,7 +168,7 @@ def test_small_payloads_go_with_headers() -> None:
             assert torch.equal(sums[k].wait(), torch.full((numel,), 300.0 + 3 * k))
         return weighed.sent, counted.sent
 
-    cuts = routes.even_cuts(numel, size)
+    cuts = even_cuts(numel, size)
     for rank, (weighed, counted) in enumerate(among(size, body)):
         own = cuts[rank + 1] - cuts[rank]
         assert counted == 0
@@ -173,7 +182,7 @@ def test_ranks_may_wait_in_any_order(numel: int, beyond: bool) -> None:
     size, many = 3, 40
     room = torch.zeros(size * 8000)
 
-    def body(ranks: Group) -> list[Tensor]:
+    def body(ranks: ConnectedGroup) -> list[Tensor]:
         x = values(ranks.rank, numel)
         handles: list[Any] = []
         for k in range(many):
@@ -213,21 +222,21 @@ class Counted:
 
 
 class Weighed:
-    """Wires that count the payloads that go with headers and notes."""
+    """ControlChannel that count the payloads that go with headers and notes."""
 
-    def __init__(self, wires: Wires) -> None:
-        self.wires, self.sent = wires, 0
+    def __init__(self, channel: ControlChannel) -> None:
+        self.channel, self.sent = channel, 0
 
     def send(self, peer: int, digest: int, length: int, payload: bytes = b"") -> int:
         self.sent += len(payload)
-        return self.wires.send(peer, digest, length, payload)
+        return self.channel.send(peer, digest, length, payload)
 
     def send_note(self, peer: int, number: int, payload: bytes = b"") -> None:
         self.sent += len(payload)
-        self.wires.send_note(peer, number, payload)
+        self.channel.send_note(peer, number, payload)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.wires, name)
+        return getattr(self.channel, name)
 
 
 @pytest.mark.parametrize("size", [3, 17, 22])
@@ -246,10 +255,10 @@ def test_the_ledger_counts_what_goes_out(size: int) -> None:
         "barrier": lambda g: g.barrier(),
     }
 
-    def body(ranks: Group) -> dict[str, tuple[int, int]]:
+    def body(ranks: ConnectedGroup) -> dict[str, tuple[int, int]]:
         transport: Any = ranks._transport
         counted = transport._gloo = Counted(transport._gloo)
-        weighed = transport._wires = Weighed(transport._wires)
+        weighed = transport._channel = Weighed(transport._channel)
         out = {}
         for name, call in calls.items():
             book = Ledger()
@@ -285,7 +294,7 @@ def test_sockets_are_opened_to_partners_only() -> None:
             counts.append(sockets() - before)
         meet.wait()
 
-    def body(ranks: Group) -> None:
+    def body(ranks: ConnectedGroup) -> None:
         count("made")
         ranks.all_reduce(torch.ones(3)).wait()
         count("reduced")
@@ -296,7 +305,7 @@ def test_sockets_are_opened_to_partners_only() -> None:
     before = sockets()
     among(size, body)
     edges = sum(len(routes.Cube(r, size).partners()) for r in range(size))
-    assert counts[0] == 2 * size  # that listen: gloo's and the wires'
+    assert counts[0] == 2 * size  # that listen: gloo's and the channel'
     assert counts[1] == counts[2] == 2 * size + edges + 2 * 2 * size
     assert counts[1] < size * (size - 1)  # what gloo alone would have to everybody
 
@@ -347,8 +356,8 @@ class Silent:
         return
 
 
-class Agreeing:  # in place of Wires
-    """Wires on which every peer agrees; remembers who they are."""
+class Agreeing:  # in place of ControlChannel
+    """ControlChannel on which every peer agrees; remembers who they are."""
 
     def __init__(self) -> None:
         self.peers: dict[int, tuple[int, int]] = {}
@@ -375,13 +384,13 @@ class Agreeing:  # in place of Wires
 @pytest.mark.parametrize("rank", [0, 1, 511, 999])
 def test_a_rank_of_a_thousand_talks_to_a_few(rank: int, size: int) -> None:
     store = Counting()
-    transport = PointToPoint(Place(rank, tuple(range(size)), store), 5.0)
+    transport = over_gloo(Place(rank, tuple(range(size)), store), 5.0)
     # Made by this rank alone: it says where it listens, twice, and asks for nobody.
     assert store.messages == Counter({"set": 2})
     store.base.add("met", size - 1)  # all others have said that their headers agree
-    backend, wires = Silent(), Agreeing()
-    transport._gloo, transport._wires = backend, wires  # type: ignore[assignment]
-    group = Group("data", World(rank, size, 5.0), transport)
+    backend, channel = Silent(), Agreeing()
+    transport._gloo, transport._channel = backend, channel  # type: ignore[assignment]
+    group = ConnectedGroup("data", World(rank, size, 5.0), (), lambda: transport)
     full = torch.ones(4 * size)
     group.all_gather(full, full[4 * rank : 4 * rank + 4]).wait()
     group.reduce_scatter(full).wait()
@@ -390,12 +399,12 @@ def test_a_rank_of_a_thousand_talks_to_a_few(rank: int, size: int) -> None:
     group.barrier()
     bound = 1 + (size - 1).bit_length()
     assert len(backend.peers) <= bound
-    assert wires.peers.keys() == set(routes.neighbours(rank, size))
+    assert channel.peers.keys() == set(adjacency.neighbours(rank, size))
     for src in (0, size // 2):
         group.broadcast(torch.ones(2), src).wait()
-    # Gloo: a socket to each partner; wires: one for each direction; and two that listen.
+    # Gloo: a socket to each partner; channel: one for each direction; and two that listen.
     assert len(backend.peers) <= 4 * bound
-    assert len(backend.peers) + 2 * len(wires.peers) + 2 <= 60
+    assert len(backend.peers) + 2 * len(channel.peers) + 2 <= 60
     transport.close()
 
 
@@ -410,30 +419,30 @@ def test_the_headers_of_a_thousand_ranks_need_five_sockets_each() -> None:
         asked: Counter[int] = Counter()
         cards: dict[int, bytes] = {}
 
-        def made(rank: int) -> Wires:
+        def made(rank: int) -> ControlChannel:
             def card_of(peer: int) -> bytes:
                 asked[rank] += 1
                 return cards[peer]
 
-            return Wires(rank, lambda card: cards.__setitem__(rank, card), card_of, 30.0)
+            return ControlChannel(rank, lambda card: cards.__setitem__(rank, card), card_of, 30.0)
 
-        wires = [made(rank) for rank in range(MANY)]
-        for rank, mine in enumerate(wires):
-            for peer in routes.neighbours(rank, MANY):
+        channel = [made(rank) for rank in range(MANY)]
+        for rank, mine in enumerate(channel):
+            for peer in adjacency.neighbours(rank, MANY):
                 mine.send(peer, rank, 0)
-        for rank, mine in enumerate(wires):
-            for peer in routes.neighbours(rank, MANY):
+        for rank, mine in enumerate(channel):
+            for peer in adjacency.neighbours(rank, MANY):
                 assert mine.receive(peer, 1) == (peer, 0)
-        assert {mine.sockets for mine in wires} == {5}
+        assert {len(mine._to) + len(mine._from) for mine in channel} == {4}  # and one that listens
         assert set(asked.values()) == {2}
-        for mine in wires:
+        for mine in channel:
             mine.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_bytes_of_a_thousand_ranks_are_no_more_than_directly() -> None:
-    cuts = routes.even_cuts(MANY * 7, MANY)
+    cuts = even_cuts(MANY * 7, MANY)
     for rank in (0, 3, MANY - 1):
         assert routes.all_gather_bytes(cuts, 4, rank, MANY) == 7 * 4 * (MANY - 1)
         assert routes.reduce_scatter_bytes(cuts, 4, rank, MANY) == 7 * 4 * (MANY - 1)
@@ -445,7 +454,7 @@ def test_nobody_connects_in_vain_to_a_rank_that_has_left(size: int) -> None:
     """The first message with data connects, for as long as the timeout where nobody answers."""
     start = time.monotonic()
 
-    def body(ranks: Group) -> str:
+    def body(ranks: ConnectedGroup) -> str:
         ranks.barrier()  # of so few sends no data
         if ranks.rank == 1:
             ranks._transport.close()  # type: ignore[attr-defined]
@@ -462,7 +471,7 @@ def test_nobody_connects_in_vain_to_a_rank_that_has_left(size: int) -> None:
 def test_a_peer_in_another_collective_is_told_before_anyone_connects() -> None:
     start = time.monotonic()
 
-    def body(ranks: Group) -> str:
+    def body(ranks: ConnectedGroup) -> str:
         if ranks.rank == 1:
             with pytest.raises(DesyncError):
                 ranks.barrier(label="more")
@@ -482,7 +491,7 @@ def test_a_rank_that_never_comes_is_missed_whatever_the_store_waits_for() -> Non
     transport = PointToPoint(Place(0, (0, 1), store), 0.3)
     start = time.monotonic()
     with pytest.raises(DesyncError, match=r"rank 1 did not take part within 0\.3 s"):
-        Group("data", World(0, 2, 0.3), transport).barrier()
+        ConnectedGroup("data", World(0, 2, 0.3), (), lambda: transport).barrier()
     assert time.monotonic() - start < 30
     transport.close()
 
@@ -491,7 +500,7 @@ def test_a_rank_that_fails_alone_and_lives_tells_the_others() -> None:
     """What rank 1 sends is too long for rank 0 only; the rest would wait for rank 0 in vain."""
     start = time.monotonic()
 
-    def body(ranks: Group) -> str:
+    def body(ranks: ConnectedGroup) -> str:
         lengths = {(1, 0): 5}  # from, to
         chunks = [torch.ones(lengths.get((ranks.rank, peer), 3)) for peer in range(3)]
         handle = ranks.all_to_all(chunks, sizes=[3, 3, 3], label="experts")
@@ -517,7 +526,7 @@ def test_a_rank_that_fails_alone_and_lives_tells_the_others() -> None:
 def test_what_one_rank_drops_is_finished_in_its_turn(size: int, cycle: bool) -> None:
     """The others wait for what comes after it first; a cycle is what an error leaves behind."""
 
-    def body(ranks: Group) -> list[float]:
+    def body(ranks: ConnectedGroup) -> list[float]:
         before, dropped = (ranks.all_reduce(torch.ones(3000)) for _ in range(2))
         if ranks.rank == 0:
             box: list[Any] = [dropped]
@@ -567,10 +576,10 @@ class Deserted(HashStore):
 
 @pytest.mark.parametrize(("size", "key"), [(3, "card/1"), (17, "all met")])
 def test_a_store_that_is_gone_is_named_and_no_rank(size: int, key: str) -> None:
-    transport = PointToPoint(Place(0, tuple(range(size)), Deserted(key)), 5.0)
+    transport = over_gloo(Place(0, tuple(range(size)), Deserted(key)), 5.0)
     if size == 17:
-        transport._wires = Agreeing()  # type: ignore[assignment]
-    group = Group("data", World(0, size, 5.0), transport)
+        transport._channel = Agreeing()  # type: ignore[assignment]
+    group = ConnectedGroup("data", World(0, size, 5.0), (), lambda: transport)
     with pytest.raises(DesyncError, match="the store through which ranks find each other is gone"):
         group.all_reduce(torch.ones(9)).wait()
     with pytest.raises(DesyncError, match="failed before"):

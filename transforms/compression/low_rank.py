@@ -29,7 +29,7 @@ from torch import Tensor
 from zfunc.layout.dense import dense_of
 from zfunc.layout.layout import Layout, Slot
 from zfunc.layout.pool import pool
-from zfunc.ranks.comm import all_reduce_bytes
+from zfunc.ranks.routes import all_reduce_bytes
 from zfunc.transforms.compression.error_feedback import Call
 
 __all__ = ["LowRankMean", "LowRankPart", "PowerSGD", "bases_of", "rank_bytes"]

@@ -49,8 +49,7 @@ from zfunc.engine.carried import held, may_lose, may_stay, put, take
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
-from zfunc.engine.figures import Traffic
-from zfunc.engine.hooks import Gradients, Pending, Ready
+from zfunc.engine.hooks import Gradients, Pending, Ready, Traffic
 from zfunc.engine.order import Order
 from zfunc.engine.placement import homes_of
 from zfunc.engine.signs import sign

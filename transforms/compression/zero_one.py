@@ -36,8 +36,7 @@ from zfunc.buffers.readings import Reading
 from zfunc.engine.carried import put, take
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
-from zfunc.engine.figures import Traffic
-from zfunc.engine.hooks import Gradients
+from zfunc.engine.hooks import Gradients, Traffic
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError
 from zfunc.optim import AdamState

@@ -54,10 +54,10 @@ def recover(step: Step, like: Any) -> Any:
         raise CheckpointError(
             f"{step!r} keeps nothing on disk. Wrap it in offload(to='disk', path=...) as it was."
         )
-    token = PLACING.set(step)
+    token, laid_out = PLACING.set(step), offload.laid_out
     try:
         for transform in reversed(step.transforms):
-            like = offload.laid_out(like) if transform is offload else transform.place(like)
+            like = laid_out(like) if transform is offload else transform.place(like)
     finally:
         PLACING.reset(token)
     paths = [Path(p) for p in offload.path]

@@ -1,5 +1,7 @@
-"""Memory of the host and of devices: pinned pages, rings of buffers, and copies between the two.
+"""Memory of the host, and copies between it and devices, for which nobody waits without need.
 
-In the order of reading: ``pages``, ``ring``, ``copies``, ``uploads``; ``readings`` and ``numbers``
-are about single numbers.
+``pages`` maps host memory in whole pages and page-locks it, so that a GPU can copy by itself.
+``ring`` hands such memory out and takes it back. ``copies`` has the copies that units of a model
+take, on streams of their own; ``uploads`` those of small tensors. ``readings`` and ``numbers``
+are about single numbers that the host needs from a device, or the other way round.
 """

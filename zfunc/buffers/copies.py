@@ -1,10 +1,9 @@
 """Copies between the host and a device, on streams of their own.
 
-The device's memory that a copy fills or empties belongs to the stream that computes: it is
-allocated there, and let go of there behind an event of the copy. So a host that is far ahead of
-its device takes no more of it than the program holds at a time, and no allocator has to guess
-when another stream is done. Whatever waits is the device; the host waits in
-:func:`zfunc.buffers.pages.wait_for` alone.
+The device memory of a copy belongs to the stream that computes: it is allocated there, and freed
+there behind an event of the copy. So a host that is far ahead of its device uses no more memory
+than the program holds at a time, and no allocator has to guess when another stream is done. Only
+devices wait; the host waits in :func:`zfunc.buffers.pages.wait_for` alone.
 """
 
 from __future__ import annotations

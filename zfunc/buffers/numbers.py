@@ -1,9 +1,9 @@
 """Numbers of a device among tensors of the host.
 
-A norm, a rate or a count may be a 0-d tensor of the device while what it multiplies is evaluated
-on the host. CUDA takes 0-d tensors of the host among its own and not the reverse: here the
-reverse is made up for. Each number is read once, and those that are known together are read
-together, so that the host waits once.
+A norm, a rate or a count may be a 0-d tensor on the device while what it multiplies is computed on
+the host. PyTorch accepts 0-d tensors of the host among tensors of the device, but not the reverse.
+This file adds the reverse. Each number is read once, and those that are known at the same time are
+read together, so that the host waits once.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zfunc.errors import PlacementError
 
-__all__ = ["ACCOUNT", "FLIGHTS", "PAGE", "Account", "Block", "Flights", "aligned", "wait_for"]
+__all__ = ["ACCOUNT", "FLIGHTS", "PAGE", "Account", "Flights", "Pages", "aligned", "wait_for"]
 
 PAGE = 4096  # of memory, and of offsets and lengths as direct I/O wants them
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
@@ -76,7 +76,7 @@ ACCOUNT = Account()
 _UNLOCK: dict[int, Callable[[int], Any]] = {}
 
 
-class Block:
+class Pages:
     """``nbytes`` of whole pages; unlocked and unmapped with the last reference.
 
     Raises:

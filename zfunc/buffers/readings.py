@@ -1,9 +1,9 @@
 """Numbers between host and device, without holding the host back.
 
-A GPU works through what the host has launched some time later. Whoever asks it for a number
-(``float(x)``, ``x.cpu()``, ``torch.tensor(x, device="cuda")``) waits until all of that is done,
-and meanwhile nothing new is launched. Decisions of a step are therefore taken where their numbers
-are, and where the host must know one it is read once, in a :class:`Reading`.
+A GPU runs what the host has launched some time later. To ask it for a number (``float(x)``,
+``x.cpu()``, ``torch.tensor(x, device="cuda")``) is to wait until all of that is done, and meanwhile
+nothing new is launched. So a step decides on a number where the number is. A number that the host
+must know is read once, in a :class:`Reading`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Reading:
     """A small tensor on its way to the host.
 
     From a GPU it is copied into page-locked memory behind what was launched so far. ``wait``
-    waits for that copy, not for what has been launched since. On a CPU nothing is copied. Who
-    copies or pickles it waits.
+    waits for that copy, not for what has been launched since. On a CPU nothing is copied. Copying
+    or pickling a reading waits, too.
 
     >>> Reading(torch.tensor([1.0, 2.0])).wait()
     [1.0, 2.0]

@@ -15,7 +15,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from zfunc.buffers.pages import FLIGHTS, Block, address_of, aligned
+from zfunc.buffers.pages import FLIGHTS, Pages, address_of, aligned
 
 __all__ = ["HOST", "Buffer", "Ring"]
 
@@ -53,8 +53,8 @@ class Ring:
         self.limit, self.locked = limit, False
         self.taken = 0  # bytes in use, those beyond the limit included
         self._smallest = smallest
-        self._free: dict[tuple[int, bool], list[Block]] = {}
-        self._back: deque[Block] = deque()
+        self._free: dict[tuple[int, bool], list[Pages]] = {}
+        self._back: deque[Pages] = deque()
         self._views: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()
         self._lock = Lock()
 
@@ -78,7 +78,7 @@ class Ring:
                 self._make_room(size)
         if block is None:
             try:
-                block = Block(size, locked)
+                block = Pages(size, locked)
             except BaseException:
                 self.taken -= size
                 raise

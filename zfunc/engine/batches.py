@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.ranks.axes import MESH, Mesh, group
+from zfunc.ranks.axes import Mesh, group
+from zfunc.ranks.world import MESH
 from zfunc.trees.nodes import NAMESPACE, Lazy, Placed
 from zfunc.trees.tree import dotted
 

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from zfunc.engine.figures import Description, Traffic
+from zfunc.engine.hooks import Description, Traffic
 from zfunc.ranks import world
-from zfunc.ranks.accounting import HEADER
-from zfunc.ranks.routes import neighbours, ring
-from zfunc.ranks.transport import HEADER_BYTES
+from zfunc.ranks.accounting import HEADER, HEADER_BYTES
+from zfunc.ranks.adjacency import neighbours, ring
 
 __all__ = ["describe"]
 

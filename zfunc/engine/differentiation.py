@@ -39,8 +39,8 @@ from zfunc.layout.layout import Layout
 from zfunc.layout.leaves import check_trainable, is_frozen
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
-from zfunc.ranks import random
 from zfunc.ranks.comm import Group
+from zfunc.ranks.keys import fold_in, scope
 from zfunc.trees.nodes import NAMESPACE, PLACED, Box, Placed, Tree, held_in, leaves_in, opened
 from zfunc.trees.tree import check_alive, dotted
 
@@ -302,9 +302,9 @@ def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     running.layer_calls = 0
     if (key := key_of(running)) is None:
         return nullcontext()
-    key = random.fold_in(key, communication(running).group.rank)
-    running.layer_scope = random.scope.folded(random.fold_in(key, 2 * call + 1))
-    return random.scope(random.fold_in(key, 2 * call))
+    key = fold_in(key, communication(running).group.rank)
+    running.layer_scope = scope.folded(fold_in(key, 2 * call + 1))
+    return scope(fold_in(key, 2 * call))
 
 
 def _by_unit(

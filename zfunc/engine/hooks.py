@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,12 +13,14 @@ from zfunc.trees.nodes import Tree
 
 __all__ = [
     "Collector",
+    "Description",
     "Finish",
     "Gradients",
     "LayerInfo",
     "Pending",
     "Ready",
     "Total",
+    "Traffic",
 ]
 
 Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
@@ -123,3 +126,28 @@ class Total:
     def advance(self) -> None:
         self.first.advance()
         self.second.advance()
+
+
+class Description(str):
+    """Text with its figures as attributes.
+
+    Attributes:
+        state_bytes: bytes of the placed state on this rank; None before ``place``.
+        sent_bytes: bytes that this rank sends in one step, headers included; None
+            before ``place``.
+    """
+
+    state_bytes: int | None = None
+    sent_bytes: int | None = None
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that one rank sends, by purpose, and how many headers each neighbour gets."""
+
+    payload: Counter[str] = field(default_factory=Counter)
+    headers: int = 0
+
+    def add(self, purpose: str, nbytes: int) -> None:
+        self.payload[purpose] += nbytes
+        self.headers += 1

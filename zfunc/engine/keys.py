@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zfunc.engine.context import Context
-from zfunc.ranks import random
+from zfunc.ranks.keys import as_key, fold_in
 
 __all__ = ["key_of"]
 
@@ -17,6 +17,6 @@ def key_of(running: Context) -> Tensor | None:
     made: Tensor | None = running.notes.get("key")
     if made is None:
         key, step = running.key
-        made = random.fold_in(key, step) if step is not None else random.as_key(key)
+        made = fold_in(key, step) if step is not None else as_key(key)
         running.notes["key"] = made
     return made

@@ -14,7 +14,7 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.layout.freezing import all_frozen, frozen_paths, leaves_at, thawed, without_frozen
 from zfunc.layout.leaves import check_trainable, freeze, is_frozen
-from zfunc.ranks import random
+from zfunc.ranks.keys import as_key
 from zfunc.trees import tree
 from zfunc.trees.nodes import PLACED, Box, Lazy, leaves_in
 from zfunc.trees.zeros import begun
@@ -102,7 +102,7 @@ class TrainState:
             params=params,
             opt_state=begun(tx, held),
             step=torch.zeros((), dtype=torch.int64),
-            key=random.as_key(key),
+            key=as_key(key),
             buffers=buffers,
             aux={} if aux is None else aux,
             frozen=frozen,

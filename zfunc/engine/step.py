@@ -33,17 +33,15 @@ from torch import Tensor, nn
 from zfunc.engine import context
 from zfunc.engine.collector import collector_waits
 from zfunc.engine.context import Context
-from zfunc.engine.entries import held_bytes
-from zfunc.engine.figures import Description, Traffic
-from zfunc.engine.hooks import Gradients, LayerInfo, Pending
-from zfunc.engine.intake import admitted, copied, first_leaf, first_placed, key_of
+from zfunc.engine.entries import admitted, copied, first_leaf, first_placed, held_bytes, key_of
+from zfunc.engine.hooks import Description, Gradients, LayerInfo, Pending, Traffic
 from zfunc.engine.interrupts import Succession
 from zfunc.engine.order import Order
 from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
-from zfunc.ranks.axes import MESH
-from zfunc.ranks.comm import ledger, unchecked
+from zfunc.ranks.accounting import ledger
+from zfunc.ranks.world import MESH, unchecked
 from zfunc.trees import tree
 from zfunc.trees.nodes import Box, boxes_in, leaves_in
 from zfunc.trees.origins import let_go

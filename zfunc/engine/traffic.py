@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zfunc.engine.figures import Traffic
+from zfunc.engine.hooks import Traffic
 from zfunc.engine.plans import is_soon
 from zfunc.layout.layout import Layout
 from zfunc.layout.rounds import in_rounds

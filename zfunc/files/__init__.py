@@ -1,6 +1,11 @@
-"""Checkpoints, and other people's files: safetensors and JSON, any world into any other.
+"""Checkpoints, and model files of other libraries.
 
-In the order of reading: ``chunks`` and ``manifest`` (what a checkpoint is), ``inventory`` (what a
-state is in files), ``folder`` and ``locking``, ``reading``, ``saving``, ``replicas``,
-``background``, ``checkpoint``; then ``tensorfiles``, ``pretrained``, ``distcp`` and ``conversion``.
+A checkpoint is a folder of safetensors files and a manifest in JSON. It holds the full state under
+dotted paths, in chunks with a digest each, so any world can restore what any other has saved.
+Nothing is pickled. ``chunks`` and ``manifest`` say what is in the files, and ``inventory`` what a
+state consists of. ``folder``, ``locking`` and ``reading`` work on what is there. ``saving``,
+``replicas`` and ``background`` write, and ``checkpoint`` has ``save`` and ``restore``.
+
+``tensorfiles`` and ``pretrained`` read and write the safetensors files of Hugging Face. ``distcp``
+reads checkpoints of ``torch.distributed.checkpoint``, and ``conversion`` makes one kind of another.
 """

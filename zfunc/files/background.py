@@ -1,7 +1,7 @@
 """Saving beside the training that goes on: a copy is taken now, and written by a thread.
 
-Whoever writes in the background learns through the hidden folder how the other ranks are:
-collectives belong to the main thread, which is in the middle of a step.
+A background thread learns from the hidden folder how far the other ranks are. Collectives belong to
+the main thread, which is in the middle of a step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,8 @@ def start(task: Task) -> Saving:
 
 def _copied(pieces: list[tuple[Chunk, Tensor]]) -> list[tuple[Chunk, memoryview]]:
     """The values in this rank's buffer for copies, which is kept for the next save."""
-    offsets, end = [], 0
-    for chunk, _ in pieces:
-        offsets.append(end)
-        end += -(-chunk.nbytes // ALIGN) * ALIGN
+    sizes = (-(-chunk.nbytes // ALIGN) * ALIGN for chunk, _ in pieces)
+    *offsets, end = accumulate(sizes, initial=0)
     fast = any(x.is_cuda for _, x in pieces)
     buffer = current().memo.get("saving buffer")
     if buffer is None or buffer.numel() < end or (fast and not buffer.is_pinned()):
@@ -165,7 +164,7 @@ def _copied(pieces: list[tuple[Chunk, Tensor]]) -> list[tuple[Chunk, memoryview]
 def _lead(task: Task) -> None:
     """Wait for all records and publish, or clear away what there is."""
     try:
-        watch = _Watch(task)
+        watch = _Patience(task)
         while missing := [r for r in range(task.size) if not task.record(r).exists()]:
             watch.look(f"rank {missing[0]}, which has left no word")
             if not task.hidden.exists():
@@ -179,7 +178,7 @@ def _lead(task: Task) -> None:
 
 def _follow(task: Task) -> None:
     """Wait until rank 0 has renamed the folder, or removed it."""
-    watch = _Watch(task)
+    watch = _Patience(task)
     while task.hidden.exists():
         watch.look("rank 0, which completes the checkpoint")
     with suppress(OSError), (task.final / MANIFEST).open() as file:
@@ -188,8 +187,8 @@ def _follow(task: Task) -> None:
     raise CheckpointError(f"{task.final} was not completed: rank 0 says why")
 
 
-class _Watch:
-    """Patience with the other ranks for as long as something happens in the folder."""
+class _Patience:
+    """A limit on the time in which nothing changes in the folder that all ranks write to."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.pause = task, 0.002
@@ -238,7 +237,7 @@ def settle(together: bool = True) -> None:
 
 
 def _settle_apart() -> None:
-    """Where groups are made anew: a rank may have waited for its saving, and another not.
+    """For when groups are made anew: one rank may have waited for its save, and another not.
 
     Raises:
         CheckpointError: on some rank it could not be written.
@@ -247,7 +246,7 @@ def _settle_apart() -> None:
 
 
 def _at_exit() -> None:
-    """The end of the process waits, too; but the other ranks may be gone, so nobody is asked."""
+    """Wait at the end of the process, too; without a collective, as other ranks may be gone."""
     for saving in list(_unfinished):
         saving._end()
 

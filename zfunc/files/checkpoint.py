@@ -1,8 +1,8 @@
 """Checkpoints: ``save`` and ``restore`` of any placed state, by any world, bitwise.
 
 A checkpoint is a folder of safetensors files and a manifest in JSON; nothing is pickled.
-It holds the full state under dotted paths, cut into chunks in whatever way the ranks that
-wrote it happened to own it. Who reads it takes the elements that its own placement needs.
+It holds the full state under dotted paths, in chunks as the ranks that wrote it owned it. A rank
+that reads it takes the elements that its own placement needs.
 
 Law: ``restore(save(place(s)))`` is ``place(s)``, bitwise, for any two placements of one
 state. A checkpoint is seen only when it is complete, and every byte of it has a digest.
@@ -31,11 +31,12 @@ from zfunc.files.chunks import NAMES, check_name, digest
 from zfunc.files.folder import (
     Checkpoint,
     check_file,
+    check_room,
     clean,
     discard,
+    hidden_folder,
     inspect,
     list_steps,
-    make_hidden,
     read_manifest,
     said,
 )
@@ -106,7 +107,7 @@ def save(
     root = Path(path)
     task = Task(
         root=root,
-        hidden=root / f".saving-step-{number:08d}-{token}",
+        hidden=hidden_folder(root, number, token),
         step=number,
         id=token,
         keep=keep,
@@ -197,14 +198,9 @@ def _prepare(task: Task) -> None:
         if hold(task.root):
             clean(task.root)
         need = sum(leaf.nbytes for leaf in task.stock.tensors.values())
-        disk = os.statvfs(task.root)
-        if disk.f_bavail * disk.f_frsize < need:
-            raise CheckpointError(
-                f"{task.root}: the disk has {disk.f_bavail * disk.f_frsize:,} bytes left, the "
-                f"checkpoint needs {need:,}. Make room (keep=n removes old ones), or save "
-                "elsewhere."
-            )
-        make_hidden(task.root, task.step, task.id)
+        advice = "Make room (keep=n removes old ones), or save elsewhere."
+        check_room(task.root, need, f"the checkpoint needs {need:,}. {advice}")
+        task.hidden.mkdir()
 
 
 def _see(task: Task) -> None:

@@ -1,15 +1,17 @@
 """Chunks of leaves in safetensors files: where they lie, and their digests.
 
-A rank writes one file: of every leaf the elements that are its share, flattened to 1-D
-and cut into chunks, each a tensor of its own. Any safetensors reader opens it.
+A rank writes one file. It has this rank's share of the elements of every leaf, flattened to 1-D and
+divided into chunks, each a tensor of its own. Any safetensors reader opens it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ __all__ = [
     "open_for_reading",
     "pieces_of",
     "read_exactly",
+    "reading",
+    "strict_json",
     "write_exactly",
 ]
 
@@ -95,29 +99,32 @@ def pieces_of(start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, 
 
 
 def lay_out(
-    shares: Iterable[tuple[str, torch.dtype, int, int]],
-) -> tuple[bytes, list[Chunk]]:
+    shares: Sequence[tuple[str, torch.dtype, int, int]],
+) -> tuple[bytes, list[list[Chunk]]]:
     """Where a file holds these elements.
 
     Args:
         shares: ``(leaf, dtype, start, stop)`` each.
 
     Returns:
-        The file's header, and the chunks in the order of ``shares``. In the file chunks of
-        wider dtypes come first, so that each lies at a multiple of its item size.
+        The file's header, and the chunks of each share. In the file chunks of wider dtypes come
+        first, so that each lies at a multiple of its item size.
     """
-    pieces: list[tuple[str, torch.dtype, int, int]] = []
-    for leaf, dtype, start, stop in shares:
-        pieces.extend((leaf, dtype, a, b) for a, b in pieces_of(start, stop, dtype))
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for leaf, dtype, a, b in pieces:
-        name = f"{leaf}[{a}:{b}]"
-        while name in entries:
-            name += "'"
-        entries[name] = (dtype, (b - a,))
+    rows: list[list[tuple[str, int, int]]] = []
+    for leaf, dtype, start, stop in shares:
+        rows.append([])
+        for a, b in pieces_of(start, stop, dtype):
+            name = f"{leaf}[{a}:{b}]"
+            while name in entries:
+                name += "'"
+            entries[name] = (dtype, (b - a,))
+            rows[-1].append((name, a, b - a))
     header, offsets = header_of(entries)
-    placed = zip(pieces, entries, strict=True)
-    return header, [Chunk(leaf, d, a, b - a, offsets[name]) for (leaf, d, a, b), name in placed]
+    return header, [
+        [Chunk(leaf, dtype, start, count, offsets[name]) for name, start, count in row]
+        for (leaf, dtype, _, _), row in zip(shares, rows, strict=True)
+    ]
 
 
 def checked_name(name: str) -> str:
@@ -152,9 +159,7 @@ def header_of(
     end = 0
     for name in sorted(entries, key=lambda name: -entries[name][0].itemsize):
         dtype, shape = entries[name]
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        size = dtype.itemsize * math.prod(shape)
         offsets[name] = end
         described[name] = {
             "dtype": NAMES[dtype],
@@ -239,6 +244,16 @@ def open_for_reading(path: Path) -> tuple[int, int]:
     return fd, found.st_size
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[tuple[int, int]]:
+    """The same, closed at the end of the block."""
+    fd, size = open_for_reading(path)
+    try:
+        yield fd, size
+    finally:
+        os.close(fd)
+
+
 def read_exactly(fd: int, into: Any, offset: int, path: Path) -> None:
     """Fill a writable buffer from a file.
 
@@ -254,3 +269,23 @@ def read_exactly(fd: int, into: Any, offset: int, path: Path) -> None:
             view, offset = view[done:], offset + done
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
+
+
+def strict_json(text: str | bytes) -> Any:
+    """What a JSON document says, if it says it once and in numbers that JSON has.
+
+    Raises:
+        ValueError: it is no JSON, has NaN or an infinity, or a name twice in one object.
+    """
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from zfunc.files.reading import Reader
 from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.trees.nodes import LeafInfo, Placed, Span
 
-__all__ = ["KINDS", "Source", "convert", "kind_of", "open_source"]
+__all__ = ["KINDS", "OpenCheckpoint", "convert", "kind_of", "open_source"]
 
 PathLike = str | os.PathLike[str]
 KINDS = ("zfunc", "safetensors", "dcp")
@@ -39,25 +39,25 @@ MOMENTS = {"fp32": "params", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenCheckpoint:
     """A checkpoint that can be read leaf by leaf.
 
     Attributes:
         tensors: name -> shape and dtype.
         read: name -> the full leaf.
-        static: leaves that are no tensors.
+        static: reads the leaves that are no tensors.
         step: the step count, where it is known.
     """
 
     tensors: dict[str, TensorLeaf]
     read: Callable[[str], Tensor]
-    static: Mapping[str, Any] = field(default_factory=dict)
+    static: Callable[[], dict[str, Any]] = dict
     step: int | None = None
 
-    def renamed(self, names: dict[str, str]) -> Source:
+    def renamed(self, names: dict[str, str]) -> OpenCheckpoint:
         """These tensors alone, under new names: ``{new: old}``."""
         tensors = {new: self.tensors[old] for new, old in names.items()}
-        return Source(tensors, lambda new: self.read(names[new]), {}, self.step)
+        return OpenCheckpoint(tensors, lambda new: self.read(names[new]), step=self.step)
 
 
 class OnDisk(Placed):
@@ -65,7 +65,7 @@ class OnDisk(Placed):
 
     resident = False
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: OpenCheckpoint) -> None:
         self.source, self.paths = source, list(source.tensors)
 
     def held(self) -> Sequence[Tensor | None]:
@@ -75,16 +75,12 @@ class OnDisk(Placed):
         return self.paths
 
     def leaf_infos(self) -> list[LeafInfo]:
-        leaves = self.source.tensors
-        return [LeafInfo((name,), leaves[name].shape, leaves[name].dtype) for name in self.paths]
+        leaves = self.source.tensors.items()
+        return [LeafInfo((name,), leaf.shape, leaf.dtype) for name, leaf in leaves]
 
     def spans(self) -> list[Span]:
-        numels = (self._numel(name) for name in self.paths)
-        return [Span(i, 0, n, (0,)) for i, n in enumerate(numels)]
-
-    def _numel(self, name: str) -> int:
-        leaf = self.source.tensors[name]
-        return leaf.nbytes // leaf.dtype.itemsize
+        leaves = self.source.tensors.values()
+        return [Span(i, 0, leaf.numel, (0,)) for i, leaf in enumerate(leaves)]
 
     def streamed(self) -> Iterator[tuple[Span, Tensor]]:
         for span in self.spans():
@@ -123,14 +119,14 @@ def convert(
     elif to == "zfunc":
         if kind == "safetensors":
             opened = opened.renamed({f"params.{name}": name for name in opened.tensors})
-        save(target, {"": OnDisk(opened), **opened.static}, step=opened.step or 0)
+        save(target, {"": OnDisk(opened), **opened.static()}, step=opened.step or 0)
     else:
         _write_dcp(target, opened)
     size = sum(leaf.nbytes for leaf in opened.tensors.values())
     return f"{kind} -> {to}: {len(opened.tensors)} tensors, {size:,} bytes, in {target}"
 
 
-def _params_of(source: Source) -> Source:
+def _params_of(source: OpenCheckpoint) -> OpenCheckpoint:
     """The entries below ``params``, under their own names; everything, if there is no such."""
     names = {n.removeprefix("params."): n for n in source.tensors if n.startswith("params.")}
     return source.renamed(names or {name: name for name in source.tensors})
@@ -174,7 +170,7 @@ def _asked_for(path: Path, kind: str | None) -> str:
     return found
 
 
-def open_source(path: PathLike, kind: str | None = None) -> Source:
+def open_source(path: PathLike, kind: str | None = None) -> OpenCheckpoint:
     """A checkpoint to be read leaf by leaf.
 
     Args:
@@ -192,7 +188,7 @@ def open_source(path: PathLike, kind: str | None = None) -> Source:
     return opening[_asked_for(Path(path), kind)](Path(path))
 
 
-def _open_zfunc(path: Path) -> Source:
+def _open_zfunc(path: Path) -> OpenCheckpoint:
     """The newest good one."""
     for step, folder in list_steps(path).items():
         if inspect(step, folder, thorough=False).good:
@@ -208,26 +204,29 @@ def _open_zfunc(path: Path) -> Source:
             reader.fill(name, 0, out.view(-1))
         return out
 
-    return Source(tensors, read, manifest.static, manifest.step)
+    return OpenCheckpoint(tensors, read, lambda: manifest.static, manifest.step)
 
 
-def _open_safetensors(path: Path) -> Source:
+def _open_safetensors(path: Path) -> OpenCheckpoint:
     files = SafetensorsFiles(path)
-    return Source(files.tensors, files.read)
+    return OpenCheckpoint(files.tensors, files.read)
 
 
 # --- torch.distributed.checkpoint ---------------------------------------------------------------
 
 
-def _open_dcp(path: Path) -> Source:
-    from zfunc.files.distcp import Distcp, ReadWhenAsked
+def _open_dcp(path: Path) -> OpenCheckpoint:
+    from zfunc.files.distcp import Distcp
 
     files = Distcp(path)
     static, step = _noted(files.tensor(STATIC)) if STATIC in files.tensors else ({}, None)
-    names = (*static, *(name for name in files.others if name not in static))
-    values = ReadWhenAsked(names, lambda n: static[n] if n in static else files.other(n))
+    others = [name for name in files.others if name not in static]
     tensors = {name: leaf for name, leaf in files.tensors.items() if name != STATIC}
-    return Source(tensors, files.tensor, values, step)
+
+    def statics() -> dict[str, Any]:
+        return static | {name: files.other(name) for name in others}
+
+    return OpenCheckpoint(tensors, files.tensor, statics, step)
 
 
 def _noted(data: Tensor) -> tuple[dict[str, Any], int | None]:
@@ -235,7 +234,7 @@ def _noted(data: Tensor) -> tuple[dict[str, Any], int | None]:
     return document["static"], document["step"]
 
 
-def _write_dcp(target: PathLike, source: Source) -> None:
+def _write_dcp(target: PathLike, source: OpenCheckpoint) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
@@ -257,15 +256,15 @@ def _write_dcp(target: PathLike, source: Source) -> None:
         save_dcp(state, checkpoint_id=target, planner=Streaming(), no_dist=True)
 
 
-def _note(source: Source) -> Tensor:
-    text = json.dumps({"step": source.step, "static": dict(source.static)}).encode()
+def _note(source: OpenCheckpoint) -> Tensor:
+    text = json.dumps({"step": source.step, "static": source.static()}).encode()
     return torch.tensor(list(text), dtype=torch.uint8)
 
 
 # --- DeepSpeed's universal checkpoints ----------------------------------------------------------
 
 
-def _open_deepspeed(path: Path) -> Source:
+def _open_deepspeed(path: Path) -> OpenCheckpoint:
     """``zero/<name>/fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` under ``params.<name>``, ..."""
     files = {
         f"{entry}.{folder.name}": folder / f"{kind}.pt"
@@ -277,7 +276,7 @@ def _open_deepspeed(path: Path) -> Source:
     for name, file in files.items():
         x = _tensor_in(file)
         tensors[name] = TensorLeaf(tuple(x.shape), x.dtype)
-    return Source(tensors, lambda name: _tensor_in(files[name]))
+    return OpenCheckpoint(tensors, lambda name: _tensor_in(files[name]))
 
 
 def _tensor_in(file: Path) -> Tensor:

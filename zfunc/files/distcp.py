@@ -9,8 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -26,7 +25,7 @@ from zfunc.errors import CheckpointError
 from zfunc.files.chunks import NAMES
 from zfunc.files.inventory import TensorLeaf
 
-__all__ = ["Distcp", "ReadWhenAsked"]
+__all__ = ["Distcp"]
 
 _DESCRIBING = (
     "BytesStorageMetadata",
@@ -84,25 +83,6 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-@dataclass(frozen=True)
-class ReadWhenAsked(Mapping[str, Any]):
-    """Values by name, each read when somebody asks for it: perhaps nobody does."""
-
-    names: tuple[str, ...]
-    read: Callable[[str], Any]
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.names:
-            raise KeyError(name)
-        return self.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 class Distcp:

@@ -21,18 +21,20 @@ from pathlib import Path
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks
 from zfunc.files.manifest import HEAD_BYTES, DataFile, Manifest, parse, serial_in
+from zfunc.files.reading import Reader
 
 __all__ = [
     "MANIFEST",
     "Checkpoint",
     "check_file",
+    "check_room",
     "clean",
     "discard",
     "drop_old",
     "fsync_folder",
+    "hidden_folder",
     "inspect",
     "list_steps",
-    "make_hidden",
     "next_serial",
     "publish",
     "read_manifest",
@@ -67,7 +69,7 @@ class Checkpoint:
 
 @contextmanager
 def said(path: Path) -> Iterator[None]:
-    """What the system refuses is a ``CheckpointError`` that names the file."""
+    """Make an ``OSError`` a ``CheckpointError`` that names the file."""
     try:
         yield
     except OSError as error:
@@ -163,28 +165,22 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _read(path: Path, first: int = LARGEST_MANIFEST + 1) -> bytes:
     """The first bytes of a manifest, or all of them."""
-    fd, size = chunks.open_for_reading(path)
-    try:
+    with chunks.reading(path) as (fd, size):
         if size > LARGEST_MANIFEST:
             raise CheckpointError(f"{path} has {size} bytes, more than a manifest ever has")
         data = bytearray(min(size, first))
         chunks.read_exactly(fd, data, 0, path)
-    finally:
-        os.close(fd)
     return bytes(data)
 
 
 def check_file(folder: Path, file: DataFile) -> None:
     """Raise ``CheckpointError`` unless the file is there, whole, with the header it had."""
     path = folder / file.name
-    fd, size = chunks.open_for_reading(path)
-    try:
+    with chunks.reading(path) as (fd, size):
         if size != file.size:
             raise CheckpointError(f"{path} has {size} bytes, it was written with {file.size}")
         header = bytearray(file.header)
         chunks.read_exactly(fd, header, 0, path)
-    finally:
-        os.close(fd)
     if chunks.digest(header) != file.digest:
         raise CheckpointError(f"{path} is damaged: the digest of its header does not fit")
 
@@ -200,28 +196,32 @@ def inspect(step: int, folder: Path, thorough: bool = True) -> Checkpoint:
         for file in manifest.files:
             check_file(folder, file)
         if thorough:
-            _check_chunks(folder, manifest)
+            with Reader(folder, manifest) as reader:
+                for name in manifest.leaves:
+                    reader.check(name)
     except CheckpointError as error:
         return Checkpoint(step, folder, str(error))
     return Checkpoint(step, folder)
 
 
-def _check_chunks(folder: Path, manifest: Manifest) -> None:
-    from zfunc.files.reading import Reader
-
-    with Reader(folder, manifest) as reader:
-        for name in manifest.leaves:
-            reader.check(name)
-
-
 # Changing it
 
 
-def make_hidden(root: Path, step: int, token: str) -> Path:
+def hidden_folder(root: Path, step: int, token: str) -> Path:
     """The folder in which a checkpoint is written."""
-    hidden = root / f"{SAVING}{step_name(step)}-{token}"
-    hidden.mkdir()
-    return hidden
+    return root / f"{SAVING}{step_name(step)}-{token}"
+
+
+def check_room(folder: Path, need: int, what: str) -> None:
+    """Raise ``CheckpointError`` if the disk has less room than is needed.
+
+    Args:
+        what: what needs so many bytes, and ends the message.
+    """
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < need:
+        raise CheckpointError(f"{folder}: the disk has {free:,} bytes left, {what}")
 
 
 def clean(root: Path) -> None:
@@ -248,7 +248,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def publish(hidden: Path, root: Path, step: int) -> Path:
+def publish(hidden: Path, root: Path, step: int) -> None:
     """Give a finished checkpoint its name; one that had it goes when this one is in place."""
     final, replaced = root / step_name(step), root / f"{REPLACED}{step_name(step)}"
     again = final.exists()
@@ -258,7 +258,6 @@ def publish(hidden: Path, root: Path, step: int) -> Path:
     fsync_folder(root)
     if again:
         shutil.rmtree(replaced, ignore_errors=True)
-    return final
 
 
 def drop_old(root: Path, step: int, keep: int) -> None:

@@ -1,6 +1,6 @@
-"""What a state consists of, by the names that its leaves have in files.
+"""The leaves of a state, by their names in files.
 
-Names are those of the full, plain tree, however it is placed here: that is why a state
+Names are those of the full, plain tree, however the state is placed here. That is why a state
 saved by any world and stage can be restored into any other.
 """
 
@@ -41,8 +41,12 @@ class TensorLeaf:
     each: bool = False
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

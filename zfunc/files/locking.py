@@ -1,8 +1,8 @@
-"""One run at a time writes to a folder of checkpoints.
+"""A lock on a folder of checkpoints: one run at a time writes there.
 
-The lock belongs to the process of rank 0 and lasts as long as that: a run that saves now
-and then must not find, at its second save, that another has saved in between. The system
-releases it however the process ends. Processes that it started may save there, too.
+The process of rank 0 holds the lock until it ends, so that no other run saves between two saves
+of this one. The system releases the lock however the process ends. Processes that it started may
+save there, too.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zfunc.errors import CheckpointError
-from zfunc.files.chunks import DTYPES, NAMES, digest
+from zfunc.files.chunks import DTYPES, NAMES, digest, strict_json
 
 __all__ = [
     "FORMAT",
@@ -42,6 +42,7 @@ HEAD_BYTES = 1024  # in which the first lines are
 SEAL = re.compile(rb',\n"digest": "([0-9a-f]{32})"}\n')
 SEAL_BYTES = len(b',\n"digest": ""}\n') + 32
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+T = TypeVar("T")
 Row = tuple[int, int, int, int, str]
 
 
@@ -94,10 +95,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        files = [
-            {"name": f.name, "size": f.size, "header": f.header, "digest": f.digest}
-            for f in self.files
-        ]
+        files = [vars(file) for file in self.files]
         leaves = {
             name: {"dtype": NAMES[leaf.dtype], "shape": leaf.shape, "chunks": leaf.chunks}
             for name, leaf in self.leaves.items()
@@ -145,11 +143,7 @@ def _decoded(name: str, value: Any) -> Any:
             pass
     elif value is None or type(value) in (bool, int, str):
         return value
-    raise _Bad(f"static {name!r} is {value!r:.60}")
-
-
-class _Bad(Exception):
-    """What is wrong with a manifest."""
+    raise ValueError(f"static {name!r} is {value!r:.60}")
 
 
 def serial_in(first: bytes, whole: Callable[[], bytes]) -> int | None:
@@ -188,47 +182,35 @@ def parse(data: bytes, where: str) -> Manifest:
     if digest(data[:-SEAL_BYTES]) != seal[1].decode():
         raise CheckpointError(f"{where} is damaged: its digest does not fit its contents")
     try:
-        document = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
-        return _checked(document)
-    except (NewerVersion, _Bad, ValueError, RecursionError) as error:
-        if isinstance(error, NewerVersion):
-            raise NewerVersion(f"{where} {error}") from None
+        return _checked(strict_json(data))
+    except NewerVersion as error:
+        raise NewerVersion(f"{where} {error}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is no manifest of a checkpoint: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _Bad("a name stands twice in one object")
-    return found
-
-
-def _no_constant(word: str) -> Any:
-    raise _Bad(f"{word} is no JSON")
 
 
 def _checked(document: Any) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise _Bad(f'its "format" is not "{FORMAT}"')
+        raise ValueError(f'its "format" is not "{FORMAT}"')
     version = _natural(document.get("version"), "version")
     if version > VERSION:
         raise NewerVersion(
             f"has version {version}, this zfunc reads up to {VERSION}. It is not damaged: install "
             "the zfunc that wrote it, or a later one."
         )
-    files = tuple(_file(row) for row in _list(document.get("files"), "files"))
+    files = tuple(_file(row) for row in _expect(list, document.get("files"), "files"))
     if len({f.name for f in files}) != len(files):
-        raise _Bad("a file stands twice in it")
-    rows = _object(document.get("leaves"), "leaves")
+        raise ValueError("a file stands twice in it")
+    rows = _expect(dict, document.get("leaves"), "leaves")
     leaves = {name: _leaf(name, row, len(files)) for name, row in rows.items()}
     _check_tiles(files, leaves)
-    static = _object(document.get("static"), "static")
+    static = _expect(dict, document.get("static"), "static")
     if both := leaves.keys() & static.keys():
-        raise _Bad(f"{min(both)!r} is both a tensor and none")
+        raise ValueError(f"{min(both)!r} is both a tensor and none")
     return Manifest(
         step=_natural(document.get("step"), "step"),
         world=_natural(document.get("world"), "world"),
-        id=_string(document.get("id"), "id"),
+        id=_expect(str, document.get("id"), "id"),
         files=files,
         leaves=leaves,
         static={name: _decoded(name, value) for name, value in static.items()},
@@ -237,40 +219,40 @@ def _checked(document: Any) -> Manifest:
 
 
 def _file(row: Any) -> DataFile:
-    row = _object(row, "a file")
-    name = _string(row.get("name"), "a file's name")
+    row = _expect(dict, row, "a file")
+    name = _expect(str, row.get("name"), "a file's name")
     if not FILE_NAME.fullmatch(name):
-        raise _Bad(f"a file is called {name!r:.60}")
+        raise ValueError(f"a file is called {name!r:.60}")
     size, header = _natural(row.get("size"), name), _natural(row.get("header"), name)
     if not 8 < header <= size:
-        raise _Bad(f"{name} has {size} bytes and a header of {header}")
-    return DataFile(name, size, header, _string(row.get("digest"), "a digest"))
+        raise ValueError(f"{name} has {size} bytes and a header of {header}")
+    return DataFile(name, size, header, _expect(str, row.get("digest"), "a digest"))
 
 
 def _leaf(name: str, row: Any, files: int) -> StoredLeaf:
-    row = _object(row, name)
-    dtype = _string(row.get("dtype"), name)
+    row = _expect(dict, row, name)
+    dtype = _expect(str, row.get("dtype"), name)
     if dtype not in DTYPES:
-        raise _Bad(f"{name} has the dtype {dtype!r:.60}")
-    shape = tuple(_natural(n, name) for n in _list(row.get("shape"), name))
+        raise ValueError(f"{name} has the dtype {dtype!r:.60}")
+    shape = tuple(_natural(n, name) for n in _expect(list, row.get("shape"), name))
     if len(shape) > 64:
-        raise _Bad(f"{name} has {len(shape)} dimensions")
-    chunks = tuple(_chunk(name, c, files) for c in _list(row.get("chunks"), name))
+        raise ValueError(f"{name} has {len(shape)} dimensions")
+    chunks = tuple(_chunk(name, c, files) for c in _expect(list, row.get("chunks"), name))
     leaf = StoredLeaf(shape, DTYPES[dtype], chunks)
     ends = [0, *(start + count for _, start, count, _, _ in chunks)]
     if [start for _, start, *_ in chunks] != ends[:-1] or ends[-1] != leaf.numel:
-        raise _Bad(f"the chunks of {name} do not make up its {leaf.numel} elements")
+        raise ValueError(f"the chunks of {name} do not make up its {leaf.numel} elements")
     return leaf
 
 
 def _chunk(name: str, row: Any, files: int) -> Row:
-    row = _list(row, name)
+    row = _expect(list, row, name)
     if len(row) != 5:
-        raise _Bad(f"a chunk of {name} has {len(row)} entries")
+        raise ValueError(f"a chunk of {name} has {len(row)} entries")
     file, start, count, offset = (_natural(n, name) for n in row[:4])
     if file >= files or not count:
-        raise _Bad(f"a chunk of {name} is {row!r:.80}")
-    return file, start, count, offset, _string(row[4], "a digest")
+        raise ValueError(f"a chunk of {name} is {row!r:.80}")
+    return file, start, count, offset, _expect(str, row[4], "a digest")
 
 
 def _check_tiles(files: Sequence[DataFile], leaves: dict[str, StoredLeaf]) -> None:
@@ -282,28 +264,16 @@ def _check_tiles(files: Sequence[DataFile], leaves: dict[str, StoredLeaf]) -> No
     for f, found in zip(files, extents, strict=True):
         found.sort()
         if any(a[1] != b[0] for a, b in pairwise(found)) or found[-1][1] != f.size:
-            raise _Bad(f"its chunks do not make up {f.name}")
+            raise ValueError(f"its chunks do not make up {f.name}")
 
 
 def _natural(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value <= MOST:
-        raise _Bad(f"{what}: {value!r:.60} is no size")
+        raise ValueError(f"{what}: {value!r:.60} is no size")
     return value
 
 
-def _string(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise _Bad(f"{what} is {value!r:.60}")
-    return value
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _Bad(f"{what} is {value!r:.60}")
-    return value
-
-
-def _object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _Bad(f"{what} is {value!r:.60}")
+def _expect(kind: type[T], value: Any, what: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is {value!r:.60}")
     return value

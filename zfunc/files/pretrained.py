@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks
 from zfunc.files.chunks import NAMES
-from zfunc.files.folder import fsync_folder, said
+from zfunc.files.folder import check_room, fsync_folder, said
 from zfunc.files.inventory import Inventory, TensorLeaf, own_share, rebuilt, take_stock
 from zfunc.files.replicas import Replicas, check_replicas, look_at
 from zfunc.files.saving import agreed
@@ -70,7 +71,8 @@ def export_safetensors(path: PathLike, params: Any, shard_bytes: int = SHARD_BYT
     {'w': tensor([1., 1., 1.])}
     """
     ranks, target = group(None, "data"), Path(path)
-    stock, seen = agreed(ranks, lambda: _offer(params), label="export")
+    on_all = partial(agreed, ranks, label="export")
+    stock, seen = on_all(lambda: _offer(params))
     single = target.suffix == ".safetensors"
     folder = target.parent if single else target
     shards = _shards(stock, target.name if single else None, shard_bytes)
@@ -78,13 +80,9 @@ def export_safetensors(path: PathLike, params: Any, shard_bytes: int = SHARD_BYT
     check_replicas(ranks, stock, seen, [summary for _, summary in offers], label="export")
     token = offers[0][0]
     try:
-        agreed(ranks, lambda: _create(folder, shards, token, ranks.rank), label="export")
-        agreed(ranks, lambda: _write(stock, folder, shards, token), label="export")
-        done = agreed(
-            ranks,
-            lambda: _reveal(stock, folder, shards, token, single) if ranks.rank == 0 else None,
-            label="export",
-        )
+        on_all(lambda: None if ranks.rank else _create(folder, shards, token))
+        on_all(lambda: _write(stock, folder, shards, token))
+        done = on_all(lambda: None if ranks.rank else _reveal(stock, folder, shards, token, single))
     except BaseException:
         if ranks.rank == 0:
             for name in (*(shard.name for shard in shards), INDEX):
@@ -96,11 +94,13 @@ def export_safetensors(path: PathLike, params: Any, shard_bytes: int = SHARD_BYT
 
 
 def _offer(params: Any) -> tuple[Inventory, Replicas]:
-    stock = _exportable(params)
+    stock = _params_in(params)
+    for name in stock.tensors:
+        chunks.check_name(name)
     return stock, look_at(stock)
 
 
-def _importable(params: Any) -> Inventory:
+def _params_in(params: Any) -> Inventory:
     stock = take_stock(params)
     for name, value in stock.static.items():
         if value is not None:
@@ -108,13 +108,6 @@ def _importable(params: Any) -> Inventory:
     for name, leaf in stock.tensors.items():
         if leaf.dtype not in NAMES:
             raise CheckpointError(f"{name} has dtype {leaf.dtype}, for which files have no name.")
-    return stock
-
-
-def _exportable(params: Any) -> Inventory:
-    stock = _importable(params)
-    for name in stock.tensors:
-        chunks.check_name(name)
     return stock
 
 
@@ -142,20 +135,15 @@ def _partial(folder: Path, name: str, token: str) -> Path:
     return folder / f".{name}.{token}"
 
 
-def _create(folder: Path, shards: list[_Shard], token: str, rank: int) -> None:
-    if rank == 0:
-        with said(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            disk, need = os.statvfs(folder), sum(shard.size for shard in shards)
-            if disk.f_bavail * disk.f_frsize < need:
-                raise CheckpointError(
-                    f"{folder}: the disk has {disk.f_bavail * disk.f_frsize:,} bytes left, the "
-                    f"files need {need:,}."
-                )
-            for shard in shards:
-                with _partial(folder, shard.name, token).open("xb") as file:
-                    file.write(shard.header)
-                    file.truncate(shard.size)
+def _create(folder: Path, shards: list[_Shard], token: str) -> None:
+    with said(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        need = sum(shard.size for shard in shards)
+        check_room(folder, need, f"the files need {need:,}.")
+        for shard in shards:
+            with _partial(folder, shard.name, token).open("xb") as file:
+                file.write(shard.header)
+                file.truncate(shard.size)
 
 
 def _write(stock: Inventory, folder: Path, shards: list[_Shard], token: str) -> None:
@@ -231,19 +219,16 @@ def import_safetensors(path: PathLike, like: Any, names: Names = None, strict: b
         CheckpointError: files are missing or damaged, or do not fit; all names are listed.
     """
     ranks = group(None, "data")
-    stock = agreed(ranks, lambda: _importable(like), label="import")
-    files = agreed(ranks, lambda: SafetensorsFiles(path), label="import")
+    on_all = partial(agreed, ranks, label="import")
+    stock = on_all(lambda: _params_in(like))
+    files = on_all(lambda: SafetensorsFiles(path))
     called = {name: _called(names, name) for name in stock.tensors}
-    agreed(
-        ranks,
-        lambda: None if ranks.rank else _check(stock, files, called, strict, path),
-        label="import",
-    )
+    on_all(lambda: None if ranks.rank else _check(stock, files, called, strict, path))
 
     def fill(name: str, start: int, out: Tensor) -> None:
         files.fill(called[name], start, out)
 
-    return agreed(ranks, lambda: rebuilt(stock, stock.static, fill), label="import")
+    return on_all(lambda: rebuilt(stock, stock.static, fill))
 
 
 def _called(names: Names, name: str) -> str:

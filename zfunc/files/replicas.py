@@ -1,7 +1,8 @@
-"""What several ranks hold is written once, so it has to be the same on all of them.
+"""Replicas: what several ranks hold is written once, so it has to be the same on all of them.
 
-Before anything is written each rank takes digests of what others hold, too. Those of the chunks
-that it is going to write itself are the manifest's, so nothing is read twice for them.
+Before anything is written each rank takes digests of what others hold, too, and the ranks compare
+them. Digests of chunks that a rank is going to write are kept for the manifest, so nothing is read
+twice.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from zfunc.files.inventory import Inventory, shares
 from zfunc.files.saving import agreed
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import as_bytes, digests
+from zfunc.ranks.transport import named
 from zfunc.trees.nodes import Span
 
 __all__ = ["Replicas", "check_replicas", "look_at"]
@@ -131,8 +133,8 @@ def _on_other_devices(rows: Sequence[Sequence[Row]]) -> bool:
 
 def _apart(name: str, holders: Sequence[Sequence[int]], members: Sequence[int]) -> str:
     rest = [rank for rank in members if rank not in {r for row in holders for r in row}]
-    told = " and ".join(f"one on {_named(row)}" for row in holders)
-    told += f", none on {_named(rest)}" * bool(rest)
+    told = " and ".join(f"one on {named(row)}" for row in holders)
+    told += f", none on {named(rest)}" * bool(rest)
     what = f"ranks hold {name} in common, but it has several values: {told}. "
     if name.partition(".")[0] not in COUNTED:
         return what + (
@@ -145,7 +147,3 @@ def _apart(name: str, holders: Sequence[Sequence[int]], members: Sequence[int]) 
         "Average what each rank computes by itself before it enters the state (zf.pmean), or keep "
         "it out of the state."
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -44,6 +44,9 @@ __all__ = [
 ]
 
 
+Plan = dict[tuple[str, int], list[Chunk]]
+
+
 @dataclass(frozen=True)
 class Task:
     """One save, as all ranks have agreed on it."""
@@ -98,27 +101,19 @@ def agreed(ranks: Group, do: Any, label: str) -> Any:
 # One rank's file
 
 
-def chunk_plan(stock: Inventory) -> tuple[bytes, dict[tuple[str, int], list[Chunk]]]:
+def chunk_plan(stock: Inventory) -> tuple[bytes, Plan]:
     """The header of this rank's file, and its chunks by leaf and start of the span."""
-    shares, homes = [], []
-    for name, span in stock.spans():
-        a, b = own_share(span)
-        shares.append((name, stock.tensors[name].dtype, a, b))
-        homes.append((name, span.start, b))
+    spans = stock.spans()
+    shares = [(name, stock.tensors[name].dtype, *own_share(span)) for name, span in spans]
     header, chunks = lay_out(shares)
-    plan: dict[tuple[str, int], list[Chunk]] = {(name, start): [] for name, start, _ in homes}
-    remaining = iter(chunks)
-    for (name, start, _), (_, _, a, b) in zip(homes, shares, strict=True):
-        done = a
-        while done < b:
-            chunk = next(remaining)
-            plan[name, start].append(chunk)
-            done = chunk.start + chunk.count
+    plan: Plan = {}
+    for (name, span), row in zip(spans, chunks, strict=True):
+        plan.setdefault((name, span.start), []).extend(row)
     return header, plan
 
 
 def planned_pieces(
-    stock: Inventory, plan: dict[tuple[str, int], list[Chunk]], resident: bool | None = None
+    stock: Inventory, plan: Plan, resident: bool | None = None
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """This rank's chunks and their values, where they lie."""
     for name, span, x in stock.streamed(resident):

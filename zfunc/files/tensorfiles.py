@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +61,7 @@ class SafetensorsFiles:
         """Write elements ``start`` and following to the 1-D tensor ``out``, in its dtype."""
         home = self._homes[name]
         dtype = home.leaf.dtype
-        with _opened(home.path) as fd:
+        with chunks.reading(home.path) as (fd, _):
             for a, b in chunks.pieces_of(start, start + out.numel(), dtype):
                 target = out[a - start : b - start]
                 direct = target.dtype == dtype and target.device.type == "cpu"
@@ -85,23 +83,13 @@ class SafetensorsFiles:
         first, second = self._homes[a], self._homes[b]
         if first.leaf != second.leaf:
             return False
-        numel, dtype = first.leaf.nbytes // first.leaf.dtype.itemsize, first.leaf.dtype
-        for start, stop in chunks.pieces_of(0, numel, dtype):
-            x, y = (torch.empty(stop - start, dtype=dtype) for _ in range(2))
+        for start, stop in chunks.pieces_of(0, first.leaf.numel, first.leaf.dtype):
+            x, y = (torch.empty(stop - start, dtype=first.leaf.dtype) for _ in range(2))
             self.fill(a, start, x)
             self.fill(b, start, y)
             if chunks.as_bytes(x) != chunks.as_bytes(y):
                 return False
         return True
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd, _ = chunks.open_for_reading(path)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _files(path: Path) -> list[Path]:
@@ -129,8 +117,7 @@ def _of_index(index: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, _Home]:
-    fd, size = chunks.open_for_reading(path)
-    try:
+    with chunks.reading(path) as (fd, size):
         length = bytearray(8)
         chunks.read_exactly(fd, length, 0, path)
         n = int.from_bytes(length, "little")
@@ -138,25 +125,12 @@ def _header(path: Path) -> dict[str, _Home]:
             raise CheckpointError(f"{path} is truncated, or no safetensors file.")
         text = bytearray(n)
         chunks.read_exactly(fd, text, 8, path)
-    finally:
-        os.close(fd)
     try:
-        rows = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        rows = chunks.strict_json(text.decode())
         rows.pop(chunks.METADATA, None)
         return {chunks.checked_name(k): _home(path, row, 8 + n, size) for k, row in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no safetensors header: {error!a:.100}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice in it")
-    return found
-
-
-def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
 
 
 def _size(value: Any) -> int:

@@ -1,10 +1,9 @@
 """What went over the wire: exact bytes sent by this rank, by kind and by label.
 
-A ledger counts what this rank hands to the network: payload, and the 16-byte header that every
-collective sends to every peer, or to its two neighbours in a group of more than 16 and beside
-NCCL (kind ``"header"``); an all-reduce in two rounds sends one for each. It counts for the rank
-that opened it, from whatever thread the collective was issued (backward runs on threads of its own
-on CUDA).
+A ledger counts the bytes that this rank sends. They are payload, and headers of 16 bytes (kind
+``"header"``). A collective sends a header to every peer, or to two neighbours in a group of more
+than 16 ranks and beside NCCL; an all-reduce in two rounds sends one in each. A ledger counts for
+the rank that opened it, whichever thread issues the collective: on CUDA backward has its own.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from threading import Lock
 
 from zfunc.ranks.world import current
 
-__all__ = ["HEADER", "Ledger", "ledger"]
+__all__ = ["HEADER", "HEADER_BYTES", "Ledger", "ledger"]
 
 HEADER = "header"
+HEADER_BYTES = 16  # a digest and the number of elements that follow
 
 on_close: list[Callable[[], None]] = []
 """Called when a ledger closes: what it has counted is completed, and so has been sent."""

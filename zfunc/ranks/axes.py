@@ -8,17 +8,13 @@ caches them; in a distributed world they are zfunc's own, beside the process gro
 from __future__ import annotations
 
 import math
-from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import cast
 
 from zfunc.ranks.comm import Group
-from zfunc.ranks.transport import Alone, Transport
 from zfunc.ranks.world import World, current
 
-__all__ = ["MESH", "Mesh", "alone", "group", "mesh"]
-
-MESH: ContextVar[Mesh | None] = ContextVar("zfunc_mesh", default=None)
-"""The mesh of the step that is running, which axis names refer to."""
+__all__ = ["Mesh", "alone", "group", "mesh"]
 
 
 @dataclass(frozen=True)
@@ -137,11 +133,11 @@ def group(on: Mesh | None, axis: str | tuple[str, ...]) -> Group:
 
 
 def alone() -> Group:
-    """The group of the calling rank only: what is cut over no axis at all."""
+    """The group of the calling rank only, for what is sharded over no axis."""
     world = current()
     made: Group | None = world.memo.get("alone")
     if made is None:
-        made = world.memo["alone"] = Group("none", world, Alone())
+        made = world.memo["alone"] = Group("none", world)
     return made
 
 
@@ -155,11 +151,7 @@ def _connected(world: World, on: Mesh, names: tuple[str, ...]) -> Group:
     members = on.members(names, world.rank)
     made: Group | None = world.memo.get(("group", members))
     if made is None:
-        alone = len(members) == 1
-
-        def connect() -> Transport:
-            return Alone() if alone else world.connect(on.axes, names)
-
-        made = Group("+".join(names), world, connect(), members, connect)
+        axis, alone = "+".join(names), len(members) == 1
+        made = Group(axis, world, members) if alone else cast(Group, world.connect(axis, members))
         world.memo["group", members] = made
     return made

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from zfunc.ranks.axes import MESH, group
+from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
-from zfunc.ranks.world import current
+from zfunc.ranks.world import MESH, current
 from zfunc.trees.nodes import NAMESPACE
 
 __all__ = ["axis_index", "mean_over", "pmean", "psum"]

@@ -1,8 +1,8 @@
 """The world of a process under ``torch.distributed``, whoever initialised that.
 
-A process group that the user made is only asked for ranks, for its store and for its device: what
-zfunc sends goes through groups of its own, which end with the process, and the user's is never
-destroyed or aborted. The world is found without talking to anybody; ranks talk when the first
+Of a process group that the user made only the ranks, the store and the device are used. What zfunc
+sends goes through groups of its own, which end with the process; the user's group is never
+destroyed or aborted. Finding the world takes no communication. Ranks communicate when the first
 group is made, which all of them do together.
 """
 
@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zfunc.errors import DesyncError, DeviceError
 from zfunc.ranks import devices, world
-from zfunc.ranks.axes import Mesh
+from zfunc.ranks.adjacency import is_direct
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.gloo import LOOK, PATIENCE, Place, PointToPoint, unreached
 from zfunc.ranks.transport import Transport, absent
 
@@ -79,18 +80,19 @@ class DistributedWorld(world.World):
             )
         self.asked = wanted
 
-    def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
-        """The transport between the ranks that differ only along these axes of a mesh.
-
-        The first call makes sure that the ranks' devices fit together.
+    def connect(self, axis: str, members: tuple[int, ...]) -> ConnectedGroup:
+        """The group of these ranks; the first one makes sure that the ranks' devices fit together.
 
         Raises:
             DeviceError: they do not, or the process group lacks the backend for them.
         """
+        return ConnectedGroup(axis, self, members, lambda: self.transport(members))
+
+    def transport(self, members: tuple[int, ...]) -> Transport:
+        """A new one between these ranks."""
         if self._device is None:
             self._device = self._agreed()
-        members = Mesh(sizes).members(axes, self.rank)
-        cpu = PointToPoint(self._place(members), self.timeout)
+        cpu = self._host_transport(members)
         if self._device.type == "cpu":
             return cpu
         from zfunc.ranks.nccl import Native  # nobody loads it where there is no GPU
@@ -101,6 +103,14 @@ class DistributedWorld(world.World):
             reductions=lambda: self._new_communicator(members, "reductions"),
             late=lambda: self.unchecked > 0,
         )
+
+    def _host_transport(self, members: tuple[int, ...]) -> PointToPoint:
+        place = self._place(members)
+        if is_direct(len(members)):
+            return PointToPoint(place, self.timeout)
+        from zfunc.ranks.halving import Halving  # nobody loads it in a small world
+
+        return Halving(place, self.timeout)
 
     def _agreed(self) -> torch.device:
         wanted = devices.asked(self.asked)
@@ -212,7 +222,7 @@ class DistributedWorld(world.World):
             self._announce_departure("has ended")
 
     def _said(self, what: str, rank: int) -> str:
-        """Why a rank has left, or stopped; nothing if it has not."""
+        """Why a rank has left, or stopped; an empty text if it has not."""
         with suppress(RuntimeError):  # the store is gone
             if self._store().check([f"{what}/{rank}"]):
                 return bytes(self._store().get(f"{what}/{rank}")).decode()

@@ -10,9 +10,8 @@ that took another path sends under other tags: its data are never taken for some
 header tells.
 
 The gloo context is made here, beside the process groups of torch: it needs no other rank to be
-made, and connects to a peer when the first message goes there. Beyond ``routes.DIRECT`` ranks
-messages go by halving and doubling (``zfunc.ranks.halving``), and only neighbours in a ring check
-each other's headers.
+made, and connects to a peer when the first message goes there. What differs beyond
+``adjacency.DIRECT`` ranks is in ``zfunc.ranks.halving``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -34,15 +33,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zfunc.errors import DesyncError, DeviceError
+from zfunc.ranks.adjacency import neighbours
+from zfunc.ranks.comm import even_cuts
+from zfunc.ranks.control_channel import NOTHING, ControlChannel
 from zfunc.ranks.digests import as_bytes
-from zfunc.ranks.halving import Halving, Header, Message
-from zfunc.ranks.hearing import HERE, loopback_only
-from zfunc.ranks.routes import children, headers_each, is_direct, neighbours, parent
+from zfunc.ranks.listening import HERE, loopback_only
+from zfunc.ranks.routes import children, goes_whole, parent
 from zfunc.ranks.scratch import Scratch
 from zfunc.ranks.transport import (
-    Call,
-    Hosted,
+    Collective,
     Steps,
+    Transport,
     departed,
     elsewhere,
     mismatch,
@@ -50,7 +51,6 @@ from zfunc.ranks.transport import (
     silence,
     told,
 )
-from zfunc.ranks.wires import NOTHING, Wires
 
 __all__ = ["LOOK", "PATIENCE", "Place", "PointToPoint", "lazily_connected", "unreached"]
 
@@ -62,6 +62,9 @@ ANY = -1  # a message length that the header alone tells
 # lasts until it is read. Large ones gain a few per cent of a step, which the copies are not worth.
 EAGER_BYTES, SHARED_BYTES = 2**15, 2**21
 LAZY = "TORCH_GLOO_LAZY_INIT"
+
+Message = tuple[int, Any]  # the peer concerned and torch's Work
+Header = tuple[int, int]  # the peer concerned and the header's ticket
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def lazily_connected() -> Iterator[None]:
             os.environ[LAZY] = before
 
 
-class PointToPoint(Hosted):
+class PointToPoint(Transport):
     """The transport over gloo between the members of a group.
 
     Args:
@@ -136,41 +139,26 @@ class PointToPoint(Hosted):
         self._all = range(self.size)
         self._first = 1 if self.rank == 0 else 0  # the first peer in rank order
         self.scratch = Scratch()
-        self._wires = _wires(place, timeout)
-        self._direct = is_direct(self.size)
+        self._channel = _channel(place, timeout)
         self._met: set[int] = set()  # the peers that this rank has exchanged messages with
-        self._complete = False  # whether all of a large group have come to a collective
         self._unmet: dict[int, list[Header]] = {}  # by collective, until it is agreed on
         self._under_way: set[Any] = set()  # gloo's messages that nobody has seen the end of
         self._departures, self._stops = place.departures, place.stops
-        self._halving = Halving(self)
 
     def close(self) -> None:
         """End the connections of this group; nothing may be under way."""
-        self._wires.close()
+        self._channel.close()
         self._gloo = None
 
     def hang_up(self) -> None:
-        self._wires.close()
+        self._channel.close()
         self._keep_if_needed()
 
-    def in_rounds(self, data: Tensor | None) -> bool:
-        return not self._direct
-
-    def mark(self, call: Call) -> None:
+    def mark(self, call: Collective) -> None:
         nothing = [0] * self.size
         self.agree(call, self.announce(call, nothing), nothing)
 
-    def headers_sent(self, kind: str, data: Tensor | None) -> int:
-        nbytes = 0 if data is None else data.nbytes
-        return len(self._peers) * headers_each(kind, nbytes, self.size)
-
-    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
-        if self._direct:
-            return self._all_gather(call, full, cuts)
-        return self._halving.all_gather(call, full, cuts)
-
-    def _all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+    def all_gather(self, call: Collective, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = [full[start:end] for start, end in pairwise(cuts)]
         swap = self._swap(call, [segments[self.rank]] * self.size, segments)
         yield
@@ -179,14 +167,7 @@ class PointToPoint(Hosted):
         return full
 
     def reduce_scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
-    ) -> Steps[Tensor]:
-        if self._direct:
-            return self._reduce_scatter(call, full, cuts, out)
-        return self._halving.reduce_scatter(call, full, cuts, out)
-
-    def _reduce_scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+        self, call: Collective, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
         segments = [full[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
@@ -204,14 +185,11 @@ class PointToPoint(Hosted):
                 self.scratch.give(parts[rank])
         return out
 
-    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
-        if not self._direct:
-            return self._halving.all_reduce(call, flat, cuts)
-        if cuts is None:
-            return self._all_reduce_whole(call, flat)
-        return self._all_reduce_segments(call, flat, cuts)
+    def all_reduce(self, call: Collective, flat: Tensor) -> Steps[Tensor]:
+        whole = goes_whole(flat.nbytes, self.size)
+        return (self._all_reduce_whole if whole else self._all_reduce_segments)(call, flat)
 
-    def _all_reduce_whole(self, call: Call, flat: Tensor) -> Steps[Tensor]:
+    def _all_reduce_whole(self, call: Collective, flat: Tensor) -> Steps[Tensor]:
         parts = [flat if rank == self.rank else self.scratch.take(flat) for rank in self._all]
         swap = self._swap(call, [flat] * self.size, parts)
         yield
@@ -222,10 +200,11 @@ class PointToPoint(Hosted):
             self.scratch.give(parts[peer])
         return flat
 
-    def _all_reduce_segments(self, call: Call, flat: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+    def _all_reduce_segments(self, call: Collective, flat: Tensor) -> Steps[Tensor]:
+        cuts = even_cuts(flat.numel(), self.size)
         segments = [flat[start:end] for start, end in pairwise(cuts)]
         own = segments[self.rank]
-        yield from self._reduce_scatter(call, flat, cuts, own)
+        yield from self.reduce_scatter(call, flat, cuts, own)
         large = [peer for peer in self._peers if not self._is_small(call, segments[peer], peer)]
         messages = [self.receive(call, peer, segments[peer], phase=1) for peer in large]
         payload, payloads = as_bytes(own), dict[int, memoryview]()
@@ -238,42 +217,38 @@ class PointToPoint(Hosted):
         # may have to write much to it before they come as far. Hence a second header.
         for peer in self._peers:
             with self._telling_lost(call, peer):
-                self._wires.send_note(peer, call.number, payloads.get(peer, NOTHING))
+                self._channel.send_note(peer, call.number, payloads.get(peer, NOTHING))
         for peer in self._peers:
             into = NOTHING if peer in large else as_bytes(segments[peer])
             with self._telling_lost(call, peer):
-                self._wires.take_note(peer, call.number, into)
+                self._channel.take_note(peer, call.number, into)
         self.finish(call, messages)
         return flat
 
     def all_to_all(
-        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+        self, call: Collective, chunks: Sequence[Tensor], sizes: Sequence[int]
     ) -> Steps[list[Tensor]]:
-        like = chunks[self.rank]
-        parts = [like.new_empty(size) for size in sizes]
-        parts[self.rank].copy_(like)
-        if self._direct:
-            swap = self._swap(call, chunks, parts)
-            yield
-            self._arrive(call, swap)
-            self.finish(call, swap.sent)
-            return parts
-        headers = self.announce(call, [chunk.numel() for chunk in chunks])
-        everyone = [(self.rank + step) % self.size for step in range(1, self.size)]
-        received = [self.receive(call, peer, parts[peer]) for peer in everyone]
-        sent = [self.send(call, peer, chunks[peer]) for peer in everyone]
+        parts = self._parts(chunks, sizes)
+        swap = self._swap(call, chunks, parts)
         yield
-        self.agree(call, headers, sizes)
-        self.finish(call, received + sent)
+        self._arrive(call, swap)
+        self.finish(call, swap.sent)
         return parts
 
-    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+    def _parts(self, chunks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """New tensors for what comes; this rank's own is there."""
+        own = chunks[self.rank]
+        parts = [own.new_empty(size) for size in sizes]
+        parts[self.rank].copy_(own)
+        return parts
+
+    def broadcast(self, call: Collective, flat: Tensor, src: int) -> Steps[Tensor]:
         headers = self.announce(call, [flat.numel()] * self.size)
-        above = parent(self.rank, self.size, src)
-        messages = [] if above is None else [self.receive(call, above, flat)]
-        below = children(self.rank, self.size, src)
+        above, below = parent(self.rank, self.size, src), children(self.rank, self.size, src)
         if above is None:
             messages = [self.send(call, peer, flat) for peer in below]
+        else:
+            messages = [self.receive(call, above, flat)]
         yield
         self.agree(call, headers, [flat.numel()] * self.size)
         self.finish(call, messages)
@@ -281,10 +256,7 @@ class PointToPoint(Hosted):
             self.finish(call, [self.send(call, peer, flat) for peer in below])
         return flat
 
-    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
-        return self._exchange(call, data) if self._direct else self._halving.exchange(call, data)
-
-    def _exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+    def exchange(self, call: Collective, data: bytes) -> Steps[list[bytes]]:
         own = _tensor(data)
         # How much comes is told by the headers: nothing is asked for before.
         swap = self._swap(call, [own] * self.size, ())
@@ -298,16 +270,16 @@ class PointToPoint(Hosted):
         parts[self.rank] = own
         return [part.numpy().tobytes() for part in parts]
 
-    def _is_small(self, call: Call, part: Tensor, peer: int) -> bool:
+    def _is_small(self, call: Collective, part: Tensor, peer: int) -> bool:
         """Whether a part goes with the header, from a peer or to it."""
         if part.nbytes <= EAGER_BYTES or part.device.type != "cpu":
             return part.nbytes > 0 and part.device.type == "cpu"
         if part.nbytes * self.size > SHARED_BYTES:
             return False
         with self._telling_lost(call, peer):
-            return self._wires.shares_memory(peer)
+            return self._channel.shares_memory(peer)
 
-    def _swap(self, call: Call, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Swap:
+    def _swap(self, call: Collective, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Swap:
         """Send each peer its part, small ones with their headers; receive into tensors, if any.
 
         All gloo's messages are under way when this returns: a receive that came with ``wait`` only
@@ -326,7 +298,7 @@ class PointToPoint(Hosted):
         sent = [self.send(call, peer, parts[peer]) for peer in self._peers if peer not in payloads]
         return Swap(headers, into, received, sent)
 
-    def _receive(self, call: Call, into: Sequence[Tensor]) -> list[Message]:
+    def _receive(self, call: Collective, into: Sequence[Tensor]) -> list[Message]:
         """Start to receive what does not come with a header."""
         return [
             self.receive(call, peer, into[peer])
@@ -334,17 +306,17 @@ class PointToPoint(Hosted):
             if not self._is_small(call, into[peer], peer)
         ]
 
-    def _arrive(self, call: Call, swap: Swap) -> None:
+    def _arrive(self, call: Collective, swap: Swap) -> None:
         """Wait for what the peers send."""
         expected = [part.numel() for part in swap.into]
         self._told(call, swap.headers, expected)
         self._fill(call, swap)
 
-    def _fill(self, call: Call, swap: Swap) -> None:
+    def _fill(self, call: Collective, swap: Swap) -> None:
         for peer, ticket in swap.headers:
             part = swap.into[peer]
             small = self._is_small(call, part, peer)
-            self._wires.take(peer, ticket, as_bytes(part) if small else NOTHING)
+            self._channel.take(peer, ticket, as_bytes(part) if small else NOTHING)
         self.finish(call, swap.received)
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -360,15 +332,17 @@ class PointToPoint(Hosted):
         """Whether a part from ``rank`` arrives in scratch, not in the result or in place."""
         return rank not in (self.rank, self._first)
 
-    def send(self, call: Call, peer: int, data: Tensor, phase: int = 0) -> Message:
+    def send(self, call: Collective, peer: int, data: Tensor, phase: int = 0) -> Message:
         """Start to send ``data``, which must not change before the message is finished."""
         return self._message(self._gloo.send, call, peer, data, phase)
 
-    def receive(self, call: Call, peer: int, into: Tensor, phase: int = 0) -> Message:
+    def receive(self, call: Collective, peer: int, into: Tensor, phase: int = 0) -> Message:
         """Start to receive into memory that must not be read before the message is finished."""
         return self._message(self._gloo.recv, call, peer, into, phase)
 
-    def _message(self, start: Any, call: Call, peer: int, data: Tensor, phase: int) -> Message:
+    def _message(
+        self, start: Any, call: Collective, peer: int, data: Tensor, phase: int
+    ) -> Message:
         if data.numel() == 0:
             return peer, None
         if data.is_cuda:
@@ -377,9 +351,8 @@ class PointToPoint(Hosted):
                 "(its process group has no NCCL, or the CPU was asked for). Start with zf.init(), "
                 'or with dist.init_process_group("nccl"), or move the state to the CPU'
             )
-        if peer not in self._met and (self._direct or not self._complete):
+        if peer not in self._met:
             self._meet(call, peer)
-            self._met.add(peer)
         try:
             work = start([data], peer, _tag(call, phase, data.numel()))
         except RuntimeError as error:  # the first message connects
@@ -387,42 +360,21 @@ class PointToPoint(Hosted):
         self._under_way.add(work)
         return peer, work
 
-    def _meet(self, call: Call, peer: int | None = None) -> None:
-        """Return when connections are not made in vain.
+    def _meet(self, call: Collective, peer: int) -> None:
+        """Return when a connection is not made in vain.
 
         Gloo connects with the first message to a peer, and waits for as long as the timeout where
         that has died or returned, or is in a collective that sends this rank nothing. So the
-        header of a new peer is compared before, and all headers of the first collective. In a large
-        group, where a rank gets headers from neighbours only, all say in the store that theirs
-        agree; that is at the first one, too.
+        header of a new peer is compared before, and all headers of the first collective.
         """
         for other, ticket in self._unmet.get(call.number, []):
             if other == peer or not self._met:  # later, others may wait for what this rank forwards
                 self._compare(call, other, ticket)
-        if not self._direct and not self._complete:
-            self._complete = True
-            try:
-                self._await_all(call)
-            except dist.DistNetworkError as error:
-                raise unreached(error) from error
-
-    def _await_all(self, call: Call) -> None:
-        self._store.set(f"met/{self.rank}", "")
-        if self._store.add("met", 1) == self.size:
-            self._store.set("all met", "")
-        deadline, pause = time.monotonic() + self._seconds, 0.01
-        while not self._store.check(["all met"]):
-            if self._store.check(["cause"]):
-                raise elsewhere(self._store.get("cause").decode())
-            if time.monotonic() > deadline:
-                missing = [k for k in self._all if not self._store.check([f"met/{k}"])]
-                raise silence(call, [self._world_ranks[k] for k in missing], self._seconds)
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)  # one store answers all ranks
+        self._met.add(peer)
 
     def announce(
         self,
-        call: Call,
+        call: Collective,
         lengths: Sequence[int],
         peers: Sequence[int] | None = None,
         payloads: Mapping[int, memoryview] = MappingProxyType({}),
@@ -432,20 +384,18 @@ class PointToPoint(Hosted):
         for peer in self._peers if peers is None else peers:
             payload = payloads.get(peer, NOTHING)
             with self._telling_lost(call, peer):
-                ticket = self._wires.send(peer, call.digest, lengths[peer], payload)
+                ticket = self._channel.send(peer, call.digest, lengths[peer], payload)
             headers.append((peer, ticket))
         self._unmet[call.number] = headers
-        if peers is None and not self._direct and not self._complete:
-            self._meet(call)
         return headers
 
-    def agree(self, call: Call, headers: list[Header], expected: Sequence[int]) -> None:
+    def agree(self, call: Collective, headers: list[Header], expected: Sequence[int]) -> None:
         """Check every peer's header, with which nothing came."""
         self._told(call, headers, expected)
         for peer, ticket in headers:
-            self._wires.take(peer, ticket)
+            self._channel.take(peer, ticket)
 
-    def _told(self, call: Call, headers: list[Header], expected: Sequence[int]) -> list[int]:
+    def _told(self, call: Collective, headers: list[Header], expected: Sequence[int]) -> list[int]:
         """Check every peer's header; the lengths that they tell."""
         lengths = [0] * self.size
         self._unmet.pop(call.number, None)
@@ -455,17 +405,17 @@ class PointToPoint(Hosted):
                 raise missized(call, self._world_ranks[peer], length, expected[peer])
         return lengths
 
-    def _compare(self, call: Call, peer: int, ticket: int) -> int:
+    def _compare(self, call: Collective, peer: int, ticket: int) -> int:
         """The length that a peer tells, if it is in the same collective."""
         with self._telling_lost(call, peer):
-            digest, length = self._wires.receive(peer, ticket)
+            digest, length = self._channel.receive(peer, ticket)
         if digest != call.digest:
-            self._wires.tell(told(call.digest))
-            theirs = self._wires.ask(peer, PATIENCE) or told(digest)
+            self._channel.tell(told(call.digest))
+            theirs = self._channel.ask(peer, PATIENCE) or told(digest)
             raise mismatch(call, self._world_ranks[peer], theirs)
         return length
 
-    def finish(self, call: Call, messages: Sequence[Message]) -> None:
+    def finish(self, call: Collective, messages: Sequence[Message]) -> None:
         """Wait for messages, those of this list in any order."""
         for peer, work in messages:
             if work is None:
@@ -477,36 +427,27 @@ class PointToPoint(Hosted):
             self._under_way.discard(work)
 
     @contextmanager
-    def _telling_lost(self, call: Call, peer: int) -> Iterator[None]:
+    def _telling_lost(self, call: Collective, peer: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise self._lost(call, peer, error) from error
 
-    def _lost(self, call: Call, peer: int, error: Exception) -> DesyncError:
+    def _lost(self, call: Collective, peer: int, error: Exception) -> DesyncError:
         rank = self._world_ranks[peer]
         if why := self._departures(rank):
             return departed(call, rank, why)
         if why := self._stops(rank):
             return elsewhere(f"rank {rank} has stopped: {why}")
-        if not self._direct and (cause := self._cause()):
+        if cause := self._cause():
             return elsewhere(cause)
         if isinstance(error, TimeoutError) or "imed out" in str(error):
             return silence(call, [rank], self._seconds)
         return DesyncError(f"{call}: rank {rank} is gone: {error}")
 
     def leave(self, error: DesyncError) -> None:
-        """Tell the peers that listen to this rank why, and the store for those who are none.
-
-        In a large group most ranks wait for partners that are further on the way. They find out
-        when a partner's connections end with its process, or by the timeout.
-        """
-        self._wires.tell(str(error))
+        self._channel.tell(str(error))
         self._keep_if_needed()
-        if not self._direct:
-            with suppress(RuntimeError):
-                here = f"on rank {self._world_ranks[self.rank]}: "
-                self._store.compare_set("cause", "", here + str(error))
 
     def _keep_if_needed(self) -> None:
         """Never free a context in which messages are under way that will not come.
@@ -519,13 +460,7 @@ class PointToPoint(Hosted):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     def _cause(self) -> str:
-        """What another rank of a large group has failed with."""
-        deadline = time.monotonic() + min(PATIENCE, self._seconds)
-        while time.monotonic() < deadline:
-            with suppress(RuntimeError):
-                if self._store.check(["cause"]):
-                    return self._store.get("cause").decode()
-            time.sleep(0.05)
+        """What a rank has failed with that does not tell this one itself; nothing is known."""
         return ""
 
 
@@ -537,7 +472,7 @@ def unreached(error: Exception) -> DesyncError:
     )
 
 
-def _wires(place: Place, timeout: float) -> Wires:
+def _channel(place: Place, timeout: float) -> ControlChannel:
     def publish(card: bytes) -> None:
         place.store.set(f"card/{place.rank}", card.hex())
 
@@ -556,7 +491,7 @@ def _wires(place: Place, timeout: float) -> Wires:
         except dist.DistNetworkError as error:
             raise unreached(error) from error
 
-    return Wires(place.rank, publish, card_of, timeout)
+    return ControlChannel(place.rank, publish, card_of, timeout)
 
 
 def _context(place: Place, timeout: timedelta) -> Any:
@@ -584,7 +519,7 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _tag(call: Call, phase: int, numel: int) -> int:
+def _tag(call: Collective, phase: int, numel: int) -> int:
     """31 bits: 14 of the number, 16 of the digest and the size, 1 of the phase.
 
     The size is there since gloo ends the process of a rank to which more is sent than it expects.

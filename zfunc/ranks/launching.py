@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from zfunc.errors import DesyncError
-from zfunc.ranks import devices, hearing, world
+from zfunc.ranks import devices, listening, world
 from zfunc.ranks.distributed import DistributedWorld
 from zfunc.ranks.gloo import lazily_connected
 from zfunc.ranks.transport import EXITED, exited
@@ -175,10 +175,10 @@ def launch(
 
 def _store() -> dist.TCPStore:  # type: ignore[name-defined]
     """The store through which the ranks find each other; by itself torch opens it to everybody."""
-    with socket.create_server((hearing.HERE, 0), backlog=hearing.BACKLOG) as server:
+    with socket.create_server((listening.HERE, 0), backlog=listening.BACKLOG) as server:
         port = server.getsockname()[1]
         return dist.TCPStore(  # type: ignore[attr-defined]
-            hearing.HERE,
+            listening.HERE,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -197,9 +197,9 @@ class _Rank:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(nprocs),
             "LOCAL_WORLD_SIZE": str(nprocs),
-            "MASTER_ADDR": hearing.HERE,
+            "MASTER_ADDR": listening.HERE,
             "MASTER_PORT": str(port),
-            **hearing.loopback(),
+            **listening.loopback(),
             LARGE_PAGES: os.environ.get(LARGE_PAGES, "1"),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store, not rank 0
         }

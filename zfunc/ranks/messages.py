@@ -1,7 +1,7 @@
-"""What ranks tell each other in words: plain data as JSON, never a pickle, which could run code.
+"""Plain data that ranks exchange: as JSON, never as a pickle, which could run code.
 
-A gloo connection asks nobody who he is. So what comes out of one is read as data: it may be wrong,
-it cannot do anything.
+A gloo connection does not ask who is at the other end. So what comes out of one is read as data: it
+may be wrong, but it cannot do anything.
 """
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zfunc.errors import DesyncError
-from zfunc.ranks.gloo import PointToPoint
-from zfunc.ranks.halving import Header
-from zfunc.ranks.routes import neighbours, ring
-from zfunc.ranks.transport import Call, Steps
+from zfunc.ranks.adjacency import neighbours, ring
+from zfunc.ranks.gloo import Header, PointToPoint
+from zfunc.ranks.transport import Collective, Steps, Transport
 
 __all__ = ["Native"]
 
@@ -41,11 +40,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Native:
+class Native(Transport):
     """The transport over a process group with NCCL for GPUs and gloo for the host.
 
     Args:
-        process_group: moves gathers and broadcasts, and whatever there is no other for.
+        process_group: moves all but reductions.
         cpu: moves what is on the CPU, and the headers.
         reductions: makes the process group for reductions, when the first is issued.
         late: whether headers may be checked by :meth:`settle` now.
@@ -55,8 +54,8 @@ class Native:
         self,
         process_group: dist.ProcessGroup,
         cpu: PointToPoint,
-        reductions: Callable[[], dist.ProcessGroup] | None = None,
-        late: Callable[[], bool] = lambda: False,
+        reductions: Callable[[], dist.ProcessGroup],
+        late: Callable[[], bool],
     ) -> None:
         self.rank, self.size = cpu.rank, cpu.size
         self._pg = process_group
@@ -67,7 +66,12 @@ class Native:
         self._aborted = self._cut_short = False
         self._issued = False  # whether anything was since the headers were last checked
         self._checked: torch.cuda.Event | None = None  # behind all that was issued until then
-        self._unchecked: deque[tuple[Call, list[Header], Sequence[int]]] = deque()
+        self._unchecked: deque[tuple[Collective, list[Header], Sequence[int]]] = deque()
+
+    def start(self, call: Collective, data: Tensor, args: tuple[Any, ...]) -> Steps[Any]:
+        if self.hosted(data):
+            return self._cpu.start(call, data, args)
+        return super().start(call, data, args)
 
     def headers_sent(self, kind: str, data: Tensor | None) -> int:
         if self.hosted(data):
@@ -92,7 +96,7 @@ class Native:
             self._checked = self._checked or torch.cuda.Event()
             self._checked.record()
 
-    def mark(self, call: Call) -> None:
+    def mark(self, call: Collective) -> None:
         self._unchecked.append((call, self._announce(call), [0] * self.size))
         self._check(1)
 
@@ -134,12 +138,7 @@ class Native:
     def _hosts(self, data: Tensor) -> bool:
         return not data.is_cuda
 
-    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
-        if self._hosts(full):
-            return self._cpu.all_gather(call, full, cuts)
-        return self._all_gather(call, full, cuts)
-
-    def _all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+    def all_gather(self, call: Collective, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         segments = _segments(full, cuts)
         headers = self._announce(call)
         if _even(cuts):
@@ -152,14 +151,7 @@ class Native:
         return full
 
     def reduce_scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
-    ) -> Steps[Tensor]:
-        if self._hosts(full):
-            return self._cpu.reduce_scatter(call, full, cuts, out)
-        return self._reduce_scatter(call, full, cuts, out)
-
-    def _reduce_scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+        self, call: Collective, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
         headers = self._announce(call)
         segments = _segments(full, cuts)
@@ -178,12 +170,7 @@ class Native:
             return into
         return into[:numel].clone() if out is None else out.copy_(into[:numel])
 
-    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
-        if self._hosts(flat):
-            return self._cpu.all_reduce(call, flat, cuts)
-        return self._all_reduce(call, flat)
-
-    def _all_reduce(self, call: Call, flat: Tensor) -> Steps[Tensor]:
+    def all_reduce(self, call: Collective, flat: Tensor) -> Steps[Tensor]:
         headers = self._announce(call)
         works = []
         if flat.numel():
@@ -193,14 +180,7 @@ class Native:
         return flat
 
     def all_to_all(
-        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
-    ) -> Steps[list[Tensor]]:
-        if self._hosts(chunks[self.rank]):
-            return self._cpu.all_to_all(call, chunks, sizes)
-        return self._all_to_all(call, chunks, sizes)
-
-    def _all_to_all(
-        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+        self, call: Collective, chunks: Sequence[Tensor], sizes: Sequence[int]
     ) -> Steps[list[Tensor]]:
         sent = torch.cat([chunk.view(-1) for chunk in chunks])
         received = sent.new_empty(sum(sizes))
@@ -214,25 +194,18 @@ class Native:
         # Copies, so that keeping one chunk does not keep them all.
         return [part.clone() for part in received.split(list(sizes))]
 
-    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
-        if self._hosts(flat):
-            return self._cpu.broadcast(call, flat, src)
-        return self._broadcast(call, flat, src)
-
-    def _broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+    def broadcast(self, call: Collective, flat: Tensor, src: int) -> Steps[Tensor]:
         headers = self._announce(call)
         work = self._start_broadcast(flat, src)
         yield
         self._finish(call, headers, [work])
         return flat
 
-    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+    def exchange(self, call: Collective, data: bytes) -> Steps[list[bytes]]:
         return self._cpu.exchange(call, data)
 
     def _reducing(self) -> dist.ProcessGroup:
         """The communicator of reductions; made by all ranks, at their first."""
-        if self._make_reductions is None:
-            return self._pg
         if self._reductions is None:
             self._reductions = self._make_reductions()
         return self._reductions
@@ -257,12 +230,12 @@ class Native:
             return None
         return dist.broadcast(flat, group_src=src, group=self._pg, async_op=True)
 
-    def _announce(self, call: Call) -> list[Header]:
+    def _announce(self, call: Collective) -> list[Header]:
         return self._cpu.announce(call, [0] * self.size, self._told(call.kind))
 
     def _finish(
         self,
-        call: Call,
+        call: Collective,
         headers: list[Header],
         works: list[Any],
         lengths: Sequence[int] | None = None,

@@ -1,10 +1,11 @@
-"""Who sends what to whom: the ways of a collective between ranks that copy over the host.
+"""Who sends what to whom in a collective between the memories of hosts, and how many bytes.
 
-Up to ``DIRECT`` ranks everybody sends straight to everybody: one round, and sums in rank order.
-In a larger group that would be a connection to every other rank. There a rank talks to some
-2 log2(N) partners in as many rounds, by recursive halving and doubling, which sends no more bytes
-(Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005). A number of ranks that is no power of two is folded to one first: the first ranks pair up.
+In a group of up to ``adjacency.DIRECT`` ranks each sends straight to every other: one round, and
+sums in rank order. In a larger group that would take a connection to every other rank. There a rank
+has some 2 log2(N) partners in as many rounds, by recursive halving and doubling, which sends no
+more bytes (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", 2005). A number of ranks that is no power of two is folded to one first: the first ranks
+pair up.
 
 Everything here is arithmetic on a rank and a number of ranks, so the traffic of a thousand ranks
 can be computed by one.
@@ -14,27 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import add
 from typing import TypeVar
 
+from zfunc.ranks.adjacency import is_direct, neighbours
+from zfunc.ranks.comm import even_cuts
+
 __all__ = [
-    "DIRECT",
     "Cube",
     "all_gather_bytes",
     "all_reduce_bytes",
     "broadcast_bytes",
     "children",
-    "even_cuts",
     "goes_whole",
     "headers_each",
-    "is_direct",
-    "neighbours",
     "parent",
     "reduce_scatter_bytes",
-    "ring",
     "summed",
 ]
-
-DIRECT = 16  # the most ranks that connect each to each
 
 # Up to here an all-reduce exchanges whole tensors, beyond it segments in two rounds. Between two
 # ranks both send the same bytes, so one round has less to wait for. Of a large tensor it leaves all
@@ -45,45 +45,6 @@ WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 2**10, 2**19
 T = TypeVar("T")
 
 
-def is_direct(size: int) -> bool:
-    """Whether the ranks of a group of ``size`` send straight to each other."""
-    return size <= DIRECT
-
-
-def neighbours(rank: int, size: int) -> list[int]:
-    """The ranks that check each other's headers: everybody, or those beside it in a ring.
-
-    Ranks in a ring that all agree with their neighbours agree. Each begins with the one to the
-    right, so that nobody is everybody's first.
-
-    >>> neighbours(1, 4), neighbours(0, 1024)
-    ([2, 3, 0], [1, 1023])
-    """
-    if is_direct(size):
-        return [(rank + step) % size for step in range(1, size)]
-    return ring(rank, size)
-
-
-def ring(rank: int, size: int) -> list[int]:
-    """The ranks beside this one in a ring: two, or one in a pair.
-
-    >>> ring(0, 3), ring(0, 2), ring(0, 1)
-    ([1, 2], [1], [])
-    """
-    beside = dict.fromkeys([(rank + 1) % size, (rank - 1) % size])
-    return [peer for peer in beside if peer != rank]
-
-
-def even_cuts(numel: int, size: int) -> tuple[int, ...]:
-    """Cut ``numel`` elements into ``size`` segments as even as can be, the longer ones first.
-
-    >>> even_cuts(7, 3)
-    (0, 3, 5, 7)
-    """
-    small, rest = divmod(numel, size)
-    return tuple(small * r + min(r, rest) for r in range(size + 1))
-
-
 @dataclass(frozen=True)
 class Cube:
     """Where one rank of a large group stands in the hypercube that the ranks are folded to.
@@ -91,7 +52,7 @@ class Cube:
     The first ``2 * extra`` ranks make ``extra`` pairs; each pair, and each rank after them, is a
     corner. The odd rank of a pair hands its data to the even one before, and gets the result
     after. Corners are in rank order, so those that share their high bits own one stretch of every
-    tensor that is cut over the ranks.
+    tensor that is sharded over the ranks.
 
     >>> Cube(3, 20).twin, Cube(2, 20).twin, Cube(19, 20).twin
     (2, 3, None)
@@ -130,7 +91,7 @@ class Cube:
         return 2 * corner if corner < self.extra else corner + self.extra
 
     def stretch(self, cuts: Sequence[int], low: int, high: int) -> tuple[int, int]:
-        """The bounds of what the corners from ``low`` to ``high`` own of a cut tensor."""
+        """The bounds of what the corners from ``low`` to ``high`` own of a sharded tensor."""
         return cuts[self.first(low)], cuts[self.first(high)]
 
     def rounds(self) -> list[int]:
@@ -200,17 +161,10 @@ def summed(parts: Sequence[T]) -> T:
     left = list(parts)
     if not is_direct(len(left)):
         cube = Cube(0, len(left))
-        left = [_added(left[cube.first(c) : cube.first(c + 1)]) for c in range(cube.corners)]
+        left = [reduce(add, left[cube.first(c) : cube.first(c + 1)]) for c in range(cube.corners)]
         for distance in cube.rounds():
-            left = [_added([left[c], left[c + distance]]) for c in range(distance)]
-    return _added(left)
-
-
-def _added(parts: Sequence[T]) -> T:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part  # type: ignore[operator]
-    return total
+            left = [add(left[c], left[c + distance]) for c in range(distance)]
+    return reduce(add, left)
 
 
 # Payload bytes that one rank sends.
@@ -281,10 +235,7 @@ def offsets(lengths: Sequence[int]) -> list[int]:
     >>> offsets([2, 0, 3])
     [0, 2, 2, 5]
     """
-    cuts = [0]
-    for length in lengths:
-        cuts.append(cuts[-1] + length)
-    return cuts
+    return list(accumulate(lengths, initial=0))
 
 
 def headers_each(kind: str, nbytes: int, size: int) -> int:

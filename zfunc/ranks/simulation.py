@@ -1,8 +1,8 @@
 """``simulate(n)``: a world of n ranks that are threads of this process.
 
-Collectives are meetings: each rank lays down its tensors and goes on; the last to come does the
-whole collective for everyone, so nothing is copied twice and results do not depend on timing.
-The checks, the errors and the bytes in the ledger are those of real ranks.
+A collective is a meeting. Each rank leaves its tensors and goes on. The last rank to come does the
+whole collective for all, so nothing is copied twice and results do not depend on timing. The
+checks, the errors and the bytes in the ledger are those of real ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import DesyncError
-from zfunc.ranks.axes import Mesh
-from zfunc.ranks.routes import headers_each, is_direct, neighbours, summed
+from zfunc.ranks.adjacency import is_direct
+from zfunc.ranks.connected import ConnectedGroup
+from zfunc.ranks.routes import summed
 from zfunc.ranks.transport import (
     EXITED,
-    Call,
-    Hosted,
+    Collective,
     Steps,
     Transport,
     absent,
@@ -40,6 +40,7 @@ from zfunc.ranks.world import Judge, World, entered, on_leave, waiting
 __all__ = ["simulate"]
 
 T = TypeVar("T")
+Serve = Callable[[list[Any]], list[Any]]  # the results of all members, of their parts
 GRACE = 2.0  # seconds that the other ranks get to end once one has failed
 
 
@@ -49,7 +50,7 @@ class Deserted(DesyncError):
 
 @dataclass
 class Assembly:
-    """Where all ranks meet outside of any group: what they report, and what is judged."""
+    """A meeting of all ranks outside of any group: their reports, and what is decided on them."""
 
     reports: dict[int, str] = field(default_factory=dict)
     judged: str = ""
@@ -60,10 +61,10 @@ class Assembly:
 
 @dataclass
 class Meeting:
-    """One collective of a simulated group: who has come, with what."""
+    """One collective of a simulated group: the ranks that have come, and their tensors."""
 
     members: tuple[int, ...]
-    parts: dict[int, tuple[Call, Any]] = field(default_factory=dict)
+    parts: dict[int, tuple[Collective, Any]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, DesyncError] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
@@ -89,12 +90,12 @@ class Fabric:
         self,
         members: tuple[int, ...],
         rank: int,
-        call: Call,
+        call: Collective,
         part: Any,
-        serve: Callable[[list[Any]], list[Any]],
-        epoch: int = 0,
+        serve: Serve,
+        epoch: int,
     ) -> Meeting:
-        """Lay down ``part``; the last member to come runs ``serve`` on all parts in order."""
+        """Add this rank's ``part``; the last to come runs ``serve`` on all parts in rank order."""
         key = (members, call.number)
         with self.lock:
             if epoch != self.epoch:
@@ -110,7 +111,7 @@ class Fabric:
             meeting.over.set()
         return meeting
 
-    def _hold(self, meeting: Meeting, serve: Callable[[list[Any]], list[Any]]) -> None:
+    def _hold(self, meeting: Meeting, serve: Serve) -> None:
         parts = [meeting.parts[member][1] for member in meeting.members]
         try:
             meeting.results = dict(zip(meeting.members, serve(parts), strict=True))
@@ -119,7 +120,7 @@ class Fabric:
                 meeting.errors[member] = DesyncError(f"{call} failed: {error!r}")
         meeting.parts.clear()
 
-    def _check(self, meeting: Meeting, rank: int, call: Call) -> None:
+    def _check(self, meeting: Meeting, rank: int, call: Collective) -> None:
         for peer, (other, _) in meeting.parts.items():
             if other.digest != call.digest:
                 meeting.errors[rank] = mismatch(call, peer, told(other.digest))
@@ -131,7 +132,7 @@ class Fabric:
             self._spread(meeting)
 
     def _spread(self, meeting: Meeting) -> None:
-        """An error of one member is an error of all: who agrees with some still cannot go on."""
+        """An error of one member is an error of all: those that agree cannot go on, either."""
         first = meeting.errors[min(meeting.errors)]
         heard = elsewhere(first)
         if isinstance(first, Deserted):  # the one who left is to blame, not who heard of it
@@ -159,7 +160,7 @@ class Fabric:
             self._spread(meeting)
 
     def leave(self, rank: int, why: str) -> None:
-        """``rank`` will come to no further meeting: wake up whoever waits for it."""
+        """``rank`` will come to no further meeting: wake up the ranks that wait for it."""
         with self.lock:
             self.gone[rank] = why
             self._wake(rank)
@@ -179,7 +180,7 @@ class Fabric:
                 self._spread(meeting)
 
     def assemble(self, rank: int, report: str, judge: Judge, until: float) -> str:
-        """Meet all ranks; where nothing speaks against it the next epoch begins."""
+        """Meet all ranks; the next epoch begins unless ``judge`` gives a reason against it."""
         began = time.monotonic()
         with self.lock:
             assembly = self.assembly
@@ -210,12 +211,12 @@ class Fabric:
         self._dissolve()
 
     def _dissolve(self) -> None:
-        """Whoever comes from now on comes to the next one."""
+        """End this meeting; ranks that come from now on come to the next one."""
         self.assembly.over.set()
         self.assembly = Assembly()
 
     def _parted(self, members: tuple[int, ...]) -> dict[int, DesyncError]:
-        """What ranks have been told, or will be, of the first collective that they disagreed on."""
+        """The errors, by rank, of the first collective on which ranks disagreed."""
         failed = [k for k, m in self.meetings.items() if k[0] == members and m.errors]
         return self.meetings[min(failed)].errors if failed else {}
 
@@ -231,7 +232,7 @@ class Fabric:
             meeting.errors[peer] = (Deserted if failed else DesyncError)(error)
 
 
-class Meetings(Hosted):
+class Meetings(Transport):
     """The transport of one simulated group. Reductions add in rank order."""
 
     def __init__(self, fabric: Fabric, members: tuple[int, ...], world_rank: int) -> None:
@@ -240,21 +241,17 @@ class Meetings(Hosted):
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
         self._epoch = fabric.epoch
 
-    def headers_sent(self, kind: str, data: Tensor | None) -> int:
-        nbytes = 0 if data is None else data.nbytes
-        return len(neighbours(self.rank, self.size)) * headers_each(kind, nbytes, self.size)
-
-    def mark(self, call: Call) -> None:
+    def mark(self, call: Collective) -> None:
         for _ in self._meet(call, None, list):
             pass
 
-    def _meet(self, call: Call, part: Any, serve: Callable[[list[Any]], list[Any]]) -> Steps[Any]:
+    def _meet(self, call: Collective, part: Any, serve: Serve) -> Steps[Any]:
         rank, epoch = self._world_rank, self._epoch
         meeting = self._fabric.join(self._members, rank, call, part, serve, epoch)
         yield
         return self._fabric.wait(meeting, self._world_rank)
 
-    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+    def all_gather(self, call: Collective, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         def serve(fulls: list[Tensor]) -> list[Tensor]:
             for source, (start, end) in enumerate(pairwise(cuts)):
                 for target in range(len(fulls)):
@@ -265,7 +262,7 @@ class Meetings(Hosted):
         return self._meet(call, full, serve)
 
     def reduce_scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+        self, call: Collective, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
         def serve(parts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
             sums = [_sum([full[a:b] for full, _ in parts]) for a, b in pairwise(cuts)]
@@ -274,7 +271,7 @@ class Meetings(Hosted):
 
         return self._meet(call, (full, out), serve)
 
-    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
+    def all_reduce(self, call: Collective, flat: Tensor) -> Steps[Tensor]:
         def serve(flats: list[Tensor]) -> list[Tensor]:
             total = _sum(flats)
             return [flat.copy_(total) for flat in flats]
@@ -282,7 +279,7 @@ class Meetings(Hosted):
         return self._meet(call, flat, serve)
 
     def all_to_all(
-        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+        self, call: Collective, chunks: Sequence[Tensor], sizes: Sequence[int]
     ) -> Steps[list[Tensor]]:
         def serve(parts: list[tuple[Sequence[Tensor], Sequence[int]]]) -> list[Any]:
             return [
@@ -296,13 +293,13 @@ class Meetings(Hosted):
                 raise part
         return list(received)
 
-    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+    def broadcast(self, call: Collective, flat: Tensor, src: int) -> Steps[Tensor]:
         def serve(flats: list[Tensor]) -> list[Tensor]:
             return [flat if flat is flats[src] else flat.copy_(flats[src]) for flat in flats]
 
         return self._meet(call, flat, serve)
 
-    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+    def exchange(self, call: Collective, data: bytes) -> Steps[list[bytes]]:
         return self._meet(call, data, lambda parts: [list(parts) for _ in parts])
 
 
@@ -315,7 +312,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _expected(call: Call, src: int, chunk: Tensor, size: int) -> Tensor | DesyncError:
+def _expected(call: Collective, src: int, chunk: Tensor, size: int) -> Tensor | DesyncError:
     if chunk.numel() != size:
         return missized(call, src, chunk.numel(), size)
     return chunk.clone()
@@ -330,8 +327,10 @@ class SimulatedWorld(World):
         super().__init__(rank, fabric.size, fabric.timeout)
         self._fabric = fabric
 
-    def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
-        return Meetings(self._fabric, Mesh(sizes).members(axes, self.rank), self.rank)
+    def connect(self, axis: str, members: tuple[int, ...]) -> ConnectedGroup:
+        return ConnectedGroup(
+            axis, self, members, lambda: Meetings(self._fabric, members, self.rank)
+        )
 
     def _announce_stop(self, why: str) -> None:
         self._fabric.stop(self.rank, why)
@@ -419,7 +418,7 @@ def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
 def _join(
     threads: list[threading.Thread], fabric: Fabric, errors: dict[int, BaseException]
 ) -> None:
-    """Wait for all ranks; once one has failed, only so long: a sleeping thread cannot be ended."""
+    """Wait for all ranks; once one has failed for ``GRACE`` alone, as no thread can be ended."""
     deadline: float | None = None
     try:
         while alive := [thread for thread in threads if thread.is_alive()]:
@@ -435,6 +434,6 @@ def _join(
 
 
 def _culprit(errors: dict[int, BaseException]) -> BaseException:
-    """The error of the lowest rank, one that did not merely follow from another's."""
+    """The error of the lowest rank whose error did not follow from another rank's."""
     causes = {rank: e for rank, e in errors.items() if not isinstance(e, Deserted)}
     return (causes or errors)[min(causes or errors)]

@@ -1,12 +1,11 @@
-"""What a backend provides, and how ranks find out that they disagree.
+"""What a backend provides, and how a disagreement between ranks is found and told.
 
 A :class:`Transport` moves data between the ranks of one group. It writes each collective as a
 generator with a single ``yield``: what stands above it happens when the collective is issued,
 what stands below when it is waited for; its return value is the result.
 
-Every collective announces itself to the peers as a :class:`Call`: a digest of its kind, label,
-dtype and sizes. Announcements arrive in the order of issue, so one that differs means that the
-ranks took different paths.
+A collective is announced to the peers by a digest of its kind, label, dtype and sizes. Digests
+arrive in the order of issue, so one that differs means that the ranks took different paths.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from zfunc.errors import DesyncError
+from zfunc.ranks.adjacency import neighbours
+from zfunc.ranks.routes import headers_each
 
-__all__ = ["HEADER_BYTES", "Alone", "Call", "Hosted", "Steps", "Transport", "announced"]
+__all__ = ["Collective", "Steps", "Transport", "announced"]
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
-HEADER_BYTES = 16  # a digest and the number of elements that follow
-
 
 @dataclass(frozen=True)
-class Call:
+class Collective:
     """One collective as it is announced to the peers.
 
     Attributes:
@@ -52,22 +51,35 @@ class Call:
 
 
 class Transport(Protocol):
-    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D."""
+    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D.
+
+    What has a body here suits a backend in the host's memory: nothing is checked late, and nothing
+    runs on a device.
+    """
 
     rank: int
     size: int
 
+    def start(self, call: Collective, data: Tensor, args: tuple[Any, ...]) -> Steps[Any]:
+        """Issue a collective on ``data``: the method that is called like its kind."""
+        steps: Steps[Any] = getattr(self, call.kind)(call, *args)
+        return steps
+
     def headers_sent(self, kind: str, data: Tensor | None) -> int:
         """How many headers this rank sends in a collective on ``data``."""
+        nbytes = 0 if data is None else data.nbytes
+        return len(neighbours(self.rank, self.size)) * headers_each(kind, nbytes, self.size)
 
     def hosted(self, data: Tensor | None) -> bool:
         """Whether a collective on ``data`` is the host's work, and in the host's memory."""
+        return True
 
     def in_rounds(self, data: Tensor | None) -> bool:
         """Whether a collective on ``data`` goes on in ``wait``.
 
         Ranks that waited for such in different orders would wait for each other.
         """
+        return False
 
     def settle(self) -> None:
         """Check the headers of collectives that were waited for, but not yet checked.
@@ -75,8 +87,9 @@ class Transport(Protocol):
         Raises:
             DesyncError: a peer was in another one, is silent or gone.
         """
+        return
 
-    def mark(self, call: Call) -> None:
+    def mark(self, call: Collective) -> None:
         """Announce a call in which nothing is sent, and check earlier ones: this one may wait.
 
         Raises:
@@ -85,143 +98,76 @@ class Transport(Protocol):
 
     def abort(self) -> bool:
         """Stop what is under way on the device; whether there is anything of that kind."""
+        return False
 
     def leave(self, error: DesyncError) -> None:
-        """Let others know that this rank has failed and takes part no longer."""
+        """Tell the others that this rank has failed and takes no further part."""
+        return
 
     def hang_up(self) -> None:
-        """Let others know that this rank is done: nobody is to wait for it."""
+        """Tell the others that this rank is done, so that they do not wait for it."""
+        return
 
     def cut_short(self) -> bool:
-        """Whether :meth:`abort` has met work on the device that belongs to steps that are over."""
+        """Whether :meth:`abort` has stopped work on the device of steps that had returned."""
+        return False
 
-    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
+    def all_gather(self, call: Collective, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         """Fill ``full``, whose own segment is in place."""
 
     def reduce_scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
+        self, call: Collective, full: Tensor, cuts: Sequence[int], out: Tensor | None
     ) -> Steps[Tensor]:
         """The own segment of the sum, in rank order, in ``out`` or in new memory."""
 
-    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
-        """Sum in place: by segments, or whole tensors where ``cuts`` is ``None``."""
+    def all_reduce(self, call: Collective, flat: Tensor) -> Steps[Tensor]:
+        """Sum in place."""
 
     def all_to_all(
-        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
+        self, call: Collective, chunks: Sequence[Tensor], sizes: Sequence[int]
     ) -> Steps[list[Tensor]]:
         """New tensors, of these sizes, one from each rank."""
 
-    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
+    def broadcast(self, call: Collective, flat: Tensor, src: int) -> Steps[Tensor]:
         """Overwrite ``flat`` with that of ``src``."""
 
-    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
+    def exchange(self, call: Collective, data: bytes) -> Steps[list[bytes]]:
         """Every rank's bytes."""
-
-
-class Hosted:
-    """Of a transport in the host's memory: nothing is checked late, or runs on a device."""
-
-    def hosted(self, data: Tensor | None) -> bool:
-        return True
-
-    def in_rounds(self, data: Tensor | None) -> bool:
-        return False
-
-    def settle(self) -> None:
-        return
-
-    def abort(self) -> bool:
-        return False
-
-    def leave(self, error: DesyncError) -> None:
-        return
-
-    def hang_up(self) -> None:
-        return
-
-    def cut_short(self) -> bool:
-        return False
-
-
-class Alone(Hosted):
-    """The transport of a group of one: every collective is the identity."""
-
-    rank, size = 0, 1
-
-    def headers_sent(self, kind: str, data: Tensor | None) -> int:
-        return 0
-
-    def mark(self, call: Call) -> None:
-        return
-
-    def all_gather(self, call: Call, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
-        yield
-        return full
-
-    def reduce_scatter(
-        self, call: Call, full: Tensor, cuts: Sequence[int], out: Tensor | None
-    ) -> Steps[Tensor]:
-        yield
-        return full.clone() if out is None else out.copy_(full)
-
-    def all_reduce(self, call: Call, flat: Tensor, cuts: Sequence[int] | None) -> Steps[Tensor]:
-        yield
-        return flat
-
-    def all_to_all(
-        self, call: Call, chunks: Sequence[Tensor], sizes: Sequence[int]
-    ) -> Steps[list[Tensor]]:
-        yield
-        return [chunk.clone() for chunk in chunks]
-
-    def broadcast(self, call: Call, flat: Tensor, src: int) -> Steps[Tensor]:
-        yield
-        return flat
-
-    def exchange(self, call: Call, data: bytes) -> Steps[list[bytes]]:
-        yield
-        return [data]
 
 
 REMEMBERED = 4096  # more than a step has; a program that keeps naming new ones never ends
 TOLD = 500  # characters of a collective that an error gives: cuts have a number for every rank
 
 
-class _Announced:
-    """A digest, and what it stands for."""
-
-    __slots__ = ("__weakref__", "digest", "text")
-
-    def __init__(self, digest: int, text: str) -> None:
-        self.digest, self.text = digest, text
+class _Text(str):
+    """A collective as errors give it. Unlike a plain string it can be referred to weakly."""
 
 
-_SEEN: WeakValueDictionary[int, _Announced] = WeakValueDictionary()  # what the cache holds
+_SEEN: WeakValueDictionary[int, _Text] = WeakValueDictionary()  # what the cache holds
 _SEEING = Lock()  # simulated ranks are threads, and two that come at once must see the same
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _announced(kind: str, label: str, what: tuple[Any, ...]) -> _Announced:
+def _announced(kind: str, label: str, what: tuple[Any, ...]) -> tuple[int, _Text]:
     text = f"{kind}({label!r}) of {' '.join(str(part) for part in what) or 'nothing'}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     if len(text) > TOLD:
         text = f"{text[:TOLD]}... (digest {digest:#x})"
     with _SEEING:
-        return _SEEN.setdefault(digest, _Announced(digest, text))
+        return digest, _SEEN.setdefault(digest, _Text(text))
 
 
 def announced(kind: str, label: str, what: tuple[Any, ...]) -> int:
     """The digest of a collective; the latest are remembered, so that a peer's is told by name."""
-    return _announced(kind, label, what).digest
+    return _announced(kind, label, what)[0]
 
 
 def told(digest: int) -> str:
     """The collective behind a digest, if this process has issued it lately."""
-    seen = _SEEN.get(digest)
-    return f"a collective unknown to this rank (digest {digest:#x})" if seen is None else seen.text
+    return _SEEN.get(digest) or f"a collective unknown to this rank (digest {digest:#x})"
 
 
-def mismatch(call: Call, peer: int, theirs: str) -> DesyncError:
+def mismatch(call: Collective, peer: int, theirs: str) -> DesyncError:
     """The error for a peer that is in another collective, ``theirs``, than this rank."""
     return DesyncError(
         f"{call}: this rank is in {told(call.digest)}, but rank {peer} is in {theirs}. "
@@ -230,7 +176,7 @@ def mismatch(call: Call, peer: int, theirs: str) -> DesyncError:
     )
 
 
-def missized(call: Call, peer: int, found: int, expected: int) -> DesyncError:
+def missized(call: Collective, peer: int, found: int, expected: int) -> DesyncError:
     """The error for a peer that sends another number of elements than this rank expects."""
     return DesyncError(
         f"{call}: rank {peer} sends {found} elements, this rank expects {expected}: "
@@ -243,7 +189,7 @@ def elsewhere(cause: str | DesyncError) -> DesyncError:
     return DesyncError(f"elsewhere in this group: {cause}")
 
 
-def departed(call: Call, peer: int, why: str) -> DesyncError:
+def departed(call: Collective, peer: int, why: str) -> DesyncError:
     """The error for a peer that has gone in an orderly way."""
     return DesyncError(
         f"{call}: rank {peer} {why} and will not take part: look for a return, or an end of a "
@@ -288,7 +234,7 @@ def absent(reasons: Mapping[int, str], seconds: float) -> str:
     )
 
 
-def silence(call: Call, peers: Sequence[int], seconds: float) -> DesyncError:
+def silence(call: Collective, peers: Sequence[int], seconds: float) -> DesyncError:
     """The error for peers that did not take part within the timeout."""
     return DesyncError(
         f"{call}: {named(peers)} did not take part within {seconds:g} s. It hangs, is slow, or "

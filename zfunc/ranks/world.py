@@ -18,21 +18,20 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from zfunc.errors import DesyncError
-from zfunc.ranks.transport import Transport
 
 __all__ = ["Judge", "World", "adopt", "current", "default_timeout", "entered", "rank", "world_size"]
 
 on_wait: list[Callable[[], AbstractContextManager[Any]]] = []
-"""Entered around every blocking wait of a simulated rank. Whoever holds a lock that all ranks
-of one process share registers a context manager here that gives it up meanwhile."""
+"""Entered around every blocking wait of a simulated rank. Code that holds a lock which all ranks
+of a process share adds a context manager that gives it up meanwhile."""
 
 on_leave: list[Callable[[], None]] = []
-"""Called by each simulated or launched rank once its function has returned: what is still under
-way, such as a checkpoint being written, is completed while the world is there."""
+"""Called by each simulated or launched rank once its function has returned. They complete what is
+still under way, such as a checkpoint being written."""
 
 on_renewal: list[Callable[[], None]] = []
-"""Called by each rank once its groups are made anew: what ranks remember of what they had agreed on
-is forgotten, for one of them may have remembered what another has not."""
+"""Called by each rank once its groups are made anew. They clear caches of what ranks had agreed on,
+since one rank may have cached what another has not."""
 
 Judge = Callable[[list[str]], str]
 
@@ -53,27 +52,43 @@ def default_timeout() -> float:
     return seconds
 
 
-class Member(Protocol):
-    """A group as its world sees it (:class:`zfunc.comm.Group`)."""
+class Member:
+    """A group as its world sees it (:class:`zfunc.ranks.comm.Group`).
+
+    A rank that is alone in its group has nothing to complete and nobody to tell.
+    """
 
     @property
     def cut_short(self) -> bool:
         """Whether work of earlier steps was still under way on a device when it was stopped."""
+        return False
 
     def finish(self) -> None:
-        """Complete what is under way."""
+        """Complete what this rank has issued and nobody has waited for: peers are in it too.
 
-    def stop(self, error: DesyncError) -> None:
-        """Take no further part."""
-
-    def renew(self) -> None:
-        """Begin anew, in the next epoch."""
-
-    def hang_up(self) -> None:
-        """Let the peers know that this rank is done."""
+        Raises:
+            DesyncError: a peer is not.
+        """
 
     def settle(self) -> None:
-        """Check what is unchecked."""
+        """Check the headers of all collectives that were waited for inside ``unchecked``.
+
+        Raises:
+            DesyncError: a peer was in another one, is silent or gone.
+        """
+
+    def hang_up(self) -> None:
+        """Take no further part; peers that wait for this rank raise."""
+
+    def stop(self, error: DesyncError) -> None:
+        """Fail, if it has not failed yet, and take no further part."""
+
+    def renew(self) -> None:
+        """Begin anew, with nothing under way; all ranks of the group do, in one epoch.
+
+        It stays the same object, since placed states and steps refer to it. Waiting for a
+        collective that was under way raises an error from now on.
+        """
 
 
 class Recorder(Protocol):
@@ -95,10 +110,10 @@ class World:
         groups: every group that was made in this world.
         unchecked: how many blocks are open in which headers are checked late.
         epoch: how often its groups were made anew; nothing of an earlier epoch reaches a later one.
-        ended: whether this rank is done; its thread runs no longer.
+        ended: whether this rank is done, and its thread has ended.
         threads: whether the ranks are threads of one process.
-        gate: called with what a collective is before it is issued, while a pass is running whose
-            ranks agree on what comes next; see :mod:`zfunc.engine.accord`.
+        gate: called with the name of a collective before it is issued, while a pass is running
+            in which ranks agree on what comes next; see :mod:`zfunc.engine.accord`.
     """
 
     threads: ClassVar[bool] = False
@@ -120,19 +135,14 @@ class World:
         """The device on which this rank computes."""
         return torch.get_default_device()
 
-    def connect(self, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Transport:
-        """The transport between the ranks that differ only along ``axes`` of a mesh.
-
-        Args:
-            sizes: the mesh's axes as ``(name, size)`` pairs, row-major.
-            axes: names of the axes that the group spans.
-        """
+    def connect(self, axis: str, members: tuple[int, ...]) -> Member:
+        """The group of these ranks, this one among them, under the name of an axis."""
         raise NotImplementedError(f"{self!r} has no peers to connect to")
 
     def stop(self, why: str) -> None:
-        """Take no further part in the groups of this epoch; whoever waits in them hears why.
+        """Take no further part in the groups of this epoch; ranks that wait in them are told why.
 
-        What this rank has issued is completed before, where that is possible: peers are in it.
+        What this rank has issued is completed before if that is possible, since peers are in it.
         """
         for group in tuple(self.groups):
             with suppress(DesyncError):
@@ -142,15 +152,15 @@ class World:
             group.stop(DesyncError(f"this rank has stopped: {why}"))
 
     def _announce_stop(self, why: str) -> None:
-        """Leave word for those whom no group tells."""
+        """Tell the ranks that no group tells."""
 
     def meet(self, report: str, judge: Judge, until: float) -> str:
-        """Come to where all ranks come outside of any group; returns what was judged.
+        """Meet all ranks outside of any group; returns what was decided.
 
         Args:
             report: this rank's.
-            judge: what to make of the reports of all ranks, in rank order; a pure function, which
-                the last one to come calls for all. An empty text lets the next epoch begin.
+            judge: decides on the reports of all ranks, in rank order. It is a pure function, which
+                the last rank to come calls for all. With an empty text the next epoch begins.
             until: when to give up, in the seconds of ``time.monotonic``.
 
         Raises:
@@ -159,7 +169,7 @@ class World:
         return judge([report])
 
     def renew(self) -> None:
-        """Begin the next epoch: all groups begin anew, in place, and nothing is under way."""
+        """Begin the next epoch: all groups begin anew, with nothing under way."""
         self.epoch += 1
         self.gate = None
         for group in tuple(self.groups):
@@ -221,7 +231,7 @@ def entered(world: World) -> Iterator[World]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around a blocking wait: everything in ``on_wait`` is given up inside the block."""
+    """Around a blocking wait: locks that are in ``on_wait`` are given up inside the block."""
     with ExitStack() as stack:
         for release in on_wait:
             stack.enter_context(release())
@@ -244,3 +254,40 @@ def world_size() -> int:
     1
     """
     return current().size
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Check headers of collectives on the device late in this block: at its end, all of them.
+
+    Waiting for such a collective does not then hold the host until its neighbours have come as
+    far. Whatever was received, nothing leaves the block before every header is checked; a step is
+    such a block.
+
+    Raises:
+        DesyncError: a peer was in another collective, is silent or gone.
+    """
+    world = current()
+    if world.size == 1:
+        yield
+        return
+    world.unchecked += 1
+    try:
+        yield
+    finally:
+        world.unchecked -= 1
+    settle()
+
+
+def settle() -> None:
+    """Check what is unchecked in every group of this rank, as before the host reads a value.
+
+    Raises:
+        DesyncError: a peer was in another collective, is silent or gone.
+    """
+    for group in tuple(current().groups):
+        group.settle()
+
+
+MESH: ContextVar[Any] = ContextVar("zfunc_mesh", default=None)
+"""The :class:`~zfunc.ranks.axes.Mesh` of the running step, which axis names refer to."""

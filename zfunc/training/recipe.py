@@ -17,7 +17,7 @@ from zfunc.engine.state import check_optimizer
 from zfunc.engine.step import Step
 from zfunc.optim import Moved, apply_updates
 from zfunc.optim.paces import check_fit, held
-from zfunc.ranks import random
+from zfunc.ranks import keys
 from zfunc.ranks.collectives import mean_over
 from zfunc.ranks.comm import Group
 from zfunc.trees import tree
@@ -100,8 +100,8 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 def _key_of_rank(state: Any) -> Tensor:
     """The loss function's own key: none of those that decide the model's dropout."""
-    key = random.fold_in(random.fold_in(state.key, state.step), _group().rank)
-    return random.fold_in(key, -1)
+    key = keys.fold_in(keys.fold_in(state.key, state.step), _group().rank)
+    return keys.fold_in(key, -1)
 
 
 def _group() -> Group:

@@ -18,7 +18,7 @@ import optree
 from torch import Tensor
 
 from zfunc.engine import context
-from zfunc.engine.intake import entry
+from zfunc.engine.entries import entry
 from zfunc.errors import CompositionError, DesyncError, DonatedStateError, ZfuncError
 from zfunc.layout.arriving import completed
 from zfunc.layout.replicated import Replicated, gathered_again

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from zfunc.ranks import outbox as module
-from zfunc.ranks.outbox import BEGIN, NOWHERE, Inbox, Outbox, Posted, is_open_to
+from zfunc.ranks import shared_memory as module
+from zfunc.ranks.shared_memory import BEGIN, NOWHERE, Inbox, Outbox, Posted, is_open_to
 
 WORD = bytes(range(16))
 
@@ -143,7 +143,7 @@ def test_a_system_that_takes_no_memory_back_is_no_error(monkeypatch: pytest.Monk
 
 SENDER = """
 import sys
-from zfunc.ranks.outbox import Outbox
+from zfunc.ranks.shared_memory import Outbox
 sender = Outbox(bytes(range(16)))
 print(sender.address, flush=True)
 sys.stdin.readline()

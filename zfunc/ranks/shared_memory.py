@@ -1,14 +1,14 @@
-"""Memory of a rank that others on its host read: payloads that need not go through a socket.
+"""Shared memory between the ranks of one host, for payloads that need not go through a socket.
 
 What goes through a socket is copied into the kernel and out of it, page by page, and gloo wakes a
 thread on either side for it. Here the sender copies a payload into memory of its own, once for all
-peers, and tells each of them over a socket where it lies; a peer copies it to where it belongs.
+peers, and tells each of them over a socket where it is. A peer copies it to where it belongs.
 Nobody waits: there is memory for all that has not been read yet.
 
-It has no name (``memfd_create``), so nothing is left behind however a process ends, and a peer that
-has mapped it can read it even then. Peers open it through ``/proc``, which the kernel allows to
-processes of the same user, in the same container, and with the same capabilities. To those who
-cannot, payloads go through the socket. ``ZFUNC_SHARED_MEMORY=0`` does without.
+The memory has no name (``memfd_create``), so nothing is left behind however a process ends, and a
+peer that has mapped it can read it even then. Peers open it through ``/proc``, which the kernel
+allows to processes of the same user, in the same container, and with the same capabilities. For
+other peers payloads go through the socket. ``ZFUNC_SHARED_MEMORY=0`` turns shared memory off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zfunc.ranks.routes import DIRECT
+from zfunc.ranks.adjacency import DIRECT
 
 __all__ = ["NOWHERE", "WORD_BYTES", "Inbox", "Outbox", "Posted", "is_open_to"]
 
@@ -41,7 +41,7 @@ assert WORD_BYTES + READERS * (SLOTS + 1) <= BEGIN
 
 @dataclass(frozen=True)
 class Posted:
-    """Where a payload lies in the memory, and where its readers mark that they have it."""
+    """Where a payload is in the memory, and the slot in which readers mark that they have it."""
 
     start: int
     size: int
@@ -49,16 +49,17 @@ class Posted:
 
 
 class Outbox:
-    """Payloads of one rank.
+    """The payloads that one rank sends.
 
-    The memory begins with a word that tells whose it is. A mark of each reader follows that is 1 as
-    soon as it has mapped the memory, and then for each slot one that is 1 once it has read.
+    The memory begins with a word that identifies its owner. Then there is a mark for each reader,
+    which is 1 as soon as it has mapped the memory. For each slot a row of such marks follows; a
+    mark is 1 once its reader has read the payload.
 
     Args:
         word: ``WORD_BYTES`` long.
 
     Attributes:
-        address: tells peers of the same host where it is, and who may read it.
+        address: where peers of the same host find it, and who may read it.
     """
 
     def __init__(self, word: bytes) -> None:
@@ -84,9 +85,9 @@ class Outbox:
         self.address = f"{process} {self._file} {rights}"
 
     def put(self, payload: memoryview, reader: int) -> Posted | None:
-        """Where a payload is for a reader; ``None`` if it has to go another way.
+        """Put a payload there for a reader; ``None`` if it has to go through the socket.
 
-        The same object for another reader, right after, is not copied again.
+        The same object, put for another reader right after, is not copied again.
         """
         if self._memory is None or reader >= READERS or not self._memory[WORD_BYTES + reader]:
             return None
@@ -115,7 +116,7 @@ class Outbox:
         return place
 
     def _sweep(self) -> None:
-        """Take back what all its readers have read, and give the system what is not kept."""
+        """Free what all its readers have read, and return memory beyond ``KEPT`` to the system."""
         assert self._memory is not None
         left = []
         for place, readers in self._unread:
@@ -132,7 +133,7 @@ class Outbox:
             self._used = top
 
     def _room_for(self, size: int) -> Posted | None:
-        """The first gap, which is likely to be in the cache."""
+        """The first gap that is large enough: it is likely to be in the cache."""
         taken = {place.slot for place, _ in self._unread}
         slot = next((k for k in range(len(taken) + 1) if k not in taken), SLOTS)
         start = BEGIN
@@ -184,7 +185,7 @@ class Inbox:
         self._memory[WORD_BYTES + reader] = 1
 
     def take(self, place: Posted, into: memoryview) -> None:
-        """Copy a payload; its memory is the sender's again."""
+        """Copy a payload, and mark that its memory is free."""
         into[:] = self._bytes[place.start : place.start + place.size]
         self._memory[_marks(place.slot) + self._reader] = 1
 

@@ -1,7 +1,7 @@
 """Where a rank listens: everywhere, since ranks may be on several hosts, or on the loopback only.
 
-Across hosts whoever calls says first a word that only went through the store. A world that
-``launch`` has started is on one host, and nothing in it hears another one.
+Across hosts a rank that connects first sends a token, which it can only have from the store. A
+world that ``launch`` has started is on one host, and listens to no other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import socket
 from contextlib import suppress
 
-__all__ = ["BACKLOG", "HERE", "listening", "loopback", "loopback_only"]
+__all__ = ["BACKLOG", "HERE", "listening_socket", "loopback", "loopback_only"]
 
 HERE = "127.0.0.1"
 BACKLOG = 4096  # callers that nobody has listened to yet; the system may allow fewer
@@ -35,7 +35,7 @@ def loopback_only() -> bool:
     return os.environ.get(ONLY) == "1"
 
 
-def listening() -> socket.socket:
+def listening_socket() -> socket.socket:
     """A socket that hears callers of either kind of address, where the system has both."""
     if loopback_only():
         return socket.create_server((HERE, 0), backlog=BACKLOG)

@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 
-from zfunc.ranks import wires as module
-from zfunc.ranks.outbox import NOWHERE, Outbox
-from zfunc.ranks.wires import TOKEN_BYTES, Wires
+from zfunc.ranks import control_channel as module
+from zfunc.ranks.control_channel import TOKEN_BYTES, ControlChannel
+from zfunc.ranks.shared_memory import NOWHERE, Outbox
 
 
 def connected(
-    n: int, body: Callable[[int, Wires], Any], timeout: float = 30.0, strangers: bool = False
+    n: int,
+    body: Callable[[int, ControlChannel], Any],
+    timeout: float = 30.0,
+    strangers: bool = False,
 ) -> list[Any]:
-    """Run ``body`` on n threads with wires between them."""
+    """Run ``body`` on n threads with channels between them."""
     barrier, cards = threading.Barrier(n), [b""] * n
 
     def run(rank: int) -> Any:
@@ -30,9 +33,9 @@ def connected(
             if strangers and rank == 1:
                 intrude(cards[0])
 
-        wires = Wires(rank, publish, lambda peer: cards[peer], timeout)
+        channel = ControlChannel(rank, publish, lambda peer: cards[peer], timeout)
         try:
-            return body(rank, wires)
+            return body(rank, channel)
         finally:
             barrier.wait()  # nobody hangs up while others still listen
 
@@ -40,9 +43,9 @@ def connected(
         return list(pool.map(run, range(n)))
 
 
-def taken(wires: Wires, peer: int, ticket: int, size: int) -> bytes:
+def taken(channel: ControlChannel, peer: int, ticket: int, size: int) -> bytes:
     into = bytearray(size)
-    wires.take(peer, ticket, memoryview(into))
+    channel.take(peer, ticket, memoryview(into))
     return bytes(into)
 
 
@@ -56,11 +59,11 @@ def intrude(card: bytes) -> None:
 
 @pytest.mark.parametrize("strangers", [False, True])
 def test_headers_come_by_ticket(strangers: bool) -> None:
-    def body(rank: int, wires: Wires) -> list[tuple[int, int]]:
+    def body(rank: int, channel: ControlChannel) -> list[tuple[int, int]]:
         peers = [peer for peer in range(3) if peer != rank]
         for k in range(3):
-            assert [wires.send(peer, 100 * rank + k, 2**40 + k) for peer in peers] == [k + 1] * 2
-        return [wires.receive(peer, ticket) for peer in peers for ticket in (2, 1, 3)]
+            assert [channel.send(peer, 100 * rank + k, 2**40 + k) for peer in peers] == [k + 1] * 2
+        return [channel.receive(peer, ticket) for peer in peers for ticket in (2, 1, 3)]
 
     for rank, headers in enumerate(connected(3, body, strangers=strangers)):
         peers = [peer for peer in range(3) if peer != rank]
@@ -68,13 +71,13 @@ def test_headers_come_by_ticket(strangers: bool) -> None:
 
 
 def test_payloads_come_with_their_headers() -> None:
-    def body(rank: int, wires: Wires) -> list[bytes]:
+    def body(rank: int, channel: ControlChannel) -> list[bytes]:
         for k, size in enumerate((5, 0, 70_000)):
-            wires.send(1 - rank, k, 7, memoryview(bytes([rank]) * size))
+            channel.send(1 - rank, k, 7, memoryview(bytes([rank]) * size))
         found = []
         for ticket in (3, 1, 2):
-            assert wires.receive(1 - rank, ticket) == (ticket - 1, 7)
-            found.append(taken(wires, 1 - rank, ticket, (5, 0, 70_000)[ticket - 1]))
+            assert channel.receive(1 - rank, ticket) == (ticket - 1, 7)
+            found.append(taken(channel, 1 - rank, ticket, (5, 0, 70_000)[ticket - 1]))
         return found
 
     for rank, found in enumerate(connected(2, body)):
@@ -82,9 +85,9 @@ def test_payloads_come_with_their_headers() -> None:
         assert found == [peer * 70_000, peer * 5, b""]
 
 
-def posted(wires: Wires) -> int:
+def posted(channel: ControlChannel) -> int:
     """How many payloads the peers have not taken yet from where they share memory."""
-    return len(wires._outbox._unread)
+    return len(channel._outbox._unread)
 
 
 @pytest.mark.skipif(
@@ -95,12 +98,12 @@ def posted(wires: Wires) -> int:
 def test_large_payloads_are_in_memory_once_the_peer_has_mapped_it(
     hosts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def body(rank: int, wires: Wires) -> int:
+    def body(rank: int, channel: ControlChannel) -> int:
         for ticket in (1, 2):  # with the first a rank maps its peer's
-            wires.send(1 - rank, 1, 0, memoryview(bytes([ticket]) * 70_000))
-            wires.receive(1 - rank, ticket)
-            count = posted(wires) if ticket == 2 else 0
-            assert taken(wires, 1 - rank, ticket, 70_000) == bytes([ticket]) * 70_000
+            channel.send(1 - rank, 1, 0, memoryview(bytes([ticket]) * 70_000))
+            channel.receive(1 - rank, ticket)
+            count = posted(channel) if ticket == 2 else 0
+            assert taken(channel, 1 - rank, ticket, 70_000) == bytes([ticket]) * 70_000
             both.wait()
         return count
 
@@ -115,7 +118,7 @@ def test_large_payloads_are_in_memory_once_the_peer_has_mapped_it(
 def test_messages_may_come_in_pieces() -> None:
     """A message ends anywhere in what the system hands over."""
     cards: list[bytes] = []
-    wires = Wires(0, cards.append, lambda peer: b"", 5.0)
+    channel = ControlChannel(0, cards.append, lambda peer: b"", 5.0)
     port = int(cards[0][TOKEN_BYTES:].decode().split("\n")[2])
     where = module.WHERE.pack(module.FOLLOWS, 5, 0)
     message = module.HEADER.pack(7, 9 | module.WITH) + where + b"12345"
@@ -125,92 +128,92 @@ def test_messages_may_come_in_pieces() -> None:
         pieces = threading.Thread(target=lambda: [caller.sendall(bytes([x])) for x in 3 * message])
         pieces.start()
         for ticket in (1, 2, 3):
-            assert wires.receive(1, ticket) == (7, 9)
-            assert taken(wires, 1, ticket, 5) == b"12345"
+            assert channel.receive(1, ticket) == (7, 9)
+            assert taken(channel, 1, ticket, 5) == b"12345"
         pieces.join()
-    wires.close()
+    channel.close()
 
 
 def test_ranks_that_write_more_than_fits_read_meanwhile() -> None:
     """None has read anything when all have written far more than the system keeps for them."""
     count, size = 600, 2**15
 
-    def body(rank: int, wires: Wires) -> None:
+    def body(rank: int, channel: ControlChannel) -> None:
         peers = [peer for peer in range(3) if peer != rank]
         for k in range(count):
             for peer in peers:
-                wires.send(peer, k, rank, memoryview(k.to_bytes(4, "little") * (size // 4)))
+                channel.send(peer, k, rank, memoryview(k.to_bytes(4, "little") * (size // 4)))
         for peer in peers:
             for k in reversed(range(count)):
-                assert wires.receive(peer, k + 1) == (k, peer)
-                assert taken(wires, peer, k + 1, size) == k.to_bytes(4, "little") * (size // 4)
+                assert channel.receive(peer, k + 1) == (k, peer)
+                assert taken(channel, peer, k + 1, size) == k.to_bytes(4, "little") * (size // 4)
 
     connected(3, body)
 
 
 def test_a_peer_that_reads_no_more_is_timed_out() -> None:
-    def body(rank: int, wires: Wires) -> None:
+    def body(rank: int, channel: ControlChannel) -> None:
         if rank == 1:
-            wires.send(0, 1, 0)
-            assert wires.receive(0, 1) == (1, 0)  # connected; then this one reads no more
+            channel.send(0, 1, 0)
+            assert channel.receive(0, 1) == (1, 0)  # connected; then this one reads no more
             done.wait(30)
             return
-        wires.send(1, 1, 0)
-        wires.receive(1, 1)
+        channel.send(1, 1, 0)
+        channel.receive(1, 1)
         with pytest.raises(TimeoutError):
-            flood(wires)
+            flood(channel)
         done.set()
 
-    def flood(wires: Wires) -> None:
+    def flood(channel: ControlChannel) -> None:
         for _ in range(16_000):
-            wires.send(1, 2, 0, memoryview(bytes(2**12)))
+            channel.send(1, 2, 0, memoryview(bytes(2**12)))
 
     done = threading.Event()
     connected(2, body, timeout=0.5)
 
 
 def test_a_silent_peer_is_timed_out() -> None:
-    def body(rank: int, wires: Wires) -> None:
+    def body(rank: int, channel: ControlChannel) -> None:
         if rank == 0:
             with pytest.raises(TimeoutError):
-                wires.receive(1, 1)
+                channel.receive(1, 1)
 
     connected(2, body, timeout=0.2)
 
 
 def test_who_has_hung_up_is_told_so() -> None:
-    def body(rank: int, wires: Wires) -> None:
-        wires.send(1 - rank, 1, 0)
-        wires.receive(1 - rank, 1)
-        wires.close()
-        for attempt in (lambda: wires.receive(1 - rank, 2), lambda: wires.send(1 - rank, 2, 0)):
+    def body(rank: int, channel: ControlChannel) -> None:
+        channel.send(1 - rank, 1, 0)
+        channel.receive(1 - rank, 1)
+        channel.close()
+        for attempt in (lambda: channel.receive(1 - rank, 2), lambda: channel.send(1 - rank, 2, 0)):
             with pytest.raises(ConnectionAbortedError, match="hung up"):
                 attempt()
-        assert wires.ask(1 - rank, 1.0) is None
+        assert channel.ask(1 - rank, 1.0) is None
 
     connected(2, body)
 
 
 def test_peers_that_disagree_tell_each_other_why() -> None:
-    def body(rank: int, wires: Wires) -> str | None:
+    def body(rank: int, channel: ControlChannel) -> str | None:
         for peer in {0, 1, 2} - {rank}:
-            wires.send(peer, rank, 0)
-            wires.send(peer, rank, 0)  # nobody reads this one
+            channel.send(peer, rank, 0)
+            channel.send(peer, rank, 0)  # nobody reads this one
         if rank == 2:
-            assert wires.receive(0, 2) == (0, 0)
+            assert channel.receive(0, 2) == (0, 0)
             with pytest.raises(ConnectionAbortedError, match="it stopped in unit 0"):
-                wires.receive(0, 3)
+                channel.receive(0, 3)
             return None
-        wires.receive(1 - rank, 1)
-        wires.tell(f"unit {rank}")
-        return wires.ask(1 - rank, 10.0)
+        channel.receive(1 - rank, 1)
+        channel.tell(f"unit {rank}")
+        return channel.ask(1 - rank, 10.0)
 
     assert connected(3, body) == ["unit 1", "unit 0", None]
 
 
 def test_a_peer_that_does_not_tell_is_not_waited_for() -> None:
-    def body(rank: int, wires: Wires) -> str | None:
-        return wires.ask(1, 0.2) if rank == 0 else None
+    def body(rank: int, channel: ControlChannel) -> str | None:
+        return channel.ask(1, 0.2) if rank == 0 else None
 
     assert connected(2, body) == [None, None]
 
@@ -264,20 +267,22 @@ def _has_address(address: str) -> bool:
 )
 def test_callers_are_heard_under_either_kind_of_address(address: str) -> None:
     cards: list[bytes] = []
-    wires = Wires(0, cards.append, lambda peer: b"", 5.0)
+    channel = ControlChannel(0, cards.append, lambda peer: b"", 5.0)
     port = int(cards[0][TOKEN_BYTES:].decode().split("\n")[2])
     caller = socket.create_connection((address, port))  # refused where nobody listens
     with caller:
         caller.sendall(cards[0][:TOKEN_BYTES] + (1).to_bytes(8, "little"))
         caller.sendall(module.HEADER.pack(7, 9))
-        assert wires.receive(1, 1) == (7, 9)
-    wires.close()
+        assert channel.receive(1, 1) == (7, 9)
+    channel.close()
 
 
 def test_wires_that_nobody_holds_close_their_sockets():
     """Also those in a cycle, of which the collector may meet the sockets first."""
     cards: dict[int, bytes] = {}
-    pair = [Wires(k, partial(cards.__setitem__, k), cards.__getitem__, 5.0) for k in range(2)]
+    pair = [
+        ControlChannel(k, partial(cards.__setitem__, k), cards.__getitem__, 5.0) for k in range(2)
+    ]
     for mine, peer in ((pair[0], 1), (pair[1], 0)):
         mine.send(peer, 7, 0)
     pair[0].receive(1, 1)

@@ -1,16 +1,16 @@
-"""Sockets to the neighbours, for the headers that keep ranks in step and for small payloads.
+"""The control channel of a group: headers that keep ranks in step, and small payloads.
 
-They could travel as messages of the backend, but gloo asks the receiver first and wakes a thread
-on either side for each: 0.2 ms per collective, and over 1 ms where the cores are busy. What is
-written to a socket, 0.01 ms, waits in the kernel until somebody looks. A closed socket also tells
-at once that a peer has died, and a read from it can be interrupted.
+It uses sockets. Headers could be messages of gloo, but gloo asks the receiver first and wakes a
+thread on either side for each: 0.2 ms per collective, and over 1 ms where the cores are busy.
+Writing to a socket takes 0.01 ms, and the kernel keeps the bytes until the peer reads them. A
+closed socket also tells at once that a peer has died, and a read from it can be interrupted.
 
-A rank listens from the beginning and calls a peer when it first has something to tell it, over a
-socket of its own for each direction: so nobody waits to be called, and a rank has sockets to those
-ranks only that it really talks to.
+A rank listens from the beginning. It connects to a peer when it first has something to send, over a
+socket of its own for each direction. So no rank waits for a connection, and a rank has sockets only
+to the ranks that it talks to.
 
-Whoever waits here, for room to write or for something to come, reads what any peer writes: those
-who wait for each other would do so for ever.
+A rank that waits here, for room to write or for something to arrive, reads what any peer writes.
+Otherwise two ranks could wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from zfunc.ranks import devices
-from zfunc.ranks.hearing import HERE, listening, loopback_only
-from zfunc.ranks.outbox import WORD_BYTES, Inbox, Outbox, Posted, is_open_to
-from zfunc.ranks.transport import HEADER_BYTES
+from zfunc.ranks.accounting import HEADER_BYTES
+from zfunc.ranks.listening import HERE, listening_socket, loopback_only
+from zfunc.ranks.shared_memory import WORD_BYTES, Inbox, Outbox, Posted, is_open_to
 
-__all__ = ["NOTHING", "Wires"]
+__all__ = ["NOTHING", "ControlChannel"]
 
 HEADER = struct.Struct("<qq")
 assert HEADER.size == HEADER_BYTES
@@ -55,12 +55,12 @@ Payload = bytearray | Posted  # or where it is in the sender's outbox
 Closable = socket.socket | selectors.BaseSelector | Inbox | Outbox
 
 
-class Wires:
-    """Ordered headers, and the payloads that go with them, between ranks of one group.
+class ControlChannel:
+    """Headers in order, and the payloads that go with them, between the ranks of one group.
 
     Args:
         rank: this rank in the group.
-        publish: receives this rank's card: where it listens, and the word that callers must know.
+        publish: receives this rank's card: where it listens, and the token that callers must send.
         card_of: returns the card of a rank, once that has published it.
         timeout: seconds to wait for a peer.
 
@@ -85,7 +85,7 @@ class Wires:
         self._hung_up: set[int] = set()  # peers that no longer read
         self._unread: defaultdict[int, bytearray] = defaultdict(bytearray)  # less than a message
         self._callers: dict[socket.socket, tuple[bytes, float]] = {}  # who have not said who
-        self._server = listening()
+        self._server = listening_socket()
         self._watched = selectors.DefaultSelector()
         self._watched.register(self._server, selectors.EVENT_READ)
         # Held by the finaliser, so that they are closed before the garbage collector meets them.
@@ -101,18 +101,11 @@ class Wires:
         here = (self._host, _address(), str(self._server.getsockname()[1]), self._outbox.address)
         publish(self._token + "\n".join(here).encode())
 
-    @property
-    def sockets(self) -> int:
-        """How many are open, the listening one among them."""
-        return 1 + len(self._to) + len(self._from)
-
     def shares_memory(self, peer: int) -> bool:
-        """Whether payloads should go through memory, for which nobody waits; alike at both.
+        """Whether payloads to and from a peer go through shared memory; both ranks say the same.
 
-        Those from before a peer has mapped it go through the socket. A rank maps the memory of a
-        peer when it first sends it something.
-
-        Waits until the peer has joined the group.
+        A rank maps the memory of a peer when it first sends it something. What the peer sends
+        before that goes through the socket. This waits until the peer has joined the group.
 
         Raises:
             TimeoutError: it did not join in time.
@@ -124,9 +117,9 @@ class Wires:
         return self._sharing[peer]
 
     def send(self, peer: int, digest: int, length: int, payload: memoryview = NOTHING) -> int:
-        """Send a header and what goes with it; returns its ticket: how many this peer got.
+        """Send a header and its payload; returns its ticket, which counts the headers to this peer.
 
-        It waits for the peer only where the kernel holds no more.
+        It waits for the peer only if the kernel's buffer is full.
 
         Raises:
             TimeoutError: the peer did not read in time.
@@ -137,7 +130,7 @@ class Wires:
         return self._sent[peer]
 
     def receive(self, peer: int, ticket: int) -> tuple[int, int]:
-        """The peer's header with this ticket: a digest and a length; kept until taken.
+        """The digest and the length in the peer's header with this ticket; kept until taken.
 
         Raises:
             TimeoutError: it did not come in time.
@@ -149,11 +142,11 @@ class Wires:
         return digest, length
 
     def take(self, peer: int, ticket: int, into: memoryview = NOTHING) -> None:
-        """Write the payload that came with a header; neither is kept any longer."""
+        """Copy the payload that came with a header into ``into``; both are dropped here."""
         self._fill(peer, self._early.pop((peer, ticket))[2], into)
 
     def send_note(self, peer: int, number: int, payload: memoryview = NOTHING) -> None:
-        """Send a message outside the order of the headers, which a number tells.
+        """Send a message outside the order of the headers; a number identifies it.
 
         Raises:
             TimeoutError: the peer did not read in time.
@@ -162,7 +155,7 @@ class Wires:
         self._write(peer, NOTE, number, payload)
 
     def take_note(self, peer: int, number: int, into: memoryview = NOTHING) -> None:
-        """Write the payload of the peer's note with this number, which is not kept any longer.
+        """Copy the payload of the peer's note with this number into ``into``, and drop the note.
 
         Raises:
             TimeoutError: it did not come in time.
@@ -179,7 +172,7 @@ class Wires:
             into[:] = payload
 
     def tell(self, text: str) -> None:
-        """Send every peer that was called a text, for whoever asks with :meth:`ask`."""
+        """Send a text to every peer with a connection; they get it with :meth:`ask`."""
         data = text.encode()
         for peer in tuple(self._to):
             try:
@@ -188,7 +181,7 @@ class Wires:
                 continue  # gone, so it will not ask
 
     def ask(self, peer: int, timeout: float) -> str | None:
-        """The text that the peer tells, behind the headers it has sent; ``None`` if it does not."""
+        """The text that a peer has sent with :meth:`tell`; ``None`` if it sends none in time."""
         seconds = min(timeout, self._timeout)
         try:
             while peer not in self._texts:
@@ -210,7 +203,7 @@ class Wires:
         self._push(peer, memoryview(data))
 
     def _push(self, peer: int, data: memoryview) -> None:
-        """Send all of ``data``; where the kernel holds no more, serve others until it does."""
+        """Send all of ``data``; while the kernel's buffer is full, read what others write."""
         sock, deadline = self._to[peer], None
         while data:
             try:
@@ -227,9 +220,9 @@ class Wires:
         self._read(peer, self._timeout)
 
     def _read(self, peer: int, seconds: float) -> None:
-        """Wait for something from a peer, and serve the others meanwhile.
+        """Wait for something from a peer, and read what the others write meanwhile.
 
-        They may write more than the kernel holds before they come to what this rank waits for.
+        They may write more than the kernel holds before they send what this rank waits for.
         """
         self._check_open()
         before = self._reads[peer]
@@ -356,7 +349,7 @@ class Wires:
                 self._open.add(inbox)
 
     def _welcome(self) -> None:
-        """Let one more caller in; those that are silent for long go."""
+        """Accept one more connection; close those that have not said who they are for long."""
         now = time.monotonic()
         for caller, (_, since) in list(self._callers.items()):
             if now - since > GREETING_SECONDS:
@@ -368,7 +361,7 @@ class Wires:
         self._watched.register(sock, selectors.EVENT_READ)
 
     def _hear(self, sock: socket.socket) -> None:
-        """Read on in a caller's greeting: the token, and then who calls. Nobody waits for it."""
+        """Read on in a caller's greeting, the token and its rank, without waiting for the rest."""
         said, since = self._callers[sock]
         try:
             part = sock.recv(GREETING_BYTES - len(said))
@@ -404,7 +397,7 @@ def _close(opened: set[Closable]) -> None:
 
 
 def _host() -> str:
-    """Tells this machine from others, containers with a network of their own included."""
+    """Identifies this machine; a container with a network of its own is another one."""
     try:
         return f"{devices.host()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
@@ -412,10 +405,10 @@ def _host() -> str:
 
 
 def _address() -> str:
-    """The address under which the other hosts see this one: that of the way to rank 0's host.
+    """This host's address for other hosts: the one that packets to rank 0's host come from.
 
-    Rank 0's host may know its own name as an address that leads nowhere else (Debian: 127.0.1.1);
-    then that of the way out.
+    Rank 0's host may resolve its own name to a loopback address (Debian: 127.0.1.1). Then it is the
+    one that packets to the internet come from.
     """
     if loopback_only():
         return HERE
@@ -427,7 +420,7 @@ def _address() -> str:
 
 
 def _source(target: str) -> str | None:
-    """The own address of the way to a host, by its routes; nothing is sent."""
+    """This host's address on the route to another one; nothing is sent."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
