@@ -32,7 +32,7 @@ LINES = {
     "ranks.axes": 1_050,  # a mesh and its groups, without the transports
 }
 LOADED = 60  # modules of ours that `import zfunc` loads
-TWINS = 18  # class names that stand for more than one class
+TWINS = 5  # class names that stand for more than one class
 
 
 def test_the_table_has_every_room() -> None:

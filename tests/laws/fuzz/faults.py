@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 
 from tests.laws.fuzz.cases import Case, names_in
-from zfunc import random, tree
-from zfunc.engine import differentiation, state
+from zfunc import tree
+from zfunc.engine import differentiation, keys, state
 from zfunc.engine.communication import communication
 from zfunc.files import checkpoint
 from zfunc.layout import sharded
@@ -212,8 +212,8 @@ def a_random_key_used_in_every_step() -> Fault:
             data = torch.zeros_like(data)  # the step count is the only tensor folded in
         return real(key, data)
 
-    real = random.fold_in
-    with patch.object(random, "fold_in", fold_in):
+    real = keys.fold_in
+    with patch.object(keys, "fold_in", fold_in):
         yield
 
 
