@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optree
-import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
@@ -43,29 +42,6 @@ class _Deferred(Lazy):
         if self._forced is None:
             self._forced = self._compute()
         return self._forced
-
-    # It can be read like the tree that it stands for, be that a dict or a single tensor.
-
-    def __getitem__(self, entry: Any) -> Any:
-        return self.force()[entry]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.force(), name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.force())
-
-    def __len__(self) -> int:
-        return len(self.force())
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = torch_pytree.tree_map(lambda x: x, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 class Moved(_Deferred):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,16 +60,7 @@ class Ref(Lazy):
         """``info`` with what the reference knows of the layer."""
         return info
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.force()[key]
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # parameters may be called `_w`
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.force(), name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.force())
-
-    def __len__(self) -> int:
-        return len(self.force())
