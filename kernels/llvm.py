@@ -207,6 +207,7 @@ def _with_room(make: Callable[[], R]) -> R:
         thread.start()
     finally:
         threading.stack_size(usual)
+    thread.join()  # one that is left over at the end of the process would end it with an abort
     return done.result()
 
 

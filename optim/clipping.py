@@ -10,8 +10,7 @@ from torch import Tensor
 from zfunc.optim.base import EmptyState, GradientTransformation
 from zfunc.optim.rates import plain, symbolic
 from zfunc.optim.updates import Scaled, scale
-from zfunc.trees import tree
-from zfunc.trees.unitwise import streams
+from zfunc.trees.unitwise import known_norm
 
 __all__ = ["clip_by_global_norm"]
 
@@ -39,9 +38,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         raise ValueError(f"max_norm is {max_norm}; a norm to clip to is positive.")
 
     def lazily(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        norm = tree.global_norm(grads)
-        if norm.device.type != "cpu" and streams(grads):
-            norm = norm.to("cpu")  # where such are computed with: the host waits, once
+        norm = known_norm(grads)
         # NaN is not within the norm, and spreads through the factor.
         factor = plain(torch.where(norm <= max_norm, 1.0, max_norm / norm))
         if isinstance(factor, Tensor):  # on a GPU whoever comes next multiplies on its way

@@ -17,7 +17,7 @@ from zfunc.optim.updates import Moved
 from zfunc.trees import memory, tree
 from zfunc.trees.nodes import leaves_in
 from zfunc.trees.reduction import compressing, linear_map
-from zfunc.trees.unitwise import streams
+from zfunc.trees.unitwise import known_norm, streams
 
 __all__ = ["SkipState", "all_finite", "first_nonfinite", "skip_nonfinite"]
 
@@ -147,9 +147,9 @@ def _nothing(grad: Tensor) -> Tensor:
 
 def all_finite(grads: Tree) -> bool:
     """The same answer on all ranks: both norms are collectives on placed trees."""
-    if bool(tree.global_norm(grads).isfinite()):
+    if bool(known_norm(grads).isfinite()):
         return True
-    return bool(tree.global_norm(_marks(grads)).isfinite())  # the squares alone may overflow
+    return bool(known_norm(_marks(grads)).isfinite())  # the squares alone may overflow
 
 
 def _marks(grads: Tree) -> Tree:

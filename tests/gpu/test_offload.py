@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,15 +243,40 @@ def test_one_wait_for_each_unit_at_most(stage: int, donated: bool) -> None:
 
 
 @pytest.mark.parametrize("donated", [False, True])
-def test_one_wait_in_all_where_the_norm_is_needed_first(donated: bool) -> None:
-    found = run(lambda f: cut(zf.offload(zf.donate(f) if donated else f), 3), CLIP)
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_wait_in_all_where_the_norm_is_needed_first(stage: int | None, donated: bool) -> None:
+    found = run(lambda f: cut(zf.offload(zf.donate(f) if donated else f), stage), CLIP)
     assert [len(waits(report)) for report in found.reports] == [1, 1, 1]
 
 
-def test_one_wait_in_all_where_a_flag_is_needed_first() -> None:
-    tx = optim.skip_nonfinite(ADAMW)
-    found = run(lambda f: cut(zf.offload(f), 3), tx)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("inner", [ADAMW, CLIP])
+def test_one_wait_in_all_where_a_flag_is_needed_first(inner: Any, stage: int | None) -> None:
+    found = run(lambda f: cut(zf.offload(f), stage), optim.skip_nonfinite(inner))
     assert [len(waits(report)) for report in found.reports] == [1, 1, 1]
+
+
+def test_what_came_down_before_it_was_written_to_comes_down_again() -> None:
+    """A step that changes parameters on the device between the norm and the update."""
+
+    def changing(state: Any, batch: Tensor) -> Any:
+        loss, grads = zf.value_and_grad(MODEL.loss)(state.params, batch)
+        grads, _ = optim.clip_by_global_norm(0.5).update(grads, optim.EmptyState(), state.params)
+        for x in zf.tree.leaves(state.params):
+            x.mul_(0.5)
+        updates, opt_state = ADAMW.update(grads, state.opt_state, state.params)
+        params = optim.apply_updates(state.params, updates)
+        return replace(state, params=params, opt_state=opt_state), {"loss": loss}
+
+    def last(wrap: Callable[[Any], Any]) -> Any:
+        step = zf.shard(wrap(changing), stage=1, unit_bytes=UNITS)
+        state = step.place(zf.TrainState.create(up(MODEL.params()), ADAMW))
+        for _ in range(2):
+            state, _ = step(state, MODEL.batch(0).cuda())
+        return down(zf.full(state.params))
+
+    with Cuda():
+        assert_same(last(zf.offload), last(lambda f: f))
 
 
 def test_the_optimizer_begins_with_the_gradient_that_came_first() -> None:

@@ -96,11 +96,12 @@ def test_offload_waits_for_each_units_own_event() -> None:
             assert all(row.what.startswith("event.synchronize") for row in found), told(found)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["clip", "fp16"])
-def test_offload_waits_once_where_a_norm_or_a_flag_comes_first(name: str) -> None:
+def test_offload_waits_once_where_a_norm_or_a_flag_comes_first(name: str, stage: int) -> None:
     wrap = fp16 if name == "fp16" else (lambda f: f)
     with Cuda():
-        for report in steady(trained(lambda f: wrap(zf.offload(sharded(3)(f))), CLIP)):
+        for report in steady(trained(lambda f: wrap(zf.offload(sharded(stage)(f))), CLIP)):
             assert len(report.host_waits()) <= 1, told(report.host_waits())
 
 

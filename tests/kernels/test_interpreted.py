@@ -35,7 +35,7 @@ def test_in_the_interpreter(part: int):
     ran = subprocess.run(
         [*command, *files],
         cwd=HERE.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONFAULTHANDLER": "1"},
         capture_output=True,
         text=True,
         timeout=280,

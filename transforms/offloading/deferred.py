@@ -29,6 +29,7 @@ from zfunc.layout.streaming import spans_of_flat
 from zfunc.transforms.offloading import evaluation
 from zfunc.transforms.offloading.evaluation import Evaluable, Expression
 from zfunc.transforms.offloading.parts import outline, part_of, part_on, rank_in
+from zfunc.transforms.offloading.present import present
 from zfunc.trees.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, Tree, opened, register
 
 __all__ = [
@@ -136,6 +137,16 @@ class Streamed(Expression):
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tree:
         return evaluation.sums(self, f)
+
+    def at_hand(self, number: Tensor) -> Tensor:
+        if (there := present()) is not None:
+            nodes = [source(tree, self.layout) for tree in there.trees if self._beside(tree)]
+            there.bring([node for node in nodes if node.away], number.device)
+        return number.to("cpu")
+
+    def _beside(self, tree: Any) -> bool:
+        """Whether a tree of the state has the units of this one."""
+        return bool(tree.layout.spec == self.layout.spec)
 
     def full(self) -> Tree:
         return evaluation.full(self)

@@ -9,7 +9,7 @@ is overwritten when it would have been without offload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,8 +28,9 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.sharded import Sharded, summed
 from zfunc.ranks.comm import Group
 from zfunc.transforms.offloading.parts import part_of, part_on
+from zfunc.transforms.offloading.present import present
 from zfunc.trees.memory import Donation
-from zfunc.trees.nodes import Lazy, Tree, held_in, register, spent
+from zfunc.trees.nodes import Lazy, Tree, held_in, register
 
 __all__ = [
     "Collected",
@@ -37,7 +38,6 @@ __all__ = [
     "Expression",
     "LazyJoin",
     "PendingUnit",
-    "Present",
     "Take",
     "filling",
     "full",
@@ -152,50 +152,34 @@ def _when(group: list[Key]) -> int:
     return max((origin.when(unit) for origin, unit in group), default=0)
 
 
-@dataclass(frozen=True)
-class Present:
-    """What a state holds on a device: it is there as soon as the step begins.
-
-    Attributes:
-        event: of the stream that computes, at the beginning of the step.
-        tensors: the identities of the state's tensors.
-    """
-
-    event: Any
-    tensors: frozenset[int]
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor], device: torch.device) -> Present:
-        event = torch.cuda.current_stream(device).record_event()
-        return cls(event, frozenset(id(x) for x in tensors if x.device.type == device.type))
-
-    def covers(self, tensors: Iterable[Any]) -> bool:
-        """Whether all of these are the state's own, and nothing has been written over them."""
-        return all(x is None or (id(x) in self.tensors and not spent(x)) for x in tensors)
-
-
 def _descending(far: list[Key], group: list[Key]) -> dict[Key, Any]:
     """Parts of trees on a device, on their way to the host together."""
     parts = {key: key[0].part(key[1]) for key in far}
     flats = [x for part in parts.values() for x in _data(part)]
     if not flats:
         return {key: partial(_at_home, part, {}) for key, part in parts.items()}
-    running = context.current()
-    there: Present | None = None if running is None else running.notes.get(Present)
-    known = there is not None and all(there.covers(node.sources(unit)) for node, unit in far)
+    there = present()
+    if there is not None and (copies := there.taken(far)) is not None:
+        rows = zip(far, copies, strict=True)
+        return {key: partial(_at_home, parts[key], _by_id(parts[key], row)) for key, row in rows}
     landings = [(node.landing, unit) for node, unit in group if node.landing is not None]
     behind = [event for x, unit in landings if (event := x.events.get(unit)) is not None]
     node, unit = far[0]
     name = node.layout.units[unit].name
-    descent = Descent(flats, name, behind, [there.event] if known and there else None)
+    after = None if there is None else there.since(flats)
+    descent = Descent(flats, name, behind, after)
 
     def arrived(part: Sharded) -> Sharded:
-        found = {id(x): y for x, y in zip(flats, descent.wait(), strict=True)}
+        found = dict(zip(map(id, flats), descent.wait(), strict=True))
         for landing, k in landings:
             landing.events.pop(k, None)  # this event comes behind it
         return _at_home(part, found)
 
     return {key: partial(arrived, part) for key, part in parts.items()}
+
+
+def _by_id(part: Sharded, copies: Sequence[Tensor]) -> dict[int, Tensor]:
+    return {id(x): y for x, y in zip(_data(part), copies, strict=True)}
 
 
 def _at_home(part: Sharded, found: dict[int, Tensor]) -> Sharded:

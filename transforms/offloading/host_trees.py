@@ -27,6 +27,7 @@ from zfunc.layout.sharded import Sharded
 from zfunc.transforms.offloading.deferred import InMemory, same_node
 from zfunc.transforms.offloading.evaluation import Sums
 from zfunc.transforms.offloading.parts import part_of, rank_in, trainable_part
+from zfunc.transforms.offloading.present import present
 from zfunc.trees.nodes import Span, register
 from zfunc.trees.squares import square_sum
 
@@ -181,6 +182,8 @@ class HostGradients:
     def put(self, unit: int, flats: Sequence[Tensor]) -> Ready:
         """Copy the gradients of one unit's trainable flats, in the background."""
         part, landing = trainable_part(self._layout, unit, flats), self._landing
+        if not landing.order and (state := present()) is not None:
+            state.mark(self._device)  # by now the forward pass has waited for what it used
         landing.squares.update(part.partial_sums(square_sum))
         copies = host_tensors(flats, self._pin)
         event = descend(flats, copies, pin=self._pin)

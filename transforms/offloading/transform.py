@@ -41,9 +41,9 @@ from zfunc.ranks import world
 from zfunc.transforms.offloading.deferred import LazyShard, Streamed
 from zfunc.transforms.offloading.disk import Disk, open_disk
 from zfunc.transforms.offloading.disk_trees import DiskGradients, DiskTree, trees_on_disk
-from zfunc.transforms.offloading.evaluation import Present
 from zfunc.transforms.offloading.host_trees import HostGradients, HostTree
 from zfunc.transforms.offloading.parts import rank_in
+from zfunc.transforms.offloading.present import Present
 from zfunc.transforms.offloading.transitions import (
     next_state,
     put_on_disk,
@@ -265,7 +265,7 @@ class Offload(Transform):
             device, pin = hosted[0].device, self.pin
             if device.type == "cuda":
                 HOST.locked = pin
-                running.notes[Present] = Present.of(held_in(state), device)
+                running.notes[Present] = Present(state, device)
             self._by_unit(running, lambda layout: HostGradients(layout, device, pin))
         nodes = trees_on_disk(state)
         there = {path.split(".", 1)[0] for path in nodes}

@@ -216,6 +216,10 @@ class Placed:
         """``f(part, ...)`` of the parts of one unit at a time, ``outs`` nodes; if it streams."""
         raise NotImplementedError
 
+    def at_hand(self, number: Tensor) -> Tensor:
+        """A 0-d tensor on the host, and with it what the update will need there; if it streams."""
+        raise NotImplementedError
+
     def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
         """A plain tree with ``f(leaf)`` (a 0-d sum over elements) at each leaf."""
         raise NotImplementedError

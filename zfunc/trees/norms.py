@@ -34,12 +34,15 @@ class _Known:
         )
 
 
-def shared(nodes: Sequence[Any], norm: Callable[[Sequence[Any]], Tensor]) -> Tensor:
+def shared(
+    nodes: Sequence[Any], norm: Callable[[Sequence[Any]], Tensor], name: str = "norms"
+) -> Tensor:
     """``norm(nodes)``, or what it was when it was last asked in the running step.
 
     Args:
         nodes: the leaves and the placed nodes of a tree.
         norm: computes it; a collective where nodes are placed.
+        name: which of their norms.
     """
     running = current()
     if running is None or not nodes or torch.compiler.is_compiling() or _transformed():
@@ -47,7 +50,7 @@ def shared(nodes: Sequence[Any], norm: Callable[[Sequence[Any]], Tensor]) -> Ten
     versions = _versions(nodes)
     if versions is None:
         return norm(nodes)
-    known: list[_Known] = running.notes.setdefault("norms", [])
+    known: list[_Known] = running.notes.setdefault(name, [])
     for one in known:
         if one.fits(nodes, versions):
             return one.norm.clone()  # whoever is given it may write into it

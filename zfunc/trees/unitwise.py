@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
+from torch import Tensor
 
+from zfunc.trees import norms
 from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in
-from zfunc.trees.tree import align, first_placed
+from zfunc.trees.tree import align, first_placed, global_norm
 
-__all__ = ["by_unit", "streams"]
+__all__ = ["by_unit", "known_norm", "streams"]
 
 
 def streams(*trees: Tree) -> bool:
@@ -20,6 +22,25 @@ def streams(*trees: Tree) -> bool:
         for one in trees
         for node in leaves_in(one, PLACED)
     )
+
+
+def known_norm(tree: Tree) -> Tensor:
+    """The global norm, on the host where the tree is evaluated there: it is waited for, once.
+
+    >>> import torch
+    >>> known_norm({"w": torch.tensor([3.0, 4.0])})
+    tensor(5.)
+    """
+    rows = leaves_in(tree, PLACED)
+    streamed = next((x for x in rows if isinstance(x, Placed) and x.streams), None)
+    if streamed is None:
+        return global_norm(tree)
+
+    def at_hand(_: Any) -> Tensor:
+        norm = global_norm(tree)
+        return norm if norm.device.type == "cpu" else streamed.at_hand(norm)
+
+    return norms.shared(rows, at_hand, "norms at hand")
 
 
 def by_unit(fn: Callable[..., Sequence[Tree]], outs: int, *trees: Tree) -> tuple[Tree, ...]:
