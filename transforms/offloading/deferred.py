@@ -23,14 +23,24 @@ from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import assemble, cut_flats, leaves_of
-from zfunc.layout.replicated import packed
+from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded, cut
 from zfunc.layout.streaming import spans_of_flat
 from zfunc.transforms.offloading import evaluation
 from zfunc.transforms.offloading.evaluation import Evaluable, Expression
 from zfunc.transforms.offloading.parts import outline, part_of, part_on, rank_in
 from zfunc.transforms.offloading.present import present
-from zfunc.trees.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, Tree, opened, register
+from zfunc.trees.nodes import (
+    NAMESPACE,
+    Lazy,
+    LeafInfo,
+    Placed,
+    Span,
+    Tree,
+    any_spent,
+    opened,
+    register,
+)
 
 __all__ = [
     "Deferred",
@@ -145,8 +155,15 @@ class Streamed(Expression):
         return number.to("cpu")
 
     def _beside(self, tree: Any) -> bool:
-        """Whether a tree of the state has the units of this one."""
-        return bool(tree.layout.spec == self.layout.spec)
+        """Whether a tree of the state is there, and lies in flats as this one does."""
+        mine, its = self.layout, tree.layout
+        held = (tree.buffers if isinstance(tree, Replicated) else tree.flats) or ()
+        return (
+            its.slots == mine.slots
+            and [x.trainable for x in its.flats] == [x.trainable for x in mine.flats]
+            and not any_spent(held)
+            and not (isinstance(tree, Replicated) and any_spent(tree.views()))
+        )
 
     def full(self) -> Tree:
         return evaluation.full(self)

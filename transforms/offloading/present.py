@@ -83,7 +83,8 @@ class Present:
             leaving = Leaving(2 * max(sizes, default=0))
             for unit in range(len(sizes)):
                 flats = [x for x in node.part(unit).flats if x is not None and x.numel()]
-                if not flats:
+                sources = _sources(node, unit)
+                if not flats or _key(sources) in self._copied:
                     continue
                 copies = HOST.tensors([(x.numel(), x.dtype) for x in flats])
                 after = self.since(flats)
@@ -93,7 +94,6 @@ class Present:
                     leaving.add(event, flats)
                 elif event is not None:
                     events.append(event)
-                sources = _sources(node, unit)
                 self._copied[_key(sources)] = _Copied(sources, _versions(sources), copies)
             leaving.end()
         for event in events:
