@@ -260,14 +260,12 @@ class Shard(Transform):
                 own = recycled(high - low, full.dtype, full.device)
                 parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label))
             else:
-                # A leaf that is a flat by itself is autograd's own gradient, perhaps not of this
-                # leaf alone (a + b has one for both): it must not be overwritten.
-                alone = len(unit.layout.by_flat[i]) == 1 and full.dtype == spec.dtype
-                out = pool().take(full.numel(), full.dtype, full.device) if alone else full
+                borrowed = unit.borrowed(i, full)
+                out = pool().take(full.numel(), full.dtype, full.device) if borrowed else full
                 if in_rounds(spec, full.device):
                     parts.append(Rounds(unit.group, spec, full, out, label))
                 else:
-                    out = out.copy_(full) if alone else full
+                    out = out.copy_(full) if borrowed else full
                     parts.append(unit.group.all_reduce(out, label=label))
         return Waiting(parts)
 

@@ -92,6 +92,38 @@ def test_a_step_is_pure(stage: int) -> None:
     zf.simulate(2)(body)()
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("method", ["onebit", "int8", "powersgd"])
+def test_gradients_that_share_memory_are_not_written_into(method: str, stage: int) -> None:
+    """Autograd gives both summands of a + b one gradient; each of them is a flat of its own."""
+    params = {"a": numbers((64, 32), 1), "b": numbers((64, 32), 2), "c": numbers((2,), 3)}
+    params["d"] = numbers((2,), 4)
+
+    def trained_params(apart: bool, bare: bool) -> Any:
+        def loss(p: Any, batch: Any) -> Tensor:
+            a, b, c, d = (x * 1 if apart else x for x in p.values())
+            rows = (a + b) * batch["x"].square().mean()
+            return rows.square().mean() + (c + d).square().sum()
+
+        def body() -> Any:
+            how = {"freeze_step": 2} if method == "onebit" else {}
+            step = zf.shard(zf.train_step(loss, ADAMW), stage=stage, unit_bytes=64)
+            step = zf.compress_grads(step, method=method, **how)
+            step = zf.precision(step, reduce=torch.bfloat16) if bare else step
+            state = step.place(zf.TrainState.create(tree.map(kind, params), ADAMW, key=7))
+            for i in range(4):
+                state, _ = step(state, zf.local_batch({"x": kind(numbers((12, 6), i))}))
+            return step.unplace(state).params
+
+        def kind(x: Tensor) -> Tensor:
+            return x.float() if bare else x
+
+        return zf.simulate(2)(body)()
+
+    for bare in (False, True):
+        assert_same(trained_params(False, bare), trained_params(True, bare))
+
+
 def test_transforms_commute() -> None:
     step = STACK.step(ADAMW)
     wraps: list[Callable[[Any], Any]] = [

@@ -23,7 +23,7 @@ from zfunc.trees.memory import reuse
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree
 from zfunc.trees.unreduced import Unreduced
 
-__all__ = ["averaged", "estimated", "scattered", "sent_bytes"]
+__all__ = ["averaged", "estimated", "scattered", "sent_bytes", "summed"]
 
 
 def averaged(call: Call, tree: Tree, momentum: bool = False) -> Tree:
@@ -211,6 +211,12 @@ class _Part:
         return spread_part(self._layout, self._flat, self._rank, self._first.wait())
 
 
+def summed(unit: UnitInfo, flat: int, full: Tensor) -> Tensor:
+    """A flat's gradient as it would be if the ranks summed: units leave as parts of a mean."""
+    size = unit.group.size
+    return full * size if unit.borrowed(flat, full) else full.mul_(size)
+
+
 def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) -> Waiting:
     """Send a unit's gradients to their owners; what each rank gets is its part of the mean.
 
@@ -220,7 +226,8 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
     parts: list[Any] = []
     for i, full in zip(unit.trainable, fulls, strict=True):
         if unit.layout.flats[i].whole:
-            parts.append(unit.group.all_reduce(full, label=f"reduce {unit.name}"))
+            own = full.clone() if unit.borrowed(i, full) else full
+            parts.append(unit.group.all_reduce(own, label=f"reduce {unit.name}"))
             continue
         dense: Dense = dense_of(unit.layout, i)
         if isinstance(call.codec, PowerSGD):
@@ -228,7 +235,7 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
                 low, high = unit.layout.flats[i].bounds(unit.group.rank)
                 parts.append(full[low:high])
                 continue
-            views = unit.layout.views(i, full.mul_(unit.group.size))
+            views = unit.layout.views(i, summed(unit, i, full))
             values = dict(zip((s.index for s in unit.layout.by_flat[i]), views, strict=True))
             mean = _low_rank(call, name, i, _values_in(unit.layout, i, values))
             parts.append(LowRankPart(mean, *unit.layout.flats[i].bounds(unit.group.rank)))
@@ -236,7 +243,7 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
         old = call.worker[name][i]
         assert old is not None
         call.worker[name][i] = error = old.clone()
-        x = dense.squeezed(full).mul_(unit.group.size)  # of sums that make the mean
+        x = dense.squeezed(summed(unit, i, full))
         label = f"compress {unit.name}"
         codecs = codecs_of(call.codec, unit.layout, i)
         first = Scattered(unit.group, codecs, x, dense.cuts, error, label)

@@ -61,7 +61,13 @@ from zfunc.layout.layout import Layout
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual
 from zfunc.layout.sharded import Sharded
-from zfunc.transforms.compression.averaging import averaged, estimated, scattered, sent_bytes
+from zfunc.transforms.compression.averaging import (
+    averaged,
+    estimated,
+    scattered,
+    sent_bytes,
+    summed,
+)
 from zfunc.transforms.compression.error_feedback import Call, carried_on, fresh, is_finite, sums
 from zfunc.transforms.compression.exchange import Codec
 from zfunc.transforms.compression.gathering import (
@@ -250,7 +256,7 @@ class CompressGrads(Transform):
         else:
             call.finite += [is_finite(full) for full in fulls]
         if not unit.cut:
-            return Ready([full.mul_(unit.group.size) for full in fulls])
+            return Ready([summed(unit, *each) for each in zip(unit.trainable, fulls, strict=True)])
         assert name is not None
         return scattered(call, unit, name, fulls)
 

@@ -70,6 +70,13 @@ class UnitInfo:
     def trainable(self) -> list[int]:
         return [i for i in self.flats if self.layout.flats[i].trainable]
 
+    def borrowed(self, flat: int, full: Tensor) -> bool:
+        """Whether a flat's gradient may be autograd's own, perhaps that of other leaves as well
+        (``a + b`` has one for both), and must not be written into. One of another dtype than
+        its leaf is a copy."""
+        layout = self.layout
+        return len(layout.by_flat[flat]) == 1 and full.dtype == layout.flats[flat].dtype
+
 
 def gather(value: Pending, unit: UnitInfo) -> Pending:
     """Start the all-gathers of a unit's cut flats; flats kept whole pass through."""
