@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+import zfunc as zf
 from tests.unit.operators import Operators
 from tests.unit.optim_table import assert_same
 from zfunc import optim, tree
@@ -176,3 +178,21 @@ def test_a_flat_is_found_under_its_leaves_wherever_empty_ones_are(sizes: tuple[i
     for i, x in enumerate(views):
         if x.numel():
             assert layout.buffer_under(0, [*views[:i], x.clone(), *views[i + 1 :]]) is None
+
+
+@pytest.mark.parametrize("write", [lambda z: z[0].fill_(1.0), lambda z: z[0, 0].add_(3.0)])
+def test_zeros_that_an_optimizer_writes_to_have_memory_of_their_own(write: Any) -> None:
+    def init(params: Any) -> Any:
+        zeros = tree.map(torch.zeros_like, params)
+        write(zeros["w"])
+        return zeros
+
+    def update(grads: Any, state: Any, params: Any = None, **_: Any) -> Any:
+        return grads, state
+
+    params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    for mode in (nullcontext, torch.inference_mode):
+        with mode():
+            state = zf.TrainState.create(params, optim.GradientTransformation(init, update))
+        assert state.opt_state["w"].sum() == 3.0
+        assert state.opt_state["b"].sum() == 0.0

@@ -390,3 +390,16 @@ def test_gradients_that_were_mapped_are_packed_where_the_first_ones_lay() -> Non
         step(state, x)
     # Parameters, two moments, the gradients as mapped, and in flats.
     assert peak.bytes < 5.1 * 2 * width * width * 4
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies_have_what_was_written_to_containers(again: Any) -> None:
+    tree = whole(full())
+    tree["head"] = torch.ones(3, 2)
+    assert torch.equal(again(tree)["head"], torch.ones(3, 2))
+    tree["layers"][1]["b"] = torch.full((3,), 2.0)
+    assert torch.equal(again(tree)["layers"][1]["b"], torch.full((3,), 2.0))

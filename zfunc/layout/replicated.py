@@ -189,10 +189,11 @@ class Replicated(Box):
 
     def merged(self, other: Tree) -> Tree:
         """This tree with the leaves that it lacks taken from ``other``."""
-        if self._flats and None not in self._flats:
+        flats = self.flats
+        if flats and None not in flats:
             return self
-        if self._flats and isinstance(other, Replicated):
-            return other.replaced(self.layout, self._flats, self.under_way)
+        if flats and isinstance(other, Replicated):
+            return other.replaced(self.layout, flats, self.under_way)
         theirs = self.layout.spec.flatten_up_to(opened(other))
         leaves = [b if a is None else a for a, b in zip(self.leaves, theirs, strict=True)]
         return boxed(self.layout, optree.tree_unflatten(self.layout.spec, leaves))
@@ -221,7 +222,8 @@ class Replicated(Box):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.wait()
-        return Replicated, (self.layout, None if self._flats else self.tree, self._flats or None)
+        flats = self.flats
+        return Replicated, (self.layout, None if flats else self.tree, flats or None)
 
     # It is read like the tree that it holds
 

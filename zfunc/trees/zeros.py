@@ -21,6 +21,15 @@ __all__ = ["begun", "is_unmade"]
 class _Unmade(TorchFunctionMode):
     """``zeros_like`` gives one zero, expanded."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._zeros: list[Tensor] = []
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody has written to one of its zeros: to all of them at once, then."""
+        return any(x._version for x in self._zeros)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -29,19 +38,22 @@ class _Unmade(TorchFunctionMode):
             like = args[0]
             plain = like.layout == torch.strided and like.is_contiguous() and not like.is_quantized
             if plain and like.numel() > 1:
-                return like.new_zeros((), **kwargs).expand(like.shape)
+                self._zeros.append(zero := like.new_zeros((), **kwargs))
+                return zero.expand(like.shape)
         return func(*args, **kwargs)
 
 
 def begun(tx: Any, params: Tree) -> Any:
     """``tx.init(params)``, whose zeros take no memory."""
-    if _get_current_dispatch_mode() is not None:  # somebody watches every operation (step.init)
+    watched = _get_current_dispatch_mode() is not None  # every operation of it, by step.init
+    if watched or torch.is_inference_mode_enabled():  # whose tensors do not say who wrote to them
         return tx.init(params)
     try:
-        with _Unmade():
-            return tx.init(params)
+        with _Unmade() as unmade:
+            state = tx.init(params)
     except RuntimeError:  # it writes into its zeros
         return tx.init(params)
+    return tx.init(params) if unmade.written else state
 
 
 def is_unmade(x: Any) -> bool:
