@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import optree
+from torch import Tensor
 
 from zfunc.errors import PlacementError
 from zfunc.layout.freezing import without_frozen
 from zfunc.optim.elementwise import check_on
 from zfunc.trees.memory import RUNNING
-from zfunc.trees.nodes import NAMESPACE, Placed
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, spent
 from zfunc.trees.reduction import reduced
 from zfunc.trees.tree import dotted, paths
 
@@ -28,6 +29,7 @@ __all__ = [
     "by_path",
     "identity",
     "nodes",
+    "present",
 ]
 
 Tree = Any
@@ -95,6 +97,8 @@ class GradientTransformation:
     def update(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         """``(updates, new_state)``; the arguments are left as they are.
 
+        A leaf whose gradient is ``None`` has no update, and what is kept of it stays.
+
         Raises:
             CompositionError: a transformation that is not elementwise met a placed tree.
             PlacementError: ``state`` is that of a transform (``precision`` keeps masters in it),
@@ -106,12 +110,12 @@ class GradientTransformation:
                 f"knows of. Call that step, or take the state back with its `unplace`."
             )
         tx = self._fit()
-        return tx._update(tx._checked(grads), state, params)
+        return _resting(tx._update, tx._checked(grads), state, params)
 
     def additive(self, grads: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
         """As ``update``, with updates that have not spent the parameters yet."""
         tx = self._fit()
-        return tx._additive(tx._checked(grads), state, params)
+        return _resting(tx._additive, tx._checked(grads), state, params)
 
     def _fit(self) -> GradientTransformation:
         """The transformation that fits the running step: itself, but where gradients are local."""
@@ -128,13 +132,30 @@ class GradientTransformation:
         if self.checked:
             return grads
         grads = reduced(grads)
-        if not self._tried and (placed := _first_placed(grads)) is not None:
-            check_on(self, placed.sample)
+        placed = [] if self._tried else [x for _, x in nodes(grads) if isinstance(x, Placed)]
+        if placed:
+            check_on(self, placed[0].sample)
             self._tried = True
         return grads
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
+
+
+def _resting(update: UpdateFn, grads: Tree, state: Any, params: Tree | None) -> tuple[Tree, Any]:
+    """The update, and the old state of leaves that have no gradient."""
+    leaves = optree.tree_leaves(grads, none_is_leaf=True, namespace=OPAQUE)
+    if not any(x is None for x in leaves):
+        return update(grads, state, params)
+    old, spec = optree.tree_flatten(state, none_is_leaf=True, namespace=OPAQUE)
+    # Aliases: what shares memory with a leaf that is updated in place is spent with it.
+    old = [x.view_as(x) if isinstance(x, Tensor) and not spent(x) else x for x in old]
+    updates, state = update(grads, state, params)
+    new, after = optree.tree_flatten(state, none_is_leaf=True, namespace=OPAQUE)
+    if after == spec:
+        both = zip(new, old, strict=True)
+        state = optree.tree_unflatten(spec, [a if x is None else x for x, a in both])
+    return updates, state
 
 
 def nodes(tree: Tree) -> list[tuple[str, Any]]:
@@ -149,8 +170,13 @@ def nodes(tree: Tree) -> list[tuple[str, Any]]:
     return [(dotted(*key), node) for key, node in zip(keys, found, strict=True)]
 
 
-def _first_placed(tree: Tree) -> Placed | None:
-    return next((node for _, node in nodes(tree) if isinstance(node, Placed)), None)
+def present(params: Tree) -> Iterator[str]:
+    """Dotted paths of the leaves that have a value, in leaf order."""
+    for path, node in nodes(params):
+        if isinstance(node, Placed):
+            yield from (dotted(path, name) for name in node.names())
+        else:
+            yield path
 
 
 def identity() -> GradientTransformation:
@@ -185,7 +211,8 @@ def by_path(choice: Tree | Callable[[str], T]) -> Callable[[str], T]:
     """
     if callable(choice):
         return choice
-    values = dict(zip(paths(choice), _values(choice), strict=True))
+    leaves = optree.tree_leaves(choice, none_is_leaf=True, namespace=NAMESPACE)
+    values = dict(zip(paths(choice), leaves, strict=True))
 
     def look_up(path: str) -> T:
         prefix = path
@@ -200,7 +227,3 @@ def by_path(choice: Tree | Callable[[str], T]) -> Callable[[str], T]:
         return values[prefix]
 
     return look_up
-
-
-def _values(choice: Tree) -> list[Any]:
-    return optree.tree_leaves(choice, none_is_leaf=True, namespace=NAMESPACE)

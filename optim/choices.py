@@ -77,15 +77,11 @@ def _text(what: str, known: list[str]) -> str:
 def _all_paths(params: Tree) -> list[str]:
     """The paths of a whole tree; none if a part of it is not known."""
     for node in optree.tree_leaves(params, namespace=MAPPED):
-        if isinstance(node, Lazy) or (
-            isinstance(node, Placed) and len(node.names()) < _leaves_of(node)
-        ):
+        if isinstance(node, Lazy):
+            return []
+        if isinstance(node, Placed) and len(node.names()) < getattr(node, "num_leaves", 1):
             return []
     return paths(params)
-
-
-def _leaves_of(node: Placed) -> int:
-    return getattr(node, "num_leaves", 1)
 
 
 def _meets(choice: Callable[[str], Any], known: list[str]) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from zfunc.errors import CompositionError
-from zfunc.optim.base import GradientTransformation, by_path, identity, nodes
+from zfunc.optim.base import GradientTransformation, by_path, identity, present
 from zfunc.optim.choices import judged
 from zfunc.optim.updates import Moved, moved
 from zfunc.trees import tree
-from zfunc.trees.nodes import Placed
-from zfunc.trees.tree import dotted
 
 __all__ = [
     "MaskedState",
@@ -20,7 +18,6 @@ __all__ = [
     "chain",
     "masked",
     "multi_transform",
-    "present",
 ]
 
 Tree = Any
@@ -170,15 +167,6 @@ def multi_transform(
         checked=True,
         unfit=_unfit(transforms.values()),
     )
-
-
-def present(params: Tree) -> Iterator[str]:
-    """Dotted paths of the leaves that have a value, in leaf order."""
-    for path, node in nodes(params):
-        if isinstance(node, Placed):
-            yield from (dotted(path, name) for name in node.names())
-        else:
-            yield path
 
 
 def _among(grads: Tree, keep: Callable[[str], bool]) -> Callable[[str], bool]:

@@ -25,18 +25,7 @@ SHAPES = {"a": (4, 3), "b": (5,)}
 
 
 def check_on(tx: Any, place: Callable[[Tree], Tree]) -> None:
-    """Compare two updates of a tiny plain tree with those of its placed twin.
-
-    The trial runs in a world of one rank, outside any step: no collectives.
-
-    Args:
-        tx: a ``GradientTransformation``.
-        place: how a plain tree is placed there.
-
-    Raises:
-        CompositionError: the updates differ beyond rounding, or it cannot be tried
-            because it wants a tree of its own.
-    """
+    """:func:`zfunc.optim.check_elementwise`, told how a plain tree is placed."""
     # An empty context: neither the running step nor a simulated world is seen from inside.
     contextvars.Context().run(_try, tx, place)
 

@@ -89,16 +89,17 @@ def onebit_lamb(
         f = partial(frozen.bounded if still else direction, b1=b1, b2=b2, eps=eps, count=count)
         step = add_decay(rates, tree.map(f, mu, nu), params)
         ratios = trust_ratios(step, params)
-        mean = mean_of_ratios(ratios, state.ratio, count)
-        used = _steady(ratios, mean) if still else ratios
+        mean = mean_of_ratios(ratios, state.mu, state.ratio, count)
+        used = _steady(ratios, state.mu, mean) if still else ratios
         return scaled(step, used, at(lr, state.count), mu), LambState(count, mu, nu, mean)
 
     tx = lamb(lr, b1, b2, eps, weight_decay, mask)
     return GradientTransformation(tx._init, update, additive=additive, checked=True, unfit="lamb")
 
 
-def _steady(ratios: Tree, mean: Tensor) -> Tree:
+def _steady(ratios: Tree, mu: Tree, mean: Tensor) -> Tree:
     """Means in the place of ratios."""
-    leaves, spec = leaves_of(ratios, mean.shape[1])
-    used = [None if x is None else r.to(x) for r, x in zip(mean[0], leaves, strict=True)]
+    used, having, spec = leaves_of(ratios, mu, mean.shape[1])
+    for i, r in zip(having, mean[0], strict=True):
+        used[i] = None if used[i] is None else r.to(used[i])
     return optree.tree_unflatten(spec, used)

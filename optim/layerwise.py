@@ -13,7 +13,7 @@ from torch import Tensor
 from zfunc.kernels.lamb import lamb_apply_, lamb_hyper, lamb_moments_, lamb_ratios
 from zfunc.optim import moments
 from zfunc.optim.adaptive import direction
-from zfunc.optim.base import GradientTransformation, UpdateFn, nodes
+from zfunc.optim.base import GradientTransformation, UpdateFn, nodes, present
 from zfunc.optim.decay import Rates, add_decay, decay_rates, map_rates, needs_params, with_mask
 from zfunc.optim.flat import FlatRows, collected
 from zfunc.optim.fused import Piece
@@ -83,8 +83,7 @@ def lamb(
     rates = decay_rates(weight_decay, mask)
 
     def init(params: Tree) -> LambState:
-        leaves = sum(len(x.names()) if isinstance(x, Placed) else 1 for _, x in nodes(params))
-        ratio = torch.zeros(1, leaves, device=_gpu(params))
+        ratio = torch.zeros(1, len(list(present(params))), device=_gpu(params))
         return LambState(started(), moments.zeros(params), moments.zeros(params), ratio)
 
     def unreduced() -> GradientTransformation:
@@ -120,7 +119,7 @@ def lamb_updates(
         if done is None:
             return additive(grads, state, params)
         new, mu, nu, ratios = done
-        mean = mean_of_ratios(ratios, state.ratio, count)
+        mean = mean_of_ratios(ratios, state.mu, state.ratio, count)
         f = partial(_retrace, rate=rate, **how)
         updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu, ratios))
         return updates, LambState(count, mu, nu, mean)
@@ -133,7 +132,7 @@ def lamb_updates(
         f = partial(direction, b1=b1, b2=b2, eps=eps, count=count)
         step = add_decay(rates, tree.map(f, mu, nu), params)
         ratios = trust_ratios(step, params)
-        mean = mean_of_ratios(ratios, state.ratio, count)
+        mean = mean_of_ratios(ratios, state.mu, state.ratio, count)
         return scaled(step, ratios, at(lr, state.count), mu), LambState(count, mu, nu, mean)
 
     return update, additive
@@ -169,30 +168,31 @@ def _retrace(
     return (-step - old * (gain * decay)).to(new.dtype)
 
 
-def leaves_of(ratios: Tree, number: int) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The trust ratios, ``None`` where a parameter has no gradient, and their structure.
-
-    Args:
-        number: how many leaves the parameters have.
+def leaves_of(ratios: Tree, mu: Tree, number: int) -> tuple[list[Any], list[int], Any]:
+    """The trust ratios, ``None`` where a leaf has no gradient, which of them are those of the
+    ``number`` leaves that ``init`` saw and made ``mu`` for, and their structure.
 
     Raises:
         ValueError: there are others.
     """
     leaves, spec = optree.tree_flatten(ratios, none_is_leaf=True, namespace=NAMESPACE)
-    if len(leaves) != number:  # parameters that are None themselves have no ratio
-        leaves, spec = optree.tree_flatten(ratios, namespace=NAMESPACE)
+    having = list(range(len(leaves)))
     if len(leaves) != number:
+        seen = set(present(mu))
+        having = [i for i, path in enumerate(spec.paths()) if tree.dotted(*path) in seen]
+    if len(having) != number:
         raise ValueError(
             f"optim.lamb keeps {number} trust ratios, one for each leaf of the params that "
-            f"init saw; this step has {len(leaves)} leaves. Give it gradients of the same "
+            f"init saw; this step has {len(having)} leaves. Give it gradients of the same "
             "structure, None where a parameter has none."
         )
-    return leaves, spec
+    return leaves, having, spec
 
 
-def mean_of_ratios(ratios: Tree, mean: Tensor, count: Tensor) -> Tensor:
+def mean_of_ratios(ratios: Tree, mu: Tree, mean: Tensor, count: Tensor) -> Tensor:
     """The running mean of trust ratios, ``[1, leaves]``."""
-    leaves, _ = leaves_of(ratios, mean.shape[1])
+    every, having, _ = leaves_of(ratios, mu, mean.shape[1])
+    leaves = [every[i] for i in having]
     n = plain(count)  # on a GPU in as many digits as on the host
     n = n.double() if isinstance(n, Tensor) else n
     gain = (1 - COEFF) / (1 - COEFF**n)  # so that the zero at first does not count

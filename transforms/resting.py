@@ -29,7 +29,7 @@ from zfunc.engine.hooks import Gradients
 from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError, DesyncError, PlacementError
-from zfunc.optim.combining import present
+from zfunc.optim.base import present
 
 __all__ = ["SkipUnused"]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from zfunc import optim, tree
+from zfunc.layout.leaves import freeze, is_frozen
 
 LR, DECAY, STEPS, RANKS = 1e-2, 0.1, 3, 3
 TX = optim.adamw(LR, weight_decay=DECAY)
@@ -381,3 +382,13 @@ def test_what_is_frozen_costs_no_moments_and_no_traffic() -> None:
     assert 8 * trained <= moments < 8 * trained + 64
     assert held >= 4 * everything
     assert 4 * trained <= total < 4 * trained + 256
+
+
+def test_what_takes_the_place_of_a_frozen_leaf_is_frozen_there_alone() -> None:
+    params = {"a": freeze(torch.ones(2)), "b": torch.ones(2)}
+    theirs = {"a": torch.zeros(2, requires_grad=True), "b": torch.zeros(2)}
+    new = tree.map(lambda p, q: q, params, theirs)
+    assert is_frozen(new["a"]) and not is_frozen(theirs["a"])
+    assert new["a"].data_ptr() == theirs["a"].data_ptr() and new["b"] is theirs["b"]
+    new["a"].sum().backward()
+    assert theirs["a"].grad is not None

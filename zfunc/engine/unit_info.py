@@ -72,8 +72,7 @@ class UnitInfo:
 
     def borrowed(self, flat: int, full: Tensor) -> bool:
         """Whether a flat's gradient may be autograd's own, perhaps that of other leaves as well
-        (``a + b`` has one for both), and must not be written into. One of another dtype than
-        its leaf is a copy."""
+        (``a + b`` has one for both): one of another dtype than its leaf is a copy."""
         layout = self.layout
         return len(layout.by_flat[flat]) == 1 and full.dtype == layout.flats[flat].dtype
 

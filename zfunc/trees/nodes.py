@@ -432,7 +432,8 @@ class _Known:
             return None
         self.credit = min(self.credit + 1, 4 * MISS)
         odd = set(map(type, items)) - _LEAVES  # a subtree may stand where a leaf was
-        fits = not odd or all(type(x) not in odd or _is_leaf(x, namespace) for x in items)
+        strange = [x for x in items if type(x) in odd] if odd else []
+        fits = optree.all_leaves(strange, none_is_leaf=True, namespace=namespace)
         return items if fits else None
 
 
@@ -526,18 +527,17 @@ def _holds(spec: optree.PyTreeSpec) -> bool:
     return any(isinstance(x, Placed | Lazy | Tensor) for x in static)
 
 
-def _is_leaf(x: Any, namespace: str) -> bool:
-    return optree.tree_is_leaf(x, none_is_leaf=True, namespace=namespace)
-
-
 def carry(new: Any, old: Any) -> Any:
     """Let the successor of a plain leaf that is frozen be frozen."""
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return new
     marks = old.__dict__
+    if not marks or "_zfunc_frozen" not in marks or "_zfunc_frozen" in new.__dict__:
+        return new
     # A spent leaf has no shape, but it has its marks.
-    frozen = marks and "_zfunc_frozen" in marks
-    if frozen and ("_zfunc_donated" in marks or new.shape == old.shape):
+    if "_zfunc_donated" in marks or new.shape == old.shape:
+        if type(new) is Tensor:  # perhaps somebody else's, which is not to be frozen there
+            new = new.view_as(new)
         new.__dict__["_zfunc_frozen"] = True
     return new
 

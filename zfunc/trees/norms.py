@@ -45,7 +45,9 @@ def shared(
         name: which of their norms.
     """
     running = current()
-    if running is None or not nodes or torch.compiler.is_compiling() or _transformed():
+    if running is None or not nodes or torch.compiler.is_compiling():
+        return norm(nodes)
+    if torch._C._are_functorch_transforms_active():
         return norm(nodes)
     versions = _versions(nodes)
     if versions is None:
@@ -58,10 +60,6 @@ def shared(
     known.append(_Known(tuple(map(weakref.ref, nodes)), versions, found.clone()))
     del known[:-KEPT]
     return found
-
-
-def _transformed() -> bool:
-    return bool(torch._C._are_functorch_transforms_active())
 
 
 def _versions(nodes: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:

@@ -13,7 +13,7 @@ frozen parameter, the moments of a masked one). Where the first tree of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -71,10 +71,6 @@ __all__ = [
 ]
 
 _set = set
-
-
-def _is_placed(node: Any) -> bool:
-    return isinstance(node, Placed)
 
 
 def dotted(*parts: Any) -> str:
@@ -367,7 +363,9 @@ def full(tree: Tree) -> Tree:
             return node.full()
         return node.clone() if isinstance(node, Tensor) else node
 
-    return optree.tree_map(copy, opened(tree), is_leaf=_is_placed, namespace=NAMESPACE)
+    return optree.tree_map(
+        copy, opened(tree), is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
+    )
 
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
@@ -449,18 +447,14 @@ def size_bytes(tree: Tree) -> int:
     return total
 
 
-def _find(tree: Tree, path: str) -> Iterable[tuple[str, Any]]:
-    names, items, _ = _flatten(tree)
-    return zip(names, items, strict=True)
-
-
 def get(tree: Tree, path: str) -> Any:
     """The full value of the leaf at ``path``; a collective where it is placed.
 
     Raises:
         PlacementError: no such leaf; the closest paths are named.
     """
-    for name, item in _find(tree, path):
+    names, items, _ = _flatten(tree)
+    for name, item in zip(names, items, strict=True):
         if name == path:
             return item.full() if isinstance(item, Placed) else item
         if isinstance(item, Placed) and (name == "" or path.startswith(name + ".")):

@@ -23,12 +23,7 @@ class _Unmade(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._zeros: list[Tensor] = []
-
-    @property
-    def written(self) -> bool:
-        """Whether somebody has written to one of its zeros: to all of them at once, then."""
-        return any(x._version for x in self._zeros)
+        self.zeros: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -38,7 +33,7 @@ class _Unmade(TorchFunctionMode):
             like = args[0]
             plain = like.layout == torch.strided and like.is_contiguous() and not like.is_quantized
             if plain and like.numel() > 1:
-                self._zeros.append(zero := like.new_zeros((), **kwargs))
+                self.zeros.append(zero := like.new_zeros((), **kwargs))
                 return zero.expand(like.shape)
         return func(*args, **kwargs)
 
@@ -53,7 +48,8 @@ def begun(tx: Any, params: Tree) -> Any:
             state = tx.init(params)
     except RuntimeError:  # it writes into its zeros
         return tx.init(params)
-    return tx.init(params) if unmade.written else state
+    written = any(x._version for x in unmade.zeros)  # one of them is all of them
+    return tx.init(params) if written else state
 
 
 def is_unmade(x: Any) -> bool:
