@@ -201,7 +201,7 @@ def _with_room(make: Callable[[], R]) -> R:
         except BaseException as error:
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="zfunc compiles", daemon=True)
+    thread = threading.Thread(target=run, name="zfunc compiles", daemon=False)
     usual = threading.stack_size(ROOM)  # of threads to come
     try:
         thread.start()
@@ -279,7 +279,8 @@ def ahead(run: Callable[..., object], *args: Hashable) -> threading.Thread:
             if host().isa:
                 run(*args)
 
-    thread = threading.Thread(target=quietly, name="zfunc compiles ahead")
+    # Not a daemon, though the thread of a simulated rank, who may ask, is one.
+    thread = threading.Thread(target=quietly, name="zfunc compiles ahead", daemon=False)
     thread.start()
     return thread
 

@@ -53,3 +53,22 @@ def test_compressed_steps_make_no_machine_code(stage: int) -> None:
     assert done.returncode == 0, done.stderr
     made, after = map(int, done.stdout.split())
     assert made and after == made
+
+
+def test_a_process_ends_well_while_a_simulated_rank_has_code_made() -> None:
+    """A daemon, which the threads of simulated ranks are, would be torn out of LLVM: an abort."""
+    code = PLACED.replace("STAGE", "0")
+    ends = code.index("    for thread in")
+    code = (
+        code[:ends]
+        + """
+    return [thread.daemon for thread in threading.enumerate() if "compiles" in thread.name]
+
+print(sum(zf.simulate(2)(rank)(), []))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "False" in done.stdout and "True" not in done.stdout

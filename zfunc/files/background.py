@@ -127,7 +127,10 @@ def start(task: Task) -> Saving:
                 writer.put(chunk, view, task.known(chunk))
         data = _copied(list(planned_pieces(task.stock, plan, resident=True)))
         thread = threading.Thread(
-            target=saving._run, args=(task, writer, data), name=f"saving step {task.step}"
+            target=saving._run,
+            args=(task, writer, data),
+            name=f"saving step {task.step}",
+            daemon=False,  # as the thread of a simulated rank is
         )
         thread.start()
     except BaseException as error:
