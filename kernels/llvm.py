@@ -207,7 +207,7 @@ def _with_room(make: Callable[[], R]) -> R:
         thread.start()
     finally:
         threading.stack_size(usual)
-    thread.join()  # one that is left over at the end of the process would end it with an abort
+    thread.join()  # a daemon, as threads of simulated ranks are, would end a process with an abort
     return done.result()
 
 
@@ -279,7 +279,6 @@ def ahead(run: Callable[..., object], *args: Hashable) -> threading.Thread:
             if host().isa:
                 run(*args)
 
-    # Not a daemon, though the thread of a simulated rank, who may ask, is one.
     thread = threading.Thread(target=quietly, name="zfunc compiles ahead", daemon=False)
     thread.start()
     return thread

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
-from tests.gpu.cuda import Cuda
+from tests.gpu.cuda import Cuda, active
 from tests.gpu.ranks import launch
 from tests.gpu.record import Report
 from tests.gpu.training import Model, Trained, gpt_model, trained
@@ -23,6 +23,7 @@ from tests.laws.models import CASES
 from zfunc import optim
 from zfunc.buffers.pages import ACCOUNT, aligned
 from zfunc.buffers.ring import HOST
+from zfunc.transforms.offloading.present import Present
 from zfunc.transforms.offloading.transitions import trees_on_host
 from zfunc.trees.memory import reuse
 
@@ -503,3 +504,60 @@ def test_all_ranks_learn_of_too_little_pinned_memory() -> None:
     mine, other = launch(_too_little)[::-1]
     assert "cannot be page-locked" in mine
     assert "rank 1" in other and "cannot be page-locked" in other
+
+
+# How much comes down
+
+
+def moved(step: Any, tx: Any, trainable: Any) -> tuple[Report, int]:
+    """The third step of a training, and the bytes of what it trains."""
+    params = up(MODEL.params())
+    names = zf.tree.flatten_names(params)
+    trained_bytes = sum(x.nbytes for path, x in names.items() if trainable(path))
+    state = step.place(zf.TrainState.create(params, tx, trainable=trainable))
+    for i in range(3):
+        batch = MODEL.batch(i).cuda()
+        active().take()
+        state, _ = step(state, batch)
+    return active().take(), trained_bytes
+
+
+@pytest.mark.parametrize("tx", [ADAMW, CLIP], ids=["adamw", "clip"])
+@pytest.mark.parametrize("what", [BOTH, ("opt_state",)], ids=["both", "opt_state"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_trained_comes_down_once_and_goes_up_once(
+    stage: int | None, what: Any, tx: Any
+) -> None:
+    """Gradients, and parameters where they stay on the device; nothing of what is frozen."""
+    for trainable in (lambda path: True, lambda path: "blocks" not in path):
+        with Cuda():
+            step = cut(zf.offload(zf.train_step(MODEL.loss, tx), what=what), stage)
+            report, nbytes = moved(step, tx, trainable)
+        assert report.faults() == [], report.summary()
+        copies = [row for row in report.of("copy") if row.nbytes > 8]  # numbers aside
+        down = sum(row.nbytes for row in copies if row.what == "down")
+        away = "params" in what and stage in (None, 3)
+        assert down == (1 if away else 2) * nbytes
+        if not away:
+            assert sum(row.nbytes for row in copies if row.what == "up") == nbytes
+        if tx is CLIP:
+            assert len(report.host_waits()) <= 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_come_down_beside_backward(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they wait for has been recorded when forward was done: all of backward comes later."""
+    marks: list[int] = []
+    mark = Present.mark
+
+    def noted(self: Present, device: torch.device) -> None:
+        marks.append(len(active().report.rows))
+        mark(self, device)
+
+    monkeypatch.setattr(Present, "mark", noted)
+    with Cuda():
+        step = cut(zf.offload(zf.train_step(MODEL.loss, CLIP), what=("opt_state",)), stage)
+        report, _ = moved(step, CLIP, lambda path: True)
+    first = next(i for i, row in enumerate(report.rows) if row.kind == "copy" and row.nbytes > 8)
+    launches = [row for row in report.rows[marks[-1] : first] if row.kind == "launch"]
+    assert len(launches) > sum(row.kind == "launch" for row in report.rows[: marks[-1]])

@@ -109,7 +109,7 @@ class Streamed(Expression):
         self, f: Callable[..., Sequence[Any]], outs: int, others: Sequence[Any]
     ) -> list[Deferred]:
         row = _guided(others)[1]
-        op = Operation(lambda unit, parts: list(f(*parts)), row, row[0].layout)
+        op = Operation(lambda unit, parts: list(f(*parts)), row, row[0].skeleton)
         return [Deferred(op, k, row[0].skeleton) for k in range(outs)]
 
     def select(self, keep: Callable[[str], bool]) -> Deferred:
@@ -151,7 +151,7 @@ class Streamed(Expression):
     def at_hand(self, number: Tensor) -> Tensor:
         if (there := present()) is not None:
             nodes = [source(tree, self.layout) for tree in there.trees if self._beside(tree)]
-            there.bring([node for node in nodes if node.away], number.device)
+            there.bring([node for node in nodes if node.away], self.skeleton, number.device)
         return number.to("cpu")
 
     def _beside(self, tree: Any) -> bool:
@@ -213,7 +213,9 @@ def _guided(others: Sequence[Any]) -> tuple[int, list[Streamed]]:
 
 def _merge(a: Streamed, b: Streamed) -> Streamed:
     skeleton = a.skeleton.merge(b.skeleton)
-    return _deferred(lambda unit, parts: [parts[0].merge(parts[1])], [a, b], skeleton)
+    merged = _deferred(lambda unit, parts: [parts[0].merge(parts[1])], [a, b], skeleton)
+    merged.origin.computes = False
+    return merged
 
 
 class Operation(Evaluable):
@@ -222,20 +224,22 @@ class Operation(Evaluable):
     Args:
         do: ``do(unit, parts) -> parts``, of one unit of ``layout``.
         sources: the trees whose parts it gets.
-        layout: that of the results; its units are counted.
+        skeleton: that of the results; its units are counted.
         shifts: for each source by how much its leaf indices differ from those of ``layout``.
     """
 
     computed = True
+    computes = True  # or what one source lacks is taken over from the other
 
     def __init__(
         self,
         do: Callable[[int, Parts], Sequence[Sharded]],
         sources: Sequence[Streamed],
-        layout: Layout,
+        skeleton: Sharded,
         shifts: Sequence[int] | None = None,
     ) -> None:
         self.do, self.sources = do, tuple(sources)
+        self.skeleton, layout = skeleton, skeleton.layout
         self.serial = next(_SERIAL)
         self._units = [
             _matching(layout, node.layout, shift)
@@ -299,7 +303,7 @@ def _deferred(
     skeleton: Sharded,
     shifts: Sequence[int] | None = None,
 ) -> Deferred:
-    return Deferred(Operation(do, sources, skeleton.layout, shifts), 0, skeleton)
+    return Deferred(Operation(do, sources, skeleton, shifts), 0, skeleton)
 
 
 def same_node(node: Streamed, children: Sequence[Any]) -> Streamed:

@@ -196,6 +196,9 @@ class DiskGradients:
             disk.settle()  # of gradients that nobody wanted
         self._storage.begin(0)
 
+    def begin(self) -> None:
+        """Forward is done."""
+
     def put(self, unit: int, flats: Sequence[Tensor]) -> Ready:
         """Write the gradients of one unit's trainable flats, in the background."""
         storage = self._storage

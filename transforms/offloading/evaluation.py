@@ -9,7 +9,7 @@ is overwritten when it would have been without offload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +48,7 @@ __all__ = [
 
 Key = tuple[Any, int]  # what is evaluated (an op or a node), and of which unit
 Take = Callable[[int, Sharded], None]
+Wanted = dict[Key, list[tuple[int, Take]]]
 Sums = tuple[dict[int, Tensor], list[torch.dtype | None]]
 _HOST = torch.device("cpu")
 
@@ -120,7 +121,7 @@ def stream(targets: Sequence[tuple[Expression, Take]], final: bool = False) -> N
         DonatedStateError: of a node that it needs, a later generation is on the disk.
         CheckpointError: what is read is damaged.
     """
-    wanted: dict[Key, list[tuple[int, Take]]] = {}
+    wanted: Wanted = {}
     for node, take in targets:
         for unit in range(len(node.layout.units)):
             wanted.setdefault((node.origin, unit), []).append((node.index, take))
@@ -129,13 +130,16 @@ def stream(targets: Sequence[tuple[Expression, Take]], final: bool = False) -> N
     numbers = Numbers()
     for i, group in enumerate(groups):
         following = groups[i + 1] if i + 1 < len(groups) else []
-        now = _begun(group, ahead)
-        ahead = _begun(following, must=False)
+        now = _begun(group, wanted, ahead)
+        ahead = _begun(following, wanted, must=False)
         _run(group, now, wanted, numbers, final)
 
 
 def _begun(
-    group: list[Key], ahead: dict[Key, Any] | None = None, must: bool = True
+    group: list[Key],
+    wanted: Wanted,
+    ahead: dict[Key, Any] | None = None,
+    must: bool = True,
 ) -> dict[Key, Any]:
     """What waits for each unit of a group that is read; units in ``ahead`` are on their way."""
     found = dict(ahead or {})
@@ -144,7 +148,7 @@ def _begun(
             found[key] = arrival
     far = [key for key in group if key[0].away]
     if far and far[0] not in found:
-        found.update(_descending(far, group))
+        found.update(_descending(far, group, wanted))
     return found
 
 
@@ -152,41 +156,59 @@ def _when(group: list[Key]) -> int:
     return max((origin.when(unit) for origin, unit in group), default=0)
 
 
-def _descending(far: list[Key], group: list[Key]) -> dict[Key, Any]:
-    """Parts of trees on a device, on their way to the host together."""
+def _descending(far: list[Key], group: list[Key], wanted: Wanted) -> dict[Key, Any]:
+    """Parts of trees on a device, on their way to the host together: what is computed with."""
     parts = {key: key[0].part(key[1]) for key in far}
-    flats = [x for part in parts.values() for x in _data(part)]
-    if not flats:
-        return {key: partial(_at_home, part, {}) for key, part in parts.items()}
+    leaving = {key: _computed_with(key, part, group, wanted) for key, part in parts.items()}
+    flats = {id(x): x for part in leaving.values() for x in _data(part)}
     there = present()
-    if there is not None and (copies := there.taken(far)) is not None:
-        rows = zip(far, copies, strict=True)
-        return {key: partial(_at_home, parts[key], _by_id(parts[key], row)) for key, row in rows}
+    copies: dict[Key, dict[int, Tensor]] | None = {key: {} for key in far}
+    if flats:
+        copies = None if there is None else there.taken(leaving)
+    if copies is not None:
+        return {k: partial(_at_home, parts[k], leaving[k], copies[k]) for k in far}
     landings = [(node.landing, unit) for node, unit in group if node.landing is not None]
     behind = [event for x, unit in landings if (event := x.events.get(unit)) is not None]
     node, unit = far[0]
     name = node.layout.units[unit].name
-    after = None if there is None else there.since(flats)
-    descent = Descent(flats, name, behind, after)
+    after = None if there is None else there.since(flats.values())
+    descent = Descent(list(flats.values()), name, behind, after)
 
-    def arrived(part: Sharded) -> Sharded:
-        found = dict(zip(map(id, flats), descent.wait(), strict=True))
+    def arrived(key: Key) -> Sharded:
+        found = dict(zip(flats, descent.wait(), strict=True))
         for landing, k in landings:
             landing.events.pop(k, None)  # this event comes behind it
-        return _at_home(part, found)
+        part = leaving[key]
+        mine = {i: found[id(x)] for i, x in enumerate(part.flats) if id(x) in found}
+        return _at_home(parts[key], part, mine)
 
-    return {key: partial(arrived, part) for key, part in parts.items()}
-
-
-def _by_id(part: Sharded, copies: Sequence[Tensor]) -> dict[int, Tensor]:
-    return {id(x): y for x, y in zip(_data(part), copies, strict=True)}
+    return {key: partial(arrived, key) for key in far}
 
 
-def _at_home(part: Sharded, found: dict[int, Tensor]) -> Sharded:
-    """A part in host memory, with the copies that were ``found``; what has none is empty."""
-    return part_on(
-        Sharded(part.layout, [x if x is None else found.get(id(x), x) for x in part.flats]), _HOST
-    )
+def _computed_with(key: Key, part: Sharded, group: list[Key], wanted: Wanted) -> Sharded:
+    """A part without the flats that nothing is computed with, mostly of frozen parameters: what
+    has a value at the same place is made without them, or hands them on to their own device."""
+    users = [other for other in group if key in _needs(other)]
+    if key in wanted or any(op.skeleton.layout.flats != part.layout.flats for op, _ in users):
+        return part
+    rows = [op.skeleton.flats for op, k in users if not _handed_on((op, k), group, wanted)]
+    used = {i: x for i, x in enumerate(part.flats) if any(row[i] is not None for row in rows)}
+    return part_of(part.layout, used)
+
+
+def _handed_on(key: Key, group: list[Key], wanted: Wanted) -> bool:
+    """Whether what an operation takes over unchanged goes nowhere but to the device."""
+    takers = [take for _, take in wanted.get(key, ())]
+    up = all(isinstance(x, Collected) and x.device.type != "cpu" for x in takers)
+    return not key[0].computes and up and not any(key in _needs(other) for other in group)
+
+
+def _at_home(part: Sharded, leaving: Sharded, copies: Mapping[int, Tensor]) -> Sharded:
+    """A part with what leaves the device in host memory: copies of its flats, by number, and
+    those without elements."""
+    there = part_on(part_of(part.layout, {**dict(enumerate(leaving.flats)), **copies}), _HOST)
+    both = zip(there.flats, part.flats, strict=True)
+    return Sharded(part.layout, [y if x is None else x for x, y in both])
 
 
 def _rows(key: Key) -> list[tuple[Expression, list[int]]]:
@@ -230,7 +252,7 @@ def _groups(wanted: list[Key]) -> list[list[Key]]:
 def _run(
     group: list[Key],
     readings: dict[Key, Any],
-    wanted: dict[Key, list[tuple[int, Take]]],
+    wanted: Wanted,
     numbers: Numbers,
     final: bool = False,
 ) -> None:
@@ -248,7 +270,9 @@ def _run(
         if not origin.computed:
             if key in readings:
                 part = readings.pop(key)()
-                read |= _storages((part,))
+                read |= {
+                    x.untyped_storage().data_ptr() for x in _data(part) if x.device.type == "cpu"
+                }
             else:
                 part = origin.part(unit)
             made[key] = (part,)
@@ -317,7 +341,7 @@ class PendingUnit:
             out: list[Sharded] = []
             wanted = {key: [(self.node.index, lambda unit, part: out.append(part))]}
             (group,) = _groups([key])
-            _run(group, _begun(group), wanted, Numbers())
+            _run(group, _begun(group, wanted), wanted, Numbers())
             flats = [out[0].flats[i] for i in self.node.layout.units[self.unit].flats]
             self._values = Upload([x for x in flats if x is not None], self.node.device).wait()
         return self._values
@@ -379,14 +403,14 @@ class Collected:
     """Takes the parts of a tree into memory."""
 
     def __init__(self, node: Expression, device: torch.device = _HOST) -> None:
-        self._layout, self._device = node.layout, device
+        self._layout, self.device = node.layout, device
         self._flats: list[Tensor | None] = [
             x if x is None or x.numel() else torch.empty(0, dtype=x.dtype)
             for x in node.skeleton.flats
         ]
 
     def __call__(self, unit: int, part: Sharded) -> None:
-        part = _to_keep(part, self._device)
+        part = _to_keep(part, self.device)
         for i in self._layout.units[unit].flats:
             self._flats[i] = part.flats[i]
 

@@ -27,7 +27,7 @@ from zfunc.layout.sharded import Sharded
 from zfunc.transforms.offloading.deferred import InMemory, same_node
 from zfunc.transforms.offloading.evaluation import Sums
 from zfunc.transforms.offloading.parts import part_of, rank_in, trainable_part
-from zfunc.transforms.offloading.present import present
+from zfunc.transforms.offloading.present import Present
 from zfunc.trees.nodes import Span, register
 from zfunc.trees.squares import square_sum
 
@@ -169,9 +169,13 @@ class HostGradients:
         layout: how they are sharded.
         device: where they come from.
         pin: whether they get page-locked memory.
+        state: what the step's state holds there.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, pin: bool) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, pin: bool, state: Present | None = None
+    ) -> None:
+        self._state = state
         self._layout, self._device = layout, device
         self._pin = pin and device.type == "cuda"
         self._flats: list[Tensor | None] = [None] * len(layout.flats)
@@ -179,11 +183,14 @@ class HostGradients:
         largest = max((layout.unit_nbytes(k) for k in range(len(layout.units))), default=0)
         self._leaving = Leaving(2 * largest)
 
+    def begin(self) -> None:
+        """Forward is done, and has waited for what it used: the copies go beside backward."""
+        if self._state is not None:
+            self._state.mark(self._device)
+
     def put(self, unit: int, flats: Sequence[Tensor]) -> Ready:
         """Copy the gradients of one unit's trainable flats, in the background."""
         part, landing = trainable_part(self._layout, unit, flats), self._landing
-        if not landing.order and (state := present()) is not None:
-            state.mark(self._device)  # by now the forward pass has waited for what it used
         landing.squares.update(part.partial_sums(square_sum))
         copies = host_tensors(flats, self._pin)
         event = descend(flats, copies, pin=self._pin)

@@ -8,7 +8,7 @@ beside backward, and the host waits once, for the number.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +27,16 @@ Key = tuple[int, ...]  # the identities of the tensors of which a unit is made
 
 
 class _Copied(NamedTuple):
-    """A unit on the host, and of what in which version; that stays, so no other is taken for it."""
+    """Flats of a unit on the host, by number, and of what in which version; that stays, so no
+    other is taken for it."""
 
     sources: list[Tensor]
     versions: list[int | None]
-    copies: list[Tensor]
+    copies: dict[int, Tensor]
+
+    @property
+    def valid(self) -> bool:
+        return None not in self.versions and self.versions == _versions(self.sources)
 
 
 class Present:
@@ -70,11 +75,16 @@ class Present:
         was = None if ref is None else ref()
         return was is not None and not spent(was) and not spent(x) and was._version == version
 
-    def bring(self, nodes: Sequence[Any], device: torch.device) -> None:
+    def bring(self, nodes: Sequence[Any], like: Sharded, device: torch.device) -> None:
         """Copy trees to the host; what is launched from now on comes behind the copies.
 
         What lies in the state's own memory is copied beside backward. What has to be packed
         first is packed behind it, a few units at a time.
+
+        Args:
+            nodes: the trees.
+            like: what has no value in it (gradients of what is frozen) is not copied.
+            device: where they are.
         """
         home = torch.cuda.current_stream(device)
         events: list[Any] = []
@@ -82,38 +92,45 @@ class Present:
             sizes = [node.layout.unit_nbytes(k) for k in range(len(node.layout.units))]
             leaving = Leaving(2 * max(sizes, default=0))
             for unit in range(len(sizes)):
-                flats = [x for x in node.part(unit).flats if x is not None and x.numel()]
+                held = enumerate(node.part(unit).flats)
+                flats = {i: x for i, x in held if like.flats[i] is not None and _filled(x)}
                 sources = _sources(node, unit)
                 if not flats or _key(sources) in self._copied:
                     continue
-                copies = HOST.tensors([(x.numel(), x.dtype) for x in flats])
-                after = self.since(flats)
+                copies = HOST.tensors([(x.numel(), x.dtype) for x in flats.values()])
+                after = self.since(flats.values())
                 behind = [home.record_event()] if after is None else after
-                event = descend(flats, copies, "aside", behind, HOST.locked)
+                event = descend(list(flats.values()), copies, "aside", behind, HOST.locked)
                 if after is None:
-                    leaving.add(event, flats)
+                    leaving.add(event, list(flats.values()))
                 elif event is not None:
                     events.append(event)
-                self._copied[_key(sources)] = _Copied(sources, _versions(sources), copies)
+                found = dict(zip(flats, copies, strict=True))
+                self._copied[_key(sources)] = _Copied(sources, _versions(sources), found)
             leaving.end()
         for event in events:
             home.wait_event(event)
 
-    def taken(self, units: Sequence[tuple[Any, int]]) -> list[list[Tensor]] | None:
-        """What units of trees hold, on the host, if all came down and were not written to since.
+    def taken(
+        self, parts: Mapping[tuple[Any, int], Sharded]
+    ) -> dict[Any, dict[int, Tensor]] | None:
+        """Copies of what units of trees hold, if all came down and were not written to since.
 
         They are forgotten here.
+
+        Args:
+            parts: by tree and unit, what is needed of it.
         """
-        sources = [_sources(node, unit) for node, unit in units]
-        rows = [self._copied.get(_key(one)) for one in sources]
-        found = [row for row in rows if row is not None]
-        if len(found) < len(rows) or any(
-            None in row.versions or row.versions != _versions(row.sources) for row in found
-        ):
-            return None
-        for one in sources:
+        sources = {key: _sources(*key) for key in parts}
+        rows = {key: self._copied.get(_key(one)) for key, one in sources.items()}
+        found = {key: row.copies for key, row in rows.items() if row is not None and row.valid}
+        for key, part in parts.items():
+            needed = {i for i, x in enumerate(part.flats) if _filled(x)}
+            if not needed <= found.get(key, {}).keys():
+                return None
+        for one in sources.values():
             self._copied.pop(_key(one), None)
-        return [row.copies for row in found]
+        return {key: found.get(key, {}) for key in parts}
 
 
 def present() -> Present | None:
@@ -130,6 +147,10 @@ def _away(x: Any, device: torch.device) -> bool:
 
 def _home(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
+
+
+def _filled(x: Tensor | None) -> bool:
+    return x is not None and x.numel() > 0
 
 
 def _sources(node: Any, unit: int) -> list[Tensor]:

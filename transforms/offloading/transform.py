@@ -262,11 +262,11 @@ class Offload(Transform):
     def configure(self, running: Context, state: Any) -> None:
         hosted = trees_on_host(state)
         if hosted:
-            device, pin = hosted[0].device, self.pin
+            device, pin, present = hosted[0].device, self.pin, None
             if device.type == "cuda":
                 HOST.locked = pin
-                running.notes[Present] = Present(state, device)
-            self._by_unit(running, lambda layout: HostGradients(layout, device, pin))
+                running.notes[Present] = present = Present(state, device)
+            self._by_unit(running, lambda layout: HostGradients(layout, device, pin, present))
         nodes = trees_on_disk(state)
         there = {path.split(".", 1)[0] for path in nodes}
         for name, nbytes in running.memo.get("on disk", {}).items():

@@ -63,7 +63,8 @@ class Pass:
         accord: how the ranks agree on what comes next; ``None`` on one rank.
         running: the context of the call, if there is one.
         most_in_flight: bytes of gradients that were on their way at once.
-        spill: where gradients go that are not to stay in memory: a function of their layout
+        spill: where gradients go that are not to stay in memory (with ``begin`` at the end of
+            forward, ``put`` of each unit, ``node``): a function of their layout
             and whether they are cut.
     """
 
@@ -189,6 +190,8 @@ class Pass:
         """Forward is done: what backward still needs is held by autograd, or gathered again."""
         self.close_others(())
         for source in self.sources:
+            if source.sink is not None:
+                source.sink.begin()
             for run in source.runs:
                 run.check_unwritten()
                 if run.entered is not None:
