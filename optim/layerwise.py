@@ -253,7 +253,7 @@ def _fused(
     return params, mu, nu, ratios
 
 
-class _Run(NamedTuple):
+class _Alike(NamedTuple):
     """Leaves of one buffer that decay alike: where they lie, and what they are stepped with."""
 
     grad: Tensor
@@ -265,7 +265,7 @@ class _Run(NamedTuple):
 
 def _runs(
     found: FlatRows, new: list[list[Tensor]], hyper: Callable[..., Tensor], decay: Paces
-) -> Iterator[_Run]:
+) -> Iterator[_Alike]:
     made: dict[tuple[torch.device, float], Tensor] = {}
     for g, *state, (_, pieces) in zip(found.grads, *new, found.pieces, strict=True):
         alike: dict[float, list[Piece]] = {}
@@ -277,7 +277,7 @@ def _runs(
             if key not in made:
                 made[key] = hyper(factor=found.factor, weight_decay=rate, device=g.device)
             paths, spans = [path for path, *_ in same], [(a, b) for _, a, b in same]
-            yield _Run(g.view(-1), [x.view(-1) for x in state], paths, spans, made[key])
+            yield _Alike(g.view(-1), [x.view(-1) for x in state], paths, spans, made[key])
 
 
 def _ratios(part: Tree, squares: dict[str, Tensor]) -> Tree:

@@ -1,11 +1,10 @@
 """``donate``: a step may write its successor into the memory of the state it was given.
 
-Law: ``donate(f)(s, b) == f(s, b)``, bitwise, as long as ``s`` is not used again; using
-it raises ``DonatedStateError``.
+Law: ``donate(f)(s, b) == f(s, b)``, bitwise, as long as ``s`` is not used again; using it raises.
 
-A pure step copies parameters and moments once, since nobody may see the old ones
-change. torch has no donated buffers as XLA has, so the places that write new values
-(:func:`zfunc.trees.memory.reuse`) ask the running step whether the old ones are spent.
+A pure step copies parameters and moments once, since nobody may see the old ones change. torch has
+no donated buffers as XLA has: who writes new values (:func:`zfunc.trees.memory.reuse`) asks the
+running step whether the old ones are spent.
 """
 
 from __future__ import annotations
@@ -21,54 +20,43 @@ from zfunc.engine.context import Context, current
 from zfunc.engine.order import Order
 from zfunc.engine.step import Transform, transform_of
 from zfunc.trees.memory import Donation, blank
-from zfunc.trees.nodes import any_spent, boxes_in, held_in
+from zfunc.trees.nodes import Box, any_spent, boxes_in, held_in, spent
 
 __all__ = ["Donate", "donate"]
 
 _GIVEN: ContextVar[list[Sequence[Tensor]] | None] = ContextVar("zfunc_given", default=None)
 _STORY = (
-    "this state was donated to a step that failed ({error}) after it had begun to write over it: "
-    "old and new values are mixed. Go on from the last checkpoint (zf.restore), or leave out "
-    "`donate` to keep the state when a step fails."
-)
-_NOTE = (
-    "zfunc: the step had begun to write over the state that it was given, which is spent. Go on "
-    "from the last checkpoint (zf.restore), or leave out `donate` to keep the state when a step "
-    "fails."
+    "the state was donated to a step that failed ({}) after it had begun to write over it: old and "
+    "new values are mixed. Go on from the last checkpoint (zf.restore), or leave out `donate` to "
+    "keep the state when a step fails."
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Donate(Transform):
     """See :func:`donate`."""
 
     position: ClassVar[int] = Order.DONATE
-    name: ClassVar[str] = "donate"
     spends: ClassVar[bool] = True
 
-    def __repr__(self) -> str:
-        return "donate"
-
     def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
-        """If the call fails, what it has spent says so, and so does the error.
-
-        Memory goes blank before it is overwritten: as long as nothing is blank the state is whole.
-        """
+        """If the call fails, what it has spent says so, and so does the error. Memory goes blank
+        before it is overwritten: as long as nothing is blank the state is whole."""
         given: list[Sequence[Tensor]] = []
         token = _GIVEN.set(given)
         try:
             return call(state, args, kwargs)
         except BaseException as error:
-            its = [*held_in(state), *(x for box in boxes_in(state) for x in box.views())]
+            its = [*held_in(state), *_views(boxes_in(state))]
             if given and any(map(any_spent, [its, *given])):  # else it was spent when it came
-                story = _STORY.format(error=type(error).__name__)
+                story = _STORY.format(type(error).__name__)
                 # Leaves that autograd tracks went in as others in the same memory.
                 for x in its:
                     if x.requires_grad and x.is_leaf:
                         x.__dict__["_zfunc_donated"] = True
-                    if any_spent([x]):
+                    if spent(x):
                         x.__dict__.setdefault("_zfunc_story", story)
-                error.add_note(_NOTE)
+                error.add_note(f"zfunc: {story}")
             raise
         finally:
             _GIVEN.reset(token)
@@ -80,12 +68,9 @@ class Donate(Transform):
 
     def finish(self, old: Any, out: Any) -> Any:
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
-        kept, running = set(map(id, held_in(out))), current()
-        assert running is not None
-        kept.update(id(x) for box in boxes_in(out) for x in box.views())
-        views = [x for box in running.boxes for x in box.views()]
-        for x in (*running.tensors, *views):
-            if "_zfunc_donated" not in x.__dict__ and id(x) not in kept:
+        running, kept = current(), {id(x) for x in (*held_in(out), *_views(boxes_in(out)))}
+        for x in () if running is None else (*running.tensors, *_views(running.boxes)):
+            if not spent(x) and id(x) not in kept:
                 blank(x)
         return out
 
@@ -93,13 +78,16 @@ class Donate(Transform):
         return ["donate: new state in the memory of the old one, which is spent"]
 
 
+def _views(boxes: Sequence[Box]) -> list[Tensor]:
+    return [x for box in boxes for x in box.views()]
+
+
 @transform_of
 def donate() -> Donate:
     """Let the step reuse the memory of its input state.
 
-    Call it as ``donate(step)`` or as the decorator ``@donate()``. The state that
-    went in is spent: using it again raises ``DonatedStateError``. Keep what you
-    still need by ``zf.full(state)`` or a copy.
+    Call it as ``donate(step)`` or as the decorator ``@donate()``. The state that went in is spent:
+    using it again raises ``DonatedStateError``. Keep what you need by ``zf.full(state)`` or a copy.
 
     Ctrl-C waits for the end of the step, and is raised with the new values in the state that the
     step was given: ``except KeyboardInterrupt: zf.save(path, state)`` saves a whole state. A

@@ -95,6 +95,9 @@ class Transform:
     def name(self) -> str:
         return type(self).__name__.lower()
 
+    def __repr__(self) -> str:
+        return self.name
+
     def overrides(self, hook: str) -> bool:
         """Whether this kind of transform does anything at a hook.
 

@@ -62,7 +62,7 @@ def fuse(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Layer:
+class DecoderLayer:
     """What a layer is made of. Each ``Slots`` holds a submodule's parameters of the moment.
 
     Attributes:
@@ -91,7 +91,7 @@ class Layer:
     k_norm: tuple[Slots, float] | None
 
 
-def _layer(part: nn.Module) -> Layer | None:
+def _layer(part: nn.Module) -> DecoderLayer | None:
     if not known_as(part, LAYERS):
         return None
     attention: Any = part.self_attn
@@ -128,7 +128,7 @@ def _layer(part: nn.Module) -> Layer | None:
         if not isinstance(norm.variance_epsilon, float | int):
             return None
     first, second, *of_heads = [(x._parameters, x.variance_epsilon) for x in norms]
-    return Layer(
+    return DecoderLayer(
         attention.layer_idx,
         attention.head_dim,
         attention.scaling,
@@ -147,7 +147,7 @@ def _torch_attends(attention: Any) -> bool:
 
 
 def _forward(
-    layer: Layer,
+    layer: DecoderLayer,
     part: nn.Module,
     plain: Any,
     hidden_states: Tensor,
@@ -182,7 +182,7 @@ def _forward(
     return _token(layer, x[:, 0], mask, past_key_values, turn)[:, None]
 
 
-def _token(layer: Layer, x: Tensor, mask: Tensor | None, cache: Any, turn: Turn) -> Tensor:
+def _token(layer: DecoderLayer, x: Tensor, mask: Tensor | None, cache: Any, turn: Turn) -> Tensor:
     """``[b, w]``: a token of each text through the layer."""
     q, keys, values = _heads(layer, x, cache, turn)
     b, groups = keys.shape[:2]
@@ -193,7 +193,7 @@ def _token(layer: Layer, x: Tensor, mask: Tensor | None, cache: Any, turn: Turn)
     return blocks.added(x, _hidden(layer, x), layer.down)
 
 
-def _heads(layer: Layer, x: Tensor, cache: Any, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(layer: DecoderLayer, x: Tensor, cache: Any, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[b, heads, d]``, rotated, and all keys and values, with those of this token."""
     own = cache.layers[layer.index]
     rows = (layer.q, layer.k, layer.v)
@@ -217,7 +217,7 @@ def _heads(layer: Layer, x: Tensor, cache: Any, turn: Turn) -> tuple[Tensor, Ten
     return turned[:, : q.shape[1]], *cache.update(k, v[:, :, None], layer.index)
 
 
-def _hidden(layer: Layer, x: Tensor) -> Tensor:
+def _hidden(layer: DecoderLayer, x: Tensor) -> Tensor:
     """``act(n(x) W_gate^T) * (n(x) W_up^T)``."""
     norm, eps = layer.norms[1]
     halves = (layer.gate, layer.up)

@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, generators: GeneratorStates) -> None:
         super().__init__()
-        self.ops: list[tape.Operation] = []
+        self.ops: list[tape.RecordedOperation] = []
         self.looked = False  # at values drawn from the global generators
         self._generators = generators
         self._cells: dict[int, MemoryCell] = {}  # by the address of their shadow
@@ -398,7 +398,9 @@ class _Recorder(TorchDispatchMode):
             erases.add(draw.after)
         cells = frozenset(reads), frozenset(writes | erases), frozenset(erases)
         dtype = torch.get_default_dtype()
-        self.ops.append(tape.Operation(call.func, args, kwargs, outputs, *cells, draw, dtype))
+        self.ops.append(
+            tape.RecordedOperation(call.func, args, kwargs, outputs, *cells, draw, dtype)
+        )
         self._written |= writes
         for cell in writes:
             self._values.pop(cell, None)

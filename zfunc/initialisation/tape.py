@@ -27,7 +27,15 @@ from torch.utils import _pytree as pytree
 
 from zfunc.errors import PlacementError
 
-__all__ = ["CellValues", "Draw", "MemoryCell", "Operation", "Recording", "StateLeaf", "View"]
+__all__ = [
+    "CellValues",
+    "Draw",
+    "MemoryCell",
+    "RecordedOperation",
+    "Recording",
+    "StateLeaf",
+    "View",
+]
 
 _CPU = torch.device("cpu")
 LOCK = threading.RLock()  # one thread at a time may put its own state into a generator
@@ -95,7 +103,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedOperation:
     """One recorded operation; in ``args`` and ``kwargs`` views stand for tensors.
 
     ``outputs`` has a view for each tensor of the result that lives in a new cell, else None.
@@ -140,7 +148,7 @@ class StateLeaf:
 class Scheduled:
     """An operation in its place: the leaves final after it, the cells free after it."""
 
-    op: Operation
+    op: RecordedOperation
     done: tuple[StateLeaf, ...]
     free: frozenset[MemoryCell]
 
@@ -154,7 +162,7 @@ class Recording:
     """
 
     tree: Any
-    _ops: list[Operation] = field(repr=False)
+    _ops: list[RecordedOperation] = field(repr=False)
     _leaves: list[StateLeaf] = field(repr=False)
     _starts: list[MemoryCell] = field(repr=False)
     _ends: list[tuple[torch.Generator, MemoryCell]] = field(repr=False)
@@ -224,7 +232,7 @@ def geometry(tensor: Tensor, cell: MemoryCell) -> View:
 
 
 def live(
-    ops: Sequence[Operation],
+    ops: Sequence[RecordedOperation],
     leaves: Sequence[StateLeaf] = (),
     roots: Collection[MemoryCell] = (),
     known: Collection[MemoryCell] = (),
@@ -254,7 +262,7 @@ def live(
     return turns[::-1]
 
 
-def schedule(ops: Sequence[Operation]) -> list[Operation]:
+def schedule(ops: Sequence[RecordedOperation]) -> list[RecordedOperation]:
     """Reorder ``ops``: draws stay in order, the rest goes where memory is shortest-lived.
 
     What depends on a draw runs right after the last such draw; what depends on none runs
@@ -291,7 +299,7 @@ def run(turns: Sequence[Scheduled], memory: CellValues) -> Iterator[StateLeaf]:
             memory.pop(cell, None)
 
 
-def _run_operation(op: Operation, memory: CellValues) -> None:
+def _run_operation(op: RecordedOperation, memory: CellValues) -> None:
     def real(value: Any) -> Any:
         return view(memory[value.cell], value) if isinstance(value, View) else value
 
@@ -314,7 +322,7 @@ _OTHER_GEOMETRY = (
 
 
 @contextmanager
-def _as_recorded(op: Operation, memory: CellValues) -> Iterator[None]:
+def _as_recorded(op: RecordedOperation, memory: CellValues) -> Iterator[None]:
     """The default dtype of the recording, and the generator in the state that ``op`` reads."""
     draw = op.draw
     if draw is None and op.default_dtype == torch.get_default_dtype():

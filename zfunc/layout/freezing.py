@@ -26,7 +26,7 @@ __all__ = ["all_frozen", "frozen_among", "frozen_paths", "leaves_at", "thawed", 
 MOST = 256  # structures that are remembered
 
 
-class _Seen(threading.local):
+class _Masks(threading.local):
     """Ranks that are threads have equal structures, long to compare; those of one are the same."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Seen(threading.local):
         self.indices: dict[Any, list[int]] = {}
 
 
-_seen = _Seen()
+_seen = _Masks()
 
 
 def leaves_at(spec: optree.PyTreeSpec, paths: tuple[str, ...]) -> list[int]:

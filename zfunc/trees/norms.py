@@ -19,7 +19,7 @@ KEPT = 4  # norms of so many trees are remembered at a time
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Norm:
     """A norm, and of what: tensors that are gone or were written to since are others."""
 
     of: tuple[weakref.ref[Any], ...]
@@ -52,12 +52,12 @@ def shared(
     versions = _versions(nodes)
     if versions is None:
         return norm(nodes)
-    known: list[_Known] = running.notes.setdefault(name, [])
+    known: list[_Norm] = running.notes.setdefault(name, [])
     for one in known:
         if one.fits(nodes, versions):
             return one.norm.clone()  # whoever is given it may write into it
     found = norm(nodes)
-    known.append(_Known(tuple(map(weakref.ref, nodes)), versions, found.clone()))
+    known.append(_Norm(tuple(map(weakref.ref, nodes)), versions, found.clone()))
     del known[:-KEPT]
     return found
 
