@@ -221,10 +221,20 @@ def test_a_donated_state_is_spent_also_if_nothing_was_overwritten() -> None:
         step(spent, batch())
 
 
-def test_placed_params_outside_a_step() -> None:
-    placed = sharded().place(state())
-    with pytest.raises(zf.PlacementError, match="outside a step"):
-        zf.value_and_grad(loss_fn)(placed.params, batch())
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_placed_params_outside_a_step(stage: int) -> None:
+    """Each rank would go on along its own gradients, and they would drift apart unseen."""
+
+    def body() -> None:
+        placed = sharded(stage).place(state())
+        with pytest.raises(zf.PlacementError, match="outside a step"):
+            zf.value_and_grad(loss_fn)(placed.params, batch())
+
+    zf.simulate(2)(body)()
+    if stage == 3:
+        placed = sharded(stage).place(state())
+        with pytest.raises(zf.PlacementError, match="outside a step"):
+            zf.value_and_grad(loss_fn)(placed.params, batch())
 
 
 def test_module_parameters_leave_no_graph_behind() -> None:

@@ -41,7 +41,17 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
 from zfunc.ranks.comm import Group
 from zfunc.ranks.keys import fold_in, scope
-from zfunc.trees.nodes import NAMESPACE, PLACED, Box, Placed, Tree, held_in, leaves_in, opened
+from zfunc.trees.nodes import (
+    NAMESPACE,
+    PLACED,
+    Box,
+    Placed,
+    Tree,
+    boxes_in,
+    held_in,
+    leaves_in,
+    opened,
+)
 from zfunc.trees.tree import check_alive, dotted
 
 __all__ = ["checked", "evaluate", "value_and_grad"]
@@ -154,8 +164,11 @@ def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
 
 def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
     """Differentiate plain parameters on this rank; nested calls keep the graph."""
-    params = opened(asked.params)
-    if any(isinstance(x, Placed) for x in _nodes(params)):
+    params, outside = opened(asked.params), context.current() is None
+    boxes = boxes_in(asked.params) if outside else ()
+    if any(isinstance(x, Placed) for x in _nodes(params)) or any(
+        x.placed_by and x.layout.world > 1 for x in boxes
+    ):
         raise PlacementError(
             "value_and_grad met placed parameters outside a step, where nobody says how their "
             "gradients are averaged. Call it inside a function wrapped by the transform that "
