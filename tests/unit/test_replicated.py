@@ -330,6 +330,47 @@ def test_parts_are_trained_by_themselves(stage: int, ranks: int, donated: bool) 
     zf.simulate(ranks)(run)()
 
 
+@pytest.mark.parametrize("whole_units", [False, True])
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_selected_part_is_trained(
+    stage: int, ranks: int, donated: bool, whole_units: bool
+) -> None:
+    """Selected and merged by path, also where a flat has leaves of both parts."""
+
+    def mine(path: str) -> bool:
+        return path != "head" if whole_units else path.endswith("w")
+
+    def selecting(state: Any, x: Tensor) -> Any:
+        part = zf.tree.select(state["params"], mine)
+        rest = zf.tree.select(state["params"], lambda path: not mine(path))
+        value, grads = zf.value_and_grad(lambda p, x: loss(zf.tree.merge(p, rest), x))(part, x)
+        updates, opt_state = TX.update(grads, state["opt_state"], part)
+        part = optim.apply_updates(part, updates)
+        return {"params": zf.tree.merge(part, rest), "opt_state": opt_state}, value
+
+    def train(step: Any, state: Any) -> Any:
+        for i in range(3):
+            state, value = step(state, batch(i))
+        return state, value
+
+    def state() -> Any:
+        return {"params": full(), "opt_state": TX.init(zf.tree.select(full(), mine))}
+
+    wanted, value = train(selecting, state())
+
+    def run() -> None:
+        step = zf.shard(selecting, stage=stage, unit_bytes=64)
+        step = zf.donate(step) if donated else step
+        found, loss = train(step, step.place(state()))
+        torch.testing.assert_close(loss, value)
+        found = step.unplace(found)
+        torch.testing.assert_close(zf.tree.leaves(found), zf.tree.leaves(wanted))
+
+    zf.simulate(ranks)(run)()
+
+
 def test_a_tree_put_together_by_hand_between_steps_is_refused() -> None:
     step = zf.shard(zf.train_step(loss, TX), stage=0)
     state = step.place(zf.TrainState.create(full(), TX))

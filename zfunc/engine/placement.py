@@ -135,7 +135,8 @@ def layout_for(
     alive = [(i, homes[i]) for i, leaf in enumerate(leaves) if leaf is not None]
     if alive and all(home and home[0].world == size for _, home in alive):
         first = alive[0][1][0]  # type: ignore[index]
-        complete = first.spec == spec and all(home == (first, i) for i, home in alive)
+        complete = len(alive) == len(first.present) and first.spec == spec
+        complete = complete and all(home == (first, i) for i, home in alive)
         return first if complete else borrowed(homes, spec)
     key = (spec, tuple(x if x is None else (x.shape, x.dtype, is_frozen(x)) for x in leaves))
     if key not in memo:

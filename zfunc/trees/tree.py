@@ -292,7 +292,7 @@ def select(tree: Tree, keep: Callable[[str], bool]) -> Tree:
         return item if keep(name) else None
 
     out = [selected(name, item) for name, item in zip(names, items, strict=True)]
-    return optree.tree_unflatten(spec, out)
+    return opened(optree.tree_unflatten(spec, out))  # a part does not lie as the tree did
 
 
 def merge(a: Tree, b: Tree) -> Tree:
