@@ -193,8 +193,7 @@ def mean_of_ratios(ratios: Tree, mu: Tree, mean: Tensor, count: Tensor) -> Tenso
     """The running mean of trust ratios, ``[1, leaves]``."""
     every, having, _ = leaves_of(ratios, mu, mean.shape[1])
     leaves = [every[i] for i in having]
-    n = plain(count)  # on a GPU in as many digits as on the host
-    n = n.double() if isinstance(n, Tensor) else n
+    n = plain(count)
     gain = (1 - COEFF) / (1 - COEFF**n)  # so that the zero at first does not count
     new, present = mean, [x for x in leaves if x is not None]
     if present:

@@ -21,18 +21,18 @@ def started() -> Tensor:
 
 def symbolic(x: Tensor) -> bool:
     """Whether the value of ``x`` must stay a tensor: it is traced or differentiated."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or (torch.is_grad_enabled() and x.requires_grad)
-    )
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return traced or (torch.is_grad_enabled() and x.requires_grad)
 
 
 def plain(value: Any) -> Any:
-    """A number as a float wherever it can be read without waiting, else as it is."""
+    """A number as a float wherever it can be read without waiting, else as a tensor: of a count
+    in float64, for ``1 - b2**n`` has few digits left in float32."""
     if not isinstance(value, Tensor):
         return float(value)
-    return value if value.device.type != "cpu" or symbolic(value) else float(value.item())
+    if value.device.type == "cpu" and not symbolic(value):
+        return float(value.item())
+    return value if value.is_floating_point() else value.double()
 
 
 def at(rate: Rate, count: Tensor) -> float | Tensor:
