@@ -181,7 +181,7 @@ def _alike(*tensors: Tensor) -> list[Tensor]:
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     if all(x.is_contiguous() for x in dense):
         return [x.view(1, -1) for x in dense]
-    return [x.reshape(-1, x.shape[-1]) for x in dense]
+    return [x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in dense]
 
 
 @operator(fresh, batch=folded(2))

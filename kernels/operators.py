@@ -219,10 +219,11 @@ def looped(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any)
         pairs = zip(args, dims, strict=True)
         return op(*(_element(x, dim, i) for x, dim in pairs))
 
-    calls = [call(i) for i in range(info.batch_size)]
+    n = info.batch_size
+    calls = [call(i) for i in range(max(n, 1))]  # one on zeros for the shapes of an empty batch
     if isinstance(calls[0], Tensor):
-        return torch.stack(calls), 0
-    columns = tuple(torch.stack(column) for column in zip(*calls, strict=True))
+        return torch.stack(calls)[:n], 0
+    columns = tuple(torch.stack(column)[:n] for column in zip(*calls, strict=True))
     return columns, (0,) * len(columns)
 
 
@@ -230,7 +231,9 @@ def _element(x: Any, dim: Any, i: int) -> Any:
     """Element ``i`` of a batched argument, which may be a list of tensors."""
     if isinstance(dim, list | tuple):
         return [_element(part, d, i) for part, d in zip(x, dim, strict=True)]
-    return x if dim is None else x.select(dim, i)
+    if dim is None or x.shape[dim]:
+        return x if dim is None else x.select(dim, i)
+    return x.new_zeros([*x.shape[:dim], *x.shape[dim:][1:]])
 
 
 def fronted(

@@ -6,7 +6,7 @@ it does not apply.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from zfunc.quant import grids, products
 from zfunc.quant.grids import Grid
 from zfunc.quant.low_bit import LowBit
 
-__all__ = ["METADATA", "ROUTES"]
+__all__ = ["METADATA", "ROUTES", "routed"]
 
 
 _PROPERTIES = (
@@ -41,8 +41,13 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return products.product(x, weight, bias)
 
 
-def _matmul(x: Any, weight: Any) -> Any:
-    if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
+def _matmul(x: Any, weight: Any, out: Any = None) -> Any:
+    if (
+        out is not None
+        or not isinstance(weight, LowBit)
+        or not weight.transposed
+        or isinstance(x, LowBit)
+    ):
         return NotImplemented
     return products.product(x, weight, None)
 
@@ -51,8 +56,10 @@ def _rmatmul(weight: Any, x: Any) -> Any:
     return _matmul(x, weight)
 
 
-def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or isinstance(bias, LowBit):
+def _addmm(
+    bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Any:
+    if beta != 1 or alpha != 1 or out is not None or isinstance(bias, LowBit):
         return NotImplemented
     if not isinstance(weight, LowBit) or not weight.transposed or isinstance(x, LowBit):
         return NotImplemented
@@ -74,7 +81,8 @@ def _embedding(
     if not isinstance(weight, LowBit) or weight.transposed or max_norm is not None:
         return NotImplemented
     where = ids.reshape(-1)
-    grid = Grid(weight.scale[where], None if weight.zero is None else weight.zero[where])
+    scale = weight.scale.index_select(0, where)  # refuses what indexing would count from the end
+    grid = Grid(scale, None if weight.zero is None else weight.zero[where])
     rows = grids.dequantize(weight.looked_up(where), grid, weight.format, weight.dtype)
     return rows.reshape(*ids.shape, weight.shape[-1])
 
@@ -148,6 +156,32 @@ ROUTES: dict[Any, Callable[..., Any]] = {
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.double: _cast(torch.float64),
 }
+
+_NAMES: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight"),
+    F.embedding: ("input", "weight"),
+    torch.matmul: ("input", "other"),
+    Tensor.matmul: ("self", "other"),
+    torch.mm: ("input", "mat2"),
+    Tensor.mm: ("self", "mat2"),
+    torch.addmm: ("input", "mat1", "mat2"),
+    Tensor.addmm: ("self", "mat1", "mat2"),
+    torch.transpose: ("input", "dim0", "dim1"),
+    Tensor.transpose: ("self", "dim0", "dim1"),
+    torch.t: ("input",),
+    torch.clone: ("input",),
+}
+
+
+def routed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What :data:`ROUTES` has for a call; ``NotImplemented`` if nothing."""
+    if (route := ROUTES.get(func)) is None:
+        return NotImplemented
+    if not kwargs:
+        return route(*args)
+    names, rest = _NAMES.get(func, ())[len(args) :], dict(kwargs)
+    return route(*args, *[rest.pop(name) for name in names if name in rest], **rest)
+
 
 METADATA = {
     *map(attribute, _PROPERTIES),

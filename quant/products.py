@@ -33,7 +33,7 @@ def product(x: Tensor, weight: LowBit, bias: Tensor | None) -> Tensor:
         )
     if not x.is_floating_point():
         return F.linear(x, weight.dequantized_rows(weight.dtype), bias)  # torch says what is wrong
-    rows = x if x.ndim == 2 else x.reshape(-1, k)
+    rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), k)
     if (torch.is_grad_enabled() and x.requires_grad) or transformed(x):
         y: Tensor = _Product.apply(rows, _Opaque(weight))
     else:

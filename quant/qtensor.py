@@ -20,7 +20,7 @@ from zfunc.errors import PlacementError
 from zfunc.quant import grids, packing
 from zfunc.quant.grids import Format, Grid
 from zfunc.quant.low_bit import LowBit
-from zfunc.quant.overrides import METADATA, ROUTES
+from zfunc.quant.overrides import METADATA, routed
 
 __all__ = ["QTensor", "rows_of"]
 
@@ -85,10 +85,8 @@ class QTensor(LowBit):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if (route := ROUTES.get(func)) is not None:
-            out = route(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        if (out := routed(func, args, kwargs)) is not NotImplemented:
+            return out
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and isinstance(args[0], QTensor):
             raise PlacementError(

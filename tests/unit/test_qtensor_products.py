@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from tests.unit.test_qtensor import FORMATS, weight
-from zfunc import kernels
+from zfunc import kernels, quant
 from zfunc.quant import int4_products, int8_products, products
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import QTensor
@@ -278,3 +278,38 @@ def test_products_of_one_input_are_those_of_each(form: Format, rows: int) -> Non
             assert torch.equal(y, F.linear(x, w))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         products.several(x[:, 1:], weights)
+
+
+BY_NAME: dict[str, Any] = {
+    "linear": lambda x, w: F.linear(input=x, weight=w),
+    "linear with a bias": lambda x, w: F.linear(x, weight=w, bias=torch.ones(16)),
+    "mm": lambda x, w: torch.mm(input=x, mat2=w.t()),
+    "Tensor.mm": lambda x, w: x.mm(mat2=w.T),
+    "matmul": lambda x, w: torch.matmul(x, other=w.mT),
+    "Tensor.matmul": lambda x, w: x.matmul(other=w.mT),
+    "out": lambda x, w: torch.matmul(x, w.T, out=torch.empty(3, 16)),
+    "addmm": lambda x, w: torch.addmm(input=torch.ones(16), mat1=x, mat2=w.T),
+    "Tensor.addmm": lambda x, w: torch.ones(16).addmm(x, mat2=w.T, beta=1),
+    "transpose": lambda x, w: x @ torch.transpose(input=w, dim0=0, dim1=1),
+    "Tensor.transpose": lambda x, w: x @ w.transpose(0, dim1=1),
+    "clone": lambda x, w: x @ torch.clone(input=w).T,
+    "embedding": lambda x, w: F.embedding(input=torch.tensor([3, 0]), weight=w, padding_idx=0),
+    "an empty batch": lambda x, w: torch.func.vmap(lambda row: F.linear(row, w))(x[:0]),
+}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_arguments_can_be_named_as_torch_names_them(name: str, bits: int) -> None:
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    full = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    held = quant.quantize_tree({"w": full}, bits=bits)["w"]
+    found, wanted = (BY_NAME[name](x, w) for w in (held, held.dequantize()))
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=2e-3)
+
+
+def test_ids_are_not_counted_from_the_end() -> None:
+    held = quant.quantize_tree({"w": torch.randn(16, 64)}, bits=8)["w"]
+    for bad in (-1, 16):
+        with pytest.raises(IndexError, match="out of"):
+            F.embedding(torch.tensor([0, bad]), held)
