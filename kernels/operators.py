@@ -219,11 +219,10 @@ def looped(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], *args: Any)
         pairs = zip(args, dims, strict=True)
         return op(*(_element(x, dim, i) for x, dim in pairs))
 
-    n = info.batch_size
-    calls = [call(i) for i in range(max(n, 1))]  # one on zeros for the shapes of an empty batch
+    calls = [call(i) for i in range(max(info.batch_size, 1))]  # of none: on zeros, for the shapes
     if isinstance(calls[0], Tensor):
-        return torch.stack(calls)[:n], 0
-    columns = tuple(torch.stack(column)[:n] for column in zip(*calls, strict=True))
+        return torch.stack(calls)[: info.batch_size], 0
+    columns = tuple(torch.stack(x)[: info.batch_size] for x in zip(*calls, strict=True))
     return columns, (0,) * len(columns)
 
 
@@ -231,9 +230,7 @@ def _element(x: Any, dim: Any, i: int) -> Any:
     """Element ``i`` of a batched argument, which may be a list of tensors."""
     if isinstance(dim, list | tuple):
         return [_element(part, d, i) for part, d in zip(x, dim, strict=True)]
-    if dim is None or x.shape[dim]:
-        return x if dim is None else x.select(dim, i)
-    return x.new_zeros([*x.shape[:dim], *x.shape[dim:][1:]])
+    return x if dim is None else x.select(dim, i) if x.shape[dim] else x.sum(dim, dtype=x.dtype)
 
 
 def fronted(
