@@ -15,6 +15,7 @@ import torch
 
 from tests import warm
 from zfunc.errors import DesyncError
+from zfunc.ranks import simulation
 from zfunc.ranks.axes import group
 from zfunc.ranks.launching import launch
 from zfunc.ranks.simulation import simulate
@@ -268,3 +269,20 @@ def test_a_chunk_longer_than_expected_is_an_error_that_says_so() -> None:
 
     message = launch(body, nprocs=2, timeout=5)[0]
     assert "rank 1 sends 53 elements, this rank expects 3" in message
+
+
+def test_a_rank_that_leaves_while_a_meeting_closes_is_not_missed_there(monkeypatch: Any) -> None:
+    """The last to come has done the collective for all, and has not said so yet."""
+    hold = simulation.Fabric._hold
+
+    def held(self: simulation.Fabric, meeting: simulation.Meeting, serve: Any) -> None:
+        hold(self, meeting, serve)
+        self._time_out(meeting)
+        self.stop(1, "for good")
+
+    monkeypatch.setattr(simulation.Fabric, "_hold", held)
+
+    def body() -> list[float]:
+        return everyone().all_reduce(torch.ones(2), label="ones").wait().tolist()
+
+    assert simulate(2)(body)() == [[2.0, 2.0]] * 2

@@ -109,6 +109,7 @@ class Fabric:
             with self.lock:
                 self.meetings.pop(key, None)
             meeting.over.set()
+            meeting.parts.clear()  # not before: who lacks a part is missing as long as it is not over
         return meeting
 
     def _hold(self, meeting: Meeting, serve: Serve) -> None:
@@ -118,7 +119,6 @@ class Fabric:
         except Exception as error:  # no rank has a result, so no rank may go on
             for member, (call, _) in meeting.parts.items():
                 meeting.errors[member] = DesyncError(f"{call} failed: {error!r}")
-        meeting.parts.clear()
 
     def _check(self, meeting: Meeting, rank: int, call: Collective) -> None:
         for peer, (other, _) in meeting.parts.items():
