@@ -44,8 +44,9 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.rounds import Rounds, in_rounds
 from zfunc.layout.sharded import Sharded, cut
-from zfunc.ranks.axes import Mesh, group
+from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
+from zfunc.ranks.meshes import Mesh
 from zfunc.ranks.world import MESH
 from zfunc.trees import tree
 from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in

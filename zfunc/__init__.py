@@ -35,7 +35,7 @@ from zfunc.errors import (
 )
 from zfunc.layout.sharded import Sharded
 from zfunc.ranks import comm, random
-from zfunc.ranks.axes import Mesh, mesh
+from zfunc.ranks.meshes import Mesh, mesh
 from zfunc.ranks.world import finders, rank, world_size
 from zfunc.trees import tree
 from zfunc.trees.reduction import linear_map, reduced, settled

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zfunc as zf
 import zfunc.ranks.world
 from tests.dist.counters import kernel_bytes_sent
 from zfunc.errors import DesyncError
 from zfunc.ranks import control_channel
-from zfunc.ranks.axes import group, mesh
+from zfunc.ranks.axes import group
 from zfunc.ranks.collectives import pmean, psum
 from zfunc.ranks.comm import even_cuts, ledger
 from zfunc.ranks.connected import ConnectedGroup
@@ -179,7 +180,7 @@ def memory() -> None:
 
 
 def axes() -> tuple[list[float], bool]:
-    grid = mesh(data=2, tensor=2)
+    grid = zf.mesh(data=2, tensor=2)
     rank = float(zfunc.ranks.world.rank())
     sums = []
     for axis in ("data", "tensor", "pipe", ("data", "pipe"), ("data", "tensor")):

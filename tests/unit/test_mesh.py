@@ -7,15 +7,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from zfunc.ranks import world
-from zfunc.ranks.axes import Mesh, group, mesh
+import zfunc as zf
+from zfunc import optim
+from zfunc.engine.batches import local_batch
+from zfunc.engine.order import Order
+from zfunc.ranks import comm, world
+from zfunc.ranks.axes import group
 from zfunc.ranks.collectives import axis_index, pmean, psum
 from zfunc.ranks.comm import even_cuts
+from zfunc.ranks.meshes import ORDER, Mesh, mesh
 from zfunc.ranks.simulation import simulate
 from zfunc.ranks.world import MESH
 
@@ -24,24 +31,48 @@ def test_meshes_are_values() -> None:
     grid = Mesh((("data", 2), ("tensor", 3), ("pipe", 2)))
     assert grid == pickle.loads(pickle.dumps(grid)) and len({grid, Mesh(grid.axes)}) == 1
     assert grid.size(("data", "pipe")) == 4 and grid.world_size == 12
-    for rank in range(12):
-        assert grid.rank(grid.coordinates(rank)) == rank
+    assert [tuple(grid.coordinates(rank).values()) for rank in range(12)] == [
+        (d, t, p) for d in range(2) for t in range(3) for p in range(2)
+    ]
     assert grid.members("pipe", 5) == (4, 5)
     assert grid.members(("tensor", "data"), 5) == (1, 3, 5, 7, 9, 11)
     with pytest.raises(ValueError, match="axis 'model'"):
         grid.size("model")
 
 
-def test_mesh_fills_the_world_or_says_why_not() -> None:
+def test_a_mesh_may_be_made_anywhere_and_fills_the_world_that_it_meets() -> None:
+    grid = mesh(tensor=3)
+    assert grid.axes == (("pipe", 1), ("replica", 1), ("data", -1), ("tensor", 3))
+    assert grid.batch == ("replica", "data") and hash(grid) == hash(mesh(tensor=3))
+    assert repr(grid) == "mesh(data=-1, tensor=3)" and repr(mesh(data=1)) == (
+        "mesh(pipe=1, replica=1, data=1, tensor=1)"
+    )
+    assert grid.closed(12).sizes == {"pipe": 1, "replica": 1, "data": 4, "tensor": 3}
+    assert grid.closed(12).closed() == mesh(data=4, tensor=3)
+
     def body() -> None:
-        assert mesh().axes == (("data", 6), ("tensor", 1), ("pipe", 1))
-        assert mesh(tensor=3).size("data") == 2
+        assert grid.size("data") == 2 and grid.world_size == 6
         assert mesh(data=2, tensor=-1).size("tensor") == 3
-        for wrong in ({"tensor": 4}, {"data": 2, "tensor": 2}, {"data": 0}, {"tensor": -1}):
-            with pytest.raises(ValueError, match=r"mesh\("):
-                mesh(**wrong)
-        with pytest.raises(ValueError, match="covers 4 ranks, this world has 6"):
-            group(Mesh((("data", 4),)), "data")
+        assert mesh().closed() == mesh(data=6)
+
+    simulate(6)(body)()
+    assert mesh().size("data") == 1
+
+
+def test_sizes_that_mean_nothing_raise_where_they_are_given() -> None:
+    wrong: list[dict[str, Any]] = [{"data": 0}, {"tensor": -1}, {"data": -2}, {"pipe": 1.0}]
+    for sizes in (*wrong, {"data": True}):
+        with pytest.raises(ValueError, match=r"mesh\(.*positive sizes, at most one of them -1"):
+            mesh(**sizes)
+    with pytest.raises(ValueError, match="expected pipe, replica, data, tensor in some order"):
+        mesh(order=("data", "tensor"))
+
+
+def test_sizes_that_do_not_fit_a_world_raise_where_they_meet_it() -> None:
+    def body() -> None:
+        for wrong in (mesh(tensor=4), mesh(data=2, tensor=2), Mesh((("data", 4),))):
+            with pytest.raises(ValueError, match=r"mesh\(.* needs .* ranks, this world has 6"):
+                group(wrong, "data")
 
     simulate(6)(body)()
 
@@ -59,11 +90,114 @@ def test_groups_follow_the_axes() -> None:
         return sums[0], sums[1], sums[2]
 
     for rank, sums in enumerate(simulate(8)(body)()):
-        tensor, pipe = rank // 2 % 2, rank % 2
-        data_only = sum(4 * d + 2 * tensor + pipe for d in range(2))
-        tensor_only = sum(4 * (rank // 4) + 2 * t + pipe for t in range(2))
-        flattened = sum(4 * d + 2 * tensor + p for d in range(2) for p in range(2))
-        assert sums == (data_only, tensor_only, flattened)
+        pipe, data, tensor = rank // 4, rank // 2 % 2, rank % 2
+        along_data = sum(4 * pipe + 2 * d + tensor for d in range(2))
+        along_tensor = sum(4 * pipe + 2 * data + t for t in range(2))
+        along_both = sum(4 * p + 2 * d + tensor for d in range(2) for p in range(2))
+        assert sums == (along_data, along_tensor, along_both)
+
+
+def test_another_order_of_ranks() -> None:
+    """What talks most is near by default; who numbers ranks otherwise says so."""
+
+    def body(order: Any) -> Any:
+        grid = mesh(data=2, tensor=2, replica=2, order=order)
+        batch = local_batch(torch.arange(8), grid)
+        return group(grid, "tensor").members, group(grid, "replica").members, batch.tolist()
+
+    usual = simulate(8)(body)(ORDER)
+    assert usual[0] == ((0, 1), (0, 4), [0, 1]) and usual[1] == ((0, 1), (1, 5), [0, 1])
+    assert usual[2] == ((2, 3), (2, 6), [2, 3]) and usual[7] == ((6, 7), (3, 7), [6, 7])
+    other = simulate(8)(body)(("tensor", "data", "pipe", "replica"))
+    assert other[0] == ((0, 4), (0, 1), [0, 1]) and other[4] == ((0, 4), (4, 5), [0, 1])
+    assert other[1] == ((1, 5), (0, 1), [2, 3])
+
+
+def test_what_a_ledger_counts_by_axis() -> None:
+    def body() -> Any:
+        grid = mesh(replica=2, data=2)
+        with comm.ledger() as led:
+            group(None, "data").all_reduce(torch.ones(2)).wait()
+            for axis in ("data", "replica", ("replica", "data"), "tensor"):
+                group(grid, axis).all_reduce(torch.ones(2)).wait()
+        assert sum(led.by_axis.values()) == led.payload_bytes
+        return dict(led.by_axis)
+
+    for found in simulate(4)(body)():
+        assert found == {"data": 24 + 8, "replica": 8, "replica+data": 24}
+
+
+TX = optim.sgd(0.1)
+
+
+def squares(params: Any, batch: Tensor) -> Tensor:
+    return (params["w"] * batch).square().mean()
+
+
+@dataclass(frozen=True)
+class OnMesh(zf.Transform):
+    """Stands for what will cut a step along other axes."""
+
+    mesh: Mesh | None = None
+    position: ClassVar[int] = Order.OTHERS
+    name: ClassVar[str] = "on mesh"
+
+
+def test_a_step_has_one_mesh() -> None:
+    """Whoever it was given to, and in whichever order the step was wrapped."""
+    grid, bare = mesh(data=2, tensor=2), zf.train_step(squares, TX)
+    assert bare.mesh is None and zf.donate(bare).mesh is None
+    steps = [
+        zf.shard(bare.wrap(OnMesh()), mesh=grid),
+        zf.shard(bare, mesh=grid).wrap(OnMesh()),
+        zf.shard(bare.wrap(OnMesh(grid))),
+        zf.shard(bare).wrap(OnMesh(grid)),
+        zf.shard(bare.wrap(OnMesh(grid)), mesh=grid),
+    ]
+    for step in steps:
+        assert step == steps[0] and zf.remat(step).mesh == grid
+        assert [t.mesh for t in step.transforms] == [grid, grid]
+    for wrong in (
+        lambda: zf.shard(bare.wrap(OnMesh(grid)), mesh=mesh(data=4)),
+        lambda: zf.shard(bare, mesh=mesh(data=4)).wrap(OnMesh(grid)),
+    ):
+        with pytest.raises(zf.CompositionError, match=r"one mesh, but shard has mesh\(data=4\)"):
+            wrong()
+
+
+def test_a_step_whose_mesh_does_not_cover_the_world_raises_before_it_does_anything() -> None:
+    step = zf.shard(zf.train_step(squares, TX), mesh=mesh(data=2, tensor=2))
+    state = zf.TrainState.create({"w": torch.ones(4)}, TX)
+    made: list[int] = []
+
+    def init() -> Any:
+        made.append(1)
+        return state
+
+    def body() -> list[str]:
+        told = []
+        for use in (lambda: step.place(state), lambda: step.init(init), lambda: step(state, 0)):
+            with pytest.raises(
+                ValueError, match=r"mesh\(data=2, tensor=2\) needs 4 ranks"
+            ) as error:
+                use()
+            told.append(str(error.value))
+        return told
+
+    assert len({text for told in simulate(6)(body)() for text in told}) == 1 and not made
+
+
+def test_a_step_cuts_batches_along_data_and_replica_alone() -> None:
+    grid = mesh(data=-1, tensor=2, replica=2)
+    step = zf.shard(zf.train_step(squares, TX), stage=0, mesh=grid)
+
+    def body() -> Any:
+        mine = step.local_batch({"x": torch.arange(11)})["x"]
+        assert torch.equal(mine, local_batch(torch.arange(11), grid))
+        return mine.tolist()
+
+    rows = simulate(12)(body)()
+    assert rows[::2] == rows[1::2] and [x for part in rows[::2] for x in part] == list(range(11))
 
 
 def test_psum_and_pmean_on_trees_follow_the_current_mesh() -> None:
@@ -81,6 +215,17 @@ def test_psum_and_pmean_on_trees_follow_the_current_mesh() -> None:
         MESH.reset(token)
 
     simulate(4)(body)()
+
+    def over_replicas() -> None:
+        token = MESH.set(mesh(data=2, tensor=2, replica=2))
+        rank = torch.tensor(float(world.rank()))
+        assert pmean(rank) == 3 + world.rank() % 2 and pmean(rank, "data") == rank // 4 * 4 + (
+            1 + world.rank() % 2
+        )
+        assert axis_index() == world.rank() // 2
+        MESH.reset(token)
+
+    simulate(8)(over_replicas)()
     assert psum(torch.ones(2), "tensor").tolist() == [1.0, 1.0]
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.ranks.axes import Mesh, group
-from zfunc.ranks.world import MESH
+from zfunc.ranks.meshes import Axes, Mesh, laid_out
+from zfunc.ranks.world import MESH, current
 from zfunc.trees.nodes import NAMESPACE, Lazy, Placed
 from zfunc.trees.tree import dotted
 
@@ -32,7 +32,7 @@ _PLAIN: tuple[type, ...] = (Tensor, bool, int, float, complex, str, bytes, type(
 _PLAIN += (torch.dtype, torch.device, torch.Size)
 
 
-def local_batch(batch: Any, mesh: Mesh | None = None, axis: str | tuple[str, ...] = "data") -> Any:
+def local_batch(batch: Any, mesh: Mesh | None = None, axis: Axes | None = None) -> Any:
     """This rank's rows of a global batch, as views.
 
     Args:
@@ -40,7 +40,8 @@ def local_batch(batch: Any, mesh: Mesh | None = None, axis: str | tuple[str, ...
             mappings, lists, tuples, dataclasses, which come back as their own types. 0-d ones,
             numbers, strings and None are passed on. Sizes that do not divide are cut as evenly
             as can be (use ``zf.Mean`` in the loss: then the mean stays exact).
-        mesh, axis: over which ranks it is cut.
+        mesh: by default that of the running step; ``step.local_batch(batch)`` knows its step's.
+        axis: along which it is cut; by default ``data`` and ``replica``, no others.
 
     Raises:
         PlacementError: fewer rows than ranks, or leaves of different sizes; something that cannot
@@ -51,7 +52,9 @@ def local_batch(batch: Any, mesh: Mesh | None = None, axis: str | tuple[str, ...
     >>> local_batch({"x": torch.arange(4)})
     {'x': tensor([0, 1, 2, 3])}
     """
-    ranks = group(mesh or MESH.get(), axis)
+    on, world = laid_out(mesh or MESH.get()), current()
+    peers = on.members(axis or on.batch, world.rank)
+    index, parts = peers.index(world.rank), len(peers)
     leaves = list(leaves_of(batch))
     sizes = {x.shape[0] for _, x in leaves if has_rows(x)}
     if len(sizes) > 1:
@@ -72,11 +75,11 @@ def local_batch(batch: Any, mesh: Mesh | None = None, axis: str | tuple[str, ...
         )
     if rows is None:
         return batch
-    if rows < ranks.size:
+    if rows < parts:
         raise PlacementError(
-            f"a batch of {rows} rows cannot be cut over {ranks.size} ranks. Use a larger batch."
+            f"a batch of {rows} rows cannot be cut over {parts} ranks. Use a larger batch."
         )
-    part = slice(rows * ranks.rank // ranks.size, rows * (ranks.rank + 1) // ranks.size)
+    part = slice(rows * index // parts, rows * (index + 1) // parts)
     return mapped(
         lambda x: x[part] if has_rows(x) else x,
         batch,

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from zfunc.buffers.readings import sent
 from zfunc.engine import context
-from zfunc.engine.agreement import check_same
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.hooks import Collector, Finish, Gradients
@@ -427,6 +426,8 @@ def _layout_beside(running: Context, beside: dict[str, Any]) -> Layout:
     memo = running.memo.setdefault("beside", {})
     key = tuple((name, x.shape, x.dtype, is_frozen(x)) for name, x in beside.items())
     if key not in memo:
+        from zfunc.engine.agreement import check_same  # few steps have such tensors
+
         group = communication(running).group
         check_same(group, {"plain params beside placed ones": beside})
         memo[key] = make_layout(beside, world=group.size)

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, ParamSpec, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from zfunc.engine import context
+from zfunc.engine import batches, context
 from zfunc.engine.collector import collector_waits
 from zfunc.engine.context import Context
 from zfunc.engine.entries import admitted, copied, first_leaf, first_placed, held_bytes, key_of
@@ -41,6 +41,7 @@ from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
 from zfunc.ranks.accounting import ledger
+from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, unchecked
 from zfunc.trees import tree
 from zfunc.trees.nodes import Box, boxes_in, leaves_in
@@ -74,6 +75,7 @@ class Transform:
         needs_gradients: whether a step that never differentiates is an error.
         of_params: whether the state is a params tree itself, and the function no training step.
         spends: whether the state that goes in may be gone before the caller has the result.
+        mesh: how the ranks are laid out; a field of those transforms that take one.
     """
 
     position: ClassVar[int] = Order.OTHERS
@@ -84,6 +86,7 @@ class Transform:
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
     spends: ClassVar[bool] = False
+    mesh: Mesh | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -250,7 +253,7 @@ class Step:
 
         Raises:
             CompositionError: it has a transform of that kind already, or one that makes no
-                sense beside this one.
+                sense beside this one; or both have a mesh, and not the same one.
         """
         for mine in self.transforms:
             if type(mine) is type(transform):
@@ -259,8 +262,25 @@ class Step:
                     f"once: give {mine.name} its final arguments in one place."
                 )
         ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
+        ordered = _on_one_mesh(ordered)
         met = [t.beside([other for other in ordered if other is not t]) for t in ordered]
         return replace(self, transforms=tuple(met))
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """How the ranks are laid out; ``None`` is all of them along ``"data"``."""
+        return next((t.mesh for t in self.transforms if t.mesh is not None), None)
+
+    def local_batch(self, batch: Any) -> Any:
+        """``zf.local_batch`` on the step's mesh: this rank's rows of a global batch.
+
+        Raises:
+            ValueError: the mesh does not cover this world.
+
+        >>> Step(len).local_batch([torch.arange(4)])
+        [tensor([0, 1, 2, 3])]
+        """
+        return batches.local_batch(batch, self.mesh)
 
     # One call
 
@@ -284,6 +304,7 @@ class Step:
 
     def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
         (state, tensors), memo = admitted(state), self._memo()
+        laid_out(self.mesh)
         self._check(state, memo)
         running = Context(
             transforms=self.transforms,
@@ -370,10 +391,12 @@ class Step:
 
         Raises:
             PlacementError: the state is placed already, or has no params.
+            ValueError: the step's mesh does not cover this world.
         """
         if torch.is_inference_mode_enabled():  # a copy made in it could not be differentiated
             with torch.inference_mode(False), torch.no_grad():
                 return self.place(state)
+        laid_out(self.mesh)
         state, _ = admitted(state)
         if found := first_placed(state):
             raise PlacementError(
@@ -422,6 +445,7 @@ class Step:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.init(make_state, *args, **kwargs)
+        laid_out(self.mesh)
         from zfunc.initialisation.placing import init  # a room of its own, for this alone
 
         return self._noted(init(self._placed, self._parts, make_state, args, kwargs))
@@ -466,6 +490,19 @@ def _forget() -> None:
         noted = memo.get("noted", {})
         memo.clear()
         memo.update(noted, noted=noted)
+
+
+def _on_one_mesh(transforms: list[Transform]) -> list[Transform]:
+    """The transforms; all that take a mesh have the one that was given to any of them."""
+    given = {t.mesh: t.name for t in transforms if t.mesh is not None}
+    if len(given) > 1:
+        told = " and ".join(f"{name} has {mesh}" for mesh, name in given.items())
+        raise CompositionError(f"a step has one mesh, but {told}. Give it to one of them.")
+    out: list[Any] = []
+    for t in transforms:
+        takes = t.mesh is None and "mesh" in getattr(t, "__dataclass_fields__", ())
+        out.append(replace(t, mesh=next(iter(given), None)) if takes else t)  # type: ignore[type-var]
+    return out
 
 
 def as_step(fn: Callable[..., Any]) -> Step:

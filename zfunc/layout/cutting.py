@@ -13,7 +13,7 @@ from zfunc.errors import PlacementError
 from zfunc.layout.freezing import frozen_among
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
-from zfunc.ranks.axes import Mesh
+from zfunc.ranks.meshes import Axes, Mesh
 from zfunc.trees.nodes import NAMESPACE, Encoded, Tree
 from zfunc.trees.tree import dotted
 
@@ -129,7 +129,7 @@ def make_layout(
     *,
     world: int = 1,
     mesh: Mesh | None = None,
-    axis: str | tuple[str, ...] = "data",
+    axis: Axes = "data",
     unit_bytes: int = 1 << 26,
     persist_below: int = 0,
     merge: bool = True,

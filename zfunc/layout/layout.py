@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from zfunc.layout.pool import empty
-from zfunc.ranks.axes import Mesh
 from zfunc.ranks.axes import group as group_of
 from zfunc.ranks.comm import Group
+from zfunc.ranks.meshes import Axes, Mesh
 from zfunc.trees.nodes import NAMESPACE, Layers, Tree
 from zfunc.trees.squares import zeros
 from zfunc.trees.tree import dotted
@@ -121,7 +121,7 @@ class Layout:
     outer: optree.PyTreeSpec
     layers: tuple[Layer, ...]
     mesh: Mesh | None
-    axis: str | tuple[str, ...]
+    axis: Axes
     world: int
     by: tuple[str, str] | None = field(default=None, compare=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, hash=False)

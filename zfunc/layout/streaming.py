@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zfunc.layout.layout import Layout
-from zfunc.ranks.axes import Mesh
 from zfunc.ranks.comm import Group
+from zfunc.ranks.meshes import laid_out
 from zfunc.ranks.world import current
 from zfunc.trees.nodes import LeafInfo, Placed, Span, carry
 
@@ -84,7 +84,7 @@ def spans_of_flat(layout: Layout, flat: int, rank: int) -> list[tuple[Span, int,
 def replicas(layout: Layout, whole: bool) -> tuple[int, ...]:
     """The ranks of the world that hold the same part of a flat as the calling one."""
     world = current()
-    mesh = Mesh((("data", world.size),)) if layout.mesh is None else layout.mesh
+    mesh = laid_out(layout.mesh)
     cut = () if whole or layout.axis == () else mesh.checked(layout.axis)
     others = tuple(name for name in mesh.names if name not in cut)
     return mesh.members(others, world.rank) if others else (world.rank,)

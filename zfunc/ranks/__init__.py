@@ -7,8 +7,9 @@ torchrun). A *mesh* names axes along which the ranks are laid out. The ranks alo
 asynchronously, and their bytes are counted. Ranks that take different paths get an error that names
 both. Random numbers are here, too, since ranks must agree on them.
 
-Whoever reads a step needs ``world``, ``accounting``, ``comm`` (what the collectives mean), ``axes``
-and ``keys``; ``messages`` is what ranks exchange as plain data. Behind them are:
+Whoever reads a step needs ``world``, ``meshes``, ``accounting``, ``comm`` (what the collectives
+mean), ``axes`` (groups along those of a mesh) and ``keys``; ``messages`` is what ranks exchange as
+plain data. Behind them are:
 
 - ``connected``: a group of several ranks. ``transport``: what moves data for it. ``routes``: who
   sends what to whom. ``adjacency``: who checks whose headers

@@ -32,6 +32,7 @@ class Ledger:
     Attributes:
         by_kind: bytes per collective (``"all_gather"``, ...), and ``"header"``.
         by_label: payload bytes per label, which names the unit concerned.
+        by_axis: payload bytes per axis of the mesh (``"data"``, ``"replica+data"``).
         headers_by_label: bytes of headers per label.
         calls_by_label: number of collectives per label.
         calls: number of collectives.
@@ -39,6 +40,7 @@ class Ledger:
 
     by_kind: Counter[str] = field(default_factory=Counter)
     by_label: Counter[str] = field(default_factory=Counter)
+    by_axis: Counter[str] = field(default_factory=Counter)
     headers_by_label: Counter[str] = field(default_factory=Counter)
     calls_by_label: Counter[str] = field(default_factory=Counter)
     calls: int = 0
@@ -54,13 +56,14 @@ class Ledger:
         """Everything sent except headers."""
         return self.total_bytes - self.by_kind[HEADER]
 
-    def record(self, kind: str, label: str, payload: int, headers: int) -> None:
+    def record(self, kind: str, label: str, axis: str, payload: int, headers: int) -> None:
         """Add one collective: ``payload`` and ``headers`` are the bytes sent to all peers."""
         with self._lock:
             self.calls += 1
             self.by_kind[kind] += payload
             self.by_kind[HEADER] += headers
             self.by_label[label] += payload
+            self.by_axis[axis] += payload
             self.headers_by_label[label] += headers
             self.calls_by_label[label] += 1
 

@@ -1,7 +1,8 @@
 """Explicit, differentiable collectives over a named mesh axis: ``psum``, ``pmean``, ``axis_index``.
 
 As in JAX, the transpose of a sum over ranks is the sum over ranks of the cotangents; a mean is
-its own transpose. Outside a world, each is the identity.
+its own transpose. Outside a world, each is the identity. Where no axis is named they go over all
+ranks that have other rows of the batch: those along ``data``, and ``replica`` where a mesh has it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
+from zfunc.ranks.meshes import Axes
 from zfunc.ranks.world import MESH, current
 from zfunc.trees.nodes import NAMESPACE
 
@@ -23,7 +25,7 @@ __all__ = ["axis_index", "mean_over", "pmean", "psum"]
 Tree = TypeVar("Tree")
 
 
-def psum(x: Tree, axis: str | tuple[str, ...] = "data") -> Tree:
+def psum(x: Tree, axis: Axes | None = None) -> Tree:
     """The sum over the ranks along ``axis``, of a tensor or of every tensor in a pytree.
 
     Differentiable; its gradient is the sum over ranks of the gradients.
@@ -38,7 +40,7 @@ def psum(x: Tree, axis: str | tuple[str, ...] = "data") -> Tree:
     return _over(x, axis, "psum", mean=False)
 
 
-def pmean(x: Tree, axis: str | tuple[str, ...] = "data") -> Tree:
+def pmean(x: Tree, axis: Axes | None = None) -> Tree:
     """The mean over the ranks along ``axis``, of a tensor or of every tensor in a pytree.
 
     Differentiable; its gradient is the mean over ranks of the gradients.
@@ -54,7 +56,7 @@ def pmean(x: Tree, axis: str | tuple[str, ...] = "data") -> Tree:
     return _over(x, axis, "pmean", mean=True)
 
 
-def axis_index(axis: str | tuple[str, ...] = "data") -> int:
+def axis_index(axis: Axes | None = None) -> int:
     """This rank's index along ``axis``; 0 outside a world.
 
     >>> axis_index("data")
@@ -64,12 +66,12 @@ def axis_index(axis: str | tuple[str, ...] = "data") -> int:
     return 0 if ranks is None else ranks.rank
 
 
-def _ranks(axis: str | tuple[str, ...]) -> Group | None:
+def _ranks(axis: Axes | None) -> Group | None:
     """The group along ``axis`` of the current mesh; ``None`` outside a world."""
     mesh = MESH.get()
     if mesh is None and current().size == 1:
         return None
-    return group(mesh, axis)
+    return group(mesh, axis or ("data" if mesh is None else mesh.batch))
 
 
 def mean_over(ranks: Group, x: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def mean_over(ranks: Group, x: Tensor) -> Tensor:
     return _Reduce.apply(ranks, "pmean", True, x)[0]
 
 
-def _over(x: Tree, axis: str | tuple[str, ...], label: str, mean: bool) -> Tree:
+def _over(x: Tree, axis: Axes | None, label: str, mean: bool) -> Tree:
     ranks = _ranks(axis)
     leaves, treedef = optree.tree_flatten(cast(Any, x), namespace=NAMESPACE)
     tensors = [torch.as_tensor(leaf) for leaf in leaves]

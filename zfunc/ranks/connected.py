@@ -237,7 +237,7 @@ class ConnectedGroup(Group):
     def _record(self, call: Collective, sent: int, data: Tensor | None) -> None:
         headers = HEADER_BYTES * self._transport.headers_sent(call.kind, data)
         for book in tuple(self._world.ledgers):
-            book.record(call.kind, call.label, sent, headers)
+            book.record(call.kind, call.label, self.axis, sent, headers)
 
     def _fail(self, error: DesyncError) -> None:
         """Give up: ranks that disagree cannot go on together.

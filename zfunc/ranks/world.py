@@ -94,7 +94,7 @@ class Member:
 class Recorder(Protocol):
     """What collectives report to (:class:`zfunc.ranks.accounting.Ledger`)."""
 
-    def record(self, kind: str, label: str, payload: int, headers: int) -> None:
+    def record(self, kind: str, label: str, axis: str, payload: int, headers: int) -> None:
         """Add one collective: the bytes sent to all peers."""
 
 
@@ -125,8 +125,7 @@ class World:
         self.memo: dict[Any, Any] = {}
         self.ledgers: list[Recorder] = []
         self.groups: list[Member] = []
-        self.unchecked = 0
-        self.epoch = 0
+        self.unchecked = self.epoch = 0
         self.ended = False
         self.gate: Callable[[str], None] | None = None
 
@@ -290,4 +289,4 @@ def settle() -> None:
 
 
 MESH: ContextVar[Any] = ContextVar("zfunc_mesh", default=None)
-"""The :class:`~zfunc.ranks.axes.Mesh` of the running step, which axis names refer to."""
+"""The :class:`~zfunc.ranks.meshes.Mesh` of the running step, which axis names refer to."""
