@@ -68,11 +68,15 @@ def top_eigenvalues(
     running = Context()
     over = communication(running)
     if outer is not None:
-        over.group = communication(outer).group
+        of_step = communication(outer)
+        over.group, over.everyone = of_step.group, of_step.everyone
     placed = [node for node in placed_nodes(params) if isinstance(node, Sharded)]
     if placed:
         over.group = placed[0].group
-    group, fixed = over.group, random.fold_in(random.fold_in(key, -1), over.group.rank)
+    if outer is None and placed:
+        cut = placed[0].layout.axis != ()
+        over.everyone = placed[0].layout.everyone if cut else over.group
+    group, fixed = over.everyone, random.fold_in(random.fold_in(key, -1), over.everyone.rank)
 
     def loss(view: Tree) -> Tensor:
         """This rank's part of the mean over the ranks, times their number."""

@@ -93,8 +93,8 @@ def _accumulated(
     call: Differentiate, running: Context, asked: Gradients, n: int
 ) -> tuple[tuple[Tensor, Any], Any]:
     over = communication(running)
-    losses = _Losses(over.group, n)
-    sums = _Sums() if over.reduce_once and over.group.size > 1 else None
+    losses = _Losses(over.everyone, n)
+    sums = _Sums() if over.reduce_once and over.everyone.size > 1 else None
     auxes: list[Any] = []
     buffers, grads = asked.kwargs.get("buffers"), None
     own = running.notes[Accumulate.name]

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc.engine.agreement import check_same
-from zfunc.engine.communication import communication
+from zfunc.engine.communication import Communication, communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.hooks import Pending, Traffic
@@ -36,17 +36,17 @@ from zfunc.engine.plans import there_and_back
 from zfunc.engine.step import Transform, transform_of
 from zfunc.engine.traffic import gathered, joined, reduced
 from zfunc.engine.unit_info import UnitInfo, Waiting
-from zfunc.errors import PlacementError
+from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
-from zfunc.layout.rounds import Rounds, in_rounds
+from zfunc.layout.rounds import ReplicaSum, Rounds, in_rounds
 from zfunc.layout.sharded import Sharded, cut
-from zfunc.ranks.axes import group
+from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
-from zfunc.ranks.meshes import Mesh
+from zfunc.ranks.meshes import Axes, Mesh
 from zfunc.ranks.world import MESH
 from zfunc.trees import tree
 from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
@@ -63,11 +63,12 @@ class Shard(Transform):
 
     stage: int = 3
     mesh: Mesh | None = None
-    axis: str | tuple[str, ...] = "data"
+    axis: Axes = "data"
     unit_bytes: int = 1 << 26
     persist_below: int = 0
     prefetch: int = 1
     roles: Roles = ROLES
+    replica: Axes | None = None
     merge: bool = True  # tiny layers into one unit
     of_tree: bool = False  # the state is a params tree itself
 
@@ -88,12 +89,58 @@ class Shard(Transform):
                 f"{self.persist_below}: expected prefetch >= 0, unit_bytes > 0, persist_below >= 0."
             )
 
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        if both := [name for name in self._axes if name in self._copies]:
+            raise ValueError(f"axis={self.axis!r}, replica={self.replica!r}: {both[0]!r} is both.")
+        lost = [name for name in self._copies_of_mesh if name not in self._copies]
+        if lost:
+            raise CompositionError(
+                f"{self.mesh} has replicas along {lost[0]!r}, but shard cuts along {self.axis!r} "
+                f"and averages over replica={self.replica!r}, so they would drift apart. Leave "
+                "replica= out, or make it an axis of the cut."
+            )
+
     def __repr__(self) -> str:
         return f"shard(stage={self.stage})"
 
     @property
+    def _axes(self) -> tuple[str, ...]:
+        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+
+    @property
+    def _copies_of_mesh(self) -> list[str]:
+        sizes = () if self.mesh is None else self.mesh.axes
+        return [n for n, size in sizes if n == "replica" and size != 1 and n not in self._axes]
+
+    @property
+    def _copies(self) -> tuple[str, ...]:
+        """The axes along which ranks have the same part of a state."""
+        if self.replica is None:
+            return tuple(self._copies_of_mesh)
+        return (self.replica,) if isinstance(self.replica, str) else tuple(self.replica)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks may have the same part of a state."""
+        sizes = {} if self.mesh is None else dict(self.mesh.axes)
+        return any(sizes.get(name) != 1 for name in self._copies)
+
+    @property
     def group(self) -> Group:
+        """The ranks over which states are cut."""
         return group(self.mesh, self.axis)
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that have the same part of a state as this one."""
+        return group(self.mesh, self._copies) if self._copies else alone()
+
+    @property
+    def everyone(self) -> Group:
+        """The ranks over which losses and gradients are averaged."""
+        return group(self.mesh, (*self._axes, *self._copies)) if self._copies else self.group
 
     @property
     def params(self) -> list[str]:
@@ -116,7 +163,7 @@ class Shard(Transform):
         return make_layout(
             params,
             world=self.group.size,
-            mesh=self.mesh,
+            mesh=self.mesh and self.mesh.closed(),
             axis=self.axis,
             unit_bytes=self.unit_bytes,
             persist_below=self.persist_below if self.stage == 3 else 0,
@@ -127,7 +174,7 @@ class Shard(Transform):
 
     def place(self, state: Any) -> Any:
         if self.of_tree:
-            check_same(self.group, {"params": state})
+            check_same(self.everyone, {"params": state})
             return (
                 cut(self.layout(state), state, self.group.rank, True) if self.stage == 3 else state
             )
@@ -139,7 +186,7 @@ class Shard(Transform):
                     f"roles name the entry {name!r}, which the state ({entries}) does not have."
                 )
         layouts = {name: self.layout(entries[name]) for name in names}
-        check_same(self.group, {name: entries[name] for name in entries.names})
+        check_same(self.everyone, {name: entries[name] for name in entries.names})
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
             if name not in layouts:
@@ -234,12 +281,13 @@ class Shard(Transform):
 
     def configure(self, running: Context, state: Any) -> None:
         over = communication(running)
-        over.group, over.reduce_once = self.group, self.stage < 2
+        over.group, over.replicas, over.everyone = self.group, self.replicas, self.everyone
+        over.reduce_once = self.stage < 2
         over.prefetch, over.room = self.prefetch, self._room
         memo = running.memo.setdefault("layouts", {})
         over.layout_for = lambda params: self._layout_for(params, memo)
         if self.mesh is not None:
-            MESH.set(self.mesh)
+            MESH.set(self.mesh.closed())
 
     def _layout_for(self, params: Tree, memo: dict[Any, Layout]) -> tuple[Layout, bool]:
         """The layout of a plain params tree, and whether its gradients are cut."""
@@ -249,26 +297,28 @@ class Shard(Transform):
         """Start the reduction of a unit's gradients: to all ranks, or to their owners."""
         if unit.kept:
             return value
-        parts: list[Any] = []
-        for i, full in zip(unit.trainable, value.wait(), strict=True):
-            spec, label = unit.layout.flats[i], f"reduce {unit.name}"
-            if unit.group.size == 1:
-                parts.append(full)
-            elif unit.cut and not spec.whole:
-                low, high = spec.bounds(unit.group.rank)
-                # Recycled gradients lie idle in the next forward pass: not where memory is scarce.
-                recycled = pool().take if self.stage < 3 else empty
-                own = recycled(high - low, full.dtype, full.device)
-                parts.append(unit.group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label))
-            else:
-                borrowed = unit.borrowed(i, full)
-                out = pool().take(full.numel(), full.dtype, full.device) if borrowed else full
-                if in_rounds(spec, full.device):
-                    parts.append(Rounds(unit.group, spec, full, out, label))
-                else:
-                    out = out.copy_(full) if borrowed else full
-                    parts.append(unit.group.all_reduce(out, label=label))
-        return Waiting(parts)
+        over = communication(unit.running)
+        rows = zip(unit.trainable, value.wait(), strict=True)
+        if over.everyone.size == 1:
+            return Waiting([full for _, full in rows])
+        return Waiting([self._reduced(full, i, unit, over) for i, full in rows])
+
+    def _reduced(self, full: Tensor, i: int, unit: UnitInfo, over: Communication) -> Any:
+        """The sum over everyone of a full flat, under way."""
+        spec, label = unit.layout.flats[i], f"reduce {unit.name}"
+        replicated = over.replicas.size > 1
+        if unit.cut and not spec.whole:
+            low, high = spec.bounds(unit.group.rank)
+            # Recycled gradients lie idle in the next forward pass: not where memory is scarce.
+            recycled = pool().take if self.stage < 3 else empty
+            own = recycled(high - low, full.dtype, full.device)
+            part = unit.group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label)
+            return ReplicaSum(over.replicas, part, label) if replicated else part
+        borrowed = unit.borrowed(i, full)
+        out = pool().take(full.numel(), full.dtype, full.device) if borrowed else full
+        if in_rounds(spec, full.device, replicated):
+            return Rounds(unit.group, over.replicas, spec, full, out, label)
+        return over.everyone.all_reduce(out.copy_(full) if borrowed else full, label=label)
 
     def finish(self, old: Any, out: Any) -> Any:
         if isinstance(out, tuple) and out and type(out[0]) is type(old):
@@ -312,6 +362,8 @@ class Shard(Transform):
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         size, what = self.group.size, CUT[self.stage]
         lines = [f"shard: {what} cut over {size} rank{'s' * (size > 1)} of axis {self.axis!r}"]
+        if (copies := self.replicas.size) > 1:
+            lines[0] += f", averaged over {copies} replicas"
         for layout in dict.fromkeys(layout for layout, _ in _sources(memo)):
             sizes = {
                 unit.name: sum(
@@ -331,19 +383,20 @@ class Shard(Transform):
 
     def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
         """What this rank sends for parameters and gradients in one step."""
-        traffic, rank, call = Traffic(), self.group.rank, 0
-        while self.group.size > 1 and ("sources", call) in memo:
+        traffic, call = Traffic(), 0
+        over = Communication(self.group, self.replicas, self.everyone)
+        while over.everyone.size > 1 and ("sources", call) in memo:
             for i, (layout, cutting) in enumerate(memo["sources", call]):
                 plan = memo["plan", "grad", call]
                 entered = [unit for source, unit in plan if source == i]
                 if self.stage == 3:
-                    gathered(traffic, layout, entered, rank, self._room)
+                    gathered(traffic, layout, entered, over.group, self._room)
                 left = [unit for source, unit in memo.get(("left", call), plan) if source == i]
                 if not memo.get("kept"):
-                    reduced(traffic, layout, cutting, left, rank, memo.get("reduce dtype"))
+                    reduced(traffic, layout, cutting, left, over, memo.get("reduce dtype"))
                 whole = cutting and self.stage < 3 and ("microbatch", call) not in memo
                 if whole and not memo.get("gathered otherwise"):
-                    joined(traffic, layout, rank)
+                    joined(traffic, layout, over.group)
             call += 1
         return traffic
 
@@ -359,11 +412,12 @@ def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:
 def shard(
     stage: int = 3,
     mesh: Mesh | None = None,
-    axis: str | tuple[str, ...] = "data",
+    axis: Axes = "data",
     unit_bytes: int = 1 << 26,
     persist_below: int = 0,
     prefetch: int = 1,
     roles: Mapping[str, str] | None = None,
+    replica: Axes | None = None,
 ) -> Shard:
     """Run a step on all ranks of a mesh axis, with its state cut over them (ZeRO).
 
@@ -389,12 +443,17 @@ def shard(
         roles: which entries of the state are ``"params"`` and ``"opt_state"``, beside
             those of that name. Other entries that hold trees shaped like the params
             (averages, teachers) are cut like optimizer state.
+        replica: the axis, or axes, to average over without cutting (HSDP): ranks along it have the
+            same part of the state. By default ``"replica"``, where the mesh has several. What is
+            gathered then stays within an axis of fast links, such as those in a node; between
+            replicas goes the sum of this rank's part of the gradients.
 
     Returns:
         A :class:`~zfunc.Step`. Every rank passes its own part of the batch.
 
     Raises:
         ValueError: a stage outside 0 to 3, or another argument out of range.
-        CompositionError: the step is sharded already.
+        CompositionError: the step is sharded already; the mesh has replicas, over which it would
+            not average.
     """
-    return Shard(stage, mesh, axis, unit_bytes, persist_below, prefetch, Roles.of(roles))
+    return Shard(stage, mesh, axis, unit_bytes, persist_below, prefetch, Roles.of(roles), replica)

@@ -61,6 +61,32 @@ def test_real_ranks_end_where_one_process_does_and_simulated_ones_do() -> None:
                 assert_same(run, twin[name, stage], f"{name}, stage {stage}")
 
 
+def replicas() -> dict[tuple[str, int], Run]:
+    """Metrics, and the full state, of two replicas of two ranks each."""
+    runs = {}
+    for name in ("stack", "uneven batch", "the head"):
+        case = CASES[name]
+        for stage in (0, 3):
+            mesh = zf.mesh(replica=2, data=2)
+            step = zf.shard(
+                case.step(ADAMW), stage=stage, mesh=mesh, unit_bytes=600, roles=case.roles
+            )
+            metrics, state = train(step, step.place(case.state(ADAMW, F64)), case, 3)
+            runs[name, stage] = metrics, step.unplace(state)
+    return runs
+
+
+def test_replicas_on_real_ranks_end_where_one_process_does_and_simulated_ones_do() -> None:
+    real = zf.launch(replicas, nprocs=4, timeout=120)
+    simulated = zf.simulate(4)(replicas)()
+    for name, stage in real[0]:
+        case = CASES[name]
+        runs = [ranks[name, stage] for ranks in real]
+        assert_like_alone(runs, alone(case, steps=3), case.tolerance)
+        for run, twin in zip(runs, simulated, strict=True):
+            assert_same(run, twin[name, stage], f"{name}, stage {stage}")
+
+
 def dropout_loss(params: Any, batch: Any) -> Tensor:
     x = zf.scan(lambda p, x: F.dropout(block(p, x), 0.3), params["blocks"], batch["x"])
     return mean_square(x @ params["head"]["w"], batch["y"])

@@ -105,7 +105,7 @@ def average_step(tx: Any) -> Any:
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optim.apply_updates(state.params, updates)
         average = tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, params)
-        score = zf.pmean(zf.evaluate(forward)(average, batch["x"]).mean(), "data")
+        score = zf.pmean(zf.evaluate(forward)(average, batch["x"]).mean())
         return Averaged(params, opt_state, average, state.count + 1), {
             "loss": value,
             "score": score,

@@ -206,6 +206,24 @@ def test_the_cell_of(pair: tuple[str, str]):
         close(outcome(one, ranks=4 if "shard" in pair else 1), expected, tolerance)
 
 
+@pytest.mark.parametrize("name", [name for name in HEAD if name != "shard"])
+def test_the_cell_of_replicas_and(name: str):
+    head, rows = table(3)
+    assert head == [name for name in HEAD if name != "shard"]
+    cell, mesh = rows["replicas"][head.index(name)], zf.mesh(replica=2, data=2)
+    for stage, (step, alone) in itertools.product(range(4), wrapped(name)):
+        if cell == "raises":
+            with pytest.raises(zf.CompositionError, match="replicas"):
+                zf.shard(step, stage=stage, mesh=mesh)
+            continue
+        on_mesh = zf.shard(step, stage=stage, mesh=mesh)
+        inside = zf.shard(zf.Step(train_step), stage=stage, mesh=mesh)
+        for transform in step.transforms:
+            inside = inside.wrap(transform)
+        assert on_mesh == inside
+        close(outcome(on_mesh, ranks=4), outcome(alone, ranks=1), TOLERANCES[cell][1])
+
+
 def close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)

@@ -54,6 +54,7 @@ from zfunc.engine.order import Order
 from zfunc.engine.placement import homes_of
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
+from zfunc.engine.traffic import added
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.kernels import llvm
@@ -125,6 +126,12 @@ class CompressGrads(Transform):
                 "method."
             )
         made = replace(self, shard=next((t for t in others if t.name == "shard"), None))
+        if made.shard is not None and made.shard.replicated:
+            raise CompositionError(
+                f"compress_grads compresses what goes over the ranks of one axis, and "
+                f'{made.shard.mesh} has replicas. Cut over both axes, shard(axis=("replica", '
+                '"data")), or leave out compress_grads.'
+            )
         if self.gather is not None:
             check_gather(self.gather, made.shard, others)
         return made
@@ -425,10 +432,10 @@ class CompressGrads(Transform):
         traffic, rank = Traffic(), self.shard.group.rank if self.shard else 0
         for layout in memo.get("compressed", ()) if memo.get("kept") else ():
             for nbytes in sent_bytes(self.codec, layout, self.shard.stage, rank, self._ranks):
-                traffic.add("compressed gradients", nbytes)
+                added(traffic, "compressed gradients", nbytes, self.shard.group)
             if self.gather is not None:
                 nbytes = gathered_bytes(GATHERS[self.gather], layout, rank)
-                traffic.add("compressed updates", nbytes)
+                added(traffic, "compressed updates", nbytes, self.shard.group)
         return traffic
 
 

@@ -164,7 +164,7 @@ class Masters:
             The gradients to go on with.
         """
         bad = self._not_finite(grads, scaled)
-        group = communication(running).group
+        group = communication(running).everyone
         if group.size > 1:
             bad = group.all_reduce(bad, label="overflow").wait()
         if self.carried is None and not on_host(bad):

@@ -38,6 +38,7 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
 from zfunc.ranks import world
+from zfunc.ranks.axes import group
 from zfunc.transforms.offloading.deferred import LazyShard, Streamed
 from zfunc.transforms.offloading.disk import Disk, open_disk
 from zfunc.transforms.offloading.disk_trees import DiskGradients, DiskTree, trees_on_disk
@@ -145,14 +146,14 @@ class Offload(Transform):
             )
         state = self.laid_out(state)
         nodes = placed_nodes(state)
-        ranks = next((x.group for x in nodes if isinstance(x, Streamed | Sharded)), None)
+        cut = any(isinstance(x, Streamed | Sharded) and x.layout.axis != () for x in nodes)
         failed: PlacementError | None = None
         placed: Any = None
         try:
             placed = self._put(state, step)
         except PlacementError as error:
             failed = error
-        if ranks is not None and ranks.size > 1:
+        if cut and (ranks := group(None, "data")).size > 1:  # those of other groups, too
             told = ranks.exchange(None if failed is None else str(failed), label="offload")
             other = next((k for k, text in enumerate(told) if text is not None), None)
             if other is not None and failed is None:

@@ -92,12 +92,16 @@ class Accord:
     Args:
         owner: the pass.
         ranks: who has to agree.
+        within: of them, those among which units are gathered.
         script: what to follow; ranks ask if there is none.
         learns: whether a pass in which ranks asked is to leave a script.
     """
 
-    def __init__(self, owner: Members, ranks: Group, script: Script | None, learns: bool) -> None:
+    def __init__(
+        self, owner: Members, ranks: Group, within: Group, script: Script | None, learns: bool
+    ) -> None:
         self.owner, self.ranks, self.learns = owner, ranks, learns
+        self.groups = {ranks, within}
         self.asking = script is None
         events = () if script is None else script.events
         self.events = [event for event in events if event[1] not in owner.idle]

@@ -25,7 +25,10 @@ class Communication:
     """Over which ranks, of which layout, and how far ahead.
 
     Attributes:
-        group: the ranks over which losses and gradients are averaged.
+        group: the ranks over which the state is cut.
+        replicas: those that hold the same part of it as this one.
+        everyone: both together: over them losses and gradients are averaged, and on what they
+            do next they agree.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         prefetch, room: see :class:`zfunc.engine.plans.Plan`.
         spill: see :class:`zfunc.engine.passes.Pass`.
@@ -34,6 +37,8 @@ class Communication:
     """
 
     group: Group = field(default_factory=alone)
+    replicas: Group = field(default_factory=alone)
+    everyone: Group = field(default_factory=alone)
     layout_for: Callable[[Any], tuple[Layout, bool]] = uncut
     prefetch: int = 1
     room: int = 0

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from zfunc.engine.hooks import Description, Traffic
-from zfunc.ranks import world
 from zfunc.ranks.accounting import HEADER, HEADER_BYTES
-from zfunc.ranks.adjacency import neighbours, ring
 
 __all__ = ["describe"]
 
+Parts = Counter[str]
 # By the first word of a collective's label.
 PURPOSES = {
     "gather": "gather parameters",
@@ -40,12 +39,13 @@ def describe(title: str, transforms: Sequence[Described], memo: Mapping[Any, Any
     if "held" not in memo:
         lines.append("  place a state to learn its bytes per rank and the bytes sent per step")
         return Description("\n".join(lines))
-    held = memo["held"]
-    state_bytes = sum(held.values())
+    held, (payload, by_axis) = memo["held"], _sent(transforms, memo)
+    state_bytes, sent_bytes = sum(held.values()), payload.total()
     lines.append(f"  state on this rank: {state_bytes} bytes ({_listed(held)})")
-    payload, sent_bytes = _sent(transforms, memo)
     known = "" if "sent" in memo else ", before losses, norms and metrics"
     lines.append(f"  sent by this rank per step: {sent_bytes} bytes ({_listed(payload)}{known})")
+    if sum(n > 0 for n in by_axis.values()) > 1:
+        lines.append(f"  of it, without headers, by axis: {_listed(by_axis)}")
     out = Description("\n".join(lines))
     out.state_bytes, out.sent_bytes = state_bytes, sent_bytes
     return out
@@ -55,24 +55,22 @@ def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in parts.items() if n) or "nothing"
 
 
-def _sent(transforms: Sequence[Described], memo: Mapping[Any, Any]) -> tuple[dict[str, int], int]:
-    """Bytes by purpose, and their sum: of the recorded path once there is one.
+def _sent(transforms: Sequence[Described], memo: Mapping[Any, Any]) -> tuple[Parts, Parts]:
+    """Bytes by purpose, and payload by axis: of the recorded path once there is one.
 
     Whatever a hand-written step does (several models, several gradients) is in the
     record. Before that the layouts tell what parameters and gradients will cost.
     """
-    parts: Counter[str] = Counter()
+    parts, by_axis, headers = Parts(), Parts(), 0
     if "sent" in memo:
         for label, nbytes in memo["sent"].by_label.items():
             parts[PURPOSES.get(label.split(" ", 1)[0], "losses, norms and metrics")] += nbytes
         parts["headers"] = memo["sent"].by_kind[HEADER]
-        return parts, sum(parts.values())
-    headers = 0
+        return parts, memo["sent"].by_axis
     for transform in transforms:
         traffic = transform.traffic(memo)
         parts += traffic.payload
+        by_axis += traffic.by_axis
         headers += traffic.headers
-    here = world.current()
-    told = ring if here.device.type == "cuda" else neighbours  # beside NCCL
-    parts["headers"] = HEADER_BYTES * headers * len(told(here.rank, here.size))
-    return parts, sum(parts.values())
+    parts["headers"] = HEADER_BYTES * headers
+    return parts, by_axis

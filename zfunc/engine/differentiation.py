@@ -277,7 +277,7 @@ def _in_step(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tr
 def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tree]:
     call, running.differentiated = running.differentiated, running.differentiated + 1
     owner = _new_pass(running, asked.collector)
-    finish = asked.finish or _across(communication(running).group)
+    finish = asked.finish or _across(communication(running).everyone)
     with _randomness(running, call):
         if running.by_unit:
             return _by_unit(running, owner, call, asked, finish)
@@ -314,7 +314,7 @@ def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     running.layer_calls = 0
     if (key := key_of(running)) is None:
         return nullcontext()
-    key = fold_in(key, communication(running).group.rank)
+    key = fold_in(key, communication(running).everyone.rank)
     running.layer_scope = scope.folded(fold_in(key, 2 * call + 1))
     return scope(fold_in(key, 2 * call))
 
@@ -334,7 +334,8 @@ def _by_unit(
     running.passes.append(owner)
     try:
         if not owner.holding or any(source.sharded and source.cut for source in sources):
-            owner.agree(communication(running).group)
+            over = communication(running)
+            owner.agree(over.everyone, over.group)
         with torch.enable_grad():
             tree = rebuild([source.view() for source in sources])
             args, kwargs = _entered_arguments((asked.args, asked.kwargs))
@@ -428,9 +429,9 @@ def _layout_beside(running: Context, beside: dict[str, Any]) -> Layout:
     if key not in memo:
         from zfunc.engine.agreement import check_same  # few steps have such tensors
 
-        group = communication(running).group
-        check_same(group, {"plain params beside placed ones": beside})
-        memo[key] = make_layout(beside, world=group.size)
+        over = communication(running)
+        check_same(over.everyone, {"plain params beside placed ones": beside})
+        memo[key] = make_layout(beside, world=over.group.size)
     layout: Layout = memo[key]
     return layout
 

@@ -143,11 +143,13 @@ class Description(str):
 
 @dataclass
 class Traffic:
-    """Payload bytes that one rank sends, by purpose, and how many headers each neighbour gets."""
+    """Payload bytes that one rank sends, by purpose and by axis, and how many headers."""
 
     payload: Counter[str] = field(default_factory=Counter)
+    by_axis: Counter[str] = field(default_factory=Counter)
     headers: int = 0
 
-    def add(self, purpose: str, nbytes: int) -> None:
+    def add(self, purpose: str, nbytes: int, axis: str, headers: int) -> None:
         self.payload[purpose] += nbytes
-        self.headers += 1
+        self.by_axis[axis] += nbytes
+        self.headers += headers

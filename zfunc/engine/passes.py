@@ -125,13 +125,13 @@ class Pass:
             self.accord.admit(source)
         return source
 
-    def agree(self, ranks: Group) -> None:
-        """From now on the ranks of a group agree on what comes next."""
+    def agree(self, ranks: Group, within: Group) -> None:
+        """From now on ranks agree on what comes next; units are gathered ``within`` some."""
         if self.accord is None and ranks.size > 1:
             script = None if self.memory is None else self.memory.get(self.place)
             if script is not None and not all(map(script.has, self.sources)):
                 script = None
-            self.accord = Accord(self, ranks, script, learns=self.memory is not None)
+            self.accord = Accord(self, ranks, within, script, learns=self.memory is not None)
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
         """Release units of earlier layers that were kept for a neighbour's sake."""
@@ -273,7 +273,7 @@ def _entered(params: Placed) -> Any:
     owner = running.passes[-1] if inside else Pass()  # type: ignore[union-attr]
     source = owner.add(params.layout, params, params.group, cut=True, differentiated=False)
     if inside:
-        owner.agree(params.group)
+        owner.agree(params.group, params.group)
     return source.view()
 
 

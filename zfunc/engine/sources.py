@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zfunc.engine.communication import communication
 from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
@@ -131,7 +132,7 @@ class Source:
         """Whether layers need no references: nothing is done to what they hold, nor to a call
         of theirs, and their gradients go nowhere, so that it does not matter when they leave."""
         running = self.owner.running
-        if running is None or self.hooks or self.group.size > 1:
+        if running is None or self.hooks or communication(running).everyone.size > 1:
             return False
         return not running.around and not any(t.by_unit for t in running.transforms)
 

@@ -252,8 +252,8 @@ class Step:
         """This step under one more transform.
 
         Raises:
-            CompositionError: it has a transform of that kind already, or one that makes no
-                sense beside this one; or both have a mesh, and not the same one.
+            CompositionError: it has a transform of that kind already, one that makes no sense
+                beside this one, or one that has another mesh.
         """
         for mine in self.transforms:
             if type(mine) is type(transform):
@@ -261,8 +261,7 @@ class Step:
                     f"this step is wrapped in {mine.name} already ({mine!r}). A transform acts "
                     f"once: give {mine.name} its final arguments in one place."
                 )
-        ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
-        ordered = _on_one_mesh(ordered)
+        ordered = _on_one_mesh(sorted((*self.transforms, transform), key=lambda t: t.position))
         met = [t.beside([other for other in ordered if other is not t]) for t in ordered]
         return replace(self, transforms=tuple(met))
 
@@ -498,11 +497,10 @@ def _on_one_mesh(transforms: list[Transform]) -> list[Transform]:
     if len(given) > 1:
         told = " and ".join(f"{name} has {mesh}" for mesh, name in given.items())
         raise CompositionError(f"a step has one mesh, but {told}. Give it to one of them.")
-    out: list[Any] = []
-    for t in transforms:
-        takes = t.mesh is None and "mesh" in getattr(t, "__dataclass_fields__", ())
-        out.append(replace(t, mesh=next(iter(given), None)) if takes else t)  # type: ignore[type-var]
-    return out
+    for i, t in enumerate(transforms):
+        if t.mesh is None and given and "mesh" in getattr(t, "__dataclass_fields__", ()):
+            transforms[i] = replace(t, mesh=next(iter(given)))  # type: ignore[type-var]
+    return transforms
 
 
 def as_step(fn: Callable[..., Any]) -> Step:

@@ -11,7 +11,7 @@ from zfunc.engine.communication import communication
 from zfunc.engine.hooks import Pending
 from zfunc.layout.layout import Layout
 from zfunc.layout.pool import pool
-from zfunc.layout.rounds import Rounds
+from zfunc.layout.rounds import ReplicaSum, Rounds
 from zfunc.ranks.comm import Group
 
 __all__ = ["UnitInfo", "Waiting", "gather"]
@@ -28,7 +28,7 @@ class Waiting:
 
     def advance(self) -> None:
         for part in self.parts:
-            if isinstance(part, Rounds):
+            if isinstance(part, Rounds | ReplicaSum):
                 part.advance()
             elif not isinstance(part, Tensor):
                 part.wait()

@@ -140,7 +140,7 @@ class UnitRun:
             self.sharded
             and accord is not None
             and self.info.cut
-            and self.info.group is accord.ranks
+            and self.info.group in accord.groups
         )
 
     @property

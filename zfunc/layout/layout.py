@@ -131,6 +131,13 @@ class Layout:
         """Those over which it is cut."""
         return group_of(self.mesh, self.axis)
 
+    @property
+    def everyone(self) -> Group:
+        """Those, and ranks along the mesh's other axes that have other rows of a batch."""
+        if self.mesh is None:
+            return self.ranks
+        return group_of(self.mesh, (*self.mesh.checked(self.axis), *self.mesh.batch))
+
     @cached_property
     def present(self) -> tuple[Slot, ...]:
         """The slots that exist."""

@@ -106,7 +106,7 @@ def _key_of_rank(state: Any) -> Tensor:
 
 def _group() -> Group:
     running = context.current()
-    return communication(running or Context()).group
+    return communication(running or Context()).everyone
 
 
 def _unpack(out: Any, buffers: Any, takes_buffers: bool, has_aux: bool) -> tuple[Any, Any, Any]:
