@@ -117,6 +117,26 @@ def test_a_mesh_of_two_axes() -> None:
     assert len(set(ranks.launch(_on_two_axes, 3, nprocs=4))) <= 2
 
 
+def _on_replicas(stage: int) -> float:
+    def wrap(step: Any) -> Any:
+        mesh = zf.mesh(replica=2, data=2)
+        return zf.shard(step, stage=stage, mesh=mesh, unit_bytes=1 << 10)
+
+    model = gpt_model(2, 8, torch.float64)
+    mine = trained(wrap, TX, model)
+    host = trained(wrap, TX, model, on_gpu=False)
+    assert_alike(mine, host, 1e-9)
+    communicators = {row.group for row in mine.reports[-1].collectives()}
+    assert any(name.endswith(" of 2") for name in communicators)
+    return float(mine.metrics[-1]["loss"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_replicas(stage: int) -> None:
+    """No race between the streams of two communicators, and no rank in another order."""
+    assert len(set(ranks.launch(_on_replicas, stage, nprocs=4))) == 1
+
+
 def _chosen() -> tuple[str, str, str]:
     import torch.distributed as dist
 

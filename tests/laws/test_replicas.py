@@ -224,12 +224,16 @@ def test_what_goes_between_replicas(shape: tuple[int, int], stage: int) -> None:
         step = zf.shard(WIDE.step(ADAMW), stage=stage, mesh=mesh)
         state = step.place(WIDE.state(ADAMW, F64))
         told = step.describe()
+        assert told.sent_bytes is not None
         for i in range(3):
             with zf.comm.ledger() as led:
                 state, _ = step(state, step.local_batch(WIDE.batch(i, F64)))
         assert step.describe().sent_bytes == led.total_bytes
         part = sum(flat.bounds(zf.rank() % shape[1])[1] - flat.bounds(zf.rank() % shape[1])[0]
                    for flat in state.params.layout.flats) * 8  # fmt: skip
+        own = ("loss", "sums of leaves")
+        late = sum(led.by_label[name] + led.headers_by_label[name] for name in own)
+        assert told.sent_bytes + late == led.total_bytes
         return dict(led.by_axis), led.by_label, part, str(told), str(step.describe())
 
     for by_axis, by_label, part, before, after in zf.simulate(shape[0] * shape[1])(body)():
@@ -315,6 +319,7 @@ def test_ranks_that_use_other_layers(stage: int) -> None:
         )
         flat = replicated(case, (1, 4), stage)
         assert_like_alone(replicated(case, (2, 2), stage), flat[0], 1e-9)
+        assert_like_alone(replicated(case, (4, 1), stage), flat[0], 1e-9)
 
 
 @pytest.mark.parametrize("stage", STAGES)
