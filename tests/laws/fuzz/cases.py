@@ -50,12 +50,14 @@ class Place:
 
     Attributes:
         stage: None is no ``shard``.
+        replicas: how many times the ranks together hold the state.
         order: the transforms, as they are written from the inside to the outside.
     """
 
     ranks: int = 1
     stage: int | None = None
     layout: dict[str, int] = field(default_factory=dict)
+    replicas: int = 1
     accumulate: int = 1
     precision: dict[str, Any] | None = None
     offload: str | None = None
@@ -215,6 +217,8 @@ def drawn(number: int) -> Case:
     if there is not None and (refuses(there) or carried_by(here) != carried_by(there)):
         case = replace(case, moves="unplace")  # else `restore` says what the checkpoint lacks
         there = replace(there, compress=None) if refuses(there) else there
+    here = replace(here, replicas=replicas_for(number, here))
+    there = None if there is None else replace(there, replicas=replicas_for(~number, there))
     case = replace(case, here=here, there=there)
     case = replace(case, rows=rows_for(draw, case))
     return replace(case, poison=poison_for(draw, case))
@@ -324,6 +328,14 @@ def place_for(draw: random.Random, case: Case, before: Place | None = None) -> P
     return replace(place, order=tuple(order))
 
 
+def replicas_for(number: int, place: Place) -> int:
+    """Drawn apart, so that a number's case is what it was but for them."""
+    draw = random.Random(f"replicas of {number}")
+    if place.stage is None or place.compress is not None or draw.random() > 0.4:
+        return 1
+    return draw.choice([n for n in range(1, place.ranks + 1) if place.ranks % n == 0])
+
+
 def carried_by(place: Place) -> Any:
     """What transforms put into the state, and so into a checkpoint."""
     compress = None if place.compress is None else place.compress["method"] == "zero_one"
@@ -396,6 +408,8 @@ def runs(case: Case) -> bool:
         if (place.stage is None) != (not place.layout) or (place.stage is None and place.ranks > 1):
             return False
         if place.stage != 3 and "persist_below" in place.layout:
+            return False
+        if place.ranks % place.replicas or (place.replicas > 1 and place.stage is None):
             return False
     before, after = case.here, case.there
     if after is not None and case.moves == "save" and carried_by(before) != carried_by(after):

@@ -17,7 +17,7 @@ from zfunc import tree
 from zfunc.engine import differentiation, keys, state
 from zfunc.engine.communication import communication
 from zfunc.files import checkpoint
-from zfunc.layout import sharded
+from zfunc.layout import rounds, sharded
 from zfunc.optim import clipping, rates
 from zfunc.ranks.comm import Group
 from zfunc.training import recipe
@@ -70,6 +70,15 @@ def a_mean_over_ranks_that_is_a_sum() -> Fault:
 
     _across = differentiation._across
     with patch.object(differentiation, "_across", across):
+        yield
+
+
+@fault(lambda case: any(1 < place.replicas < place.ranks for place in case.places))
+def replicas_that_keep_their_gradients() -> Fault:
+    def advance(self: Any) -> None:
+        self._second = self._first
+
+    with patch.object(rounds.ReplicaSum, "advance", advance):
         yield
 
 
@@ -194,11 +203,11 @@ def a_random_key_used_on_all_ranks() -> Fault:
 
     def randomness(running: Any, call: int) -> Any:
         over = communication(running)
-        group, over.group = over.group, Alone
+        everyone, over.everyone = over.everyone, Alone
         try:
             return real(running, call)
         finally:
-            over.group = group
+            over.everyone = everyone
 
     real = differentiation._randomness
     with patch.object(differentiation, "_randomness", randomness):

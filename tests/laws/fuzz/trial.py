@@ -107,8 +107,12 @@ def composed(case: Case, place: Place, step: zf.Step, folder: Path) -> zf.Step:
         disk = {"path": folder} if place.offload == "disk" else {}
         return zf.offload(step, to=place.offload, **disk, **roles)
 
+    def shard(step: Any) -> Any:
+        mesh = zf.mesh(replica=place.replicas) if place.replicas > 1 else None
+        return zf.shard(step, stage=place.stage, mesh=mesh, **place.layout, **roles)
+
     wraps: dict[str, Callable[[Any], Any]] = {
-        "shard": lambda f: zf.shard(f, stage=place.stage, **place.layout, **roles),
+        "shard": shard,
         "accumulate": lambda f: zf.accumulate(f, place.accumulate),
         "precision": precision,
         "offload": offload,
