@@ -33,6 +33,7 @@ from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, mean_square, stack, stack_loss
 from zfunc import optim, tree
+from zfunc.ranks.connected import ConnectedGroup
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)
@@ -250,6 +251,29 @@ def test_what_goes_between_replicas(shape: tuple[int, int], stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_sums_over_replicas_start_while_backward_runs(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one order on all ranks, and soon after the sum within a replica."""
+    issued: dict[int, list[tuple[str, str, str]]] = {rank: [] for rank in range(4)}
+    real = ConnectedGroup._issue
+
+    def issue(self: Any, kind: str, label: str, *args: Any) -> Any:
+        issued[zf.rank()].append((self.axis, kind, label))
+        return real(self, kind, label, *args)
+
+    monkeypatch.setattr(ConnectedGroup, "_issue", issue)
+    case = trained(lambda dtype: stack(dtype, layers=8), stack_loss)
+    replicated(case, (2, 2), stage, steps=2)
+    assert issued[0] == issued[1] == issued[2] == issued[3]
+    rows = [row for row in issued[0] if row[2].startswith("reduce")]
+    rows = rows[len(rows) // 2 :]
+    first = next(i for i, row in enumerate(rows) if row[0] == "replica")
+    last = max(i for i, row in enumerate(rows) if row[1] == "reduce_scatter")
+    assert first < last - 4
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(stage: int) -> None:
     def loss(params: Any, batch: Any) -> Tensor:
         return stack_loss(params, {"x": batch["x"], "y": batch["y"]}) * batch["by"].mean()
@@ -416,3 +440,46 @@ def test_other_names_of_axes() -> None:
         return metrics, step.unplace(placed)
 
     assert_like_alone(zf.simulate(4)(body)(), plain_run(STACK), 1e-9)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_leaves_is_missed_by_all(stage: int) -> None:
+    """Its replica and its data ranks raise; nobody waits for ever."""
+    mesh = zf.mesh(replica=2, data=2)
+    told: list[int] = []
+
+    def body() -> None:
+        step = zf.shard(STACK.step(ADAMW), stage=stage, mesh=mesh)
+        state = step.place(STACK.state(ADAMW, F64))
+        for i in range(1 if zf.rank() == 3 else 2):
+            try:
+                state, _ = step(state, step.local_batch(STACK.batch(i, F64)))
+            except zf.DesyncError:
+                told.append(zf.rank())
+                raise
+
+    with pytest.raises(zf.DesyncError):
+        zf.simulate(4, timeout=20)(body)()
+    assert sorted(told) == [0, 1, 2]
+
+
+def test_evaluation_and_curvature_outside_a_step() -> None:
+    """``evaluate`` gathers among data ranks; eigenvalues are those of the mean over all rows."""
+    from zfunc.quant.curvature import top_eigenvalues
+
+    mesh, batch, key = zf.mesh(replica=2, data=2), regression(0, F64), zf.random.key(3)
+    alone_ = top_eigenvalues(lambda p: stack_loss(p, batch), stack(F64), key=key, max_iter=200)
+
+    def body() -> Any:
+        step = zf.shard(STACK.step(ADAMW), stage=3, mesh=mesh)
+        params = step.place(STACK.state(ADAMW, F64)).params
+        mine = step.local_batch(batch)
+        loss = zf.evaluate(stack_loss)(params, mine)
+        found = top_eigenvalues(lambda p: stack_loss(p, mine), params, key=key, max_iter=200)
+        return zf.psum(loss) / 4, found
+
+    for loss, found in zf.simulate(4)(body)():
+        assert_near(loss, stack_loss(stack(F64), batch), 1e-9)
+        assert found.keys() == alone_.keys()
+        for name, value in alone_.items():
+            assert float(found[name]) == pytest.approx(float(value), rel=1e-2), name

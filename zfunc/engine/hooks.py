@@ -97,7 +97,7 @@ class Pending(Protocol):
     def wait(self) -> list[Tensor]: ...
 
     def advance(self) -> None:
-        """End a first round, if there is a second to start."""
+        """End a round, if there is another to start; of three there are two to end."""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zfunc.engine import context
 from zfunc.engine.accord import Accord
+from zfunc.engine.communication import communication
 from zfunc.engine.hooks import LayerInfo, Pending, Total
 from zfunc.engine.plans import Plan
 from zfunc.engine.primitives import Ref
@@ -45,6 +46,7 @@ __all__ = ["Pass", "enter", "layer", "scan"]
 # Bytes of full gradients that wait for the network: one unit's are always there. Where parameters
 # are cut a host's memory is scarce; a GPU must be kept busy.
 IN_FLIGHT_BYTES, IN_FLIGHT_BYTES_LEAN = 2**26, 2**24
+BEHIND = 2  # units that leave before one goes between replicas: its sum within is done then
 
 
 @dataclass
@@ -151,16 +153,25 @@ class Pass:
         """Remember a gradient of so many bytes on its way; hold few at once."""
         self.arrivals.append((run, value, nbytes))
         self.in_flight += nbytes
+        if self._replicated and len(self.arrivals) > BEHIND:
+            self.arrivals[-1 - BEHIND][1].advance()
         lean = any(source.sharded for source in self.sources)  # memory is scarce
         limit = run.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
         while self.in_flight > limit and len(self.arrivals) > 1:
             self._arrive()
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
+    @property
+    def _replicated(self) -> bool:
+        """Whether gradients have one round more to go."""
+        return self.running is not None and communication(self.running).replicas.size > 1
+
     def _arrive(self) -> None:
         run, value, nbytes = self.arrivals.pop(0)
         self.in_flight -= nbytes
         value.advance()
+        if self._replicated:
+            value.advance()
         before = self.results.get(run.key)
         if (sink := self.sources[run.info.source].sink) is not None:
             if before is not None:
@@ -234,6 +245,8 @@ class Pass:
         run.send(run.packed() if late else [torch.zeros_like(x) for x in kept or ()])
 
     def _arrive_all(self) -> None:
+        for _, value, _ in self.arrivals if self._replicated else ():
+            value.advance()
         while self.arrivals:
             self._arrive()
 

@@ -1,7 +1,7 @@
 """Sums in several rounds, so that all of them run while backward computes.
 
 A handle's second round could start only in ``wait``. Here the caller says when: ``advance`` ends
-the first round and starts the next one.
+a round and starts the next one, if there is one.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class ReplicaSum:
         self._replicas, self._first, self._label = replicas, first, label
         self._second: Handle[Tensor] | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether the sum over replicas has been started."""
+        return self._second is not None
+
     def advance(self) -> None:
         """End the sum within and start that over replicas, if that has not been done."""
         if self._second is None:
@@ -79,14 +84,17 @@ class Rounds:
         self._second: Handle[Tensor] | None = None
 
     def advance(self) -> None:
-        """End the first round and start the last, if that has not been done."""
-        if self._second is None:
+        """End the first round and start the next one; among replicas that is done twice."""
+        if isinstance(self._first, ReplicaSum) and not self._first.under_way:
+            self._first.advance()
+        elif self._second is None:
             self._second = self._group.all_gather(
                 self._full, self._first.wait(), cuts=self._spec.cuts, label=self._label
             )
 
     def wait(self) -> Tensor:
         """The full flat with the sums."""
+        self.advance()
         self.advance()
         assert self._second is not None
         return self._second.wait()
