@@ -46,7 +46,7 @@ from zfunc.layout.rounds import ReplicaSum, Rounds, in_rounds
 from zfunc.layout.sharded import Sharded, cut
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
-from zfunc.ranks.meshes import Axes, Mesh
+from zfunc.ranks.meshes import BATCH, Axes, Mesh
 from zfunc.ranks.world import MESH
 from zfunc.trees import tree
 from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
@@ -94,13 +94,18 @@ class Shard(Transform):
     def _check_axes(self) -> None:
         if both := [name for name in self._axes if name in self._copies]:
             raise ValueError(f"axis={self.axis!r}, replica={self.replica!r}: {both[0]!r} is both.")
-        lost = [name for name in self._copies_of_mesh if name not in self._copies]
-        if lost:
-            raise CompositionError(
-                f"{self.mesh} has replicas along {lost[0]!r}, but shard cuts along {self.axis!r} "
-                f"and averages over replica={self.replica!r}, so they would drift apart. Leave "
-                "replica= out, or make it an axis of the cut."
-            )
+        self._check_mesh(self.mesh)
+
+    def _check_mesh(self, mesh: Mesh | None) -> None:
+        """Raise if ranks have other rows along an axis over which nothing is averaged."""
+        over = (*self._axes, *self._copies)
+        for name, size in mesh.axes if mesh is not None else ():
+            if size > 1 and name in BATCH and name not in over:
+                raise CompositionError(
+                    f"ranks of {mesh} have other rows along {name!r}, but shard cuts along "
+                    f"{self.axis!r} and averages over replica={self.replica!r}, so they would "
+                    f"drift apart. Make {name!r} an axis of the cut, or of replica=."
+                )
 
     def __repr__(self) -> str:
         return f"shard(stage={self.stage})"
@@ -110,16 +115,13 @@ class Shard(Transform):
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
     @property
-    def _copies_of_mesh(self) -> list[str]:
-        sizes = () if self.mesh is None else self.mesh.axes
-        return [n for n, size in sizes if n == "replica" and size != 1 and n not in self._axes]
-
-    @property
     def _copies(self) -> tuple[str, ...]:
         """The axes along which ranks have the same part of a state."""
-        if self.replica is None:
-            return tuple(self._copies_of_mesh)
-        return (self.replica,) if isinstance(self.replica, str) else tuple(self.replica)
+        if self.replica is not None:
+            return (self.replica,) if isinstance(self.replica, str) else tuple(self.replica)
+        sizes = {} if self.mesh is None else dict(self.mesh.axes)
+        several = sizes.get("replica", 1) != 1 and "replica" not in self._axes
+        return ("replica",) if several else ()
 
     @property
     def replicated(self) -> bool:
@@ -140,6 +142,7 @@ class Shard(Transform):
     @property
     def everyone(self) -> Group:
         """The ranks over which losses and gradients are averaged."""
+        self._check_mesh(self.mesh and self.mesh.closed())
         return group(self.mesh, (*self._axes, *self._copies)) if self._copies else self.group
 
     @property
@@ -453,7 +456,7 @@ def shard(
 
     Raises:
         ValueError: a stage outside 0 to 3, or another argument out of range.
-        CompositionError: the step is sharded already; the mesh has replicas, over which it would
-            not average.
+        CompositionError: the step is sharded already; ranks along ``data`` or ``replica`` of the
+            mesh, which have other rows, would not be averaged over.
     """
     return Shard(stage, mesh, axis, unit_bytes, persist_below, prefetch, Roles.of(roles), replica)

@@ -164,11 +164,11 @@ def test_states_without_moments_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_ranks_along_another_axis_are_others(stage: int) -> None:
     """As many of them, and each has a part of a state or all of it: only who they are differs."""
-    grid = zf.simulate(4)(lambda: zf.mesh(data=2, tensor=2))()[0]
+    grid = zf.Mesh((("rows", 2), ("columns", 2)))
     step = zf.train_step(stack_loss, ADAM)
-    rows, columns = (zf.shard(step, stage, grid, axis) for axis in ("data", "tensor"))
+    rows, columns = (zf.shard(step, stage, grid, axis) for axis in ("rows", "columns"))
     for outcome in given(rows, columns, ADAM, ranks=4):
-        assert outcome.error is not None and "along axis 'data'" in outcome.error
+        assert outcome.error is not None and "along axis 'rows'" in outcome.error
     assert all(outcome.error is None for outcome in given(rows, rows, ADAM, ranks=4))
 
 

@@ -139,6 +139,9 @@ PAIRS: dict[str, Wrap] = {
     "offload": lambda f: zf.offload(f, to="cpu"),
     "drop_layers": lambda f: zf.drop_layers(f, theta=0.5),
     "quantize": lambda f: zf.quantize(f, start_bits=16, target_bits=16),
+    "curvature": lambda f: zf.quantize(
+        f, start_bits=16, target_bits=12, offset=1, period=1, curvature="power_iteration"
+    ),
     "both": lambda f: zf.remat(zf.donate(zf.accumulate(f, 3))),
 }
 TWELVE = trained(stack, stack_loss, batch=lambda i, dtype: regression(i, dtype, rows=12))
@@ -415,12 +418,21 @@ def test_what_means_nothing_with_replicas() -> None:
         ):
             with pytest.raises(zf.CompositionError, match=r"replica=2, data=2\) has replicas"):
                 wrong()
-        with pytest.raises(zf.CompositionError, match="they would drift apart"):
-            zf.shard(step, stage=stage, mesh=mesh, replica=())
+        for how in ({"replica": ()}, {"axis": "replica"}, {"axis": "tensor", "replica": "data"}):
+            with pytest.raises(zf.CompositionError, match="they would drift apart"):
+                zf.shard(step, stage=stage, mesh=mesh, **how)
     with pytest.raises(ValueError, match="'data' is both"):
         zf.shard(step, mesh=mesh, replica="data")
     zf.compress_grads(zf.shard(step, mesh=mesh, axis=("replica", "data")))
     zf.compress_grads(zf.shard(step, mesh=zf.mesh(data=4)))
+    unknown = zf.shard(step, mesh=zf.mesh(tensor=2), axis="tensor")  # data may be of one rank
+    for ranks in (2, 4):
+        place = zf.simulate(ranks)(lambda: unknown.place(STACK.state(ADAMW, F64)))
+        if ranks == 2:
+            place()
+            continue
+        with pytest.raises(zf.CompositionError, match=r"mesh\(data=2, tensor=2\) have other rows"):
+            place()
     lost = zf.shard(step, mesh=mesh, replica=("replica", "copies"))
     with pytest.raises(ValueError, match=r"'copies'.*: expected one or more of"):
         zf.simulate(4)(lambda: lost.place(STACK.state(ADAMW, F64)))()

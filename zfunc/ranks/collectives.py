@@ -26,7 +26,9 @@ Tree = TypeVar("Tree")
 
 
 def psum(x: Tree, axis: Axes | None = None) -> Tree:
-    """The sum over the ranks along ``axis``, of a tensor or of every tensor in a pytree.
+    """The sum over ranks, of a tensor or of every tensor in a pytree.
+
+    They are those along ``axis``, or several; by default all that have other rows of the batch.
 
     Differentiable; its gradient is the sum over ranks of the gradients.
 
@@ -41,7 +43,9 @@ def psum(x: Tree, axis: Axes | None = None) -> Tree:
 
 
 def pmean(x: Tree, axis: Axes | None = None) -> Tree:
-    """The mean over the ranks along ``axis``, of a tensor or of every tensor in a pytree.
+    """The mean over ranks, of a tensor or of every tensor in a pytree.
+
+    They are those along ``axis``, or several; by default all that have other rows of the batch.
 
     Differentiable; its gradient is the mean over ranks of the gradients.
 
@@ -57,7 +61,7 @@ def pmean(x: Tree, axis: Axes | None = None) -> Tree:
 
 
 def axis_index(axis: Axes | None = None) -> int:
-    """This rank's index along ``axis``; 0 outside a world.
+    """This rank's index along ``axis``, by default among all with other rows; 0 outside a world.
 
     >>> axis_index("data")
     0
