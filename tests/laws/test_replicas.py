@@ -495,3 +495,42 @@ def test_evaluation_and_curvature_outside_a_step() -> None:
         assert found.keys() == alone_.keys()
         for name, value in alone_.items():
             assert float(found[name]) == pytest.approx(float(value), rel=1e-2), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["accumulate", "remat", "precision", "all"])
+def test_describe_foretells_what_is_sent(name: str, stage: int) -> None:
+    """Before the first step what parameters and gradients take; all of it after one."""
+    wraps = {
+        "accumulate": lambda f: zf.accumulate(f, 3),
+        "remat": zf.remat,
+        "precision": zf.precision,
+        "all": lambda f: zf.remat(zf.accumulate(zf.precision(zf.donate(f)), 3)),
+    }
+
+    def loss(params: Any, batch: Any) -> Tensor:  # every layer enters once, and in order
+        x = batch["x"].to(params["first"]["w"].dtype)
+        x = zf.scan(block, params["blocks"], block(params["first"], x))
+        return mean_square(x @ params["head"]["w"] + params["head"]["b"], batch["y"])
+
+    for shape in ((2, 2), (3, 1), (2, 3)):
+        mesh = zf.mesh(replica=shape[0], data=shape[1])
+
+        def body(mesh: zf.Mesh = mesh) -> None:
+            step = wraps[name](zf.train_step(loss, ADAMW))
+            step = zf.shard(step, stage=stage, mesh=mesh, unit_bytes=600)
+            state = step.place(zf.TrainState.create(stack(torch.float32), ADAMW, key=7))
+            told = step.describe()
+            for i in range(3):
+                with zf.comm.ledger() as led:
+                    batch = regression(i, torch.float32, rows=36)
+                    state, _ = step(state, step.local_batch(batch))
+            paid = sum(
+                sent + led.headers_by_label[label]
+                for label, sent in led.by_label.items()
+                if label.split()[0] in ("gather", "reduce", "join")
+            )
+            assert told.sent_bytes == paid, zf.rank()
+            assert step.describe().sent_bytes == led.total_bytes
+
+        zf.simulate(shape[0] * shape[1])(body)()
