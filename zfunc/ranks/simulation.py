@@ -109,7 +109,7 @@ class Fabric:
             with self.lock:
                 self.meetings.pop(key, None)
             meeting.over.set()
-            meeting.parts.clear()  # not before: who lacks a part is missing as long as it is not over
+            meeting.parts.clear()  # not before: until it is over, who lacks a part is missing
         return meeting
 
     def _hold(self, meeting: Meeting, serve: Serve) -> None:
