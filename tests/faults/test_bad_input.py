@@ -229,6 +229,9 @@ def test_placed_params_outside_a_step(stage: int) -> None:
         placed = sharded(stage).place(state())
         with pytest.raises(zf.PlacementError, match="outside a step"):
             zf.value_and_grad(loss_fn)(placed.params, batch())
+        copies = sharded(stage, mesh=zf.mesh(data=1, replica=2)).place(state())
+        with pytest.raises(zf.PlacementError, match="outside a step"):
+            zf.value_and_grad(loss_fn)(copies.params, batch())
 
     zf.simulate(2)(body)()
     if stage == 3:

@@ -166,7 +166,7 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
     params, outside = opened(asked.params), context.current() is None
     boxes = boxes_in(asked.params) if outside else ()
     if any(isinstance(x, Placed) for x in _nodes(params)) or any(
-        x.placed_by and x.layout.world > 1 for x in boxes
+        x.placed_by and x.layout.everyone.size > 1 for x in boxes
     ):
         raise PlacementError(
             "value_and_grad met placed parameters outside a step, where nobody says how their "
