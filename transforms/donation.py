@@ -26,9 +26,9 @@ __all__ = ["Donate", "donate"]
 
 _GIVEN: ContextVar[list[Sequence[Tensor]] | None] = ContextVar("zfunc_given", default=None)
 _STORY = (
-    "the state was donated to a step that failed ({}) after it had begun to write over it: old and "
-    "new values are mixed. Go on from the last checkpoint (zf.restore), or leave out `donate` to "
-    "keep the state when a step fails."
+    "the step failed ({}) after it had begun to write over the state that it was given, which is "
+    "spent: old and new values are mixed. Go on from the last checkpoint (zf.restore), or leave "
+    "out `donate` to keep the state when a step fails."
 )
 
 

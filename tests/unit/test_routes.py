@@ -20,6 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from zfunc.engine import description
 from zfunc.engine.description import Traffic
+from zfunc.engine.traffic import added
 from zfunc.errors import DesyncError
 from zfunc.ranks import adjacency, routes
 from zfunc.ranks.accounting import Ledger
@@ -68,11 +69,15 @@ def test_sums_add_every_rank_once(size: int) -> None:
 def test_what_is_told_in_advance_counts_the_headers_that_go_out(
     device: str, size: int, told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = SimpleNamespace(rank=0, size=size, device=torch.device(device))
-    monkeypatch.setattr("zfunc.ranks.world.current", lambda: here)
-    transform = SimpleNamespace(traffic=lambda memo: Traffic(headers=3))
-    parts, _ = description._sent([transform], {})  # type: ignore[list-item]
+    """Of a group's neighbours, which may be fewer than those of the world."""
+    monkeypatch.setattr(World, "device", torch.device(device))
+    sent, ranks = Traffic(), SimpleNamespace(rank=0, size=size, axis="data")
+    for nbytes in (100, 200, 300):
+        added(sent, "gather parameters", nbytes, ranks)  # type: ignore[arg-type]
+    transform = SimpleNamespace(traffic=lambda memo: sent)
+    parts, by_axis = description._sent([transform], {})  # type: ignore[list-item]
     assert parts["headers"] == 3 * 16 * told
+    assert parts["gather parameters"] == by_axis["data"] == 600
 
 
 # Real groups: every rank a thread with a gloo context and channel of its own.
