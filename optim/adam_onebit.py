@@ -67,13 +67,13 @@ def onebit_adam(
 
     def additive(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         needs_params("adamw", weight_decay, params)
-        return onwards(grads, frozen.first(grads, state.mu, b1), state, params)
-
-    def onwards(grads: Tree, mu: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
-        count = state.count + 1
+        count, mu = state.count + 1, frozen.first(grads, state.mu, b1)
         after = AdamState(count, mu, frozen.second(grads, state.nu, b2, count))
+        return onwards(after, at(lr, state.count), params)
+
+    def onwards(after: AdamState, rate: Any, params: Tree) -> tuple[Tree, AdamState]:
         f = partial(frozen.bounded if is_frozen() else direction, **how)
-        return updates_along(f, after, at(lr, state.count), rates, params), after
+        return updates_along(f, after, rate, rates, params), after
 
     def compressed(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         rate, count = at(lr, state.count), state.count + 1
@@ -89,7 +89,7 @@ def onebit_adam(
             done = frozen.step(params, mu, nu, units=before if scaled else None, **knobs)
         if done is None:
             mu = frozen.momentum(mu, state.nu, before) if scaled else mu
-            return onwards(grads, mu, state, params)
+            return onwards(AdamState(count, mu, frozen.grown(nu, b2, count)), rate, params)
         new, mu, nu = done
         f = partial(retrace, along=partial(frozen.bounded, **how), rate=rate, count=count)
         updates = Moved(new, params, lambda: map_rates(f, rates, new, mu, nu))

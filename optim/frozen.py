@@ -49,6 +49,7 @@ __all__ = [
     "bounded",
     "check_begun",
     "first",
+    "grown",
     "growth",
     "local",
     "momentum",
@@ -184,11 +185,15 @@ def second(grads: Tree, nu: Tree, decay: float, count: Tensor) -> Tree:
         count: the number of this step, from 1; 0-d.
     """
     if frozen():
-        kept = tree.map(lambda v: (wide(v) * growth(decay, count, v.dtype)).to(v.dtype), nu)
-        return settled(kept, kept, decay)
+        return grown(settled(nu, nu, decay), decay, count)
     kept = tree.map(torch.clone, nu) if compressing() else None
     new = blend(reduced(grads), nu, decay, 1 - decay, square=True)
     return settled(kept, new, decay)
+
+
+def grown(nu: Tree, decay: float, count: Tensor) -> Tree:
+    """Frozen second moments after step ``count``; see :func:`second`."""
+    return tree.map(lambda v: (wide(v) * growth(decay, count, v.dtype)).to(v.dtype), nu)
 
 
 def growth(decay: float, count: Tensor, dtype: torch.dtype = torch.float32) -> float | Tensor:

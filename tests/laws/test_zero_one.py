@@ -238,6 +238,28 @@ def test_auto_freezes_when_second_moments_have_settled(rest: bool) -> None:
     assert set(zf.simulate(2)(body)()) == {20 if rest else 30}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "decay", "near"), [(F64, 0.0, 1e-9), (F64, 1001.0, 1e-9), (torch.bfloat16, 0.0, 0.05)]
+)
+def test_second_moments_are_looked_at_once(dtype: torch.dtype, decay: float, near: float) -> None:
+    """Also where AdamW takes no fused walk: all its parameters in one step, moments in 16 bits."""
+    b2, window = 0.8, 5
+    tx = optim.adamw(1e-3, b2=b2, weight_decay=decay)
+
+    def body() -> None:
+        step = zf.shard(zf.train_step(weighted, tx), stage=0)
+        step = zf.compress_grads(step, "zero_one", freeze_step="auto", var_update_scaler=2)
+        state = step.place(zf.TrainState.create({"w": torch.ones(16, dtype=dtype)}, tx))
+        for t in range(1, 2 * window + 1):
+            state, _ = step(state, torch.full((16,), 1 + 0.1 * t, dtype=dtype))
+            if t % window == 0:
+                seen = float(state.aux["compress_grads"]["norm"])
+                nu = zf.full(state.opt_state.nu)["w"].double()
+                assert seen == pytest.approx(float(nu.sum()) / (1 - b2**t), rel=near)
+
+    zf.simulate(2)(body)()
+
+
 def test_updates_are_what_was_added() -> None:
     """An optimizer's updates can be looked at, also those of steps that a rank takes alone."""
 
