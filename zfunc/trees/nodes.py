@@ -18,6 +18,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from zfunc.trees.rows import Rows
 from zfunc.trees.squares import square_sum
 
 __all__ = [
@@ -171,18 +172,20 @@ class LeafInfo:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive elements of one leaf, as a rank holds them: what goes to and from files.
+    """Elements of one leaf, as a rank holds them: what goes to and from files.
 
     Attributes:
         index: of the leaf, in leaf order.
-        start, stop: elements of ``leaf.reshape(-1)``.
+        start, stop: elements of ``leaf.reshape(-1)``; of ``rows`` where there are some.
         replicas: the ranks of the world that hold the same elements, this one among them.
+        rows: which elements of the leaf are counted, if not all.
     """
 
     index: int
     start: int
     stop: int
     replicas: tuple[int, ...]
+    rows: Rows | None = None
 
 
 class Placed:

@@ -1,0 +1,209 @@
+"""How a leaf is split along one of its dimensions: which indices each rank of an axis has.
+
+A :class:`Cut` is a user's rule, a :class:`Split` the table that follows from it, or from a module
+that was probed: runs of indices for each rank. Fused weights take several runs, uneven heads runs
+of several lengths, and key and value heads that are fewer than ranks stand on several of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import PlacementError
+from zfunc.ranks.axes import group
+from zfunc.ranks.comm import Group, even_cuts
+from zfunc.ranks.meshes import Mesh
+from zfunc.trees.rows import Rows
+
+__all__ = ["Cut", "Part", "Split", "mark", "part_of"]
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which indices of a leaf's dimension ``dim``, which has ``size``, each rank has.
+
+    >>> Split.of(0, [[0, 1, 4], [2, 3, 4]])
+    Split(dim=0, size=5, runs=(((0, 2), (4, 5)), ((2, 5),)))
+    """
+
+    dim: int
+    size: int
+    runs: tuple[Runs, ...]
+
+    @classmethod
+    def of(cls, dim: int, indices: Sequence[Iterable[int]]) -> Split:
+        """The table of the ranks' indices, of which together they have all."""
+        rows = [sorted(set(row)) for row in indices]
+        return cls(dim, max(row[-1] for row in rows if row) + 1, tuple(map(_runs, rows)))
+
+    @property
+    def ways(self) -> int:
+        """The number of ranks."""
+        return len(self.runs)
+
+    def width(self, rank: int) -> int:
+        """How many indices a rank has."""
+        return sum(stop - start for start, stop in self.runs[rank])
+
+    def full(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the full leaf, from that of a part."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+    def shape(self, full: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part, from that of the full leaf."""
+        return (*full[: self.dim], self.width(rank), *full[self.dim + 1 :])
+
+    def rows(self, shape: Sequence[int], rank: int, first: int = 0) -> Rows:
+        """Which elements of the flattened full leaf a rank has, from the shape of any part."""
+        inner = math.prod(shape[self.dim + 1 :])
+        runs = tuple((start * inner, stop * inner) for start, stop in self.runs[rank])
+        return Rows(self.size * inner, runs, first)
+
+    def local(self, x: Any, rank: int) -> Any:
+        """A rank's part of a full leaf; a view where that is one run."""
+        parts = [x.narrow(self.dim, start, stop - start) for start, stop in self.runs[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [x[:0]], self.dim)
+
+    def indices(self, rank: int) -> list[int]:
+        """A rank's indices, rising."""
+        return [i for start, stop in self.runs[rank] for i in range(start, stop)]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each index the ranks that have it."""
+        found: list[list[int]] = [[] for _ in range(self.size)]
+        for rank in range(self.ways):
+            for i in self.indices(rank):
+                found[i].append(rank)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def shared(self) -> bool:
+        """Whether some indices stand on several ranks."""
+        return sum(map(self.width, range(self.ways))) > self.size
+
+    def owned(self, rank: int) -> list[int]:
+        """Positions in a rank's part of the indices that no rank before it has."""
+        return [at for at, i in enumerate(self.indices(rank)) if self.holders[i][0] == rank]
+
+    def gathered(self, x: Tensor, ranks: Group, label: str) -> Tensor:
+        """The full leaf from every rank's part; a collective."""
+        outer, inner = math.prod(x.shape[: self.dim]), math.prod(x.shape[self.dim + 1 :])
+        widths = [self.width(rank) for rank in range(self.ways)]
+        ends = [0]
+        for width in widths:
+            ends.append(ends[-1] + outer * width * inner)
+        every = torch.empty(ends[-1], dtype=x.dtype, device=x.device)
+        mine = x.detach().contiguous().view(-1)
+        ranks.all_gather(every, mine, cuts=ends, label=label).wait()
+        full = torch.empty(self.full(x.shape), dtype=x.dtype, device=x.device)
+        for rank, (start, stop) in enumerate(pairwise(ends)):
+            part, at = every[start:stop].view(self.shape(full.shape, rank)), 0
+            for low, high in self.runs[rank]:
+                target = full.narrow(self.dim, low, high - low)
+                target.copy_(part.narrow(self.dim, at, high - low))
+                at += high - low
+        return full
+
+
+def _runs(indices: Sequence[int]) -> Runs:
+    found: list[list[int]] = []
+    for i in indices:
+        if found and found[-1][1] == i:
+            found[-1][1] += 1
+        else:
+            found.append([i, i + 1])
+    return tuple((start, stop) for start, stop in found)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rule for leaves: along which dimension they are cut over the ranks of an axis.
+
+    Attributes:
+        dim: the dimension; -1 is the last one.
+        parts: how many pieces lie side by side along it, each of which is cut: 3 for queries,
+            keys and values in one weight.
+        by: of how many equal, indivisible blocks each of them is made, heads say; of single
+            indices if None. Fewer blocks than ranks raise.
+
+    >>> Cut(0, parts=3, by=2).split((12, 5), ways=2).runs
+    (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
+    """
+
+    dim: int
+    parts: int = 1
+    by: int | None = None
+
+    def split(self, shape: Sequence[int], ways: int, path: str = "a leaf") -> Split:
+        """The table for a leaf of this shape.
+
+        Raises:
+            PlacementError: there is no such dimension, or it does not fall into so many blocks.
+        """
+        if not -len(shape) <= self.dim < len(shape):
+            raise PlacementError(
+                f"{path} has shape {tuple(shape)} and no dimension {self.dim}, by which {self} "
+                "cuts it. Mend the rule."
+            )
+        dim = self.dim % len(shape)
+        part, rest = divmod(shape[dim], self.parts)
+        blocks = part if self.by is None else self.by
+        if rest or not blocks or part % blocks:
+            raise PlacementError(
+                f"{path} has shape {tuple(shape)}: {shape[dim]} does not fall into {self.parts} x "
+                f"{blocks} equal blocks, as {self} says. Mend parts= or by= of its rule."
+            )
+        if blocks < ways:
+            raise PlacementError(
+                f"{path} falls into {blocks} blocks by {self}, and {ways} ranks are to have some. "
+                f"Take at most {blocks} ranks along the axis, or leave it whole: rules="
+                f"{{{path!r}: None}}."
+            )
+        step, ends = part // blocks, even_cuts(blocks, ways)
+        rows = [
+            [i for k in range(self.parts) for i in range(k * part + a * step, k * part + b * step)]
+            for a, b in pairwise(ends)
+        ]
+        return Split.of(dim, rows)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a leaf is to the functions of a model: a part of the full one, or all of it.
+
+    Attributes:
+        split: which part; ``None`` for a leaf that every rank of the axis has whole.
+        mesh, axis: over which ranks.
+    """
+
+    split: Split | None
+    mesh: Mesh | None
+    axis: str
+
+    @property
+    def group(self) -> Group:
+        """The ranks among which leaves are split."""
+        return group(self.mesh, self.axis)
+
+
+def mark(leaf: Tensor, part: Part) -> Tensor:
+    """Let a leaf say of what it is a part, to the functions that it is given to."""
+    leaf.__dict__["_zfunc_part"] = part
+    return leaf
+
+
+def part_of(leaf: Any) -> Part | None:
+    """What :func:`mark` said; ``None`` if it said nothing, as outside of split steps."""
+    found: Part | None = leaf.__dict__.get("_zfunc_part") if isinstance(leaf, Tensor) else None
+    return found
