@@ -1,0 +1,42 @@
+"""A plan of how a module is split over ranks: which leaves, and what its parts do with theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from zfunc.layout.splits import Split
+
+__all__ = ["Role", "SplitPlan"]
+
+
+class Role(StrEnum):
+    """What a submodule does where its leaves are split (Shoeybi et al. 2019, "Megatron-LM")."""
+
+    COLUMN = "column"  # whole inputs, this rank's part of the outputs
+    ROW = "row"  # parts of the inputs, whole outputs: they are summed
+    HEAD = "head"  # as a column, and the outputs are put together
+    EMBED = "embed"  # this rank's rows of a table: what is looked up is summed
+    BETWEEN = "between"  # whole leaves between a column and a row: their gradients are summed
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How a module is split over the ranks of an axis.
+
+    Attributes:
+        ways: the number of ranks.
+        splits: by a leaf's name in the module's parameters; leaves that are not here stay whole. Of
+            tied leaves the one name that the parameters have.
+        roles: by the name of a submodule; others work as they are.
+        attributes: by the name of a submodule, numbers that it keeps and that differ here, such as
+            how many heads it has, for each rank; a dotted one belongs to a copy of that object.
+        whole: by the name of a leaf or a submodule that might have been split, why it is not.
+    """
+
+    ways: int
+    splits: Mapping[str, Split]
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
