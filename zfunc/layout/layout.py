@@ -29,7 +29,6 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.buffers.uploads import on_device
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty
 from zfunc.layout.splits import Part, Split, mark
@@ -332,14 +331,7 @@ class Layout:
     def counts(self, index: int, leaf: Tensor) -> Tensor:
         """Those elements of this rank's part of a leaf that count when ranks with parts add up."""
         slot = self.slots[index]
-        if self.along is None or slot is None:
-            return leaf
-        if slot.split is None:
-            return leaf if self.parts.rank == 0 else leaf.reshape(-1)[:0]
-        if not slot.split.shared:
-            return leaf
-        owned = torch.tensor(slot.split.owned(self.parts.rank), dtype=torch.long)
-        return leaf.index_select(slot.split.dim, on_device(owned, leaf.device))
+        return leaf if self.along is None or slot is None else self.part(slot).counted(leaf)
 
     def complete(self, slot: Slot, leaf: Any) -> Any:
         """The full leaf, from this rank's part; a collective where it is split."""
