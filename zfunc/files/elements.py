@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zfunc.errors import CheckpointError
+from zfunc.layout.splits import Strided
 from zfunc.trees.nodes import Span
-from zfunc.trees.rows import Rows
 
 __all__ = ["Block", "Elements", "copy_blocks", "covers", "elements_of", "overlaps"]
 
@@ -38,17 +38,17 @@ class _Box(NamedTuple):
 class Elements:
     """Elements ``start`` to ``stop`` of a flattened leaf, or of those of it that ``rows`` count.
 
-    Rows begin at the leaf's first element.
+    Strided begin at the leaf's first element.
 
-    >>> print(Elements(1, 6, Rows(6, ((0, 2), (4, 5)))))
+    >>> print(Elements(1, 6, Strided(6, ((0, 2), (4, 5)))))
     1:6 in 0:2,4:5 of 6
-    >>> list(Elements(1, 6, Rows(6, ((0, 2), (4, 5)))).intervals())
+    >>> list(Elements(1, 6, Strided(6, ((0, 2), (4, 5)))).intervals())
     [(1, 2), (4, 5), (6, 8), (10, 11)]
     """
 
     start: int
     stop: int
-    rows: Rows | None = None
+    rows: Strided | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -63,15 +63,10 @@ class Elements:
     @cached_property
     def simple(self) -> Elements:
         """The same as elements of the leaf, if they lie one behind the other."""
-        if self.rows is None:
-            return self
-        if self.rows.width == self.rows.length:
-            return Elements(self.start, self.stop)
-        boxes = self.boxes(self.rows.length)
-        if len(boxes) == 1 and boxes[0].bottom - boxes[0].top == 1:
-            low = boxes[0].top * self.rows.length + boxes[0].left
-            return Elements(low, low + len(self))
-        return self if boxes else Elements(0, 0)
+        if not len(self):
+            return Elements(0, 0)
+        low, high = self.bounds
+        return Elements(low, high) if high - low == len(self) else self
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
@@ -117,7 +112,7 @@ class Elements:
 
 
 def _stretches(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rows, and positions within each: of elements ``start`` to ``stop``, ``width`` a row."""
+    """Strided, and positions within each: of elements ``start`` to ``stop``, ``width`` a row."""
     if start >= stop:
         return
     (top, at), (bottom, end) = divmod(start, width), divmod(stop, width)
@@ -149,7 +144,7 @@ def elements_of(span: Span) -> Elements:
             f"begins at element {rows.first}: expected a multiple of their length"
         )
     start, stop = (x + row * rows.width for x in (span.start, span.stop))
-    return Elements(start, stop, Rows(rows.length, rows.runs)).simple
+    return Elements(start, stop, Strided(rows.length, rows.runs)).simple
 
 
 class Block(NamedTuple):
@@ -166,7 +161,7 @@ class Block(NamedTuple):
 def overlaps(first: Elements, second: Elements) -> list[Block]:
     """What two sets share; positions count from each one's start.
 
-    >>> overlaps(Elements(2, 12), Elements(0, 6, Rows(6, ((0, 2), (4, 5)))))
+    >>> overlaps(Elements(2, 12), Elements(0, 6, Strided(6, ((0, 2), (4, 5)))))
     [Block(rows=1, width=1, first=2, first_step=6, second=2, second_step=3), \
 Block(rows=1, width=2, first=4, first_step=6, second=3, second_step=3), \
 Block(rows=1, width=1, first=8, first_step=6, second=5, second_step=3)]
@@ -188,7 +183,7 @@ Block(rows=1, width=1, first=8, first_step=6, second=5, second_step=3)]
 
 
 def _by_interval(long: Elements, short: Elements) -> Iterator[Block]:
-    """Rows of two lengths: runs of the longer ones have many of the shorter ones."""
+    """Strided of two lengths: runs of the longer ones have many of the shorter ones."""
     at = 0
     for low, high in long.intervals():
         for block in overlaps(Elements(low, high), short):
@@ -224,7 +219,7 @@ def _rectangle(values: Tensor, rows: int, width: int, at: int, step: int) -> Ten
 def covers(numel: int, length: int, sets: Iterable[Elements]) -> bool:
     """Whether sets of elements, which may overlap, have together all of a leaf of whole rows.
 
-    >>> half, rest = Elements(0, 2, Rows(4, ((0, 1),))), Elements(0, 6, Rows(4, ((1, 4),)))
+    >>> half, rest = Elements(0, 2, Strided(4, ((0, 1),))), Elements(0, 6, Strided(4, ((1, 4),)))
     >>> covers(8, 4, [half, rest]), covers(8, 4, [half, rest.part(0, 5)])
     (True, False)
     """

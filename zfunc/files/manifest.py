@@ -27,7 +27,7 @@ import torch
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import DTYPES, NAMES, digest, strict_json
 from zfunc.files.elements import Elements, covers
-from zfunc.trees.rows import Rows
+from zfunc.layout.splits import Strided
 
 __all__ = [
     "FORMAT",
@@ -73,7 +73,7 @@ def row_of(
     file: int, start: int, count: int, offset: int, digest: str, length: int = 0, runs: Any = None
 ) -> Row:
     """A chunk of a file, in rows of ``length`` if there are ``runs``."""
-    rows = None if runs is None else Rows(length, tuple((low, high) for low, high in runs))
+    rows = None if runs is None else Strided(length, tuple((low, high) for low, high in runs))
     return Row(file, Elements(start, start + count, rows), offset, digest)
 
 
@@ -304,7 +304,7 @@ def _complete(leaf: StoredLeaf, length: int | None) -> bool:
     return covers(leaf.numel, length, (row.elements for row in leaf.chunks))
 
 
-def _patterns(name: str, row: dict[str, Any], numel: int) -> list[Rows]:
+def _patterns(name: str, row: dict[str, Any], numel: int) -> list[Strided]:
     """The rows of which a leaf has chunks."""
     length = _natural(row.get("row"), name)
     if not length or numel % length:
@@ -314,7 +314,7 @@ def _patterns(name: str, row: dict[str, Any], numel: int) -> list[Rows]:
         borders = [_natural(x, name) for run in _expect(list, runs, name) for x in _pair(name, run)]
         if not borders or any(a >= b for a, b in pairwise(borders)) or borders[-1] > length:
             raise ValueError(f"{name} has rows of {length} with the runs {runs!r:.80}")
-        found.append(Rows(length, tuple(zip(borders[::2], borders[1::2], strict=True))))
+        found.append(Strided(length, tuple(zip(borders[::2], borders[1::2], strict=True))))
     return found
 
 
@@ -324,7 +324,7 @@ def _pair(name: str, run: Any) -> list[Any]:
     return run
 
 
-def _chunk(name: str, row: Any, files: int, patterns: Sequence[Rows]) -> Row:
+def _chunk(name: str, row: Any, files: int, patterns: Sequence[Strided]) -> Row:
     row = _expect(list, row, name)
     if not 5 <= len(row) <= 5 + bool(patterns):
         raise ValueError(f"a chunk of {name} has {len(row)} entries")
