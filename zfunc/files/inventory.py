@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import CheckpointError
+from zfunc.files.elements import Elements, elements_of
 from zfunc.ranks.comm import even_cuts
 from zfunc.ranks.world import current
 from zfunc.trees.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry, opened
@@ -26,7 +27,7 @@ from zfunc.trees.tree import check_alive, dotted
 __all__ = ["Inventory", "TensorLeaf", "full_names", "own_share", "rebuilt", "shares", "take_stock"]
 
 SHARE = 1 << 12  # elements: what ranks hold in common is divided in multiples of it
-Fill = Callable[[str, int, Tensor], None]
+Fill = Callable[[str, Elements, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -173,14 +174,14 @@ def full_names(keys: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def shares(span: Span) -> list[tuple[int, int]]:
-    """The elements of a span that each of its ranks writes, so that each is written once."""
+    """The positions in a span that each of its ranks writes, so that each is written once."""
     numel = span.stop - span.start
     cuts = even_cuts(-(-numel // SHARE), len(span.replicas))
-    return list(pairwise(span.start + min(cut * SHARE, numel) for cut in cuts))
+    return list(pairwise(min(cut * SHARE, numel) for cut in cuts))
 
 
 def own_share(span: Span) -> tuple[int, int]:
-    """The elements of a span that this rank writes."""
+    """The positions in a span that this rank writes."""
     return shares(span)[span.replicas.index(current().rank)]
 
 
@@ -191,8 +192,8 @@ def rebuilt(
 
     Args:
         static: the values of its leaves that are no tensors.
-        fill: ``fill(name, start, out)`` writes elements ``start`` and following of the
-            full leaf to the 1-D tensor ``out``.
+        fill: ``fill(name, elements, out)`` writes these of the full leaf to the 1-D tensor
+            ``out``.
         lacking: names of leaves without a new value: plain ones stay as they are, and placed
             ones, errors that none have been left out of yet, are zero.
     """
@@ -220,17 +221,17 @@ def _filling(
         if names[span.index] in lacking:
             out.zero_()
         else:
-            fill(names[span.index], span.start, out)
+            fill(names[span.index], elements_of(span), out)
 
     return one
 
 
 def _fill_whole(fill: Fill, name: str, out: Tensor) -> None:
     if out.is_contiguous():
-        fill(name, 0, out.view(-1))
+        fill(name, Elements(0, out.numel()), out.view(-1))
         return
     flat = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    fill(name, 0, flat)
+    fill(name, Elements(0, out.numel()), flat)
     out.copy_(flat.view(out.shape))
 
 
