@@ -71,10 +71,11 @@ def skip_nonfinite(
             updates, inner = (tx.additive if additive else tx.update)(grads, inner, params)
             return updates, SkipState(inner, total.clone(), torch.zeros_like(row))
         if max_consecutive is not None and int(row) >= max_consecutive:
+            leaf = first_nonfinite(grads, _sharing())
             raise NonFiniteError(
-                f"the gradient of {first_nonfinite(grads, _sharing())!r} is not finite, after {int(row)} "
-                f"skipped steps in a row (max_consecutive={max_consecutive}). Lower the learning "
-                "rate or the loss scale, or look at the loss of the last batches."
+                f"the gradient of {leaf!r} is not finite, after {int(row)} skipped steps in a row "
+                f"(max_consecutive={max_consecutive}). Lower the learning rate or the loss scale, "
+                "or look at the loss of the last batches."
             )
         return tree.map(linear_map(_nothing), grads), SkipState(inner, total + 1, row + 1)
 
@@ -158,11 +159,11 @@ def all_finite(grads: Tree, sharing: Group | None = None) -> bool:
         sharing: ranks on which gradients may differ, and be finite on some alone.
     """
 
-
     def everywhere(norm: Tensor) -> bool:
         fine = bool(norm.isfinite())
-        alike = sharing is None or sharing.size == 1
-        return fine if alike else all(sharing.exchange(fine, label="finite"))
+        if sharing is None or sharing.size == 1:
+            return fine
+        return all(sharing.exchange(fine, label="finite"))
 
     # The squares alone may overflow.
     return everywhere(known_norm(grads)) or everywhere(known_norm(_marks(grads)))

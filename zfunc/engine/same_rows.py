@@ -12,7 +12,6 @@ raise when their metrics are there; on a GPU, for which no host waits, in a late
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -159,8 +158,8 @@ class _Watch:
     def _error(self) -> PlacementError:
         names = [name for name, size in self.mesh.axes if size > 1 and name not in BATCH]
         return PlacementError(
-            f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the same "
-            "rows of a batch, but some were given other arguments for the step. Give all of them "
+            f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the "
+            "same rows of a batch, but some were given other arguments for the step. Give them all "
             "step.local_batch(global_batch), which cuts over data and replica alone, and draw "
             "what is random by a key that they share."
         )
@@ -168,7 +167,9 @@ class _Watch:
 
 def _digest(given: Any) -> tuple[str, Tensor]:
     """What the leaves of a tree are made of, and one digest of their values, 0-d int64."""
-    kinds, whole, found = [], xxhash.xxh3_64(), []
+    kinds: list[str] = []
+    found: list[Tensor] = []
+    whole = xxhash.xxh3_64()
     for path, x in leaves_of(given):
         if isinstance(x, Tensor):
             kinds.append(f"{dotted(*path)} {x.dtype} {list(x.shape)}")
@@ -181,9 +182,9 @@ def _digest(given: Any) -> tuple[str, Tensor]:
             whole.update(x.tobytes())
         else:
             kinds.append(f"{dotted(*path)} {described(x)}")
-            whole.update(repr(x) if is_plain(x) else "")
+            whole.update(repr(x).encode() if is_plain(x) else b"")
     text = "; ".join(kinds)
-    whole.update(text)
+    whole.update(text.encode())
     number = whole.intdigest()
     if not found:
         return text, torch.tensor(_signed(number), device="cpu")

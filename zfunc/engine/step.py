@@ -524,7 +524,7 @@ def _on_one_mesh(transforms: list[Transform]) -> list[Transform]:
             mine = (size, f"{t.name} asks for {axis}={size}")
             if (other := sizes.setdefault(axis, mine))[0] != size:
                 raise CompositionError(f"a step has one mesh, but {other[1]} and {mine[1]}.")
-    asked = {axis: size for axis, (size, _) in sizes.items()}
+    asked: Any = {axis: size for axis, (size, _) in sizes.items()}
     one = next(iter(given)) if given else replace(mesh(**asked), given=False) if asked else None
     for i, t in enumerate(transforms):
         takes = "mesh" in getattr(t, "__dataclass_fields__", ())
