@@ -33,7 +33,7 @@ from zfunc.engine.hooks import Pending, Traffic
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
-from zfunc.engine.same_rows import with_same_rows
+from zfunc.engine.same_rows import look_anew, with_same_rows
 from zfunc.engine.step import Transform, transform_of
 from zfunc.engine.traffic import gathered, joined, reduced
 from zfunc.engine.unit_info import UnitInfo, Waiting
@@ -356,6 +356,7 @@ class Shard(Transform):
 
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         """Until a step has run: every params tree is differentiated once, all layers in order."""
+        look_anew(self.mesh)
         entries = Entries(state)
         placed = [entries[name] for name in self.params if name in entries]
         memo["reduce once"] = self.stage < 2

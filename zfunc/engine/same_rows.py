@@ -6,7 +6,8 @@ of two numbers for each part of the batch: with digests ``d`` of what its ``n`` 
 ``d`` and ``d * d``, modulo 2**64. The ranks have the same where ``n * sum(d * d) == sum(d) ** 2``:
 the difference is the sum of the squares of all differences. Every rank learns it of every part.
 
-The first call, and each with tensors of other shapes, waits for the answer. The others go on, and
+The first call after a state was placed, and each with tensors of other shapes, waits for the answer.
+The others go on, and
 raise when their metrics are there; on a GPU, for which no host waits, in a later call.
 """
 
@@ -31,7 +32,7 @@ from zfunc.ranks.meshes import BATCH, Mesh, laid_out
 from zfunc.ranks.world import current, on_renewal
 from zfunc.trees.tree import dotted
 
-__all__ = ["with_same_rows"]
+__all__ = ["look_anew", "with_same_rows"]
 
 LABEL = "rows of step.local_batch"
 _ODD = 0x9E3779B97F4A7C15  # of SplitMix64: digests that change places change their sum
@@ -63,6 +64,11 @@ def _watch(on: Mesh) -> _Watch:
         watches[on] = _Watch(laid_out(on))
     found: _Watch = watches[on]
     return found
+
+
+def look_anew(on: Mesh | None) -> None:
+    """A state has been placed: nothing is known of what its steps will be given."""
+    current().memo.get("same rows", {}).pop(on, None)
 
 
 @on_renewal.append
