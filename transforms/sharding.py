@@ -19,7 +19,7 @@ reduces once, stage 2 keeps cut sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -33,6 +33,7 @@ from zfunc.engine.hooks import Pending, Traffic
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
+from zfunc.engine.same_rows import look_anew, with_same_rows
 from zfunc.engine.step import Transform, transform_of
 from zfunc.engine.traffic import gathered, joined, reduced
 from zfunc.engine.unit_info import UnitInfo, Waiting
@@ -75,6 +76,7 @@ class Shard(Transform):
     position: ClassVar[int] = Order.SHARD
     represents: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
     name: ClassVar[str] = "shard"
 
     def __post_init__(self) -> None:
@@ -282,6 +284,9 @@ class Shard(Transform):
 
     # One call
 
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        return with_same_rows(self.mesh, call, state, args, kwargs)
+
     def configure(self, running: Context, state: Any) -> None:
         over = communication(running)
         over.group, over.replicas, over.everyone = self.group, self.replicas, self.everyone
@@ -351,6 +356,7 @@ class Shard(Transform):
 
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         """Until a step has run: every params tree is differentiated once, all layers in order."""
+        look_anew(self.mesh)
         entries = Entries(state)
         placed = [entries[name] for name in self.params if name in entries]
         memo["reduce once"] = self.stage < 2

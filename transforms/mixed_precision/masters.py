@@ -164,7 +164,7 @@ class Masters:
             The gradients to go on with.
         """
         bad = self._not_finite(grads, scaled)
-        group = communication(running).everyone
+        group = communication(running).deciding
         if group.size > 1:
             bad = group.all_reduce(bad, label="overflow").wait()
         if self.carried is None and not on_host(bad):
@@ -199,7 +199,7 @@ class Masters:
         for reading, grads, running in asked:
             overflow = reading.wait() > 0
             if overflow and not self.overflow:
-                self.leaf = first_nonfinite(grads)
+                self.leaf = first_nonfinite(grads, communication(running).sharing)
                 running.donation = None
             self.overflow = overflow or bool(self.overflow)
 

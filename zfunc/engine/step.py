@@ -41,7 +41,7 @@ from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
 from zfunc.ranks.accounting import ledger
-from zfunc.ranks.meshes import Mesh, laid_out
+from zfunc.ranks.meshes import ORDER, Mesh, laid_out, mesh
 from zfunc.ranks.world import MESH, unchecked
 from zfunc.trees import tree
 from zfunc.trees.nodes import Box, boxes_in, leaves_in
@@ -76,6 +76,8 @@ class Transform:
         of_params: whether the state is a params tree itself, and the function no training step.
         spends: whether the state that goes in may be gone before the caller has the result.
         mesh: how the ranks are laid out; a field of those transforms that take one.
+        axes: sizes that it asks for, by the mesh's axes; it has the field ``mesh``, too.
+        averages: whether ranks may have other rows of a batch.
     """
 
     position: ClassVar[int] = Order.OTHERS
@@ -86,7 +88,12 @@ class Transform:
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
     spends: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
     mesh: Mesh | None = None
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        return {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -303,7 +310,7 @@ class Step:
 
     def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
         (state, tensors), memo = admitted(state), self._memo()
-        laid_out(self.mesh)
+        self._check_mesh()
         self._check(state, memo)
         running = Context(
             transforms=self.transforms,
@@ -345,6 +352,17 @@ class Step:
         for transform, old in zip(reversed(self.transforms), reversed(given), strict=True):
             out = transform.finish(old, out)
         return out
+
+    def _check_mesh(self) -> None:
+        """Raise if the mesh does not cover this world, or nothing averages over its rows."""
+        on = laid_out(given := self.mesh)
+        if given is None or any(t.averages or t.of_params for t in self.transforms):
+            return
+        if on.batch and on.size(on.batch) > 1:
+            raise CompositionError(
+                f"on {on} ranks have other rows of a batch, and {self!r} averages over none: they "
+                "would drift apart. Wrap the step in zf.shard, or give a mesh of tensor and pipe."
+            )
 
     def _check(self, state: Any, memo: Mapping[Any, Any]) -> None:
         """Raise ``PlacementError`` if another composition has placed the state."""
@@ -395,7 +413,7 @@ class Step:
         if torch.is_inference_mode_enabled():  # a copy made in it could not be differentiated
             with torch.inference_mode(False), torch.no_grad():
                 return self.place(state)
-        laid_out(self.mesh)
+        self._check_mesh()
         state, _ = admitted(state)
         if found := first_placed(state):
             raise PlacementError(
@@ -444,7 +462,7 @@ class Step:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.init(make_state, *args, **kwargs)
-        laid_out(self.mesh)
+        self._check_mesh()
         from zfunc.initialisation.placing import init  # a room of its own, for this alone
 
         return self._noted(init(self._placed, self._parts, make_state, args, kwargs))
@@ -492,14 +510,26 @@ def _forget() -> None:
 
 
 def _on_one_mesh(transforms: list[Transform]) -> list[Transform]:
-    """The transforms; all that take a mesh have the one that was given to any of them."""
-    given = {t.mesh: t.name for t in transforms if t.mesh is not None}
+    """The transforms, on the mesh that was given to any of them, or of the sizes they ask for."""
+    given = {t.mesh: t.name for t in transforms if t.mesh is not None and t.mesh.given}
     if len(given) > 1:
         told = " and ".join(f"{name} has {mesh}" for mesh, name in given.items())
         raise CompositionError(f"a step has one mesh, but {told}. Give it to one of them.")
+    sizes: dict[str, tuple[int, str]] = {}
+    for on, name in given.items():
+        known = {**dict.fromkeys(ORDER, 1), **dict(on.axes)}
+        sizes = {axis: (size, f"{name} has {on}") for axis, size in known.items()}
+    for t in transforms:
+        for axis, size in t.axes.items():
+            mine = (size, f"{t.name} asks for {axis}={size}")
+            if (other := sizes.setdefault(axis, mine))[0] != size:
+                raise CompositionError(f"a step has one mesh, but {other[1]} and {mine[1]}.")
+    asked: Any = {axis: size for axis, (size, _) in sizes.items()}
+    one = next(iter(given)) if given else replace(mesh(**asked), given=False) if asked else None
     for i, t in enumerate(transforms):
-        if t.mesh is None and given and "mesh" in getattr(t, "__dataclass_fields__", ()):
-            transforms[i] = replace(t, mesh=next(iter(given)))  # type: ignore[type-var]
+        takes = "mesh" in getattr(t, "__dataclass_fields__", ())
+        if one is not None and takes and (t.mesh is None or not t.mesh.given):
+            transforms[i] = replace(t, mesh=one)  # type: ignore[type-var]
     return transforms
 
 
