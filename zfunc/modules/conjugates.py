@@ -30,7 +30,7 @@ def copied(x: Tensor, ranks: Group, label: str, split: Split | None = None) -> T
     """
     if ranks.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    out: Tensor = _Copied.apply(x, ranks, label, split)  # type: ignore[no-untyped-call]
+    out: Tensor = _Copied.apply(x, ranks, label, split)
     return out
 
 
@@ -38,7 +38,7 @@ def summed(x: Tensor, ranks: Group, label: str) -> Tensor:
     """The sum over ranks, in the memory of ``x``, which nobody else may hold."""
     if ranks.size == 1:
         return x
-    out: Tensor = _Summed.apply(x, ranks, label)  # type: ignore[no-untyped-call]
+    out: Tensor = _Summed.apply(x, ranks, label)
     return out
 
 
@@ -47,7 +47,7 @@ def gathered(x: Tensor, ranks: Group, label: str, split: Split) -> Tensor:
     if ranks.size == 1:
         return x
     along = replace(split, dim=x.ndim - 1)
-    out: Tensor = _Gathered.apply(x, ranks, label, along)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gathered.apply(x, ranks, label, along)
     return out
 
 

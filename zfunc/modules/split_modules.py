@@ -24,9 +24,7 @@ __all__ = ["check_outputs", "check_plan", "local_anatomy", "local_skeleton", "sp
 FURTHER = "output_attentions"  # outputs of layers that say something of each head
 
 
-def local_skeleton(
-    skeleton: nn.Module, anatomy: Anatomy, plan: SplitPlan, rank: int
-) -> nn.Module:
+def local_skeleton(skeleton: nn.Module, anatomy: Anatomy, plan: SplitPlan, rank: int) -> nn.Module:
     """A copy on ``meta`` whose parameters have a rank's shapes, and the plan's numbers."""
     modules = dict(skeleton.named_modules())
     memo: dict[int, Any] = {}

@@ -72,7 +72,9 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
     homes, names = split_homes(anatomy, plan), {part: x for x, part in module.named_modules()}
     parts = {module.get_submodule(name): (name, role) for name, role in plan.roles.items()}
     for part, (name, role) in parts.items():
-        own = {key: homes[home] for key in part._parameters if (home := (names[part], key)) in homes}
+        own = {
+            key: homes[home] for key in part._parameters if (home := (names[part], key)) in homes
+        }
         forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = functools.wraps(part.forward)(forward)
 
@@ -94,7 +96,7 @@ def _column(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) 
     return forward
 
 
-def _row(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forward:
     split = _weight(own, part, name, Role.ROW)
     if isinstance(part, nn.Linear) and type(part).forward is not nn.Linear.forward:
         return _own_row(wiring, part, name)
@@ -102,12 +104,13 @@ def _row(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> 
 
     def forward(input: Tensor) -> Tensor:
         y = F.linear(input, part.weight.mT if turned else part.weight)
-        return _with_bias(summed(y, wiring.group, FORWARD), part)
+        total = summed(y, wiring.group, FORWARD)
+        return total if part.bias is None else total + part.bias
 
     return forward
 
 
-def _own_row(wiring: Wiring, part: nn.Linear, name: str) -> Forward:
+def _own_row(wiring: Wiring, part: Any, name: str) -> Forward:
     """Of a linear layer that does more than multiply, which cannot be told to leave its bias."""
     inner = part.forward
     if part.bias is not None:
@@ -116,11 +119,6 @@ def _own_row(wiring: Wiring, part: nn.Linear, name: str) -> Forward:
             f"bias is not known. Leave it whole: rules={{'{name}.*': None}}."
         )
     return lambda input: summed(inner(input).clone(), wiring.group, FORWARD)
-
-
-def _with_bias(y: Tensor, part: nn.Module) -> Tensor:
-    bias: Tensor | None = part.bias  # type: ignore[assignment]
-    return y if bias is None else y + bias
 
 
 def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
@@ -204,7 +202,7 @@ MAKERS: Mapping[Role, Callable[[Wiring, nn.Module, Splits, int, str], Forward]] 
 # --- what they are made of ---------------------------------------------------------------------
 
 
-def _product(part: nn.Module, split: Split) -> Forward:
+def _product(part: Any, split: Split) -> Forward:
     """A product's forward on a part of its outputs.
 
     One that is no ``nn.Linear`` keeps how many outputs it has, and its weight may be ``[in, out]``.
