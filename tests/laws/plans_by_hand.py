@@ -35,6 +35,23 @@ class Wide(TorchFunctionMode):
         return func(*map(wide, args), **{key: wide(x) for key, x in kwargs.items()})
 
 
+def widened(module: Any) -> Any:
+    """The module in float64, whose innermost parts of Hugging Face's run so in backward, too."""
+    for part in module.modules():
+        kind = type(part)
+        if not part._modules and not kind.__module__.startswith("torch."):
+            part.__class__ = type(kind.__name__, (kind,), {"forward": _wide(kind.forward)})
+    return module.double()
+
+
+def _wide(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Wide():
+            return plain(self, *args, **kwargs)
+
+    return forward
+
+
 def blocks(n: int, size: int, ways: int) -> list[list[int]]:
     """``n`` blocks of so many indices over ranks, longer parts first."""
     ends = even_cuts(n, ways)
@@ -53,13 +70,13 @@ def llama(heads: int = 4, kv: int = 2, **more: Any) -> Any:
         **more,
     }
     torch.manual_seed(0)
-    return spread(built("LlamaForCausalLM", **settings)).double()
+    return widened(spread(built("LlamaForCausalLM", **settings)))
 
 
 def gpt2(**more: Any) -> Any:
     torch.manual_seed(0)
     model = built("GPT2LMHeadModel", **{**GPT, **STILL, "n_head": 4, "n_positions": 32, **more})
-    return spread(model).double()
+    return widened(spread(model))
 
 
 def spread(module: Any) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.plans_by_hand import (
-    Wide,
     gpt2,
     gpt2_plan,
     llama,
@@ -38,9 +37,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 def run(model: Any, params: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = tree.flatten_names(params)
-    with Wide():
-        logits = model.apply(params, input_ids=ids).logits
-        grads = torch.autograd.grad(loss_of(logits, ids), [*leaves.values()])
+    logits = model.apply(params, input_ids=ids).logits
+    grads = torch.autograd.grad(loss_of(logits, ids), [*leaves.values()])
     return logits.detach(), dict(zip(leaves, grads, strict=True))
 
 
