@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,11 +12,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import zfunc as zf
-from tests.laws.architectures import GPT, LENGTH, STILL, TEXT, VOCAB, built
+from tests.laws.architectures import GPT, GROUPED, LENGTH, STILL, TEXT, VOCAB, built
+from zfunc.engine.step import Transform, as_step
+from zfunc.layout.layout import Layout
 from zfunc.layout.splits import Cut, Part, Split, mark
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.units import TensorInfo
 from zfunc.ranks.comm import even_cuts
+from zfunc.ranks.meshes import laid_out
+from zfunc.transforms.splitting import Splitting
 
 HEAD_DIM = 4
 
@@ -55,7 +61,7 @@ def _wide(plain: Callable[..., Any]) -> Callable[..., Any]:
 def blocks(n: int, size: int, ways: int) -> list[list[int]]:
     """``n`` blocks of so many indices over ranks, longer parts first."""
     ends = even_cuts(n, ways)
-    return [list(range(a * size, b * size)) for a, b in zip(ends, ends[1:], strict=False)]
+    return [list(range(a * size, b * size)) for a, b in pairwise(ends)]
 
 
 def llama(heads: int = 4, kv: int = 2, **more: Any) -> Any:
@@ -148,7 +154,9 @@ def expanded(heads: Sequence[Iterable[int]]) -> list[list[int]]:
 def gpt2_plan(config: Any, ways: int) -> SplitPlan:
     width, heads = config.n_embd, config.n_head
     qkv, bias = (Cut(d, parts=3, by=heads) for d in (1, 0))
-    splits: dict[str, Split] = {"transformer.wte.weight": Cut(0).split((config.vocab_size, width), ways)}
+    splits: dict[str, Split] = {
+        "transformer.wte.weight": Cut(0).split((config.vocab_size, width), ways)
+    }
     roles = {"transformer.wte": Role.EMBED, "lm_head": Role.HEAD}
     attributes = {}
     for i in range(config.n_layer):
@@ -166,6 +174,42 @@ def gpt2_plan(config: Any, ways: int) -> SplitPlan:
         local = splits[f"{name}.attn.c_proj.weight"]
         attributes[f"{name}.attn"] = {"split_size": tuple(map(local.width, range(ways)))}
     return SplitPlan(ways, splits, roles, attributes)
+
+
+def qwen3(kv: int = 2) -> Any:
+    """Heads have norms, whose weights lie between the products."""
+    torch.manual_seed(0)
+    settings = {**GROUPED, "num_attention_heads": 4, "head_dim": 4, "num_key_value_heads": kv}
+    return widened(spread(built("Qwen3ForCausalLM", **settings)))
+
+
+def qwen3_plan(config: Any, ways: int) -> SplitPlan:
+    plan = llama_plan(config, ways)
+    norms = [
+        f"model.layers.{i}.self_attn.{x}_norm"
+        for i in range(config.num_hidden_layers)
+        for x in "qk"
+    ]
+    return replace(plan, roles={**plan.roles, **dict.fromkeys(norms, Role.BETWEEN)})
+
+
+def mixtral() -> Any:
+    """Experts whose products are leaves of three dimensions."""
+    torch.manual_seed(0)
+    settings = {**GROUPED, "num_local_experts": 4, "intermediate_size": 6}
+    module = widened(spread(built("MixtralForCausalLM", **settings)))
+    module.config._experts_implementation = "eager"  # the grouped product has no float64
+    return module
+
+
+def mixtral_plan(config: Any, ways: int) -> SplitPlan:
+    n, wide, width = config.num_local_experts, config.intermediate_size, config.hidden_size
+    splits: dict[str, Split] = {}
+    roles = {f"model.layers.{i}.mlp.experts": Role.NETWORK for i in range(config.num_hidden_layers)}
+    for name in roles:
+        splits[f"{name}.gate_up_proj"] = Cut(1, parts=2).split((n, 2 * wide, width), ways)
+        splits[f"{name}.down_proj"] = Cut(2).split((n, width, wide), ways)
+    return SplitPlan(ways, splits, roles)
 
 
 def local_params(model: Any, full: dict[str, Tensor], plan: SplitPlan, rank: int) -> Any:
@@ -189,4 +233,24 @@ def tokens(seed: int = 1, batch: int = 3) -> Tensor:
     return torch.randint(0, VOCAB, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-Planner = Callable[..., SplitPlan]
+@dataclass(frozen=True)
+class ByPlan(Splitting):
+    """``split`` by a plan that is given."""
+
+    plan: Any = field(default=None, compare=False)
+
+    def beside(self, others: Sequence[Transform]) -> ByPlan:
+        found = super().beside(others)
+        return replace(self, roles=found.roles, sharded=found.sharded, of_tree=found.of_tree)
+
+    def _parts(self, layout: Layout) -> list[Part | None]:
+        mesh, splits = laid_out(self.mesh), self.plan.splits
+        return [
+            None if slot is None else Part(splits.get(slot.path), mesh, self.axis, self.plan)
+            for slot in layout.slots
+        ]
+
+
+def split_step(step: Any, plan: SplitPlan, stage: int = 0, data: int = 1) -> Any:
+    mesh = zf.mesh(data=data, tensor=plan.ways)
+    return zf.shard(as_step(step).wrap(ByPlan(mesh=mesh, plan=plan)), stage=stage, mesh=mesh)
