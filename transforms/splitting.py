@@ -113,9 +113,7 @@ class Splitting(Transform):
         """How the model is split over the ranks of the axis; None where there are rules alone."""
         if self.model is None:
             return None
-        return plan_of(
-            self.model, self.group.size, example=self.example, vocab=self.vocab, rules=self.rules
-        )
+        return plan_of(self.model, self.group.size, example=self.example, vocab=self.vocab)
 
     def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""

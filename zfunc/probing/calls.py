@@ -258,14 +258,16 @@ class _Recorder:
                 kind.result = inner(*args, **kwargs)
             if kind.call is None:  # a later one before the first: seen when that one comes
                 raise PlacementError("layers that are alike are not called in their order")
-            return cloned(kind.result, lambda _, x: x.detach().clone().requires_grad_(
-                x.requires_grad))
+            return cloned(
+                kind.result, lambda _, x: x.detach().clone().requires_grad_(x.requires_grad)
+            )
 
         return forward
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         streams = {
-            i for i, x in enumerate(tensors_in((args, kwargs)))
+            i
+            for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())

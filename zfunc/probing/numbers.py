@@ -106,6 +106,7 @@ def _watched(part: nn.Module, name: str, note: Note) -> Callable[[], None]:
 
     for key, value in list(part.__dict__.items()):
         if not key.startswith("_") and hasattr(value, "__dict__") and not _plain(value):
+
             def inner(_: Any, attribute: str, found: Any, key: str = key) -> None:
                 note(part, name, f"{key}.{attribute}", found)
 
@@ -137,5 +138,9 @@ def _telling(kind: type, tell: Callable[[Any, str, Any], None]) -> type:
             tell(self, attribute, value)
         return value
 
-    body = {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body = {
+        "__getattribute__": read,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     return type(kind.__name__, (kind,), body)

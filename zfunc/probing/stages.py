@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +123,9 @@ class Stage:
         args, kwargs = cloned((self.call.args, self.call.kwargs), each)
         trace, trace.given = self.trace, tensors_in((args, kwargs))
         with torch.set_grad_enabled(grad):
-            args, kwargs = cloned((args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x)
+            args, kwargs = cloned(
+                (args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x
+            )
             out = tensors_in(self.layer(*args, **kwargs))
         trace.result, trace.further = (out[0] if out else None), out[1:]
         return trace
