@@ -246,7 +246,7 @@ def test_a_layer_sums_twice_forward_and_twice_backward() -> None:
     assert payload["tensor forward"] == payload["tensor backward"] == 2 * layers * once
     assert (calls["tensor embed"], payload["tensor embed"]) == (1, once)
     assert calls["tensor head"] == 2  # its outputs are gathered, its input's gradient is summed
-    assert calls["tensor between"] == calls["tensor shared"] == 0
+    assert calls["tensor between"] == calls["tensor shared rows"] == 0
 
 
 def test_what_is_computed_again_sums_three_times_forward() -> None:

@@ -250,11 +250,9 @@ class Template:
             return self.forwards[i](*args, **kwargs)
         finally:
             self.bind_unit(i, before)
-            self.wiring.forget()
 
     def renew(self) -> None:
         """Buffers for another call on the same parameters, as if there had been none before."""
-        self.wiring.forget()
         for name, buffer in self.buffers.items():
             buffer.bind(self.sources[name])
         self._drop_new_buffers()
@@ -295,7 +293,6 @@ class Template:
             self.give_back()
             return
         self.serial += 1
-        self.wiring.forget()
         self._release_buffers()
         self.reach(over=True)
         lease.over = True
@@ -314,7 +311,7 @@ class Template:
             self.bind_unit(i, None)
             self.values[i] = None
         self._release_buffers()
-        self.wiring.close()
+        self.wiring.ranks = None
         for rnn, weights, refs in self.rnns:
             rnn._flat_weights, rnn._flat_weight_refs = weights, refs
         self.sources = {}

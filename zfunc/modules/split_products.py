@@ -17,19 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zfunc.engine.versions import versions
 from zfunc.errors import CompositionError
 from zfunc.layout.splits import Split
-from zfunc.modules.conjugates import copied, gathered, summed
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.units import Anatomy
+from zfunc.operators.conjugates import copied, gathered, shared, summed
+from zfunc.operators.vocabulary import local_indices
 from zfunc.ranks.comm import Group
 
 __all__ = ["Wiring", "wire"]
 
-FORWARD, BACKWARD, EMBED = "tensor forward", "tensor backward", "tensor embed"
-HEAD, SHARED, BETWEEN = "tensor head", "tensor shared", "tensor between"
+EMBED, HEAD, BETWEEN = "tensor embed", "tensor head", "tensor between"  # else those of operators
 
 Forward = Callable[..., Any]
 Splits = Mapping[str, Split]
@@ -37,34 +36,20 @@ Splits = Mapping[str, Split]
 
 
 class Wiring:
-    """What the wired submodules of one copy of a module know of the call that is running."""
+    """What the wired submodules of one copy of a module know of the call that is running.
+
+    Attributes:
+        ranks: those among which the leaves are split; None between calls, or where none are.
+    """
 
     def __init__(self) -> None:
         self.ranks: Group | None = None
-        self._last: tuple[Tensor, list[int] | None, Tensor] | None = None
 
     @property
     def group(self) -> Group:
-        """The ranks among which the leaves are split."""
+        """The ranks of the call."""
         assert self.ranks is not None
         return self.ranks
-
-    def once(self, x: Tensor, label: str = BACKWARD) -> Tensor:
-        """``x``, whose gradient is summed over ranks: once for all columns that read it."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return x
-        seen, last = versions([x]), self._last
-        if last is None or last[0] is not x or last[1] != seen:
-            self._last = last = x, seen, copied(x, self.group, label)
-        return last[2]
-
-    def forget(self) -> None:
-        """What comes now reads other inputs."""
-        self._last = None
-
-    def close(self) -> None:
-        """The call is over, and so may be the ranks' world."""
-        self.ranks = self._last = None
 
 
 def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, rank: int) -> None:
@@ -87,7 +72,7 @@ def _column(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) 
     partial = any(split.shared for split in own.values())
 
     def forward(input: Tensor) -> Any:
-        x = wiring.once(input)
+        x = copied(input, wiring.group)
         if not partial:
             return multiply(x)
         with _entered(wiring, part, own):
@@ -104,7 +89,7 @@ def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forwar
 
     def forward(input: Tensor) -> Tensor:
         y = F.linear(input, part.weight.mT if turned else part.weight)
-        total = summed(y, wiring.group, FORWARD)
+        total = summed(y, wiring.group, own=True)
         return total if part.bias is None else total + part.bias
 
     return forward
@@ -118,7 +103,7 @@ def _own_row(wiring: Wiring, part: Any, name: str) -> Forward:
             f"the plan makes {name} a row, and what {type(part).__name__}.forward does with its "
             f"bias is not known. Leave it whole: rules={{'{name}.*': None}}."
         )
-    return lambda input: summed(inner(input).clone(), wiring.group, FORWARD)
+    return lambda input: summed(inner(input), wiring.group)
 
 
 def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
@@ -126,7 +111,7 @@ def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) ->
     multiply = _product(part, split)
 
     def forward(input: Tensor) -> Tensor:
-        return gathered(multiply(wiring.once(input, HEAD)), wiring.group, HEAD, split)
+        return gathered(multiply(copied(input, wiring.group, HEAD)), wiring.group, split, HEAD)
 
     return forward
 
@@ -147,7 +132,7 @@ def _embed(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -
         at, mine = _places(input, split, rank)
         with nullcontext() if rows else _a_row(part):
             y: Tensor = lookup(at, *args, **kwargs)
-        return summed(y.masked_fill(~mine[..., None], 0), wiring.group, EMBED)
+        return summed(y.masked_fill(~mine[..., None], 0), wiring.group, EMBED, own=True)
 
     return forward
 
@@ -178,13 +163,13 @@ def _network(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str)
     inner = part.forward
 
     def whole(x: Any) -> Any:
-        return wiring.once(x) if isinstance(x, Tensor) else x
+        return copied(x, wiring.group) if isinstance(x, Tensor) else x
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         args, kwargs = tuple(map(whole, args)), {key: whole(x) for key, x in kwargs.items()}
         with _entered(wiring, part, own):
             y: Tensor = inner(*args, **kwargs)
-        return summed(y.clone(), wiring.group, FORWARD)  # somebody may have saved it
+        return summed(y, wiring.group)
 
     return forward
 
@@ -225,10 +210,10 @@ def _entered(wiring: Wiring, part: nn.Module, own: Splits) -> Iterator[None]:
     """
     held = dict(part._parameters)
     for key, p in held.items():
-        split = own.get(key)
-        if p is not None and (split is None or split.shared):
-            label = BETWEEN if split is None else SHARED
-            part._parameters[key] = copied(p, wiring.group, label, split)  # type: ignore[assignment]
+        if p is not None:
+            split, ranks = own.get(key), wiring.group
+            x = copied(p, ranks, BETWEEN) if split is None else shared(p, ranks, split)
+            part._parameters[key] = x  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -237,14 +222,9 @@ def _entered(wiring: Wiring, part: nn.Module, own: Splits) -> Iterator[None]:
 
 def _places(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
     """Where in a rank's rows the ids are, and which are; those that no rank has are in no row."""
+    at, mine = local_indices(ids, split.runs[rank])
     known = (ids >= 0) & (ids < split.size)
-    at = torch.where(known, 0, max(1, split.width(rank)))
-    mine, first = torch.zeros_like(known), 0
-    for start, stop in split.runs[rank]:
-        here = (ids >= start) & (ids < stop)
-        at = torch.where(here, ids - start + first, at)
-        mine, first = mine | here, first + stop - start
-    return at, mine
+    return torch.where(known, at, max(1, split.width(rank))), mine
 
 
 def _weight(own: Splits, part: nn.Module, name: str, role: Role) -> Split:

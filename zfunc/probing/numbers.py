@@ -83,14 +83,16 @@ def numbers_read(stage: Stage, row: str) -> list[Number]:
         if name == row:
             state["on"] = False
 
-    undo = [_watched(part, name, note) for name, part in stage.layer.named_modules()]
-    stage.on_product = reached
-    try:
-        stage.run()
-    finally:
-        stage.on_product = lambda name: None
-        for back in reversed(undo):
-            back()
+    for call in stage.calls:
+        with stage.called(call):
+            undo = [_watched(part, name, note) for name, part in stage.layer.named_modules()]
+            state["on"], stage.on_product = True, reached
+            try:
+                stage.run()
+            finally:
+                stage.on_product = lambda name: None
+                for back in reversed(undo):
+                    back()
     return list(seen.values())
 
 

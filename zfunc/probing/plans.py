@@ -102,10 +102,10 @@ def _joined(layer: str, name: str) -> str:
 
 def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int) -> _LayerPlan:
     made = _LayerPlan()
-    if kind.call is None:
+    if not kind.calls:
         made.whole[""] = "it was not called"
         return made
-    stage = Stage(kind.module, kind.call)
+    stage = Stage(kind.module, kind.calls)
     pairs, made.whole = pairings(stage)
     for pairing in pairs:
         taken = [name for name in pairing.members if name in made.roles]
