@@ -77,7 +77,7 @@ class Transform:
         spends: whether the state that goes in may be gone before the caller has the result.
         mesh: how the ranks are laid out; a field of those transforms that take one.
         axes: sizes that it asks for, by the mesh's axes; it has the field ``mesh``, too.
-        averages: whether ranks may have other rows of a batch.
+        averages: the mesh's axes along which ranks have other rows of a batch, if it averages.
     """
 
     position: ClassVar[int] = Order.OTHERS
@@ -88,12 +88,15 @@ class Transform:
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
     spends: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
     mesh: Mesh | None = None
 
     @property
     def axes(self) -> Mapping[str, int]:
         return {}
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        return ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
