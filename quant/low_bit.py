@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zfunc import kernels
 from zfunc.errors import PlacementError
+from zfunc.layout.cutting import Encoded
 from zfunc.quant import grids, packing
 from zfunc.quant.grids import Format, Grid
-from zfunc.trees.nodes import Encoded
 
 __all__ = ["Code", "LowBit", "matrix_shape"]
 

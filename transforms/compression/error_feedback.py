@@ -210,8 +210,10 @@ class Call:
         """Note the norms of gradients that are about to leave, and whether they are finite."""
         row = self.squares.setdefault(name, {})
         for i, full in zip(flats, fulls, strict=True):
-            sums = square_sums(layout.views(i, full)).unbind()
-            row.update(zip((slot.index for slot in layout.by_flat[i]), sums, strict=True))
+            views = zip(layout.by_flat[i], layout.views(i, full), strict=True)
+            counted = {slot.index: layout.counts(slot.index, x) for slot, x in views}
+            sums = square_sums(list(counted.values())).unbind()
+            row.update(zip(counted, sums, strict=True))
 
     def agreed(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Whether some rank saw what is not finite (0-d, else 0), and the means of ``squares``
@@ -223,12 +225,18 @@ class Call:
         fine = torch.stack(self.finite).all() if self.finite else zero == 0
         flag = fine.logical_not().double().view(1)
         together = torch.cat([flag, *(row.nan_to_num() for row in rows)])
-        self.group.all_reduce(together, label="norms").wait()
+        self.deciding.all_reduce(together, label="norms").wait()
         sizes = [len(self.layouts[name].slots) for name in names]
         means, bad = (together[1:] / size).split(sizes), together[0]
         if self.sharing.size > 1:
             bad = self.deciding.all_reduce(flag, label="finite").wait()[0]
         return bad, dict(zip(names, means, strict=True))
+
+    @property
+    def deciding(self) -> Group:
+        """The ranks that together have every gradient."""
+        layouts = iter(self.layouts.values())
+        return next((layout.holders for layout in layouts), self.group)
 
     def _device(self) -> torch.device:
         """Where gradients are, or, if there were none, errors."""

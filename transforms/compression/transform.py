@@ -49,13 +49,13 @@ from zfunc.engine.carried import held, may_lose, may_stay, put, take
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
-from zfunc.engine.hooks import Gradients, Pending, Ready, Traffic
+from zfunc.engine.hooks import Gradients, Pending, Traffic
 from zfunc.engine.order import Order
 from zfunc.engine.placement import homes_of
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.engine.traffic import added
-from zfunc.engine.unit_info import UnitInfo
+from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.kernels import llvm
 from zfunc.layout.layout import Layout

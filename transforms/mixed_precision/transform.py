@@ -41,13 +41,13 @@ from zfunc.engine import carried, context
 from zfunc.engine.communication import communication, uncut
 from zfunc.engine.context import Context
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Ready
+from zfunc.engine.hooks import Gradients, LayerInfo, Pending
 from zfunc.engine.order import Order
 from zfunc.engine.placement import layout_for
 from zfunc.engine.primitives import Mean
 from zfunc.engine.products import SHORT, products
 from zfunc.engine.step import Differentiate, Transform, transform_of
-from zfunc.engine.unit_info import UnitInfo
+from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.leaves import settle_origin

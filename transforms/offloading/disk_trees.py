@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zfunc.buffers.copies import Upload
-from zfunc.engine.hooks import Ready
+from zfunc.engine.unit_info import Ready
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout.layout import Layout
 from zfunc.layout.sharded import Sharded

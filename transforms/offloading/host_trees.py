@@ -21,7 +21,7 @@ from zfunc.buffers.copies import Leaving, Upload, descend
 from zfunc.buffers.pages import FLIGHTS, wait_for
 from zfunc.buffers.ring import HOST
 from zfunc.engine import context
-from zfunc.engine.hooks import Ready
+from zfunc.engine.unit_info import Ready
 from zfunc.layout.layout import Layout
 from zfunc.layout.sharded import Sharded
 from zfunc.transforms.offloading.deferred import InMemory, same_node

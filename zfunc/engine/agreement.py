@@ -10,9 +10,10 @@ import optree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
+from zfunc.layout.cutting import Encoded
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digest_of_all, digests
-from zfunc.trees.nodes import PLACED, Encoded, Tree
+from zfunc.trees.nodes import PLACED, Tree
 from zfunc.trees.tree import dotted
 
 __all__ = ["COUNTED", "check_same"]

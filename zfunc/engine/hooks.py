@@ -18,8 +18,6 @@ __all__ = [
     "Gradients",
     "LayerInfo",
     "Pending",
-    "Ready",
-    "Total",
     "Traffic",
 ]
 
@@ -98,34 +96,6 @@ class Pending(Protocol):
 
     def advance(self) -> None:
         """End a round, if there is another to start; of three there are two to end."""
-
-
-@dataclass
-class Ready:
-    """A ``Pending`` that is there already."""
-
-    values: list[Tensor]
-
-    def wait(self) -> list[Tensor]:
-        return self.values
-
-    def advance(self) -> None:
-        """Nothing is left to do."""
-
-
-@dataclass
-class Total:
-    """The sum of what came in two parts."""
-
-    first: Pending
-    second: Pending
-
-    def wait(self) -> list[Tensor]:
-        return [a + b for a, b in zip(self.first.wait(), self.second.wait(), strict=True)]
-
-    def advance(self) -> None:
-        self.first.advance()
-        self.second.advance()
 
 
 class Description(str):

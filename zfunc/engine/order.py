@@ -21,6 +21,9 @@ class Order(IntEnum):
     OFFLOAD = 100  # where the state is held
     COMPRESS = 150  # nearer to storage than shard: it takes over what shard leaves
     SHARD = 200  # parameters are gathered, gradients are reduced
+    SPLIT = (
+        220  # leaves are split before they are cut, and after all that makes other leaves of them
+    )
     ACCUMULATE = 250  # microbatches
     REMAT = 260  # outside of what computes in a layer
     PRECISION = 290  # around whatever may leave a layer out: all streams in one dtype

@@ -28,11 +28,11 @@ from torch import Tensor
 from zfunc.engine import context
 from zfunc.engine.accord import Accord
 from zfunc.engine.communication import communication
-from zfunc.engine.hooks import LayerInfo, Pending, Total
+from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.plans import Plan
 from zfunc.engine.primitives import Ref
 from zfunc.engine.sources import Source
-from zfunc.engine.unit_info import gather
+from zfunc.engine.unit_info import Total, gather
 from zfunc.engine.unit_runs import UnitRun
 from zfunc.errors import PlacementError
 from zfunc.layout.layout import Layout

@@ -14,7 +14,7 @@ from zfunc.layout.pool import pool
 from zfunc.layout.rounds import ReplicaSum, Rounds
 from zfunc.ranks.comm import Group
 
-__all__ = ["UnitInfo", "Waiting", "gather"]
+__all__ = ["Ready", "Total", "UnitInfo", "Waiting", "gather"]
 
 
 @dataclass
@@ -32,6 +32,34 @@ class Waiting:
                 part.advance()
             elif not isinstance(part, Tensor):
                 part.wait()
+
+
+@dataclass
+class Ready:
+    """A ``Pending`` that is there already."""
+
+    values: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.values
+
+    def advance(self) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass
+class Total:
+    """The sum of what came in two parts."""
+
+    first: Pending
+    second: Pending
+
+    def wait(self) -> list[Tensor]:
+        return [a + b for a, b in zip(self.first.wait(), self.second.wait(), strict=True)]
+
+    def advance(self) -> None:
+        self.first.advance()
+        self.second.advance()
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.context import RECOMPUTED
-from zfunc.engine.hooks import Pending, Ready
-from zfunc.engine.unit_info import UnitInfo
+from zfunc.engine.hooks import Pending
+from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import pool
@@ -243,8 +243,16 @@ class UnitRun:
                 if self.owner.accord is not None:
                     self.owner.accord.entered(self)
                 views = self._tracked(views)
-            self.entered = dict(zip(self.leaf_indices, views, strict=True))
+            self.entered = self._marked(views)
         return self.entered
+
+    def _marked(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The entered leaves by leaf index; those of a split tree say what they are parts of."""
+        found, layout = dict(zip(self.leaf_indices, leaves, strict=True)), self.info.layout
+        if layout.along is not None:
+            for i, leaf in found.items():
+                layout.marked(layout.slots[i], leaf)
+        return found
 
     def check_unwritten(self) -> None:
         """Raise ``PlacementError`` if the function that was given the unit has written to it."""
@@ -292,8 +300,7 @@ class UnitRun:
         """Leaves for a second forward pass, whose graph goes nowhere: the first one's has the
         gradients."""
         pairs = zip(views, self.live, strict=True)
-        leaves = [v.detach().requires_grad_() if on else v for v, on in pairs]
-        return dict(zip(self.leaf_indices, leaves, strict=True))
+        return self._marked([v.detach().requires_grad_() if on else v for v, on in pairs])
 
     def _check_eager(self) -> None:
         if torch._C._functorch.maybe_current_level() is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zfunc.ranks.axes import group
-from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, carry, leaves_in, opened
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, carry, in_full, leaves_in, opened
 
 __all__ = ["init"]
 
@@ -80,7 +80,7 @@ def materialised(state: Any) -> Any:
 def _writes(full: Any, placed: Any) -> list[Write]:
     """For each leaf of the full state what to do with its value."""
     nodes, spec = optree.tree_flatten(
-        opened(placed),
+        opened(in_full(placed)),
         is_leaf=lambda x: isinstance(x, Placed),
         none_is_leaf=True,
         namespace=NAMESPACE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,27 @@ from zfunc.errors import PlacementError
 from zfunc.layout.freezing import frozen_among
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
+from zfunc.layout.splits import Part
 from zfunc.ranks.meshes import Axes, Mesh
-from zfunc.trees.nodes import NAMESPACE, Encoded, Tree
+from zfunc.trees.nodes import NAMESPACE, Tree, part_of
 from zfunc.trees.tree import dotted
 
-__all__ = ["aligned_cuts", "make_layout"]
+__all__ = ["Encoded", "aligned_cuts", "make_layout"]
 
 ALONE = 1 << 16  # bytes from which a leaf of the root is worth a message of its own
+
+
+class Encoded:
+    """A leaf that is cut and sent as the bytes that it is stored in (a low-bit tensor)."""
+
+    def to_bytes(self) -> Tensor:
+        """All that it holds, 1-D uint8."""
+        raise NotImplementedError
+
+    @property
+    def code(self) -> Any:
+        """A static value, hashable, with ``bytes`` (how many) and ``read(bytes) -> leaf``."""
+        raise NotImplementedError
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
@@ -159,7 +174,9 @@ def make_layout(
     for name, leaf in zip(names, leaves, strict=True):
         if leaf is not None:
             _check_leaf(name, leaf)
-    sizes = [0 if leaf is None else leaf.nbytes for leaf in leaves]
+    parts = [part_of(leaf) for leaf in leaves]
+    sizes = [_bytes(leaf, part) for leaf, part in zip(leaves, parts, strict=True)]
+    along = next((part for part in parts if part is not None), None)
     still = frozen_among(leaves, spec, frozen)
     outer, layers = find_layers(tree)
     inside = {i for layer in layers for i in range(layer.start, layer.stop)}
@@ -175,27 +192,56 @@ def make_layout(
                 if isinstance(leaf, Encoded):
                     kind = (torch.uint8, False, leaf.code.bytes < persist_below, None)
                 else:
-                    small = leaf.numel() < persist_below
+                    small = sizes[i] < persist_below * leaf.itemsize
                     kind = (leaf.dtype, not still[i], small, origin_of(leaf))
-                kinds.setdefault(kind, []).append(i)
+                kinds.setdefault((*kind, _sharing(parts[i])), []).append(i)
         mine = []
-        for (dtype, trainable, whole, _), some in kinds.items():
+        for (dtype, trainable, whole, *_), some in kinds.items():
             end = 0
             for i in some:
-                slots[i] = _slot(names[i], leaves[i], len(flats), end, i)
+                slots[i] = _slot(names[i], leaves[i], len(flats), end, i, parts[i])
                 end += aligned(slots[i].numel)  # type: ignore[union-attr]
             mine.append(len(flats))
             flats.append(Flat(dtype, trainable, whole, aligned_cuts(end, 1 if whole else world)))
         units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
     return Layout(
-        spec, tuple(slots), tuple(flats), tuple(units), outer, layers, mesh, axis, world, by
+        spec,
+        tuple(slots),
+        tuple(flats),
+        tuple(units),
+        outer,
+        layers,
+        mesh if along is None else along.mesh,
+        axis,
+        world,
+        None if along is None else along.axis,
+        None if along is None else along.plan,
+        by,
     )
 
 
-def _slot(name: str, leaf: Any, flat: int, start: int, index: int) -> Slot:
+def _bytes(leaf: Any, part: Part | None) -> int:
+    """Of a leaf, or of an even share of one that is split: alike on all ranks."""
+    if leaf is None:
+        return 0
+    if part is None or part.split is None:
+        return int(leaf.nbytes)
+    return math.prod(part.split.full(leaf.shape)) // part.split.ways * int(leaf.itemsize)
+
+
+def _sharing(part: Part | None) -> int:
+    """Leaves that differ in how many ranks hold their elements lie in flats of their own.
+
+    What is computed of a whole flat, a scale say, would make copies of the same leaf differ.
+    """
+    return 0 if part is None or part.split is None else 2 if part.split.shared else 1
+
+
+def _slot(name: str, leaf: Any, flat: int, start: int, index: int, part: Part | None) -> Slot:
+    split = None if part is None else part.split
     if isinstance(leaf, Encoded):
-        return Slot(name, (leaf.code.bytes,), flat, start, index, leaf.code)
-    return Slot(name, tuple(leaf.shape), flat, start, index)
+        return Slot(name, (leaf.code.bytes,), flat, start, index, leaf.code, split)
+    return Slot(name, tuple(leaf.shape), flat, start, index, None, split)
 
 
 def aligned_cuts(length: int, world: int) -> tuple[int, ...]:

@@ -29,10 +29,13 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty
+from zfunc.layout.splits import Part, Split, mark
+from zfunc.ranks.axes import alone
 from zfunc.ranks.axes import group as group_of
 from zfunc.ranks.comm import Group
-from zfunc.ranks.meshes import Axes, Mesh
+from zfunc.ranks.meshes import Axes, Mesh, laid_out
 from zfunc.trees.nodes import NAMESPACE, Layers, Tree
 from zfunc.trees.squares import zeros
 from zfunc.trees.tree import dotted
@@ -49,7 +52,8 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 class Slot:
     """Where one leaf lies: ``flat[start : start + numel]``, ``shape`` outside.
 
-    ``code`` makes the leaf of what lies there, if it is stored as bytes (``nodes.Encoded``).
+    ``code`` makes the leaf of what lies there, if it is stored as bytes (``cutting.Encoded``);
+    ``split`` says which part of the full leaf it is, if it is one.
     """
 
     path: str
@@ -58,10 +62,16 @@ class Slot:
     start: int
     index: int
     code: Any = None
+    split: Split | None = None
 
     @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """The shape of the full leaf."""
+        return self.shape if self.split is None else self.split.full(self.shape)
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,8 @@ class Layout:
         outer: the structure with a hole at each layer.
         layers: the holes, in order.
         mesh, axis: over which ranks the flats are cut.
+        along: the axis over which leaves are split before they lie in flats, if some are.
+        plan: what a model needs to know to compute with such leaves.
         by: the transform that made it: its name, and how it writes itself.
     """
 
@@ -123,18 +135,33 @@ class Layout:
     mesh: Mesh | None
     axis: Axes
     world: int
+    along: str | None = None
+    plan: Any = field(default=None, compare=False, repr=False)
     by: tuple[str, str] | None = field(default=None, compare=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, hash=False)
 
     @property
     def ranks(self) -> Group:
         """Those over which it is cut."""
-        return group_of(self.mesh, self.axis)
+        return alone() if self.axis == () else group_of(self.mesh, self.axis)
+
+    @property
+    def parts(self) -> Group:
+        """Those over which leaves are split."""
+        return alone() if self.along is None else group_of(self.mesh, self.along)
+
+    @property
+    def holders(self) -> Group:
+        """All that together have every element: those over which it is cut, or leaves are split."""
+        if self.along is None:
+            return self.ranks
+        axes = () if self.axis == () else laid_out(self.mesh).checked(self.axis)
+        return group_of(self.mesh, (*axes, self.along))
 
     @property
     def everyone(self) -> Group:
         """Those, and ranks along the mesh's other axes that have other rows of a batch."""
-        if self.mesh is None:
+        if self.mesh is None or self.axis == ():
             return self.ranks
         return group_of(self.mesh, (*self.mesh.checked(self.axis), *self.mesh.batch))
 
@@ -243,6 +270,87 @@ class Layout:
                     rows.append((slot, a - low, b - low, a - slot.start))
             self._memo[key] = rows
         return self._memo[key]
+
+    def counted(self, flat: int, rank: int) -> list[tuple[Slot, int, int, int]]:
+        """Those ``segments`` of which this rank has all that counts when ranks add up.
+
+        What several ranks hold counts where the first of them holds it; leaves of which only some
+        elements do are in ``counted_partly``.
+        """
+        if self.along is None:
+            return [] if self.flats[flat].whole and rank else self.segments(flat, rank)
+        return self._counted(flat, rank)[0]
+
+    def counted_partly(self, flat: int, rank: int) -> list[tuple[Slot, Tensor]]:
+        """Leaves of which some elements count on this rank: where in its flat these lie."""
+        return [] if self.along is None else self._counted(flat, rank)[1]
+
+    def _counted(self, flat: int, rank: int) -> tuple[list[Any], list[Any]]:
+        first, mine = not (self.flats[flat].whole and rank), self.parts.rank
+        key = ("counted", flat, rank, mine)
+        if key not in self._memo:
+            full, some = [], []
+            for slot, a, b, offset in self.segments(flat, rank) if first else ():
+                if slot.split is None:
+                    full += [(slot, a, b, offset)] if mine == 0 else []
+                elif not slot.split.shared:
+                    full.append((slot, a, b, offset))
+                else:
+                    numbers = torch.arange(slot.numel).view(slot.shape)
+                    owned = torch.tensor(slot.split.owned(mine), dtype=torch.long)
+                    at = numbers.index_select(slot.split.dim, owned).flatten()
+                    at = at[(at >= offset) & (at < offset + b - a)] - offset + a
+                    some += [(slot, at)] if len(at) else []
+            self._memo[key] = full, some
+        found: tuple[list[Any], list[Any]] = self._memo[key]
+        return found
+
+    def counting(self, flat: int, rank: int) -> list[tuple[Slot, int]]:
+        """The leaves of which what this rank has counts when ranks add up: as one of how many.
+
+        Raises:
+            PlacementError: several ranks have some elements of a leaf, and not each as many.
+        """
+        if self.along is None:
+            return [] if self.flats[flat].whole and rank else [(s, 1) for s in self.by_flat[flat]]
+        first, found = not (self.flats[flat].whole and rank), []
+        for slot in self.by_flat[flat] if first else ():
+            if slot.split is None:
+                found += [(slot, 1)] if self.parts.rank == 0 else []
+                continue
+            held = {len(ranks) for ranks in slot.split.holders} if slot.split.shared else {1}
+            if len(held) > 1:
+                raise PlacementError(
+                    f"{slot.path} is split so that some of its elements are on {min(held)} ranks "
+                    f"and others on {max(held)}, which this optimizer cannot sum over. Leave it "
+                    f"whole: rules={{{slot.path!r}: None}}."
+                )
+            found.append((slot, held.pop()))
+        return found
+
+    def counts(self, index: int, leaf: Tensor) -> Tensor:
+        """Those elements of this rank's part of a leaf that count when ranks with parts add up."""
+        slot = self.slots[index]
+        return leaf if self.along is None or slot is None else self.part(slot).counted(leaf)
+
+    def complete(self, slot: Slot, leaf: Any) -> Any:
+        """The full leaf, from this rank's part; a collective where it is split."""
+        if slot.split is None:
+            return leaf
+        return slot.split.gathered(leaf, self.parts, f"full {slot.path}")
+
+    def own(self, slot: Slot, value: Any) -> Any:
+        """This rank's part of a full leaf."""
+        return value if slot.split is None else slot.split.local(value, self.parts.rank)
+
+    def marked(self, slot: Slot | None, leaf: Tensor) -> Tensor:
+        """A leaf that tells functions of a model which part of the full one it is."""
+        return leaf if self.along is None or slot is None else mark(leaf, self.part(slot))
+
+    def part(self, slot: Slot) -> Part:
+        """Which part of the full leaf a slot has."""
+        assert self.along is not None
+        return Part(slot.split, self.mesh, self.along, self.plan)
 
     def views(self, flat: int, full: Tensor) -> list[Tensor]:
         """Zero-copy leaves of a full flat, in the order of ``by_flat``."""
@@ -506,7 +614,8 @@ def whole(layout: Layout) -> Layout:
         return layout
     if "whole" not in layout._memo:
         flats = tuple(replace(flat, cuts=(0, flat.length)) for flat in layout.flats)
-        layout._memo["whole"] = replace(layout, flats=flats, mesh=None, axis=(), world=1, _memo={})
+        mesh = None if layout.along is None else layout.mesh
+        layout._memo["whole"] = replace(layout, flats=flats, mesh=mesh, axis=(), world=1, _memo={})
     made: Layout = layout._memo["whole"]
     return made
 

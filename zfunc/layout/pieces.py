@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
+from zfunc.layout.cutting import Encoded
 from zfunc.layout.layout import Layout, Slot
 from zfunc.trees.memory import spend
-from zfunc.trees.nodes import PLACED, Encoded, Placed, Tree, leaves_in, opened
+from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in, opened
 from zfunc.trees.tree import paths
 
 __all__ = [
@@ -64,6 +65,8 @@ def _cut_flat(
     layout: Layout, flat: int, slots: Sequence[Slot], leaves: list[Any], rank: int, copy: bool
 ) -> Tensor:
     leaves = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in leaves]
+    if layout.along is not None:
+        leaves = [_own(layout, slot, x) for slot, x in zip(slots, leaves, strict=True)]
     if [x.shape for x in leaves] == layout.shapes[flat]:
         return layout.cut(flat, leaves, rank, copy)
     for slot, x in zip(slots, leaves, strict=True):
@@ -79,6 +82,13 @@ def _cut_flat(
         x = by_index[slot.index]
         out[a:b] = x.reshape(-1)[offset : offset + b - a] if x.ndim else x
     return out
+
+
+def _own(layout: Layout, slot: Slot, leaf: Tensor) -> Tensor:
+    """This rank's part of a leaf that may be full."""
+    full = tuple(leaf.shape) == slot.full
+    mine: Tensor = layout.own(slot, leaf) if full else leaf
+    return mine
 
 
 def assemble(layout: Layout, flat: int, pieces: dict[int, Tensor], rank: int) -> Tensor:
@@ -127,6 +137,7 @@ def pieces_of_parts(layout: Layout, tree: Tree, rank: int) -> dict[int, Tensor]:
             continue
         slot = layout.slots[at] if at < len(layout.slots) else None
         if slot is not None and node is not None:
+            node = _own(layout, slot, node)
             if tuple(node.shape) != slot.shape:
                 raise PlacementError(
                     f"{slot.path} has shape {tuple(node.shape)}; expected {slot.shape}, as before."

@@ -26,7 +26,7 @@ from zfunc.errors import DesyncError, DonatedStateError, PlacementError
 from zfunc.layout.arriving import Arrival
 from zfunc.layout.layout import Layout, whole
 from zfunc.layout.leaves import freeze
-from zfunc.layout.pieces import leaves_of
+from zfunc.layout.pieces import cut_flats, leaves_of
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.sharded import Sharded, replaced
 from zfunc.ranks.comm import Group, groups_of
@@ -60,6 +60,10 @@ class Replicated(Box):
         self._tree = tree
         self._flats = None if flats is None else tuple(flats)
         self._read: list[Any] = []
+        if tree is not None and layout.along is not None:
+            for slot, leaf in zip(layout.slots, self.leaves, strict=True):
+                if isinstance(leaf, Tensor):
+                    layout.marked(slot, leaf)
 
     @property
     def placed_by(self) -> tuple[str, str] | None:
@@ -128,6 +132,7 @@ class Replicated(Box):
             if spent(flat):
                 raise DonatedStateError(flat.__dict__.get("_zfunc_story") or gone(row[0].path))
             for slot, view in zip(row, layout.views(i, flat.detach()), strict=True):
+                layout.marked(slot, view)
                 leaves[slot.index] = view if layout.flats[i].trainable else freeze(view)
         return leaves
 
@@ -155,6 +160,15 @@ class Replicated(Box):
             return None
         self.wait()
         return Sharded(whole(self.layout), flats)
+
+    def standing(self) -> Sharded | None:
+        if self.layout.along is None:
+            return None
+        if (known := self.flat) is not None:
+            return known
+        leaves = self.leaves
+        here = whole(self.layout).select(lambda i: leaves[i] is not None)
+        return Sharded(here, cut_flats(here, self.tree, 0))
 
     def staged(self) -> Sharded | None:
         packed = self.packed(pool().take)

@@ -8,7 +8,7 @@ is a single leaf gathers itself, without gradient, when a torch function meets i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,11 @@ class Sharded(OfFlats, Readable):
                 "own world and `place` the result in this one."
             )
         return group
+
+    @property
+    def summing(self) -> Group:
+        """The ranks that together have every element of every leaf."""
+        return self.group if self.layout.along is None else self.layout.holders
 
     def held(self) -> Sequence[Tensor | None]:
         return self.flats
@@ -186,8 +191,9 @@ class Sharded(OfFlats, Readable):
         rows = [row for row in self.layout.segments(slot.flat, rank) if row[0].index == index]
 
         def write(value: Tensor) -> None:
+            mine = self.layout.own(slot, value)
             for _, a, b, offset in rows:
-                local[a:b] = value.reshape(-1)[offset : offset + b - a]
+                local[a:b] = mine.reshape(-1)[offset : offset + b - a]
 
         return write
 
@@ -227,15 +233,18 @@ class Sharded(OfFlats, Readable):
             return _spread(self.layout, totals, dtypes)
         dtypes = [None if x is None else x.dtype for x in self.flats]
         device = next((x.device for x in self.flats if x is not None), None)
-        return summed(self.layout, self.group, self.partial_sums(f), dtypes, device)
+        return summed(self.layout, self.summing, self.partial_sums(f), dtypes, device)
 
     def totals(self, parts: Mapping[str, Tensor], shape: tuple[int, ...] = ()) -> Tree:
-        rank, slots = self.group.rank, self.layout.present
-        mine = [s for s in slots if not (self.layout.flats[s.flat].whole and rank)]
-        partial = {slot.index: parts[slot.path] for slot in mine if slot.path in parts}
+        partial = {}
+        for i in range(len(self.flats)):
+            for slot, share in self.layout.counting(i, self.group.rank):
+                if slot.path in parts:
+                    part = parts[slot.path]
+                    partial[slot.index] = part if share == 1 else part / share
         dtypes = [None if x is None else x.dtype for x in self.flats]
         device = next((x.device for x in self.flats if x is not None), None)
-        return summed(self.layout, self.group, partial, dtypes, device, shape)
+        return summed(self.layout, self.summing, partial, dtypes, device, shape)
 
     @classmethod
     def square_sums_of(cls, nodes: Sequence[Any]) -> list[Tensor]:
@@ -253,29 +262,35 @@ class Sharded(OfFlats, Readable):
         """The square of each leaf's norm, by leaf index, summed over the ranks."""
         dtypes = [None if x is None else x.dtype for x in self.flats]
         device = next((x.device for x in self.flats if x is not None), None)
-        return _across(self.layout, self.group, self._square_parts(), dtypes, device)
+        return _across(self.layout, self.summing, self._square_parts(), dtypes, device)
 
     def _square_parts(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Sums of squares of this rank's pieces: of which leaves, and 1-D what they are."""
         rank, out = self.group.rank, []
         together: dict[Any, list[int]] = {}
         for i, x in enumerate(self.flats):
-            if x is None or (self.layout.flats[i].whole and rank):
+            if x is None or not self.layout.counted(i, rank):
                 continue
             alone = x.numel() > TOGETHER and x.device.type == "cpu"
             together.setdefault((x.dtype, x.device, i if alone else -1), []).append(i)
         for some in together.values():
             indices, bounds = self._rows_of(tuple(some), rank)
-            if indices:
-                flats = [x for i in some if (x := self.flats[i]) is not None]
-                out.append((indices, bounds.square_sums(flats)))
-        return out
+            flats = [x for i in some if (x := self.flats[i]) is not None]
+            out.append((indices, bounds.square_sums(flats)))
+        return [*out, *(((i,), square_sum(x)[None]) for i, x in self._partly())]
+
+    def _partly(self) -> Iterator[tuple[int, Tensor]]:
+        """Of leaves that count here in part: whose, and these elements."""
+        for i, x in enumerate(self.flats):
+            for slot, at in () if x is None else self.layout.counted_partly(i, self.group.rank):
+                assert x is not None
+                yield slot.index, x.index_select(0, on_device(at, x.device))
 
     def _rows_of(self, flats: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], Segments]:
         """Whose pieces this rank has in some flats, and where."""
         key = ("squares", flats, rank)
         if key not in self.layout._memo:
-            rows = [self.layout.segments(i, rank) for i in flats]
+            rows = [self.layout.counted(i, rank) for i in flats]
             indices = tuple(slot.index for row in rows for slot, *_ in row)
             bounds = tuple(tuple((a, b) for _, a, b, _ in row) for row in rows)
             self.layout._memo[key] = indices, Segments(bounds)
@@ -283,15 +298,16 @@ class Sharded(OfFlats, Readable):
         return found
 
     def partial_sums(self, f: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
-        """``f`` of this rank's piece of each leaf, by leaf index; of whole flats on rank 0 only."""
+        """``f`` of this rank's piece of each leaf, by leaf index; what several ranks hold is taken
+        on the first of them only."""
         if f is square_sum:
             parts = self._square_parts()
             return {i: x for row, sums in parts for i, x in zip(row, sums.unbind(), strict=True)}
-        rank, out = self.group.rank, {}
+        out = {i: f(x) for i, x in self._partly()}
         for i, x in enumerate(self.flats):
-            if x is not None and not (self.layout.flats[i].whole and rank):
-                for slot, a, b, _ in self.layout.segments(i, rank):
-                    out[slot.index] = f(x[a:b])
+            for slot, a, b, _ in () if x is None else self.layout.counted(i, self.group.rank):
+                assert x is not None
+                out[slot.index] = f(x[a:b])
         return out
 
     def full(self) -> Tree:
@@ -301,9 +317,9 @@ class Sharded(OfFlats, Readable):
         for i, slots in enumerate(self.layout.by_flat):
             if (whole := self._gather(i)) is not None:
                 for slot, view in zip(slots, self.layout.views(i, whole), strict=True):
-                    leaves[slot.index] = view
+                    leaves[slot.index] = leaf = self.layout.complete(slot, view)
                     if not self.layout.flats[i].trainable:
-                        freeze(view)
+                        freeze(leaf)
         return optree.tree_unflatten(self.layout.spec, leaves)
 
     def reassembled(self, layout: Layout, new: Tree) -> Sharded:
@@ -365,12 +381,12 @@ class Sharded(OfFlats, Readable):
         if slot is None or old is None:
             raise PlacementError(f"no leaf at {path!r}. `tree.paths` lists them.")
         value = torch.as_tensor(value)
-        if tuple(value.shape) != slot.shape:
+        if tuple(value.shape) != slot.full:
             raise PlacementError(
-                f"{path} has shape {slot.shape}, the new value {tuple(value.shape)}. "
+                f"{path} has shape {slot.full}, the new value {tuple(value.shape)}. "
                 "Give the full value, in the leaf's shape."
             )
-        new = old.clone()
+        new, value = old.clone(), self.layout.own(slot, value)
         for other, a, b, offset in self.layout.segments(slot.flat, self.group.rank):
             if other.index == slot.index:
                 new[a:b] = value.reshape(-1)[offset : offset + b - a]

@@ -8,8 +8,8 @@ of several lengths, and key and value heads that are fewer than ranks stand on s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -17,15 +17,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.buffers.uploads import on_device
 from zfunc.errors import PlacementError
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.meshes import Mesh
-from zfunc.trees.rows import Rows
 
-__all__ = ["Cut", "Part", "Split", "mark", "part_of"]
+__all__ = ["Cut", "Part", "Split", "Strided", "mark"]
 
 Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Of a flattened leaf, seen as rows, those elements that lie in some runs of each row.
+
+    They are counted row by row, run by run: that numbering is what starts and stops beside a
+    ``Strided`` mean.
+
+    Attributes:
+        length: elements of a row of the full leaf.
+        runs: ``(start, stop)`` within a row, rising and apart.
+        first: the element of the full leaf at which its first row begins.
+
+    >>> rows = Strided(length=6, runs=((0, 2), (4, 5)))
+    >>> list(rows.intervals(1, 6))
+    [(1, 2), (4, 5), (6, 8), (10, 11)]
+    """
+
+    length: int
+    runs: tuple[tuple[int, int], ...]
+    first: int = 0
+
+    @cached_property
+    def width(self) -> int:
+        """How many elements of each row are among them."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def intervals(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where elements ``start`` to ``stop`` of them lie in the full leaf, as runs in order."""
+        while start < stop:
+            row, at = divmod(start, self.width)
+            base = self.first + row * self.length
+            for low, high in self.runs:
+                size = high - low
+                if at < size and start < stop:
+                    taken = min(size - at, stop - start)
+                    yield base + low + at, base + low + at + taken
+                    start += taken
+                    at = 0
+                else:
+                    at = max(0, at - size)
 
 
 @dataclass(frozen=True)
@@ -63,11 +105,11 @@ class Split:
         """The shape of a rank's part, from that of the full leaf."""
         return (*full[: self.dim], self.width(rank), *full[self.dim + 1 :])
 
-    def rows(self, shape: Sequence[int], rank: int, first: int = 0) -> Rows:
+    def rows(self, shape: Sequence[int], rank: int, first: int = 0) -> Strided:
         """Which elements of the flattened full leaf a rank has, from the shape of any part."""
         inner = math.prod(shape[self.dim + 1 :])
         runs = tuple((start * inner, stop * inner) for start, stop in self.runs[rank])
-        return Rows(self.size * inner, runs, first)
+        return Strided(self.size * inner, runs, first)
 
     def local(self, x: Any, rank: int) -> Any:
         """A rank's part of a full leaf; a view where that is one run."""
@@ -185,25 +227,34 @@ class Part:
     Attributes:
         split: which part; ``None`` for a leaf that every rank of the axis has whole.
         mesh, axis: over which ranks.
+        plan: what a model needs to know to compute with such leaves, if it is a module.
     """
 
     split: Split | None
     mesh: Mesh | None
     axis: str
+    plan: Any = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> Group:
         """The ranks among which leaves are split."""
         return group(self.mesh, self.axis)
 
+    def counted(self, leaf: Tensor) -> Tensor:
+        """Those elements of this rank's part that count when ranks add up, each of them once."""
+        if self.split is None:
+            return leaf if self.group.rank == 0 else leaf.reshape(-1)[:0]
+        if not self.split.shared:
+            return leaf
+        owned = torch.tensor(self.split.owned(self.group.rank), dtype=torch.long)
+        return leaf.index_select(self.split.dim, on_device(owned, leaf.device))
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' numbers, in place; a collective."""
+        return self.group.all_reduce(x, label="sums of leaves").wait()
+
 
 def mark(leaf: Tensor, part: Part) -> Tensor:
     """Let a leaf say of what it is a part, to the functions that it is given to."""
     leaf.__dict__["_zfunc_part"] = part
     return leaf
-
-
-def part_of(leaf: Any) -> Part | None:
-    """What :func:`mark` said; ``None`` if it said nothing, as outside of split steps."""
-    found: Part | None = leaf.__dict__.get("_zfunc_part") if isinstance(leaf, Tensor) else None
-    return found

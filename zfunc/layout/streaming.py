@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from zfunc.layout.layout import Layout
+from zfunc.layout.layout import Layout, Slot
+from zfunc.layout.splits import Strided
 from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import laid_out
 from zfunc.ranks.world import current
@@ -64,7 +65,7 @@ def _infos(layout: Layout, dtypes: Sequence[torch.dtype | None]) -> list[LeafInf
     infos = []
     for slot, keys in zip(layout.slots, layout.spec.paths(), strict=True):
         dtype = None if slot is None else dtypes[slot.flat]
-        shape = None if slot is None or dtype is None else slot.shape
+        shape = None if slot is None or dtype is None else slot.full
         infos.append(LeafInfo(tuple(keys), shape, dtype))
     return infos
 
@@ -74,17 +75,35 @@ def spans_of_flat(layout: Layout, flat: int, rank: int) -> list[tuple[Span, int,
 
     ``local[start:stop]`` are the elements of the span.
     """
-    same = replicas(layout, whole=layout.flats[flat].whole)
+    whole = layout.flats[flat].whole
+    same = {split: replicas(layout, whole, split) for split in (False, True)}
     return [
-        (Span(slot.index, offset, offset + b - a, same), a, b)
+        (
+            Span(
+                slot.index, offset, offset + b - a, same[slot.split is not None], rows(layout, slot)
+            ),
+            a,
+            b,
+        )
         for slot, a, b, offset in layout.segments(flat, rank)
     ]
 
 
-def replicas(layout: Layout, whole: bool) -> tuple[int, ...]:
-    """The ranks of the world that hold the same part of a flat as the calling one."""
+def rows(layout: Layout, slot: Slot, first: int = 0) -> Strided | None:
+    """Which elements of the full leaf this rank's part has, in full rows from ``first`` on."""
+    split = slot.split
+    return None if split is None else split.rows(slot.shape, layout.parts.rank, first)
+
+
+def replicas(layout: Layout, whole: bool, split: bool = False) -> tuple[int, ...]:
+    """The ranks of the world that hold the same part of a flat as the calling one.
+
+    Args:
+        split: of leaves of which ranks along another axis have other parts.
+    """
     world = current()
     mesh = laid_out(layout.mesh)
     cut = () if whole or layout.axis == () else mesh.checked(layout.axis)
+    cut = (*cut, layout.along) if split and layout.along else cut
     others = tuple(name for name in mesh.names if name not in cut)
     return mesh.members(others, world.rank) if others else (world.rank,)

@@ -18,7 +18,6 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from zfunc.trees.rows import Rows
 from zfunc.trees.squares import square_sum
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "OPAQUE",
     "PLACED",
     "Box",
-    "Encoded",
     "Frozen",
     "Layers",
     "Lazy",
@@ -42,8 +40,10 @@ __all__ = [
     "carry",
     "gone",
     "held_in",
+    "in_full",
     "leaves_in",
     "opened",
+    "part_of",
     "register",
     "spent",
 ]
@@ -54,6 +54,7 @@ PLACED = "zfunc.placed"  # placed nodes and boxes are leaves
 OPAQUE = "zfunc.opaque"  # and so are trees that are computed only if somebody looks
 MAPPED = "zfunc.mapped"  # the same, but boxes are no leaves
 HELD = "zfunc.held"  # boxes are leaves, and no others
+CARRIED = ("_zfunc_frozen", "_zfunc_part")  # marks of plain leaves that their successors have
 Tree = Any
 T = TypeVar("T", bound=type)
 
@@ -178,14 +179,14 @@ class Span:
         index: of the leaf, in leaf order.
         start, stop: elements of ``leaf.reshape(-1)``; of ``rows`` where there are some.
         replicas: the ranks of the world that hold the same elements, this one among them.
-        rows: which elements of the leaf are counted, if not all.
+        rows: which elements of the leaf are counted (a ``splits.Strided``), if not all.
     """
 
     index: int
     start: int
     stop: int
     replicas: tuple[int, ...]
-    rows: Rows | None = None
+    rows: Any = None
 
 
 class Placed:
@@ -363,6 +364,10 @@ class Box:
         """The same tree as a node of a few buffers; ``None`` where its leaves lie in none."""
         raise NotImplementedError
 
+    def standing(self) -> Placed | None:
+        """A node that stands for the full tree, if the leaves are parts of full ones."""
+        return None
+
     def staged(self) -> Placed | None:
         """As ``flat``, of leaves that are copied side by side for the time of an update."""
         raise NotImplementedError
@@ -511,16 +516,19 @@ def boxes_in(tree: Tree) -> list[Box]:
 
 def opened(tree: Tree) -> Tree:
     """A tree with plain trees in place of boxes; itself if there are none."""
-    if isinstance(tree, Box):
-        return tree.tree
+    return tree.tree if isinstance(tree, Box) else _instead_of_boxes(tree, lambda box: box.tree)
+
+
+def in_full(tree: Tree) -> Tree:
+    """A tree with nodes that know the full leaves in place of boxes that hold parts of them."""
+    return _instead_of_boxes(tree, lambda box: box if (it := box.standing()) is None else it)
+
+
+def _instead_of_boxes(tree: Tree, f: Callable[[Box], Any]) -> Tree:
     if not boxes_in(tree):
         return tree
-    return optree.tree_map(
-        lambda x: x.tree if isinstance(x, Box) else x,
-        tree,
-        none_is_leaf=True,
-        namespace=OPAQUE,
-    )
+    one = lambda x: f(x) if isinstance(x, Box) else x  # noqa: E731
+    return optree.tree_map(one, tree, none_is_leaf=True, namespace=OPAQUE)
 
 
 def _holds(spec: optree.PyTreeSpec) -> bool:
@@ -531,18 +539,22 @@ def _holds(spec: optree.PyTreeSpec) -> bool:
 
 
 def carry(new: Any, old: Any) -> Any:
-    """Let the successor of a plain leaf that is frozen be frozen."""
-    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+    """Let the successor of a plain leaf be frozen, or a part of a full one, if that is."""
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor) and old.__dict__):
         return new
     marks = old.__dict__
-    if not marks or "_zfunc_frozen" not in marks or "_zfunc_frozen" in new.__dict__:
-        return new
+    kept = {key: marks[key] for key in CARRIED if key in marks and key not in new.__dict__}
     # A spent leaf has no shape, but it has its marks.
-    if "_zfunc_donated" in marks or new.shape == old.shape:
-        if type(new) is Tensor:  # perhaps somebody else's, which is not to be frozen there
+    if kept and ("_zfunc_donated" in marks or new.shape == old.shape):
+        if type(new) is Tensor:  # perhaps somebody else's, which is not to be marked there
             new = new.view_as(new)
-        new.__dict__["_zfunc_frozen"] = True
+        new.__dict__.update(kept)
     return new
+
+
+def part_of(leaf: Any) -> Any:
+    """What a plain leaf says of what it is a part (a ``splits.Part``), if anything."""
+    return leaf.__dict__.get("_zfunc_part") if isinstance(leaf, Tensor) else None
 
 
 def spent(x: Any) -> bool:
@@ -553,19 +565,6 @@ def spent(x: Any) -> bool:
 def any_spent(xs: Sequence[Any]) -> bool:
     """Whether the memory of one of them was given to a later state."""
     return any("_zfunc_donated" in x.__dict__ for x in xs if isinstance(x, Tensor))
-
-
-class Encoded:
-    """A leaf that is cut and sent as the bytes that it is stored in (a low-bit tensor)."""
-
-    def to_bytes(self) -> Tensor:
-        """All that it holds, 1-D uint8."""
-        raise NotImplementedError
-
-    @property
-    def code(self) -> Any:
-        """A static value, hashable, with ``bytes`` (how many) and ``read(bytes) -> leaf``."""
-        raise NotImplementedError
 
 
 class Lazy:

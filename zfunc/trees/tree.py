@@ -39,8 +39,10 @@ from zfunc.trees.nodes import (
     carry,
     gone,
     held_in,
+    in_full,
     leaves_in,
     opened,
+    part_of,
     register,
     spent,
 )
@@ -80,7 +82,7 @@ def dotted(*parts: Any) -> str:
 
 def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """Paths, leaves and structure; a ``Placed`` node counts as one leaf."""
-    items, spec = _items(tree)
+    items, spec = _items(in_full(tree))
     return _names(spec), items, spec
 
 
@@ -244,7 +246,7 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     On plain trees the part is the leaf itself; on placed trees it is a 1-D piece
     of it (perhaps empty), and ``f`` must return a piece of the same length.
     """
-    rows, spec = align((tree, *rest))
+    rows, spec = align([in_full(x) for x in (tree, *rest)])
     out: list[Any] = []
     for name, row in zip(_names(spec), rows, strict=True):
         placed = first_placed(row)
@@ -267,7 +269,7 @@ def whole(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     and this rank's part of the result is kept. For updates that are not
     elementwise (Muon, Adafactor).
     """
-    rows, spec = align((tree, *rest))
+    rows, spec = align([in_full(x) for x in (tree, *rest)])
     out: list[Any] = []
     for row in rows:
         placed = first_placed(row)
@@ -301,7 +303,7 @@ def merge(a: Tree, b: Tree) -> Tree:
     >>> merge({"w": 1, "b": None}, {"w": None, "b": 2})
     {'w': 1, 'b': 2}
     """
-    rows, spec = align((a, b))
+    rows, spec = align((in_full(a), in_full(b)))
     return optree.tree_unflatten(spec, [_merged(x, y) for x, y in rows])
 
 
@@ -361,21 +363,26 @@ def full(tree: Tree) -> Tree:
     def copy(node: Any) -> Any:
         if isinstance(node, Placed):
             return node.full()
+        if (part := part_of(node)) is not None and part.split is not None:
+            return part.split.gathered(node, part.group, "full")
         return node.clone() if isinstance(node, Tensor) else node
 
     return optree.tree_map(
-        copy, opened(tree), is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
+        copy, opened(in_full(tree)), is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
     )
 
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     check_alive(tree)
-    nodes, spec = optree.tree_flatten(tree, namespace=PLACED)
+    nodes, spec = optree.tree_flatten(in_full(tree), namespace=PLACED)
     plain, kinds = _by_kind(nodes)
     out: list[Any] = list(nodes)
     for i in plain:
         x = nodes[i]
-        out[i] = optree.tree_map(f, x.tree, namespace=NAMESPACE) if isinstance(x, Box) else f(x)
+        if isinstance(x, Box):
+            out[i] = optree.tree_map(f, x.tree, namespace=NAMESPACE)
+        else:
+            out[i] = f(x) if (part := part_of(x)) is None else part.total(f(part.counted(x)))
     for kind, where in kinds.items():
         for i, total in zip(where, kind.sums_of([nodes[i] for i in where], f), strict=True):
             out[i] = total
@@ -416,7 +423,7 @@ def global_norm(tree: Tree) -> Tensor:
 def _norm(nodes: Sequence[Any]) -> Tensor:
     nodes = [x for node in nodes for x in _as_flats(node)]
     plain, kinds = _by_kind(nodes)
-    rows = {plain[0]: square_sums([nodes[i] for i in plain])} if plain else {}
+    rows = {plain[0]: _squares([nodes[i] for i in plain])} if plain else {}
     if plain and kinds:
         rows = dict(zip(plain, rows[plain[0]].split(1), strict=True))
     for kind, where in kinds.items():
@@ -427,11 +434,23 @@ def _norm(nodes: Sequence[Any]) -> Tensor:
     return (torch.cat(parts) if len(parts) > 1 else parts[0]).sum().sqrt()
 
 
+def _squares(leaves: Sequence[Any]) -> Tensor:
+    """The squares of the norms of plain leaves; of full ones, where these are parts of such."""
+    parts = [part_of(x) for x in leaves]
+    if (part := next((p for p in parts if p is not None), None)) is None:
+        return square_sums(leaves)
+    pairs = zip(leaves, parts, strict=True)
+    row = square_sums([x if p is None else p.counted(x) for x, p in pairs])
+    split = torch.tensor([p is not None for p in parts], device=row.device)
+    return torch.where(split, part.total(row.clone()), row)
+
+
 def _as_flats(node: Any) -> Sequence[Any]:
     """A whole tree with a layout as a node of few buffers, or as its leaves."""
     if not isinstance(node, Box):
         return (node,)
-    return leaves_in(node.tree) if (flat := node.flat) is None else (flat,)
+    flat = node.flat if (standing := node.standing()) is None else standing
+    return leaves_in(node.tree) if flat is None else (flat,)
 
 
 def size_bytes(tree: Tree) -> int:
@@ -468,6 +487,8 @@ def set(tree: Tree, path: str, value: Any) -> Tree:
     Raises:
         PlacementError: no such leaf, or a value of another shape.
     """
+    if isinstance(tree, Box) and (standing := tree.standing()) is not None:
+        return tree.holding(standing.set(path, value))
     names, items, spec = _flatten(tree)
     for i, (name, item) in enumerate(zip(names, items, strict=True)):
         if isinstance(item, Placed) and (name == "" or path.startswith(name + ".")):
