@@ -30,6 +30,7 @@ from zfunc.engine.communication import Communication, communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.hooks import Pending, Traffic
+from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
@@ -59,7 +60,7 @@ FIRST = 1 << 20  # bytes of layers whose gradients leave together before all oth
 
 
 @dataclass(frozen=True)
-class Shard(Transform):
+class Shard(Meshed):
     """See :func:`shard`."""
 
     stage: int = 3
@@ -125,7 +126,7 @@ class Shard(Transform):
         return ("replica",) if several else ()
 
     @property
-    def averages(self) -> tuple[str, ...]:
+    def averages(self) -> tuple[str, ...]:  # type: ignore[override]
         return (*self._axes, *self._copies)
 
     @property

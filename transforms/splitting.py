@@ -27,6 +27,7 @@ from torch import Tensor
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.entries import ROLES, Entries, Roles
+from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
 from zfunc.engine.step import Transform, Wrap, transform_of
@@ -54,7 +55,7 @@ Rules = tuple[tuple[str, Cut | None], ...]
 
 
 @dataclass(frozen=True)
-class Splitting(Transform):
+class Splitting(Meshed):
     """See :func:`split`."""
 
     model: Functional | None = field(default=None, repr=False)
@@ -117,15 +118,11 @@ class Splitting(Transform):
             self.model, self.group.size, example=self.example, vocab=self.vocab, rules=self.rules
         )
 
-    def _told(
-        self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None
-    ) -> Layout:
+    def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
         slots = [slot and replace(slot, split=splits.get(slot.path)) for slot in layout.slots]
         mesh = laid_out(self.mesh)
-        return replace(
-            layout, slots=tuple(slots), mesh=mesh, along=self.axis, plan=plan, _memo={}
-        )
+        return replace(layout, slots=tuple(slots), mesh=mesh, along=self.axis, plan=plan, _memo={})
 
     def _placed(self, layout: Layout, node: Tree) -> Tree:
         """This rank's parts of a full tree, each of which says what it is a part of."""
@@ -225,8 +222,8 @@ def splits_of(
     if not any(found.values()) and ways > 1:
         told = [f"{name}: {why}" for name, why in (plan.whole.items() if plan else ())][:3]
         raise PlacementError(
-            f"nothing is split over {ways} ranks{': ' if told else ''}{'; '.join(told)}. Take fewer "
-            "ranks along the axis, or give rules=."
+            f"nothing is split over {ways} ranks{': ' if told else ''}{'; '.join(told)}. Take "
+            "fewer ranks along the axis, or give rules=."
         )
     return found if ways > 1 else {layout: {} for layout in layouts}
 
