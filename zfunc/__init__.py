@@ -48,7 +48,11 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.language.generation import generate
+    from zfunc.layout.splits import Cut
     from zfunc.modules.functional import Functional, functionalize
+    from zfunc.operators.likelihoods import cross_entropy
+    from zfunc.operators.products import column, row
+    from zfunc.operators.vocabulary import embed
     from zfunc.ranks.collectives import axis_index, pmean, psum
     from zfunc.ranks.launching import init, launch
     from zfunc.ranks.simulation import simulate
@@ -65,6 +69,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
         quantize,
         remat,
         shard,
+        split,
     )
     from zfunc.transforms.capture import captured
     from zfunc.transforms.offloading.recovery import recover
@@ -81,7 +86,11 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
     "language.generation": ("generate",),
+    "layout.splits": ("Cut",),
     "modules.functional": ("Functional", "functionalize"),
+    "operators.likelihoods": ("cross_entropy",),
+    "operators.products": ("column", "row"),
+    "operators.vocabulary": ("embed",),
     "ranks.collectives": ("axis_index", "pmean", "psum"),
     "ranks.launching": ("init", "launch"),
     "ranks.simulation": ("simulate",),
@@ -90,7 +99,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "training.world_recovery": ("recover_world",),
     "transforms": (
         *("accumulate", "compress_grads", "donate", "drop_layers", "offload", "precision"),
-        *("quantize", "remat", "shard"),
+        *("quantize", "remat", "shard", "split"),
     ),
     "transforms.capture": ("captured",),
     "transforms.offloading.recovery": ("recover",),
@@ -101,6 +110,7 @@ _ROOMS = ("kernels", "optim", "quant", "transforms")
 __all__ = [
     "CheckpointError",
     "CompositionError",
+    "Cut",
     "DesyncError",
     "DeviceError",
     "DonatedStateError",
@@ -120,10 +130,13 @@ __all__ = [
     "axis_index",
     "captured",
     "checkpoints",
+    "column",
     "comm",
     "compress_grads",
+    "cross_entropy",
     "donate",
     "drop_layers",
+    "embed",
     "errors",
     "evaluate",
     "export_safetensors",
@@ -153,11 +166,13 @@ __all__ = [
     "reduced",
     "remat",
     "restore",
+    "row",
     "save",
     "scan",
     "settled",
     "shard",
     "simulate",
+    "split",
     "train_step",
     "transform_of",
     "transforms",
