@@ -137,9 +137,7 @@ class Stage:
         args, kwargs = cloned((self.call.args, self.call.kwargs), each)
         trace, trace.given = self.trace, tensors_in((args, kwargs))
         with Doubled(), torch.set_grad_enabled(grad):
-            args, kwargs = cloned(
-                (args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x
-            )
+            args, kwargs = cloned((args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x)
             out = tensors_in(self.layer(*args, **kwargs))
         trace.result, trace.further = (out[0] if out else None), out[1:]
         return trace
