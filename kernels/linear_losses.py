@@ -17,6 +17,7 @@ al., 2024), the formula that of :mod:`zfunc.kernels.losses`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from zfunc.kernels.losses_torch import Terms
 from zfunc.kernels.operators import KernelError, looped, operator, together, wide
 from zfunc.kernels.tracing import in_graph
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["check_product", "in_chunks", "linear_cross_entropy", "scale_of", "scaled"]
 
 CHUNK_BYTES = 1 << 28  # of logits: 1024 rows of 128 thousand classes in 16 bits
 
@@ -70,6 +71,19 @@ def linear_cross_entropy(
     """
     name = "linear_cross_entropy"
     check(name, x, target, label_smoothing, reduction, weight.shape[0])
+    rule = (ignore_index, label_smoothing, z_loss, chunk or 0)
+    grads = check_product(name, x, weight, reduction, chunk)
+    loss: Tensor = LinearCrossEntropy.apply(x, weight, target, reduction, grads, *rule)[0]
+    return loss
+
+
+def check_product(name: str, x: Tensor, weight: Tensor, reduction: str, chunk: int | None) -> bool:
+    """Whether gradients are wanted.
+
+    Raises:
+        KernelError: ``x`` and ``weight`` make no logits, there are no such chunks, or gradients
+            would be wanted of what is not summed.
+    """
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
         raise KernelError(
             f"kernels.{name}: weight is {weight.dtype}{list(weight.shape)}, x is "
@@ -81,10 +95,7 @@ def linear_cross_entropy(
     recorded = torch.is_grad_enabled()
     if reduction == "none" and recorded and (x.requires_grad or weight.requires_grad):
         raise KernelError(f"kernels.{name}: {_NONE}")
-    rule = (ignore_index, label_smoothing, z_loss, chunk or 0)
-    grads = recorded and reduction != "none"
-    loss: Tensor = LinearCrossEntropy.apply(x, weight, target, reduction, grads, *rule)[0]
-    return loss
+    return recorded and reduction != "none"
 
 
 _NONE = (
@@ -108,11 +119,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(
         x: Tensor, weight: Tensor, target: Tensor, reduction: str, grads: bool, *rule: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scale = None
-        if grads:
-            scale = torch.ones((), dtype=wide(x), device=x.device)
-            if reduction == "mean":
-                scale = scale / (target != rule[0]).sum()
+        scale = scale_of(x, target, rule[0], reduction) if grads else None
         losses, dx, dw = _linear_cross_entropy(x, weight, target, scale, *rule)
         return reduced(losses, target, rule[0], reduction), dx, dw
 
@@ -125,14 +132,36 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[Any, ...]:
-        if not ctx.grads:
-            raise KernelError(f"kernels.linear_cross_entropy: {_NONE}")
-        if any(x is not None for x in second):
-            raise KernelError(f"kernels.linear_cross_entropy {_SECOND}")
-        parts = [None, None]
-        if grad is not None:  # multiplied in its dtype; in that of a part it would be rounded
-            parts = [(x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors]
+        parts = scaled("linear_cross_entropy", ctx.grads, ctx.saved_tensors, grad, second)
         return *parts, None, None, None, None, None, None, None
+
+
+def scale_of(x: Tensor, target: Tensor, ignore: int, reduction: str) -> Tensor:
+    """By what the gradient of each row's loss is multiplied."""
+    scale = torch.ones((), dtype=wide(x), device=x.device)
+    return scale / (target != ignore).sum() if reduction == "mean" else scale
+
+
+def scaled(
+    name: str,
+    grads: bool,
+    saved: Sequence[Tensor],
+    grad: Tensor | None,
+    second: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients that forward computed, times that of the loss.
+
+    Raises:
+        KernelError: there are none, or a second derivative is asked for.
+    """
+    if not grads:
+        raise KernelError(f"kernels.{name}: {_NONE}")
+    if any(x is not None for x in second):
+        raise KernelError(f"kernels.{name} {_SECOND}")
+    if grad is None:
+        return [None] * len(saved)
+    # Multiplied in its dtype; in that of a part it would be rounded.
+    return [(x.to(grad.dtype) * grad).to(x.dtype) for x in saved]
 
 
 def rows_of_a_chunk(rows: int, classes: int, itemsize: int) -> int:
@@ -169,9 +198,39 @@ def _linear_cross_entropy(
 def _run(
     x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, terms: Terms, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    losses, dx, dw = _rooms(x, weight, target, scale)
     classes = weight.shape[0]
     check_classes("linear_cross_entropy", target, terms.ignore, classes)
+
+    def run(logits: Tensor, goals: Tensor, sums: Tensor) -> None:
+        if scale is None:
+            room = sums.new_empty((len(logits), 2))
+            dispatch.run("cross_entropy", logits, goals, sums, room, terms=terms)
+        else:
+            dispatch.run("cross_entropy_grad", logits, goals, scale, sums, terms=terms)
+
+    return in_chunks(x, weight, target, scale is not None, classes, chunk, run)
+
+
+def in_chunks(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    grads: bool,
+    classes: int,
+    chunk: int,
+    run: Callable[[Tensor, Tensor, Tensor], None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses of rows, and the gradients of ``x`` and ``weight``, if they are wanted.
+
+    Args:
+        x, weight, target: as :func:`linear_cross_entropy` has them.
+        grads: whether gradients are wanted.
+        classes: of so many a chunk holds logits.
+        chunk: rows at a time; 0 for as many as :func:`rows_of_a_chunk` says.
+        run: gets logits ``[n, V]``, targets and memory for losses ``[n]``, which it writes, and
+            writes the gradient over the logits if it is wanted.
+    """
+    losses, dx, dw = _rooms(x, weight, target, x if grads else None)
     rows = x.reshape(target.numel(), x.shape[-1])
     goals, sums = target.reshape(-1).contiguous(), losses.view(-1)
     chunk = max(1, chunk or rows_of_a_chunk(len(rows), classes, x.element_size()))
@@ -179,16 +238,14 @@ def _run(
     total = dw.zero_() if exact else torch.zeros_like(dw, dtype=wide(x))
     for part in (slice(a, a + chunk) for a in range(0, len(rows), chunk)):
         logits = rows[part] @ weight.t()
-        if scale is None:
-            room = sums.new_empty((len(logits), 2))
-            dispatch.run("cross_entropy", logits, goals[part], sums[part], room, terms=terms)
+        run(logits, goals[part], sums[part])
+        if not grads:
             continue
-        dispatch.run("cross_entropy_grad", logits, goals[part], scale, sums[part], terms=terms)
         torch.mm(logits, weight, out=dx.view(rows.shape)[part])
         if exact:
             total.addmm_(logits.t(), rows[part])
         else:
             total += _wide_product(logits.t(), rows[part])
-    if not exact:
+    if grads and not exact:
         dw.copy_(total)
     return losses, dx, dw

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from zfunc.buffers.readings import Reading
 from zfunc.buffers.uploads import on_device
-from zfunc.engine import context
-from zfunc.engine.communication import communication
 from zfunc.errors import NonFiniteError
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.rates import started
 from zfunc.optim.updates import Moved
-from zfunc.ranks.axes import alone
 from zfunc.ranks.comm import Group
 from zfunc.trees import memory, tree
 from zfunc.trees.nodes import leaves_in
@@ -67,15 +64,14 @@ def skip_nonfinite(
         if _stays_on_device(grads):
             _check_last(row, max_consecutive)
             return _unless(tx, grads, state, params, watched=max_consecutive is not None)
-        if all_finite(grads, _sharing()):
+        if all_finite(grads):
             updates, inner = (tx.additive if additive else tx.update)(grads, inner, params)
             return updates, SkipState(inner, total.clone(), torch.zeros_like(row))
         if max_consecutive is not None and int(row) >= max_consecutive:
-            leaf = first_nonfinite(grads, _sharing())
             raise NonFiniteError(
-                f"the gradient of {leaf!r} is not finite, after {int(row)} skipped steps in a row "
-                f"(max_consecutive={max_consecutive}). Lower the learning rate or the loss scale, "
-                "or look at the loss of the last batches."
+                f"the gradient of {first_nonfinite(grads)!r} is not finite, after {int(row)} "
+                f"skipped steps in a row (max_consecutive={max_consecutive}). Lower the learning "
+                "rate or the loss scale, or look at the loss of the last batches."
             )
         return tree.map(linear_map(_nothing), grads), SkipState(inner, total + 1, row + 1)
 
@@ -117,9 +113,7 @@ def _unless(
     tx: GradientTransformation, grads: Tree, state: SkipState, params: Tree, watched: bool
 ) -> tuple[Tree, SkipState]:
     """The update, if all is finite; which of both is decided on the device."""
-    fine, sharing = tree.global_norm(_marks(grads)).isfinite(), _sharing()
-    if sharing.size > 1:
-        fine = sharing.all_reduce(fine.logical_not().float(), label="finite").wait() == 0
+    fine = tree.global_norm(_marks(grads)).isfinite()
 
     def chosen(new: Any, old: Any) -> Any:
         if new is old or not isinstance(new, Tensor):
@@ -152,27 +146,11 @@ def _nothing(grad: Tensor) -> Tensor:
     return torch.full_like(grad, -0.0)
 
 
-def all_finite(grads: Tree, sharing: Group | None = None) -> bool:
-    """The same answer on all ranks: both norms are collectives on placed trees.
-
-    Args:
-        sharing: ranks on which gradients may differ, and be finite on some alone.
-    """
-
-    def everywhere(norm: Tensor) -> bool:
-        fine = bool(norm.isfinite())
-        if sharing is None or sharing.size == 1:
-            return fine
-        return all(sharing.exchange(fine, label="finite"))
-
-    # The squares alone may overflow.
-    return everywhere(known_norm(grads)) or everywhere(known_norm(_marks(grads)))
-
-
-def _sharing() -> Group:
-    """The ranks of the running step that share the work on one part of a batch."""
-    running = context.current()
-    return alone() if running is None else communication(running).sharing
+def all_finite(grads: Tree) -> bool:
+    """The same answer on all ranks: both norms are collectives on placed trees."""
+    if bool(known_norm(grads).isfinite()):
+        return True
+    return bool(known_norm(_marks(grads)).isfinite())  # the squares alone may overflow
 
 
 def _marks(grads: Tree) -> Tree:

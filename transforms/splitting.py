@@ -117,15 +117,11 @@ class Splitting(Transform):
             self.model, self.group.size, example=self.example, vocab=self.vocab, rules=self.rules
         )
 
-    def _told(
-        self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None
-    ) -> Layout:
+    def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
         slots = [slot and replace(slot, split=splits.get(slot.path)) for slot in layout.slots]
         mesh = laid_out(self.mesh)
-        return replace(
-            layout, slots=tuple(slots), mesh=mesh, along=self.axis, plan=plan, _memo={}
-        )
+        return replace(layout, slots=tuple(slots), mesh=mesh, along=self.axis, plan=plan, _memo={})
 
     def _placed(self, layout: Layout, node: Tree) -> Tree:
         """This rank's parts of a full tree, each of which says what it is a part of."""
@@ -225,8 +221,8 @@ def splits_of(
     if not any(found.values()) and ways > 1:
         told = [f"{name}: {why}" for name, why in (plan.whole.items() if plan else ())][:3]
         raise PlacementError(
-            f"nothing is split over {ways} ranks{': ' if told else ''}{'; '.join(told)}. Take fewer "
-            "ranks along the axis, or give rules=."
+            f"nothing is split over {ways} ranks{': ' if told else ''}{'; '.join(told)}. Take "
+            "fewer ranks along the axis, or give rules=."
         )
     return found if ways > 1 else {layout: {} for layout in layouts}
 

@@ -49,6 +49,9 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.language.generation import generate
     from zfunc.modules.functional import Functional, functionalize
+    from zfunc.operators.likelihoods import cross_entropy
+    from zfunc.operators.products import column, row
+    from zfunc.operators.vocabulary import embed
     from zfunc.ranks.collectives import axis_index, pmean, psum
     from zfunc.ranks.launching import init, launch
     from zfunc.ranks.simulation import simulate
@@ -82,6 +85,9 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "files.pretrained": ("export_safetensors", "import_safetensors"),
     "language.generation": ("generate",),
     "modules.functional": ("Functional", "functionalize"),
+    "operators.likelihoods": ("cross_entropy",),
+    "operators.products": ("column", "row"),
+    "operators.vocabulary": ("embed",),
     "ranks.collectives": ("axis_index", "pmean", "psum"),
     "ranks.launching": ("init", "launch"),
     "ranks.simulation": ("simulate",),
@@ -120,10 +126,13 @@ __all__ = [
     "axis_index",
     "captured",
     "checkpoints",
+    "column",
     "comm",
     "compress_grads",
+    "cross_entropy",
     "donate",
     "drop_layers",
+    "embed",
     "errors",
     "evaluate",
     "export_safetensors",
@@ -153,6 +162,7 @@ __all__ = [
     "reduced",
     "remat",
     "restore",
+    "row",
     "save",
     "scan",
     "settled",

@@ -87,27 +87,6 @@ def test_an_overflow_on_one_tensor_rank_leaves_the_step_out_everywhere(
         assert_same(state, states[0])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_skip_nonfinite_skips_everywhere(stage: int) -> None:
-    tx = optim.skip_nonfinite(ADAMW, max_consecutive=1)
-
-    def body() -> Any:
-        step = wrapped(SPOILED.step(tx), stage)
-        state, _ = step(step.place(SPOILED.state(tx, F64)), batch_of(0, F64))
-        before = step.unplace(state)
-        state, _ = step(state, batch_of(1, F64, bad=True))
-        after = step.unplace(state)
-        assert_same(after.params, before.params)
-        assert int(after.opt_state.total_skipped) == 1
-        with pytest.raises(zf.NonFiniteError, match=r"the gradient of 'blocks\.1\.w' is not"):
-            step(state, batch_of(1, F64, bad=True))
-        return after
-
-    states = zf.simulate(4)(body)()
-    for state in states[1:]:
-        assert_same(state, states[0])
-
-
 @pytest.mark.parametrize("method", ["onebit", "int8", "powersgd"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_compression_skips_everywhere(stage: int, method: str) -> None:

@@ -225,18 +225,13 @@ class Call:
         fine = torch.stack(self.finite).all() if self.finite else zero == 0
         flag = fine.logical_not().double().view(1)
         together = torch.cat([flag, *(row.nan_to_num() for row in rows)])
-        self.deciding.all_reduce(together, label="norms").wait()
+        holders = next((layout.holders for layout in self.layouts.values()), self.group)
+        holders.all_reduce(together, label="norms").wait()
         sizes = [len(self.layouts[name].slots) for name in names]
         means, bad = (together[1:] / size).split(sizes), together[0]
-        if self.sharing.size > 1:
+        if self.deciding.size > holders.size:
             bad = self.deciding.all_reduce(flag, label="finite").wait()[0]
         return bad, dict(zip(names, means, strict=True))
-
-    @property
-    def deciding(self) -> Group:
-        """The ranks that together have every gradient."""
-        layouts = iter(self.layouts.values())
-        return next((layout.holders for layout in layouts), self.group)
 
     def _device(self) -> torch.device:
         """Where gradients are, or, if there were none, errors."""

@@ -6,9 +6,9 @@ of two numbers for each part of the batch: with digests ``d`` of what its ``n`` 
 ``d`` and ``d * d``, modulo 2**64. The ranks have the same where ``n * sum(d * d) == sum(d) ** 2``:
 the difference is the sum of the squares of all differences. Every rank learns it of every part.
 
-The first call after a state was placed, and each with tensors of other shapes, waits for the answer.
-The others go on, and
-raise when their metrics are there; on a GPU, for which no host waits, in a later call.
+The first call after a state was placed, and each with tensors of other shapes, waits for the
+answer. The others go on, and raise when their metrics are there; on a GPU, for which no host waits,
+in a later call.
 """
 
 from __future__ import annotations
