@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,7 +126,7 @@ def _unless(
     def update(u: Tensor) -> Tensor:
         return torch.where(fine, u, _nothing(u))
 
-    with memory.keeping():  # the old state may have to be the new one
+    with keeping():  # the old state may have to be the new one
         updates, inner = tx.update(grads, state.inner_state, params)
     if isinstance(updates, Moved):
         lazy = updates
@@ -171,3 +173,17 @@ def first_nonfinite(grads: Tree, sharing: Group | None = None) -> str:
     found = next((path for path, norm in norms if not bool(norm.isfinite())), "")
     told = [found] if sharing is None else sharing.exchange(found, label="first nonfinite")
     return next(filter(None, told), "")
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Within the block the running step donates nothing."""
+    running = memory.current()
+    donation = running.donation if running is not None else None
+    if running is not None:
+        running.donation = None
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.donation = donation

@@ -71,14 +71,16 @@ def top_eigenvalues(
     over = communication(running)
     if outer is not None:
         of_step = communication(outer)
-        over.group, over.everyone, over.mesh = of_step.group, of_step.everyone, of_step.mesh
+        over.group, over.everyone = of_step.group, of_step.everyone
+        over.mesh, over.averaged = of_step.mesh, of_step.averaged
     placed = [node for node in placed_nodes(params) if isinstance(node, Sharded)]
     if placed:
         over.group = placed[0].group
     if outer is None and placed:
         cut = placed[0].layout.axis != ()
         over.everyone = placed[0].layout.everyone if cut else over.group
-        over.mesh = placed[0].layout.mesh
+        over.mesh, axis = placed[0].layout.mesh, placed[0].layout.axis
+        over.averaged += (axis,) if isinstance(axis, str) else axis
     ranks, fixed = (group := over.everyone, over.sharing), random.fold_in(key, -1)
     fixed = random.fold_in(fixed, group.rank)
 

@@ -27,8 +27,10 @@ from torch import Tensor
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.entries import ROLES, Entries, Roles
+from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
+from zfunc.engine.same_rows import look_anew, with_same_rows
 from zfunc.engine.step import Transform, Wrap, transform_of
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
@@ -54,7 +56,7 @@ Rules = tuple[tuple[str, Cut | None], ...]
 
 
 @dataclass(frozen=True)
-class Splitting(Transform):
+class Splitting(Meshed):
     """See :func:`split`."""
 
     model: Functional | None = field(default=None, repr=False)
@@ -113,9 +115,7 @@ class Splitting(Transform):
         """How the model is split over the ranks of the axis; None where there are rules alone."""
         if self.model is None:
             return None
-        return plan_of(
-            self.model, self.group.size, example=self.example, vocab=self.vocab, rules=self.rules
-        )
+        return plan_of(self.model, self.group.size, example=self.example, vocab=self.vocab)
 
     def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
@@ -161,6 +161,11 @@ class Splitting(Transform):
 
     # One call
 
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        if self.sharded:  # shard looks at the rows
+            return call(state, args, kwargs)
+        return with_same_rows(self.mesh, (), call, state, args, kwargs)
+
     def configure(self, running: Context, state: Any) -> None:
         running.notes["split"] = self
         if self.mesh is not None:
@@ -177,6 +182,7 @@ class Splitting(Transform):
     # What it says of itself
 
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
+        look_anew(self.mesh)
         nodes = [x for x in leaves_in(state, OPAQUE) if isinstance(x, Readable | Replicated)]
         memo["split"] = tuple({node.layout: None for node in nodes})
 

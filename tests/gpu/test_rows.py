@@ -13,11 +13,12 @@ from tests.gpu import ranks
 from tests.gpu.cuda import Cuda, active
 from tests.gpu.training import GPT
 from zfunc import optim
+from zfunc.engine.meshed import Meshed
 from zfunc.ranks.meshes import Mesh
 
 
 @dataclass(frozen=True)
-class Tensors(zf.Transform):
+class Tensors(Meshed):
     """Asks for a tensor axis, and does nothing."""
 
     mesh: Mesh | None = None

@@ -19,6 +19,7 @@ import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, bits, regression, trained
 from tests.laws.models import forward, mean_square, stack
 from zfunc import optim, tree
+from zfunc.engine.meshed import Meshed
 from zfunc.optim import DynamicScale
 from zfunc.quant.curvature import top_eigenvalues
 from zfunc.ranks.meshes import Mesh
@@ -30,7 +31,7 @@ LAST = 3  # the rank on which something goes wrong
 
 
 @dataclass(frozen=True)
-class Tensors(zf.Transform):
+class Tensors(Meshed):
     """Asks for a tensor axis, and does nothing."""
 
     mesh: Mesh | None = None

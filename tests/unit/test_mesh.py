@@ -20,6 +20,7 @@ from torch import Tensor
 import zfunc as zf
 from zfunc import optim
 from zfunc.engine.batches import local_batch
+from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.ranks import comm, world
 from zfunc.ranks.axes import group
@@ -138,7 +139,7 @@ def squares(params: Any, batch: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OnMesh(zf.Transform):
+class OnMesh(Meshed):
     """Stands for what will cut a step along other axes."""
 
     mesh: Mesh | None = None
@@ -147,7 +148,7 @@ class OnMesh(zf.Transform):
 
 
 @dataclass(frozen=True)
-class Asks(zf.Transform):
+class Asks(Meshed):
     """Stands for what asks for the size of an axis, and leaves the others to the step."""
 
     size: int = 2

@@ -81,10 +81,10 @@ from zfunc.transforms.compression.gathering import (
 from zfunc.transforms.compression.low_rank import PowerSGD, bases_of
 from zfunc.transforms.compression.onebit import OneBit, rehearse
 from zfunc.trees import tree
-from zfunc.trees.memory import Withheld
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree, opened
 from zfunc.trees.reduction import Reduction
 from zfunc.trees.unreduced import Unreduced
+from zfunc.trees.withheld import Withheld
 
 __all__ = ["NAME", "SETTLED", "CompressGrads", "CompressedMean", "as_unreduced", "sum_of"]
 

@@ -30,6 +30,7 @@ class Communication:
         replicas: those that hold the same part of it as this one.
         everyone: both together: over them losses and gradients are averaged.
         mesh: how all ranks are laid out, if the step says so.
+        averaged: its axes along which ranks have other rows of a batch.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         prefetch, room: see :class:`zfunc.engine.plans.Plan`.
         spill: see :class:`zfunc.engine.passes.Pass`.
@@ -41,6 +42,7 @@ class Communication:
     replicas: Group = field(default_factory=alone)
     everyone: Group = field(default_factory=alone)
     mesh: Mesh | None = None
+    averaged: tuple[str, ...] = BATCH
     layout_for: Callable[[Any], tuple[Layout, bool]] = uncut
     prefetch: int = 1
     room: int = 0
@@ -60,7 +62,7 @@ class Communication:
         Whatever is the same on all of ``everyone`` is decided among these.
         """
         names = () if self.mesh is None else self.mesh.names
-        shared = tuple(name for name in names if name not in BATCH)
+        shared = tuple(name for name in names if name not in self.averaged)
         return group(self.mesh, shared) if shared else alone()
 
 
@@ -69,5 +71,6 @@ def communication(running: Context) -> Communication:
     found: Communication | None = running.notes.get(Communication)
     if found is None:
         mesh = next((t.mesh for t in running.transforms if t.mesh is not None), None)
-        found = running.notes[Communication] = Communication(mesh=mesh)
+        averaged = (*BATCH, *(name for t in running.transforms for name in t.averages))
+        found = running.notes[Communication] = Communication(mesh=mesh, averaged=averaged)
     return found

@@ -13,7 +13,7 @@ in a later call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,29 +40,36 @@ _MASK = (1 << 64) - 1
 Call = Callable[[Any, Any, Any], Any]
 
 
-def with_same_rows(on: Mesh | None, call: Call, state: Any, args: Any, kwargs: Any) -> Any:
+def with_same_rows(
+    on: Mesh | None, averaged: Sequence[str], call: Call, state: Any, args: Any, kwargs: Any
+) -> Any:
     """``call(state, args, kwargs)``, with the same arguments on all ranks that share work.
 
     Nothing is looked at where no rank shares its rows with another. A collective otherwise, but for
     calls within such a call.
 
+    Args:
+        averaged: axes of the mesh along which ranks may have other rows, beside ``data`` and
+            ``replica``.
+
     Raises:
         PlacementError: the arguments differ; on all ranks.
     """
-    if on is None or all(size == 1 or name in BATCH for name, size in on.axes):
+    if on is None or not [1 for x, n in on.axes if n != 1 and x not in BATCH and x not in averaged]:
         return call(state, args, kwargs)
-    watch = _watch(on)
+    watch = _watch(on, (*BATCH, *averaged))
     if watch.busy or watch.ways == 1:
         return call(state, args, kwargs)
     with watch.over(args, kwargs):
         return call(state, args, kwargs)
 
 
-def _watch(on: Mesh) -> _Watch:
-    watches = current().memo.setdefault("same rows", {})
-    if on not in watches:
-        watches[on] = _Watch(laid_out(on))
-    found: _Watch = watches[on]
+def _watch(on: Mesh, averaged: tuple[str, ...]) -> _Watch:
+    watches = current().memo.setdefault("same rows", {}).setdefault(on, {})
+    if averaged not in watches:
+        mesh = laid_out(on)
+        watches[averaged] = _Watch(mesh, tuple(x for x in mesh.names if x in averaged))
+    found: _Watch = watches[averaged]
     return found
 
 
@@ -83,6 +90,7 @@ class _Watch:
 
     Attributes:
         mesh: with all its sizes.
+        averaged: its axes along which ranks may have other rows.
         known: what arguments are made of, of those that were waited for.
         bad: whether ranks had other rows in some call that was not looked at, 0-d on a device.
         asked: the same as it was known to the device some calls ago, on its way to the host.
@@ -90,6 +98,7 @@ class _Watch:
     """
 
     mesh: Mesh
+    averaged: tuple[str, ...]
     known: set[str] = field(default_factory=set)
     bad: Tensor | None = None
     asked: Reading | None = None
@@ -103,7 +112,7 @@ class _Watch:
     @property
     def parts(self) -> int:
         """How many parts a batch has."""
-        return self.mesh.size(self.mesh.batch) if self.mesh.batch else 1
+        return self.mesh.size(self.averaged) if self.averaged else 1
 
     @contextmanager
     def over(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -138,7 +147,7 @@ class _Watch:
         """Which part of a batch this rank has."""
         at, sizes = 0, self.mesh.sizes
         for name, place in self.mesh.coordinates(current().rank).items():
-            at = at * sizes[name] + place if name in BATCH else at
+            at = at * sizes[name] + place if name in self.averaged else at
         return at
 
     def _differ(self, sums: Handle[Tensor]) -> Tensor:
@@ -162,7 +171,7 @@ class _Watch:
                 raise self._error()
 
     def _error(self) -> PlacementError:
-        names = [name for name, size in self.mesh.axes if size > 1 and name not in BATCH]
+        names = [x for x, size in self.mesh.axes if size > 1 and x not in self.averaged]
         return PlacementError(
             f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the "
             "same rows of a batch, but some were given other arguments for the step. Give them all "

@@ -41,7 +41,7 @@ from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
 from zfunc.ranks.accounting import ledger
-from zfunc.ranks.meshes import ORDER, Mesh, laid_out, mesh
+from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, unchecked
 from zfunc.trees import tree
 from zfunc.trees.nodes import Box, boxes_in, leaves_in
@@ -75,9 +75,8 @@ class Transform:
         needs_gradients: whether a step that never differentiates is an error.
         of_params: whether the state is a params tree itself, and the function no training step.
         spends: whether the state that goes in may be gone before the caller has the result.
-        mesh: how the ranks are laid out; a field of those transforms that take one.
-        axes: sizes that it asks for, by the mesh's axes; it has the field ``mesh``, too.
-        averages: whether ranks may have other rows of a batch.
+        mesh: how the ranks are laid out; see :class:`~zfunc.engine.meshed.Meshed`.
+        averages: the mesh's axes along which ranks have other rows of a batch, if it averages.
     """
 
     position: ClassVar[int] = Order.OTHERS
@@ -88,12 +87,8 @@ class Transform:
     needs_gradients: ClassVar[bool] = False
     of_params: ClassVar[bool] = False
     spends: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
     mesh: Mesh | None = None
-
-    @property
-    def axes(self) -> Mapping[str, int]:
-        return {}
+    averages: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -115,6 +110,10 @@ class Transform:
         False
         """
         return getattr(type(self), hook) is not getattr(Transform, hook)
+
+    def on_mesh(self, transforms: Sequence[Transform]) -> Transform:
+        """This transform on the one mesh of all of a step's transforms."""
+        return self
 
     def beside(self, others: Sequence[Transform]) -> Transform:
         """This transform, given the others that the step is wrapped in.
@@ -268,7 +267,8 @@ class Step:
                     f"this step is wrapped in {mine.name} already ({mine!r}). A transform acts "
                     f"once: give {mine.name} its final arguments in one place."
                 )
-        ordered = _on_one_mesh(sorted((*self.transforms, transform), key=lambda t: t.position))
+        ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
+        ordered = [t.on_mesh(ordered) for t in ordered]
         met = [t.beside([other for other in ordered if other is not t]) for t in ordered]
         return replace(self, transforms=tuple(met))
 
@@ -359,10 +359,8 @@ class Step:
         if given is None or any(t.averages or t.of_params for t in self.transforms):
             return
         if on.batch and on.size(on.batch) > 1:
-            raise CompositionError(
-                f"on {on} ranks have other rows of a batch, and {self!r} averages over none: they "
-                "would drift apart. Wrap the step in zf.shard, or give a mesh of tensor and pipe."
-            )
+            told = f"on {on} ranks have other rows of a batch, and {self!r} averages over none: "
+            raise CompositionError(f"{told}they would drift apart. Wrap the step in zf.shard.")
 
     def _check(self, state: Any, memo: Mapping[Any, Any]) -> None:
         """Raise ``PlacementError`` if another composition has placed the state."""
@@ -507,30 +505,6 @@ def _forget() -> None:
         noted = memo.get("noted", {})
         memo.clear()
         memo.update(noted, noted=noted)
-
-
-def _on_one_mesh(transforms: list[Transform]) -> list[Transform]:
-    """The transforms, on the mesh that was given to any of them, or of the sizes they ask for."""
-    given = {t.mesh: t.name for t in transforms if t.mesh is not None and t.mesh.given}
-    if len(given) > 1:
-        told = " and ".join(f"{name} has {mesh}" for mesh, name in given.items())
-        raise CompositionError(f"a step has one mesh, but {told}. Give it to one of them.")
-    sizes: dict[str, tuple[int, str]] = {}
-    for on, name in given.items():
-        known = {**dict.fromkeys(ORDER, 1), **dict(on.axes)}
-        sizes = {axis: (size, f"{name} has {on}") for axis, size in known.items()}
-    for t in transforms:
-        for axis, size in t.axes.items():
-            mine = (size, f"{t.name} asks for {axis}={size}")
-            if (other := sizes.setdefault(axis, mine))[0] != size:
-                raise CompositionError(f"a step has one mesh, but {other[1]} and {mine[1]}.")
-    asked: Any = {axis: size for axis, (size, _) in sizes.items()}
-    one = next(iter(given)) if given else replace(mesh(**asked), given=False) if asked else None
-    for i, t in enumerate(transforms):
-        takes = "mesh" in getattr(t, "__dataclass_fields__", ())
-        if one is not None and takes and (t.mesh is None or not t.mesh.given):
-            transforms[i] = replace(t, mesh=one)  # type: ignore[type-var]
-    return transforms
 
 
 def as_step(fn: Callable[..., Any]) -> Step:

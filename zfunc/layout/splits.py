@@ -113,8 +113,9 @@ class Split:
 
     def local(self, x: Any, rank: int) -> Any:
         """A rank's part of a full leaf; a view where that is one run."""
-        parts = [x.narrow(self.dim, start, stop - start) for start, stop in self.runs[rank]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts or [x[:0]], self.dim)
+        runs = self.runs[rank] or ((0, 0),)
+        parts = [x.narrow(self.dim, start, stop - start) for start, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def indices(self, rank: int) -> list[int]:
         """A rank's indices, rising."""

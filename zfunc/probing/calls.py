@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
+from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in"]
+__all__ = ["Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in", "use_attention"]
 
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
 TEXTS, LENGTH = 2, 5
@@ -33,6 +34,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     streams: frozenset[int]  # positions among the tensors of the arguments
+    attention: str | None = None  # which code for attention, where a model has several
 
 
 @dataclass
@@ -42,13 +44,13 @@ class LayerKind:
     Attributes:
         names: of all of them.
         module: the first one, with made-up parameters, or the whole module if it has no layers.
-        call: what it was given; ``None`` if none of them was called.
+        calls: what it was given: for each way of calling the module. Empty if none was called.
         result: what it gave.
     """
 
     names: list[str]
     module: nn.Module
-    call: Call | None = None
+    calls: list[Call] = field(default_factory=list)
     result: Any = None
 
 
@@ -200,7 +202,8 @@ class _Recorder:
     def __init__(self, made: _Copy) -> None:
         self.made, self.found = made, Probed(made.module, made.kinds)
         self.generator = torch.Generator().manual_seed(1)
-        self.quiet = False
+        self.quiet, self.before = False, 0
+        self.attention: str | None = None
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
             part.__dict__["forward"] = self._multiply(name, part, product)
@@ -253,31 +256,39 @@ class _Recorder:
         inner = part.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if kind.call is None and first:
-                kind.call = self._call(args, kwargs)
+            if first and len(kind.calls) == self.before:
+                kind.calls.append(self._call(args, kwargs))
                 kind.result = inner(*args, **kwargs)
-            if kind.call is None:  # a later one before the first: seen when that one comes
+            if kind.result is None:  # a later one before the first
                 raise PlacementError("layers that are alike are not called in their order")
-            return cloned(kind.result, lambda _, x: x.detach().clone().requires_grad_(
-                x.requires_grad))
+            return cloned(
+                kind.result, lambda _, x: x.detach().clone().requires_grad_(x.requires_grad)
+            )
 
         return forward
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         streams = {
-            i for i, x in enumerate(tensors_in((args, kwargs)))
+            i
+            for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        return Call(args, kwargs, frozenset(streams))
+        return Call(args, kwargs, frozenset(streams), self.attention)
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def run(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], attention: str | None = None
+    ) -> None:
+        """One call. Layers remember what they are given, of each call."""
+        self.before = max((len(kind.calls) for kind in self.found.kinds), default=0)
+        self.attention = attention
+        use_attention(self.found.module, attention)
         self.found.ids = tuple(
             x
             for x in tensors_in((args, dict(kwargs)))
             if not x.is_floating_point() and x.dtype != torch.bool
         )
-        with torch.enable_grad():
+        with Doubled(), torch.enable_grad():
             self.found.module(*args, **kwargs)
 
 
@@ -298,21 +309,61 @@ def probed(functional: Functional, example: Any = None) -> Probed:
         found = recorder.found
         try:
             recorder.run(args, kwargs)
+            _run_otherwise(functional, recorder, args, kwargs)
         except Exception as error:  # the module's own code, which may raise whatever it likes
             tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
-            if not found.kinds or any(kind.call is None for kind in found.kinds):
+            if not found.kinds or any(not kind.calls for kind in found.kinds):
                 continue
             found.failed = tried[-1]
-        if found.kinds and all(kind.call is None for kind in found.kinds):
+        if found.kinds and all(not kind.calls for kind in found.kinds):
             tried.append(f"{what}: no layer was called")
             continue
         if not found.kinds:
-            found.kinds.append(LayerKind([""], found.module, _whole_call(args, kwargs)))
+            found.kinds.append(LayerKind([""], found.module, [_whole_call(args, kwargs)]))
         return found
     raise PlacementError(
         f"{functional._name} cannot be called to see how it is split ({'; '.join(tried)}). Give "
         "arguments of apply, tensors or shapes: example={'pixel_values': (1, 3, 32, 32)}."
     )
+
+
+def _run_otherwise(
+    functional: Functional, recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Further calls: of padded texts, and with attention written out, which reads other numbers.
+
+    What a module cannot do is not asked of its parts.
+    """
+    own = attention_of(recorder.found.module)
+    more = dict(kwargs)
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    masked = functional.signature.parameters.get("attention_mask") is not None
+    if masked and isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 2:
+        more["attention_mask"] = torch.ones_like(ids)
+        more["attention_mask"][-1, -2:] = 0  # behind: some code gives NaN where all is masked
+    for attention in dict.fromkeys((own, None if own is None else "eager")):
+        try:
+            recorder.run(args, more, attention)
+        except Exception:  # the module's own code, in a way that nobody asked for
+            for kind in recorder.found.kinds:
+                del kind.calls[recorder.before :]
+    use_attention(recorder.found.module, own)
+
+
+def attention_of(module: nn.Module) -> str | None:
+    """Which code for attention a model of Hugging Face uses; ``None`` of others."""
+    found: str | None = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return found
+
+
+def use_attention(module: nn.Module, attention: str | None) -> None:
+    """Let all submodules use this code for attention; ``None``: as they are."""
+    if attention is None:
+        return
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if getattr(config, "_attn_implementation", attention) != attention:
+            config._attn_implementation = attention  # type: ignore[union-attr]
 
 
 def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

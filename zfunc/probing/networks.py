@@ -33,9 +33,13 @@ def networks_in(stage: Stage) -> list[str]:
     for name, part in stage.layer.named_modules():
         held = [p for p in part._parameters.values() if p is not None]
         multiplies = any(p.ndim > 1 for p in held) and len(held) > 1
-        if name and multiplies and product_of(part) is None and not list(part.children()):
+        if name and multiplies and product_of(part) is None and not _has_parts(part):
             found.append(name)
     return found
+
+
+def _has_parts(part: nn.Module) -> bool:
+    return any(True for child in part.children() for _ in child.parameters())
 
 
 def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split], Numbers]:

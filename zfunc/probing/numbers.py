@@ -83,14 +83,16 @@ def numbers_read(stage: Stage, row: str) -> list[Number]:
         if name == row:
             state["on"] = False
 
-    undo = [_watched(part, name, note) for name, part in stage.layer.named_modules()]
-    stage.on_product = reached
-    try:
-        stage.run()
-    finally:
-        stage.on_product = lambda name: None
-        for back in reversed(undo):
-            back()
+    for call in stage.calls:
+        with stage.called(call):
+            undo = [_watched(part, name, note) for name, part in stage.layer.named_modules()]
+            state["on"], stage.on_product = True, reached
+            try:
+                stage.run()
+            finally:
+                stage.on_product = lambda name: None
+                for back in reversed(undo):
+                    back()
     return list(seen.values())
 
 
@@ -106,6 +108,7 @@ def _watched(part: nn.Module, name: str, note: Note) -> Callable[[], None]:
 
     for key, value in list(part.__dict__.items()):
         if not key.startswith("_") and hasattr(value, "__dict__") and not _plain(value):
+
             def inner(_: Any, attribute: str, found: Any, key: str = key) -> None:
                 note(part, name, f"{key}.{attribute}", found)
 
@@ -137,5 +140,9 @@ def _telling(kind: type, tell: Callable[[Any, str, Any], None]) -> type:
             tell(self, attribute, value)
         return value
 
-    body = {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body = {
+        "__getattribute__": read,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     return type(kind.__name__, (kind,), body)

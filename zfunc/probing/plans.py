@@ -39,9 +39,7 @@ class _LayerPlan:
             self.attributes.setdefault(number.module, {})[number.attribute] = values
 
 
-def plan_of(
-    model: Functional, ways: int, *, example: Any = None, vocab: bool = True
-) -> SplitPlan:
+def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = True) -> SplitPlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
     Products of a layer are replaced by stand-ins that give random numbers. One whose input comes
@@ -104,10 +102,10 @@ def _joined(layer: str, name: str) -> str:
 
 def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int) -> _LayerPlan:
     made = _LayerPlan()
-    if kind.call is None:
+    if not kind.calls:
         made.whole[""] = "it was not called"
         return made
-    stage = Stage(kind.module, kind.call)
+    stage = Stage(kind.module, kind.calls)
     pairs, made.whole = pairings(stage)
     for pairing in pairs:
         taken = [name for name in pairing.members if name in made.roles]

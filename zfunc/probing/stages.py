@@ -6,14 +6,15 @@ between its products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zfunc.probing.calls import Call, cloned, tensors_in
+from zfunc.probing.calls import Call, cloned, tensors_in, use_attention
+from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 
 __all__ = ["Stage", "Trace", "differs"]
@@ -55,9 +56,10 @@ class Stage:
         repeated: names of products that are called more than once; they stay whole.
     """
 
-    def __init__(self, layer: nn.Module, call: Call) -> None:
+    def __init__(self, layer: nn.Module, calls: Sequence[Call]) -> None:
         layer.__dict__.pop("forward", None)
-        self.layer, self.call = layer, call
+        self.layer, self.calls = layer, calls
+        self.call = calls[0]
         self.products: dict[str, Product] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.repeated: set[str] = set()
@@ -71,6 +73,17 @@ class Stage:
             else:
                 self.products[name] = product
                 part.__dict__["forward"] = self._stand_in(name, product)
+
+    @contextmanager
+    def called(self, call: Call) -> Iterator[None]:
+        """A block in which the layer is given other arguments."""
+        before, self.call = self.call, call
+        use_attention(self.layer, call.attention)
+        try:
+            yield
+        finally:
+            self.call = before
+            use_attention(self.layer, before.attention)
 
     def _stand_in(self, name: str, product: Product) -> Callable[[Tensor], Tensor]:
         number = len(self.products)
@@ -123,7 +136,7 @@ class Stage:
 
         args, kwargs = cloned((self.call.args, self.call.kwargs), each)
         trace, trace.given = self.trace, tensors_in((args, kwargs))
-        with torch.set_grad_enabled(grad):
+        with Doubled(), torch.set_grad_enabled(grad):
             args, kwargs = cloned((args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x)
             out = tensors_in(self.layer(*args, **kwargs))
         trace.result, trace.further = (out[0] if out else None), out[1:]

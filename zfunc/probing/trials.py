@@ -83,10 +83,13 @@ def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> P
     )
     _between(parts, found, reaches.inner())
     _arguments(stage, parts, found)
-    base = stage.run()
+    bases = []
+    for call in stage.calls:
+        with stage.called(call):
+            bases.append(stage.run())
     for numbers in islice(_sets(stage, parts), TRIES):
         parts.numbers = numbers
-        if all(_holds(stage, parts, base, rank) for rank in range(len(ranks))):
+        if all(_holds_called(stage, parts, bases, rank) for rank in range(len(ranks))):
             return parts
     raise Refused(
         f"what lies before {_named(reaches.pairing.rows)} does not give a rank's share from a "
@@ -193,8 +196,18 @@ def divided(value: int, shares: Sequence[Sequence[Fraction]]) -> list[tuple[int,
 # --- one rank's run ------------------------------------------------------------------------------
 
 
+def _holds_called(stage: Stage, parts: Parts, bases: Sequence[Trace], rank: int) -> bool:
+    for call, base in zip(stage.calls, bases, strict=True):
+        with stage.called(call):
+            if not _holds(stage, parts, base, rank):
+                return False
+    return True
+
+
 def _holds(stage: Stage, parts: Parts, base: Trace, rank: int) -> bool:
     """Whether rows read this rank's share of what they read, from this rank's numbers."""
+    if any(name not in base.inputs for name in parts.rows):
+        return False  # not called this time
     values = {
         name: y if name not in parts.columns else _local(y, parts.columns[name], rank)
         for name, y in base.outputs.items()
