@@ -33,8 +33,12 @@ from zfunc.engine.primitives import Ref
 from zfunc.engine.versions import FirstCall
 from zfunc.modules.dropout_check import DropoutCheck
 from zfunc.modules.lazy import LazySource, lazy_tensor
+from zfunc.modules.split_modules import check_plan, local_anatomy, local_skeleton
+from zfunc.modules.split_plans import SplitPlan
+from zfunc.modules.split_products import Wiring, wire
 from zfunc.modules.swapping import BufferSlot, Slot, compile_tree, write
 from zfunc.modules.units import Anatomy, TensorInfo, node_at
+from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import NAMESPACE, Tree
 
 __all__ = ["LayerCall", "Template", "TemplatePool", "skeleton"]
@@ -83,11 +87,12 @@ class LayerCall:
     layer then; so it carries what the layer takes from outside itself.
     """
 
-    __slots__ = ("buffers", "mode", "serial", "shared", "template", "unit")
+    __slots__ = ("buffers", "mode", "ranks", "serial", "shared", "template", "unit")
 
     def __init__(self, template: Template, unit: int) -> None:
         self.template, self.unit = template, unit
         self.serial, self.mode = template.serial, template.mode
+        self.ranks = template.wiring.ranks
         if template.reaching[unit]:
             self.shared, self.buffers = template.around(unit)
 
@@ -115,7 +120,9 @@ class Template:
 
     def __init__(self, pool: TemplatePool) -> None:
         self.pool, self.anatomy = pool, pool.anatomy
-        self.module = copy.deepcopy(pool.skeleton)
+        self.module, self.wiring = copy.deepcopy(pool.skeleton), Wiring()
+        if pool.plan is not None:  # first, so that kernels leave alone what ends in a sum
+            wire(self.wiring, self.module, self.anatomy, pool.plan, pool.rank)
         for fuse in pool.fuses:
             fuse(self.module)
         self.modules = dict(self.module.named_modules())
@@ -200,10 +207,20 @@ class Template:
 
     # --- one call ---
 
-    def bind(self, params: Tree, buffers: dict[str, Tensor], mode: bool | None) -> None:
-        """Fill the whole template. :meth:`release` afterwards, whatever happens."""
-        self._open(mode)
-        name = type(self.module).__name__
+    def bind(
+        self,
+        params: Tree,
+        buffers: dict[str, Tensor],
+        mode: bool | None,
+        ranks: Group | None = None,
+    ) -> None:
+        """Fill the whole template. :meth:`release` afterwards, whatever happens.
+
+        Args:
+            ranks: those among which the leaves are split, in the pool of a plan.
+        """
+        self._open(mode, ranks)
+        name = self.pool.name
         write(params, self.node, self.values, self.anatomy.leaves, name)
         if any(isinstance(value, Ref) for value in self.values):
             self._face()
@@ -215,7 +232,7 @@ class Template:
 
     def bind_around(self, call: LayerCall) -> None:
         """Fill what one layer takes from outside itself."""
-        self._open(call.mode)
+        self._open(call.mode, call.ranks)
         unit = self.anatomy.units[call.unit]
         if not self.reaching[call.unit]:
             return
@@ -294,6 +311,7 @@ class Template:
             self.bind_unit(i, None)
             self.values[i] = None
         self._release_buffers()
+        self.wiring.ranks = None
         for rnn, weights, refs in self.rnns:
             rnn._flat_weights, rnn._flat_weight_refs = weights, refs
         self.sources = {}
@@ -310,9 +328,9 @@ class Template:
                 holder.clear()
                 holder.update(kept)
 
-    def _open(self, mode: bool | None) -> None:
+    def _open(self, mode: bool | None, ranks: Group | None) -> None:
         self.serial += 1
-        self.thread = get_ident()
+        self.thread, self.wiring.ranks = get_ident(), ranks
         if mode is not self.mode:
             self.mode = mode
             for part, training in self.flags:
@@ -355,23 +373,53 @@ class TemplatePool:
     """The idle templates of one module. Pickles as its skeleton and what is fused in it.
 
     ``fuses``: functions that let kernels take over what they can in a template, in this order; the
-    skeleton stays as it is.
+    skeleton stays as it is. ``plan`` and ``rank``: by which plan, and as which rank's, the leaves
+    are parts of those of the module.
     """
 
     def __init__(
-        self, skeleton: nn.Module, anatomy: Anatomy, fuses: tuple[Callable[..., None], ...] = ()
+        self,
+        skeleton: nn.Module,
+        anatomy: Anatomy,
+        fuses: tuple[Callable[..., None], ...] = (),
+        plan: SplitPlan | None = None,
+        rank: int = 0,
     ) -> None:
         self.skeleton, self.anatomy, self.fuses = skeleton, anatomy, fuses
+        self.plan, self.rank = plan, rank
         self.idle: list[Template] = []
         self.variants: dict[Any, TemplatePool] = {}
         self.dropout, self.first = DropoutCheck(skeleton), FirstCall()
 
+    @property
+    def name(self) -> str:
+        """What the module is called in errors."""
+        kind = type(self.skeleton).__name__
+        return kind if self.plan is None else f"{kind}, of which rank {self.rank} has a part"
+
     def fused(self, fuse: Callable[..., None]) -> TemplatePool:
         """The pool of the same module with ``fuse`` before all else: always the same one."""
         if fuse not in self.variants:
-            self.variants[fuse] = TemplatePool(self.skeleton, self.anatomy, (fuse, *self.fuses))
-            self.variants[fuse].dropout = self.dropout
+            fuses = (fuse, *self.fuses)
+            made = TemplatePool(self.skeleton, self.anatomy, fuses, self.plan, self.rank)
+            self.variants[fuse], made.dropout = made, self.dropout
         return self.variants[fuse]
+
+    def split(self, plan: SplitPlan, rank: int) -> TemplatePool:
+        """The pool of the module on a rank's parts of its leaves: always the same one for a plan.
+
+        Raises:
+            CompositionError: the plan is not one of this module.
+        """
+        for known in tuple(self.variants.values()):
+            if known.rank == rank and (known.plan is plan or known.plan == plan):
+                return known
+        check_plan(self.skeleton, self.anatomy, plan)
+        skeleton = local_skeleton(self.skeleton, self.anatomy, plan, rank)
+        anatomy = local_anatomy(self.anatomy, plan, rank)
+        made = TemplatePool(skeleton, anatomy, self.fuses, plan, rank)
+        self.variants[id(plan), rank], made.dropout = made, self.dropout
+        return made
 
     @contextmanager
     def lend(self) -> Iterator[Template]:
@@ -387,6 +435,7 @@ class TemplatePool:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fuses": self.fuses}
+        kept |= {"plan": self.plan, "rank": self.rank}
         asked = {"dropout": DropoutCheck(self.skeleton), "first": FirstCall()}
         return {**kept, **asked, "idle": [], "variants": {}}
 

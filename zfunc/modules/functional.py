@@ -25,11 +25,14 @@ from zfunc.engine import context
 from zfunc.engine.passes import enter
 from zfunc.engine.recomputation import taken
 from zfunc.errors import PlacementError
-from zfunc.modules.binding import TemplatePool, skeleton
+from zfunc.modules.binding import Template, TemplatePool, skeleton
 from zfunc.modules.module_checks import check_module
 from zfunc.modules.parameters import Parameters
+from zfunc.modules.split_modules import check_outputs
+from zfunc.modules.split_params import splitting_of
 from zfunc.modules.swapping import misfit
 from zfunc.modules.units import Choice, dissect
+from zfunc.ranks.comm import Group
 from zfunc.trees import tree
 
 __all__ = ["Functional", "functionalize"]
@@ -109,10 +112,11 @@ class Functional:
         given = self._checked(buffers)
         sources = self._in_compute_dtype(given)
         mode = self._train if train is None else train
-        watched = self._pool.dropout.watched(entered) if mode is None else _UNWATCHED
-        with self._pool.lend() as template, watched, self._alone(entered), taken(template):
-            template.bind(entered, sources, mode)
-            out = _call(template.module, args, kwargs)
+        pool, ranks = self._parts(params)
+        watched = pool.dropout.watched(entered) if mode is None else _UNWATCHED
+        with pool.lend() as template, watched, _alone(pool, entered), taken(template):
+            template.bind(entered, sources, mode, ranks)
+            out = _call(template, args, kwargs)
             return (out, _restored(template.new_buffers(), sources, given)) if mutable else out
 
     @contextmanager
@@ -140,20 +144,24 @@ class Functional:
         """
         entered = enter(params)
         sources = self._in_compute_dtype(self._checked(buffers))
-        with self._pool.lend() as template, self._alone(entered):
-            template.bind(entered, sources, self._train if train is None else train)
+        pool, ranks = self._parts(params)
+        with pool.lend() as template, _alone(pool, entered):
+            template.bind(entered, sources, self._train if train is None else train, ranks)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 template.renew()
                 with taken(template):
-                    return _call(template.module, args, kwargs)
+                    return _call(template, args, kwargs)
 
             yield call
 
-    def _alone(self, entered: Any) -> AbstractContextManager[Any]:
-        """Around the first call: the module leaves its parameters alone."""
-        first = self._pool.first
-        return first.watched(entered) if first.open else _UNWATCHED
+    def _parts(self, params: Any) -> tuple[TemplatePool, Group | None]:
+        """Copies of the module for such params: of what each rank has if they are split."""
+        found = splitting_of(params)
+        if found is None:
+            return self._pool, None
+        plan, ranks = found
+        return self._pool.split(plan, ranks.rank), ranks
 
     def fused(self, fuse: Callable[[nn.Module], None]) -> Functional:
         """The same function, run by copies of the module that ``fuse`` has been let loose on.
@@ -254,9 +262,16 @@ class Functional:
         )
 
 
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _alone(pool: TemplatePool, entered: Any) -> AbstractContextManager[Any]:
+    """Around the first call: the module leaves its parameters alone."""
+    return pool.first.watched(entered) if pool.first.open else _UNWATCHED
+
+
+def _call(template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (plan := template.pool.plan) is not None:
+        check_outputs(plan, kwargs)
     try:
-        return module(*args, **kwargs)
+        return template.module(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         if "meta" in str(error):
             error.add_note(_META_NOTE)

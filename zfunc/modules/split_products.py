@@ -1,0 +1,252 @@
+"""What submodules do with split leaves: the forward of their role, around their own.
+
+Each product calls its module's own forward where that has the right meaning on a part of the
+leaves, since some do more than multiply: an embedding that scales what it looks up, a linear layer
+with an adapter. The sums over ranks are the two of each pair of products, forward and backward
+(Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zfunc.errors import CompositionError
+from zfunc.layout.splits import Split
+from zfunc.modules.split_modules import split_homes
+from zfunc.modules.split_plans import Role, SplitPlan
+from zfunc.modules.units import Anatomy
+from zfunc.operators.conjugates import copied, gathered, shared, summed
+from zfunc.operators.vocabulary import local_indices
+from zfunc.ranks.comm import Group
+
+__all__ = ["Wiring", "wire"]
+
+EMBED, HEAD, BETWEEN = "tensor embed", "tensor head", "tensor between"  # else those of operators
+
+Forward = Callable[..., Any]
+Splits = Mapping[str, Split]
+"""How a submodule's own parameters are split, by attribute; whole ones are not in it."""
+
+
+class Wiring:
+    """What the wired submodules of one copy of a module know of the call that is running.
+
+    Attributes:
+        ranks: those among which the leaves are split; None between calls, or where none are.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: Group | None = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks of the call."""
+        assert self.ranks is not None
+        return self.ranks
+
+
+def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, rank: int) -> None:
+    """Give submodules the forward of their role, in this very module."""
+    homes, names = split_homes(anatomy, plan), {part: x for x, part in module.named_modules()}
+    parts = {module.get_submodule(name): (name, role) for name, role in plan.roles.items()}
+    for part, (name, role) in parts.items():
+        own = {
+            key: homes[home] for key in part._parameters if (home := (names[part], key)) in homes
+        }
+        forward = MAKERS[role](wiring, part, own, rank, name)
+        part.__dict__["forward"] = functools.wraps(part.forward)(forward)
+
+
+# --- roles -------------------------------------------------------------------------------------
+
+
+def _column(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+    multiply = _product(part, _weight(own, part, name, Role.COLUMN))
+    partial = any(split.shared for split in own.values())
+
+    def forward(input: Tensor) -> Any:
+        x = copied(input, wiring.group)
+        if not partial:
+            return multiply(x)
+        with _entered(wiring, part, own):
+            return multiply(x)
+
+    return forward
+
+
+def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forward:
+    split = _weight(own, part, name, Role.ROW)
+    if isinstance(part, nn.Linear) and type(part).forward is not nn.Linear.forward:
+        return _own_row(wiring, part, name)
+    turned = split.dim == 0
+
+    def forward(input: Tensor) -> Tensor:
+        y = F.linear(input, part.weight.mT if turned else part.weight)
+        total = summed(y, wiring.group, own=True)
+        return total if part.bias is None else total + part.bias
+
+    return forward
+
+
+def _own_row(wiring: Wiring, part: Any, name: str) -> Forward:
+    """Of a linear layer that does more than multiply, which cannot be told to leave its bias."""
+    inner = part.forward
+    if part.bias is not None:
+        raise CompositionError(
+            f"the plan makes {name} a row, and what {type(part).__name__}.forward does with its "
+            f"bias is not known. Leave it whole: rules={{'{name}.*': None}}."
+        )
+    return lambda input: summed(inner(input), wiring.group)
+
+
+def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+    split = _weight(own, part, name, Role.HEAD)
+    multiply = _product(part, split)
+
+    def forward(input: Tensor) -> Tensor:
+        return gathered(multiply(copied(input, wiring.group, HEAD)), wiring.group, split, HEAD)
+
+    return forward
+
+
+def _embed(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+    split = _weight(own, part, name, Role.EMBED)
+    lookup, rows = part.forward, split.indices(rank)
+    if getattr(part, "scale_grad_by_freq", False):
+        raise CompositionError(
+            f"{name} scales gradients by how often a row is looked up, and no rank of a split "
+            f"table knows that. Leave it whole: rules={{'{name}.weight': None}}."
+        )
+    padding = getattr(part, "padding_idx", None)
+    if padding is not None:  # its row gets no gradient, on the rank that has it
+        part.__dict__["padding_idx"] = rows.index(padding) if padding in rows else None
+
+    def forward(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        at, mine = _places(input, split, rank)
+        with nullcontext() if rows else _a_row(part):
+            y: Tensor = lookup(at, *args, **kwargs)
+        return summed(y.masked_fill(~mine[..., None], 0), wiring.group, EMBED, own=True)
+
+    return forward
+
+
+@contextmanager
+def _a_row(part: nn.Module) -> Iterator[None]:
+    """A block in which a table without rows has one."""
+    weight = part._parameters["weight"]
+    assert weight is not None
+    part._parameters["weight"] = F.pad(weight, (0, 0, 0, 1))  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        part._parameters["weight"] = weight
+
+
+def _between(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+    inner = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _entered(wiring, part, own):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+def _network(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+    inner = part.forward
+
+    def whole(x: Any) -> Any:
+        return copied(x, wiring.group) if isinstance(x, Tensor) else x
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = tuple(map(whole, args)), {key: whole(x) for key, x in kwargs.items()}
+        with _entered(wiring, part, own):
+            y: Tensor = inner(*args, **kwargs)
+        return summed(y, wiring.group)
+
+    return forward
+
+
+MAKERS: Mapping[Role, Callable[[Wiring, nn.Module, Splits, int, str], Forward]] = {
+    Role.COLUMN: _column,
+    Role.ROW: _row,
+    Role.HEAD: _head,
+    Role.EMBED: _embed,
+    Role.BETWEEN: _between,
+    Role.NETWORK: _network,
+}
+
+
+# --- what they are made of ---------------------------------------------------------------------
+
+
+def _product(part: Any, split: Split) -> Forward:
+    """A product's forward on a part of its outputs.
+
+    One that is no ``nn.Linear`` keeps how many outputs it has, and its weight may be ``[in, out]``.
+    """
+    if isinstance(part, nn.Linear):
+        return part.forward
+    turned = split.dim == 1
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(x, part.weight.mT if turned else part.weight, part.bias)
+
+    return forward
+
+
+@contextmanager
+def _entered(wiring: Wiring, part: nn.Module, own: Splits) -> Iterator[None]:
+    """A block in which gradients of what several ranks have are summed over these.
+
+    These are a submodule's own leaves that are whole, and indices that stand on several ranks.
+    """
+    held = dict(part._parameters)
+    for key, p in held.items():
+        if p is not None:
+            split, ranks = own.get(key), wiring.group
+            x = copied(p, ranks, BETWEEN) if split is None else shared(p, ranks, split)
+            part._parameters[key] = x  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        part._parameters.update(held)
+
+
+def _places(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
+    """Where in a rank's rows the ids are, and which are; those that no rank has are in no row."""
+    at, mine = local_indices(ids, split.runs[rank])
+    known = (ids >= 0) & (ids < split.size)
+    return torch.where(known, at, max(1, split.width(rank))), mine
+
+
+def _weight(own: Splits, part: nn.Module, name: str, role: Role) -> Split:
+    """How the weight of a product or table is split.
+
+    Raises:
+        CompositionError: it is not, or not as its role needs.
+    """
+    split = own.get("weight")
+    if split is None:
+        raise CompositionError(
+            f"the plan makes {name} a {role}, and does not split {name}.weight. Name both."
+        )
+    if split.shared and role is not Role.COLUMN:
+        raise CompositionError(
+            f"the plan makes {name} a {role}, and gives some indices of {name}.weight to several "
+            "ranks, which would count more than once. Give each to one rank."
+        )
+    wanted = 1 if role is Role.ROW else 0
+    if isinstance(part, nn.Linear | nn.Embedding) and split.dim != wanted:
+        raise CompositionError(
+            f"the plan makes {name} a {role}, and splits {name}.weight along dimension "
+            f"{split.dim}. Split it along {wanted}."
+        )
+    return split
