@@ -135,8 +135,9 @@ class Splitting(Meshed):
     def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
         slots = [slot and replace(slot, split=splits.get(slot.path)) for slot in layout.slots]
-        told = {"mesh": self.on, "along": self.axis, "plan": plan}
-        return replace(layout, slots=tuple(slots), **told, _memo={})
+        return replace(
+            layout, slots=tuple(slots), mesh=self.on, along=self.axis, plan=plan, _memo={}
+        )
 
     def _placed(self, layout: Layout, node: Tree) -> Tree:
         """This rank's parts of a full tree, each of which says what it is a part of."""
@@ -167,8 +168,8 @@ class Splitting(Meshed):
                 f"state entry {name!r} is not split along {self.axis!r}, and {self!r} splits it. "
                 "Give the step a state that it placed itself: state = step.place(full_state)."
             )
-        ways, size = {s.split.ways for s in layout.present if s.split}, self.group.size
-        if ways and ways != {size}:
+        ways, size = {s.split.ways for s in layout.present if s.split} or {1}, self.group.size
+        if ways != {size}:
             raise PlacementError(
                 f"state entry {name!r} was split over {ways.pop()} ranks, and axis {self.axis!r} "
                 f"has {size} here. `unplace` it there and `place` the result here."
