@@ -16,6 +16,7 @@ from tests.laws.architectures import TEXT, built
 from tests.laws.covering import Covering
 from tests.laws.plans_by_hand import llama, llama_plan, local_params, loss_of, split_step, tokens
 from zfunc import optim
+from zfunc.errors import PlacementError
 from zfunc.huggingface import decoder_layers
 from zfunc.huggingface.likeness import watched
 from zfunc.modules.split_plans import SplitPlan
@@ -151,6 +152,22 @@ def test_a_step_trains_as_one_process_does(
     for got, end in trained(model, wrap, ways * data):
         assert got == pytest.approx(losses, abs=1e-9)
         assert max(gap(end[k], params[k]) for k in params) < 1e-9
+
+
+def test_copies_in_a_step_are_told_what_they_are() -> None:
+    model, plan = planned("llama", 2)
+
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        copies = tree.map(lambda x: x * 1, params)
+        return loss_of(model.apply(copies, input_ids=ids).logits, ids)
+
+    def rank() -> Any:
+        step = split_step(zf.train_step(loss, TX), plan)
+        return step(step.place(zf.TrainState.create(model.params, TX)), tokens())
+
+    with pytest.raises(PlacementError, match="of another shape") as error:
+        zf.simulate(2)(rank)()
+    assert "do not say that they are parts" in "".join(error.value.__notes__)
 
 
 def test_a_split_model_beside_a_whole_one() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfunc.engine.sources import LayerRef
@@ -63,5 +64,12 @@ def _said_by(leaf: Any) -> tuple[Any, Group, str] | None:
         layout = leaf.layout
     if isinstance(layout, Layout):
         return None if layout.along is None else (layout.plan, layout.parts, layout.along)
-    part = part_of(leaf) if isinstance(leaf, Tensor) else None
+    part = part_of(_unwrapped(leaf)) if isinstance(leaf, Tensor) else None
     return None if part is None else (part.plan, part.group, part.axis)
+
+
+def _unwrapped(leaf: Tensor) -> Tensor:
+    """The leaf itself, where torch.func has put something around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        leaf = torch._C._functorch.get_unwrapped(leaf)
+    return leaf
