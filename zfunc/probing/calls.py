@@ -1,0 +1,428 @@
+"""The arguments that a module's layers get when the module is called.
+
+One call of a copy that has no weights of its own: products give random numbers, and of layers that
+are alike only the first one runs. What it costs does not depend on how deep or large the model is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from zfunc.errors import PlacementError
+from zfunc.modules.functional import Functional
+from zfunc.probing.exactness import Doubled
+from zfunc.probing.products import Product, product_of
+from zfunc.trees.nodes import NAMESPACE
+
+__all__ = ["Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in", "use_attention"]
+
+LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
+TEXTS, LENGTH = 2, 5
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a call; ``streams`` are the tensors that are computed from parameters."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    streams: frozenset[int]  # positions among the tensors of the arguments
+    attention: str | None = None  # which code for attention, where a model has several
+
+
+@dataclass
+class LayerKind:
+    """Layers of one class with leaves of the same shapes, of which the first was called.
+
+    Attributes:
+        names: of all of them.
+        module: the first one, with made-up parameters, or the whole module if it has no layers.
+        calls: what it was given: for each way of calling the module. Empty if none was called.
+        result: what it gave.
+    """
+
+    names: list[str]
+    module: nn.Module
+    calls: list[Call] = field(default_factory=list)
+    result: Any = None
+
+
+@dataclass
+class Probed:
+    """A copy of a module after its call.
+
+    Attributes:
+        kinds: of its layers.
+        ids: the texts that it was given, if it takes any.
+        lookups: names of embeddings outside of layers, and whether they got the ids themselves.
+        touched: parameters outside of layers that are read beside lookups and products: names of
+            the submodule and the attribute.
+        called: names of the products outside of layers that were called.
+        failed: what went wrong behind the layers; ``None`` if the call came to its end.
+    """
+
+    module: nn.Module
+    kinds: list[LayerKind]
+    ids: tuple[Tensor, ...] = ()
+    lookups: dict[str, bool] = field(default_factory=dict)
+    touched: set[tuple[str, str]] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
+    failed: str | None = None
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among some arguments, in order."""
+    return [x for x in _leaves(tree) if isinstance(x, Tensor)]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def cloned(tree: Any, each: Callable[[int, Tensor], Tensor]) -> Any:
+    """Some arguments with ``each(position, tensor)`` in the place of tensors, the rest copied."""
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    out, at = [], 0
+    for x in leaves:
+        if isinstance(x, Tensor):
+            out.append(each(at, x))
+            at += 1
+        else:
+            out.append(_copied(x))
+    return optree.tree_unflatten(spec, out)
+
+
+def _copied(x: Any) -> Any:
+    return x if x is None or isinstance(x, int | float | str | nn.Module) else copy.deepcopy(x)
+
+
+# --- the copy ----------------------------------------------------------------------------------
+
+
+def _made_up(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Values for a parameter that is no product's; one number for all if there are too many."""
+    numel = 1
+    for n in shape:
+        numel *= n
+    if numel > LARGE:
+        return torch.full((1,) * len(shape), 0.01, dtype=torch.float64).expand(*shape)
+    if len(shape) < 2:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64) + 0.5
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return x / shape[-1] ** 0.5
+
+
+def _buffer(x: Tensor, generator: torch.Generator) -> Tensor:
+    if not x.is_meta:
+        return x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype, copy=True)
+    if x.is_floating_point():
+        return torch.rand(x.shape, generator=generator, dtype=torch.float64)
+    return torch.zeros(x.shape, dtype=x.dtype) if x.dtype != torch.bool else torch.ones(x.shape) > 0
+
+
+class _Copy:
+    """Fills a bare copy: products with nothing, first layers of a kind with made-up numbers."""
+
+    def __init__(self, functional: Functional) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.module = copy.deepcopy(functional._pool.skeleton).eval()
+        self.products: dict[str, Product] = {}
+        anatomy = functional._pool.anatomy
+        self.kinds = self._kinds([(unit.module, unit.leaves) for unit in anatomy.units])
+        later = {name for kind in self.kinds for name in kind.names[1:]}
+        done: dict[int, nn.Parameter] = {}
+        for name, part in self._parts(later):
+            product = product_of(part)
+            if product is not None:
+                self.products[name] = product
+            outside = not any(f"{name}.".startswith(f"{k.names[0]}.") for k in self.kinds)
+            table = isinstance(part, nn.Embedding) and outside
+            self._fill(part, product is not None or table, done)
+        for leaf in anatomy.buffers:
+            value = _buffer(functional.buffers[leaf.name], self.generator)
+            for home, attribute in leaf.homes:
+                self.module.get_submodule(home)._buffers[attribute] = value
+        for part in self.module.modules():
+            config = getattr(part, "config", None)
+            if getattr(config, "_experts_implementation", None) is not None:
+                config._experts_implementation = "eager"
+
+    def _kinds(self, units: Iterable[tuple[str, Any]]) -> list[LayerKind]:
+        found: dict[Any, LayerKind] = {}
+        for name, leaves in units:
+            part = self.module.get_submodule(name)
+            kind = (type(part), tuple((leaf.path, tuple(leaf.shape)) for leaf in leaves))
+            if kind in found:
+                found[kind].names.append(name)
+            else:
+                found[kind] = LayerKind([name], part)
+        return list(found.values())
+
+    def _parts(self, later: set[str]) -> list[tuple[str, nn.Module]]:
+        """Submodules that run: not those of layers that are like an earlier one."""
+        out: list[tuple[str, nn.Module]] = []
+
+        def walk(name: str, part: nn.Module) -> None:
+            if name in later:
+                return
+            out.append((name, part))
+            for key, child in part._modules.items():
+                if child is not None:
+                    walk(f"{name}.{key}" if name else key, child)
+
+        walk("", self.module)
+        return out
+
+    def _fill(self, part: nn.Module, bare: bool, done: dict[int, nn.Parameter]) -> None:
+        for key, p in part._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in done:
+                if bare and p.numel() > 4096:
+                    value = torch.zeros((1,) * p.ndim, dtype=torch.float64).expand(*p.shape)
+                else:
+                    value = _made_up(p.shape, self.generator)
+                done[id(p)] = nn.Parameter(value)
+            part._parameters[key] = done[id(p)]
+
+
+# --- the call ----------------------------------------------------------------------------------
+
+
+class _Recorder:
+    """Lets a filled copy run, and keeps what its layers are given."""
+
+    def __init__(self, made: _Copy) -> None:
+        self.made, self.found = made, Probed(made.module, made.kinds)
+        self.generator = torch.Generator().manual_seed(1)
+        self.quiet, self.before = False, 0
+        self.attention: str | None = None
+        for name, product in made.products.items():
+            part = made.module.get_submodule(name)
+            part.__dict__["forward"] = self._multiply(name, part, product)
+        for name, part in made._parts({n for kind in made.kinds for n in kind.names}):
+            if isinstance(part, nn.Embedding):
+                part.__dict__["forward"] = self._look_up(name, part)
+            part.__class__ = self._telling(type(part), name)
+        for kind in made.kinds:
+            for name in kind.names:
+                part = made.module.get_submodule(name)
+                part.__dict__["forward"] = self._layer(kind, part, name == kind.names[0])
+
+    def _telling(self, kind: type, module: str) -> type:
+        """A class that tells which parameters are read, but for lookups in tables."""
+
+        def read(part: Any, attribute: str) -> Any:
+            if attribute in part._parameters and not self.quiet:
+                self.found.touched.add((module, attribute))
+            return kind.__getattr__(part, attribute)  # type: ignore[attr-defined]
+
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind.__name__, (kind,), {**names, "__getattr__": read})
+
+    def _draw(self, *shape: int) -> Tensor:
+        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return x.requires_grad_(torch.is_grad_enabled())
+
+    def _multiply(self, name: str, part: nn.Module, product: Product) -> Callable[..., Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            self.found.called.add(name)
+            return self._draw(*x.shape[:-1], product.outputs) + 0
+
+        return forward
+
+    def _look_up(self, name: str, part: nn.Embedding) -> Callable[..., Tensor]:
+        inner = part.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            ids = next(iter(tensors_in((args, kwargs))), None)
+            same = ids is not None and any(torch.equal(ids, x) for x in self.found.ids)
+            self.found.lookups[name] = self.found.lookups.get(name, True) and same
+            self.quiet = True
+            out: Tensor = inner(*args, **kwargs)
+            self.quiet = False
+            return self._draw(*out.shape) + 0
+
+        return forward
+
+    def _layer(self, kind: LayerKind, part: nn.Module, first: bool) -> Callable[..., Any]:
+        inner = part.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if first and len(kind.calls) == self.before:
+                kind.calls.append(self._call(args, kwargs))
+                kind.result = inner(*args, **kwargs)
+            if kind.result is None:  # a later one before the first
+                raise PlacementError("layers that are alike are not called in their order")
+            return cloned(
+                kind.result, lambda _, x: x.detach().clone().requires_grad_(x.requires_grad)
+            )
+
+        return forward
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        streams = {
+            i
+            for i, x in enumerate(tensors_in((args, kwargs)))
+            if x.requires_grad and x.is_floating_point()
+        }
+        args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
+        return Call(args, kwargs, frozenset(streams), self.attention)
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], attention: str | None = None
+    ) -> None:
+        """One call. Layers remember what they are given, of each call."""
+        self.before = max((len(kind.calls) for kind in self.found.kinds), default=0)
+        self.attention = attention
+        use_attention(self.found.module, attention)
+        self.found.ids = tuple(
+            x
+            for x in tensors_in((args, dict(kwargs)))
+            if not x.is_floating_point() and x.dtype != torch.bool
+        )
+        with Doubled(), torch.enable_grad():
+            self.found.module(*args, **kwargs)
+
+
+def probed(functional: Functional, example: Any = None) -> Probed:
+    """A copy of the module, called once.
+
+    Args:
+        example: arguments of ``apply``, tensors or shapes: a tuple of positional ones, a dict of
+            named ones, or the one argument. By default integer ids, else the module's
+            ``dummy_inputs``.
+
+    Raises:
+        PlacementError: the module takes neither, or not the example.
+    """
+    tried: list[str] = []
+    for what, args, kwargs in _examples(functional, example):
+        recorder = _Recorder(_Copy(functional))
+        found = recorder.found
+        try:
+            recorder.run(args, kwargs)
+            _run_otherwise(functional, recorder, args, kwargs)
+        except Exception as error:  # the module's own code, which may raise whatever it likes
+            tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
+            if not found.kinds or any(not kind.calls for kind in found.kinds):
+                continue
+            found.failed = tried[-1]
+        if found.kinds and all(not kind.calls for kind in found.kinds):
+            tried.append(f"{what}: no layer was called")
+            continue
+        if not found.kinds:
+            found.kinds.append(LayerKind([""], found.module, [_whole_call(args, kwargs)]))
+        return found
+    raise PlacementError(
+        f"{functional._name} cannot be called to see how it is split ({'; '.join(tried)}). Give "
+        "arguments of apply, tensors or shapes: example={'pixel_values': (1, 3, 32, 32)}."
+    )
+
+
+def _run_otherwise(
+    functional: Functional, recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Further calls: of padded texts, and with attention written out, which reads other numbers.
+
+    What a module cannot do is not asked of its parts.
+    """
+    own = attention_of(recorder.found.module)
+    more = dict(kwargs)
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    masked = functional.signature.parameters.get("attention_mask") is not None
+    if masked and isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 2:
+        more["attention_mask"] = torch.ones_like(ids)
+        more["attention_mask"][-1, -2:] = 0  # behind: some code gives NaN where all is masked
+    for attention in dict.fromkeys((own, None if own is None else "eager")):
+        try:
+            recorder.run(args, more, attention)
+        except Exception:  # the module's own code, in a way that nobody asked for
+            for kind in recorder.found.kinds:
+                del kind.calls[recorder.before :]
+    use_attention(recorder.found.module, own)
+
+
+def attention_of(module: nn.Module) -> str | None:
+    """Which code for attention a model of Hugging Face uses; ``None`` of others."""
+    found: str | None = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return found
+
+
+def use_attention(module: nn.Module, attention: str | None) -> None:
+    """Let all submodules use this code for attention; ``None``: as they are."""
+    if attention is None:
+        return
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if getattr(config, "_attn_implementation", attention) != attention:
+            config._attn_implementation = attention  # type: ignore[union-attr]
+
+
+def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    leaves = tensors_in((args, kwargs))
+    streams = frozenset(i for i, x in enumerate(leaves) if x.is_floating_point())
+    return Call(args, kwargs, streams)
+
+
+def _examples(functional: Functional, example: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
+    named = functional.signature.parameters
+    quiet = {"use_cache": False} if "use_cache" in named else {}
+    if example is not None:
+        args, kwargs = _arguments(example)
+        return [("the example", args, {**quiet, **kwargs})]
+    generator = torch.Generator().manual_seed(2)
+    size = _vocabulary(functional)
+    ids = torch.randint(2 if size > 4 else 0, size, (TEXTS, LENGTH), generator=generator)
+    found: list[tuple[str, tuple[Any, ...], Any]] = [("integer ids", (ids,), quiet)]
+    if "input_ids" in named:
+        found = [("integer ids", (), {"input_ids": ids, **quiet})]
+    dummy = getattr(functional._pool.skeleton, "dummy_inputs", None)
+    if isinstance(dummy, Mapping):
+        dummy = {key: _value(x) for key, x in dummy.items() if key in named}
+        if "decoder_input_ids" in named and "input_ids" in dummy:
+            dummy = {**dummy, "input_ids": ids, "decoder_input_ids": ids.flip(0)}
+        found.append(("its dummy_inputs", (), {**dummy, **quiet}))
+    return found
+
+
+def _vocabulary(functional: Functional) -> int:
+    """How many different ids it is safe to give."""
+    sizes = [
+        part.num_embeddings
+        for part in functional._pool.skeleton.modules()
+        if isinstance(part, nn.Embedding)
+    ]
+    return max(sizes, default=2)
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), {key: _value(x) for key, x in example.items()}
+    if isinstance(example, tuple | list) and not _is_shape(example):
+        return tuple(map(_value, example)), {}
+    return (_value(example),), {}
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple | list) and bool(x) and all(type(n) is int for n in x)
+
+
+def _value(x: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    if _is_shape(x):
+        return torch.randn(*x, generator=generator, dtype=torch.float64)
+    if not isinstance(x, Tensor):
+        return x
+    if x.is_meta:
+        draw = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        return draw if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
+    x = x.detach().cpu()
+    return x.double() if x.is_floating_point() else x

@@ -1,0 +1,143 @@
+"""One layer, run by itself on given arguments; its products are stand-ins that give numbers.
+
+No weight of a product is read, so that a layer on ``meta`` runs, and what it costs is what lies
+between its products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zfunc.probing.calls import Call, cloned, tensors_in, use_attention
+from zfunc.probing.exactness import Doubled
+from zfunc.probing.products import Product, product_of
+
+__all__ = ["Stage", "Trace", "differs"]
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass
+class Trace:
+    """What happened in a run.
+
+    Attributes:
+        inputs, outputs: of products, by name.
+        order: their names as they were called.
+        given: the tensors among the layer's arguments.
+        result: the first tensor that the layer gave.
+        further: the other ones.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+    result: Tensor | None = None
+    further: list[Tensor] = field(default_factory=list)
+
+
+def differs(x: Tensor, base: Tensor) -> Tensor:
+    """Where two results differ by more than rounding."""
+    return (x - base).abs() > 1e-11 * base.abs().max()
+
+
+class Stage:
+    """A layer whose products give random numbers, or those that they are told.
+
+    Attributes:
+        products: by name within the layer.
+        parameters: of all other submodules, by name within the layer.
+        repeated: names of products that are called more than once; they stay whole.
+    """
+
+    def __init__(self, layer: nn.Module, calls: Sequence[Call]) -> None:
+        layer.__dict__.pop("forward", None)
+        self.layer, self.calls = layer, calls
+        self.call = calls[0]
+        self.products: dict[str, Product] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.repeated: set[str] = set()
+        self.trace, self.draw, self.values = Trace(), 0, {}
+        self.on_product: Callable[[str], None] = lambda name: None
+        for name, part in layer.named_modules():
+            product = product_of(part)
+            if product is None:
+                own = {k: p for k, p in part._parameters.items() if p is not None}
+                self.parameters.update({f"{name}.{k}" if name else k: p for k, p in own.items()})
+            else:
+                self.products[name] = product
+                part.__dict__["forward"] = self._stand_in(name, product)
+
+    @contextmanager
+    def called(self, call: Call) -> Iterator[None]:
+        """A block in which the layer is given other arguments."""
+        before, self.call = self.call, call
+        use_attention(self.layer, call.attention)
+        try:
+            yield
+        finally:
+            self.call = before
+            use_attention(self.layer, before.attention)
+
+    def _stand_in(self, name: str, product: Product) -> Callable[[Tensor], Tensor]:
+        number = len(self.products)
+
+        def forward(x: Tensor) -> Tensor:
+            trace = self.trace
+            self.on_product(name)
+            if name in trace.inputs:
+                self.repeated.add(name)
+            trace.inputs[name] = x
+            trace.order.append(name)
+            shape = x.shape[:-1]
+            y = self.values.get(name)
+            if y is None:
+                seed = 1000 * self.draw + number
+                generator = torch.Generator().manual_seed(seed)
+                y = torch.randn(*shape, product.outputs, generator=generator, dtype=torch.float64)
+            y = y.reshape(*shape, -1)
+            if torch.is_grad_enabled():
+                y = y.detach().requires_grad_()
+            trace.outputs[name] = y
+            return y + 0  # some write into it
+
+        return forward
+
+    def run(
+        self,
+        values: Values | None = None,
+        *,
+        draw: int = 0,
+        grad: bool = False,
+        change: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> Trace:
+        """Let the layer run.
+
+        Args:
+            values: outputs of products; of others random ones.
+            draw: which random ones.
+            grad: keep a graph, from everything that is given to every input of a product.
+            change: what tensors among the arguments are replaced by.
+        """
+        self.trace, self.draw, self.values = Trace(), draw, dict(values or {})
+        generator = torch.Generator().manual_seed(draw)
+
+        def each(i: int, x: Tensor) -> Tensor:
+            if i in self.call.streams:
+                x = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            x = x.clone() if change is None else change(i, x).clone()
+            return x.requires_grad_() if grad and x.is_floating_point() else x
+
+        args, kwargs = cloned((self.call.args, self.call.kwargs), each)
+        trace, trace.given = self.trace, tensors_in((args, kwargs))
+        with Doubled(), torch.set_grad_enabled(grad):
+            args, kwargs = cloned((args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x)
+            out = tensors_in(self.layer(*args, **kwargs))
+        trace.result, trace.further = (out[0] if out else None), out[1:]
+        return trace

@@ -1,0 +1,273 @@
+"""Whether each rank's numbers alone give its share of the whole: what decides that a pair is split.
+
+Modules may keep numbers beside their leaves, how many heads they have say. Which ones are to be
+divided is found by trying, the fewest first, of those that they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import chain, combinations, islice, product
+
+import torch
+from torch import Tensor, nn
+
+from zfunc.layout.splits import Split
+from zfunc.probing.flows import Pairing
+from zfunc.probing.numbers import Number, Numbers, numbers_read
+from zfunc.probing.pieces import assignments
+from zfunc.probing.reaches import Masks, Reach, Reaches, Refused
+from zfunc.probing.stages import Stage, Trace
+
+__all__ = ["Parts", "close", "divided", "local_parameters", "numbers_set", "parts_of"]
+
+TRIES = 600  # of sets of numbers that are divided
+MOST = 4  # numbers that are divided together
+
+
+@dataclass
+class Parts:
+    """How a pairing is split.
+
+    Attributes:
+        columns, rows: outputs of columns and inputs of rows, by name.
+        parameters: of other submodules, those of which each rank has a part.
+        between: those that are whole, and whose gradients are in parts.
+        given: positions of the layer's arguments of which each rank takes a part.
+        numbers: what differs beside the leaves.
+        pieces: how many there were.
+    """
+
+    pairing: Pairing
+    columns: dict[str, Split]
+    rows: dict[str, Split]
+    parameters: dict[str, Split] = field(default_factory=dict)
+    between: tuple[str, ...] = ()
+    given: dict[int, Split] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict)
+    pieces: int = 0
+
+
+def parts_of(stage: Stage, pairing: Pairing, ways: int) -> Parts:
+    """How a pairing is split over ranks.
+
+    Raises:
+        Refused: it is not, and why.
+    """
+    reaches = Reaches(stage, pairing)
+    pieces, proposals = assignments(reaches, ways)
+    why = f"{_named(pairing.rows)} read {pieces} independent piece{'s' * (pieces != 1)}"
+    refused = Refused(f"{why}, and there are {ways} ranks")
+    for ranks in proposals:
+        try:
+            return _tried(stage, reaches, ranks, pieces)
+        except Refused as error:
+            refused = error
+    raise refused
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> Parts:
+    found = [reaches.backward(rows) for rows in ranks]
+    parts = Parts(
+        reaches.pairing,
+        {name: _split([x.columns[name] for x in found], name) for name in reaches.columns},
+        {name: _split([rows[name] for rows in ranks], name) for name in reaches.widths},
+        pieces=pieces,
+    )
+    _between(parts, found, reaches.inner())
+    _arguments(stage, parts, found)
+    bases = []
+    for call in stage.calls:
+        with stage.called(call):
+            bases.append(stage.run())
+    for numbers in islice(_sets(stage, parts), TRIES):
+        parts.numbers = numbers
+        if all(_holds_called(stage, parts, bases, rank) for rank in range(len(ranks))):
+            return parts
+    raise Refused(
+        f"what lies before {_named(reaches.pairing.rows)} does not give a rank's share from a "
+        f"rank's numbers, whatever of {_read(stage, parts)} is divided"
+    )
+
+
+def _read(stage: Stage, parts: Parts) -> str:
+    names = sorted({number.attribute for number in numbers_read(stage, parts.pairing.rows[0])})
+    return ", ".join(names) or "nothing that it keeps"
+
+
+def _split(masks: Sequence[Tensor], name: str) -> Split:
+    if not bool(torch.stack(list(masks)).any(0).all()):
+        raise Refused(f"some numbers of {name} reach no row, so that no rank would have them")
+    return Split.of(0, [mask.nonzero().flatten().tolist() for mask in masks])
+
+
+def _between(parts: Parts, found: Sequence[Reach], inner: Sequence[str]) -> None:
+    whole = list(inner)
+    for name in {name: None for reach in found for name in reach.parameters}:
+        masks = [reach.parameters.get(name) for reach in found]
+        split = _apart([m for m in masks if m is not None]) if None not in masks else None
+        if split is None:
+            whole.append(name)
+        else:
+            parts.parameters[name] = split
+    parts.between = tuple(dict.fromkeys(whole))
+
+
+def _apart(masks: Sequence[Tensor]) -> Split | None:
+    """The dimension along which ranks use different indices, each one rank's, if there is one."""
+    for dim in range(masks[0].ndim):
+        other = [d for d in range(masks[0].ndim) if d != dim]
+        rows = torch.stack([m.any(dim=other) if other else m for m in masks])
+        if rows.shape[1] > 1 and bool((rows.sum(0) == 1).all()) and len(masks) > 1:
+            return Split.of(dim, [row.nonzero().flatten().tolist() for row in rows])
+    return None
+
+
+def _arguments(stage: Stage, parts: Parts, found: Sequence[Reach]) -> None:
+    for i in {i: None for reach in found for i in reach.given}:
+        masks = [reach.given.get(i) for reach in found]
+        split = _apart([m for m in masks if m is not None]) if None not in masks else None
+        if split is not None:
+            parts.given[i] = split
+        elif i in stage.call.streams:
+            raise Refused(f"{_named(parts.pairing.rows)} read the layer's input beside columns")
+
+
+# --- sets of numbers -----------------------------------------------------------------------------
+
+
+def _sets(stage: Stage, parts: Parts) -> Iterator[Numbers]:
+    yield {}
+    options = [
+        (number, values)
+        for number in numbers_read(stage, parts.pairing.rows[0])
+        if (values := divided(number.value, _shares(parts)))
+    ]
+    for some in chain.from_iterable(
+        combinations(options, n) for n in range(1, min(MOST, len(options)) + 1)
+    ):
+        for chosen in product(*(values for _, values in some)):
+            yield {number: each for (number, _), each in zip(some, chosen, strict=True)}
+
+
+def _shares(parts: Parts) -> list[list[Fraction]]:
+    """Of which part of the whole each rank has a share: of rows, of columns, and their ratios."""
+    rows = _share(next(iter(parts.rows.values())))
+    out = [rows]
+    for split in parts.columns.values():
+        for kind in _kinds(split):
+            out += [kind, [a / b for a, b in zip(rows, kind, strict=True)]]
+    return out
+
+
+def _share(split: Split) -> list[Fraction]:
+    return [Fraction(split.width(rank), split.size) for rank in range(split.ways)]
+
+
+def _kinds(split: Split) -> list[list[Fraction]]:
+    """The shares of all outputs, and of those alone that stand on several ranks, or on one."""
+    found = [_share(split)]
+    if split.shared:
+        for shared in (False, True):
+            mine = {i for i, ranks in enumerate(split.holders) if (len(ranks) > 1) == shared}
+            if mine:
+                each = [len(mine.intersection(split.indices(r))) for r in range(split.ways)]
+                found.append([Fraction(n, len(mine)) for n in each])
+    return [share for share in found if all(share)]
+
+
+def divided(value: int, shares: Sequence[Sequence[Fraction]]) -> list[tuple[int, ...]]:
+    """What a number may become on each rank."""
+    found = []
+    for share in shares:
+        new = [value * x for x in share]
+        if all(x.denominator == 1 and x > 0 for x in new) and any(x != value for x in new):
+            found.append(tuple(int(x) for x in new))
+    return list(dict.fromkeys(found))
+
+
+# --- one rank's run ------------------------------------------------------------------------------
+
+
+def _holds_called(stage: Stage, parts: Parts, bases: Sequence[Trace], rank: int) -> bool:
+    for call, base in zip(stage.calls, bases, strict=True):
+        with stage.called(call):
+            if not _holds(stage, parts, base, rank):
+                return False
+    return True
+
+
+def _holds(stage: Stage, parts: Parts, base: Trace, rank: int) -> bool:
+    """Whether rows read this rank's share of what they read, from this rank's numbers."""
+    if any(name not in base.inputs for name in parts.rows):
+        return False  # not called this time
+    values = {
+        name: y if name not in parts.columns else _local(y, parts.columns[name], rank)
+        for name, y in base.outputs.items()
+        if name not in stage.repeated
+    }
+
+    def change(i: int, x: Tensor) -> Tensor:
+        split = parts.given.get(i)
+        return x if split is None else split.local(x, rank).contiguous()
+
+    with local_parameters(stage.layer, parts.parameters, rank), numbers_set(parts.numbers, rank):
+        try:
+            trace = stage.run(values, change=change)
+        except Exception:  # the module's own code on numbers that are not right
+            return False
+    for name, split in parts.rows.items():
+        mine, want = trace.inputs.get(name), _local(base.inputs[name], split, rank)
+        if mine is None or mine.shape != want.shape or not close(mine, want):
+            return False
+    if trace.result is None or base.result is None:
+        return trace.result is base.result
+    return trace.result.shape == base.result.shape and close(trace.result, base.result)
+
+
+def close(x: Tensor, y: Tensor) -> bool:
+    """Whether two results are the same but for rounding."""
+    return torch.allclose(x, y, rtol=1e-9, atol=1e-9)
+
+
+def _local(x: Tensor, split: Split, rank: int) -> Tensor:
+    return x[..., torch.tensor(split.indices(rank))]
+
+
+@contextmanager
+def local_parameters(root: nn.Module, splits: Mapping[str, Split], rank: int) -> Iterator[None]:
+    """A block in which a module has a rank's parts of some parameters."""
+    before = []
+    for name, split in splits.items():
+        home, _, attribute = name.rpartition(".")
+        part = root.get_submodule(home)
+        p = part._parameters[attribute]
+        assert p is not None
+        before.append((part, attribute, p))
+        part._parameters[attribute] = nn.Parameter(split.local(p.detach(), rank).clone())
+    try:
+        yield
+    finally:
+        for part, attribute, p in before:
+            part._parameters[attribute] = p
+
+
+@contextmanager
+def numbers_set(numbers: Numbers, rank: int) -> Iterator[None]:
+    """A block in which submodules keep a rank's numbers."""
+    undo: list[Number] = []
+    try:
+        for number, values in numbers.items():
+            number.write(values[rank])
+            undo.append(number)
+        yield
+    finally:
+        for number in reversed(undo):
+            number.restore()
