@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from zfunc.layout.splits import Cut, Part, Split, mark
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE
 
 F64 = torch.float64
 
@@ -278,7 +280,11 @@ def test_a_plan_of_other_sizes() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Split], dict[str, Role], str]] = {
-    "a role without a split": ({}, {"blocks.0.gate": Role.COLUMN}, "does not split blocks.0.gate"),
+    "a role without a split": (
+        {"head.bias": Cut(0).split((7,), 2)},
+        {"blocks.0.gate": Role.COLUMN},
+        "does not split blocks.0.gate",
+    ),
     "a row cut as a column": (
         {"blocks.0.down.weight": Cut(0).split((4, 6), 2)},
         {"blocks.0.down": Role.ROW},
@@ -351,7 +357,7 @@ def test_params_of_another_number_of_ranks() -> None:
     model, plan = built(), plan_of(2)
 
     def rank() -> None:
-        part = Part(None, zf.mesh(data=1, tensor=3), "tensor", plan)
+        part = Part(Cut(0).split((7, 4), 3), zf.mesh(data=1, tensor=3), "tensor", plan)
         model.apply(tree.map(lambda x: mark(x.clone(), part), model.params), IDS)
 
     with pytest.raises(CompositionError, match="for 2 ranks, and axis 'tensor' has 3"):
@@ -362,7 +368,8 @@ def test_copies_of_leaves_do_not_say_that_they_are_parts() -> None:
     model, plan = built(), plan_of(2)
 
     def rank() -> None:
-        model.apply(tree.map(lambda x: x * 1, local(model, plan)), IDS)
+        params = local(model, plan)
+        model.apply(optree.tree_map(lambda x: x * 1, params, namespace=NAMESPACE), IDS)
 
     with pytest.raises(PlacementError, match=r"of another shape: .*\(4, 4\) instead of \(7, 4\)"):
         zf.simulate(2)(rank)()
@@ -372,7 +379,7 @@ def test_leaves_that_rules_alone_have_split() -> None:
     model = built()
 
     def rank() -> None:
-        part = Part(None, zf.mesh(data=1, tensor=2), "tensor")
+        part = Part(Cut(0).split((7, 4), 2), zf.mesh(data=1, tensor=2), "tensor")
         model.apply(tree.map(lambda x: mark(x.clone(), part), model.params), IDS)
 
     with pytest.raises(PlacementError, match=r"along 'tensor' by rules alone.*zf.split"):
@@ -429,6 +436,8 @@ def test_nothing_of_a_call_stays_behind() -> None:
     refs = [ref for found in zf.simulate(2)(rank)() for ref in found]
     gc.collect()
     assert [ref for ref in refs if ref() is not None] == []
+    idle = [template for r in range(2) for template in model._pool.split(plan, r).idle]
+    assert idle and all(template.wiring.ranks is None for template in idle)
 
 
 def test_dropout_that_is_off_is_told_once_of_split_models_too() -> None:
