@@ -46,7 +46,7 @@ from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digests
 from zfunc.ranks.meshes import Mesh, laid_out
-from zfunc.ranks.world import MESH
+from zfunc.ranks.world import MESH, world_size
 from zfunc.trees import tree
 from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
 
@@ -84,9 +84,25 @@ class Splitting(Meshed):
         return {} if self.tensor is None else {self.axis: self.tensor}
 
     @property
+    def on(self) -> Mesh:
+        """How the ranks are laid out.
+
+        Raises:
+            CompositionError: there are several, and nobody said.
+        """
+        if self.mesh is not None:
+            return laid_out(self.mesh)
+        if world_size() > 1:
+            raise CompositionError(
+                f"split over how many of the {world_size()} ranks? Give tensor=2, say, or "
+                "mesh=zf.mesh(data=..., tensor=...)."
+            )
+        return Mesh((("data", 1), (self.axis, 1)))
+
+    @property
     def group(self) -> Group:
         """The ranks over which leaves are split."""
-        return group(self.mesh, self.axis)
+        return group(self.on, self.axis)
 
     def beside(self, others: Sequence[Transform]) -> Splitting:
         shard = next((x for x in others if x.name == "shard"), None)
@@ -102,8 +118,7 @@ class Splitting(Meshed):
     def place(self, state: Any) -> Any:
         entries = Entries({"params": state} if self.of_tree else state)
         names = self.roles.found("params", entries, self.name)
-        everyone = group(self.mesh, laid_out(self.mesh).names)
-        check_same(everyone, {name: entries[name] for name in entries.names})
+        check_same(group(self.on, self.on.names), {name: entries[name] for name in entries.names})
         layouts, plan = [make_layout(entries[name]) for name in names], self.plan()
         splits = splits_of(layouts, self.rules, plan, self.group.size)
         twins = Twins([self._told(layout, splits[layout], plan) for layout in layouts])
@@ -120,8 +135,8 @@ class Splitting(Meshed):
     def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
         slots = [slot and replace(slot, split=splits.get(slot.path)) for slot in layout.slots]
-        mesh = laid_out(self.mesh)
-        return replace(layout, slots=tuple(slots), mesh=mesh, along=self.axis, plan=plan, _memo={})
+        told = {"mesh": self.on, "along": self.axis, "plan": plan}
+        return replace(layout, slots=tuple(slots), **told, _memo={})
 
     def _placed(self, layout: Layout, node: Tree) -> Tree:
         """This rank's parts of a full tree, each of which says what it is a part of."""
