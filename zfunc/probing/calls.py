@@ -21,7 +21,7 @@ from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in", "use_attention"]
+__all__ = ["LARGE", "Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in", "use_attention"]
 
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
 TEXTS, LENGTH = 2, 5
@@ -207,6 +207,11 @@ class _Recorder:
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
             part.__dict__["forward"] = self._multiply(name, part, product)
+        for _, part in made._parts({n for kind in made.kinds for n in kind.names[1:]}):
+            held = [p for p in part._parameters.values() if p is not None]
+            bare = product_of(part) is not None or isinstance(part, nn.Embedding)
+            if not bare and any(p.numel() > LARGE for p in held):
+                part.__dict__["forward"] = _handed_on
         for name, part in made._parts({n for kind in made.kinds for n in kind.names}):
             if isinstance(part, nn.Embedding):
                 part.__dict__["forward"] = self._look_up(name, part)
@@ -290,6 +295,11 @@ class _Recorder:
             self.found.module(*args, **kwargs)
 
 
+def _handed_on(*args: Any, **kwargs: Any) -> Tensor:
+    """In the place of what is too large to be run (experts): something of the same shape."""
+    return next(x for x in tensors_in((args, kwargs)) if x.is_floating_point()) + 0
+
+
 def probed(functional: Functional, example: Any = None) -> Probed:
     """A copy of the module, called once.
 
@@ -306,7 +316,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
         recorder = _Recorder(_Copy(functional))
         found = recorder.found
         try:
-            recorder.run(args, kwargs)
+            recorder.run(args, kwargs, attention_of(found.module))
             _run_otherwise(functional, recorder, args, kwargs)
         except Exception as error:  # the module's own code, which may raise whatever it likes
             tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])

@@ -33,6 +33,13 @@ class Number:
         """What it is called."""
         return self.module, self.attribute
 
+    def of(self, part: nn.Module) -> Number:
+        """The same number of another copy of the submodule, with its value there."""
+        owner: Any = part
+        for key in self.attribute.split("."):
+            owner = getattr(owner, key)
+        return Number(part, self.module, self.attribute, owner)
+
     def write(self, value: int) -> None:
         """Let the submodule have another number; an object that others have, too, is copied."""
         owner, _, name = self.attribute.rpartition(".")
