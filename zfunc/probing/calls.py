@@ -21,7 +21,16 @@ from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["LARGE", "Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in", "use_attention"]
+__all__ = [
+    "LARGE",
+    "Call",
+    "LayerKind",
+    "Probed",
+    "cloned",
+    "probed",
+    "tensors_in",
+    "use_attention",
+]
 
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
 TEXTS, LENGTH = 2, 5
@@ -152,7 +161,7 @@ class _Copy:
         for part in self.module.modules():
             config = getattr(part, "config", None)
             if getattr(config, "_experts_implementation", None) is not None:
-                config._experts_implementation = "eager"
+                config._experts_implementation = "eager"  # type: ignore[union-attr]
 
     def _kinds(self, units: Iterable[tuple[str, Any]]) -> list[LayerKind]:
         found: dict[Any, LayerKind] = {}
@@ -266,14 +275,16 @@ class _Recorder:
                 kind.result = inner(*args, **kwargs)
             if kind.result is None:  # a later one before the first
                 raise PlacementError("layers that are alike are not called in their order")
-            return cloned(kind.result, lambda _, x: x.detach().clone().requires_grad_(
-                x.requires_grad))
+            return cloned(
+                kind.result, lambda _, x: x.detach().clone().requires_grad_(x.requires_grad)
+            )
 
         return forward
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         streams = {
-            i for i, x in enumerate(tensors_in((args, kwargs)))
+            i
+            for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())

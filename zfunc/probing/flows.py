@@ -74,7 +74,7 @@ def pairings(stage: Stage) -> tuple[list[Pairing], dict[str, str]]:
     """The pairs of a layer, those with most elements first; and of other products why not."""
     flow = _Flow(stage, stage.run(grad=True))
     found: dict[frozenset[str], Pairing] = {}
-    why: dict[str, str] = {name: "it is called several times" for name in stage.repeated}
+    why: dict[str, str] = dict.fromkeys(stage.repeated, "it is called several times")
     why |= {name: "it was not called" for name in stage.products if name not in stage.trace.inputs}
     for name in flow.order:
         pairing = _paired(flow, name)

@@ -64,9 +64,12 @@ def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split],
     if whole is None:
         raise Refused("it gives more than one tensor, or cannot be tried in small")
     for cuts, size in _ways_to_split(shapes, ways):
-        small = {key: _split(replace(cut, by=cut.by and sizes[cut.by]),
-                             tuple(tried._parameters[key].shape), ways)  # type: ignore[union-attr]
-                 for key, cut in cuts.items()}
+        small = {
+            key: _split(
+                replace(cut, by=cut.by and sizes[cut.by]), tuple(tried._parameters[key].shape), ways
+            )  # type: ignore[union-attr]
+            for key, cut in cuts.items()
+        }
         for numbers in _sets(part, tried, name, call, size, sizes, ways):
             if _adds_up(tried, call, small, numbers, whole, ways):
                 splits = {key: _split(cut, shapes[key], ways) for key, cut in cuts.items()}
@@ -76,7 +79,12 @@ def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split],
 
 
 def _adds_up(
-    part: nn.Module, call: Call, splits: dict[str, Split], numbers: Numbers, whole: Tensor, ways: int
+    part: nn.Module,
+    call: Call,
+    splits: dict[str, Split],
+    numbers: Numbers,
+    whole: Tensor,
+    ways: int,
 ) -> bool:
     """Whether what parts give adds up to what the whole gives."""
     total = torch.zeros_like(whole)
@@ -127,8 +135,9 @@ def _small(part: nn.Module, call: Call, sizes: dict[int, int]) -> tuple[nn.Modul
         if type(value) is int:
             twin.__dict__[key] = sizes.get(value, value)
     twin.__dict__["_parameters"] = {
-        key: None if p is None else nn.Parameter(
-            torch.randn(shrunk(p.shape), generator=generator, dtype=torch.float64))
+        key: None
+        if p is None
+        else nn.Parameter(torch.randn(shrunk(p.shape), generator=generator, dtype=torch.float64))
         for key, p in part._parameters.items()
     }
     args, kwargs = cloned((call.args, call.kwargs), each)

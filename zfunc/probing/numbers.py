@@ -115,6 +115,7 @@ def _watched(part: nn.Module, name: str, note: Note) -> Callable[[], None]:
 
     for key, value in list(part.__dict__.items()):
         if not key.startswith("_") and hasattr(value, "__dict__") and not _plain(value):
+
             def inner(_: Any, attribute: str, found: Any, key: str = key) -> None:
                 note(part, name, f"{key}.{attribute}", found)
 
@@ -139,12 +140,16 @@ def _plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or isinstance(value, type) or callable(value)
 
 
-def _telling(kind: type, tell: Callable[[Any, str, Any], None]) -> type:
+def _telling(kind: Any, tell: Callable[[Any, str, Any], None]) -> type:
     def read(self: Any, attribute: str) -> Any:
         value = kind.__getattribute__(self, attribute)
         if type(value) is int:
             tell(self, attribute, value)
         return value
 
-    body = {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body = {
+        "__getattribute__": read,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     return type(kind.__name__, (kind,), body)

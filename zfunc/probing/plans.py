@@ -39,9 +39,7 @@ class _LayerPlan:
             self.attributes.setdefault(number.module, {})[number.attribute] = values
 
 
-def plan_of(
-    model: Functional, ways: int, *, example: Any = None, vocab: bool = True
-) -> SplitPlan:
+def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = True) -> SplitPlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
     Products of a layer are replaced by stand-ins that give random numbers. One whose input comes

@@ -77,7 +77,7 @@ def _multiplies(part: nn.Module, held: dict[str, nn.Parameter], turned: bool) ->
     for key, value in part.__dict__.items():  # some keep their widths beside the weight
         if type(value) is int and value in (a, b):
             twin.__dict__[key] = rows if value == a else columns
-    twin.__dict__["_parameters"] = {key: None for key in part._parameters}
+    twin.__dict__["_parameters"] = dict.fromkeys(part._parameters)
     values: dict[str, Tensor | None] = {"weight": weight, "bias": bias}
     twin._parameters.update({key: values[key] for key in held})  # type: ignore[misc]
     try:
@@ -86,6 +86,8 @@ def _multiplies(part: nn.Module, held: dict[str, nn.Parameter], turned: bool) ->
     except Exception:  # whatever it is, it is no product: any module is asked
         return False
     expected = F.linear(x, weight.mT if turned else weight, bias)
-    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(
-        found, expected, rtol=1e-9, atol=1e-9
+    return (
+        isinstance(found, Tensor)
+        and found.shape == expected.shape
+        and torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
     )

@@ -68,9 +68,7 @@ class Reaches:
             leaves = [trace.outputs[name] for name in self.columns]
             parameters = stage.parameters
             every = [*leaves, *parameters.values(), *given.values(), *common]
-            grads = iter(
-                torch.autograd.grad(total, every, allow_unused=True, retain_graph=True)
-            )
+            grads = iter(torch.autograd.grad(total, every, allow_unused=True, retain_graph=True))
             for name in self.columns:
                 if (g := next(grads)) is not None:
                     out.columns[name] |= (g != 0).flatten(0, -2).any(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +63,8 @@ class Stage:
         self.products: dict[str, Product] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.repeated: set[str] = set()
-        self.trace, self.draw, self.values = Trace(), 0, {}
+        self.trace, self.draw = Trace(), 0
+        self.values: dict[str, Tensor] = {}
         self.on_product: Callable[[str], None] = lambda name: None
         for name, part in layer.named_modules():
             product = product_of(part)
@@ -138,7 +138,9 @@ class Stage:
         args, kwargs = cloned((self.call.args, self.call.kwargs), each)
         trace, trace.given = self.trace, tensors_in((args, kwargs))
         with Doubled(), torch.set_grad_enabled(grad):
-            args, kwargs = cloned((args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x)
+            args, kwargs = cloned(
+                (args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x
+            )
             out = tensors_in(self.layer(*args, **kwargs))
         trace.result, trace.further = (out[0] if out else None), out[1:]
         return trace

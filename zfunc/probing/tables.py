@@ -24,8 +24,8 @@ def tables_of(
     """Splits by leaf, roles by submodule, and of what stays whole why."""
     modules = dict(found.module.named_modules(remove_duplicate=False))
     tables = {name for name, of_ids in found.lookups.items() if of_ids}
-    sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}  # type: ignore[union-attr]
-    roles = {name: Role.EMBED for name in tables}
+    sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}
+    roles = dict.fromkeys(tables, Role.EMBED)
     for name in found.called:
         product = product_of(modules[name])
         if product is not None and product.outputs in sizes and _outside(name, found):
@@ -45,7 +45,9 @@ def tables_of(
         dim = 1 if turned and turned.turned else 0
         ends = even_cuts(leaf.shape[dim], ways)
         splits[leaf.name] = Split.of(dim, [range(a, b) for a, b in pairwise(ends)])
-    used = {home: leaf.name for leaf in anatomy.leaves for home, key in leaf.homes if key == "weight"}
+    used = {
+        home: leaf.name for leaf in anatomy.leaves for home, key in leaf.homes if key == "weight"
+    }
     roles = {name: role for name, role in roles.items() if used.get(name) in splits}
     whole = {leaf.name for leaf in anatomy.leaves for home, _ in leaf.homes if home in roles}
     kept = {name: split for name, split in splits.items() if name in whole}
@@ -69,8 +71,11 @@ def _refused(
         return f"the module could not be called to its end ({found.failed})"
     if size < ways:
         return f"it has {size} rows for {ways} ranks"
-    kinds = {product_of(modules[home]).turned for home, key in homes  # type: ignore[union-attr]
-             if roles.get(home) is Role.HEAD and key == "weight"}
+    kinds = {
+        product_of(modules[home]).turned
+        for home, key in homes  # type: ignore[union-attr]
+        if roles.get(home) is Role.HEAD and key == "weight"
+    }
     if any(kinds) and len(homes) > 1:
         return "it is a table and a head that is turned"
     for home, key in homes:
