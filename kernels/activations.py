@@ -45,11 +45,10 @@ from zfunc.kernels.operators import (
     contiguous,
     folded,
     fresh,
-    in_columns,
-    in_rows,
     looped,
     operator,
 )
+from zfunc.kernels.rows import in_columns, in_rows
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["bias_gelu", "geglu", "swiglu"]

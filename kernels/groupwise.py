@@ -40,15 +40,14 @@ from zfunc.kernels.operators import (
     KernelError,
     contiguous,
     fresh,
-    in_rows,
     looped,
     numbers,
     operator,
-    rows_of,
     together,
     undifferentiated,
     wide,
 )
+from zfunc.kernels.rows import in_rows, rows_of
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["dequantize_groups", "fake_quant", "quantize_groups"]

@@ -40,10 +40,10 @@ from zfunc.kernels.operators import (
     fresh,
     numbers,
     operator,
-    rows_of,
     together,
     wide,
 )
+from zfunc.kernels.rows import rows_of
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["cross_entropy"]

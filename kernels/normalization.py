@@ -49,13 +49,11 @@ from zfunc.kernels.operators import (
     contiguous,
     folded,
     fresh,
-    in_columns,
-    in_rows,
     looped,
     operator,
-    rows_of,
     wide,
 )
+from zfunc.kernels.rows import in_columns, in_rows, rows_of
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["layer_norm", "rms_norm"]

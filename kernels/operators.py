@@ -37,12 +37,9 @@ __all__ = [
     "folded",
     "fresh",
     "fronted",
-    "in_columns",
-    "in_rows",
     "looped",
     "numbers",
     "operator",
-    "rows_of",
     "together",
     "undifferentiated",
     "wide",
@@ -284,42 +281,6 @@ def numbers(*tensors: Tensor) -> bool:
     """Whether tensors are floating-point numbers that arithmetic is defined for: not of 8 bits."""
     wide = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     return all(x.dtype in wide for x in tensors)
-
-
-def in_rows(name: str, **tensors: Tensor) -> None:
-    """Check that tensors have rows, of numbers.
-
-    Raises:
-        KernelError: one of them is 0-d, or of another dtype.
-    """
-    for label, x in tensors.items():
-        if not x.dim() or not numbers(x):
-            raise KernelError(
-                f"kernels.{name}: {label} is {x.dtype}{list(x.shape)}; expected floating-point "
-                "numbers of 16 bits or more with at least one dimension."
-            )
-
-
-def in_columns(name: str, x: Tensor, **tensors: Tensor | None) -> None:
-    """Check that tensors have a number for each column of ``x``, on its device.
-
-    Raises:
-        KernelError: one of them does not.
-    """
-    for label, p in tensors.items():
-        if p is not None and (p.shape != x.shape[-1:] or not numbers(p)):
-            raise KernelError(
-                f"kernels.{name}: {label} is {p.dtype}{list(p.shape)}; expected floating-point "
-                f"numbers {list(x.shape[-1:])}, one for each element of a row of x."
-            )
-    together(name, x=x, **tensors)
-
-
-def rows_of(x: Tensor | None) -> Any:
-    """Contiguous rows: ``[R, K]``; ``None`` stays what it is."""
-    if x is None:
-        return None
-    return x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1]).contiguous()
 
 
 def wide(x: Tensor) -> torch.dtype:

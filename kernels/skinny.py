@@ -33,13 +33,13 @@ from zfunc.kernels.groupwise import quantize_groups
 from zfunc.kernels.operators import (
     KernelError,
     contiguous,
-    in_rows,
     looped,
     operator,
     together,
     undifferentiated,
 )
 from zfunc.kernels.packed import BLOCK, Matrix, Packed, dequantized
+from zfunc.kernels.rows import in_rows
 from zfunc.kernels.tracing import in_graph
 
 __all__ = ["packed_mm", "skinny_mm", "w4_mm", "w8_mm", "w8a8_mm"]

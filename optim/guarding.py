@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from zfunc.errors import NonFiniteError
 from zfunc.optim.base import GradientTransformation, nodes
 from zfunc.optim.rates import started
 from zfunc.optim.updates import Moved
+from zfunc.ranks.comm import Group
 from zfunc.trees import memory, tree
 from zfunc.trees.nodes import leaves_in
 from zfunc.trees.reduction import compressing, linear_map
@@ -123,7 +126,7 @@ def _unless(
     def update(u: Tensor) -> Tensor:
         return torch.where(fine, u, _nothing(u))
 
-    with memory.keeping():  # the old state may have to be the new one
+    with keeping():  # the old state may have to be the new one
         updates, inner = tx.update(grads, state.inner_state, params)
     if isinstance(updates, Moved):
         lazy = updates
@@ -157,11 +160,30 @@ def _marks(grads: Tree) -> Tree:
     return tree.map(linear_map(lambda g: g * 0), grads)
 
 
-def first_nonfinite(grads: Tree) -> str:
+def first_nonfinite(grads: Tree, sharing: Group | None = None) -> str:
     """The path of the first leaf with a NaN or an infinity on any rank; a collective.
+
+    Args:
+        sharing: ranks on which gradients may differ, and be finite on some alone.
 
     >>> first_nonfinite({"a": torch.zeros(2), "b": torch.tensor([1.0, float("inf")])})
     'b'
     """
     norms = nodes(tree.leaf_norms(_marks(grads)))
-    return next(path for path, norm in norms if not bool(norm.isfinite()))
+    found = next((path for path, norm in norms if not bool(norm.isfinite())), "")
+    told = [found] if sharing is None else sharing.exchange(found, label="first nonfinite")
+    return next(filter(None, told), "")
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Within the block the running step donates nothing."""
+    running = memory.current()
+    donation = running.donation if running is not None else None
+    if running is not None:
+        running.donation = None
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.donation = donation

@@ -33,6 +33,8 @@ __all__ = ["ROOT", "layer_names", "top_eigenvalues"]
 
 ROOT = ""  # the name under which everything outside of layers goes
 
+Ranks = tuple[Group, Group]  # over which losses are averaged; which share the work on a layer
+
 _lock, _asking, _switched = Lock(), 0, ExitStack()
 
 
@@ -70,13 +72,17 @@ def top_eigenvalues(
     if outer is not None:
         of_step = communication(outer)
         over.group, over.everyone = of_step.group, of_step.everyone
+        over.mesh, over.averaged = of_step.mesh, of_step.averaged
     placed = [node for node in placed_nodes(params) if isinstance(node, Sharded)]
     if placed:
         over.group = placed[0].group
     if outer is None and placed:
         cut = placed[0].layout.axis != ()
         over.everyone = placed[0].layout.everyone if cut else over.group
-    group, fixed = over.everyone, random.fold_in(random.fold_in(key, -1), over.everyone.rank)
+        over.mesh, axis = placed[0].layout.mesh, placed[0].layout.axis
+        over.averaged += (axis,) if isinstance(axis, str) else axis
+    ranks, fixed = (group := over.everyone, over.sharing), random.fold_in(key, -1)
+    fixed = random.fold_in(fixed, group.rank)
 
     def loss(view: Tree) -> Tensor:
         """This rank's part of the mean over the ranks, times their number."""
@@ -100,7 +106,7 @@ def top_eigenvalues(
             try:
                 with torch.enable_grad(), _attention_differentiable_twice():
                     start = random.fold_in(key, i)
-                    found[name] = _of_layer(loss, params, name, group, start, max_iter, tol)
+                    found[name] = _of_layer(loss, params, name, ranks, start, max_iter, tol)
                 owner.finish()
             finally:
                 running.passes.pop()
@@ -166,7 +172,7 @@ def _of_layer(
     loss_fn: Callable[[Tree], Tensor],
     params: Tree,
     name: str,
-    group: Group,
+    ranks: Ranks,
     key: Tensor,
     max_iter: int,
     tol: float,
@@ -188,7 +194,7 @@ def _of_layer(
     grads = torch.autograd.grad(
         loss, leaves, create_graph=True, allow_unused=True, materialize_grads=True
     )
-    return _power(list(grads), leaves, group, key, max_iter, tol)
+    return _power(list(grads), leaves, ranks, key, max_iter, tol)
 
 
 def _live(layer: Tree, leaves: list[Tensor]) -> Tree:
@@ -205,22 +211,32 @@ def _live(layer: Tree, leaves: list[Tensor]) -> Tree:
 
 
 def _power(
-    grads: list[Tensor], leaves: list[Tensor], group: Group, key: Tensor, max_iter: int, tol: float
+    grads: list[Tensor], leaves: list[Tensor], ranks: Ranks, key: Tensor, max_iter: int, tol: float
 ) -> Tensor:
+    """Ranks that share work on the layer iterate as often, and find the same: the largest."""
+    averaging, sharing = ranks
     flat = torch.cat([x.detach().reshape(-1) for x in leaves])
     v = random.normal(key, flat.shape, dtype=torch.float32, device="cpu").to(flat)
     v, value = v / v.norm(), torch.zeros((), dtype=flat.dtype, device=flat.device)
     if not any(g.requires_grad for g in grads):  # linear in the layer: nothing is curved
         return value
     for _ in range(max_iter):
-        product = _hessian_times(v, grads, leaves, group)
+        product = _hessian_times(v, grads, leaves, averaging)
         before, value = value, torch.dot(product, v)
         size = product.norm()
-        if not bool(torch.isfinite(size)) or float(size) == 0:
+        nothing = not bool(torch.isfinite(size)) or float(size) == 0
+        near = abs(float(value - before)) < tol * abs(float(value))
+        if sharing.size > 1:
+            told = sharing.exchange([nothing, near], label="curvature")
+            nothing, near = any(row[0] for row in told), all(row[1] for row in told)
+        if nothing:
             return torch.zeros_like(value)
         v = product / size
-        if abs(float(value - before)) < tol * abs(float(value)):
+        if near:
             break
+    if sharing.size > 1:
+        found = sharing.exchange(float(value), label="curvature")
+        value = torch.full_like(value, max(found, key=abs))
     return value
 
 

@@ -9,6 +9,7 @@ from zfunc.transforms.offloading.transform import offload
 from zfunc.transforms.quantization.transform import quantize
 from zfunc.transforms.rematerialisation import remat
 from zfunc.transforms.sharding import shard
+from zfunc.transforms.splitting import split
 
 __all__ = [
     "accumulate",
@@ -20,4 +21,5 @@ __all__ = [
     "quantize",
     "remat",
     "shard",
+    "split",
 ]

@@ -133,7 +133,7 @@ def _agreed(running: Context, paths: Sequence[str]) -> list[bool]:
     """Which leaves some rank has used; a collective."""
     assert running.reached is not None
     own = [path in running.reached for path in paths]
-    group = communication(running).everyone
+    group = communication(running).deciding
     if group.size == 1:
         return own
     bits = sum(1 << i for i, used in enumerate(own) if used)

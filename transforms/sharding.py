@@ -19,7 +19,7 @@ reduces once, stage 2 keeps cut sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -30,9 +30,11 @@ from zfunc.engine.communication import Communication, communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.hooks import Pending, Traffic
+from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
+from zfunc.engine.same_rows import look_anew, with_same_rows
 from zfunc.engine.step import Transform, transform_of
 from zfunc.engine.traffic import gathered, joined, reduced
 from zfunc.engine.unit_info import UnitInfo, Waiting
@@ -58,7 +60,7 @@ FIRST = 1 << 20  # bytes of layers whose gradients leave together before all oth
 
 
 @dataclass(frozen=True)
-class Shard(Transform):
+class Shard(Meshed):
     """See :func:`shard`."""
 
     stage: int = 3
@@ -98,7 +100,7 @@ class Shard(Transform):
 
     def _check_mesh(self, mesh: Mesh | None) -> None:
         """Raise if ranks have other rows along an axis over which nothing is averaged."""
-        over = (*self._axes, *self._copies)
+        over = self.averages
         for name, size in mesh.axes if mesh is not None else ():
             if size > 1 and name in BATCH and name not in over:
                 raise CompositionError(
@@ -124,6 +126,10 @@ class Shard(Transform):
         return ("replica",) if several else ()
 
     @property
+    def averages(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self._axes, *self._copies)
+
+    @property
     def replicated(self) -> bool:
         """Whether several ranks may have the same part of a state."""
         sizes = {} if self.mesh is None else dict(self.mesh.axes)
@@ -143,7 +149,7 @@ class Shard(Transform):
     def everyone(self) -> Group:
         """The ranks over which losses and gradients are averaged."""
         self._check_mesh(self.mesh and self.mesh.closed())
-        return group(self.mesh, (*self._axes, *self._copies)) if self._copies else self.group
+        return group(self.mesh, self.averages) if self._copies else self.group
 
     @property
     def params(self) -> list[str]:
@@ -282,6 +288,9 @@ class Shard(Transform):
 
     # One call
 
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        return with_same_rows(self.mesh, self.averages, call, state, args, kwargs)
+
     def configure(self, running: Context, state: Any) -> None:
         over = communication(running)
         over.group, over.replicas, over.everyone = self.group, self.replicas, self.everyone
@@ -351,6 +360,7 @@ class Shard(Transform):
 
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         """Until a step has run: every params tree is differentiated once, all layers in order."""
+        look_anew(self.mesh)
         entries = Entries(state)
         placed = [entries[name] for name in self.params if name in entries]
         memo["reduce once"] = self.stage < 2

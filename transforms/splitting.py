@@ -15,32 +15,40 @@ Parallelism, 2019, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, Protocol, cast
 
 import optree
 from torch import Tensor
 
 from zfunc.engine.agreement import check_same
-from zfunc.engine.context import Context
+from zfunc.engine.context import Context, current
 from zfunc.engine.entries import ROLES, Entries, Roles
+from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
-from zfunc.engine.step import Transform, transform_of
-from zfunc.errors import PlacementError
+from zfunc.engine.same_rows import look_anew, with_same_rows
+from zfunc.engine.step import Transform, Wrap, transform_of
+from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
+from zfunc.layout.sharded import Sharded
 from zfunc.layout.splits import Cut, Part, Split, mark
+from zfunc.modules.functional import Functional
+from zfunc.modules.split_plans import SplitPlan
+from zfunc.probing.plans import plan_of
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
+from zfunc.ranks.digests import digests
 from zfunc.ranks.meshes import Mesh, laid_out
-from zfunc.ranks.world import MESH
+from zfunc.ranks.world import MESH, world_size
 from zfunc.trees import tree
-from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
+from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
 
 __all__ = ["Splitting", "split"]
 
@@ -48,16 +56,19 @@ Rules = tuple[tuple[str, Cut | None], ...]
 
 
 @dataclass(frozen=True)
-class Splitting(Transform):
+class Splitting(Meshed):
     """See :func:`split`."""
 
+    model: Functional | None = field(default=None, repr=False)
     rules: Rules = ()
+    tensor: int | None = None
     mesh: Mesh | None = None
     axis: str = "tensor"
+    vocab: bool = True
+    example: Any = field(default=None, compare=False, repr=False)
     roles: Roles = ROLES
     sharded: bool = False  # shard keeps the state's parts
     of_tree: bool = False  # the state is a params tree itself
-    _plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     position: ClassVar[int] = Order.SPLIT
     by_unit: ClassVar[bool] = True
@@ -65,60 +76,79 @@ class Splitting(Transform):
     name: ClassVar[str] = "split"
 
     def __repr__(self) -> str:
-        return f"split(axis={self.axis!r})"
+        sizes = {} if self.mesh is None else dict(self.mesh.axes)
+        return f"split({self.axis}={self.tensor or sizes.get(self.axis, 1)})"
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        return {} if self.tensor is None else {self.axis: self.tensor}
+
+    @property
+    def on(self) -> Mesh:
+        """How the ranks are laid out.
+
+        Raises:
+            CompositionError: there are several, and nobody said.
+        """
+        if self.mesh is not None:
+            return laid_out(self.mesh)
+        if world_size() > 1:
+            raise CompositionError(
+                f"split over how many of the {world_size()} ranks? Give tensor=2, say, or "
+                "mesh=zf.mesh(data=..., tensor=...)."
+            )
+        return Mesh((("data", 1), (self.axis, 1)))
 
     @property
     def group(self) -> Group:
         """The ranks over which leaves are split."""
-        return group(self.mesh, self.axis)
+        return group(self.on, self.axis)
 
     def beside(self, others: Sequence[Transform]) -> Splitting:
-        roles = next((x.roles for x in others if x.name == "shard"), self.roles)  # type: ignore[attr-defined]
-        return Splitting(
-            self.rules,
-            self.mesh,
-            self.axis,
-            roles,
-            sharded=any(other.name == "shard" for other in others),
+        shard = next((x for x in others if x.name == "shard"), None)
+        return replace(
+            self,
+            roles=getattr(shard, "roles", self.roles),
+            sharded=shard is not None,
             of_tree=any(other.of_params for other in others),
         )
 
     # How the state is represented
 
     def place(self, state: Any) -> Any:
-        mesh = laid_out(self.mesh)
         entries = Entries({"params": state} if self.of_tree else state)
         names = self.roles.found("params", entries, self.name)
-        check_same(group(self.mesh, mesh.names), {name: entries[name] for name in entries.names})
-        layouts = [make_layout(entries[name]) for name in names]
-        parts = {id(layout): self._parts(layout) for layout in layouts}
-        twins = Twins(layouts)
-
-        def place(layout: Layout, node: Tree) -> Tree:
-            return self._placed(layout, node, parts.get(id(layout)) or self._parts(layout))
-
+        check_same(group(self.on, self.on.names), {name: entries[name] for name in entries.names})
+        layouts, plan = [make_layout(entries[name]) for name in names], self.plan()
+        splits = splits_of(layouts, self.rules, plan, self.group.size)
+        twins = Twins([self._told(layout, splits[layout], plan) for layout in layouts])
         for name in entries.names:
-            entries[name] = twins.replace(entries[name], place)
+            entries[name] = twins.replace(entries[name], self._placed)
         return entries["params"] if self.of_tree else entries.rebuild()
 
-    def _placed(self, layout: Layout, node: Tree, parts: Sequence[Part | None]) -> Tree:
-        """This rank's parts of a tree, each of which says what it is a part of."""
-        rank = self.group.rank
-        leaves = zip(layout.spec.flatten_up_to(node), parts, strict=True)
-        found = [x if part is None or x is None else _part(x, part, rank) for x, part in leaves]
+    def plan(self) -> SplitPlan | None:
+        """How the model is split over the ranks of the axis; None where there are rules alone."""
+        if self.model is None:
+            return None
+        return plan_of(self.model, self.group.size, example=self.example, vocab=self.vocab)
+
+    def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
+        """The layout of full leaves, which says how each is to be split."""
+        slots = [slot and replace(slot, split=splits.get(slot.path)) for slot in layout.slots]
+        told = {"mesh": self.on, "along": self.axis, "plan": plan}
+        return replace(layout, slots=tuple(slots), **told, _memo={})
+
+    def _placed(self, layout: Layout, node: Tree) -> Tree:
+        """This rank's parts of a full tree, each of which says what it is a part of."""
+        rank, leaves = self.group.rank, layout.spec.flatten_up_to(node)
+        found = [
+            x if slot is None or x is None else _part(x, layout.part(slot), rank)
+            for x, slot in zip(leaves, layout.slots, strict=True)
+        ]
         parted = optree.tree_unflatten(layout.spec, found)
         if self.sharded:
             return parted
         return packed(whole(make_layout(parted, by=(self.name, repr(self)))), parted)
-
-    def _parts(self, layout: Layout) -> list[Part | None]:
-        """For each leaf what is to become of it; nothing for one that has no value."""
-        ways, mesh = self.group.size, laid_out(self.mesh)
-        splits = splits_by_rules(layout, self.rules, ways)
-        return [
-            None if slot is None else Part(splits.get(slot.path), mesh, self.axis)
-            for slot in layout.slots
-        ]
 
     def unplace(self, state: Any) -> Any:
         return tree.full(state)
@@ -126,18 +156,18 @@ class Splitting(Transform):
     def check(self, state: Any) -> None:
         entries = Entries({"params": state} if self.of_tree else state)
         for name in self.roles.named("params"):
-            nodes = leaves_in(entries[name], OPAQUE) if name in entries else []
-            for node in nodes:
-                self._check_node(name, node)
+            for node in leaves_in(entries[name], OPAQUE) if name in entries else []:
+                if not isinstance(node, Lazy):
+                    self._check_node(name, node)
 
     def _check_node(self, name: str, node: Any) -> None:
-        along = node.layout.along if isinstance(node, Readable | Replicated) else None
-        if along != self.axis:
+        layout = node.layout if isinstance(node, Readable | Replicated) else None
+        if layout is None or layout.along != self.axis:
             raise PlacementError(
                 f"state entry {name!r} is not split along {self.axis!r}, and {self!r} splits it. "
                 "Give the step a state that it placed itself: state = step.place(full_state)."
             )
-        ways, size = {s.split.ways for s in node.layout.present if s.split}, self.group.size
+        ways, size = {s.split.ways for s in layout.present if s.split}, self.group.size
         if ways and ways != {size}:
             raise PlacementError(
                 f"state entry {name!r} was split over {ways.pop()} ranks, and axis {self.axis!r} "
@@ -146,37 +176,94 @@ class Splitting(Transform):
 
     # One call
 
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        if self.sharded:  # shard looks at the rows
+            return call(state, args, kwargs)
+        return with_same_rows(self.mesh, (), call, state, args, kwargs)
+
     def configure(self, running: Context, state: Any) -> None:
         running.notes["split"] = self
         if self.mesh is not None:
             MESH.set(self.mesh.closed())
 
+    def finish(self, old: Any, out: Any) -> Any:
+        """After the first step: what ranks of the axis hold alike is alike."""
+        running = current()
+        if self.group.size > 1 and running is not None and "split alike" not in running.memo:
+            check_alike(self.group, out[0] if isinstance(out, tuple) and out else out)
+            running.memo["split alike"] = True
+        return out
+
+    # What it says of itself
+
+    def expect(self, state: Any, memo: dict[Any, Any]) -> None:
+        look_anew(self.mesh)
+        nodes = [x for x in leaves_in(state, OPAQUE) if isinstance(x, Readable | Replicated)]
+        memo["split"] = tuple({node.layout: None for node in nodes})
+
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
-        return [f"split: over {self.group.size} ranks of axis {self.axis!r}"]
+        slots = [slot for layout in memo.get("split", ())[:1] for slot in layout.present]
+        every = sum(math.prod(slot.full) for slot in slots)
+        some = sum(math.prod(slot.full) for slot in slots if slot.split is not None)
+        share = f"{100 * some / every:.1f} % of parameters " if every else ""
+        whole = sum(slot.split is None for slot in slots)
+        told = f"; {whole} leaves whole" if slots else ""
+        return [f"split: {share}over {self.group.size} ranks of axis {self.axis!r}{told}"]
 
 
-def splits_by_rules(layout: Layout, rules: Rules, ways: int) -> dict[str, Split]:
-    """The splits of the leaves that rules name; the first rule that names a leaf counts.
+def splits_of(
+    layouts: Sequence[Layout], rules: Rules, plan: SplitPlan | None, ways: int
+) -> dict[Layout, dict[str, Split]]:
+    """For each params tree the splits of its leaves: those of the plan, then those of rules.
 
     Raises:
-        PlacementError: a rule names no leaf, or one that does not fall into so many parts.
+        CompositionError: no tree has the leaves of the planned model.
+        PlacementError: a rule names no leaf, or one that does not fall into so many parts; or
+            nothing is split.
     """
-    found: dict[str, Split] = {}
+    found: dict[Layout, dict[str, Split]] = {layout: {} for layout in layouts}
+    if plan is not None:
+        layout, before = _home_of(plan, layouts)
+        found[layout] = {before + name: split for name, split in plan.splits.items()}
     used: set[str] = set()
-    for slot in layout.present:
-        fitting = [row for row in rules if fnmatchcase(slot.path, row[0])]
-        used.update(pattern for pattern, _ in fitting)
-        if fitting and (rule := fitting[0][1]) is not None:
-            made = rule.split(slot.shape, ways, slot.path)
-            if ways > 1:
-                found[slot.path] = made
-    if idle := [pattern for pattern, _ in rules if pattern not in used]:
+    for layout in layouts if plan is None else ():
+        for slot in layout.present:
+            fitting = [row for row in rules if fnmatchcase(slot.path, row[0])]
+            used.update(pattern for pattern, _ in fitting)
+            if fitting and (rule := fitting[0][1]) is not None:
+                found[layout][slot.path] = rule.split(slot.shape, ways, slot.path)
+    paths = [slot.path for layout in layouts for slot in layout.present]
+    if idle := [pattern for pattern, _ in rules if pattern not in used and plan is None]:
         raise PlacementError(
             f"rules={{{idle[0]!r}: ...}} names no leaf: the parameters are "
-            f"{', '.join(slot.path for slot in layout.present[:8])}, ... Mend the pattern "
-            "(as in fnmatch: * stands for any text)."
+            f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}. Mend the pattern (as in "
+            "fnmatch: * stands for any text)."
         )
-    return found
+    if not any(found.values()) and ways > 1:
+        told = [f"{name}: {why}" for name, why in (plan.whole.items() if plan else ())][:3]
+        raise PlacementError(
+            f"nothing is split over {ways} ranks{': ' if told else ''}{'; '.join(told)}. Take "
+            "fewer ranks along the axis, or give rules=."
+        )
+    return found if ways > 1 else {layout: {} for layout in layouts}
+
+
+def _home_of(plan: SplitPlan, layouts: Sequence[Layout]) -> tuple[Layout, str]:
+    """The params tree that has a planned model's leaves, and how their paths begin there."""
+    names = list(plan.splits)
+    for layout in layouts:
+        paths = {slot.path: slot for slot in layout.present}
+        for path in paths if names else ():
+            before = path.removesuffix(names[0])
+            if path.endswith(names[0]) and all(before + name in paths for name in names):
+                return layout, before
+    if not names:
+        return layouts[0], ""
+    raise CompositionError(
+        f"split was given a model with a leaf {names[0]}, and the state's parameters are "
+        f"{', '.join(slot.path for slot in layouts[0].present[:8])}, ...: it is not the model that "
+        "the step trains. Give split the model whose params the state has."
+    )
 
 
 def _part(leaf: Any, part: Part, rank: int) -> Any:
@@ -187,25 +274,99 @@ def _part(leaf: Any, part: Part, rank: int) -> Any:
     return mark(own, part)
 
 
+def check_alike(ranks: Group, state: Any) -> None:
+    """Raise ``PlacementError`` if whole leaves have become different on the ranks; a collective.
+
+    They do where a product with a split leaf has no function that knows of it.
+    """
+    nodes, spec = optree.tree_flatten(state, namespace=OPAQUE)
+    rows: list[str] = []
+    values: list[Tensor] = []
+    for path, node in zip(spec.paths(), nodes, strict=True):
+        if isinstance(node, Replicated | Sharded) and node.layout.along is not None:
+            flat = node.standing() if isinstance(node, Replicated) else node
+            pieces = {} if flat is None else flat.pieces()
+            for slot in node.layout.present:
+                if slot.split is None and slot.index in pieces:
+                    rows.append(tree.dotted(*path, slot.path))
+                    values.append(pieces[slot.index])
+    every = ranks.exchange(digests(values), label="split alike")
+    for i, name in enumerate(rows):
+        if len({theirs[i] for theirs in every}) > 1:
+            raise PlacementError(
+                f"after this step {name}, which is whole on all ranks of axis {ranks.axis!r}, has "
+                "other values on some of them: a split leaf was used by a plain product, or its "
+                "counterpart is not split. Compute with split leaves by zf.column, zf.row, "
+                "zf.embed and zf.cross_entropy, or leave them whole (rules={...: None})."
+            )
+
+
+P = ParamSpec("P")
+
+
+class Planning(Wrap[P], Protocol[P]):
+    """``split`` itself, and ``split.plan``."""
+
+    plan: Callable[..., SplitPlan]
+
+
+def _with_plan(wrap: Wrap[P]) -> Planning[P]:
+    wrap.plan = plan_of  # type: ignore[attr-defined]
+    return cast(Planning[P], wrap)
+
+
+@_with_plan
 @transform_of
 def split(
+    model: Functional | None = None,
+    *,
     rules: Mapping[str, Cut | None] | None = None,
+    tensor: int | None = None,
     mesh: Mesh | None = None,
     axis: str = "tensor",
+    vocab: bool = True,
+    example: Any = None,
 ) -> Splitting:
     """Split a step's parameters, and the work with them, over the ranks of a mesh axis.
 
+    Call it as ``split(step, model, tensor=2)``; ``split.plan(model, 2)`` says what is split how.
+    Beside ``shard`` each data rank's part of a state is split; alone the step is tensor parallel
+    and nothing else.
+
     Args:
+        model: the :class:`~zfunc.Functional` that the step applies. Its modules run as they are:
+            what can be split is found by probing it with numbers. Without a model ``rules`` name
+            the leaves, and the step computes with them by ``zf.column``, ``zf.row``, ``zf.embed``
+            and ``zf.cross_entropy``.
         rules: for patterns of leaf paths (``fnmatch``) how these leaves are cut, ``None`` to leave
-            them whole. The first pattern that fits counts; leaves that none fits stay whole.
+            them whole. The first pattern that fits counts; leaves that none fits stay whole, or
+            are split as the model's plan says.
+        tensor: the number of ranks, where no mesh is given; data fills the rest.
         mesh: the ranks by named axes (``zf.mesh(data=2, tensor=2)``).
         axis: the mesh axis to split over.
+        vocab: whether a model's table and head are split by the vocabulary.
+        example: arguments of the model's ``apply``, tensors or shapes, where it takes more than
+            integer ids.
 
     Returns:
-        A :class:`~zfunc.Step`. Every rank of the axis passes the same rows of a batch.
+        A :class:`~zfunc.Step`. Every rank of the axis passes the same rows of a batch
+        (``step.local_batch``).
 
     Raises:
+        ValueError: neither a model nor rules; a size that is not positive.
+        CompositionError: the step is split already, or has a mesh of another size; when a state is
+            placed: its parameters are not those of the model.
         PlacementError: when a state is placed: a rule names no leaf, or one that does not fall
-            into so many parts.
+            into so many parts; nothing can be split. After the first step: ranks have come to
+            differ in a leaf that is whole.
     """
-    return Splitting(tuple((rules or {}).items()), mesh, axis)
+    if model is None and not rules:
+        raise ValueError("split needs a model (a zf.Functional), or rules for leaves.")
+    if model is not None and not isinstance(model, Functional):
+        raise TypeError(
+            f"split got a {type(model).__name__} for its model; expected what zf.functionalize "
+            "made of a module."
+        )
+    if tensor is not None and (type(tensor) is not int or tensor < 1):
+        raise ValueError(f"tensor={tensor!r}: expected how many ranks share a layer, at least 1.")
+    return Splitting(model, tuple((rules or {}).items()), tensor, mesh, axis, vocab, example)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.language.generation import generate
+    from zfunc.layout.splits import Cut
     from zfunc.modules.functional import Functional, functionalize
     from zfunc.operators.likelihoods import cross_entropy
     from zfunc.operators.products import column, row
@@ -68,6 +69,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
         quantize,
         remat,
         shard,
+        split,
     )
     from zfunc.transforms.capture import captured
     from zfunc.transforms.offloading.recovery import recover
@@ -84,6 +86,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
     "language.generation": ("generate",),
+    "layout.splits": ("Cut",),
     "modules.functional": ("Functional", "functionalize"),
     "operators.likelihoods": ("cross_entropy",),
     "operators.products": ("column", "row"),
@@ -96,7 +99,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "training.world_recovery": ("recover_world",),
     "transforms": (
         *("accumulate", "compress_grads", "donate", "drop_layers", "offload", "precision"),
-        *("quantize", "remat", "shard"),
+        *("quantize", "remat", "shard", "split"),
     ),
     "transforms.capture": ("captured",),
     "transforms.offloading.recovery": ("recover",),
@@ -107,6 +110,7 @@ _ROOMS = ("kernels", "optim", "quant", "transforms")
 __all__ = [
     "CheckpointError",
     "CompositionError",
+    "Cut",
     "DesyncError",
     "DeviceError",
     "DonatedStateError",
@@ -168,6 +172,7 @@ __all__ = [
     "settled",
     "shard",
     "simulate",
+    "split",
     "train_step",
     "transform_of",
     "transforms",

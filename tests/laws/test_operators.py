@@ -21,9 +21,10 @@ from zfunc import operators
 from zfunc.engine import context
 from zfunc.errors import PlacementError
 from zfunc.kernels import KernelError
-from zfunc.layout.splits import Cut, Part, Split, mark, part_of
+from zfunc.layout.splits import Cut, Part, Split, mark
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import even_cuts
+from zfunc.trees.nodes import part_of
 
 Leaves = dict[str, Tensor]
 Splits = Mapping[str, Split | None]

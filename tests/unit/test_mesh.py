@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import pickle
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +20,7 @@ from torch import Tensor
 import zfunc as zf
 from zfunc import optim
 from zfunc.engine.batches import local_batch
+from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.ranks import comm, world
 from zfunc.ranks.axes import group
@@ -135,12 +139,43 @@ def squares(params: Any, batch: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OnMesh(zf.Transform):
+class OnMesh(Meshed):
     """Stands for what will cut a step along other axes."""
 
     mesh: Mesh | None = None
     position: ClassVar[int] = Order.OTHERS
     name: ClassVar[str] = "on mesh"
+
+
+@dataclass(frozen=True)
+class Asks(Meshed):
+    """Stands for what asks for the size of an axis, and leaves the others to the step."""
+
+    size: int = 2
+    mesh: Mesh | None = None
+    position: ClassVar[int] = 430
+    axis: ClassVar[str] = ""
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        return {self.axis: self.size}
+
+
+@dataclass(frozen=True)
+class Tensors(Asks):
+    axis: ClassVar[str] = "tensor"
+
+
+@dataclass(frozen=True)
+class Pipes(Asks):
+    axis: ClassVar[str] = "pipe"
+    position: ClassVar[int] = 435
+
+
+@dataclass(frozen=True)
+class MoreTensors(Asks):
+    axis: ClassVar[str] = "tensor"
+    position: ClassVar[int] = 440
 
 
 def test_a_step_has_one_mesh() -> None:
@@ -163,6 +198,101 @@ def test_a_step_has_one_mesh() -> None:
     ):
         with pytest.raises(zf.CompositionError, match=r"one mesh, but shard has mesh\(data=4\)"):
             wrong()
+
+
+def test_sizes_that_transforms_ask_for_make_one_mesh() -> None:
+    """In every order of wrapping; data fills what is left."""
+    bare = zf.train_step(squares, TX)
+    assert bare.wrap(Tensors()).mesh == mesh(tensor=2)
+    wraps: list[Any] = [
+        zf.shard,
+        lambda f: f.wrap(Tensors(2)),
+        lambda f: f.wrap(Pipes(3)),
+        lambda f: f.wrap(OnMesh()),
+    ]
+    steps = [
+        functools.reduce(lambda f, wrap: wrap(f), order, bare)
+        for order in itertools.permutations(wraps)
+    ]
+    for step in steps:
+        assert step == steps[0] and {t.mesh for t in step.transforms} == {mesh(tensor=2, pipe=3)}
+        assert zf.donate(step).mesh == mesh(pipe=3, data=-1, tensor=2)
+    assert zf.simulate(12)(lambda: steps[0].mesh.closed().size("data"))() == [2] * 12
+
+
+def test_sizes_that_transforms_ask_for_agree_with_a_mesh_that_is_given() -> None:
+    bare, grid = zf.train_step(squares, TX), mesh(data=2, tensor=2, pipe=2)
+    wraps: list[Any] = [
+        lambda f: zf.shard(f, mesh=grid),
+        lambda f: f.wrap(Tensors()),
+        lambda f: f.wrap(Pipes()),
+        lambda f: f.wrap(OnMesh()),
+    ]
+    for order in itertools.permutations(wraps):
+        step = functools.reduce(lambda f, wrap: wrap(f), order, bare)
+        assert {t.mesh for t in step.transforms} == {grid}
+    own = bare.wrap(Tensors(mesh=grid)).wrap(Pipes())
+    assert own.mesh == grid and zf.shard(own).mesh == grid
+
+
+OTHERS = [mesh(), mesh(tensor=3), mesh(data=2, tensor=-1), Mesh((("data", 4),))]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_sizes_that_do_not_agree_raise_and_name_both(other: Mesh) -> None:
+    bare = zf.train_step(squares, TX)
+    text = re.escape(f"one mesh, but shard has {other} and tensors asks for tensor=2.")
+    for wrong in (
+        lambda: zf.shard(bare.wrap(Tensors()), mesh=other),
+        lambda: zf.shard(bare, mesh=other).wrap(Tensors()),
+        lambda: zf.shard(bare.wrap(Pipes(1)).wrap(Tensors()), mesh=other),
+    ):
+        with pytest.raises(zf.CompositionError, match=text):
+            wrong()
+
+
+def test_two_sizes_of_one_axis_raise_and_name_both() -> None:
+    bare = zf.train_step(squares, TX)
+    told = "one mesh, but tensors asks for tensor=2 and moretensors asks for tensor=4."
+    for first, second in ((Tensors(), MoreTensors(4)), (MoreTensors(4), Tensors())):
+        with pytest.raises(zf.CompositionError, match=told):
+            bare.wrap(first).wrap(second)
+        with pytest.raises(zf.CompositionError, match=told):
+            zf.shard(bare.wrap(first)).wrap(second)
+    assert bare.wrap(Tensors()).wrap(MoreTensors(2)).mesh == mesh(tensor=2)
+
+
+def test_a_mesh_along_which_rows_differ_needs_shard() -> None:
+    """What averages over nothing would let its ranks drift apart, and is refused before it runs."""
+    state = zf.TrainState.create({"w": torch.ones(4)}, TX)
+    bare, made = zf.train_step(squares, TX), list[int]()
+
+    def init() -> Any:
+        made.append(1)
+        return state
+
+    def body() -> list[str]:
+        told = []
+        for step in (bare.wrap(Tensors()), bare.wrap(OnMesh(mesh(replica=2, tensor=2)))):
+            for use in (
+                functools.partial(step.place, state),
+                functools.partial(step.init, init),
+                functools.partial(step, state, torch.ones(2, 4)),
+            ):
+                with pytest.raises(zf.CompositionError, match=r"Wrap the step in zf\.shard") as e:
+                    use()
+                told.append(str(e.value))
+        sharded = zf.shard(bare.wrap(Tensors()))
+        sharded(sharded.place(state), torch.ones(2, 4))
+        return told
+
+    assert len({tuple(told) for told in simulate(4)(body)()}) == 1 and not made
+
+    def alone() -> Any:  # all ranks have the same rows: nothing is to be averaged
+        step = bare.wrap(Tensors())
+        return step(step.place(state), torch.ones(2, 4))[0].params["w"]
+
+    assert torch.equal(*simulate(2)(alone)())
 
 
 def test_a_step_whose_mesh_does_not_cover_the_world_raises_before_it_does_anything() -> None:

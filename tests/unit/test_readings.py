@@ -21,6 +21,7 @@ from zfunc.engine.entries import Entries
 from zfunc.transforms.accumulation import _times
 from zfunc.transforms.mixed_precision.masters import Masters
 from zfunc.trees import memory
+from zfunc.trees.withheld import Withheld
 
 # Whose results the host waits for.
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
@@ -130,7 +131,7 @@ def test_memory_is_withheld_until_it_is_known_whether_the_step_counts() -> None:
     x, y = torch.ones(3), torch.ones(2)
     given = memory.Donation.of([x, y])
     running = context.Context()
-    running.donation = memory.Withheld.until(given, lambda: bool(asked.append(1)) or len(asked) > 1)
+    running.donation = Withheld.until(given, lambda: bool(asked.append(1)) or len(asked) > 1)
     token = context.push(running)
     try:
         kept = memory.reuse(x)

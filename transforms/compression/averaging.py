@@ -13,6 +13,7 @@ from zfunc.engine.unit_info import UnitInfo, Waiting
 from zfunc.layout.dense import Dense, dense_of, spread_part, squeezed_part
 from zfunc.layout.layout import Layout
 from zfunc.layout.pool import empty, pool
+from zfunc.layout.replicated import packed
 from zfunc.layout.sharded import Sharded
 from zfunc.optim import Moved
 from zfunc.transforms.compression.error_feedback import Call
@@ -65,7 +66,18 @@ def averaged(call: Call, tree: Tree, momentum: bool = False) -> Tree:
     for i, value in zip(others, _plainly(call, [nodes[i].value for i in others]), strict=True):
         out[i] = value
     out = [x.value if isinstance(x, Unreduced) else x for x in out]  # those without elements
-    return optree.tree_unflatten(spec, out)
+    return _lying_as(nodes, optree.tree_unflatten(spec, out))
+
+
+def _lying_as(nodes: Sequence[Any], new: Tree) -> Tree:
+    """A plain tree in the layout of the params to which the leaves belong, where these are split:
+    norms are those of full leaves."""
+    homes = [node.home for node in nodes if isinstance(node, Unreduced)]
+    layout = next((home[0] for home in homes if home is not None), None)
+    if layout is None or layout.along is None or len(nodes) != len(layout.slots):
+        return new
+    whose = [(layout, slot.index) for slot in layout.present]
+    return packed(layout, new) if homes == whose else new
 
 
 def _begun(

@@ -17,6 +17,7 @@ from zfunc.layout.merging import merged
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.residuals import Residual, nothing_left_out, one_of
 from zfunc.layout.sharded import Sharded, cut
+from zfunc.ranks.axes import alone
 from zfunc.ranks.comm import Group
 from zfunc.trees import tree
 from zfunc.trees.nodes import Placed
@@ -170,6 +171,8 @@ class Call:
         doubts: by ``value_and_grad``, from 1, whether some rank saw so, not looked at yet.
         window: steps that second moments look back.
         norms: their 1-norm, of all that were noted.
+        deciding: the ranks that skip a call together.
+        sharing: those of them that share the work on one part of a batch.
     """
 
     group: Group
@@ -189,6 +192,8 @@ class Call:
     doubts: dict[int, tuple[Tensor, Reading]] = field(default_factory=dict)
     window: int = 0
     norms: list[Reading] = field(default_factory=list)
+    deciding: Group = field(default_factory=alone)
+    sharing: Group = field(default_factory=alone)
 
     def __post_init__(self) -> None:
         self.layouts = {name: node.layout for name, node in self.carried["worker"].items()}
@@ -205,12 +210,14 @@ class Call:
         """Note the norms of gradients that are about to leave, and whether they are finite."""
         row = self.squares.setdefault(name, {})
         for i, full in zip(flats, fulls, strict=True):
-            sums = square_sums(layout.views(i, full)).unbind()
-            row.update(zip((slot.index for slot in layout.by_flat[i]), sums, strict=True))
+            views = zip(layout.by_flat[i], layout.views(i, full), strict=True)
+            counted = {slot.index: layout.counts(slot.index, x) for slot, x in views}
+            sums = square_sums(list(counted.values())).unbind()
+            row.update(zip(counted, sums, strict=True))
 
     def agreed(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Whether some rank saw what is not finite (0-d, else 0), and the means of ``squares``
-        over the ranks; a collective, for which no host waits."""
+        over the ranks; collectives, for which no host waits."""
         names, size = sorted(self.squares), self.group.size
         zero = torch.zeros((), dtype=torch.float64, device=self._device())
         rows = [self._row(name, zero) for name in names]
@@ -218,10 +225,13 @@ class Call:
         fine = torch.stack(self.finite).all() if self.finite else zero == 0
         flag = fine.logical_not().double().view(1)
         together = torch.cat([flag, *(row.nan_to_num() for row in rows)])
-        self.group.all_reduce(together, label="norms").wait()
+        holders = next((layout.holders for layout in self.layouts.values()), self.group)
+        holders.all_reduce(together, label="norms").wait()
         sizes = [len(self.layouts[name].slots) for name in names]
-        means = (together[1:] / size).split(sizes)
-        return together[0], dict(zip(names, means, strict=True))
+        means, bad = (together[1:] / size).split(sizes), together[0]
+        if self.deciding.size > holders.size:
+            bad = self.deciding.all_reduce(flag, label="finite").wait()[0]
+        return bad, dict(zip(names, means, strict=True))
 
     def _device(self) -> torch.device:
         """Where gradients are, or, if there were none, errors."""

@@ -81,10 +81,10 @@ from zfunc.transforms.compression.gathering import (
 from zfunc.transforms.compression.low_rank import PowerSGD, bases_of
 from zfunc.transforms.compression.onebit import OneBit, rehearse
 from zfunc.trees import tree
-from zfunc.trees.memory import Withheld
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree, opened
 from zfunc.trees.reduction import Reduction
 from zfunc.trees.unreduced import Unreduced
+from zfunc.trees.withheld import Withheld
 
 __all__ = ["NAME", "SETTLED", "CompressGrads", "CompressedMean", "as_unreduced", "sum_of"]
 
@@ -238,6 +238,8 @@ class CompressGrads(Transform):
         carried = take(state, NAME)[0]
         active = bool(carried["frozen"]) or self._reached(int(carried["count"]))
         call = Call(self.shard.group, self.codec, self.shard.stage, active, carried)
+        over = communication(running)
+        call.deciding, call.sharing = over.deciding, over.sharing
         running.notes[NAME] = call
         mean = running.reduction = CompressedMean(self, call)
         if active:
@@ -245,7 +247,7 @@ class CompressGrads(Transform):
                 mean.old = before(state, self.shard.params, self.shard.group.rank)
             # Plain tensors beside cut trees are averaged as they are, at once.
             whole = not self.shard.stage
-            communication(running).keeps = lambda unit: (
+            over.keeps = lambda unit: (
                 whole if not unit.cut else call.entry_of(unit.layout) is not None
             )
 
@@ -512,9 +514,11 @@ def sum_of(call: Call, moments: Tree) -> Tensor:
         moments, is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
     )
     total = sums(tree.leaves(moments))
-    if not any(isinstance(node, Sharded) for node in nodes):
-        return total
-    return call.group.all_reduce(total, label="second moments").wait()
+    if any(isinstance(node, Sharded) for node in nodes):
+        total = call.group.all_reduce(total, label="second moments").wait()
+    if call.sharing.size > 1:  # whole leaves count once for each: now as in the window before
+        total = call.sharing.all_reduce(total, label="second moments").wait()
+    return total
 
 
 def _advanced(old: Any, new: Any) -> Any:

@@ -183,10 +183,12 @@ class ZeroOneAdam(CompressGrads):
         carried = take(state, NAME)[0]
         kind = self._kind(carried)
         call = LocalCall(self.shard.group, self.codec, 0, kind != "dense", carried, kind=kind)
+        over = communication(running)
+        call.deciding, call.sharing = over.deciding, over.sharing
         running.notes[NAME] = call
         running.reduction = LocalMean(self, call)
         if call.active:
-            communication(running).keeps = lambda unit: True
+            over.keeps = lambda unit: True
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         mine: Any = running.notes.get(NAME)

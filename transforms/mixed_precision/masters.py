@@ -28,10 +28,11 @@ from zfunc.layout.sharded import Sharded
 from zfunc.optim.guarding import all_finite, first_nonfinite
 from zfunc.trees import tree
 from zfunc.trees.boxes import elementwise
-from zfunc.trees.memory import Withheld, spend
+from zfunc.trees.memory import spend
 from zfunc.trees.nodes import PLACED, Box, Placed, Tree, held_in, register, spent
 from zfunc.trees.reduction import linear_map
 from zfunc.trees.unitwise import streams
+from zfunc.trees.withheld import Withheld
 
 __all__ = ["Mastered", "Masters", "recast", "returned"]
 
@@ -164,7 +165,7 @@ class Masters:
             The gradients to go on with.
         """
         bad = self._not_finite(grads, scaled)
-        group = communication(running).everyone
+        group = communication(running).deciding
         if group.size > 1:
             bad = group.all_reduce(bad, label="overflow").wait()
         if self.carried is None and not on_host(bad):
@@ -199,7 +200,7 @@ class Masters:
         for reading, grads, running in asked:
             overflow = reading.wait() > 0
             if overflow and not self.overflow:
-                self.leaf = first_nonfinite(grads)
+                self.leaf = first_nonfinite(grads, communication(running).sharing)
                 running.donation = None
             self.overflow = overflow or bool(self.overflow)
 

@@ -75,6 +75,13 @@ class Reading:
         """Whether nobody has to wait."""
         return self._event is None and on_host(self._host)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether it is there by now. The device is asked, and not waited for."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self.known
+
     def wait(self) -> Any:
         """The numbers, as ``tolist`` gives them."""
         if self._event is not None:

@@ -9,8 +9,9 @@ from typing import Any
 from zfunc.engine.context import Context
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
-from zfunc.ranks.axes import alone
+from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
+from zfunc.ranks.meshes import BATCH, Mesh
 
 __all__ = ["Communication", "communication", "uncut"]
 
@@ -27,8 +28,9 @@ class Communication:
     Attributes:
         group: the ranks over which the state is cut.
         replicas: those that hold the same part of it as this one.
-        everyone: both together: over them losses and gradients are averaged, and on what they
-            do next they agree.
+        everyone: both together: over them losses and gradients are averaged.
+        mesh: how all ranks are laid out, if the step says so.
+        averaged: its axes along which ranks have other rows of a batch.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         prefetch, room: see :class:`zfunc.engine.plans.Plan`.
         spill: see :class:`zfunc.engine.passes.Pass`.
@@ -39,6 +41,8 @@ class Communication:
     group: Group = field(default_factory=alone)
     replicas: Group = field(default_factory=alone)
     everyone: Group = field(default_factory=alone)
+    mesh: Mesh | None = None
+    averaged: tuple[str, ...] = BATCH
     layout_for: Callable[[Any], tuple[Layout, bool]] = uncut
     prefetch: int = 1
     room: int = 0
@@ -46,10 +50,27 @@ class Communication:
     reduce_once: bool = False
     keeps: Callable[[Any], bool] = lambda unit: False
 
+    @property
+    def deciding(self) -> Group:
+        """The ranks that decide together what to do next: all that work on one state."""
+        return self.everyone if self.mesh is None else group(self.mesh, self.mesh.names)
+
+    @property
+    def sharing(self) -> Group:
+        """The ranks that have the same rows of a batch as this one, and share the work on them.
+
+        Whatever is the same on all of ``everyone`` is decided among these.
+        """
+        names = () if self.mesh is None else self.mesh.names
+        shared = tuple(name for name in names if name not in self.averaged)
+        return group(self.mesh, shared) if shared else alone()
+
 
 def communication(running: Context) -> Communication:
     """That of a running call."""
     found: Communication | None = running.notes.get(Communication)
     if found is None:
-        found = running.notes[Communication] = Communication()
+        mesh = next((t.mesh for t in running.transforms if t.mesh is not None), None)
+        averaged = (*BATCH, *(name for t in running.transforms for name in t.averages))
+        found = running.notes[Communication] = Communication(mesh=mesh, averaged=averaged)
     return found

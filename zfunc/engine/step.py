@@ -75,7 +75,8 @@ class Transform:
         needs_gradients: whether a step that never differentiates is an error.
         of_params: whether the state is a params tree itself, and the function no training step.
         spends: whether the state that goes in may be gone before the caller has the result.
-        mesh: how the ranks are laid out; a field of those transforms that take one.
+        mesh: how the ranks are laid out; see :class:`~zfunc.engine.meshed.Meshed`.
+        averages: the mesh's axes along which ranks have other rows of a batch, if it averages.
     """
 
     position: ClassVar[int] = Order.OTHERS
@@ -87,6 +88,7 @@ class Transform:
     of_params: ClassVar[bool] = False
     spends: ClassVar[bool] = False
     mesh: Mesh | None = None
+    averages: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -108,6 +110,10 @@ class Transform:
         False
         """
         return getattr(type(self), hook) is not getattr(Transform, hook)
+
+    def on_mesh(self, transforms: Sequence[Transform]) -> Transform:
+        """This transform on the one mesh of all of a step's transforms."""
+        return self
 
     def beside(self, others: Sequence[Transform]) -> Transform:
         """This transform, given the others that the step is wrapped in.
@@ -261,7 +267,8 @@ class Step:
                     f"this step is wrapped in {mine.name} already ({mine!r}). A transform acts "
                     f"once: give {mine.name} its final arguments in one place."
                 )
-        ordered = _on_one_mesh(sorted((*self.transforms, transform), key=lambda t: t.position))
+        ordered = sorted((*self.transforms, transform), key=lambda t: t.position)
+        ordered = [t.on_mesh(ordered) for t in ordered]
         met = [t.beside([other for other in ordered if other is not t]) for t in ordered]
         return replace(self, transforms=tuple(met))
 
@@ -303,7 +310,7 @@ class Step:
 
     def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
         (state, tensors), memo = admitted(state), self._memo()
-        laid_out(self.mesh)
+        self._check_mesh()
         self._check(state, memo)
         running = Context(
             transforms=self.transforms,
@@ -345,6 +352,15 @@ class Step:
         for transform, old in zip(reversed(self.transforms), reversed(given), strict=True):
             out = transform.finish(old, out)
         return out
+
+    def _check_mesh(self) -> None:
+        """Raise if the mesh does not cover this world, or nothing averages over its rows."""
+        on = laid_out(given := self.mesh)
+        if given is None or any(t.averages or t.of_params for t in self.transforms):
+            return
+        if on.batch and on.size(on.batch) > 1:
+            told = f"on {on} ranks have other rows of a batch, and {self!r} averages over none: "
+            raise CompositionError(f"{told}they would drift apart. Wrap the step in zf.shard.")
 
     def _check(self, state: Any, memo: Mapping[Any, Any]) -> None:
         """Raise ``PlacementError`` if another composition has placed the state."""
@@ -395,7 +411,7 @@ class Step:
         if torch.is_inference_mode_enabled():  # a copy made in it could not be differentiated
             with torch.inference_mode(False), torch.no_grad():
                 return self.place(state)
-        laid_out(self.mesh)
+        self._check_mesh()
         state, _ = admitted(state)
         if found := first_placed(state):
             raise PlacementError(
@@ -444,7 +460,7 @@ class Step:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.init(make_state, *args, **kwargs)
-        laid_out(self.mesh)
+        self._check_mesh()
         from zfunc.initialisation.placing import init  # a room of its own, for this alone
 
         return self._noted(init(self._placed, self._parts, make_state, args, kwargs))
@@ -489,18 +505,6 @@ def _forget() -> None:
         noted = memo.get("noted", {})
         memo.clear()
         memo.update(noted, noted=noted)
-
-
-def _on_one_mesh(transforms: list[Transform]) -> list[Transform]:
-    """The transforms; all that take a mesh have the one that was given to any of them."""
-    given = {t.mesh: t.name for t in transforms if t.mesh is not None}
-    if len(given) > 1:
-        told = " and ".join(f"{name} has {mesh}" for mesh, name in given.items())
-        raise CompositionError(f"a step has one mesh, but {told}. Give it to one of them.")
-    for i, t in enumerate(transforms):
-        if t.mesh is None and given and "mesh" in getattr(t, "__dataclass_fields__", ()):
-            transforms[i] = replace(t, mesh=next(iter(given)))  # type: ignore[type-var]
-    return transforms
 
 
 def as_step(fn: Callable[..., Any]) -> Step:

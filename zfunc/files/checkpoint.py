@@ -11,6 +11,7 @@ state. A checkpoint is seen only when it is complete, and every byte of it has a
 from __future__ import annotations
 
 import json
+import math
 import os
 import uuid
 import warnings
@@ -28,6 +29,7 @@ from zfunc.engine.entries import Entries
 from zfunc.errors import CheckpointError
 from zfunc.files.background import Saving, settle, start
 from zfunc.files.chunks import NAMES, check_name, digest
+from zfunc.files.elements import Elements
 from zfunc.files.folder import (
     Checkpoint,
     check_file,
@@ -351,7 +353,7 @@ def _lacking(stock: Inventory, reader: Reader) -> set[str]:
         if sort not in plain or sort not in leaves:
             return True
         there = torch.empty_like(plain[sort], device="cpu")
-        reader.fill(sort, 0, there.view(-1))
+        reader.fill(sort, Elements(0, there.numel()), there.view(-1))
         return torch.equal(there, plain[sort].cpu())
 
     def fits(name: str, leaf: TensorLeaf) -> bool:
@@ -369,16 +371,18 @@ def _alike(there: Any, here: Any) -> bool:
     return each and there.dtype == here.dtype and tuple(there.shape[1:]) == here.shape[1:]
 
 
-def _fill(reader: Reader, stock: Inventory, name: str, start: int, out: Tensor) -> None:
+def _fill(reader: Reader, stock: Inventory, name: str, elements: Elements, out: Tensor) -> None:
     """Elements of a leaf; of a row of another number of ranks, the mean of theirs."""
     here, there = stock.tensors[name], reader.manifest.leaves[name]
-    if not here.each or there.shape[0] == here.shape[0]:
-        reader.fill(name, start, out)
+    if not here.each or there.shape[0] == here.shape[0] or not len(elements):
+        reader.fill(name, elements, out)
         return
+    numel = math.prod(here.shape[1:])
+    own = elements.bounds[0] // numel
     row = torch.empty_like(out)
     mean = torch.zeros_like(out, dtype=torch.float64)
     for i in range(there.shape[0]):
-        reader.fill(name, i * len(out), row)
+        reader.fill(name, elements.moved((i - own) * numel), row)
         mean += row
     out.copy_(mean / there.shape[0])
 

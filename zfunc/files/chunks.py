@@ -1,7 +1,8 @@
 """Chunks of leaves in safetensors files: where they lie, and their digests.
 
 A rank writes one file. It has this rank's share of the elements of every leaf, flattened to 1-D and
-divided into chunks, each a tensor of its own. Any safetensors reader opens it.
+divided into chunks, each a tensor of its own. Any safetensors reader opens it. Elements of a chunk
+that do not lie one behind the other in the leaf are those that its name tells.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import xxhash
 
 from zfunc.errors import CheckpointError
+from zfunc.files.elements import Elements
 from zfunc.ranks.digests import as_bytes
 
 __all__ = [
@@ -69,13 +71,16 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Chunk:
-    """``count`` elements of a leaf from element ``start`` on, at byte ``offset`` of a file."""
+    """Elements of a leaf, at byte ``offset`` of a file."""
 
     leaf: str
     dtype: torch.dtype
-    start: int
-    count: int
+    elements: Elements
     offset: int
+
+    @property
+    def count(self) -> int:
+        return len(self.elements)
 
     @property
     def nbytes(self) -> int:
@@ -99,31 +104,32 @@ def pieces_of(start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, 
 
 
 def lay_out(
-    shares: Sequence[tuple[str, torch.dtype, int, int]],
+    shares: Sequence[tuple[str, torch.dtype, Elements]],
 ) -> tuple[bytes, list[list[Chunk]]]:
     """Where a file holds these elements.
 
     Args:
-        shares: ``(leaf, dtype, start, stop)`` each.
+        shares: ``(leaf, dtype, elements)`` each.
 
     Returns:
         The file's header, and the chunks of each share. In the file chunks of wider dtypes come
         first, so that each lies at a multiple of its item size.
     """
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    rows: list[list[tuple[str, int, int]]] = []
-    for leaf, dtype, start, stop in shares:
+    rows: list[list[tuple[str, Elements]]] = []
+    for leaf, dtype, share in shares:
         rows.append([])
-        for a, b in pieces_of(start, stop, dtype):
-            name = f"{leaf}[{a}:{b}]"
+        for a, b in pieces_of(0, len(share), dtype):
+            elements = share.part(a, b).simple
+            name = f"{leaf}[{elements}]"
             while name in entries:
                 name += "'"
             entries[name] = (dtype, (b - a,))
-            rows[-1].append((name, a, b - a))
+            rows[-1].append((name, elements))
     header, offsets = header_of(entries)
     return header, [
-        [Chunk(leaf, dtype, start, count, offsets[name]) for name, start, count in row]
-        for (leaf, dtype, _, _), row in zip(shares, rows, strict=True)
+        [Chunk(leaf, dtype, elements, offsets[name]) for name, elements in row]
+        for (leaf, dtype, _), row in zip(shares, rows, strict=True)
     ]
 
 
@@ -177,12 +183,13 @@ class DataWriter:
     """A safetensors file under way: chunks come in any order, and it keeps their digests.
 
     Attributes:
-        table: leaf -> ``(start, count, offset, digest)`` of each chunk written.
+        table: leaf -> ``(start, count, offset, digest)`` of each chunk written; behind them the
+            length and the runs of its rows, if it has some.
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
         self.path, self.header = path, header
-        self.table: dict[str, list[tuple[int, int, int, str]]] = {}
+        self.table: dict[str, list[tuple[Any, ...]]] = {}
         self.size = len(header)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -202,8 +209,10 @@ class DataWriter:
         """
         write_exactly(self._fd, data, chunk.offset)
         self.size = max(self.size, chunk.offset + chunk.nbytes)
-        row = (chunk.start, chunk.count, chunk.offset, known or digest(data))
-        self.table.setdefault(chunk.leaf, []).append(row)
+        rows = chunk.elements.rows
+        row = (chunk.elements.start, chunk.count, chunk.offset, known or digest(data))
+        end = () if rows is None else (rows.length, rows.runs)
+        self.table.setdefault(chunk.leaf, []).append((*row, *end))
 
     def finish(self) -> None:
         """Make the file durable and close it."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zfunc.errors import CheckpointError
 from zfunc.files.checkpoint import save
+from zfunc.files.elements import Elements
 from zfunc.files.folder import MANIFEST, inspect, list_steps, read_manifest
 from zfunc.files.inventory import TensorLeaf
 from zfunc.files.pretrained import export_safetensors
@@ -201,7 +202,7 @@ def _open_zfunc(path: Path) -> OpenCheckpoint:
     def read(name: str) -> Tensor:
         out = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
         with Reader(folder, manifest) as reader:
-            reader.fill(name, 0, out.view(-1))
+            reader.fill(name, Elements(0, out.numel()), out.view(-1))
         return out
 
     return OpenCheckpoint(tensors, read, lambda: manifest.static, manifest.step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,15 +18,28 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import CheckpointError
+from zfunc.files.elements import Elements, elements_of
 from zfunc.ranks.comm import even_cuts
+from zfunc.ranks.meshes import laid_out
 from zfunc.ranks.world import current
-from zfunc.trees.nodes import NAMESPACE, Lazy, LeafInfo, Placed, Span, carry, opened
+from zfunc.trees.nodes import (
+    NAMESPACE,
+    Box,
+    Lazy,
+    LeafInfo,
+    Placed,
+    Span,
+    carry,
+    in_full,
+    opened,
+    part_of,
+)
 from zfunc.trees.tree import check_alive, dotted
 
 __all__ = ["Inventory", "TensorLeaf", "full_names", "own_share", "rebuilt", "shares", "take_stock"]
 
 SHARE = 1 << 12  # elements: what ranks hold in common is divided in multiples of it
-Fill = Callable[[str, int, Tensor], None]
+Fill = Callable[[str, Elements, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -59,12 +72,14 @@ class Inventory:
         rows: the tree's nodes (``Placed`` ones count as one leaf), each with the names
             of its leaves.
         spec: the structure above the rows.
+        boxes: by row, boxes of parts of leaves, in whose place placed nodes stand.
     """
 
     tensors: dict[str, TensorLeaf]
     static: dict[str, Any]
     rows: tuple[tuple[Any, tuple[str, ...]], ...]
     spec: optree.PyTreeSpec
+    boxes: Mapping[int, Box]
 
     def spans(self) -> list[tuple[str, Span]]:
         """What this rank holds, in the order in which ``streamed`` gives it."""
@@ -100,8 +115,10 @@ def take_stock(state: Any) -> Inventory:
         CheckpointError: it holds something that cannot be written without pickle.
     """
     check_alive(state)
-    keys, _, _ = _flatten(opened(state))
+    keys, _, _ = _flatten(opened(in_full(state)))
     _, nodes, spec = _flatten(state)
+    boxes = {i: node for i, node in enumerate(nodes) if isinstance(node, Box)}
+    nodes = [in_full(node) if i in boxes else node for i, node in enumerate(nodes)]
     infos = [_infos_of(node) for node in nodes]
     full_keys = [(*key, *info.keys) for key, row in zip(keys, infos, strict=True) for info in row]
     names = iter(full_names(full_keys))
@@ -116,13 +133,13 @@ def take_stock(state: Any) -> Inventory:
                 tensors[name] = TensorLeaf(info.shape, info.dtype, info.each)
             else:
                 static[name] = None if isinstance(node, Placed) else _checked(name, node)
-    return Inventory(tensors, static, tuple(rows), spec)
+    return Inventory(tensors, static, tuple(rows), spec, boxes)
 
 
 def _flatten(state: Any) -> tuple[list[tuple[Any, ...]], list[Any], optree.PyTreeSpec]:
     keys, nodes, spec = optree.tree_flatten_with_path(
         state,
-        is_leaf=lambda x: isinstance(x, Placed | Lazy),
+        is_leaf=lambda x: isinstance(x, Placed | Lazy) or _of_parts(x),
         none_is_leaf=True,
         namespace=NAMESPACE,
     )
@@ -132,11 +149,17 @@ def _flatten(state: Any) -> tuple[list[tuple[Any, ...]], list[Any], optree.PyTre
     return keys, nodes, spec
 
 
+def _of_parts(x: Any) -> bool:
+    return isinstance(x, Box) and x.layout.along is not None
+
+
 def _infos_of(node: Any) -> list[LeafInfo]:
     if isinstance(node, Placed):
         return node.leaf_infos()
     if isinstance(node, Tensor):
-        return [LeafInfo((), tuple(node.shape), node.dtype)]
+        split = None if (part := part_of(node)) is None else part.split
+        shape = tuple(node.shape) if split is None else split.full(node.shape)
+        return [LeafInfo((), shape, node.dtype)]
     return [LeafInfo((), None, None)]
 
 
@@ -153,9 +176,17 @@ def _checked(name: str, value: Any) -> Any:
 def _spans(node: Any, names: Sequence[str]) -> list[tuple[str, Span]]:
     if isinstance(node, Placed):
         return [(names[span.index], span) for span in node.spans()]
-    if isinstance(node, Tensor):
-        return [(names[0], Span(0, 0, node.numel(), tuple(range(current().size))))]
-    return []
+    return [(names[0], _span(node))] if isinstance(node, Tensor) else []
+
+
+def _span(leaf: Tensor) -> Span:
+    """What this rank holds of a plain leaf: all of it, but for one that is marked as a part."""
+    if (part := part_of(leaf)) is None or part.split is None:
+        return Span(0, 0, leaf.numel(), tuple(range(current().size)))
+    mesh, rank = laid_out(part.mesh), current().rank
+    others = tuple(name for name in mesh.names if name != part.axis)
+    same = mesh.members(others, rank) if others else (rank,)
+    return Span(0, 0, leaf.numel(), same, part.split.rows(leaf.shape, part.group.rank))
 
 
 def full_names(keys: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -173,14 +204,14 @@ def full_names(keys: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def shares(span: Span) -> list[tuple[int, int]]:
-    """The elements of a span that each of its ranks writes, so that each is written once."""
+    """The positions in a span that each of its ranks writes, so that each is written once."""
     numel = span.stop - span.start
     cuts = even_cuts(-(-numel // SHARE), len(span.replicas))
-    return list(pairwise(span.start + min(cut * SHARE, numel) for cut in cuts))
+    return list(pairwise(min(cut * SHARE, numel) for cut in cuts))
 
 
 def own_share(span: Span) -> tuple[int, int]:
-    """The elements of a span that this rank writes."""
+    """The positions in a span that this rank writes."""
     return shares(span)[span.replicas.index(current().rank)]
 
 
@@ -191,22 +222,23 @@ def rebuilt(
 
     Args:
         static: the values of its leaves that are no tensors.
-        fill: ``fill(name, start, out)`` writes elements ``start`` and following of the
-            full leaf to the 1-D tensor ``out``.
+        fill: ``fill(name, elements, out)`` writes these of the full leaf to the 1-D tensor
+            ``out``.
         lacking: names of leaves without a new value: plain ones stay as they are, and placed
             ones, errors that none have been left out of yet, are zero.
     """
     plain = iter(_arranged([node for node, _ in stock.rows if isinstance(node, Tensor)]))
     nodes = []
-    for node, names in stock.rows:
+    for i, (node, names) in enumerate(stock.rows):
         if isinstance(node, Placed):
-            nodes.append(node.refilled(_filling(fill, names, lacking)))
+            new = node.refilled(_filling(fill, names, lacking))
+            nodes.append(stock.boxes[i].holding(new) if i in stock.boxes else new)
         elif isinstance(node, Tensor):
             new = next(plain)
             if names[0] in lacking:
                 new.copy_(node)
             else:
-                _fill_whole(fill, names[0], new)
+                _fill_whole(fill, names[0], elements_of(_span(node)), new)
             nodes.append(carry(new, node))
         else:
             nodes.append(static[names[0]])
@@ -220,17 +252,17 @@ def _filling(
         if names[span.index] in lacking:
             out.zero_()
         else:
-            fill(names[span.index], span.start, out)
+            fill(names[span.index], elements_of(span), out)
 
     return one
 
 
-def _fill_whole(fill: Fill, name: str, out: Tensor) -> None:
+def _fill_whole(fill: Fill, name: str, elements: Elements, out: Tensor) -> None:
     if out.is_contiguous():
-        fill(name, 0, out.view(-1))
+        fill(name, elements, out.view(-1))
         return
     flat = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    fill(name, 0, flat)
+    fill(name, elements, flat)
     out.copy_(flat.view(out.shape))
 
 

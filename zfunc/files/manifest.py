@@ -6,6 +6,10 @@ digest of the bytes before it; the first lines have a digest of their own, since
 are read to tell which checkpoint of a folder was saved last. Nothing in it is trusted
 before it has been checked: a manifest that gets past :func:`parse` describes files that
 are tiled by chunks without a gap, and leaves that are.
+
+Where ranks held parts of rows of a leaf (version 2) it has the length of these, and a table of
+runs within them: a chunk whose sixth entry names such runs counts the elements in them alone.
+Chunks of such a leaf cover it; what several ranks held may be in several of them.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import torch
 
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import DTYPES, NAMES, digest, strict_json
+from zfunc.files.elements import Elements, covers
+from zfunc.layout.splits import Strided
 
 __all__ = [
     "FORMAT",
@@ -30,12 +36,15 @@ __all__ = [
     "DataFile",
     "Manifest",
     "NewerVersion",
+    "Row",
     "StoredLeaf",
     "parse",
+    "row_of",
     "serial_in",
 ]
 
-FORMAT, VERSION = "zfunc checkpoint", 1
+FORMAT, VERSION = "zfunc checkpoint", 2
+WITHOUT_ROWS = 1  # the version of checkpoints in which no leaf is cut within its rows
 MOST = 1 << 62  # of elements, bytes, steps
 HEAD = re.compile(rb',\n"head": "([0-9a-f]{32})"')
 HEAD_BYTES = 1024  # in which the first lines are
@@ -43,7 +52,29 @@ SEAL = re.compile(rb',\n"digest": "([0-9a-f]{32})"}\n')
 SEAL_BYTES = len(b',\n"digest": ""}\n') + 32
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 T = TypeVar("T")
-Row = tuple[int, int, int, int, str]
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A chunk: the number of its file, its elements, the byte at which it begins, its digest."""
+
+    file: int
+    elements: Elements
+    offset: int
+    digest: str
+
+    @property
+    def count(self) -> int:
+        return len(self.elements)
+
+
+def row_of(
+    file: int, start: int, count: int, offset: int, digest: str, length: int = 0, runs: Any = None
+) -> Row:
+    """A chunk of a file, in rows of ``length`` if there are ``runs``."""
+    rows = None if runs is None else Strided(length, tuple((low, high) for low, high in runs))
+    return Row(file, Elements(start, start + count, rows), offset, digest)
 
 
 class NewerVersion(CheckpointError):
@@ -62,7 +93,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """A leaf: its chunks are ``(file, start, count, offset, digest)`` in order of ``start``."""
+    """A leaf: its chunks are in the order of their first elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -71,6 +102,30 @@ class StoredLeaf:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def length(self) -> int | None:
+        """Of the rows in which its chunks are; ``None`` if they lie one behind the other."""
+        for row in self.chunks:
+            if row.elements.rows is not None:
+                return row.elements.rows.length
+        ends = [0, *(row.elements.stop for row in self.chunks)]
+        apart = [row.elements.start for row in self.chunks] == ends[:-1]
+        return None if apart and ends[-1] == self.numel else self.numel
+
+    def encode(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        what: dict[str, Any] = {"dtype": NAMES[self.dtype], "shape": self.shape}
+        runs: dict[Runs, int] = {}
+        chunks = []
+        for row in self.chunks:
+            rows = row.elements.rows
+            at = () if rows is None else (runs.setdefault(rows.runs, len(runs)),)
+            start = row.elements.start
+            chunks.append((row.file, start, row.count, row.offset, row.digest, *at))
+        if self.length is not None:
+            what |= {"row": self.length, "runs": list(runs)}
+        return what | {"chunks": chunks}
 
 
 @dataclass(frozen=True)
@@ -96,13 +151,11 @@ class Manifest:
     def encode(self) -> bytes:
         """The file's bytes."""
         files = [vars(file) for file in self.files]
-        leaves = {
-            name: {"dtype": NAMES[leaf.dtype], "shape": leaf.shape, "chunks": leaf.chunks}
-            for name, leaf in self.leaves.items()
-        }
+        leaves = {name: leaf.encode() for name, leaf in self.leaves.items()}
+        rows = any("row" in leaf for leaf in leaves.values())
         head = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if rows else WITHOUT_ROWS,
             "step": self.step,
             "world": self.world,
             "id": self.id,
@@ -237,30 +290,59 @@ def _leaf(name: str, row: Any, files: int) -> StoredLeaf:
     shape = tuple(_natural(n, name) for n in _expect(list, row.get("shape"), name))
     if len(shape) > 64:
         raise ValueError(f"{name} has {len(shape)} dimensions")
-    chunks = tuple(_chunk(name, c, files) for c in _expect(list, row.get("chunks"), name))
+    patterns = _patterns(name, row, math.prod(shape)) if "row" in row else ()
+    chunks = tuple(_chunk(name, c, files, patterns) for c in _expect(list, row.get("chunks"), name))
     leaf = StoredLeaf(shape, DTYPES[dtype], chunks)
-    ends = [0, *(start + count for _, start, count, _, _ in chunks)]
-    if [start for _, start, *_ in chunks] != ends[:-1] or ends[-1] != leaf.numel:
+    if not _complete(leaf, row.get("row")):
         raise ValueError(f"the chunks of {name} do not make up its {leaf.numel} elements")
     return leaf
 
 
-def _chunk(name: str, row: Any, files: int) -> Row:
+def _complete(leaf: StoredLeaf, length: int | None) -> bool:
+    if length is None:
+        return leaf.length is None
+    return covers(leaf.numel, length, (row.elements for row in leaf.chunks))
+
+
+def _patterns(name: str, row: dict[str, Any], numel: int) -> list[Strided]:
+    """The rows of which a leaf has chunks."""
+    length = _natural(row.get("row"), name)
+    if not length or numel % length:
+        raise ValueError(f"{name} has {numel} elements in rows of {length}")
+    found = []
+    for runs in _expect(list, row.get("runs"), name):
+        borders = [_natural(x, name) for run in _expect(list, runs, name) for x in _pair(name, run)]
+        if not borders or any(a >= b for a, b in pairwise(borders)) or borders[-1] > length:
+            raise ValueError(f"{name} has rows of {length} with the runs {runs!r:.80}")
+        found.append(Strided(length, tuple(zip(borders[::2], borders[1::2], strict=True))))
+    return found
+
+
+def _pair(name: str, run: Any) -> list[Any]:
+    if not isinstance(run, list) or len(run) != 2:
+        raise ValueError(f"{name} has the run {run!r:.60}")
+    return run
+
+
+def _chunk(name: str, row: Any, files: int, patterns: Sequence[Strided]) -> Row:
     row = _expect(list, row, name)
-    if len(row) != 5:
+    if not 5 <= len(row) <= 5 + bool(patterns):
         raise ValueError(f"a chunk of {name} has {len(row)} entries")
-    file, start, count, offset = (_natural(n, name) for n in row[:4])
-    if file >= files or not count:
+    file, start, count, offset, *number = (_natural(n, name) for n in row[:4] + row[5:])
+    if file >= files or not count or any(n >= len(patterns) for n in number):
         raise ValueError(f"a chunk of {name} is {row!r:.80}")
-    return file, start, count, offset, _expect(str, row[4], "a digest")
+    rows = patterns[number[0]] if number else None
+    elements = Elements(start, start + count, rows)
+    return Row(file, elements, offset, _expect(str, row[4], "a digest"))
 
 
 def _check_tiles(files: Sequence[DataFile], leaves: dict[str, StoredLeaf]) -> None:
     """Every byte behind a file's header belongs to exactly one chunk."""
     extents: list[list[tuple[int, int]]] = [[(0, f.header)] for f in files]
     for leaf in leaves.values():
-        for file, _, count, offset, _ in leaf.chunks:
-            extents[file].append((offset, offset + count * leaf.dtype.itemsize))
+        for row in leaf.chunks:
+            end = row.offset + row.count * leaf.dtype.itemsize
+            extents[row.file].append((row.offset, end))
     for f, found in zip(files, extents, strict=True):
         found.sort()
         if any(a[1] != b[0] for a, b in pairwise(found)) or found[-1][1] != f.size:

@@ -24,6 +24,7 @@ from torch import Tensor
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks
 from zfunc.files.chunks import NAMES
+from zfunc.files.elements import Elements, elements_of
 from zfunc.files.folder import check_room, fsync_folder, said
 from zfunc.files.inventory import Inventory, TensorLeaf, own_share, rebuilt, take_stock
 from zfunc.files.replicas import Replicas, check_replicas, look_at
@@ -161,11 +162,20 @@ def _write(stock: Inventory, folder: Path, shards: list[_Shard], token: str) -> 
                 )
                 stack.callback(os.close, fds[shard.name])
             for start, stop in chunks.pieces_of(a, b, dtype):
-                block = x[start - span.start : stop - span.start].cpu().contiguous()
-                at = shard.offsets[name] + start * dtype.itemsize
-                chunks.write_exactly(fds[shard.name], chunks.as_bytes(block), at)
+                block = x[start:stop].cpu().contiguous()
+                part = elements_of(span).part(start, stop)
+                _write_runs(fds[shard.name], shard.offsets[name], part, block)
         for fd in fds.values():
             os.fsync(fd)
+
+
+def _write_runs(fd: int, offset: int, part: Elements, block: Tensor) -> None:
+    """Elements of a leaf that begins at ``offset``, each run at its place."""
+    view, at, size = chunks.as_bytes(block), 0, block.itemsize
+    for low, high in part.intervals():
+        end = at + (high - low) * size
+        chunks.write_exactly(fd, view[at:end], offset + low * size)
+        at = end
 
 
 def _reveal(
@@ -225,8 +235,8 @@ def import_safetensors(path: PathLike, like: Any, names: Names = None, strict: b
     called = {name: _called(names, name) for name in stock.tensors}
     on_all(lambda: None if ranks.rank else _check(stock, files, called, strict, path))
 
-    def fill(name: str, start: int, out: Tensor) -> None:
-        files.fill(called[name], start, out)
+    def fill(name: str, elements: Elements, out: Tensor) -> None:
+        files.fill(called[name], elements, out)
 
     return on_all(lambda: rebuilt(stock, stock.static, fill))
 

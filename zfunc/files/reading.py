@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks
+from zfunc.files.elements import Block, Elements, copy_blocks, overlaps
 from zfunc.files.manifest import Manifest, Row
 
 __all__ = ["Reader"]
@@ -32,41 +34,37 @@ class Reader:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
-    def fill(self, name: str, start: int, out: Tensor) -> None:
-        """Write elements ``start`` and following of a leaf to the 1-D tensor ``out``.
+    def fill(self, name: str, elements: Elements, out: Tensor) -> None:
+        """Write these elements of a leaf to the 1-D tensor ``out``.
 
         Raises:
             CheckpointError: a chunk that is needed is damaged or missing.
         """
         leaf = self.manifest.leaves[name]
-        stop = start + out.numel()
-        for row in leaf.chunks:
-            a, b = max(start, row[1]), min(stop, row[1] + row[2])
-            if a >= b:
-                continue
-            target = out[a - start : b - start]
-            if b - a == row[2] and target.device.type == "cpu" and target.is_contiguous():
+        direct = out.device.type == "cpu" and out.is_contiguous()
+        for row in _apart(leaf.chunks):
+            blocks = overlaps(row.elements, elements)
+            if direct and (target := _all_in_order(blocks, row, out)) is not None:
                 self._read(name, row, target)
-                continue
-            whole = torch.empty(row[2], dtype=leaf.dtype)
-            self._read(name, row, whole)
-            target.copy_(whole[a - row[1] : b - row[1]])
+            elif blocks:
+                whole = torch.empty(row.count, dtype=leaf.dtype)
+                self._read(name, row, whole)
+                copy_blocks(blocks, whole, out)
 
     def check(self, name: str) -> None:
         """Raise ``CheckpointError`` if a chunk of a leaf is damaged or missing."""
         leaf = self.manifest.leaves[name]
         for row in leaf.chunks:
-            self._read(name, row, torch.empty(row[2], dtype=leaf.dtype))
+            self._read(name, row, torch.empty(row.count, dtype=leaf.dtype))
 
     def _read(self, name: str, row: Row, into: Tensor) -> None:
-        file, start, count, offset, expected = row
         view: Any = chunks.as_bytes(into)
-        path = self.folder / self.manifest.files[file].name
-        chunks.read_exactly(self._open(file, path), view, offset, path)
-        if chunks.digest(view) != expected:
+        path = self.folder / self.manifest.files[row.file].name
+        chunks.read_exactly(self._open(row.file, path), view, row.offset, path)
+        if chunks.digest(view) != row.digest:
+            where = str(row.elements).replace(":", " to ", 1)
             raise CheckpointError(
-                f"{path} is damaged: elements {start} to {start + count} of {name} do not fit "
-                "their digest"
+                f"{path} is damaged: elements {where} of {name} do not fit their digest"
             )
 
     def _open(self, file: int, path: Path) -> int:
@@ -75,3 +73,20 @@ class Reader:
                 self.__exit__()
             self._fds[file] = chunks.open_for_reading(path)[0]
         return self._fds[file]
+
+
+def _apart(rows: Iterable[Row]) -> Iterator[Row]:
+    """Chunks, and of those that several ranks have written alike the first."""
+    seen: set[Elements] = set()
+    for row in rows:
+        if row.elements not in seen:
+            seen.add(row.elements)
+            yield row
+
+
+def _all_in_order(blocks: Sequence[Block], row: Row, out: Tensor) -> Tensor | None:
+    """Where a whole chunk goes, if it lies there in one piece."""
+    if len(blocks) != 1 or blocks[0].rows * blocks[0].width != row.count:
+        return None
+    x = blocks[0]
+    return out[x.second :][: row.count] if x.rows == 1 or x.second_step == x.width else None

@@ -16,6 +16,7 @@ from torch import Tensor
 from zfunc.engine.agreement import COUNTED
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import digest, pieces_of
+from zfunc.files.elements import Elements, elements_of
 from zfunc.files.inventory import Inventory, shares
 from zfunc.files.saving import agreed
 from zfunc.ranks.comm import Group
@@ -25,9 +26,9 @@ from zfunc.trees.nodes import Span
 
 __all__ = ["Replicas", "check_replicas", "look_at"]
 
-Place = tuple[str, int, tuple[int, ...]]  # a leaf, the first element, the ranks that hold it
+Place = tuple[str, str, tuple[int, ...]]  # a leaf, which elements, the ranks that hold them
 Summary = Sequence[tuple[Sequence[int], str]]
-Row = tuple[str, int, Sequence[int], str, str]
+Row = tuple[str, str, Sequence[int], str, str]
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Replicas:
     Attributes:
         bits: digest of each span.
         devices: the kind of device that it lies on.
-        chunks: of those on the host, digests of chunks by leaf, first element and number.
+        chunks: of those on the host, digests of chunks by leaf and elements.
     """
 
     bits: dict[Place, str] = field(default_factory=dict)
     devices: dict[Place, str] = field(default_factory=dict)
-    chunks: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    chunks: dict[tuple[str, Elements], str] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
         """Place, digest and device of each span."""
@@ -51,8 +52,8 @@ class Replicas:
     def summary(self) -> Summary:
         """One digest for each set of ranks."""
         rows: dict[tuple[int, ...], list[str]] = {}
-        for (name, start, ranks), bits in self.bits.items():
-            rows.setdefault(ranks, []).append(f"{name!r} {start} {bits}")
+        for (name, elements, ranks), bits in self.bits.items():
+            rows.setdefault(ranks, []).append(f"{name!r} {elements} {bits}")
         return [(ranks, digest("\n".join(row).encode())) for ranks, row in rows.items()]
 
 
@@ -68,7 +69,7 @@ def look_at(stock: Inventory, weighed: bool = False) -> Replicas:
         for name, span, x in stock.streamed(resident, common=True):
             if len(span.replicas) == 1:
                 continue
-            place = (name, span.start, span.replicas)
+            place = (name, str(elements_of(span)), span.replicas)
             seen.devices[place] = x.device.type
             if x.device.type == "cpu" and not weighed:
                 seen.bits[place] = _of_chunks(seen, name, span, x)
@@ -83,12 +84,11 @@ def look_at(stock: Inventory, weighed: bool = False) -> Replicas:
 def _of_chunks(seen: Replicas, name: str, span: Span, x: Tensor) -> str:
     """The digest of those of the chunks in which all ranks together write a span."""
     found = []
-    data = as_bytes(x.contiguous())
+    data, elements = as_bytes(x.contiguous()), elements_of(span)
     for low, high in shares(span):
         for a, b in pieces_of(low, high, x.dtype):
-            at = slice((a - span.start) * x.itemsize, (b - span.start) * x.itemsize)
-            found.append(digest(data[at]))
-            seen.chunks[name, a, b - a] = found[-1]
+            found.append(digest(data[a * x.itemsize : b * x.itemsize]))
+            seen.chunks[name, elements.part(a, b).simple] = found[-1]
     return digest("".join(found).encode())
 
 
@@ -108,8 +108,8 @@ def check_replicas(
         rows = ranks.exchange(seen.rows(), label=label)
     found: dict[Any, dict[str, list[int]]] = {}
     for rank, theirs in enumerate(rows):
-        for name, start, members, bits, _ in theirs:
-            found.setdefault((name, start, tuple(members)), {}).setdefault(bits, []).append(rank)
+        for name, elements, members, bits, _ in theirs:
+            found.setdefault((name, elements, tuple(members)), {}).setdefault(bits, []).append(rank)
     for (name, _, members), holders in found.items():
         if len(holders) > 1 or len(*holders.values()) != len(members):
             raise CheckpointError(_apart(name, list(holders.values()), members))
@@ -126,8 +126,8 @@ def _alike(summaries: Sequence[Summary]) -> bool:
 def _on_other_devices(rows: Sequence[Sequence[Row]]) -> bool:
     found: dict[Any, set[str]] = {}
     for theirs in rows:
-        for name, start, members, _, device in theirs:
-            found.setdefault((name, start, tuple(members)), set()).add(device)
+        for name, elements, members, _, device in theirs:
+            found.setdefault((name, elements, tuple(members)), set()).add(device)
     return any(len(devices) > 1 for devices in found.values())
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zfunc.errors import CheckpointError
 from zfunc.files.chunks import Chunk, DataWriter, as_bytes, digest, lay_out
+from zfunc.files.elements import Elements, elements_of
 from zfunc.files.folder import (
     MANIFEST,
     drop_old,
@@ -28,7 +29,7 @@ from zfunc.files.folder import (
     step_name,
 )
 from zfunc.files.inventory import Inventory, own_share
-from zfunc.files.manifest import DataFile, Manifest, StoredLeaf, parse
+from zfunc.files.manifest import DataFile, Manifest, Row, StoredLeaf, parse, row_of
 from zfunc.ranks.comm import Group
 
 __all__ = [
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-Plan = dict[tuple[str, int], list[Chunk]]
+Plan = dict[tuple[str, Elements], list[Chunk]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Task:
     rank: int
     size: int
     timeout: float
-    digests: dict[tuple[str, int, int], str]  # of chunks, where they are known already
+    digests: dict[tuple[str, Elements], str]  # of chunks, where they are known already
 
     @property
     def final(self) -> Path:
@@ -74,7 +75,7 @@ class Task:
 
     def known(self, chunk: Chunk) -> str | None:
         """The digest of a chunk, if it was taken before."""
-        return self.digests.get((chunk.leaf, chunk.start, chunk.count))
+        return self.digests.get((chunk.leaf, chunk.elements))
 
 
 def agreed(ranks: Group, do: Any, label: str) -> Any:
@@ -102,14 +103,16 @@ def agreed(ranks: Group, do: Any, label: str) -> Any:
 
 
 def chunk_plan(stock: Inventory) -> tuple[bytes, Plan]:
-    """The header of this rank's file, and its chunks by leaf and start of the span."""
-    spans = stock.spans()
-    shares = [(name, stock.tensors[name].dtype, *own_share(span)) for name, span in spans]
-    header, chunks = lay_out(shares)
-    plan: Plan = {}
-    for (name, span), row in zip(spans, chunks, strict=True):
-        plan.setdefault((name, span.start), []).extend(row)
-    return header, plan
+    """The header of this rank's file, and its chunks by leaf and span."""
+    spans = [(name, span, elements_of(span)) for name, span in stock.spans()]
+    header, chunks = lay_out(
+        [
+            (name, stock.tensors[name].dtype, elements.part(*own_share(span)))
+            for name, span, elements in spans
+        ]
+    )
+    keys = [(name, elements) for name, _, elements in spans]
+    return header, dict(zip(keys, chunks, strict=True))
 
 
 def planned_pieces(
@@ -117,8 +120,10 @@ def planned_pieces(
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """This rank's chunks and their values, where they lie."""
     for name, span, x in stock.streamed(resident):
-        for chunk in plan[name, span.start]:
-            yield chunk, x[chunk.start - span.start :][: chunk.count]
+        at, _ = own_share(span)
+        for chunk in plan[name, elements_of(span)]:
+            yield chunk, x[at : at + chunk.count]
+            at += chunk.count
 
 
 def on_host(pieces: Iterable[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, memoryview]]:
@@ -185,14 +190,32 @@ def conclude(task: Task) -> None:
 
 
 def _manifest(task: Task, records: list[dict[str, Any]]) -> Manifest:
-    rows: dict[str, list[tuple[int, int, int, int, str]]] = {n: [] for n in task.stock.tensors}
+    rows: dict[str, list[Row]] = {name: [] for name in task.stock.tensors}
     for rank, record in enumerate(records):
         for name, table in record["table"].items():
-            rows[name].extend((rank, start, n, at, its) for start, n, at, its in table)
+            rows[name].extend(row_of(rank, *entry) for entry in table)
     leaves = {
-        name: StoredLeaf(leaf.shape, leaf.dtype, tuple(sorted(rows[name], key=lambda row: row[1])))
+        name: StoredLeaf(leaf.shape, leaf.dtype, _in_order(name, rows[name]))
         for name, leaf in task.stock.tensors.items()
     }
     files = tuple(DataFile(**record["file"]) for record in records)
     serial = next_serial(task.root)
     return Manifest(task.step, task.size, task.id, files, leaves, task.stock.static, serial)
+
+
+def _in_order(name: str, rows: list[Row]) -> tuple[Row, ...]:
+    """A leaf's chunks by where they begin.
+
+    Raises:
+        CheckpointError: ranks that have the same part of a split leaf have different values.
+    """
+    seen: dict[Elements, Row] = {}
+    for row in rows:
+        twin = seen.setdefault(row.elements, row)
+        if twin.digest != row.digest:
+            raise CheckpointError(
+                f"ranks {twin.file} and {row.file} both have elements {row.elements} of {name}, "
+                "with different values. The ranks that share a part of a split leaf have "
+                "diverged: go on from an earlier checkpoint."
+            )
+    return tuple(sorted(rows, key=lambda row: row.elements.bounds))

@@ -15,6 +15,7 @@ from torch import Tensor
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks
 from zfunc.files.chunks import DTYPES
+from zfunc.files.elements import Elements, copy_blocks, overlaps
 from zfunc.files.inventory import TensorLeaf
 
 __all__ = ["INDEX", "SINGLE", "SafetensorsFiles"]
@@ -24,6 +25,7 @@ SINGLE = "model.safetensors"
 LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 MOST = (1 << 63) - 1  # of elements, as torch counts them
 DIMENSIONS = 64
+PAGE = 4096  # bytes: of shorter runs a disk reads what lies between them in any case
 PathLike = str | os.PathLike[str]
 
 
@@ -57,17 +59,16 @@ class SafetensorsFiles:
                 self._homes[name] = home
         self.tensors = {name: home.leaf for name, home in self._homes.items()}
 
-    def fill(self, name: str, start: int, out: Tensor) -> None:
-        """Write elements ``start`` and following to the 1-D tensor ``out``, in its dtype."""
+    def fill(self, name: str, elements: Elements, out: Tensor) -> None:
+        """Write these elements to the 1-D tensor ``out``, in its dtype."""
         home = self._homes[name]
         dtype = home.leaf.dtype
         with chunks.reading(home.path) as (fd, _):
-            for a, b in chunks.pieces_of(start, start + out.numel(), dtype):
-                target = out[a - start : b - start]
+            for a, b in chunks.pieces_of(0, len(elements), dtype):
+                part, target = elements.part(a, b).simple, out[a:b]
                 direct = target.dtype == dtype and target.device.type == "cpu"
                 block = target if direct else torch.empty(b - a, dtype=dtype)
-                view: Any = chunks.as_bytes(block)
-                chunks.read_exactly(fd, view, home.offset + a * dtype.itemsize, home.path)
+                (_read_through if _scattered(part, dtype) else _read_runs)(fd, home, part, block)
                 if not direct:
                     target.copy_(block)
 
@@ -75,7 +76,7 @@ class SafetensorsFiles:
         """A whole tensor."""
         leaf = self.tensors[name]
         out = torch.empty(leaf.shape, dtype=leaf.dtype)
-        self.fill(name, 0, out.view(-1))
+        self.fill(name, Elements(0, out.numel()), out.view(-1))
         return out
 
     def same(self, a: str, b: str) -> bool:
@@ -85,11 +86,36 @@ class SafetensorsFiles:
             return False
         for start, stop in chunks.pieces_of(0, first.leaf.numel, first.leaf.dtype):
             x, y = (torch.empty(stop - start, dtype=first.leaf.dtype) for _ in range(2))
-            self.fill(a, start, x)
-            self.fill(b, start, y)
+            self.fill(a, Elements(start, stop), x)
+            self.fill(b, Elements(start, stop), y)
             if chunks.as_bytes(x) != chunks.as_bytes(y):
                 return False
         return True
+
+
+def _scattered(elements: Elements, dtype: torch.dtype) -> bool:
+    """Whether they are many short runs."""
+    rows = elements.rows
+    return rows is not None and rows.width * dtype.itemsize < PAGE * len(rows.runs)
+
+
+def _read_runs(fd: int, home: _Home, part: Elements, into: Tensor) -> None:
+    view: Any = chunks.as_bytes(into)
+    at, size = 0, into.itemsize
+    for low, high in part.intervals():
+        end = at + (high - low) * size
+        chunks.read_exactly(fd, view[at:end], home.offset + low * size, home.path)
+        at = end
+
+
+def _read_through(fd: int, home: _Home, part: Elements, into: Tensor) -> None:
+    """What lies between runs is read, too, a block at a time."""
+    for a, b in chunks.pieces_of(*part.bounds, into.dtype):
+        if shared := overlaps(Elements(a, b), part):
+            block = torch.empty(b - a, dtype=into.dtype)
+            view: Any = chunks.as_bytes(block)
+            chunks.read_exactly(fd, view, home.offset + a * into.itemsize, home.path)
+            copy_blocks(shared, block, into)
 
 
 def _files(path: Path) -> list[Path]:

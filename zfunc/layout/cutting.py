@@ -14,9 +14,9 @@ from zfunc.errors import PlacementError
 from zfunc.layout.freezing import frozen_among
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
-from zfunc.layout.splits import Part, part_of
+from zfunc.layout.splits import Part
 from zfunc.ranks.meshes import Axes, Mesh
-from zfunc.trees.nodes import NAMESPACE, Tree
+from zfunc.trees.nodes import NAMESPACE, Tree, part_of
 from zfunc.trees.tree import dotted
 
 __all__ = ["Encoded", "aligned_cuts", "make_layout"]

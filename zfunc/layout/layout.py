@@ -328,6 +328,11 @@ class Layout:
             found.append((slot, held.pop()))
         return found
 
+    def counts(self, index: int, leaf: Tensor) -> Tensor:
+        """Those elements of this rank's part of a leaf that count when ranks with parts add up."""
+        slot = self.slots[index]
+        return leaf if self.along is None or slot is None else self.part(slot).counted(leaf)
+
     def complete(self, slot: Slot, leaf: Any) -> Any:
         """The full leaf, from this rank's part; a collective where it is split."""
         if slot.split is None:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.buffers.uploads import on_device
 from zfunc.errors import PlacementError
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.meshes import Mesh
 
-__all__ = ["Cut", "Part", "Split", "Strided", "mark", "part_of"]
+__all__ = ["Cut", "Part", "Split", "Strided", "mark"]
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -240,14 +241,21 @@ class Part:
         """The ranks among which leaves are split."""
         return group(self.mesh, self.axis)
 
+    def counted(self, leaf: Tensor) -> Tensor:
+        """Those elements of this rank's part that count when ranks add up, each of them once."""
+        if self.split is None:
+            return leaf if self.group.rank == 0 else leaf.reshape(-1)[:0]
+        if not self.split.shared:
+            return leaf
+        owned = torch.tensor(self.split.owned(self.group.rank), dtype=torch.long)
+        return leaf.index_select(self.split.dim, on_device(owned, leaf.device))
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' numbers, in place; a collective."""
+        return self.group.all_reduce(x, label="sums of leaves").wait()
+
 
 def mark(leaf: Tensor, part: Part) -> Tensor:
     """Let a leaf say of what it is a part, to the functions that it is given to."""
     leaf.__dict__["_zfunc_part"] = part
     return leaf
-
-
-def part_of(leaf: Any) -> Part | None:
-    """What :func:`mark` said; ``None`` if it said nothing, as outside of split steps."""
-    found: Part | None = leaf.__dict__.get("_zfunc_part") if isinstance(leaf, Tensor) else None
-    return found

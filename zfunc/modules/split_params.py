@@ -15,10 +15,9 @@ from zfunc.engine.sources import LayerRef
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.layout import Layout
 from zfunc.layout.readable import Readable
-from zfunc.layout.splits import part_of
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import Box, Layers, Tree
+from zfunc.trees.nodes import Box, Layers, Tree, part_of
 
 __all__ = ["splitting_of"]
 

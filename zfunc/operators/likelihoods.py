@@ -28,11 +28,12 @@ from zfunc.kernels.losses import Reduction
 from zfunc.kernels.losses_torch import Terms
 from zfunc.kernels.operators import KernelError, fresh, wide
 from zfunc.kernels.pieces_torch import row_pieces
-from zfunc.layout.splits import Part, Split, part_of
+from zfunc.layout.splits import Part, Split
 from zfunc.operators.conjugates import copied
 from zfunc.operators.parts import found, refused, splits_now
 from zfunc.operators.vocabulary import local_indices
 from zfunc.ranks.comm import Group
+from zfunc.trees.nodes import part_of
 
 __all__ = ["cross_entropy"]
 

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.splits import Part, part_of
+from zfunc.layout.splits import Part
 from zfunc.trees.memory import current
+from zfunc.trees.nodes import part_of
 
 __all__ = ["found", "found_beside", "refused", "splits_now"]
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zfunc.errors import PlacementError
-from zfunc.layout.splits import Part, Split, mark, part_of
+from zfunc.layout.splits import Part, Split, mark
 from zfunc.operators.conjugates import copied, shared, summed
 from zfunc.operators.parts import found, found_beside, refused
+from zfunc.trees.nodes import part_of
 
 __all__ = ["between", "column", "row"]
 

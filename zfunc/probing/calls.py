@@ -23,7 +23,7 @@ from zfunc.trees.nodes import NAMESPACE
 
 __all__ = [
     "LARGE",
-    "Call",
+    "LayerInputs",
     "LayerKind",
     "Probed",
     "cloned",
@@ -37,7 +37,7 @@ TEXTS, LENGTH = 2, 5
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerInputs:
     """Arguments of a call; ``streams`` are the tensors that are computed from parameters."""
 
     args: tuple[Any, ...]
@@ -59,7 +59,7 @@ class LayerKind:
 
     names: list[str]
     module: nn.Module
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerInputs] = field(default_factory=list)
     result: Any = None
 
 
@@ -205,7 +205,7 @@ class _Copy:
 # --- the call ----------------------------------------------------------------------------------
 
 
-class _Recorder:
+class _ProbedCall:
     """Lets a filled copy run, and keeps what its layers are given."""
 
     def __init__(self, made: _Copy) -> None:
@@ -281,14 +281,14 @@ class _Recorder:
 
         return forward
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
         streams = {
             i
             for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        return Call(args, kwargs, frozenset(streams), self.attention)
+        return LayerInputs(args, kwargs, frozenset(streams), self.attention)
 
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], attention: str | None = None
@@ -324,7 +324,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
     """
     tried: list[str] = []
     for what, args, kwargs in _examples(functional, example):
-        recorder = _Recorder(_Copy(functional))
+        recorder = _ProbedCall(_Copy(functional))
         found = recorder.found
         try:
             recorder.run(args, kwargs, attention_of(found.module))
@@ -347,7 +347,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
 
 
 def _run_otherwise(
-    functional: Functional, recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    functional: Functional, recorder: _ProbedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Further calls: of padded texts, and with attention written out, which reads other numbers.
 
@@ -385,10 +385,10 @@ def use_attention(module: nn.Module, attention: str | None) -> None:
             config._attn_implementation = attention  # type: ignore[union-attr]
 
 
-def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
     leaves = tensors_in((args, kwargs))
     streams = frozenset(i for i, x in enumerate(leaves) if x.is_floating_point())
-    return Call(args, kwargs, streams)
+    return LayerInputs(args, kwargs, streams)
 
 
 def _examples(functional: Functional, example: Any) -> list[tuple[str, tuple[Any, ...], Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Cut, Split
-from zfunc.probing.calls import LARGE, Call, cloned, tensors_in
+from zfunc.probing.calls import LARGE, LayerInputs, cloned, tensors_in
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.numbers import Numbers, numbers_read_in
 from zfunc.probing.products import product_of
@@ -80,7 +80,7 @@ def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split],
 
 def _adds_up(
     part: nn.Module,
-    call: Call,
+    call: LayerInputs,
     splits: dict[str, Split],
     numbers: Numbers,
     whole: Tensor,
@@ -114,7 +114,7 @@ def _smaller(shapes: Sequence[Sequence[int]], ways: int) -> dict[int, int]:
     return found
 
 
-def _small(part: nn.Module, call: Call, sizes: dict[int, int]) -> tuple[nn.Module, Call]:
+def _small(part: nn.Module, call: LayerInputs, sizes: dict[int, int]) -> tuple[nn.Module, LayerInputs]:
     """The submodule and its call with such sizes."""
     generator = torch.Generator().manual_seed(4)
     experts = min(sizes.values())
@@ -141,16 +141,16 @@ def _small(part: nn.Module, call: Call, sizes: dict[int, int]) -> tuple[nn.Modul
         for key, p in part._parameters.items()
     }
     args, kwargs = cloned((call.args, call.kwargs), each)
-    return twin, Call(args, kwargs, call.streams)
+    return twin, LayerInputs(args, kwargs, call.streams)
 
 
-def _seen(stage: Stage, part: nn.Module) -> Call | None:
+def _seen(stage: Stage, part: nn.Module) -> LayerInputs | None:
     """What the submodule is given when its layer runs."""
-    seen: list[Call] = []
+    seen: list[LayerInputs] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        seen.append(Call(args, kwargs, frozenset()))
+        seen.append(LayerInputs(args, kwargs, frozenset()))
 
     handle = part.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -160,7 +160,7 @@ def _seen(stage: Stage, part: nn.Module) -> Call | None:
     return seen[0] if seen else None
 
 
-def _ran(part: nn.Module, call: Call) -> Tensor | None:
+def _ran(part: nn.Module, call: LayerInputs) -> Tensor | None:
     args, kwargs = cloned((call.args, call.kwargs), lambda _, x: x.clone())
     with Doubled():
         out = part(*args, **kwargs)
@@ -169,7 +169,7 @@ def _ran(part: nn.Module, call: Call) -> Tensor | None:
 
 
 def _part_of(
-    part: nn.Module, call: Call, splits: dict[str, Split], numbers: Numbers, rank: int
+    part: nn.Module, call: LayerInputs, splits: dict[str, Split], numbers: Numbers, rank: int
 ) -> Tensor | None:
     with ExitStack() as stack:
         stack.enter_context(local_parameters(part, splits, rank))
@@ -220,7 +220,7 @@ def _sets(
     part: nn.Module,
     tried: nn.Module,
     name: str,
-    call: Call,
+    call: LayerInputs,
     size: int,
     sizes: Mapping[int, int],
     ways: int,

@@ -137,7 +137,7 @@ def _watched(part: nn.Module, name: str, note: Note) -> Callable[[], None]:
 
 
 def _plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or isinstance(value, type) or callable(value)
+    return isinstance(value, (*PLAIN, type)) or callable(value)
 
 
 def _telling(kind: Any, tell: Callable[[Any, str, Any], None]) -> type:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from zfunc.probing.calls import Call, cloned, tensors_in, use_attention
+from zfunc.probing.calls import LayerInputs, cloned, tensors_in, use_attention
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 
@@ -56,7 +56,7 @@ class Stage:
         repeated: names of products that are called more than once; they stay whole.
     """
 
-    def __init__(self, layer: nn.Module, calls: Sequence[Call]) -> None:
+    def __init__(self, layer: nn.Module, calls: Sequence[LayerInputs]) -> None:
         layer.__dict__.pop("forward", None)
         self.layer, self.calls = layer, calls
         self.call = calls[0]
@@ -76,7 +76,7 @@ class Stage:
                 part.__dict__["forward"] = self._stand_in(name, product)
 
     @contextmanager
-    def called(self, call: Call) -> Iterator[None]:
+    def called(self, call: LayerInputs) -> Iterator[None]:
         """A block in which the layer is given other arguments."""
         before, self.call = self.call, call
         use_attention(self.layer, call.attention)

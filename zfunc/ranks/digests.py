@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zfunc.trees.zeros import is_unmade
 
-__all__ = ["as_bytes", "digest_of_all", "digests"]
+__all__ = ["as_bytes", "digest_of_all", "digests", "mixed_digest"]
 
 SMALL = 1 << 12  # elements of a leaf that is looked at together with others
 BLOCK = 1 << 22  # words that are weighed at a time
@@ -80,6 +80,24 @@ def digest_of_all(xs: Sequence[Tensor]) -> str:
             total.update(as_bytes(torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in row])))
     total.update("".join(digests(rest)).encode())
     return total.hexdigest()
+
+
+def mixed_digest(x: Tensor) -> Tensor:
+    """A digest of the bits of a tensor, 0-d int64, where the tensor lies; no host waits for it.
+
+    The words' sum is mixed once more, so that two that differ do so in all of their bits.
+    """
+    with torch.no_grad():
+        words = _words(x)
+        halves = words.view(torch.int32) if words.dtype == torch.int64 else words
+        return mixed(_sum(halves))
+
+
+def mixed(x: Tensor) -> Tensor:
+    """SplitMix64's permutation of 64 bits."""
+    for shift, factor in zip((30, 27), _MIX[1:], strict=True):
+        x = (x ^ ((x >> shift) & (_MASK >> shift))) * factor
+    return x ^ ((x >> 31) & (_MASK >> 31))
 
 
 def _digest(x: Tensor) -> str:

@@ -1,13 +1,10 @@
-"""Named axes over the ranks: ``pipe``, ``replica``, ``data``, ``tensor``.
-
-A :class:`Mesh` is a value, which may be made where no other rank is: names and sizes.
-"""
+"""Named axes over the ranks; a :class:`Mesh` is a value, made wherever it is needed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zfunc.ranks.world import current
 
@@ -23,6 +20,7 @@ class Mesh:
     """Names and sizes of the axes along which ranks are laid out, row-major.
 
     One size may be -1: it fills the world, that of the calling rank wherever a number is asked for.
+    What a step made of the sizes that its transforms ask for is not ``given`` by the user.
 
     >>> grid = Mesh((("data", 2), ("tensor", 3)))
     >>> grid.size("tensor"), grid.coordinates(4)
@@ -30,6 +28,7 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    given: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [size for _, size in self.axes]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -28,11 +27,9 @@ __all__ = [
     "RUNNING",
     "Donation",
     "Memory",
-    "Withheld",
     "blank",
     "current",
     "donates",
-    "keeping",
     "missed",
     "reuse",
     "spend",
@@ -221,20 +218,6 @@ def reuse(x: Tensor) -> Tensor:
     return x.clone()
 
 
-@contextmanager
-def keeping() -> Iterator[None]:
-    """Within the block the running step donates nothing."""
-    running = current()
-    donation = running.donation if running is not None else None
-    if running is not None:
-        running.donation = None
-    try:
-        yield
-    finally:
-        if running is not None:
-            running.donation = donation
-
-
 def donates() -> bool:
     """Whether the running step donates any memory."""
     running = current()
@@ -245,22 +228,3 @@ def spend(x: Tensor) -> bool:
     """Whether the running step donates the memory of ``x``; if so, it must not be read again."""
     running = current()
     return running is not None and running.donation is not None and running.donation.spend(x)
-
-
-@dataclass
-class Withheld(Donation):
-    """Donated memory that is given away once ``ask`` has said whether the step counts at all.
-
-    Whoever wants it first asks, and may have to wait for the answer; until then nobody does.
-    """
-
-    given: Donation = field(default_factory=Donation)
-    ask: Callable[[], bool] = bool
-
-    @classmethod
-    def until(cls, given: Donation, ask: Callable[[], bool]) -> Withheld:
-        """The memory of ``given``."""
-        return cls(given.owners, given.boxes, given=given, ask=ask)
-
-    def spend(self, x: Tensor) -> bool:
-        return self.ask() and self.given.spend(x)

@@ -43,6 +43,7 @@ __all__ = [
     "in_full",
     "leaves_in",
     "opened",
+    "part_of",
     "register",
     "spent",
 ]
@@ -53,6 +54,7 @@ PLACED = "zfunc.placed"  # placed nodes and boxes are leaves
 OPAQUE = "zfunc.opaque"  # and so are trees that are computed only if somebody looks
 MAPPED = "zfunc.mapped"  # the same, but boxes are no leaves
 HELD = "zfunc.held"  # boxes are leaves, and no others
+CARRIED = ("_zfunc_frozen", "_zfunc_part")  # marks of plain leaves that their successors have
 Tree = Any
 T = TypeVar("T", bound=type)
 
@@ -537,18 +539,22 @@ def _holds(spec: optree.PyTreeSpec) -> bool:
 
 
 def carry(new: Any, old: Any) -> Any:
-    """Let the successor of a plain leaf that is frozen be frozen."""
-    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+    """Let the successor of a plain leaf be frozen, or a part of a full one, if that is."""
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor) and old.__dict__):
         return new
     marks = old.__dict__
-    if not marks or "_zfunc_frozen" not in marks or "_zfunc_frozen" in new.__dict__:
-        return new
+    kept = {key: marks[key] for key in CARRIED if key in marks and key not in new.__dict__}
     # A spent leaf has no shape, but it has its marks.
-    if "_zfunc_donated" in marks or new.shape == old.shape:
-        if type(new) is Tensor:  # perhaps somebody else's, which is not to be frozen there
+    if kept and ("_zfunc_donated" in marks or new.shape == old.shape):
+        if type(new) is Tensor:  # perhaps somebody else's, which is not to be marked there
             new = new.view_as(new)
-        new.__dict__["_zfunc_frozen"] = True
+        new.__dict__.update(kept)
     return new
+
+
+def part_of(leaf: Any) -> Any:
+    """What a plain leaf says of what it is a part (a ``splits.Part``), if anything."""
+    return leaf.__dict__.get("_zfunc_part") if isinstance(leaf, Tensor) else None
 
 
 def spent(x: Any) -> bool:

@@ -42,6 +42,7 @@ from zfunc.trees.nodes import (
     in_full,
     leaves_in,
     opened,
+    part_of,
     register,
     spent,
 )
@@ -362,6 +363,8 @@ def full(tree: Tree) -> Tree:
     def copy(node: Any) -> Any:
         if isinstance(node, Placed):
             return node.full()
+        if (part := part_of(node)) is not None and part.split is not None:
+            return part.split.gathered(node, part.group, "full")
         return node.clone() if isinstance(node, Tensor) else node
 
     return optree.tree_map(
@@ -376,7 +379,10 @@ def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     out: list[Any] = list(nodes)
     for i in plain:
         x = nodes[i]
-        out[i] = optree.tree_map(f, x.tree, namespace=NAMESPACE) if isinstance(x, Box) else f(x)
+        if isinstance(x, Box):
+            out[i] = optree.tree_map(f, x.tree, namespace=NAMESPACE)
+        else:
+            out[i] = f(x) if (part := part_of(x)) is None else part.total(f(part.counted(x)))
     for kind, where in kinds.items():
         for i, total in zip(where, kind.sums_of([nodes[i] for i in where], f), strict=True):
             out[i] = total
@@ -417,7 +423,7 @@ def global_norm(tree: Tree) -> Tensor:
 def _norm(nodes: Sequence[Any]) -> Tensor:
     nodes = [x for node in nodes for x in _as_flats(node)]
     plain, kinds = _by_kind(nodes)
-    rows = {plain[0]: square_sums([nodes[i] for i in plain])} if plain else {}
+    rows = {plain[0]: _squares([nodes[i] for i in plain])} if plain else {}
     if plain and kinds:
         rows = dict(zip(plain, rows[plain[0]].split(1), strict=True))
     for kind, where in kinds.items():
@@ -426,6 +432,17 @@ def _norm(nodes: Sequence[Any]) -> Tensor:
     if not parts:
         return torch.zeros(())
     return (torch.cat(parts) if len(parts) > 1 else parts[0]).sum().sqrt()
+
+
+def _squares(leaves: Sequence[Any]) -> Tensor:
+    """The squares of the norms of plain leaves; of full ones, where these are parts of such."""
+    parts = [part_of(x) for x in leaves]
+    if (part := next((p for p in parts if p is not None), None)) is None:
+        return square_sums(leaves)
+    pairs = zip(leaves, parts, strict=True)
+    row = square_sums([x if p is None else p.counted(x) for x, p in pairs])
+    split = torch.tensor([p is not None for p in parts], device=row.device)
+    return torch.where(split, part.total(row.clone()), row)
 
 
 def _as_flats(node: Any) -> Sequence[Any]:

@@ -55,6 +55,11 @@ class Unreduced(Placed):
             return None
         return self._square[0]
 
+    @property
+    def counted(self) -> Tensor:
+        """The elements that count when ranks add up: of several that have the same ones, once."""
+        return self.value if self.home is None else self.home[0].counts(self.home[1], self.value)
+
     def like(self, value: Tensor) -> Unreduced:
         """Another value of the same leaf, as much or as little averaged."""
         return Unreduced(value, self.home, self.done)
@@ -75,7 +80,7 @@ class Unreduced(Placed):
         if f is square_sum:
             rows = zip(cls.square_sums_of(nodes), nodes, strict=True)
             return [row[0].to(wide_dtype(node.value)) for row, node in rows]
-        mine = [f(node.value) for node in nodes]
+        mine = [f(node.counted) for node in nodes]
         means = cls._means(nodes, torch.stack([x.double() for x in mine]))
         return [x.to(y.dtype) for x, y in zip(means.unbind(), mine, strict=True)]
 
@@ -85,17 +90,19 @@ class Unreduced(Placed):
         if all(x is not None for x in known):
             rows = zip(known, nodes, strict=True)
             return [x.view(1).to(wide_dtype(node.value)) for x, node in rows]
-        mine = square_sums([node.value for node in nodes])
+        mine = square_sums([node.counted for node in nodes])
         return list(cls._means(nodes, mine.double()).to(mine.dtype).split(1))
 
     @staticmethod
     def _means(nodes: Sequence[Any], mine: Tensor) -> Tensor:
-        home = next((node.home for node in nodes if node.home and not node.done), None)
-        if home is None:
+        homes = [node.home for node in nodes if node.home]
+        if not homes:
             return mine
-        ranks = home[0].ranks
-        ranks.all_reduce(mine, label="norms").wait()
-        return mine / ranks.size
+        layout, done = homes[0][0], all(node.done for node in nodes if node.home)
+        over = layout.parts if done else layout.holders
+        if over.size > 1:
+            over.all_reduce(mine, label="norms").wait()
+        return mine if done else mine / layout.ranks.size
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Any:
         return self.sums_of([self], f)[0]

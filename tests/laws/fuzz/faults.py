@@ -103,12 +103,12 @@ def buffers_and_metrics_of_one_rank() -> Fault:
 def swapped_leaves_of_equal_shape() -> Fault:
     """Two leaves change places as a checkpoint is read."""
 
-    def fill(reader: Any, stock: Any, name: str, start: int, out: Any) -> None:
+    def fill(reader: Any, stock: Any, name: str, elements: Any, out: Any) -> None:
         leaf, names = stock.tensors[name], sorted(stock.tensors)
         alike = [k for k in names if _kind(stock.tensors[k]) == _kind(leaf)]
         mine = [k for k in alike if k.split(".")[0] == name.split(".")[0]]
         other = mine[mine.index(name) ^ 1] if mine.index(name) ^ 1 < len(mine) else name
-        _fill(reader, stock, other, start, out)
+        _fill(reader, stock, other, elements, out)
 
     _fill, _kind = checkpoint._fill, checkpoint._kind
     with patch.object(checkpoint, "_fill", fill):
@@ -117,8 +117,8 @@ def swapped_leaves_of_equal_shape() -> Fault:
 
 @fault(lambda case: case.there is not None and case.moves == "save")
 def a_moment_that_is_not_restored() -> Fault:
-    def fill(reader: Any, stock: Any, name: str, start: int, out: Any) -> None:
-        _fill(reader, stock, name, start, out)
+    def fill(reader: Any, stock: Any, name: str, elements: Any, out: Any) -> None:
+        _fill(reader, stock, name, elements, out)
         if (
             "opt" in name.split(".")[0]
             and out.is_floating_point()

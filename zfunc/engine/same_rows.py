@@ -1,0 +1,214 @@
+"""Whether ranks that share the work on a part of a batch were given the same part.
+
+Ranks along ``tensor`` and ``pipe`` compute together on the same rows. With other rows the numbers
+would be nobody's, and nothing else would notice. So each call of a step begins a sum over all ranks
+of two numbers for each part of the batch: with digests ``d`` of what its ``n`` ranks were given,
+``d`` and ``d * d``, modulo 2**64. The ranks have the same where ``n * sum(d * d) == sum(d) ** 2``:
+the difference is the sum of the squares of all differences. Every rank learns it of every part.
+
+The first call after a state was placed, and each with tensors of other shapes, waits for the
+answer. The others go on, and raise when their metrics are there; on a GPU, for which no host waits,
+in a later call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from zfunc.buffers.readings import Reading
+from zfunc.engine.batches import described, has_rows, is_plain, leaves_of
+from zfunc.errors import DesyncError, PlacementError
+from zfunc.ranks.axes import group
+from zfunc.ranks.comm import Handle
+from zfunc.ranks.digests import as_bytes, mixed_digest
+from zfunc.ranks.meshes import BATCH, Mesh, laid_out
+from zfunc.ranks.world import current, on_renewal
+from zfunc.trees.tree import dotted
+
+__all__ = ["look_anew", "with_same_rows"]
+
+LABEL = "rows of step.local_batch"
+_ODD = 0x9E3779B97F4A7C15  # of SplitMix64: digests that change places change their sum
+_MASK = (1 << 64) - 1
+Call = Callable[[Any, Any, Any], Any]
+
+
+def with_same_rows(
+    on: Mesh | None, averaged: Sequence[str], call: Call, state: Any, args: Any, kwargs: Any
+) -> Any:
+    """``call(state, args, kwargs)``, with the same arguments on all ranks that share work.
+
+    Nothing is looked at where no rank shares its rows with another. A collective otherwise, but for
+    calls within such a call.
+
+    Args:
+        averaged: axes of the mesh along which ranks may have other rows, beside ``data`` and
+            ``replica``.
+
+    Raises:
+        PlacementError: the arguments differ; on all ranks.
+    """
+    if on is None or not [1 for x, n in on.axes if n != 1 and x not in BATCH and x not in averaged]:
+        return call(state, args, kwargs)
+    watch = _watch(on, (*BATCH, *averaged))
+    if watch.busy or watch.ways == 1:
+        return call(state, args, kwargs)
+    with watch.over(args, kwargs):
+        return call(state, args, kwargs)
+
+
+def _watch(on: Mesh, averaged: tuple[str, ...]) -> _Watch:
+    watches = current().memo.setdefault("same rows", {}).setdefault(on, {})
+    if averaged not in watches:
+        mesh = laid_out(on)
+        watches[averaged] = _Watch(mesh, tuple(x for x in mesh.names if x in averaged))
+    found: _Watch = watches[averaged]
+    return found
+
+
+def look_anew(on: Mesh | None) -> None:
+    """A state has been placed: nothing is known of what its steps will be given."""
+    current().memo.get("same rows", {}).pop(on, None)
+
+
+@on_renewal.append
+def _forget() -> None:
+    """What was under way will not come."""
+    current().memo.pop("same rows", None)
+
+
+@dataclass
+class _Watch:
+    """What one rank knows of the arguments of its steps on one mesh.
+
+    Attributes:
+        mesh: with all its sizes.
+        averaged: its axes along which ranks may have other rows.
+        known: what arguments are made of, of those that were waited for.
+        bad: whether ranks had other rows in some call that was not looked at, 0-d on a device.
+        asked: the same as it was known to the device some calls ago, on its way to the host.
+        busy: whether a call is running.
+    """
+
+    mesh: Mesh
+    averaged: tuple[str, ...]
+    known: set[str] = field(default_factory=set)
+    bad: Tensor | None = None
+    asked: Reading | None = None
+    busy: bool = False
+
+    @property
+    def ways(self) -> int:
+        """How many ranks have the same rows."""
+        return self.mesh.world_size // self.parts
+
+    @property
+    def parts(self) -> int:
+        """How many parts a batch has."""
+        return self.mesh.size(self.averaged) if self.averaged else 1
+
+    @contextmanager
+    def over(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Around one call with these arguments."""
+        self._raise_if_known()
+        kinds, digest = _digest((args, kwargs))
+        sums = group(self.mesh, self.mesh.names).all_reduce(self._row(digest), label=LABEL)
+        if kinds not in self.known:
+            if bool(self._differ(sums)):
+                raise self._error()
+            self.known.add(kinds)
+        self.busy = True
+        try:
+            yield
+        except DesyncError as error:  # of ranks that compute on other rows, or have raised for that
+            with suppress(DesyncError):
+                if bool(self._differ(sums)):
+                    raise self._error() from error
+            raise
+        finally:
+            self.busy = False
+        self._note(self._differ(sums))
+
+    def _row(self, digest: Tensor) -> Tensor:
+        """``[2 * parts]`` int64: two numbers of this rank's part, and zeros."""
+        at, row = self._part(), torch.zeros(2 * self.parts, dtype=torch.int64, device=digest.device)
+        row[2 * at] = digest
+        row[2 * at + 1] = digest * digest
+        return row
+
+    def _part(self) -> int:
+        """Which part of a batch this rank has."""
+        at, sizes = 0, self.mesh.sizes
+        for name, place in self.mesh.coordinates(current().rank).items():
+            at = at * sizes[name] + place if name in self.averaged else at
+        return at
+
+    def _differ(self, sums: Handle[Tensor]) -> Tensor:
+        """Whether ranks of some part have other rows, 0-d."""
+        total, squares = sums.wait().view(-1, 2).unbind(1)
+        return (total * total != self.ways * squares).any()
+
+    def _note(self, differ: Tensor) -> None:
+        """Remember it until the host can know, which is at once where there is no device."""
+        if differ.is_cuda:
+            self.bad = differ if self.bad is None else self.bad | differ
+            self.asked = Reading(self.bad) if self.asked is None else self.asked
+        elif bool(differ):
+            raise self._error()
+
+    def _raise_if_known(self) -> None:
+        if self.asked is not None and self.asked.arrived:
+            found, self.asked = self.asked.wait(), None
+            if found:
+                self.bad = None
+                raise self._error()
+
+    def _error(self) -> PlacementError:
+        names = [x for x, size in self.mesh.axes if size > 1 and x not in self.averaged]
+        return PlacementError(
+            f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the "
+            "same rows of a batch, but some were given other arguments for the step. Give them all "
+            "step.local_batch(global_batch), which cuts over data and replica alone, and draw "
+            "what is random by a key that they share."
+        )
+
+
+def _digest(given: Any) -> tuple[str, Tensor]:
+    """What the leaves of a tree are made of, and one digest of their values, 0-d int64."""
+    kinds: list[str] = []
+    found: list[Tensor] = []
+    whole = xxhash.xxh3_64()
+    for path, x in leaves_of(given):
+        if isinstance(x, Tensor):
+            kinds.append(f"{dotted(*path)} {x.dtype} {list(x.shape)}")
+            if x.device.type == "cpu":
+                whole.update(as_bytes(x.detach().contiguous()))
+            elif not x.is_meta:
+                found.append(mixed_digest(x))
+        elif has_rows(x):
+            kinds.append(f"{dotted(*path)} {x.dtype} {list(x.shape)}")
+            whole.update(x.tobytes())
+        else:
+            kinds.append(f"{dotted(*path)} {described(x)}")
+            whole.update(repr(x).encode() if is_plain(x) else b"")
+    text = "; ".join(kinds)
+    whole.update(text.encode())
+    number = whole.intdigest()
+    if not found:
+        return text, torch.tensor(_signed(number), device="cpu")
+    total = found[0]
+    for digest in found[1:]:
+        total = total * _signed(_ODD) + digest
+    return text, total + _signed(number)
+
+
+def _signed(number: int) -> int:
+    """A number modulo 2**64 as an int64."""
+    return number - (1 << 64) if number & _MASK > _MASK >> 1 else number
