@@ -387,7 +387,7 @@ def test_examples_are_tensors_or_shapes(example: Any) -> None:
 
 
 def test_a_module_that_takes_no_ids_says_so() -> None:
-    with pytest.raises(PlacementError, match="cannot be called.*integer ids.*example="):
+    with pytest.raises(PlacementError, match=r"cannot be called.*integer ids.*example="):
         plan_of(zf.functionalize(Pictures()), 2)
 
 

@@ -65,10 +65,9 @@ def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split],
         raise Refused("it gives more than one tensor, or cannot be tried in small")
     for cuts, size in _ways_to_split(shapes, ways):
         small = {
-            key: _split(
-                replace(cut, by=cut.by and sizes[cut.by]), tuple(tried._parameters[key].shape), ways
-            )  # type: ignore[union-attr]
+            key: _split(replace(cut, by=cut.by and sizes[cut.by]), p.shape, ways)
             for key, cut in cuts.items()
+            if (p := tried._parameters[key]) is not None
         }
         for numbers in _sets(part, tried, name, call, size, sizes, ways):
             if _adds_up(tried, call, small, numbers, whole, ways):
@@ -114,7 +113,9 @@ def _smaller(shapes: Sequence[Sequence[int]], ways: int) -> dict[int, int]:
     return found
 
 
-def _small(part: nn.Module, call: LayerInputs, sizes: dict[int, int]) -> tuple[nn.Module, LayerInputs]:
+def _small(
+    part: nn.Module, call: LayerInputs, sizes: dict[int, int]
+) -> tuple[nn.Module, LayerInputs]:
     """The submodule and its call with such sizes."""
     generator = torch.Generator().manual_seed(4)
     experts = min(sizes.values())

@@ -83,7 +83,9 @@ def _one_by_one(reaches: Reaches) -> PieceLabels:
         seed[name][int((labels[name] < 0).int().argmax())] = True
         for other, mask in reaches.closed(seed).items():
             labels[other][mask] = count
-    return PieceLabels(ODD + 1, {name: x.where(x >= 0, torch.tensor(ODD)) for name, x in labels.items()})
+    return PieceLabels(
+        ODD + 1, {name: x.where(x >= 0, torch.tensor(ODD)) for name, x in labels.items()}
+    )
 
 
 def _finer(reaches: Reaches, seed: Masks, ways: int) -> PieceLabels | None:
