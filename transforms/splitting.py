@@ -53,7 +53,7 @@ from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digests
 from zfunc.ranks.meshes import Mesh, laid_out
-from zfunc.ranks.world import MESH
+from zfunc.ranks.world import MESH, world_size
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, OPAQUE, Lazy, Tree, leaves_in, part_of
 from zfunc.trees.tree import dotted
@@ -92,9 +92,25 @@ class Splitting(Meshed):
         return {} if self.tensor is None else {self.axis: self.tensor}
 
     @property
+    def on(self) -> Mesh:
+        """How the ranks are laid out.
+
+        Raises:
+            CompositionError: there are several, and nobody said.
+        """
+        if self.mesh is not None:
+            return laid_out(self.mesh)
+        if world_size() > 1:
+            raise CompositionError(
+                f"split over how many of the {world_size()} ranks? Give tensor=2, say, or "
+                "mesh=zf.mesh(data=..., tensor=...)."
+            )
+        return Mesh((("data", 1), (self.axis, 1)))
+
+    @property
     def group(self) -> Group:
         """The ranks over which leaves are split."""
-        return group(self.mesh, self.axis)
+        return group(self.on, self.axis)
 
     def beside(self, others: Sequence[Transform]) -> Splitting:
         shard = next((x for x in others if x.name == "shard"), None)
@@ -112,8 +128,7 @@ class Splitting(Meshed):
             return self._placed_params(state)
         entries = Entries(state)
         names = self.roles.found("params", entries, self.name)
-        everyone = group(self.mesh, laid_out(self.mesh).names)
-        check_same(everyone, {name: entries[name] for name in entries.names})
+        check_same(group(self.on, self.on.names), {name: entries[name] for name in entries.names})
         layouts, plan = [make_layout(entries[name]) for name in names], self.plan()
         splits = splits_of(layouts, self.rules, plan, self.group.size)
         twins = Twins([self._told(layout, splits[layout], plan) for layout in layouts])
@@ -142,7 +157,7 @@ class Splitting(Meshed):
             params, none_is_leaf=True, namespace=NAMESPACE
         )
         if not any(part_of(x) for x in leaves):  # else they were read as parts
-            check_same(group(self.mesh, laid_out(self.mesh).names), {"params": params})
+            check_same(group(self.on, self.on.names), {"params": params})
             cutter = self.cutter(params)
             leaves = [
                 x if x is None else cutter.local(dotted(*key), x, copy=True)
@@ -162,13 +177,14 @@ class Splitting(Meshed):
         known = {slot.path: slot.code.grain for slot in layout.present if slot.code is not None}
         plan = self.plan({**known, **(grains or {})})
         splits = splits_of([layout], self.rules, plan, self.group.size)[layout]
-        return Cutter(splits, Part(None, laid_out(self.mesh), self.axis, plan))
+        return Cutter(splits, Part(None, self.on, self.axis, plan))
 
     def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
         slots = [slot and replace(slot, split=splits.get(slot.path)) for slot in layout.slots]
-        mesh = laid_out(self.mesh)
-        return replace(layout, slots=tuple(slots), mesh=mesh, along=self.axis, plan=plan, _memo={})
+        return replace(
+            layout, slots=tuple(slots), mesh=self.on, along=self.axis, plan=plan, _memo={}
+        )
 
     def _placed(self, layout: Layout, node: Tree) -> Tree:
         """This rank's parts of a full tree, each of which says what it is a part of."""
@@ -201,8 +217,8 @@ class Splitting(Meshed):
                 f"state entry {name!r} is not split along {self.axis!r}, and {self!r} splits it. "
                 "Give the step a state that it placed itself: state = step.place(full_state)."
             )
-        ways, size = {s.split.ways for s in layout.present if s.split}, self.group.size
-        if ways and ways != {size}:
+        ways, size = {s.split.ways for s in layout.present if s.split} or {1}, self.group.size
+        if ways != {size}:
             raise PlacementError(
                 f"state entry {name!r} was split over {ways.pop()} ranks, and axis {self.axis!r} "
                 f"has {size} here. `unplace` it there and `place` the result here."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.covering import Covering
 from tests.laws.plans_by_hand import gpt2, llama
-from zfunc.errors import PlacementError
 from zfunc.quant.qtensor import QTensor
 from zfunc.trees import tree
 

@@ -86,6 +86,6 @@ def check_borders(path: str, split: Split, grain: int) -> None:
         f"{path} has a scale for each {grain} of its {split.size} inputs, and {split.ways} ranks "
         f"split them at {odd[0]}: two ranks would have parts of one group. Take group_size="
         f"{finer} (a scale for each row), fewer ranks along the axis, "
-        f"or another include=. Where rules say how leaves are split: zf.Cut(..., grain={grain}) for "
-        "this leaf and for its columns."
+        f"or another include=. Where rules say how leaves are split: zf.Cut(..., grain={grain}) "
+        "for this leaf and for its columns."
     )

@@ -19,6 +19,7 @@ class Role(StrEnum):
     HEAD = "head"  # as a column, and the outputs are put together
     EMBED = "embed"  # this rank's rows of a table: what is looked up is summed
     BETWEEN = "between"  # whole leaves between a column and a row: their gradients are summed
+    FEED = "feed"  # whole leaves whose outputs parts read as they are: gradients of both are summed
     NETWORK = "network"  # column and row in one forward, as of experts in one leaf: it is summed
 
 

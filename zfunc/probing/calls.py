@@ -21,14 +21,23 @@ from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in", "use_attention"]
+__all__ = [
+    "LARGE",
+    "LayerInputs",
+    "LayerKind",
+    "Probed",
+    "cloned",
+    "probed",
+    "tensors_in",
+    "use_attention",
+]
 
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
 TEXTS, LENGTH = 2, 5
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerInputs:
     """Arguments of a call; ``streams`` are the tensors that are computed from parameters."""
 
     args: tuple[Any, ...]
@@ -50,7 +59,7 @@ class LayerKind:
 
     names: list[str]
     module: nn.Module
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerInputs] = field(default_factory=list)
     result: Any = None
 
 
@@ -152,7 +161,7 @@ class _Copy:
         for part in self.module.modules():
             config = getattr(part, "config", None)
             if getattr(config, "_experts_implementation", None) is not None:
-                config._experts_implementation = "eager"
+                config._experts_implementation = "eager"  # type: ignore[union-attr]
 
     def _kinds(self, units: Iterable[tuple[str, Any]]) -> list[LayerKind]:
         found: dict[Any, LayerKind] = {}
@@ -196,7 +205,7 @@ class _Copy:
 # --- the call ----------------------------------------------------------------------------------
 
 
-class _Recorder:
+class _ProbedCall:
     """Lets a filled copy run, and keeps what its layers are given."""
 
     def __init__(self, made: _Copy) -> None:
@@ -207,6 +216,11 @@ class _Recorder:
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
             part.__dict__["forward"] = self._multiply(name, part, product)
+        for _, part in made._parts({n for kind in made.kinds for n in kind.names[1:]}):
+            held = [p for p in part._parameters.values() if p is not None]
+            bare = product_of(part) is not None or isinstance(part, nn.Embedding)
+            if not bare and any(p.numel() > LARGE for p in held):
+                part.__dict__["forward"] = _handed_on
         for name, part in made._parts({n for kind in made.kinds for n in kind.names}):
             if isinstance(part, nn.Embedding):
                 part.__dict__["forward"] = self._look_up(name, part)
@@ -267,14 +281,14 @@ class _Recorder:
 
         return forward
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
         streams = {
             i
             for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        return Call(args, kwargs, frozenset(streams), self.attention)
+        return LayerInputs(args, kwargs, frozenset(streams), self.attention)
 
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], attention: str | None = None
@@ -292,6 +306,11 @@ class _Recorder:
             self.found.module(*args, **kwargs)
 
 
+def _handed_on(*args: Any, **kwargs: Any) -> Tensor:
+    """In the place of what is too large to be run (experts): something of the same shape."""
+    return next(x for x in tensors_in((args, kwargs)) if x.is_floating_point()) + 0
+
+
 def probed(functional: Functional, example: Any = None) -> Probed:
     """A copy of the module, called once.
 
@@ -305,10 +324,10 @@ def probed(functional: Functional, example: Any = None) -> Probed:
     """
     tried: list[str] = []
     for what, args, kwargs in _examples(functional, example):
-        recorder = _Recorder(_Copy(functional))
+        recorder = _ProbedCall(_Copy(functional))
         found = recorder.found
         try:
-            recorder.run(args, kwargs)
+            recorder.run(args, kwargs, attention_of(found.module))
             _run_otherwise(functional, recorder, args, kwargs)
         except Exception as error:  # the module's own code, which may raise whatever it likes
             tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
@@ -328,7 +347,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
 
 
 def _run_otherwise(
-    functional: Functional, recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    functional: Functional, recorder: _ProbedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Further calls: of padded texts, and with attention written out, which reads other numbers.
 
@@ -366,10 +385,10 @@ def use_attention(module: nn.Module, attention: str | None) -> None:
             config._attn_implementation = attention  # type: ignore[union-attr]
 
 
-def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
     leaves = tensors_in((args, kwargs))
     streams = frozenset(i for i, x in enumerate(leaves) if x.is_floating_point())
-    return Call(args, kwargs, streams)
+    return LayerInputs(args, kwargs, streams)
 
 
 def _examples(functional: Functional, example: Any) -> list[tuple[str, tuple[Any, ...], Any]]:

@@ -17,14 +17,14 @@ from torch import Tensor
 from zfunc.probing.reaches import Masks, Reaches
 from zfunc.ranks.comm import even_cuts
 
-__all__ = ["Pieces", "assignments"]
+__all__ = ["PieceLabels", "assignments"]
 
 ODD = 256  # at most so many pieces are looked for one by one
 BLOCKS = 16  # the most blocks that a fused weight is thought to have
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PieceLabels:
     """Of each input of each row, by the row's name, the piece that it belongs to."""
 
     count: int
@@ -55,7 +55,7 @@ def assignments(
     return pieces.count, _proposals(finer, ways, pieces.count, grains)
 
 
-def _tiled(piece: Masks) -> Pieces | None:
+def _tiled(piece: Masks) -> PieceLabels | None:
     """A piece and its shifts, if these make up everything: each run moves by its length."""
     labels, counts = {}, set()
     for name, mask in piece.items():
@@ -71,7 +71,7 @@ def _tiled(piece: Masks) -> Pieces | None:
             labels[name][start : start + length] = torch.arange(length) // (stop - start)
     if len(counts) != 1 or any(bool((x < 0).any()) for x in labels.values()):
         return None
-    return Pieces(counts.pop(), labels)
+    return PieceLabels(counts.pop(), labels)
 
 
 def _runs(mask: Tensor) -> list[tuple[int, int]]:
@@ -81,21 +81,23 @@ def _runs(mask: Tensor) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _one_by_one(reaches: Reaches) -> Pieces:
+def _one_by_one(reaches: Reaches) -> PieceLabels:
     """Every piece, asked for; one piece for the rest where there are too many."""
     labels = {name: torch.full((width,), -1) for name, width in reaches.widths.items()}
     for count in range(ODD):
         name = next((name for name, x in labels.items() if bool((x < 0).any())), None)
         if name is None:
-            return Pieces(count, labels)
+            return PieceLabels(count, labels)
         seed = reaches.none()
         seed[name][int((labels[name] < 0).int().argmax())] = True
         for other, mask in reaches.closed(seed).items():
             labels[other][mask] = count
-    return Pieces(ODD + 1, {name: x.where(x >= 0, torch.tensor(ODD)) for name, x in labels.items()})
+    return PieceLabels(
+        ODD + 1, {name: x.where(x >= 0, torch.tensor(ODD)) for name, x in labels.items()}
+    )
 
 
-def _finer(reaches: Reaches, seed: Masks, ways: int) -> Pieces | None:
+def _finer(reaches: Reaches, seed: Masks, ways: int) -> PieceLabels | None:
     """Pieces that share outputs of columns (keys and values): those that share the fewest."""
     best, least, seen = None, 0, set()
     for name, mask in reaches.backward(seed).columns.items():
@@ -119,7 +121,7 @@ def _held(reaches: Reaches, ranks: list[Masks]) -> int:
 
 
 def _proposals(
-    pieces: Pieces, ways: int, groups: int, grains: Mapping[str, int]
+    pieces: PieceLabels, ways: int, groups: int, grains: Mapping[str, int]
 ) -> Iterator[list[Masks]]:
     """``groups``: that share outputs of columns, with as many pieces each."""
     n, grain = pieces.count, _together(pieces, grains)
@@ -135,7 +137,7 @@ def _proposals(
             yield pieces.dealt(_spread(n // blocks, ways, grain).repeat(blocks), ways)
 
 
-def _together(pieces: Pieces, grains: Mapping[str, int]) -> int:
+def _together(pieces: PieceLabels, grains: Mapping[str, int]) -> int:
     """How many pieces end where what shares a scale ends, in each row."""
     found = 1
     for name, label in pieces.labels.items():

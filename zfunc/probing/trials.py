@@ -64,14 +64,27 @@ def parts_of(
     """
     reaches = Reaches(stage, pairing)
     pieces, proposals = assignments(reaches, ways, grains or {})
-    why = f"{_named(pairing.rows)} read {pieces} independent piece{'s' * (pieces != 1)}"
-    refused = Refused(f"{why}, and there are {ways} ranks")
+    few = _too_few(reaches, pieces, ways) if pieces < ways else None
+    refused: Refused | None = None
     for ranks in proposals:
         try:
             return _tried(stage, reaches, ranks, pieces)
         except Refused as error:
-            refused = error
-    raise refused
+            refused = refused or error
+    raise few or refused or Refused("nothing was tried")
+
+
+def _too_few(reaches: Reaches, pieces: int, ways: int) -> Refused:
+    """The reason, with the submodules that may be what makes one of several pieces."""
+    rows = reaches.none()
+    rows[reaches.pairing.rows[0]][0] = True
+    between = [name.rpartition(".")[0] for name in reaches.backward(rows).parameters]
+    found = list(dict.fromkeys(name for name in between if name))
+    also = f"; between lies {_named(found)}" if found else ""
+    return Refused(
+        f"{_named(reaches.pairing.rows)} reads {pieces} independent piece{'s' * (pieces != 1)}, "
+        f"and there are {ways} ranks{also}"
+    )
 
 
 def _named(names: Sequence[str]) -> str:
