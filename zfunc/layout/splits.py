@@ -229,9 +229,10 @@ class Cut:
         together = math.lcm(step, self.grain) // step
         count = -(-blocks // together)
         if count < ways:
+            finer = " a smaller grain (of quantize a smaller group_size)," if self.grain > 1 else ""
             raise PlacementError(
                 f"{path} falls into {count} blocks by {self}, and {ways} ranks are to have some. "
-                f"Take at most {count} ranks along the axis, or leave it whole: rules="
+                f"Take at most {count} ranks along the axis,{finer} or leave it whole: rules="
                 f"{{{path!r}: None}}."
             )
         ends = [min(blocks, end * together) for end in even_cuts(count, ways)]
