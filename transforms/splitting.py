@@ -15,10 +15,12 @@ Parallelism, 2019, section 3.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from threading import Lock
 from typing import Any, ClassVar, ParamSpec, Protocol, cast
 
 import optree
@@ -53,6 +55,7 @@ from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
 __all__ = ["Splitting", "split"]
 
 Rules = tuple[tuple[str, Cut | None], ...]
+_PLANNING = Lock()
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Splitting(Meshed):
     roles: Roles = ROLES
     sharded: bool = False  # shard keeps the state's parts
     of_tree: bool = False  # the state is a params tree itself
+    plans: dict[int, SplitPlan] = field(default_factory=dict, compare=False, repr=False)
 
     position: ClassVar[int] = Order.SPLIT
     by_unit: ClassVar[bool] = True
@@ -130,7 +134,18 @@ class Splitting(Meshed):
         """How the model is split over the ranks of the axis; None where there are rules alone."""
         if self.model is None:
             return None
-        return plan_of(self.model, self.group.size, example=self.example, vocab=self.vocab)
+        ways = self.group.size
+        with _PLANNING:  # ranks that are threads
+            if ways not in self.plans:
+                made = plan_of(self.model, ways, example=self.example, vocab=self.vocab)
+                self.plans[ways] = made
+        plan = self.plans[ways]
+        told = hashlib.sha256(repr((plan.splits, plan.roles, plan.attributes)).encode())
+        if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
+            raise PlacementError(
+                "ranks have found different plans for the model: give all of them the same module."
+            )
+        return plan
 
     def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
