@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +41,14 @@ class _LayerPlan:
             self.attributes.setdefault(number.module, {})[number.attribute] = values
 
 
-def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = True) -> SplitPlan:
+def plan_of(
+    model: Functional,
+    ways: int,
+    *,
+    example: Any = None,
+    vocab: bool = True,
+    grains: Mapping[str, int] | None = None,
+) -> SplitPlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
     Products of a layer are replaced by stand-ins that give random numbers. One whose input comes
@@ -57,6 +66,8 @@ def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = 
             of named ones, or the one argument. By default integer ids, or the module's
             ``dummy_inputs``.
         vocab: also split the table of the vocabulary and the head over it.
+        grains: by a weight's name in the parameters, how many of its inputs share a scale. Rows are
+            then split at multiples of it where their pieces allow that.
 
     Raises:
         PlacementError: the module cannot be called with the example, or takes no integer ids.
@@ -82,8 +93,8 @@ def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = 
         if vocab:
             splits, roles, whole = tables_of(found, anatomy, ways)
         for kind in found.kinds:
-            made = _of_kind(kind, anatomy, ways)
             names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
+            made = _of_kind(kind, anatomy, ways, _grains_in(kind, names, grains or {}))
             for layer in kind.names:
                 at = f"{layer}." if layer else ""
                 for path, split in made.splits.items():
@@ -100,7 +111,20 @@ def _joined(layer: str, name: str) -> str:
     return f"{layer}.{name}" if layer and name else layer or name
 
 
-def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int) -> _LayerPlan:
+def _grains_in(
+    kind: LayerKind, names: Mapping[tuple[str, str], str], grains: Mapping[str, int]
+) -> dict[str, int]:
+    """By a submodule's name within the layer, what fits the weights of all layers of a kind."""
+    found: dict[str, int] = {}
+    for (home, attribute), name in names.items() if grains else ():
+        for layer in kind.names if attribute == "weight" and name in grains else ():
+            if not layer or home == layer or home.startswith(f"{layer}."):
+                inner = home.removeprefix(layer).removeprefix(".")
+                found[inner] = math.lcm(found.get(inner, 1), grains[name])
+    return found
+
+
+def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int, grains: Mapping[str, int]) -> _LayerPlan:
     made = _LayerPlan()
     if not kind.calls:
         made.whole[""] = "it was not called"
@@ -114,7 +138,7 @@ def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int) -> _LayerPlan:
             made.whole.update({n: why for n in pairing.members if n not in made.roles})
             continue
         try:
-            _add(made, stage, parts_of(stage, pairing, ways))
+            _add(made, stage, parts_of(stage, pairing, ways, grains))
         except Refused as error:
             for name in pairing.members:
                 made.whole.setdefault(name, str(error))
