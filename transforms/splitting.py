@@ -16,11 +16,13 @@ Parallelism, 2019, section 3.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from threading import Lock
 from typing import Any, ClassVar, ParamSpec, Protocol, cast
 
 import optree
@@ -61,6 +63,7 @@ from zfunc.trees.tree import dotted
 __all__ = ["Splitting", "split"]
 
 Rules = tuple[tuple[str, Cut | None], ...]
+_PLANNING = Lock()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Splitting(Meshed):
     roles: Roles = ROLES
     sharded: bool = False  # shard keeps the state's parts
     of_params: bool = False  # the state is a params tree itself
+    plans: dict[Any, SplitPlan] = field(default_factory=dict, compare=False, repr=False)
 
     position: ClassVar[int] = Order.SPLIT
     by_unit: ClassVar[bool] = True
@@ -145,7 +149,17 @@ class Splitting(Meshed):
         if self.model is None:
             return None
         how: Any = {"example": self.example, "vocab": self.vocab, "grains": grains}
-        return plan_of(self.model, self.group.size, **how)
+        ways, grained = self.group.size, frozenset((grains or {}).items())
+        with _PLANNING:  # ranks that are threads
+            if (ways, grained) not in self.plans:
+                self.plans[ways, grained] = plan_of(self.model, ways, **how)
+        plan = self.plans[ways, grained]
+        told = hashlib.sha256(repr((plan.splits, plan.roles, plan.attributes)).encode())
+        if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
+            raise PlacementError(
+                "ranks have found different plans for the model: give all of them the same module."
+            )
+        return plan
 
     # Parameters alone, for inference
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zfunc.errors import CompositionError
 from zfunc.layout.splits import Split
+from zfunc.modules.split_inputs import taking
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.units import Anatomy
@@ -64,6 +65,9 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
         }
         forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = _called_alike(part.forward, forward)
+    for name, inputs in plan.inputs.items():
+        part = module.get_submodule(name)
+        part.__dict__["forward"] = taking(part, inputs, rank, lambda x: copied(x, wiring.group))
 
 
 def _called_alike(was: Forward, forward: Forward) -> Forward:

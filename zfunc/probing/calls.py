@@ -7,6 +7,8 @@ are alike only the first one runs. What it costs does not depend on how deep or 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +46,20 @@ class LayerInputs:
     kwargs: dict[str, Any]
     streams: frozenset[int]  # positions among the tensors of the arguments
     attention: str | None = None  # which code for attention, where a model has several
+    origins: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Positions of tensors that another layer gave: its kind, and which of its results it was."""
+
+    def names(self, layer: nn.Module) -> dict[int, str]:
+        """By position the names of arguments that are tensors themselves."""
+        paths = optree.tree_paths((self.args, self.kwargs), none_is_leaf=True, namespace=NAMESPACE)
+        leaves = _leaves((self.args, self.kwargs))
+        rows = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)]
+        parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
+        found = {}
+        for i, path in enumerate(rows):
+            if len(path) == 2:
+                found[i] = path[1] if path[0] else parameters[min(path[1], len(parameters) - 1)]
+        return found
 
 
 @dataclass
@@ -213,6 +229,7 @@ class _ProbedCall:
         self.generator = torch.Generator().manual_seed(1)
         self.quiet, self.before = False, 0
         self.attention: str | None = None
+        self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
             part.__dict__["forward"] = self._multiply(name, part, product)
@@ -275,11 +292,16 @@ class _ProbedCall:
                 kind.result = inner(*args, **kwargs)
             if kind.result is None:  # a later one before the first
                 raise PlacementError("layers that are alike are not called in their order")
-            return cloned(
-                kind.result, lambda _, x: x.detach().clone().requires_grad_(x.requires_grad)
-            )
+            return cloned(kind.result, functools.partial(self._handed, kind))
 
         return forward
+
+    def _handed(self, kind: LayerKind, position: int, x: Tensor) -> Tensor:
+        """What a layer gave, for the one that comes next."""
+        x = x.detach().clone().requires_grad_(x.requires_grad)
+        at = next(i for i, each in enumerate(self.found.kinds) if each is kind)
+        self.given.append((x, (at, position)))
+        return x
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
         streams = {
@@ -287,8 +309,14 @@ class _ProbedCall:
             for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
+        origins = {
+            i: origin
+            for i, x in enumerate(tensors_in((args, kwargs)))
+            for given, origin in self.given
+            if given is x
+        }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        return LayerInputs(args, kwargs, frozenset(streams), self.attention)
+        return LayerInputs(args, kwargs, frozenset(streams), self.attention, origins)
 
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], attention: str | None = None
