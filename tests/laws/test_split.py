@@ -352,6 +352,34 @@ def test_the_model_of_another_step_is_refused() -> None:
         )()
 
 
+def test_rules_beside_a_model_leave_parts_whole() -> None:
+    module = llama()
+    model, start = zf.functionalize(module), zf.functionalize(module).params
+    rules = {"*.mlp.up_proj.weight": None, "lm_head*": None}
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        logits = model.apply(params, batch["ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    step, words = zf.train_step(loss, TX), module.config.vocab_size
+    want = run(step, lambda f: zf.shard(f, stage=0), lambda: start, words=words)
+
+    def body() -> Any:
+        wrap = on_mesh(2, 1, 0, model=model, rules=rules)
+        split = wrap(step).place(zf.TrainState.create(start, TX)).params.layout
+        cut = {slot.path.rpartition("layers.0.")[2] for slot in split.present if slot.split}
+        assert "self_attn.q_proj.weight" in cut
+        assert not cut & {"mlp.up_proj.weight", "mlp.down_proj.weight", "lm_head.weight"}
+        return run(step, wrap, lambda: start, words=words)
+
+    assert_near(ranks_of(2, 1, body)[0], want, 1e-9)
+    with pytest.raises(ValueError, match=r"leave leaves whole"):
+        zf.split(step, model, rules={"lm_head*": zf.Cut(0)}, tensor=2)
+    with pytest.raises(zf.PlacementError, match=r"names no leaf"):
+        wrap = on_mesh(2, 1, 0, model=model, rules={"nothing.*": None})
+        zf.simulate(2)(lambda: run(step, wrap, lambda: start, words=words))()
+
+
 def test_a_state_of_another_size_is_refused() -> None:
     step = zf.split(zf.train_step(loss_of, TX), rules=RULES)
     (state,) = zf.simulate(1)(lambda: step.place(zf.TrainState.create(params(), TX)))()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ from zfunc.probing.tables import tables_of
 from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
+
+
+RULED = "a rule leaves it whole"
 
 
 @dataclass
@@ -49,6 +52,7 @@ def plan_of(
     example: Any = None,
     vocab: bool = True,
     grains: Mapping[str, int] | None = None,
+    whole: Callable[[str], bool] | None = None,
 ) -> SplitPlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
@@ -69,6 +73,8 @@ def plan_of(
         vocab: also split the table of the vocabulary and the head over it.
         grains: by a weight's name in the parameters, how many of its inputs share a scale. Rows are
             then split at multiples of it where their pieces allow that.
+        whole: by its name in the parameters, whether a leaf is to stay whole; what is split with it
+            does, too, and so do its like in other layers of the kind.
 
     Raises:
         PlacementError: the module cannot be called with the example, or takes no integer ids.
@@ -85,7 +91,7 @@ def plan_of(
         raise PlacementError(f"plan_of() got {ways} ranks. There is at least one.")
     anatomy = model._pool.anatomy
     plan = SplitPlan(ways, {}, {}, {}, {})
-    splits, roles, whole = dict(plan.splits), dict(plan.roles), dict(plan.whole)
+    splits, roles, why = dict(plan.splits), dict(plan.roles), dict(plan.whole)
     attributes: dict[str, dict[str, tuple[int, ...]]] = {}
     inputs: dict[str, dict[str, Split]] = {}
     if ways == 1:
@@ -93,32 +99,41 @@ def plan_of(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         found = probed(model, example)
         if vocab:
-            splits, roles, whole = tables_of(found, anatomy, ways)
+            splits, roles, why = tables_of(found, anatomy, ways)
+            if whole is not None and any(map(whole, splits)):
+                why.update(dict.fromkeys(splits, RULED))
+                splits, roles = {}, {}
         names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
         grained = [_grains_in(kind, names, grains or {}) for kind in found.kinds]
-        for kind, made in zip(found.kinds, _of_kinds(found.kinds, ways, grained), strict=True):
+        kept = [_kept_in(kind, names, whole) for kind in found.kinds]
+        for kind, made in zip(
+            found.kinds, _of_kinds(found.kinds, ways, grained, kept), strict=True
+        ):
             for layer in kind.names:
                 for path, split in made.splits.items():
                     home, _, attribute = _joined(layer, path).rpartition(".")
                     splits[names[home, attribute]] = split
                 roles.update({_joined(layer, name): role for name, role in made.roles.items()})
-                whole.update({_joined(layer, name): why for name, why in made.whole.items()})
+                why.update({_joined(layer, name): its for name, its in made.whole.items()})
                 for name, values in made.attributes.items():
                     attributes[_joined(layer, name)] = values
                 if made.inputs:
                     inputs[layer] = made.inputs
-    return SplitPlan(ways, splits, roles, attributes, whole, inputs)
+    return SplitPlan(ways, splits, roles, attributes, why, inputs)
 
 
 def _of_kinds(
-    kinds: Sequence[LayerKind], ways: int, grains: Sequence[Mapping[str, int]]
+    kinds: Sequence[LayerKind],
+    ways: int,
+    grains: Sequence[Mapping[str, int]],
+    kept: Sequence[Collection[str]],
 ) -> list[_LayerPlan]:
     """Plans of all kinds. What one hands on in parts the ones behind it take in parts."""
     closed: set[int] = set()  # kinds that must hand on what is whole
     while True:
         made: list[_LayerPlan] = []
         for i, kind in enumerate(kinds):
-            made.append(_of_kind(kind, made, ways, i in closed, grains[i]))
+            made.append(_of_kind(kind, made, ways, i in closed, grains[i], kept[i]))
         wrong = {
             at
             for kind, plan in zip(kinds, made, strict=True)
@@ -147,12 +162,26 @@ def _grains_in(
     return found
 
 
+def _kept_in(
+    kind: LayerKind, names: Mapping[tuple[str, str], str], whole: Callable[[str], bool] | None
+) -> set[str]:
+    """Submodules within the layers of a kind that have a leaf which is to stay whole."""
+    homes = {home for (home, _), name in names.items() if whole is not None and whole(name)}
+    return {
+        home.removeprefix(layer).removeprefix(".")
+        for home in homes
+        for layer in kind.names
+        if not layer or home == layer or home.startswith(f"{layer}.")
+    }
+
+
 def _of_kind(
     kind: LayerKind,
     before: Sequence[_LayerPlan],
     ways: int,
     closed: bool,
     grains: Mapping[str, int],
+    kept: Collection[str],
 ) -> _LayerPlan:
     made = _LayerPlan()
     if not kind.calls:
@@ -166,12 +195,18 @@ def _of_kind(
             why = f"{', '.join(taken)} is split with others"
             made.whole.update({n: why for n in pairing.members if n not in made.roles})
             continue
+        if any(name in kept for name in pairing.members):
+            made.whole.update(dict.fromkeys(pairing.members, RULED))
+            continue
         try:
             _add(made, stage, parts_of(stage, pairing, ways, grains), before, closed)
         except Refused as error:
             for name in pairing.members:
                 made.whole.setdefault(name, str(error))
     for name in networks_in(stage):
+        if name in kept:
+            made.whole[name] = RULED
+            continue
         try:
             splits, numbers = split_network(stage, name, ways)
         except Refused as error:
