@@ -23,6 +23,8 @@ from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
 
+FEW = 64  # elements: that a parameter as small stays whole needs no reason
+
 
 @dataclass
 class _LayerPlan:
@@ -139,6 +141,9 @@ def _of_kind(kind: LayerKind, before: Sequence[_LayerPlan], ways: int, closed: b
         except Refused as error:
             for name in pairing.members:
                 made.whole.setdefault(name, str(error))
+    for name, p in stage.parameters.items():
+        if p.ndim > 1 and p.numel() > FEW:
+            made.whole.setdefault(name, "it is no weight of a product")
     for name in networks_in(stage):
         try:
             splits, numbers = split_network(stage, name, ways)
@@ -148,7 +153,9 @@ def _of_kind(kind: LayerKind, before: Sequence[_LayerPlan], ways: int, closed: b
         made.splits.update(splits)
         made.roles[name] = Role.NETWORK
         made.number(numbers)
-    made.whole = {name: why for name, why in made.whole.items() if name not in made.roles}
+    done = made.roles.keys() | made.splits.keys()
+    done |= {name for name in made.whole if "." in name and name.rpartition(".")[0] in made.whole}
+    made.whole = {name: why for name, why in made.whole.items() if name not in done}
     return made
 
 
@@ -164,16 +171,9 @@ def _add(
             made.roles[name] = Role.BETWEEN
         elif stage.products[name].turned:
             raise Refused(f"{name} keeps its width beside its weight")
-        _leaves(made, stage, name, parts.columns[name], outputs=True)
-    for name, split in parts.columns.items():
-        if name in parts.inner:
-            continue
-        made.roles[name] = Role.COLUMN
-        _leaves(made, stage, name, split, outputs=True)
-    for name, split in parts.rows.items():
-        made.roles[name] = Role.ROW
-        _leaves(made, stage, name, split, outputs=False)
-    made.splits.update(parts.parameters)
+    made.roles.update({x: Role.COLUMN for x in parts.columns if x not in parts.inner})
+    made.roles.update(dict.fromkeys(parts.rows, Role.ROW))
+    made.splits.update(parts.leaves(stage))
     made.number(parts.numbers)
 
 
@@ -204,11 +204,3 @@ def _passed_on(stage: Stage, parts: Parts) -> bool:
     trace = stage.run()
     shapes = [trace.given[i].shape for i in parts.given]
     return any(trace.further[j - 1].shape in shapes for j in parts.further)
-
-
-def _leaves(made: _LayerPlan, stage: Stage, name: str, split: Split, outputs: bool) -> None:
-    part, product = stage.layer.get_submodule(name), stage.products[name]
-    dim = int(outputs == product.turned)
-    made.splits[f"{name}.weight"] = Split(dim, split.size, split.runs)
-    if outputs and part._parameters.get("bias") is not None:
-        made.splits[f"{name}.bias"] = split

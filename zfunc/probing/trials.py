@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate, chain, combinations, islice, pairwise, product
 
@@ -54,6 +54,18 @@ class Parts:
     inner: tuple[str, ...] = ()
     numbers: Numbers = field(default_factory=dict)
     pieces: int = 0
+
+    def leaves(self, stage: Stage) -> dict[str, Split]:
+        """How all leaves are split, by name within the layer."""
+        out = dict(self.parameters)
+        for name, split in self.columns.items():
+            part, turned = stage.layer.get_submodule(name), stage.products[name].turned
+            out[f"{name}.weight"] = replace(split, dim=int(turned))
+            if part._parameters.get("bias") is not None:
+                out[f"{name}.bias"] = split
+        for name, split in self.rows.items():
+            out[f"{name}.weight"] = replace(split, dim=int(not stage.products[name].turned))
+        return out
 
 
 def parts_of(stage: Stage, pairing: Pairing, ways: int) -> Parts:
@@ -276,7 +288,7 @@ def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
         split = parts.given.get(i)
         return x if split is None else take(x, split, rank).contiguous()
 
-    local = local_parameters(stage.layer, parts.parameters, rank)
+    local = local_parameters(stage.layer, parts.leaves(stage), rank)
     with local, numbers_set(parts.numbers, rank):
         try:
             return stage.run(values, change=change)
@@ -319,12 +331,19 @@ def local_parameters(root: nn.Module, splits: Mapping[str, Split], rank: int) ->
         p = part._parameters[attribute]
         assert p is not None
         before.append((part, attribute, p))
+        if 0 in p.stride():  # one number for all, of which there is no memory
+            part._parameters[attribute] = _nothing(split.shape(p.shape, rank))
+            continue
         part._parameters[attribute] = nn.Parameter(split.local(p.detach(), rank).clone())
     try:
         yield
     finally:
         for part, attribute, p in before:
             part._parameters[attribute] = p
+
+
+def _nothing(shape: Sequence[int]) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((1,) * len(shape), dtype=torch.float64).expand(*shape))
 
 
 @contextmanager
