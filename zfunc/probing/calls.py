@@ -50,16 +50,16 @@ class LayerInputs:
     """Positions of tensors that another layer gave: its kind, and which of its results it was."""
 
     def names(self, layer: nn.Module) -> dict[int, str]:
-        """By position the names of arguments that are tensors themselves."""
+        """By position the names of the arguments; with a dot if they lie inside of one."""
         every: Any = (self.args, self.kwargs)
         paths = optree.tree_paths(every, none_is_leaf=True, namespace=NAMESPACE)
-        leaves = _leaves((self.args, self.kwargs))
-        rows = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)]
+        rows = zip(paths, _leaves(every), strict=True)
         parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
-        found = {}
-        for i, path in enumerate(rows):
-            if len(path) == 2:
-                found[i] = path[1] if path[0] else parameters[min(path[1], len(parameters) - 1)]
+        found: dict[int, str] = {}
+        for path, x in rows:
+            if isinstance(x, Tensor):
+                first = path[1] if path[0] else parameters[min(path[1], len(parameters) - 1)]
+                found[len(found)] = ".".join(map(str, (first, *path[2:])))
         return found
 
 

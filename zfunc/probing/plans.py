@@ -34,7 +34,7 @@ class _LayerPlan:
     roles: dict[str, Role] = field(default_factory=dict)
     attributes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     inputs: dict[str, Split] = field(default_factory=dict)
-    given: dict[int, Split] = field(default_factory=dict)
+    given: dict[str, Split] = field(default_factory=dict)
     further: dict[int, Split] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -112,7 +112,8 @@ def _of_kinds(kinds: Sequence[LayerKind], ways: int) -> list[_LayerPlan]:
             at
             for kind, plan in zip(kinds, made, strict=True)
             for i, (at, j) in (kind.calls[0].origins.items() if kind.calls else ())
-            if made[at].further.get(j) != plan.given.get(i) and j in made[at].further
+            if j in made[at].further
+            and made[at].further[j] != plan.given.get(kind.calls[0].names(kind.module)[i])
         }
         if wrong <= closed:
             return made
@@ -181,18 +182,18 @@ def _take(
     made: _LayerPlan, stage: Stage, parts: Parts, before: Sequence[_LayerPlan], closed: bool
 ) -> None:
     """Arguments that come in parts, or of which a rank takes its part; results in parts."""
-    names, origins = stage.call.names(stage.layer), stage.call.origins
-    inputs = {}
-    for i, split in parts.given.items():
-        at, j = origins.get(i, (-1, 0))
+    names, inputs = stage.call.names(stage.layer), {}
+    origins = {names[i]: origin for i, origin in stage.call.origins.items()}
+    for name, split in parts.given.items():
+        at, j = origins.get(name, (-1, 0))
         if 0 <= at < len(before) and before[at].further.get(j) == split:
             continue
-        if i not in names:
-            raise Refused("one of several arguments in one has a part for each head")
-        inputs[names[i]] = split
+        if "." in name:
+            raise Refused(f"{name}, one of several tensors in an argument, is for each head")
+        inputs[name] = split
     if parts.further and (closed or (inputs and _passed_on(stage, parts))):
         raise Refused("its layer hands on a part for each head, which others read whole")
-    if any(made.given.get(i, split) != split for i, split in parts.given.items()):
+    if any(made.given.get(name, split) != split for name, split in parts.given.items()):
         raise Refused("its layer takes another part of an argument")
     made.inputs.update(inputs)
     made.given.update(parts.given)
@@ -202,5 +203,6 @@ def _take(
 def _passed_on(stage: Stage, parts: Parts) -> bool:
     """Whether the layer hands on an argument of which it takes a part, to others of its kind."""
     trace = stage.run()
-    shapes = [trace.given[i].shape for i in parts.given]
+    names = stage.call.names(stage.layer)
+    shapes = [x.shape for i, x in enumerate(trace.given) if names[i] in parts.given]
     return any(trace.further[j - 1].shape in shapes for j in parts.further)

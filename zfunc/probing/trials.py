@@ -37,7 +37,7 @@ class Parts:
         columns, rows: outputs of columns and inputs of rows, by name.
         parameters: of other submodules, those of which each rank has a part.
         between: those that are whole, and whose gradients are in parts.
-        given: positions of the layer's arguments of which each rank takes a part.
+        given: names of the layer's arguments of which each rank takes a part.
         further: positions of the layer's results of which each rank gives a part.
         inner: columns that read what common ones gave.
         numbers: what differs beside the leaves.
@@ -49,7 +49,7 @@ class Parts:
     rows: dict[str, Split]
     parameters: dict[str, Split] = field(default_factory=dict)
     between: tuple[str, ...] = ()
-    given: dict[int, Split] = field(default_factory=dict)
+    given: dict[str, Split] = field(default_factory=dict)
     further: dict[int, Split] = field(default_factory=dict)
     inner: tuple[str, ...] = ()
     numbers: Numbers = field(default_factory=dict)
@@ -163,11 +163,12 @@ def _apart(masks: Sequence[Tensor]) -> Split | None:
 
 
 def _arguments(stage: Stage, parts: Parts, found: Sequence[Reach]) -> None:
+    names = stage.call.names(stage.layer)
     for i in {i: None for reach in found for i in reach.given}:
         masks = [reach.given.get(i) for reach in found]
         split = _apart([m for m in masks if m is not None]) if None not in masks else None
         if split is not None:
-            parts.given[i] = _repeated(split)
+            parts.given[names[i]] = _repeated(split)
         elif i in stage.call.streams:
             raise Refused(f"{_named(parts.pairing.rows)} read the layer's input beside columns")
 
@@ -284,8 +285,10 @@ def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
         if name not in stage.repeated
     }
 
+    names = stage.call.names(stage.layer)
+
     def change(i: int, x: Tensor) -> Tensor:
-        split = parts.given.get(i)
+        split = parts.given.get(names[i])
         return x if split is None else take(x, split, rank).contiguous()
 
     local = local_parameters(stage.layer, parts.leaves(stage), rank)
