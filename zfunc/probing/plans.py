@@ -24,6 +24,8 @@ from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
 
+FEW = 64  # elements: that a parameter as small stays whole needs no reason
+
 
 RULED = "a rule leaves it whole"
 
@@ -36,7 +38,7 @@ class _LayerPlan:
     roles: dict[str, Role] = field(default_factory=dict)
     attributes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     inputs: dict[str, Split] = field(default_factory=dict)
-    given: dict[int, Split] = field(default_factory=dict)
+    given: dict[str, Split] = field(default_factory=dict)
     further: dict[int, Split] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
@@ -138,7 +140,8 @@ def _of_kinds(
             at
             for kind, plan in zip(kinds, made, strict=True)
             for i, (at, j) in (kind.calls[0].origins.items() if kind.calls else ())
-            if made[at].further.get(j) != plan.given.get(i) and j in made[at].further
+            if j in made[at].further
+            and made[at].further[j] != plan.given.get(kind.calls[0].names(kind.module)[i])
         }
         if wrong <= closed:
             return made
@@ -203,6 +206,9 @@ def _of_kind(
         except Refused as error:
             for name in pairing.members:
                 made.whole.setdefault(name, str(error))
+    for name, p in stage.parameters.items():
+        if p.ndim > 1 and p.numel() > FEW:
+            made.whole.setdefault(name, "it is no weight of a product")
     for name in networks_in(stage):
         if name in kept:
             made.whole[name] = RULED
@@ -215,7 +221,9 @@ def _of_kind(
         made.splits.update(splits)
         made.roles[name] = Role.NETWORK
         made.number(numbers)
-    made.whole = {name: why for name, why in made.whole.items() if name not in made.roles}
+    done = made.roles.keys() | made.splits.keys()
+    done |= {name for name in made.whole if "." in name and name.rpartition(".")[0] in made.whole}
+    made.whole = {name: why for name, why in made.whole.items() if name not in done}
     return made
 
 
@@ -231,16 +239,9 @@ def _add(
             made.roles[name] = Role.BETWEEN
         elif stage.products[name].turned:
             raise Refused(f"{name} keeps its width beside its weight")
-        _leaves(made, stage, name, parts.columns[name], outputs=True)
-    for name, split in parts.columns.items():
-        if name in parts.inner:
-            continue
-        made.roles[name] = Role.COLUMN
-        _leaves(made, stage, name, split, outputs=True)
-    for name, split in parts.rows.items():
-        made.roles[name] = Role.ROW
-        _leaves(made, stage, name, split, outputs=False)
-    made.splits.update(parts.parameters)
+    made.roles.update({x: Role.COLUMN for x in parts.columns if x not in parts.inner})
+    made.roles.update(dict.fromkeys(parts.rows, Role.ROW))
+    made.splits.update(parts.leaves(stage))
     made.number(parts.numbers)
 
 
@@ -248,18 +249,18 @@ def _take(
     made: _LayerPlan, stage: Stage, parts: Parts, before: Sequence[_LayerPlan], closed: bool
 ) -> None:
     """Arguments that come in parts, or of which a rank takes its part; results in parts."""
-    names, origins = stage.call.names(stage.layer), stage.call.origins
-    inputs = {}
-    for i, split in parts.given.items():
-        at, j = origins.get(i, (-1, 0))
+    names, inputs = stage.call.names(stage.layer), {}
+    origins = {names[i]: origin for i, origin in stage.call.origins.items()}
+    for name, split in parts.given.items():
+        at, j = origins.get(name, (-1, 0))
         if 0 <= at < len(before) and before[at].further.get(j) == split:
             continue
-        if i not in names:
-            raise Refused("one of several arguments in one has a part for each head")
-        inputs[names[i]] = split
+        if "." in name:
+            raise Refused(f"{name}, one of several tensors in an argument, is for each head")
+        inputs[name] = split
     if parts.further and (closed or (inputs and _passed_on(stage, parts))):
         raise Refused("its layer hands on a part for each head, which others read whole")
-    if any(made.given.get(i, split) != split for i, split in parts.given.items()):
+    if any(made.given.get(name, split) != split for name, split in parts.given.items()):
         raise Refused("its layer takes another part of an argument")
     made.inputs.update(inputs)
     made.given.update(parts.given)
@@ -269,13 +270,6 @@ def _take(
 def _passed_on(stage: Stage, parts: Parts) -> bool:
     """Whether the layer hands on an argument of which it takes a part, to others of its kind."""
     trace = stage.run()
-    shapes = [trace.given[i].shape for i in parts.given]
+    names = stage.call.names(stage.layer)
+    shapes = [x.shape for i, x in enumerate(trace.given) if names[i] in parts.given]
     return any(trace.further[j - 1].shape in shapes for j in parts.further)
-
-
-def _leaves(made: _LayerPlan, stage: Stage, name: str, split: Split, outputs: bool) -> None:
-    part, product = stage.layer.get_submodule(name), stage.products[name]
-    dim = int(outputs == product.turned)
-    made.splits[f"{name}.weight"] = Split(dim, split.size, split.runs)
-    if outputs and part._parameters.get("bias") is not None:
-        made.splits[f"{name}.bias"] = split
