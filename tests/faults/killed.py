@@ -17,12 +17,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import zfunc as zf
+from tests.laws.parts import Parts
+from zfunc.layout.splits import Cut
 
 # Whatever changes files, and what makes it durable. Who is killed before he opens a file to read
 # it leaves what he leaves before the next of these.
@@ -30,7 +33,8 @@ CALLS = ("open", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmd
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((9000,), float(step)), "note": f"step {step}", "step": step}
+    w = torch.full((90, 100), float(step))
+    return {"p": {"w": w}, "note": f"step {step}", "step": step}
 
 
 def consistent(root: Path, least: int, most: int) -> int:
@@ -38,15 +42,23 @@ def consistent(root: Path, least: int, most: int) -> int:
     got = zf.restore(root, state(0))
     n = int(got["step"])
     assert least <= n <= most, (least, n, most)
-    assert torch.equal(got["w"], state(n)["w"])
+    assert torch.equal(got["p"]["w"], state(n)["p"]["w"])
     assert got["note"] == f"step {n}"
     return n
 
 
-def saved(root: Path, step: int, block: bool, ranks: int) -> None:
+def split(step: int, ranks: int) -> dict[str, Any]:
+    """The same, of which each rank has a part of the columns."""
+    full = state(step)
+    splits = {"w": Cut(1).split((90, 100), ranks)}
+    return {**full, "p": Parts(full["p"], splits, ranks)}
+
+
+def saved(root: Path, step: int, block: bool, ranks: int, columns: bool = False) -> None:
     def body() -> None:
-        zf.restore(root, state(0))
-        zf.save(root, state(step), block=block, keep=2)
+        here = partial(split, ranks=ranks) if columns else state
+        zf.restore(root, here(0))
+        zf.save(root, here(step), block=block, keep=2)
 
     zf.simulate(ranks)(body)()
 
@@ -81,19 +93,20 @@ def kill_at(n: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def at_every_call(root: Path, block: bool, ranks: int, again: bool = False) -> dict[str, int]:
+def at_every_call(root: Path, how: str, ranks: int) -> dict[str, int]:
     """Save, killed before the first call, the second, ... until a save gets through.
 
-    With ``again`` it is always the same step, the only one that there is.
+    ``again``: it is always the same step, the only one that there is. ``split``: ranks have parts
+    of rows.
     """
     zf_step, kills = 1, 0
     assert os.waitpid(forked(lambda: first(root)), 0)[1] == 0
     while True:
-        this = zf_step + (not again)
+        this = zf_step + (how != "again")
 
         def child(this: int = this, kills: int = kills) -> None:
             kill_at(kills + 1)
-            saved(root, this, block, ranks)
+            saved(root, this, how != "background", ranks, how == "split")
 
         status = os.waitpid(forked(child), 0)[1]
         zf_step = consistent(root, zf_step, this)
@@ -133,7 +146,7 @@ def main() -> None:
     if what == "random":
         found = at_random(root, float(sys.argv[3]), random.Random(int(sys.argv[4])))
     else:
-        found = at_every_call(root, what != "background", int(sys.argv[3]), what == "again")
+        found = at_every_call(root, what, int(sys.argv[3]))
     left = sorted(p.name for p in root.iterdir())
     print(json.dumps({**found, "left": left}))
 

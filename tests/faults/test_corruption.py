@@ -195,8 +195,8 @@ def test_foreign_folders(tmp_path: Path) -> None:
 def test_a_newer_version_is_not_passed_over(root: Path) -> None:
     """It is no damage, and an older state is not what was asked for."""
     file = root / "step-00000002" / "manifest.json"
-    reseal(file, lambda text: text.replace('"version": 1,', '"version": 2,'))
-    with pytest.raises(zf.CheckpointError, match=r"version 2, this zfunc reads up to 1.*install"):
+    reseal(file, lambda text: text.replace('"version": 1,', '"version": 3,'))
+    with pytest.raises(zf.CheckpointError, match=r"version 3, this zfunc reads up to 2.*install"):
         zf.restore(root, blank())
     assert_same(zf.restore(root, blank(), step=1), state(1))
 

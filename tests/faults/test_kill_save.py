@@ -27,7 +27,7 @@ def killed(*words: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["block", "background", "again"])
+@pytest.mark.parametrize("how", ["block", "background", "again", "split"])
 def test_killed_before_every_call_that_touches_files(how: str, ranks: int, tmp_path: Path) -> None:
     found = killed(tmp_path, how, ranks)
     assert found["kills"] > 15  # or nothing was tried

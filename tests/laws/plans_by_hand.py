@@ -13,13 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 import zfunc as zf
 from tests.laws.architectures import GPT, GROUPED, LENGTH, STILL, TEXT, VOCAB, built
-from zfunc.engine.step import Transform, as_step
-from zfunc.layout.layout import Layout
+from zfunc.engine.step import as_step
 from zfunc.layout.splits import Cut, Part, Split, mark
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.units import TensorInfo
 from zfunc.ranks.comm import even_cuts
-from zfunc.ranks.meshes import laid_out
 from zfunc.transforms.splitting import Splitting
 
 HEAD_DIM = 4
@@ -237,20 +235,13 @@ def tokens(seed: int = 1, batch: int = 3) -> Tensor:
 class ByPlan(Splitting):
     """``split`` by a plan that is given."""
 
-    plan: Any = field(default=None, compare=False)
+    given: Any = field(default=None, compare=False, repr=False)
 
-    def beside(self, others: Sequence[Transform]) -> ByPlan:
-        found = super().beside(others)
-        return replace(self, roles=found.roles, sharded=found.sharded, of_tree=found.of_tree)
-
-    def _parts(self, layout: Layout) -> list[Part | None]:
-        mesh, splits = laid_out(self.mesh), self.plan.splits
-        return [
-            None if slot is None else Part(splits.get(slot.path), mesh, self.axis, self.plan)
-            for slot in layout.slots
-        ]
+    def plan(self) -> SplitPlan:
+        found: SplitPlan = self.given
+        return found
 
 
 def split_step(step: Any, plan: SplitPlan, stage: int = 0, data: int = 1) -> Any:
     mesh = zf.mesh(data=data, tensor=plan.ways)
-    return zf.shard(as_step(step).wrap(ByPlan(mesh=mesh, plan=plan)), stage=stage, mesh=mesh)
+    return zf.shard(as_step(step).wrap(ByPlan(mesh=mesh, given=plan)), stage=stage, mesh=mesh)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from tests.laws.architectures import TEXT, built
 from tests.laws.covering import Covering
 from tests.laws.plans_by_hand import llama, llama_plan, local_params, loss_of, split_step, tokens
 from zfunc import optim
+from zfunc.errors import PlacementError
 from zfunc.huggingface import decoder_layers
 from zfunc.huggingface.likeness import watched
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE
 
 pytest.importorskip("transformers")
 
@@ -117,13 +120,9 @@ def test_indices_that_several_ranks_have_get_the_same_gradient_there() -> None:
 # --- steps -------------------------------------------------------------------------------------
 
 
-def trained(model: Any, wrap: Callable[[Any], Any], ways: int) -> list[Any]:
+def trained(params: Any, loss: Any, wrap: Callable[[Any], Any], ways: int) -> list[Any]:
     """Losses and params after three steps on every rank."""
-
-    def loss(params: Any, ids: Tensor) -> Tensor:
-        return loss_of(model.apply(params, input_ids=ids).logits, ids)
-
-    full = zf.TrainState.create(model.params, TX)
+    full = zf.TrainState.create(params, TX)
 
     def rank() -> Any:
         step = wrap(zf.train_step(loss, TX))
@@ -147,10 +146,29 @@ def test_a_step_trains_as_one_process_does(
         made = split_step(step, plan, stage, data)
         return zf.remat(made) if remat else made
 
-    ((losses, params),) = trained(model, lambda step: step, 1)
-    for got, end in trained(model, wrap, ways * data):
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        return loss_of(model.apply(params, input_ids=ids).logits, ids)
+
+    ((losses, params),) = trained(model.params, loss, lambda step: step, 1)
+    for got, end in trained(model.params, loss, wrap, ways * data):
         assert got == pytest.approx(losses, abs=1e-9)
         assert max(gap(end[k], params[k]) for k in params) < 1e-9
+
+
+def test_copies_in_a_step_are_told_what_they_are() -> None:
+    model, plan = planned("llama", 2)
+
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        copies = optree.tree_map(lambda x: x * 1, params, namespace=NAMESPACE)
+        return loss_of(model.apply(copies, input_ids=ids).logits, ids)
+
+    def rank() -> Any:
+        step = split_step(zf.train_step(loss, TX), plan)
+        return step(step.place(zf.TrainState.create(model.params, TX)), tokens())
+
+    with pytest.raises(PlacementError, match="of another shape") as error:
+        zf.simulate(2)(rank)()
+    assert "do not say that they are parts" in "".join(error.value.__notes__)
 
 
 def test_a_split_model_beside_a_whole_one() -> None:
@@ -166,6 +184,22 @@ def test_a_split_model_beside_a_whole_one() -> None:
     want = student.apply(student.params, input_ids=ids).logits
     want = want - teacher.apply(teacher.params, input_ids=ids).logits
     assert all(gap(got, want) < 1e-9 for got in zf.simulate(2)(rank)())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_whole_model_in_the_tree_of_a_split_one(stage: int) -> None:
+    model, plan = planned("llama, grouped", 2)
+    other = zf.functionalize(llama(2, 1, num_hidden_layers=1), train=False)
+    params = {"first": model.params, "second": other.params}
+
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        first = model.apply(params["first"], input_ids=ids).logits
+        return loss_of(first + other.apply(params["second"], input_ids=ids).logits, ids)
+
+    ((losses, want),) = trained(params, loss, lambda step: step, 1)
+    for got, end in trained(params, loss, lambda step: split_step(step, plan, stage), 2):
+        assert got == pytest.approx(losses, abs=1e-9)
+        assert max(gap(end[k], want[k]) for k in want) < 1e-9
 
 
 @pytest.mark.parametrize(("name", "ways"), [("llama, 6 heads", 4), ("gpt2", 3)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import assert_same, numbers
+from tests.laws.parts import Parts
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks, inventory, manifest
 from zfunc.files.conversion import convert
 from zfunc.files.elements import Elements, copy_blocks, covers, elements_of, overlaps
 from zfunc.files.folder import read_manifest
 from zfunc.layout.splits import Cut, Split, Strided
-from zfunc.ranks.world import current
-from zfunc.trees.nodes import LeafInfo, Placed, Span
+from zfunc.trees.nodes import Span
 
 Splits = Callable[[int], dict[str, Split]]  # for so many ranks
 SHAPES = {
@@ -64,53 +63,6 @@ def by_other(ways: int) -> dict[str, Split]:
     """The same leaves along other dimensions."""
     dims = {"column": 1, "row": 0, "middle": 0 if ways < 4 else 2, "fused": 0, "shared": 1}
     return {k: Cut(dim).split(SHAPES[k], ways) for k, dim in dims.items()}
-
-
-class Parts(Placed):
-    """This rank's part of each leaf: of a split, and of that a stretch of elements."""
-
-    def __init__(self, values: dict[str, Tensor], splits: dict[str, Split], ways: int) -> None:
-        data, self.tensor = divmod(zf.rank(), ways)
-        self.ways, self.data, self.splits = ways, current().size // ways, splits
-        self.dtypes = {name: (tuple(x.shape), x.dtype) for name, x in values.items()}
-        self.at, self.parts = [], {}
-        for i, (name, x) in enumerate(values.items()):
-            split = splits.get(name)
-            mine = x if split is None else split.local(x, self.tensor)
-            start, stop = self._ends(mine.numel(), i)[data : data + 2]
-            same = tuple(range(current().size)) if split is None else (zf.rank(),)
-            rows = None if split is None else split.rows(x.shape, self.tensor)
-            if split is None:
-                start, stop = 0, mine.numel()
-            self.at.append(Span(i, start, stop, same, rows))
-            self.parts[name] = mine.reshape(-1)[start:stop].clone()
-
-    def _ends(self, numel: int, seed: int) -> list[int]:
-        inner = sorted(random.Random(seed).choices(range(numel + 1), k=self.data - 1))
-        return [0, *inner, numel]
-
-    def leaf_infos(self) -> list[LeafInfo]:
-        return [LeafInfo((name,), *what) for name, what in self.dtypes.items()]
-
-    def names(self) -> list[str]:
-        return list(self.dtypes)
-
-    def held(self) -> Sequence[Tensor | None]:
-        return list(self.parts.values())
-
-    def spans(self) -> list[Span]:
-        return self.at
-
-    def streamed(self) -> Iterator[tuple[Span, Tensor]]:
-        yield from zip(self.at, self.parts.values(), strict=True)
-
-    def refilled(self, fill: Callable[[Span, Tensor], None]) -> Parts:
-        new = object.__new__(Parts)
-        new.__dict__ |= self.__dict__
-        new.parts = {name: torch.full_like(x, -1) for name, x in self.parts.items()}
-        for span, x in new.streamed():
-            fill(span, x)
-        return new
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +157,31 @@ def test_model_files_are_read_run_by_run_where_runs_are_long(tmp_path: Path) -> 
     with patch.object(chunks, "CHUNK_BYTES", 1 << 20):
         zf.simulate(2)(body)()
     assert sum(n for n in seen if n > 4096) == 2 * size
+
+
+@pytest.mark.parametrize("width", [24, 2048])
+def test_nothing_larger_than_a_chunk_is_read_at_once(width: int, tmp_path: Path) -> None:
+    """Neither of model files nor of checkpoints, whether runs are short or long."""
+    full = {"w": numbers((60, width), 1)}
+    zf.export_safetensors(tmp_path / "files", full)
+    seen: list[int] = []
+    reader = chunks.read_exactly
+
+    def watched(fd: int, into: Any, offset: int, path: Path) -> None:
+        seen.extend([memoryview(into).nbytes] * (path.suffix == ".safetensors" and offset > 8))
+        reader(fd, into, offset, path)
+
+    def body() -> None:
+        splits = {"w": Cut(1).split((60, width), 3)}
+        mine = Parts(full, splits, 3)
+        zf.save(tmp_path / "saved", {"p": mine}, step=1)
+        like = Parts({"w": torch.zeros_like(full["w"])}, splits, 3)
+        assert_same(zf.restore(tmp_path / "saved", {"p": like})["p"].parts, mine.parts)
+        assert_same(zf.import_safetensors(tmp_path / "files", like).parts, mine.parts)
+
+    with patch.object(chunks, "CHUNK_BYTES", 4096), patch.object(chunks, "read_exactly", watched):
+        zf.simulate(3)(body)()
+    assert len(seen) > 10 and max(seen) <= 4096
 
 
 # --- what is in the files -----------------------------------------------------------------------

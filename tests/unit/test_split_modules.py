@@ -7,8 +7,10 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from zfunc.layout.splits import Cut, Part, Split, mark
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE
 
 F64 = torch.float64
 
@@ -100,12 +103,12 @@ def graded(model: Functional, params: Any, ids: Tensor = IDS) -> tuple[Tensor, d
     return out.detach(), dict(zip(leaves, grads, strict=True))
 
 
-def assert_like_whole(model: Functional, plan: SplitPlan) -> None:
+def assert_like_whole(model: Functional, plan: SplitPlan, x: Tensor = IDS) -> None:
     whole = tree.map(lambda x: x.detach().clone().requires_grad_(), model.params)
-    want, grads = graded(model, whole)
+    want, grads = graded(model, whole, x)
 
     for rank, (got, own) in enumerate(
-        zf.simulate(plan.ways)(lambda: graded(model, local(model, plan)))()
+        zf.simulate(plan.ways)(lambda: graded(model, local(model, plan), x))()
     ):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
         for name, g in own.items():
@@ -207,6 +210,49 @@ def test_inputs_that_differ_have_sums_of_their_own() -> None:
     assert sums(of(TwoInputs))["tensor backward"] == 4
 
 
+class Latent(nn.Module):
+    """A whole product of which a split one reads some outputs, and every part the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.latent = nn.Linear(4, 6, dtype=F64), nn.Linear(4, 4, dtype=F64)
+        self.norm, self.keys = nn.LayerNorm(3, dtype=F64), nn.Linear(3, 6, dtype=F64)
+        self.out = nn.Linear(6, 4, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, direct = self.latent(x).split([3, 1], dim=-1)
+        y = torch.tanh(self.queries(x)) * self.keys(input=self.norm(low)) + direct
+        return x + self.out(torch.tanh(y))
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4])
+def test_whole_products_that_parts_read(ways: int) -> None:
+    model = built(lambda: nn.Sequential(Latent(), Latent()))
+    splits, roles = {}, {}
+    for i in range(2):
+        for name in ("queries", "keys"):
+            splits[f"{i}.{name}.weight"] = Cut(0).split((6, 4), ways)
+            splits[f"{i}.{name}.bias"] = Cut(0).split((6,), ways)
+        splits[f"{i}.out.weight"] = Cut(1).split((4, 6), ways)
+        roles |= {f"{i}.queries": Role.COLUMN, f"{i}.latent": Role.FEED}
+        roles |= {f"{i}.norm": Role.BETWEEN, f"{i}.out": Role.ROW}
+    x = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
+    assert_like_whole(model, SplitPlan(ways, splits, roles), x)
+
+
+def test_gradients_by_torch_func() -> None:
+    model, plan = built(), plan_of(2)
+
+    def rank() -> tuple[Tensor, Tensor]:
+        params = local(model, plan)
+        by_func = torch.func.grad(lambda p: model.apply(p, IDS).square().mean())(params)
+        plain = graded(model, params)[1]
+        return tree.flatten_names(by_func)["table.weight"], plain["table.weight"]
+
+    for got, want in zf.simulate(2)(rank)():
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
 # --- what is refused ---------------------------------------------------------------------------
 
 
@@ -234,7 +280,11 @@ def test_a_plan_of_other_sizes() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Split], dict[str, Role], str]] = {
-    "a role without a split": ({}, {"blocks.0.gate": Role.COLUMN}, "does not split blocks.0.gate"),
+    "a role without a split": (
+        {"head.bias": Cut(0).split((7,), 2)},
+        {"blocks.0.gate": Role.COLUMN},
+        "does not split blocks.0.gate",
+    ),
     "a row cut as a column": (
         {"blocks.0.down.weight": Cut(0).split((4, 6), 2)},
         {"blocks.0.down": Role.ROW},
@@ -293,22 +343,43 @@ def test_scores_of_all_heads() -> None:
     call(built(Talkative), plan_of(2), IDS, output_attentions=False)
 
 
+def test_scores_of_all_heads_by_configuration() -> None:
+    def made() -> nn.Module:
+        model = Model()
+        model.config = SimpleNamespace(output_attentions=True)  # type: ignore[assignment]
+        return model
+
+    with pytest.raises(CompositionError, match="output_attentions=True in its config asks for"):
+        call(built(made), plan_of(2), IDS)
+
+
 def test_params_of_another_number_of_ranks() -> None:
     model, plan = built(), plan_of(2)
 
     def rank() -> None:
-        part = Part(None, zf.mesh(data=1, tensor=3), "tensor", plan)
+        part = Part(Cut(0).split((7, 4), 3), zf.mesh(data=1, tensor=3), "tensor", plan)
         model.apply(tree.map(lambda x: mark(x.clone(), part), model.params), IDS)
 
     with pytest.raises(CompositionError, match="for 2 ranks, and axis 'tensor' has 3"):
         zf.simulate(3)(rank)()
 
 
+def test_copies_of_leaves_do_not_say_that_they_are_parts() -> None:
+    model, plan = built(), plan_of(2)
+
+    def rank() -> None:
+        params = local(model, plan)
+        model.apply(optree.tree_map(lambda x: x * 1, params, namespace=NAMESPACE), IDS)
+
+    with pytest.raises(PlacementError, match=r"of another shape: .*\(4, 4\) instead of \(7, 4\)"):
+        zf.simulate(2)(rank)()
+
+
 def test_leaves_that_rules_alone_have_split() -> None:
     model = built()
 
     def rank() -> None:
-        part = Part(None, zf.mesh(data=1, tensor=2), "tensor")
+        part = Part(Cut(0).split((7, 4), 2), zf.mesh(data=1, tensor=2), "tensor")
         model.apply(tree.map(lambda x: mark(x.clone(), part), model.params), IDS)
 
     with pytest.raises(PlacementError, match=r"along 'tensor' by rules alone.*zf.split"):
@@ -365,6 +436,8 @@ def test_nothing_of_a_call_stays_behind() -> None:
     refs = [ref for found in zf.simulate(2)(rank)() for ref in found]
     gc.collect()
     assert [ref for ref in refs if ref() is not None] == []
+    idle = [template for r in range(2) for template in model._pool.split(plan, r).idle]
+    assert idle and all(template.wiring.ranks is None for template in idle)
 
 
 def test_dropout_that_is_off_is_told_once_of_split_models_too() -> None:

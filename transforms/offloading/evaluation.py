@@ -384,9 +384,9 @@ def full(node: Expression) -> Tree:
         for i in layout.units[unit].flats:
             if (base := part._gather(i)) is not None:
                 for slot, view in zip(layout.by_flat[i], layout.views(i, base), strict=True):
-                    leaves[slot.index] = view
+                    leaves[slot.index] = leaf = layout.complete(slot, view)
                     if not layout.flats[i].trainable:
-                        freeze(view)
+                        freeze(leaf)
 
     stream([(node, take)])
     return optree.tree_unflatten(layout.spec, leaves)

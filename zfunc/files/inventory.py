@@ -20,6 +20,7 @@ from torch import Tensor
 from zfunc.errors import CheckpointError
 from zfunc.files.elements import Elements, elements_of
 from zfunc.ranks.comm import even_cuts
+from zfunc.ranks.meshes import laid_out
 from zfunc.ranks.world import current
 from zfunc.trees.nodes import (
     NAMESPACE,
@@ -156,13 +157,9 @@ def _infos_of(node: Any) -> list[LeafInfo]:
     if isinstance(node, Placed):
         return node.leaf_infos()
     if isinstance(node, Tensor):
-        if (part := part_of(node)) is not None and part.split is not None:
-            raise CheckpointError(
-                f"a tensor of shape {tuple(node.shape)} is this rank's part of one of shape "
-                f"{part.split.full(node.shape)}, taken out of its state. Save the state, or "
-                "zf.full of the tensor."
-            )
-        return [LeafInfo((), tuple(node.shape), node.dtype)]
+        split = None if (part := part_of(node)) is None else part.split
+        shape = tuple(node.shape) if split is None else split.full(node.shape)
+        return [LeafInfo((), shape, node.dtype)]
     return [LeafInfo((), None, None)]
 
 
@@ -179,9 +176,17 @@ def _checked(name: str, value: Any) -> Any:
 def _spans(node: Any, names: Sequence[str]) -> list[tuple[str, Span]]:
     if isinstance(node, Placed):
         return [(names[span.index], span) for span in node.spans()]
-    if isinstance(node, Tensor):
-        return [(names[0], Span(0, 0, node.numel(), tuple(range(current().size))))]
-    return []
+    return [(names[0], _span(node))] if isinstance(node, Tensor) else []
+
+
+def _span(leaf: Tensor) -> Span:
+    """What this rank holds of a plain leaf: all of it, but for one that is marked as a part."""
+    if (part := part_of(leaf)) is None or part.split is None:
+        return Span(0, 0, leaf.numel(), tuple(range(current().size)))
+    mesh, rank = laid_out(part.mesh), current().rank
+    others = tuple(name for name in mesh.names if name != part.axis)
+    same = mesh.members(others, rank) if others else (rank,)
+    return Span(0, 0, leaf.numel(), same, part.split.rows(leaf.shape, part.group.rank))
 
 
 def full_names(keys: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -233,7 +238,7 @@ def rebuilt(
             if names[0] in lacking:
                 new.copy_(node)
             else:
-                _fill_whole(fill, names[0], new)
+                _fill_whole(fill, names[0], elements_of(_span(node)), new)
             nodes.append(carry(new, node))
         else:
             nodes.append(static[names[0]])
@@ -252,12 +257,12 @@ def _filling(
     return one
 
 
-def _fill_whole(fill: Fill, name: str, out: Tensor) -> None:
+def _fill_whole(fill: Fill, name: str, elements: Elements, out: Tensor) -> None:
     if out.is_contiguous():
-        fill(name, Elements(0, out.numel()), out.view(-1))
+        fill(name, elements, out.view(-1))
         return
     flat = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    fill(name, Elements(0, out.numel()), flat)
+    fill(name, elements, flat)
     out.copy_(flat.view(out.shape))
 
 

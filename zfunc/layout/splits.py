@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zfunc.buffers.uploads import on_device
 from zfunc.errors import PlacementError
+from zfunc.layout.encoded import Encoded
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.meshes import Mesh
@@ -114,6 +115,8 @@ class Split:
     def local(self, x: Any, rank: int) -> Any:
         """A rank's part of a full leaf; a view where that is one run."""
         runs = self.runs[rank] or ((0, 0),)
+        if isinstance(x, Encoded):
+            return x.taken(self.dim, runs)
         parts = [x.narrow(self.dim, start, stop - start) for start, stop in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -139,8 +142,10 @@ class Split:
         """Positions in a rank's part of the indices that no rank before it has."""
         return [at for at, i in enumerate(self.indices(rank)) if self.holders[i][0] == rank]
 
-    def gathered(self, x: Tensor, ranks: Group, label: str) -> Tensor:
+    def gathered(self, x: Any, ranks: Group, label: str) -> Any:
         """The full leaf from every rank's part; a collective."""
+        if isinstance(x, Encoded):
+            return self._gathered_bytes(x, ranks, label)
         outer, inner = math.prod(x.shape[: self.dim]), math.prod(x.shape[self.dim + 1 :])
         widths = [self.width(rank) for rank in range(self.ways)]
         ends = [0]
@@ -157,6 +162,14 @@ class Split:
                 target.copy_(part.narrow(self.dim, at, high - low))
                 at += high - low
         return full
+
+    def _gathered_bytes(self, x: Encoded, ranks: Group, label: str) -> Encoded:
+        codes = [x.code.resized(self.dim, self.width(rank)) for rank in range(self.ways)]
+        mine, ends = x.to_bytes(), [0, *accumulate(code.bytes for code in codes)]
+        every = torch.empty(ends[-1], dtype=torch.uint8, device=mine.device)
+        ranks.all_gather(every, mine, cuts=ends, label=label).wait()
+        rows = zip(codes, pairwise(ends), strict=True)
+        return x.joined([code.read(every[a:b]) for code, (a, b) in rows], self.dim, self.runs)
 
 
 def _runs(indices: Sequence[int]) -> Runs:
@@ -179,14 +192,19 @@ class Cut:
             keys and values in one weight.
         by: of how many equal, indivisible blocks each of them is made, heads say; of single
             indices if None. Fewer blocks than ranks raise.
+        grain: pieces are cut at multiples of so many indices, the last part takes what is left: of
+            weights that share a scale each has all or none. Give a row's to its columns, too.
 
     >>> Cut(0, parts=3, by=2).split((12, 5), ways=2).runs
     (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
+    >>> Cut(1, grain=32).split((5, 100), ways=2).runs
+    (((0, 64),), ((64, 100),))
     """
 
     dim: int
     parts: int = 1
     by: int | None = None
+    grain: int = 1
 
     def split(self, shape: Sequence[int], ways: int, path: str = "a leaf") -> Split:
         """The table for a leaf of this shape.
@@ -207,13 +225,16 @@ class Cut:
                 f"{path} has shape {tuple(shape)}: {shape[dim]} does not fall into {self.parts} x "
                 f"{blocks} equal blocks, as {self} says. Mend parts= or by= of its rule."
             )
-        if blocks < ways:
+        step = part // blocks
+        together = math.lcm(step, self.grain) // step
+        count = -(-blocks // together)
+        if count < ways:
             raise PlacementError(
-                f"{path} falls into {blocks} blocks by {self}, and {ways} ranks are to have some. "
-                f"Take at most {blocks} ranks along the axis, or leave it whole: rules="
+                f"{path} falls into {count} blocks by {self}, and {ways} ranks are to have some. "
+                f"Take at most {count} ranks along the axis, or leave it whole: rules="
                 f"{{{path!r}: None}}."
             )
-        step, ends = part // blocks, even_cuts(blocks, ways)
+        ends = [min(blocks, end * together) for end in even_cuts(count, ways)]
         rows = [
             [i for k in range(self.parts) for i in range(k * part + a * step, k * part + b * step)]
             for a, b in pairwise(ends)

@@ -32,6 +32,7 @@ from zfunc.modules.split_modules import check_outputs
 from zfunc.modules.split_params import splitting_of
 from zfunc.modules.swapping import misfit
 from zfunc.modules.units import Choice, dissect
+from zfunc.operators.parts import splits_now
 from zfunc.ranks.comm import Group
 from zfunc.trees import tree
 
@@ -43,6 +44,11 @@ _META_NOTE = (
     "__init__). Use nn.ParameterList / register_buffer, or read it from self in forward."
 )
 
+_COPY_NOTE = (
+    "zfunc: this step splits its leaves over ranks, and these params do not say that they are "
+    "parts. Copies of leaves (x * 2, x.bfloat16()) do not know: give apply() the params as the "
+    "loss gets them."
+)
 
 _UNWATCHED: AbstractContextManager[Any] = nullcontext()
 
@@ -115,7 +121,7 @@ class Functional:
         pool, ranks = self._parts(params)
         watched = pool.dropout.watched(entered) if mode is None else _UNWATCHED
         with pool.lend() as template, watched, _alone(pool, entered), taken(template):
-            template.bind(entered, sources, mode, ranks)
+            _bind(template, entered, sources, mode, ranks)
             out = _call(template, args, kwargs)
             return (out, _restored(template.new_buffers(), sources, given)) if mutable else out
 
@@ -146,7 +152,7 @@ class Functional:
         sources = self._in_compute_dtype(self._checked(buffers))
         pool, ranks = self._parts(params)
         with pool.lend() as template, _alone(pool, entered):
-            template.bind(entered, sources, self._train if train is None else train, ranks)
+            _bind(template, entered, sources, self._train if train is None else train, ranks)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 template.renew()
@@ -265,6 +271,21 @@ class Functional:
 def _alone(pool: TemplatePool, entered: Any) -> AbstractContextManager[Any]:
     """Around the first call: the module leaves its parameters alone."""
     return pool.first.watched(entered) if pool.first.open else _UNWATCHED
+
+
+def _bind(
+    template: Template,
+    entered: Any,
+    sources: dict[str, Tensor],
+    mode: bool | None,
+    ranks: Group | None,
+) -> None:
+    try:
+        template.bind(entered, sources, mode, ranks)
+    except PlacementError as error:
+        if ranks is None and splits_now():
+            error.add_note(_COPY_NOTE)
+        raise
 
 
 def _call(template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,20 +1,23 @@
 """Whether a model's params are parts of leaves, and by which plan: they say so themselves.
 
 Placed trees and layers that have not entered yet say it by their layout, leaves that have entered
-by a mark. The running step is not asked: a teacher beside a split model is whole.
+by a mark. The running step is not asked: a teacher beside a split model is whole, and so is a
+model whose leaves are all whole beside others in one tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfunc.engine.sources import LayerRef
 from zfunc.errors import CompositionError, PlacementError
-from zfunc.layout.layout import Layout
+from zfunc.layout.layout import Layout, Slot
 from zfunc.layout.readable import Readable
+from zfunc.layout.splits import Part
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import Box, Layers, Tree, part_of
@@ -23,16 +26,23 @@ __all__ = ["splitting_of"]
 
 
 def splitting_of(params: Tree) -> tuple[SplitPlan, Group] | None:
-    """The plan of params that are split, and among which ranks; None of whole ones.
+    """The plan of params some of which are parts, and among which ranks; None of whole ones.
 
     Raises:
         PlacementError: they are split by rules for functions, and a module runs on them.
         CompositionError: the plan is for another number of ranks.
     """
-    found = _said_by(_first(params))
-    if found is None:
-        return None
-    plan, ranks, axis = found
+    for leaf in _leaves(params):
+        part = _first_part(leaf)
+        if part is None:
+            return None  # others of the same tree are whole, too
+        if part.split is not None:
+            return _planned(part)
+    return None
+
+
+def _planned(part: Part) -> tuple[SplitPlan, Group] | None:
+    plan, ranks, axis = part.plan, part.group, part.axis
     if ranks.size == 1:
         return None
     if not isinstance(plan, SplitPlan):
@@ -48,19 +58,36 @@ def splitting_of(params: Tree) -> tuple[SplitPlan, Group] | None:
     return plan, ranks
 
 
-def _first(node: Tree) -> Any:
-    """The first leaf, or what stands for several: all of a tree say the same."""
-    if isinstance(node, Mapping | Layers):
-        children = node.values() if isinstance(node, Mapping) else node
-        return next((x for child in children if (x := _first(child)) is not None), None)
-    return node
+def _leaves(node: Tree) -> Iterator[Any]:
+    """The leaves, or what stands for several."""
+    if isinstance(node, dict | Layers):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(child)
+    elif node is not None:
+        yield node
 
 
-def _said_by(leaf: Any) -> tuple[Any, Group, str] | None:
-    layout = leaf.source.layout if isinstance(leaf, LayerRef) else None
-    if isinstance(leaf, Readable | Box):
-        layout = leaf.layout
-    if isinstance(layout, Layout):
-        return None if layout.along is None else (layout.plan, layout.parts, layout.along)
-    part = part_of(leaf) if isinstance(leaf, Tensor) else None
-    return None if part is None else (part.plan, part.group, part.axis)
+def _first_part(leaf: Any) -> Part | None:
+    """What one leaf says; of several, what the first of them does that is split, if one is."""
+    if isinstance(leaf, LayerRef):
+        slots = leaf.source.layout.slots[leaf.span.start : leaf.span.stop]
+        return _of_layout(leaf.source.layout, slots)
+    if isinstance(leaf, Readable | Box) and isinstance(leaf.layout, Layout):
+        return _of_layout(leaf.layout, leaf.layout.slots)
+    return part_of(_unwrapped(leaf)) if isinstance(leaf, Tensor) else None
+
+
+def _of_layout(layout: Layout, slots: Sequence[Slot | None]) -> Part | None:
+    if layout.along is None:
+        return None
+    found = next((slot for slot in slots if slot is not None and slot.split is not None), None)
+    if found is None:
+        return Part(None, layout.mesh, layout.along, layout.plan)
+    return layout.part(found)
+
+
+def _unwrapped(leaf: Tensor) -> Tensor:
+    """The leaf itself, where torch.func has put something around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        leaf = torch._C._functorch.get_unwrapped(leaf)
+    return leaf

@@ -9,6 +9,7 @@ with an adapter. The sums over ranks are the two of each pair of products, forwa
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 
 from zfunc.errors import CompositionError
 from zfunc.layout.splits import Split
+from zfunc.modules.split_inputs import taking
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.units import Anatomy
 from zfunc.operators.conjugates import copied, gathered, shared, summed
+from zfunc.operators.products import summand
 from zfunc.operators.vocabulary import local_indices
 from zfunc.ranks.comm import Group
 
@@ -61,7 +64,23 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
             key: homes[home] for key in part._parameters if (home := (names[part], key)) in homes
         }
         forward = MAKERS[role](wiring, part, own, rank, name)
-        part.__dict__["forward"] = functools.wraps(part.forward)(forward)
+        part.__dict__["forward"] = _called_alike(part.forward, forward)
+    for name, inputs in plan.inputs.items():
+        part = module.get_submodule(name)
+        part.__dict__["forward"] = taking(part, inputs, rank, lambda x: copied(x, wiring.group))
+
+
+def _called_alike(was: Forward, forward: Forward) -> Forward:
+    """``forward``, whose first argument may have the name that it has in ``was``."""
+    first = next(iter(inspect.signature(was).parameters), "")
+
+    @functools.wraps(was)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
+        return forward(*args, **kwargs)
+
+    return called
 
 
 # --- roles -------------------------------------------------------------------------------------
@@ -71,12 +90,10 @@ def _column(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) 
     multiply = _product(part, _weight(own, part, name, Role.COLUMN))
     partial = any(split.shared for split in own.values())
 
-    def forward(input: Tensor) -> Any:
+    def forward(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         x = copied(input, wiring.group)
-        if not partial:
-            return multiply(x)
-        with _entered(wiring, part, own):
-            return multiply(x)
+        with _entered(wiring, part, own) if partial else nullcontext():
+            return multiply(x, *args, **kwargs)
 
     return forward
 
@@ -88,7 +105,7 @@ def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forwar
     turned = split.dim == 0
 
     def forward(input: Tensor) -> Tensor:
-        y = F.linear(input, part.weight.mT if turned else part.weight)
+        y = summand(input, part.weight, wiring.group, turned)
         total = summed(y, wiring.group, own=True)
         return total if part.bias is None else total + part.bias
 
@@ -159,19 +176,23 @@ def _between(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str)
     return forward
 
 
-def _network(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+def _feed(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
     inner = part.forward
 
     def whole(x: Any) -> Any:
         return copied(x, wiring.group) if isinstance(x, Tensor) else x
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tuple(map(whole, args)), {key: whole(x) for key, x in kwargs.items()}
         with _entered(wiring, part, own):
-            y: Tensor = inner(*args, **kwargs)
-        return summed(y, wiring.group)
+            return inner(*args, **kwargs)
 
     return forward
+
+
+def _network(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+    inner = _feed(wiring, part, own, rank, name)
+    return lambda *args, **kwargs: summed(inner(*args, **kwargs), wiring.group)
 
 
 MAKERS: Mapping[Role, Callable[[Wiring, nn.Module, Splits, int, str], Forward]] = {
@@ -180,6 +201,7 @@ MAKERS: Mapping[Role, Callable[[Wiring, nn.Module, Splits, int, str], Forward]] 
     Role.HEAD: _head,
     Role.EMBED: _embed,
     Role.BETWEEN: _between,
+    Role.FEED: _feed,
     Role.NETWORK: _network,
 }
 
@@ -196,8 +218,8 @@ def _product(part: Any, split: Split) -> Forward:
         return part.forward
     turned = split.dim == 1
 
-    def forward(x: Tensor) -> Tensor:
-        return F.linear(x, part.weight.mT if turned else part.weight, part.bias)
+    def forward(input: Tensor) -> Tensor:
+        return F.linear(input, part.weight.mT if turned else part.weight, part.bias)
 
     return forward
 

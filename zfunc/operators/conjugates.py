@@ -59,7 +59,7 @@ class Conjugate(torch.autograd.Function):
         _, ctx.way, ctx.back = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return Conjugate.apply(grad, ctx.back, ctx.way), None, None
 
 

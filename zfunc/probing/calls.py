@@ -7,6 +7,8 @@ are alike only the first one runs. What it costs does not depend on how deep or 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,20 +23,43 @@ from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["Call", "LayerKind", "Probed", "cloned", "probed", "tensors_in", "use_attention"]
+__all__ = [
+    "LARGE",
+    "LayerInputs",
+    "LayerKind",
+    "Probed",
+    "cloned",
+    "probed",
+    "tensors_in",
+    "use_attention",
+]
 
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
 TEXTS, LENGTH = 2, 5
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerInputs:
     """Arguments of a call; ``streams`` are the tensors that are computed from parameters."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     streams: frozenset[int]  # positions among the tensors of the arguments
     attention: str | None = None  # which code for attention, where a model has several
+    origins: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Positions of tensors that another layer gave: its kind, and which of its results it was."""
+
+    def names(self, layer: nn.Module) -> dict[int, str]:
+        """By position the names of arguments that are tensors themselves."""
+        paths = optree.tree_paths((self.args, self.kwargs), none_is_leaf=True, namespace=NAMESPACE)
+        leaves = _leaves((self.args, self.kwargs))
+        rows = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)]
+        parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
+        found = {}
+        for i, path in enumerate(rows):
+            if len(path) == 2:
+                found[i] = path[1] if path[0] else parameters[min(path[1], len(parameters) - 1)]
+        return found
 
 
 @dataclass
@@ -50,7 +75,7 @@ class LayerKind:
 
     names: list[str]
     module: nn.Module
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerInputs] = field(default_factory=list)
     result: Any = None
 
 
@@ -152,7 +177,7 @@ class _Copy:
         for part in self.module.modules():
             config = getattr(part, "config", None)
             if getattr(config, "_experts_implementation", None) is not None:
-                config._experts_implementation = "eager"
+                config._experts_implementation = "eager"  # type: ignore[union-attr]
 
     def _kinds(self, units: Iterable[tuple[str, Any]]) -> list[LayerKind]:
         found: dict[Any, LayerKind] = {}
@@ -196,7 +221,7 @@ class _Copy:
 # --- the call ----------------------------------------------------------------------------------
 
 
-class _Recorder:
+class _ProbedCall:
     """Lets a filled copy run, and keeps what its layers are given."""
 
     def __init__(self, made: _Copy) -> None:
@@ -204,9 +229,15 @@ class _Recorder:
         self.generator = torch.Generator().manual_seed(1)
         self.quiet, self.before = False, 0
         self.attention: str | None = None
+        self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
             part.__dict__["forward"] = self._multiply(name, part, product)
+        for _, part in made._parts({n for kind in made.kinds for n in kind.names[1:]}):
+            held = [p for p in part._parameters.values() if p is not None]
+            bare = product_of(part) is not None or isinstance(part, nn.Embedding)
+            if not bare and any(p.numel() > LARGE for p in held):
+                part.__dict__["forward"] = _handed_on
         for name, part in made._parts({n for kind in made.kinds for n in kind.names}):
             if isinstance(part, nn.Embedding):
                 part.__dict__["forward"] = self._look_up(name, part)
@@ -261,20 +292,31 @@ class _Recorder:
                 kind.result = inner(*args, **kwargs)
             if kind.result is None:  # a later one before the first
                 raise PlacementError("layers that are alike are not called in their order")
-            return cloned(
-                kind.result, lambda _, x: x.detach().clone().requires_grad_(x.requires_grad)
-            )
+            return cloned(kind.result, functools.partial(self._handed, kind))
 
         return forward
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _handed(self, kind: LayerKind, position: int, x: Tensor) -> Tensor:
+        """What a layer gave, for the one that comes next."""
+        x = x.detach().clone().requires_grad_(x.requires_grad)
+        at = next(i for i, each in enumerate(self.found.kinds) if each is kind)
+        self.given.append((x, (at, position)))
+        return x
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
         streams = {
             i
             for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
+        origins = {
+            i: origin
+            for i, x in enumerate(tensors_in((args, kwargs)))
+            for given, origin in self.given
+            if given is x
+        }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        return Call(args, kwargs, frozenset(streams), self.attention)
+        return LayerInputs(args, kwargs, frozenset(streams), self.attention, origins)
 
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], attention: str | None = None
@@ -292,6 +334,11 @@ class _Recorder:
             self.found.module(*args, **kwargs)
 
 
+def _handed_on(*args: Any, **kwargs: Any) -> Tensor:
+    """In the place of what is too large to be run (experts): something of the same shape."""
+    return next(x for x in tensors_in((args, kwargs)) if x.is_floating_point()) + 0
+
+
 def probed(functional: Functional, example: Any = None) -> Probed:
     """A copy of the module, called once.
 
@@ -305,10 +352,10 @@ def probed(functional: Functional, example: Any = None) -> Probed:
     """
     tried: list[str] = []
     for what, args, kwargs in _examples(functional, example):
-        recorder = _Recorder(_Copy(functional))
+        recorder = _ProbedCall(_Copy(functional))
         found = recorder.found
         try:
-            recorder.run(args, kwargs)
+            recorder.run(args, kwargs, attention_of(found.module))
             _run_otherwise(functional, recorder, args, kwargs)
         except Exception as error:  # the module's own code, which may raise whatever it likes
             tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
@@ -328,7 +375,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
 
 
 def _run_otherwise(
-    functional: Functional, recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    functional: Functional, recorder: _ProbedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Further calls: of padded texts, and with attention written out, which reads other numbers.
 
@@ -366,10 +413,10 @@ def use_attention(module: nn.Module, attention: str | None) -> None:
             config._attn_implementation = attention  # type: ignore[union-attr]
 
 
-def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
     leaves = tensors_in((args, kwargs))
     streams = frozenset(i for i, x in enumerate(leaves) if x.is_floating_point())
-    return Call(args, kwargs, streams)
+    return LayerInputs(args, kwargs, streams)
 
 
 def _examples(functional: Functional, example: Any) -> list[tuple[str, tuple[Any, ...], Any]]:

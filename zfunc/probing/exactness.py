@@ -12,7 +12,11 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["Doubled"]
 
 FEWER = (torch.float32, torch.float16, torch.bfloat16)
-SHORTER: Any = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
+SHORTER: Any = {
+    Tensor.float: Tensor.double,
+    Tensor.half: Tensor.double,
+    Tensor.bfloat16: Tensor.double,
+}
 
 
 class Doubled(TorchFunctionMode):

@@ -6,9 +6,10 @@ what it gives on the whole. Sizes say which parts may be meant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from fractions import Fraction
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Cut, Split
-from zfunc.probing.calls import LARGE, Call, cloned, tensors_in
+from zfunc.probing.calls import LARGE, LayerInputs, cloned, tensors_in
+from zfunc.probing.exactness import Doubled
 from zfunc.probing.numbers import Numbers, numbers_read_in
 from zfunc.probing.products import product_of
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
-from zfunc.probing.trials import close, divided, local_parameters, numbers_set
+from zfunc.probing.trials import close, local_parameters, numbers_set
 
 __all__ = ["networks_in", "split_network"]
 
@@ -49,34 +51,107 @@ def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split],
         Refused: no way was right.
     """
     part = stage.layer.get_submodule(name)
-    if any(p.numel() > LARGE for p in part.parameters()):
-        raise Refused("it is too large to be tried")
     call = _seen(stage, part)
     if call is None:
         raise Refused("it was not called")
-    whole = _ran(part, call)
+    shapes = {key: tuple(p.shape) for key, p in part._parameters.items() if p is not None}
+    sizes = {n: n for shape in shapes.values() for n in shape}
+    tried = part
+    if any(p.numel() > LARGE for p in part.parameters()):
+        sizes = _smaller(list(shapes.values()), ways)
+        tried, call = _small(part, call, sizes)
+    whole = _ran(tried, call)
     if whole is None:
-        raise Refused("it gives more than one tensor")
-    for splits, size in _ways_to_split(part, ways):
-        for numbers in _sets(part, name, call, size, ways):
-            total: Tensor | None = torch.zeros_like(whole)
-            for rank in range(ways):
-                mine = _part_of(part, call, splits, numbers, rank)
-                total = None if mine is None or mine.shape != whole.shape else total + mine
-                if total is None:
-                    break
-            if total is not None and close(total, whole):
-                return {f"{name}.{key}": split for key, split in splits.items()}, numbers
+        raise Refused("it gives more than one tensor, or cannot be tried in small")
+    for cuts, size in _ways_to_split(shapes, ways):
+        small = {
+            key: _split(replace(cut, by=cut.by and sizes[cut.by]), p.shape, ways)
+            for key, cut in cuts.items()
+            if (p := tried._parameters[key]) is not None
+        }
+        for numbers in _sets(part, tried, name, call, size, sizes, ways):
+            if _adds_up(tried, call, small, numbers, whole, ways):
+                splits = {key: _split(cut, shapes[key], ways) for key, cut in cuts.items()}
+                real = {n.of(part): _shares(n.of(part).value, size, ways) for n in numbers}
+                return {f"{name}.{key}": split for key, split in splits.items()}, real
     raise Refused("parts of its leaves do not give parts of what it gives, along any dimension")
 
 
-def _seen(stage: Stage, part: nn.Module) -> Call | None:
+def _adds_up(
+    part: nn.Module,
+    call: LayerInputs,
+    splits: dict[str, Split],
+    numbers: Numbers,
+    whole: Tensor,
+    ways: int,
+) -> bool:
+    """Whether what parts give adds up to what the whole gives."""
+    total = torch.zeros_like(whole)
+    for rank in range(ways):
+        mine = _part_of(part, call, splits, numbers, rank)
+        if mine is None or mine.shape != whole.shape:
+            return False
+        total = total + mine
+    return close(total, whole)
+
+
+def _smaller(shapes: Sequence[Sequence[int]], ways: int) -> dict[int, int]:
+    """Small sizes in the place of large ones: which are equal or twice as large stays so."""
+    sizes = sorted({n for shape in shapes for n in shape})
+    experts = {shape[0] for shape in shapes if len(shape) > 2}
+    found: dict[int, int] = {}
+    for n in sizes:
+        if n in experts:
+            found[n] = min(n, 4)
+        elif n % 2 == 0 and n // 2 in found and n // 2 not in experts:
+            found[n] = 2 * found[n // 2]
+        else:
+            small = 2 * ways + bool(n % ways)
+            while {small, 2 * small} & {m for x in found.values() for m in (x, 2 * x)}:
+                small += ways
+            found[n] = min(n, small)
+    return found
+
+
+def _small(
+    part: nn.Module, call: LayerInputs, sizes: dict[int, int]
+) -> tuple[nn.Module, LayerInputs]:
+    """The submodule and its call with such sizes."""
+    generator = torch.Generator().manual_seed(4)
+    experts = min(sizes.values())
+
+    def shrunk(shape: Sequence[int]) -> list[int]:
+        return [sizes.get(n, n) for n in shape]
+
+    def each(_: int, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            last = sizes.get(x.shape[-1], x.shape[-1]) if x.ndim else 0
+            shape = (*x.shape[:-1], last) if x.ndim else ()
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x % experts
+
+    twin = copy.copy(part)
+    twin.__dict__ = {k: v for k, v in part.__dict__.items() if k != "forward"}
+    for key, value in part.__dict__.items():
+        if type(value) is int:
+            twin.__dict__[key] = sizes.get(value, value)
+    twin.__dict__["_parameters"] = {
+        key: None
+        if p is None
+        else nn.Parameter(torch.randn(shrunk(p.shape), generator=generator, dtype=torch.float64))
+        for key, p in part._parameters.items()
+    }
+    args, kwargs = cloned((call.args, call.kwargs), each)
+    return twin, LayerInputs(args, kwargs, call.streams)
+
+
+def _seen(stage: Stage, part: nn.Module) -> LayerInputs | None:
     """What the submodule is given when its layer runs."""
-    seen: list[Call] = []
+    seen: list[LayerInputs] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        seen.append(Call(args, kwargs, frozenset()))
+        seen.append(LayerInputs(args, kwargs, frozenset()))
 
     handle = part.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -86,15 +161,16 @@ def _seen(stage: Stage, part: nn.Module) -> Call | None:
     return seen[0] if seen else None
 
 
-def _ran(part: nn.Module, call: Call) -> Tensor | None:
+def _ran(part: nn.Module, call: LayerInputs) -> Tensor | None:
     args, kwargs = cloned((call.args, call.kwargs), lambda _, x: x.clone())
-    out = part(*args, **kwargs)
+    with Doubled():
+        out = part(*args, **kwargs)
     found = tensors_in(out)
     return found[0] if isinstance(out, Tensor) and len(found) == 1 else None
 
 
 def _part_of(
-    part: nn.Module, call: Call, splits: dict[str, Split], numbers: Numbers, rank: int
+    part: nn.Module, call: LayerInputs, splits: dict[str, Split], numbers: Numbers, rank: int
 ) -> Tensor | None:
     with ExitStack() as stack:
         stack.enter_context(local_parameters(part, splits, rank))
@@ -105,17 +181,17 @@ def _part_of(
             return None
 
 
-def _ways_to_split(part: nn.Module, ways: int) -> Iterator[tuple[dict[str, Split], int]]:
+def _ways_to_split(
+    shapes: Mapping[str, Sequence[int]], ways: int
+) -> Iterator[tuple[dict[str, Cut], int]]:
     """Every leaf along a dimension of some size, or of twice that size, as gate and up are."""
-    shapes = {key: tuple(p.shape) for key, p in part._parameters.items() if p is not None}
     sizes = sorted({n for shape in shapes.values() for n in shape if n >= ways}, reverse=True)
     for size in sizes:
-        options = {key: _cuts(shape, size) for key, shape in shapes.items()}
-        for chosen in product(*options.values()):
-            named = zip(shapes.items(), chosen, strict=True)
-            cuts = {key: (cut, shape) for (key, shape), cut in named if cut is not None}
+        options = [_cuts(shape, size) for shape in shapes.values()]
+        for chosen in product(*options):
+            cuts = {key: cut for key, cut in zip(shapes, chosen, strict=True) if cut is not None}
             if len(cuts) > 1:
-                yield {key: _split(*pair, ways) for key, pair in cuts.items()}, size
+                yield cuts, size
 
 
 def _cuts(shape: Sequence[int], size: int) -> list[Cut | None]:
@@ -135,14 +211,26 @@ def _split(cut: Cut, shape: Sequence[int], ways: int) -> Split:
         raise Refused(str(error)) from error
 
 
-def _sets(part: nn.Module, name: str, call: Call, size: int, ways: int) -> Iterator[Numbers]:
-    yield {}
+def _shares(value: int, size: int, ways: int) -> tuple[int, ...]:
+    """What each rank has of a number of as many things, or twice as many."""
     split = Cut(0).split((size,), ways)
-    share = [Fraction(split.width(r), size) for r in range(ways)]
+    return tuple(value // size * split.width(rank) for rank in range(ways))
+
+
+def _sets(
+    part: nn.Module,
+    tried: nn.Module,
+    name: str,
+    call: LayerInputs,
+    size: int,
+    sizes: Mapping[int, int],
+    ways: int,
+) -> Iterator[Numbers]:
+    yield {}
     options = [
-        (number, values[0])
-        for number in numbers_read_in(part, name, lambda: _ran(part, call))
-        if number.value in (size, 2 * size) and (values := divided(number.value, [share]))
+        (number, _shares(number.value, sizes[size], ways))
+        for number in numbers_read_in(tried, name, lambda: _ran(tried, call))
+        if number.of(part).value in (size, 2 * size)
     ]
     for n in range(1, 2 ** len(options)):
-        yield {number: v for i, (number, v) in enumerate(options) if n >> i & 1}
+        yield {number: values for i, (number, values) in enumerate(options) if n >> i & 1}

@@ -33,6 +33,13 @@ class Number:
         """What it is called."""
         return self.module, self.attribute
 
+    def of(self, part: nn.Module) -> Number:
+        """The same number of another copy of the submodule, with its value there."""
+        owner: Any = part
+        for key in self.attribute.split("."):
+            owner = getattr(owner, key)
+        return Number(part, self.module, self.attribute, owner)
+
     def write(self, value: int) -> None:
         """Let the submodule have another number; an object that others have, too, is copied."""
         owner, _, name = self.attribute.rpartition(".")
@@ -130,10 +137,10 @@ def _watched(part: nn.Module, name: str, note: Note) -> Callable[[], None]:
 
 
 def _plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or isinstance(value, type) or callable(value)
+    return isinstance(value, (*PLAIN, type)) or callable(value)
 
 
-def _telling(kind: type, tell: Callable[[Any, str, Any], None]) -> type:
+def _telling(kind: Any, tell: Callable[[Any, str, Any], None]) -> type:
     def read(self: Any, attribute: str) -> Any:
         value = kind.__getattribute__(self, attribute)
         if type(value) is int:

@@ -52,7 +52,7 @@ def product_of(part: nn.Module) -> Product | None:
 
 
 def _turned(part: nn.Module, held: dict[str, nn.Parameter]) -> bool | None:
-    """Whether it multiplies by the weight as it lies: tried on a small one. ``None``: by neither."""
+    """Whether it multiplies by the weight as it lies, tried on a small one; None: by neither."""
     if type(part).forward is nn.Linear.forward:
         return False
     if isinstance(part, nn.Embedding):

@@ -125,7 +125,7 @@ class Reaches:
         return found
 
     def closed(self, rows: Masks) -> Masks:
-        """All inputs of rows that share outputs of columns with these, directly or through others."""
+        """All inputs of rows that share outputs of columns with these, also through others."""
         while True:
             columns = self.backward(rows).columns
             found = self.forward(columns)

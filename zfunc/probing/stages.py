@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from zfunc.probing.calls import Call, cloned, tensors_in, use_attention
+from zfunc.probing.calls import LayerInputs, cloned, tensors_in, use_attention
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 
@@ -56,14 +56,15 @@ class Stage:
         repeated: names of products that are called more than once; they stay whole.
     """
 
-    def __init__(self, layer: nn.Module, calls: Sequence[Call]) -> None:
+    def __init__(self, layer: nn.Module, calls: Sequence[LayerInputs]) -> None:
         layer.__dict__.pop("forward", None)
         self.layer, self.calls = layer, calls
         self.call = calls[0]
         self.products: dict[str, Product] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.repeated: set[str] = set()
-        self.trace, self.draw, self.values = Trace(), 0, {}
+        self.trace, self.draw = Trace(), 0
+        self.values: dict[str, Tensor] = {}
         self.on_product: Callable[[str], None] = lambda name: None
         for name, part in layer.named_modules():
             product = product_of(part)
@@ -75,7 +76,7 @@ class Stage:
                 part.__dict__["forward"] = self._stand_in(name, product)
 
     @contextmanager
-    def called(self, call: Call) -> Iterator[None]:
+    def called(self, call: LayerInputs) -> Iterator[None]:
         """A block in which the layer is given other arguments."""
         before, self.call = self.call, call
         use_attention(self.layer, call.attention)
@@ -137,7 +138,9 @@ class Stage:
         args, kwargs = cloned((self.call.args, self.call.kwargs), each)
         trace, trace.given = self.trace, tensors_in((args, kwargs))
         with Doubled(), torch.set_grad_enabled(grad):
-            args, kwargs = cloned((args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x)
+            args, kwargs = cloned(
+                (args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x
+            )
             out = tensors_in(self.layer(*args, **kwargs))
         trace.result, trace.further = (out[0] if out else None), out[1:]
         return trace

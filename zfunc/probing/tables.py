@@ -24,7 +24,7 @@ def tables_of(
     """Splits by leaf, roles by submodule, and of what stays whole why."""
     modules = dict(found.module.named_modules(remove_duplicate=False))
     tables = {name for name, of_ids in found.lookups.items() if of_ids}
-    sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}  # type: ignore[union-attr]
+    sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}
     roles = dict.fromkeys(tables, Role.EMBED)
     for name in found.called:
         product = product_of(modules[name])
@@ -71,12 +71,8 @@ def _refused(
         return f"the module could not be called to its end ({found.failed})"
     if size < ways:
         return f"it has {size} rows for {ways} ranks"
-    kinds = {
-        product_of(modules[home]).turned
-        for home, key in homes  # type: ignore[union-attr]
-        if roles.get(home) is Role.HEAD and key == "weight"
-    }
-    if any(kinds) and len(homes) > 1:
+    heads = [home for home, key in homes if roles.get(home) is Role.HEAD and key == "weight"]
+    if len(homes) > 1 and any((p := product_of(modules[x])) and p.turned for x in heads):
         return "it is a table and a head that is turned"
     for home, key in homes:
         part = modules[home]

@@ -1,0 +1,361 @@
+"""``split``: steps that compute with parts of leaves give what one process gives.
+
+Functional models compute with ``zf.column``, ``zf.row``, ``zf.embed`` and ``zf.cross_entropy``,
+modules by a plan that was found. Float64 throughout, also where a module casts by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import zfunc as zf
+from tests.laws.cases import assert_near, assert_same, numbers
+from tests.laws.covering import Covering
+from tests.laws.plans_by_hand import gpt2, llama, qwen3
+from zfunc import optim, tree
+
+F64 = torch.float64
+WIDTH, HEADS, KV, SIZE, WORDS, INNER = 6, 4, 2, 3, 11, 10
+TX = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.02, weight_decay=0.1))
+RULES = {
+    "blocks.*.q*": zf.Cut(0, by=HEADS),
+    "blocks.*.kv": zf.Cut(0, parts=2, by=KV),
+    "blocks.*.out": zf.Cut(1, by=HEADS),
+    "blocks.*.up*": zf.Cut(0),
+    "blocks.*.down": zf.Cut(1),
+    "table": zf.Cut(0),
+}
+PLACES = [
+    *((data, 2, stage) for data in (1, 2) for stage in (0, 1, 2, 3)),
+    *((1, 2, None), (1, 3, 1), (2, 3, 3)),
+]
+FEW = [(1, 2, None), (1, 4, 3), (2, 2, 0), (2, 2, 1), (2, 2, 3), (2, 3, 2)]
+Batch = dict[str, Tensor]
+
+
+def params(dtype: torch.dtype = F64) -> Any:
+    """A GPT with grouped heads, a tied table, norms, biases and a frozen leaf."""
+    shapes = {
+        "norm": (WIDTH,),
+        "q": (HEADS * SIZE, WIDTH),
+        "q_bias": (HEADS * SIZE,),
+        "kv": (2 * KV * SIZE, WIDTH),
+        "out": (WIDTH, HEADS * SIZE),
+        "up": (INNER, WIDTH),
+        "up_bias": (INNER,),
+        "down": (WIDTH, INNER),
+        "bias": (WIDTH,),
+    }
+    blocks = zf.Layers(
+        {name: numbers(shape, 10 * k + i, dtype) for i, (name, shape) in enumerate(shapes.items())}
+        for k in range(2)
+    )
+    return {"table": numbers((WORDS, WIDTH), 99, dtype), "blocks": blocks}
+
+
+def attention(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    q, kv = zf.column(x, p["q"], p["q_bias"]), zf.column(x, p["kv"])
+    k, v = kv.chunk(2, -1)
+    heads = [y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (q, k, v)]
+    y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    return zf.row(y.transpose(1, 2).flatten(2), p["out"])
+
+
+def block(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    x = x + attention(p, F.layer_norm(x, (WIDTH,), p["norm"]))
+    return x + zf.row(F.gelu(zf.column(x, p["up"], p["up_bias"])), p["down"], p["bias"])
+
+
+def loss_of(params: Any, batch: Batch) -> Tensor:
+    x = zf.scan(block, params["blocks"], zf.embed(batch["ids"], params["table"]))
+    return zf.cross_entropy(zf.column(x[:, :-1], params["table"]), batch["ids"][:, 1:])
+
+
+def batch(i: int, words: int = WORDS) -> Batch:
+    return {"ids": torch.randint(words, (6, 5), generator=torch.Generator().manual_seed(i))}
+
+
+def run(
+    step: Any,
+    wrap: Callable[[Any], Any] = lambda step: step,
+    start: Callable[[], Any] = params,
+    tx: Any = TX,
+    steps: int = 3,
+    words: int = WORDS,
+) -> tuple[list[Any], Any]:
+    """Metrics of each step and the last state, in full, on the calling rank."""
+    step = wrap(step)
+    state = step.place(zf.TrainState.create(start(), tx, key=7))
+    metrics = []
+    for i in range(steps):
+        state, out = step(state, step.local_batch(batch(i, words)))
+        metrics.append(out)
+    return metrics, step.unplace(state)
+
+
+def on_mesh(ways: int, data: int, stage: int | None, **more: Any) -> Callable[[Any], zf.Step]:
+    def wrap(step: Any) -> zf.Step:
+        step = zf.split(step, mesh=zf.mesh(data=data, tensor=ways), **more)
+        return step if stage is None else zf.shard(step, stage=stage, unit_bytes=600)
+
+    return wrap
+
+
+def ranks_of(ways: int, data: int, body: Callable[[], Any]) -> list[Any]:
+    """What each rank gives; ranks along ``tensor`` give the same bits."""
+    found = zf.simulate(ways * data)(body)()
+    for rank, mine in enumerate(found):
+        assert_same(mine, found[rank - rank % ways], f"rank {rank}")
+    return found
+
+
+_ALONE: dict[str, Any] = {}
+
+
+def alone(name: str = "gpt", tx: Any = TX) -> Any:
+    """The bare step in one process."""
+    if name not in _ALONE:
+        step = zf.train_step(loss_of, tx)
+        _ALONE[name] = run(step, lambda f: zf.shard(f, stage=0), tx=tx)
+    return _ALONE[name]
+
+
+@pytest.mark.parametrize(("data", "ways", "stage"), PLACES)
+def test_a_functional_model_trains_as_in_one_process(
+    data: int, ways: int, stage: int | None
+) -> None:
+    wrap = on_mesh(ways, data, stage, rules=RULES)
+    if ways > KV:
+        wrap = on_mesh(ways, data, stage, rules={"blocks.*.[qko]*": None, **RULES})
+    step = zf.train_step(loss_of, TX)
+    for mine in ranks_of(ways, data, lambda: run(step, wrap)):
+        assert_near(mine, alone(), 1e-9)
+
+
+def test_on_one_rank_split_changes_no_bit() -> None:
+    step = zf.train_step(loss_of, TX)
+    for stage in (None, 0, 3):
+        assert_same(run(step, on_mesh(1, 1, stage, rules=RULES)), alone())
+
+
+MODELS = {
+    "llama": lambda: llama(4, 2),
+    "llama with one kv head": lambda: llama(4, 1),
+    "tied llama": lambda: llama(6, 2, tie_word_embeddings=True),
+    "gpt2": gpt2,
+    "qwen3": qwen3,
+}
+
+
+@pytest.mark.parametrize("turn", range(len(FEW)) if not Covering.whole else range(6))
+@pytest.mark.parametrize("name", MODELS)
+def test_an_unmodified_module_trains_as_in_one_process(name: str, turn: int) -> None:
+    names = list(MODELS)
+    if not Covering.whole and (turn + names.index(name)) % 3:
+        pytest.skip("another place takes it; --whole tries all")
+    data, ways, stage = FEW[turn]
+    module = MODELS[name]()
+    model, words = zf.functionalize(module), module.config.vocab_size
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        logits = model.apply(params, batch["ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    step, start = zf.train_step(loss, TX), model.params
+    want = run(step, lambda f: zf.shard(f, stage=0), lambda: start, words=words)
+    wrap = on_mesh(ways, data, stage, model=model)
+    found = ranks_of(ways, data, lambda: run(step, wrap, lambda: start, words=words))
+    for mine in found:
+        assert_near(mine, want, 1e-9)
+
+
+BESIDE: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "remat": (zf.remat, True),
+    "donate": (zf.donate, True),
+    "accumulate": (lambda f: zf.accumulate(f, 3), True),
+    "drop_layers": (lambda f: zf.drop_layers(f, theta=0.5), True),
+    "offload": (lambda f: zf.offload(f, to="cpu"), True),
+    "offload params": (lambda f: zf.offload(f, to="cpu", what="params"), True),
+    "quantize": (lambda f: zf.quantize(f, start_bits=16, target_bits=8, group_size=None), True),
+    "precision": (zf.precision, False),
+    "onebit": (lambda f: zf.compress_grads(f, "onebit", freeze_step=2), False),
+    "int8": (lambda f: zf.compress_grads(f, "int8", freeze_step=1), False),
+    "int4": (lambda f: zf.compress_grads(f, "int4", freeze_step=1), False),
+    "powersgd": (lambda f: zf.compress_grads(f, "powersgd", freeze_step=1), False),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_another_transform(name: str, stage: int) -> None:
+    """As on as many data ranks without tensor; what rounds otherwise leaves no leaf to drift."""
+    other, exact = BESIDE[name]
+    dtype = torch.float32 if name == "precision" else F64
+    step = zf.train_step(loss_of, TX)
+
+    def start() -> Any:
+        return params(dtype)
+
+    split = ranks_of(
+        2, 2, lambda: run(step, lambda f: other(on_mesh(2, 2, stage, rules=RULES)(f)), start)
+    )
+    if exact:
+        bare = zf.simulate(2)(lambda: run(step, lambda f: other(zf.shard(f, stage=stage)), start))()
+        assert_near(split[0], bare[0], 1e-9)
+    else:
+        bare = zf.simulate(2)(lambda: run(step, lambda f: other(zf.shard(f, stage=stage)), start))()
+        assert_near(split[0][1].params, bare[0][1].params, 0.2)
+
+
+OPTIMIZERS = {
+    "lamb": optim.lamb(0.02),
+    "lion": optim.lion(1e-3),
+    "sgd": optim.sgd(0.02, momentum=0.9),
+    "ema": optim.ema(optim.adamw(0.02)) if hasattr(optim, "ema") else optim.adamw(0.02),
+}
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 3])
+@pytest.mark.parametrize("name", ["lamb", "lion", "sgd"])
+def test_optimizers_see_full_leaves(name: str, stage: int | None) -> None:
+    tx = OPTIMIZERS[name]
+    step = zf.train_step(loss_of, tx)
+    data = 1 if stage is None else 2
+    found = ranks_of(2, data, lambda: run(step, on_mesh(2, data, stage, rules=RULES), tx=tx))
+    assert_near(found[0], alone(name, tx), 1e-9)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 3])
+def test_functions_of_trees_know_the_full_leaves(stage: int | None) -> None:
+    full, ways, data = params(), 2, 1 if stage is None else 2
+
+    def body() -> None:
+        step = on_mesh(ways, data, stage, rules=RULES)(zf.train_step(loss_of, TX))
+        state = step.place(zf.TrainState.create(full, TX))
+        assert_same(step.unplace(state).params, full)
+        assert_same(zf.full(state.params), full)
+        assert_near(tree.global_norm(state.params), tree.global_norm(full), 1e-12)
+        assert_near(tree.leaf_norms(state.params), tree.leaf_norms(full), 1e-12)
+        assert torch.equal(tree.get(state.params, "blocks.1.kv"), full["blocks"][1]["kv"])
+        new = numbers((WIDTH, HEADS * SIZE), 5)
+        changed = tree.set(state.params, "blocks.0.out", new)
+        assert torch.equal(tree.get(changed, "blocks.0.out"), new)
+        assert type(changed) is type(state.params)
+        some = tree.select(state.params, lambda path: path.endswith(("kv", "norm")))
+        want = tree.select(full, lambda path: path.endswith(("kv", "norm")))
+        assert_near(tree.global_norm(some), tree.global_norm(want), 1e-12)
+        doubled = tree.whole(lambda x: x * x.sum(), state.params)
+        assert_near(zf.full(doubled), tree.map(lambda x: x * x.sum(), full), 1e-12)
+        paths = {"params": tree.paths(state.params)}
+        assert paths["params"] == tree.paths(full)
+
+    zf.simulate(ways * data)(body)()
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2, 3])
+def test_init_makes_this_ranks_part_alone(stage: int | None) -> None:
+    data = 1 if stage is None else 2
+
+    def make() -> Any:
+        return zf.TrainState.create(params(), TX, key=3)
+
+    def body() -> None:
+        step = on_mesh(2, data, stage, rules=RULES)(zf.train_step(loss_of, TX))
+        made, placed = step.init(make), step.place(make())
+        assert_same(tree.leaves(made), tree.leaves(placed))
+        assert_same(step.unplace(made), make())
+
+    zf.simulate(2 * data)(body)()
+
+
+def test_what_is_placed_says_what_it_is() -> None:
+    def body() -> None:
+        step = on_mesh(2, 1, 1, rules=RULES)(zf.train_step(loss_of, TX))
+        state = step.place(zf.TrainState.create(params(), TX))
+        part = state.params["blocks"][0]["up"]
+        assert part.shape == (INNER // 2, WIDTH)
+        assert torch.equal(zf.full({"w": part})["w"], params()["blocks"][0]["up"])
+        assert float(tree.global_norm({"w": part})) == pytest.approx(
+            float(params()["blocks"][0]["up"].norm()), abs=1e-12
+        )
+        text = str(step.describe())
+        assert "over 2 ranks of axis 'tensor'" in text and "leaves whole" in text
+
+    zf.simulate(2)(body)()
+
+
+# Bad input
+
+
+def placed(rules: Any, ways: int = 2, start: Callable[[], Any] = params) -> None:
+    step = on_mesh(ways, 1, 0, rules=rules)(zf.train_step(loss_of, TX))
+    step.place(zf.TrainState.create(start(), TX))
+
+
+@pytest.mark.parametrize(
+    ("rules", "ways", "text"),
+    [
+        ({"blocks.*.uq": zf.Cut(0)}, 2, r"blocks\.\*\.uq.*names no leaf"),
+        ({"table": zf.Cut(2)}, 2, r"table has shape .* no dimension 2"),
+        ({"table": zf.Cut(0, by=4)}, 2, r"table has shape .*does not fall into"),
+        ({"blocks.*.kv": zf.Cut(0, parts=2, by=KV)}, 3, r"falls into 2 blocks .* 3 ranks"),
+        ({"table": None}, 2, "nothing is split over 2 ranks"),
+    ],
+)
+def test_rules_that_do_not_fit(rules: Any, ways: int, text: str) -> None:
+    with pytest.raises(zf.PlacementError, match=text):
+        zf.simulate(ways)(lambda: placed(rules, ways))()
+
+
+def test_arguments_that_make_no_sense() -> None:
+    step = zf.train_step(loss_of, TX)
+    with pytest.raises(ValueError, match=r"a model .* or rules"):
+        zf.split(step)
+    with pytest.raises(ValueError, match=r"tensor=0"):
+        zf.split(step, rules=RULES, tensor=0)
+    with pytest.raises(TypeError, match="functionalize"):
+        zf.split(step, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(zf.CompositionError, match="split already"):
+        zf.split(zf.split(step, rules=RULES), rules=RULES)
+    with pytest.raises(zf.CompositionError, match="one mesh"):
+        zf.shard(zf.split(step, rules=RULES, tensor=2), mesh=zf.mesh(data=2, tensor=4))
+
+
+def test_a_plain_product_with_a_split_leaf_is_told_in_the_first_step() -> None:
+    def loss(params: Any, batch: Batch) -> Tensor:
+        x = F.embedding(batch["ids"], params["table"])
+        p = params["blocks"][0]
+        return (F.gelu(x @ p["up"].T) @ p["down"].T + x).square().mean()
+
+    rules = {"blocks.*.up": zf.Cut(0), "blocks.*.down": zf.Cut(1)}
+
+    def body() -> None:
+        run(zf.train_step(loss, TX), on_mesh(2, 1, 1, rules=rules), steps=1)
+
+    with pytest.raises(zf.PlacementError, match=r"whole on all ranks of axis 'tensor'.*zf\.column"):
+        zf.simulate(2)(body)()
+
+
+def test_the_model_of_another_step_is_refused() -> None:
+    model = zf.functionalize(llama())
+    with pytest.raises(zf.CompositionError, match="not the model that the step trains"):
+        zf.simulate(2)(
+            lambda: zf.split(zf.train_step(loss_of, TX), model, tensor=2).place(
+                zf.TrainState.create(params(), TX)
+            )
+        )()
+
+
+def test_a_state_of_another_size_is_refused() -> None:
+    step = zf.split(zf.train_step(loss_of, TX), rules=RULES)
+    (state,) = zf.simulate(1)(lambda: step.place(zf.TrainState.create(params(), TX)))()
+    with pytest.raises(zf.PlacementError):
+        zf.simulate(2)(
+            lambda: on_mesh(2, 1, None, rules=RULES)(zf.train_step(loss_of, TX))(state, batch(0))
+        )()

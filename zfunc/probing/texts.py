@@ -1,0 +1,104 @@
+"""A plan in words: what is split how, what stays whole, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from zfunc.layout.splits import Split
+from zfunc.modules.split_plans import SplitPlan
+
+__all__ = ["text_of"]
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) -> str:
+    """What a plan splits, and what it leaves whole, a line for all layers that are alike.
+
+    Args:
+        shapes: of the leaves by name; with them the text begins with how much is split.
+
+    >>> half = Split.of(0, [[0, 1], [2, 3]])
+    >>> print(text_of(SplitPlan(2, {"layers.0.up.weight": half, "layers.1.up.weight": half})))
+    split over 2 ranks:
+      layers.{0-1}.up.weight: 4 along dimension 0 as 2, 2
+    """
+    lines = [_first(plan, shapes)]
+    lines += _grouped(
+        (name, f"{_role(plan, name)}{_sizes(split)}") for name, split in plan.splits.items()
+    )
+    between = [(name, role) for name, role in plan.roles.items() if role == "between"]
+    if between:
+        lines.append("whole between them, gradients summed:")
+        lines += _grouped((name, "") for name, _ in between)
+    if plan.attributes:
+        lines.append("numbers that differ:")
+        lines += _grouped(
+            (f"{name}.{key}", ", ".join(map(str, values)))
+            for name, attributes in plan.attributes.items()
+            for key, values in attributes.items()
+        )
+    if plan.whole:
+        lines.append("left whole:")
+        lines += _grouped(plan.whole.items())
+    return "\n".join(lines)
+
+
+def _first(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None) -> str:
+    if not plan.splits:
+        return f"nothing is split over {plan.ways} ranks"
+    if shapes is None:
+        return f"split over {plan.ways} ranks:"
+    sizes = {name: _numel(shape) for name, shape in shapes.items()}
+    total = max(1, sum(sizes.values()))
+    cut = sum(sizes.get(name, 0) for name in plan.splits)
+    return f"split over {plan.ways} ranks: {cut / total:.0%} of {total:,} parameters"
+
+
+def _numel(shape: Sequence[int]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+def _role(plan: SplitPlan, leaf: str) -> str:
+    role = plan.roles.get(leaf.rpartition(".")[0])
+    return "" if role is None else f"{role.value}, "
+
+
+def _sizes(split: Split) -> str:
+    widths = [split.width(rank) for rank in range(split.ways)]
+    even = len(set(widths)) == 1 and len(widths) > 4
+    sizes = f"{widths[0]} each" if even else ", ".join(map(str, widths))
+    runs = max(map(len, split.runs))
+    more = f" in {runs} runs" if runs > 1 else ""
+    shared = ", some on several ranks" if split.shared else ""
+    return f"{split.size} along dimension {split.dim} as {sizes}{more}{shared}"
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for all names that differ in their numbers alone and of which the same is said."""
+    found: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for name, said in rows:
+        pattern = NUMBER.sub("{}", name)
+        numbers = tuple(int(x) for x in NUMBER.findall(name))
+        found.setdefault((pattern, said), []).append(numbers)
+    return [
+        f"  {_filled(pattern, numbers)}{': ' if said else ''}{said}"
+        for (pattern, said), numbers in found.items()
+    ]
+
+
+def _filled(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
+    for column in zip(*numbers, strict=True):
+        pattern = pattern.replace("{}", _range(sorted(set(column))), 1)
+    return pattern
+
+
+def _range(values: Sequence[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    steady = list(values) == list(range(values[0], values[-1] + 1))
+    return f"{{{values[0]}-{values[-1]}}}" if steady else f"{{{','.join(map(str, values))}}}"
