@@ -51,8 +51,9 @@ class LayerInputs:
 
     def names(self, layer: nn.Module) -> dict[int, str]:
         """By position the names of arguments that are tensors themselves."""
-        paths = optree.tree_paths((self.args, self.kwargs), none_is_leaf=True, namespace=NAMESPACE)
-        leaves = _leaves((self.args, self.kwargs))
+        given: Any = (self.args, self.kwargs)
+        paths = optree.tree_paths(given, none_is_leaf=True, namespace=NAMESPACE)
+        leaves = _leaves(given)
         rows = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)]
         parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
         found = {}
