@@ -294,8 +294,8 @@ def test_rules_beside_a_model_leave_parts_whole() -> None:
     assert_near(ranks_of(2, 1, body)[0], want, 1e-9)
     with pytest.raises(ValueError, match=r"leave leaves whole"):
         zf.split(step, model, rules={"lm_head*": zf.Cut(0)}, tensor=2)
+    wrap = on_mesh(2, 1, 0, model=model, rules={"nothing.*": None})
     with pytest.raises(zf.PlacementError, match=r"names no leaf"):
-        wrap = on_mesh(2, 1, 0, model=model, rules={"nothing.*": None})
         zf.simulate(2)(lambda: run(step, wrap, lambda: start, words=words))()
 
 
