@@ -94,7 +94,8 @@ def _part(found: Any, name: str, rank: int) -> str:
     leaf = f"{name}.weight"
     split = found.splits[leaf if leaf in found.splits else LAYER + leaf]
     runs = ", ".join(f"{start}-{stop - 1}" for start, stop in split.runs[rank])
-    return f"{'outputs' if split.dim == 0 else 'inputs'} {runs} of {split.size}"
+    what = ("outputs", "inputs")[split.dim] if name.startswith(("self", "mlp")) else "tokens"
+    return f"{what} {runs} of {split.size}"
 
 
 def _box(x: int, y: int, width: int, kind: str, name: str, told: str, style: str) -> str:
