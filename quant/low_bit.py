@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfunc import kernels
 from zfunc.errors import PlacementError
-from zfunc.layout.encoded import Encoded, Runs
+from zfunc.layout.splits import Encoded, Runs
 from zfunc.quant import grids, packing, parts
 from zfunc.quant.grids import Format, Grid
 

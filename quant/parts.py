@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zfunc.layout.encoded import Runs
+from zfunc.layout.splits import Runs
 
 __all__ = ["coarser", "in_pairs", "joined", "taken"]
 

@@ -149,6 +149,7 @@ class Splitting(Meshed):
         if self.model is None:
             return None
         how: Any = {"example": self.example, "vocab": self.vocab, "grains": grains}
+        how["whole"] = lambda name: any(fnmatchcase(name, pattern) for pattern, _ in self.rules)
         ways, grained = self.group.size, frozenset((grains or {}).items())
         with _PLANNING:  # ranks that are threads
             if (ways, grained) not in self.plans:
@@ -299,7 +300,10 @@ def splits_of(
             if fitting and (rule := fitting[0][1]) is not None:
                 found[layout][slot.path] = rule.split(slot.own, ways, slot.path)
     paths = [slot.path for layout in layouts for slot in layout.present]
-    if idle := [pattern for pattern, _ in rules if pattern not in used and plan is None]:
+    if plan is not None:
+        names = [path.removeprefix(before) for path in paths]
+        used = {p for p, _ in rules if any(fnmatchcase(name, p) for name in names)}
+    if idle := [pattern for pattern, _ in rules if pattern not in used]:
         raise PlacementError(
             f"rules={{{idle[0]!r}: ...}} names no leaf: the parameters are "
             f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}. Mend the pattern (as in "
@@ -446,6 +450,10 @@ def split(
         raise TypeError(
             f"split got a {type(model).__name__} for its model; expected what zf.functionalize "
             "made of a module."
+        )
+    if model is not None and any(rule is not None for rule in (rules or {}).values()):
+        raise ValueError(
+            "beside a model rules leave leaves whole (None): how others are split its plan says."
         )
     if tensor is not None and (type(tensor) is not int or tensor < 1):
         raise ValueError(f"tensor={tensor!r}: expected how many ranks share a layer, at least 1.")

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.encoded import Encoded
-from zfunc.layout.splits import Part, Split, mark
+from zfunc.layout.splits import Encoded, Part, Split, mark
 
 __all__ = ["Cutter"]
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.encoded import Encoded
 from zfunc.layout.freezing import frozen_among
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
-from zfunc.layout.splits import Part, Split
+from zfunc.layout.splits import Encoded, Part, Split
 from zfunc.ranks.meshes import Axes, Mesh
 from zfunc.trees.nodes import NAMESPACE, Tree, part_of
 from zfunc.trees.tree import dotted

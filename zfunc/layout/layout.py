@@ -52,7 +52,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 class Slot:
     """Where one leaf lies: ``flat[start : start + numel]``, ``shape`` outside.
 
-    ``code`` makes the leaf of what lies there, if it is stored as bytes (``encoded.Encoded``);
+    ``code`` makes the leaf of what lies there, if it is stored as bytes (``splits.Encoded``);
     ``split`` says which part of the full leaf it is, if it is one.
     """
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.encoded import Encoded
 from zfunc.layout.layout import Layout, Slot
+from zfunc.layout.splits import Encoded
 from zfunc.trees.memory import spend
 from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in, opened
 from zfunc.trees.tree import paths

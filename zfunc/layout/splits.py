@@ -2,7 +2,8 @@
 
 A :class:`Cut` is a user's rule, a :class:`Split` the table that follows from it, or from a module
 that was probed: runs of indices for each rank. Fused weights take several runs, uneven heads runs
-of several lengths, and key and value heads that are fewer than ranks stand on several of them.
+of several lengths, and key and value heads that are fewer than ranks stand on several of them. A
+leaf that is stored as bytes (:class:`Encoded`) says itself what a part of it is.
 """
 
 from __future__ import annotations
@@ -12,21 +13,73 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from zfunc.buffers.uploads import on_device
 from zfunc.errors import PlacementError
-from zfunc.layout.encoded import Encoded
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.meshes import Mesh
 
-__all__ = ["Cut", "Part", "Split", "Strided", "mark"]
+__all__ = ["Cut", "Encoded", "Encoding", "Part", "Runs", "Split", "Strided", "mark"]
 
 Runs = tuple[tuple[int, int], ...]
+
+
+class Encoding(Protocol):
+    """What an encoded leaf is apart from its data: a static value, hashable."""
+
+    shape: Any
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it is stored in."""
+
+    def read(self, data: Tensor) -> Any:
+        """The leaf whose bytes lie in ``data``, 1-D uint8."""
+
+    def resized(self, dim: int, size: int) -> Encoding:
+        """That of a leaf with another size along a dimension."""
+
+
+class Encoded:
+    """A leaf that is cut and sent as the bytes that it is stored in (a low-bit tensor)."""
+
+    def to_bytes(self) -> Tensor:
+        """All that it holds, 1-D uint8."""
+        raise NotImplementedError
+
+    @property
+    def code(self) -> Any:
+        """An :class:`Encoding`."""
+        raise NotImplementedError
+
+    def grain(self, dim: int) -> int:
+        """Of how many indices of a dimension a part must have all or none; 1 where any will do."""
+        raise NotImplementedError
+
+    def taken(self, dim: int, runs: Runs) -> Self:
+        """Some indices of a dimension, in memory of their own; at borders that :meth:`grain` has.
+
+        Args:
+            dim: of the leaf that it stands for, counted from 0.
+            runs: ``(start, stop)`` of indices, rising.
+        """
+        raise NotImplementedError
+
+    def joined(self, parts: Sequence[Self], dim: int, runs: Sequence[Runs]) -> Self:
+        """The leaf of which ``parts`` are the ones that :meth:`taken` gave for each of ``runs``."""
+        raise NotImplementedError
+
+    def summand(self, x: Tensor, ranks: Group) -> Tensor:
+        """``x W^T``, where ranks have parts of what is summed over: this rank's summand.
+
+        Inputs are prepared as for the whole product, about which ranks may have to agree.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -229,9 +282,10 @@ class Cut:
         together = math.lcm(step, self.grain) // step
         count = -(-blocks // together)
         if count < ways:
+            finer = " a smaller grain (of quantize a smaller group_size)," if self.grain > 1 else ""
             raise PlacementError(
                 f"{path} falls into {count} blocks by {self}, and {ways} ranks are to have some. "
-                f"Take at most {count} ranks along the axis, or leave it whole: rules="
+                f"Take at most {count} ranks along the axis,{finer} or leave it whole: rules="
                 f"{{{path!r}: None}}."
             )
         ends = [min(blocks, end * together) for end in even_cuts(count, ways)]

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zfunc.errors import PlacementError
-from zfunc.layout.encoded import Encoded
-from zfunc.layout.splits import Part, Split, mark
+from zfunc.layout.splits import Encoded, Part, Split, mark
 from zfunc.operators.conjugates import copied, shared, summed
 from zfunc.operators.parts import found, found_beside, refused
 from zfunc.ranks.comm import Group
