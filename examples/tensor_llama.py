@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zfunc as zf
 from zfunc import optim
+from zfunc.probing.texts import text_of
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -35,23 +36,10 @@ CONFIG = LlamaConfig(
 )
 
 
-def sequences(key: Tensor, n: int, half: int = 8) -> Tensor:
+def sequences(key: Tensor, n: int, half: int = 2) -> Tensor:
     """``[n, 2 * half]`` token ids, the second half like the first."""
     first = zf.random.randint(key, 0, CONFIG.vocab_size, (n, half))
     return torch.cat([first, first], dim=1)
-
-
-def told(plan: Any) -> str:
-    """What a plan says of the first layer, and of what is outside the layers."""
-    lines = [f"split over {plan.ways} ranks, each layer like the first:"]
-    for name, split in plan.splits.items():
-        if "layers" not in name or ".layers.0." in name:
-            role, widths = (
-                plan.roles[name.removesuffix(".weight")],
-                map(split.width, range(plan.ways)),
-            )
-            lines.append(f"  {role:7} {name}: {split.size} as {' + '.join(map(str, widths))}")
-    return "\n".join([*lines, *(f"  whole   {name}: {why}" for name, why in plan.whole.items())])
 
 
 def train(steps: int, tensor: int) -> dict[str, Any]:
@@ -69,10 +57,10 @@ def train(steps: int, tensor: int) -> dict[str, Any]:
     step = zf.shard(zf.split(step, model, tensor=tensor), stage=3, unit_bytes=1 << 20)
     state = step.place(zf.TrainState.create(model.params, tx))
     if zf.rank() == 0:
-        print(told(zf.split.plan(model, tensor)) if tensor > 1 else "one process has all of it")
+        print(text_of(zf.split.plan(model, tensor)))
     for n in range(steps):
         with zf.comm.ledger() as sent:
-            state, metrics = step(state, step.local_batch(sequences(zf.random.key(n), 32)))
+            state, metrics = step(state, step.local_batch(sequences(zf.random.key(n), 64)))
         if zf.rank() == 0 and (n + 1) % 10 == 0:
             print(f"step {n + 1:4d}  loss {metrics['loss'].item():.4f}")
     return {"state": zf.tree.size_bytes(state), "sent": dict(sent.by_axis)}

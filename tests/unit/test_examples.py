@@ -64,9 +64,9 @@ def test_llama_is_shared_by_two_processes_or_run_by_one(tmp_path: Path, start: s
     before = [] if start == "launch" else ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     text = run("tensor_llama.py", folder=tmp_path, before=before)
     for line in (
-        "embed   model.embed_tokens.weight: 32 as 16 + 16",
-        "column  model.layers.0.self_attn.k_proj.weight: 32 as 16 + 16",
-        "row     model.layers.0.mlp.down_proj.weight: 128 as 64 + 64",
+        "model.embed_tokens.weight: embed, 32 along dimension 0 as 16, 16",
+        "self_attn.k_proj.weight: column, 32 along dimension 0 as 16, 16",
+        "mlp.down_proj.weight: row, 128 along dimension 1 as 64, 64",
     ):
         assert line in text
     losses, one = numbers(r"loss ([\d.]+)", text), []
