@@ -64,12 +64,11 @@ def trained_llama(wrap: Callable[[Any], Any]) -> Any:
 
 
 def split_llama(ways: int, data: int) -> Any:
-    stage = None if data == 1 else 3
-    return trained_llama(on_mesh(ways, data, stage, model=small_llama()[0]))
+    return trained_llama(on_mesh(ways, data, 3, model=small_llama()[0]))
 
 
-# Ranks import transformers for longer than they train.
-@pytest.mark.parametrize(("ways", "data"), STAGES if Covering.whole else [(2, 2)])
+# Each rank imports transformers, which takes longer than all else here.
+@pytest.mark.parametrize(("ways", "data"), STAGES if Covering.whole else [(2, 1)])
 def test_a_llama_trains_as_on_simulated_ranks(ways: int, data: int) -> None:
     pytest.importorskip("transformers")
     want = trained_llama(lambda f: zf.shard(f, stage=0))
