@@ -22,10 +22,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, ParamSpec, Protocol, cast
 
 import optree
+import torch
 from torch import Tensor
 
 from zfunc.engine.agreement import check_same
@@ -33,21 +35,25 @@ from zfunc.engine.context import Context, current
 from zfunc.engine.differentiation import is_evaluated
 from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.inference import Inference
+from zfunc.engine.hooks import Gradients, Pending
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
 from zfunc.engine.same_rows import look_anew, with_same_rows
-from zfunc.engine.step import Step, Transform, Wrap, transform_of
+from zfunc.engine.step import Differentiate, Step, Transform, Wrap, transform_of
+from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutter import Cutter
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
+from zfunc.layout.pool import pool
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
 from zfunc.layout.splits import Cut, Part, Split
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import SplitPlan
+from zfunc.operators.randomness import in_parts
 from zfunc.probing.plans import plan_of
 from zfunc.quant.choice import module_of
 from zfunc.quant.model_files import known, read_files
@@ -77,6 +83,7 @@ class Splitting(Meshed):
     axis: str = "tensor"
     vocab: bool = True
     example: Any = field(default=None, compare=False, repr=False)
+    sequence: bool = False
     roles: Roles = ROLES
     sharded: bool = False  # shard keeps the state's parts
     of_params: bool = False  # the state is a params tree itself
@@ -89,7 +96,8 @@ class Splitting(Meshed):
 
     def __repr__(self) -> str:
         sizes = {} if self.mesh is None else dict(self.mesh.axes)
-        return f"split({self.axis}={self.tensor or sizes.get(self.axis, 1)})"
+        more = ", sequence=True" if self.sequence else ""
+        return f"split({self.axis}={self.tensor or sizes.get(self.axis, 1)}{more})"
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -149,6 +157,7 @@ class Splitting(Meshed):
         if self.model is None:
             return None
         how: Any = {"example": self.example, "vocab": self.vocab, "grains": grains}
+        how["whole"] = lambda name: any(fnmatchcase(name, pattern) for pattern, _ in self.rules)
         ways, grained = self.group.size, frozenset((grains or {}).items())
         with _PLANNING:  # ranks that are threads
             if (ways, grained) not in self.plans:
@@ -250,6 +259,38 @@ class Splitting(Meshed):
         if self.mesh is not None:
             MESH.set(self.mesh.closed())
 
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        """With a stream that is cut gradients add up over ranks, each of which begins with 1 / T."""
+        ranks = self.group
+        if not self.sequence or ranks.size == 1:
+            return call
+
+        def run(asked: Gradients) -> Any:
+            share = torch.tensor(1.0 / ranks.size, dtype=torch.float64)
+            seed = share if asked.seed is None else asked.seed * share.to(asked.seed)
+            loss_fn = partial(_drawing_apart, asked.loss_fn, running, ranks.rank)
+            out, grads = call(replace(asked, loss_fn=loss_fn, seed=seed))
+            if "losses alike" not in running.memo:
+                _check_losses(ranks, out[0])
+                running.memo["losses alike"] = True
+            return out, grads
+
+        return run
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
+        """Where the stream is cut each rank has a part of a whole leaf's gradient."""
+        if not self.sequence or self.group.size == 1:
+            return value
+        rows = zip(unit.trainable, value.wait(), strict=True)
+        return Ready([self._added_up(full, i, unit) for i, full in rows])
+
+    def _added_up(self, full: Tensor, i: int, unit: UnitInfo) -> Tensor:
+        if any(slot.split is not None for slot in unit.layout.by_flat[i]):
+            return full
+        if unit.borrowed(i, full):
+            full = pool().take(full.numel(), full.dtype, full.device).copy_(full)
+        return self.group.all_reduce(full, label="tensor whole leaves").wait()
+
     def finish(self, old: Any, out: Any) -> Any:
         """After the first step: what ranks of the axis hold alike is alike."""
         running = current()
@@ -299,7 +340,10 @@ def splits_of(
             if fitting and (rule := fitting[0][1]) is not None:
                 found[layout][slot.path] = rule.split(slot.own, ways, slot.path)
     paths = [slot.path for layout in layouts for slot in layout.present]
-    if idle := [pattern for pattern, _ in rules if pattern not in used and plan is None]:
+    if plan is not None:
+        names = [path.removeprefix(before) for path in paths]
+        used = {p for p, _ in rules if any(fnmatchcase(name, p) for name in names)}
+    if idle := [pattern for pattern, _ in rules if pattern not in used]:
         raise PlacementError(
             f"rules={{{idle[0]!r}: ...}} names no leaf: the parameters are "
             f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}. Mend the pattern (as in "
@@ -330,6 +374,29 @@ def _home_of(plan: SplitPlan, layouts: Sequence[Layout]) -> tuple[Layout, str]:
         f"{', '.join(slot.path for slot in layouts[0].present[:8])}, ...: it is not the model that "
         "the step trains. Give split the model whose params the state has."
     )
+
+
+def _drawing_apart(
+    loss_fn: Callable[..., Any], running: Context, rank: int, *args: Any, **kwargs: Any
+) -> Any:
+    """A loss whose ranks draw numbers of their own: they have other positions, or other heads."""
+    if (layer := running.layer_scope) is None:  # the state has no key
+        return loss_fn(*args, **kwargs)
+    running.layer_scope = lambda index: layer(index + (rank << 32))
+    with in_parts():
+        return loss_fn(*args, **kwargs)
+
+
+def _check_losses(ranks: Group, loss: Tensor) -> None:
+    """Raise ``PlacementError`` if ranks of the axis have computed different losses; a collective."""
+    every = ranks.exchange(digests([loss.detach()]), label="losses alike")
+    if any(theirs != every[0] for theirs in every):
+        raise PlacementError(
+            f"ranks of axis {ranks.axis!r} have computed different losses, this one {float(loss)}. "
+            "split(sequence=True) cuts the stream along positions, of which each rank has some: "
+            "the loss is to be that of zf.cross_entropy, which puts them together, or of "
+            "zf.column's outputs."
+        )
 
 
 def check_alike(ranks: Group, state: Any) -> None:
@@ -399,6 +466,7 @@ def split(
     mesh: Mesh | None = None,
     axis: str = "tensor",
     vocab: bool = True,
+    sequence: bool = False,
     example: Any = None,
 ) -> Splitting:
     """Split a step's parameters, and the work with them, over the ranks of a mesh axis.
@@ -425,6 +493,14 @@ def split(
         mesh: the ranks by named axes (``zf.mesh(data=2, tensor=2)``).
         axis: the mesh axis to split over.
         vocab: whether a model's table and head are split by the vocabulary.
+        sequence: whether norms and the residual stream are cut along positions, dimension -2 of
+            what goes between ``zf.row`` and the next ``zf.column`` (Korthikanti et al. 2022): as
+            many bytes are sent, and what is kept of the stream for backward is divided by the
+            number of ranks. For models that are functions alone: a module's code takes the stream
+            for whole. What mixes positions stands between a column and its row, also where both
+            are whole leaves. Slice positions of ids and targets, not of the stream; whatever
+            joins it and has positions goes through ``zf.operators.positions``. All that a loss
+            draws differs from rank to rank.
         example: arguments of the model's ``apply``, tensors or shapes, where it takes more than
             integer ids.
 
@@ -433,7 +509,8 @@ def split(
         (``step.local_batch``).
 
     Raises:
-        ValueError: neither a model nor rules; a size that is not positive.
+        ValueError: neither a model nor rules; a size that is not positive; a model beside
+            ``sequence``.
         CompositionError: the step is split already, or has a mesh of another size; when a state is
             placed: its parameters are not those of the model.
         PlacementError: when a state is placed: a rule names no leaf, or one that does not fall
@@ -447,6 +524,17 @@ def split(
             f"split got a {type(model).__name__} for its model; expected what zf.functionalize "
             "made of a module."
         )
+    if model is not None and any(rule is not None for rule in (rules or {}).values()):
+        raise ValueError(
+            "beside a model rules leave leaves whole (None): how others are split its plan says."
+        )
     if tensor is not None and (type(tensor) is not int or tensor < 1):
         raise ValueError(f"tensor={tensor!r}: expected how many ranks share a layer, at least 1.")
-    return Splitting(model, tuple((rules or {}).items()), tensor, mesh, axis, vocab, example)
+    if sequence and model is not None:
+        raise ValueError(
+            "sequence=True is for functional models alone: a module's code takes the stream for "
+            "whole. Leave it out, or write the model with zf.embed, zf.column, zf.row and "
+            "zf.cross_entropy, and give rules= in the place of the module."
+        )
+    how = (tensor, mesh, axis, vocab, example, sequence)
+    return Splitting(model, tuple((rules or {}).items()), *how)

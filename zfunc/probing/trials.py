@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate, chain, combinations, islice, pairwise, product
 
@@ -37,7 +37,7 @@ class Parts:
         columns, rows: outputs of columns and inputs of rows, by name.
         parameters: of other submodules, those of which each rank has a part.
         between: those that are whole, and whose gradients are in parts.
-        given: positions of the layer's arguments of which each rank takes a part.
+        given: names of the layer's arguments of which each rank takes a part.
         further: positions of the layer's results of which each rank gives a part.
         inner: columns that read what common ones gave.
         numbers: what differs beside the leaves.
@@ -49,11 +49,23 @@ class Parts:
     rows: dict[str, Split]
     parameters: dict[str, Split] = field(default_factory=dict)
     between: tuple[str, ...] = ()
-    given: dict[int, Split] = field(default_factory=dict)
+    given: dict[str, Split] = field(default_factory=dict)
     further: dict[int, Split] = field(default_factory=dict)
     inner: tuple[str, ...] = ()
     numbers: Numbers = field(default_factory=dict)
     pieces: int = 0
+
+    def leaves(self, stage: Stage) -> dict[str, Split]:
+        """How all leaves are split, by name within the layer."""
+        out = dict(self.parameters)
+        for name, split in self.columns.items():
+            part, turned = stage.layer.get_submodule(name), stage.products[name].turned
+            out[f"{name}.weight"] = replace(split, dim=int(turned))
+            if part._parameters.get("bias") is not None:
+                out[f"{name}.bias"] = split
+        for name, split in self.rows.items():
+            out[f"{name}.weight"] = replace(split, dim=int(not stage.products[name].turned))
+        return out
 
 
 def parts_of(
@@ -156,11 +168,12 @@ def _apart(masks: Sequence[Tensor]) -> Split | None:
 
 
 def _arguments(stage: Stage, parts: Parts, found: Sequence[Reach]) -> None:
+    names = stage.call.names(stage.layer)
     for i in {i: None for reach in found for i in reach.given}:
         masks = [reach.given.get(i) for reach in found]
         split = _apart([m for m in masks if m is not None]) if None not in masks else None
         if split is not None:
-            parts.given[i] = _repeated(split)
+            parts.given[names[i]] = _repeated(split)
         elif i in stage.call.streams:
             raise Refused(f"{_named(parts.pairing.rows)} read the layer's input beside columns")
 
@@ -277,11 +290,13 @@ def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
         if name not in stage.repeated
     }
 
+    names = stage.call.names(stage.layer)
+
     def change(i: int, x: Tensor) -> Tensor:
-        split = parts.given.get(i)
+        split = parts.given.get(names[i])
         return x if split is None else take(x, split, rank).contiguous()
 
-    local = local_parameters(stage.layer, parts.parameters, rank)
+    local = local_parameters(stage.layer, parts.leaves(stage), rank)
     with local, numbers_set(parts.numbers, rank):
         try:
             return stage.run(values, change=change)
@@ -324,12 +339,19 @@ def local_parameters(root: nn.Module, splits: Mapping[str, Split], rank: int) ->
         p = part._parameters[attribute]
         assert p is not None
         before.append((part, attribute, p))
+        if 0 in p.stride():  # one number for all, of which there is no memory
+            part._parameters[attribute] = _nothing(split.shape(p.shape, rank))
+            continue
         part._parameters[attribute] = nn.Parameter(split.local(p.detach(), rank).clone())
     try:
         yield
     finally:
         for part, attribute, p in before:
             part._parameters[attribute] = p
+
+
+def _nothing(shape: Sequence[int]) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((1,) * len(shape), dtype=torch.float64).expand(*shape))
 
 
 @contextmanager
