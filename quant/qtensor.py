@@ -74,7 +74,7 @@ class QTensor(LowBit):
     @staticmethod
     def of(codes: Tensor, grid: Grid, form: Format, like: Tensor, transposed: bool) -> QTensor:
         """From int8 codes ``[n, k]``, with the shape and dtype of ``like``."""
-        data = packing.pack(codes) if form.packed else codes.contiguous()
+        data = (packing.pack(codes) if form.packed else codes).contiguous()
         form = replace(form.fitted(codes.shape[1]), shared=1)  # a scale for each row from now on
         return QTensor(data, grid.scale, grid.zero, form, like.shape, like.dtype, transposed)
 

@@ -12,7 +12,7 @@ import torch
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Split
 from zfunc.modules.functional import Functional
-from zfunc.modules.split_plans import Role, SplitPlan
+from zfunc.modules.split_plans import Role
 from zfunc.probing.calls import LayerKind, probed
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
@@ -20,6 +20,7 @@ from zfunc.probing.numbers import Numbers
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
 from zfunc.probing.tables import tables_of
+from zfunc.probing.texts import ModulePlan
 from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
@@ -55,7 +56,7 @@ def plan_of(
     vocab: bool = True,
     grains: Mapping[str, int] | None = None,
     whole: Callable[[str], bool] | None = None,
-) -> SplitPlan:
+) -> ModulePlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
     Products of a layer are replaced by stand-ins that give random numbers. One whose input comes
@@ -92,12 +93,13 @@ def plan_of(
     if ways < 1:
         raise PlacementError(f"plan_of() got {ways} ranks. There is at least one.")
     anatomy = model._pool.anatomy
-    plan = SplitPlan(ways, {}, {}, {}, {})
-    splits, roles, why = dict(plan.splits), dict(plan.roles), dict(plan.whole)
+    splits: dict[str, Split] = {}
+    roles: dict[str, Role] = {}
+    why: dict[str, str] = {}
     attributes: dict[str, dict[str, tuple[int, ...]]] = {}
     inputs: dict[str, dict[str, Split]] = {}
     if ways == 1:
-        return plan
+        return ModulePlan(ways, splits)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         found = probed(model, example)
         if vocab:
@@ -121,7 +123,8 @@ def plan_of(
                     attributes[_joined(layer, name)] = values
                 if made.inputs:
                     inputs[layer] = made.inputs
-    return SplitPlan(ways, splits, roles, attributes, why, inputs)
+    shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
+    return ModulePlan(ways, splits, roles, attributes, why, inputs, shapes)
 
 
 def _of_kinds(
