@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zfunc.errors import PlacementError
-from zfunc.layout.splits import Part, Split, mark
+from zfunc.layout.splits import Encoded, Part, Split, mark
 from zfunc.operators.conjugates import copied, shared
 from zfunc.operators.parts import found, found_beside, refused
 from zfunc.operators.stream import gathered_stream, in_parts_of, is_cut, own_positions
+from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import part_of
 
-__all__ = ["between", "column", "row"]
+__all__ = ["between", "column", "row", "summand"]
 
 
 def column(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -97,8 +98,22 @@ def row(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         return F.linear(own_positions(x, part.group, -2), w, b)
     if split.shared:
         raise refused("row", w, "w", part, "each input on one rank: a sum counts all", _ROW)
-    y = in_parts_of(F.linear(x, w), part.group)
+    y = in_parts_of(summand(x, w, part.group), part.group)
     return y if b is None else y + b
+
+
+def summand(x: Tensor, w: Tensor, ranks: Group, turned: bool = False) -> Tensor:
+    """This rank's summand of a product over inputs in parts.
+
+    Args:
+        x: ``[..., in / T]``.
+        w: ``[out, in / T]``, or in low bits.
+        ranks: those that have the other parts.
+        turned: whether ``w`` is ``[in / T, out]``.
+    """
+    if isinstance(w, Encoded):
+        return w.summand(x, ranks)
+    return F.linear(x, w.mT if turned else w)
 
 
 def between(leaf: Tensor) -> Tensor:
