@@ -34,8 +34,8 @@ from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.differentiation import is_evaluated
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.inference import Inference
 from zfunc.engine.hooks import Gradients, Pending
+from zfunc.engine.inference import Inference
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
