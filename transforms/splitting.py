@@ -34,8 +34,8 @@ from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.differentiation import is_evaluated
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.inference import Inference
 from zfunc.engine.hooks import Gradients, Pending
+from zfunc.engine.inference import Inference
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
@@ -53,7 +53,7 @@ from zfunc.layout.sharded import Sharded
 from zfunc.layout.splits import Cut, Part, Split
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import SplitPlan
-from zfunc.operators.randomness import in_parts
+from zfunc.operators.randomness import apart
 from zfunc.probing.plans import plan_of
 from zfunc.quant.choice import module_of
 from zfunc.quant.model_files import known, read_files
@@ -260,7 +260,7 @@ class Splitting(Meshed):
             MESH.set(self.mesh.closed())
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
-        """With a stream that is cut gradients add up over ranks, each of which begins with 1 / T."""
+        """Where the stream is cut gradients add up over ranks, and each begins with 1 / T."""
         ranks = self.group
         if not self.sequence or ranks.size == 1:
             return call
@@ -268,7 +268,7 @@ class Splitting(Meshed):
         def run(asked: Gradients) -> Any:
             share = torch.tensor(1.0 / ranks.size, dtype=torch.float64)
             seed = share if asked.seed is None else asked.seed * share.to(asked.seed)
-            loss_fn = partial(_drawing_apart, asked.loss_fn, running, ranks.rank)
+            loss_fn = partial(_drawing_apart, asked.loss_fn, running, ranks)
             out, grads = call(replace(asked, loss_fn=loss_fn, seed=seed))
             if "losses alike" not in running.memo:
                 _check_losses(ranks, out[0])
@@ -377,18 +377,18 @@ def _home_of(plan: SplitPlan, layouts: Sequence[Layout]) -> tuple[Layout, str]:
 
 
 def _drawing_apart(
-    loss_fn: Callable[..., Any], running: Context, rank: int, *args: Any, **kwargs: Any
+    loss_fn: Callable[..., Any], running: Context, ranks: Group, *args: Any, **kwargs: Any
 ) -> Any:
     """A loss whose ranks draw numbers of their own: they have other positions, or other heads."""
     if (layer := running.layer_scope) is None:  # the state has no key
         return loss_fn(*args, **kwargs)
-    running.layer_scope = lambda index: layer(index + (rank << 32))
-    with in_parts():
+    running.layer_scope = lambda index: layer(index + (ranks.rank << 32))
+    with apart(ranks):
         return loss_fn(*args, **kwargs)
 
 
 def _check_losses(ranks: Group, loss: Tensor) -> None:
-    """Raise ``PlacementError`` if ranks of the axis have computed different losses; a collective."""
+    """Raise ``PlacementError`` if ranks have computed different losses; a collective."""
     every = ranks.exchange(digests([loss.detach()]), label="losses alike")
     if any(theirs != every[0] for theirs in every):
         raise PlacementError(

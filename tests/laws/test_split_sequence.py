@@ -33,9 +33,12 @@ SOME = {"blocks.*.[qko]*": None, **RULES}
 """Attention is whole: fewer key and value heads than ranks."""
 
 
+layer = block
+
+
 def loss_of(params: Any, batch: Batch) -> Tensor:
     """That of ``test_split``, which slices ids and not the stream: 4 positions."""
-    x = zf.scan(block, params["blocks"], zf.embed(batch["ids"][:, :-1], params["table"]))
+    x = zf.scan(layer, params["blocks"], zf.embed(batch["ids"][:, :-1], params["table"]))
     return zf.cross_entropy(zf.column(x, params["table"]), batch["ids"][:, 1:])
 
 
@@ -144,11 +147,11 @@ def test_on_one_rank_nothing_changes() -> None:
 # What is sent, and what is kept
 
 ROWS, STREAM = 6, 6 * 4 * WIDTH * 8
-"""Rows of a batch, and bytes of a stream of 4 positions."""
+"""Rows of a batch, and bytes of a stream of 4 positions of theirs."""
 
 
 def measured(sequence: bool, beside: Callable[[Any], Any] = lambda f: f) -> tuple[Any, int]:
-    """On one of 2 ranks what a step sends, and bytes that it keeps of the stream for backward."""
+    """On one of 2 ranks what a step sends, and bytes that it keeps for backward."""
     kept: dict[int, Tensor] = {}
 
     def note(x: Tensor) -> Tensor:
@@ -163,8 +166,7 @@ def measured(sequence: bool, beside: Callable[[Any], Any] = lambda f: f) -> tupl
     state = step.place(zf.TrainState.create(params(), TX))
     with zf.comm.ledger() as led:
         step(state, batch(0))
-    stream = [x for x in kept.values() if x.dim() == 3 and x.shape[0] == ROWS]
-    return led, sum(x.nbytes for x in stream if x.shape[-1] == WIDTH and x.shape[1] in (2, 4))
+    return led, sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
 def sent(led: Any) -> dict[str, int]:
@@ -174,12 +176,125 @@ def sent(led: Any) -> dict[str, int]:
 
 
 def test_as_many_bytes_are_sent() -> None:
-    """An all-reduce is twice ``(T - 1) / T`` of the stream, gather and reduce-scatter once each.
-
-    Beside the stream each whole leaf's gradient is summed once.
-    """
+    """An all-reduce is a reduce-scatter and an all-gather; whole leaves are summed once beside."""
     (whole, _), _ = zf.simulate(2)(lambda: measured(False))()
     (parts, _), _ = zf.simulate(2)(lambda: measured(True))()
     assert sum(sent(parts).values()) == sum(sent(whole).values())
-    print(sent(parts), sent(whole), whole.calls_by_label, parts.calls_by_label)
+    assert parts.calls_by_label["tensor forward"] == 9  # 2 layers x 4, and the head
     assert parts.calls_by_label["tensor whole leaves"] == 1
+
+
+def test_what_is_kept_of_the_stream_is_divided() -> None:
+    """Norms keep their inputs; columns keep theirs, which have been put together."""
+    (_, whole), _ = zf.simulate(2)(lambda: measured(False))()
+    (_, parts), _ = zf.simulate(2)(lambda: measured(True))()
+    norms = 2 * (STREAM + 2 * ROWS * 4 * 8)  # what goes in, its means and deviations
+    assert whole - parts == norms // 2
+
+
+def test_recomputed_layers_keep_their_positions_and_gather_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[int, ...]] = []
+
+    def spied(p: Any, x: Tensor) -> Tensor:
+        given.append(tuple(x.shape))
+        return block(p, x)
+
+    monkeypatch.setitem(globals(), "layer", spied)
+    (whole, _), _ = zf.simulate(2)(lambda: measured(False, zf.remat))()
+    assert set(given) == {(ROWS, 4, WIDTH)}
+    given.clear()
+    (parts, _), _ = zf.simulate(2)(lambda: measured(True, zf.remat))()
+    assert set(given) == {(ROWS, 2, WIDTH)}
+    blocks, gather = 2, STREAM // 2
+    assert sum(sent(parts).values()) == sum(sent(whole).values()) + blocks * gather
+
+
+# Randomness
+
+
+def dropping(rate: float, seen: list[Tensor]) -> Callable[..., Tensor]:
+    def one(p: Any, x: Tensor) -> Tensor:
+        y = zf.column(F.layer_norm(x, (WIDTH,), p["norm"]), p["up"], p["up_bias"])
+        with zf.operators.in_parts():
+            seen.append(F.dropout(torch.ones(64), rate))
+            y = F.dropout(F.gelu(y), rate)
+        seen.append(F.dropout(torch.ones(64), rate))
+        return x + F.dropout(zf.row(y, p["down"], p["bias"]), rate)
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        x = zf.embed(batch["ids"][:, :-1], params["table"])
+        x = zf.scan(one, params["blocks"], F.dropout(x, rate))
+        return zf.cross_entropy(zf.column(x, params["table"]), batch["ids"][:, 1:])
+
+    return loss
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("stage", [None, 3])
+def test_masks_between_column_and_row_differ_and_those_of_the_stream_do_not(
+    sequence: bool, stage: int | None
+) -> None:
+    def body() -> tuple[Any, list[Tensor]]:
+        seen: list[Tensor] = []
+        step = zf.train_step(dropping(0.2, seen), TX)
+        return run(step, on_mesh(2, 1, stage, rules=SOME, sequence=sequence)), seen
+
+    (mine, masks), (theirs, others) = zf.simulate(2)(body)()
+    assert_same(mine, theirs)
+    alike = [torch.equal(a, b) for a, b in zip(masks, others, strict=True)]
+    assert alike == [False, not sequence] * (len(masks) // 2)
+    every = [tuple(x.tolist()) for x in masks + others[::2]]
+    assert len(set(every)) == len(every)  # each layer and step its own
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_recomputed_masks_are_those_of_the_forward(sequence: bool) -> None:
+    wrap, step = (
+        on_mesh(2, 1, 3, rules=SOME, sequence=sequence),
+        zf.train_step(dropping(0.2, []), TX),
+    )
+    want = ranks_of(2, 1, lambda: run(step, wrap))
+    assert_near(ranks_of(2, 1, lambda: run(step, lambda f: zf.remat(wrap(f)))), want, 1e-12)
+
+
+# Bad input
+
+
+def failing(loss: Callable[..., Tensor], match: str) -> None:
+    def body() -> None:
+        run(zf.train_step(loss, TX), cut(2, 1, 0), steps=1)
+
+    with pytest.raises(zf.PlacementError, match=match):
+        zf.simulate(2)(body)()
+
+
+def test_a_slice_of_the_stream_is_refused() -> None:
+    def loss(params: Any, batch: Batch) -> Tensor:
+        x = zf.scan(block, params["blocks"], zf.embed(batch["ids"], params["table"]))
+        return zf.cross_entropy(zf.column(x[:, :-1], params["table"]), batch["ids"][:, 1:])
+
+    failing(loss, "not this rank's positions of the stream")
+
+
+def test_a_stream_that_nothing_cut_is_refused() -> None:
+    def loss(params: Any, batch: Batch) -> Tensor:
+        x = block(params["blocks"][0], numbers((2, 4, WIDTH), 1))
+        return zf.cross_entropy(zf.column(x, params["table"]), batch["ids"][:2, 1:])
+
+    failing(loss, "nothing was cut yet")
+
+
+def test_a_loss_of_own_positions_is_refused() -> None:
+    def loss(params: Any, batch: Batch) -> Tensor:
+        x = zf.scan(block, params["blocks"], zf.embed(batch["ids"], params["table"]))
+        return x.square().mean()
+
+    failing(loss, "different losses")
+
+
+def test_modules_are_refused() -> None:
+    model = zf.functionalize(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="functional models alone"):
+        zf.split(zf.train_step(loss_of, TX), model, tensor=2, sequence=True)

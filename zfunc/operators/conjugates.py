@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -269,7 +269,8 @@ def scattered_positions(x: Tensor, ranks: Group, dim: int = 1, label: str = FORW
     return found
 
 
-Labelled = Callable[[Tensor, str], Tensor]
+class Labelled(Protocol):
+    def __call__(self, x: Tensor, label: str) -> Tensor: ...
 
 
 def _ways(there: Labelled, back: Labelled, label: str) -> tuple[Way, Way]:

@@ -75,7 +75,8 @@ def row(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
     Returns:
         ``[..., out]``, the same bits on all ranks; under ``zf.split(sequence=True)`` this rank's
-        positions, ``[..., s / T, out]``. Outside of a step that splits, and on one rank, that is ``F.linear(x, w, b)``.
+        positions, ``[..., s / T, out]``. Outside of a step that splits, and on one rank, that is
+        ``F.linear(x, w, b)``.
 
     Raises:
         PlacementError: leaves are split in another way, or are copies, or ``x`` is of another size.

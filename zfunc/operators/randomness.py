@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from zfunc.ranks.comm import Group
 from zfunc.ranks.keys import fold_in, scope
 from zfunc.trees.memory import current
 
-__all__ = ["in_parts"]
+__all__ = ["apart", "in_parts"]
 
 
 @contextmanager
@@ -26,8 +27,9 @@ def in_parts() -> Iterator[None]:
     """A block in which torch's random functions draw other numbers on each rank of the axis.
 
     Around dropout between a column and its row. What is drawn behind the block is alike on all
-    ranks again. For draws with keys of your own, ``zf.random.fold_in(key, zf.axis_index("tensor"))``
-    says the same. Outside of a step that splits, and on one rank, nothing is changed.
+    ranks again. For draws with keys of your own
+    ``zf.random.fold_in(key, zf.axis_index("tensor"))`` says the same. Outside of a step that
+    splits, and on one rank, nothing is changed.
 
     >>> with in_parts():
     ...     y = torch.nn.functional.dropout(torch.ones(2), 0.0)
@@ -37,6 +39,11 @@ def in_parts() -> Iterator[None]:
     if split is None or split.group.size == 1:
         yield
         return
-    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()  # alike on all ranks
-    with scope(fold_in(drawn, split.group.rank)):
+    with apart(split.group):
         yield
+
+
+def apart(ranks: Group) -> scope:
+    """A scope of numbers of this rank's own; a draw that is alike on all ranks decides them."""
+    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+    return scope(fold_in(drawn, ranks.rank))

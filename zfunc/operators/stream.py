@@ -1,7 +1,7 @@
-"""The residual stream between a row and the next column: whole on all ranks, or cut along positions.
+"""The residual stream between a row and the next column: whole, or cut along positions.
 
-Where a running step was made by ``zf.split(..., sequence=True)`` each rank has some positions of the
-stream, and norms, residuals and dropout work on these alone. A column's input is put together
+Where a running step was made by ``zf.split(..., sequence=True)`` each rank has some positions of
+the stream, and norms, residuals and dropout work on these alone. A column's input is put together
 along positions, a row's output is summed and cut along them: together as many bytes as the
 all-reduce in their place.
 

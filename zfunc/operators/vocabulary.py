@@ -26,7 +26,8 @@ def embed(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
 
     Returns:
         ``[..., w]``, the same bits on all ranks; under ``zf.split(sequence=True)`` this rank's
-        positions, ``[..., s / T, w]``. Outside of a step that splits, and on one rank, that is ``F.embedding(ids, table, padding_idx)``.
+        positions, ``[..., s / T, w]``. Outside of a step that splits, and on one rank, that is
+        ``F.embedding(ids, table, padding_idx)``.
 
     Raises:
         IndexError: on a CPU, an id is no row of the full table (on a GPU the device asserts).
