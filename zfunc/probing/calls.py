@@ -324,15 +324,15 @@ class _ProbedCall:
         )
         with Doubled(), torch.enable_grad():
             self.results += tensors_in(self.found.module(*args, **kwargs))
-            self.found.touched |= self._touched()
         for kind, parts in zip(self.found.kinds, self.parts, strict=True):
             kind.replaced |= [x for _, x in kind.module.named_modules()] != parts
+        self.found.touched |= self._touched()
 
     def _touched(self) -> set[tuple[str, str]]:
         """Parameters of tables and products from which something was made, though none looked up
         rows or multiplied: these have stand-ins."""
-        names = [*self.found.lookups, *self.found.called]
-        parts = [(name, self.found.module.get_submodule(name)) for name in names]
+        names = {*self.found.lookups, *self.found.called}
+        parts = [pair for pair in self.found.module.named_modules() if pair[0] in names]
         held = {
             (name, k): p for name, x in parts for k, p in x._parameters.items() if p is not None
         }

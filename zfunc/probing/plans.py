@@ -90,8 +90,8 @@ def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = 
         for kind, made in zip(found.kinds, _of_kinds(found.kinds, ways), strict=True):
             for layer in kind.names:
                 for path, split in made.splits.items():
-                    home, _, attribute = _joined(layer, path).rpartition(".")
-                    splits[names[home, attribute]] = split
+                    home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
+                    splits[names[home[1:], attribute]] = split
                 roles.update({_joined(layer, name): role for name, role in made.roles.items()})
                 whole.update({_joined(layer, name): why for name, why in made.whole.items()})
                 for name, values in made.attributes.items():
