@@ -139,10 +139,8 @@ class Captured:
         return self.step.init(make_state, *args, **kwargs)
 
     def local_batch(self, batch: Any) -> Any:
-        """See :func:`zfunc.local_batch`."""
-        from zfunc.engine.batches import local_batch
-
-        return local_batch(batch)
+        """See :meth:`zfunc.Step.local_batch`: it knows the step's mesh."""
+        return self.step.local_batch(batch)
 
     def describe(self) -> Any:
         """See :meth:`zfunc.Step.describe`."""

@@ -54,9 +54,19 @@ def split(step: int, ranks: int) -> dict[str, Any]:
     return {**full, "p": Parts(full["p"], splits, ranks)}
 
 
-def saved(root: Path, step: int, block: bool, ranks: int, columns: bool = False) -> None:
+def on_a_mesh(step: int) -> dict[str, Any]:
+    """The same, as a split and sharded step placed it, on two replicas of half of the ranks."""
+    full, mesh = state(step), zf.mesh(data=1, tensor=-1, replica=2)
+    wrapped = zf.split(zf.Step(lambda state: (state, {})), rules={"w": zf.Cut(1)}, mesh=mesh)
+    placed = zf.shard(wrapped, stage=3, mesh=mesh).place({"params": full["p"], "step": step})
+    return {**full, "p": placed["params"]}
+
+
+def saved(root: Path, step: int, block: bool, ranks: int, how: str = "") -> None:
+    made: dict[str, Any] = {"split": partial(split, ranks=ranks), "mesh": on_a_mesh}
+
     def body() -> None:
-        here = partial(split, ranks=ranks) if columns else state
+        here = made.get(how, state)
         zf.restore(root, here(0))
         zf.save(root, here(step), block=block, keep=2)
 
@@ -97,7 +107,7 @@ def at_every_call(root: Path, how: str, ranks: int) -> dict[str, int]:
     """Save, killed before the first call, the second, ... until a save gets through.
 
     ``again``: it is always the same step, the only one that there is. ``split``: ranks have parts
-    of rows.
+    of rows. ``mesh``: they do, as steps place them, on two replicas.
     """
     zf_step, kills = 1, 0
     assert os.waitpid(forked(lambda: first(root)), 0)[1] == 0
@@ -106,7 +116,7 @@ def at_every_call(root: Path, how: str, ranks: int) -> dict[str, int]:
 
         def child(this: int = this, kills: int = kills) -> None:
             kill_at(kills + 1)
-            saved(root, this, how != "background", ranks, how == "split")
+            saved(root, this, how != "background", ranks, how)
 
         status = os.waitpid(forked(child), 0)[1]
         zf_step = consistent(root, zf_step, this)

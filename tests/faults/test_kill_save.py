@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def killed(*words: Any) -> dict[str, Any]:
     return dict(json.loads(ran.stdout))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["block", "background", "again", "split"])
+HOWS = [*product(["block", "background", "again", "split"], [1, 2]), ("mesh", 4)]
+
+
+@pytest.mark.parametrize(("how", "ranks"), HOWS)
 def test_killed_before_every_call_that_touches_files(how: str, ranks: int, tmp_path: Path) -> None:
     found = killed(tmp_path, how, ranks)
     assert found["kills"] > 15  # or nothing was tried

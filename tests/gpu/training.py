@@ -108,7 +108,7 @@ def trained(
     del params
     batch: Any = None
     for i in range(steps):
-        batch = _into(batch, zf.local_batch(model.batch(i)), on_gpu)
+        batch = _into(batch, step.local_batch(model.batch(i)), on_gpu)
         if cuda is not None:
             taken = cuda.take()
             run.placing = run.placing if i else taken

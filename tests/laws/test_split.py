@@ -6,7 +6,9 @@ modules by a plan that was found. Float64 throughout, also where a module casts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,112 +20,31 @@ import zfunc as zf
 from tests.laws.cases import assert_near, assert_same, numbers
 from tests.laws.covering import Covering
 from tests.laws.plans_by_hand import gpt2, llama, qwen3
+from tests.laws.split_steps import (
+    F64,
+    HEADS,
+    INNER,
+    KV,
+    RULES,
+    SIZE,
+    TX,
+    WIDTH,
+    Batch,
+    alone,
+    batch,
+    loss_of,
+    on_mesh,
+    params,
+    ranks_of,
+    run,
+)
 from zfunc import optim, tree
 
-F64 = torch.float64
-WIDTH, HEADS, KV, SIZE, WORDS, INNER = 6, 4, 2, 3, 11, 10
-TX = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.02, weight_decay=0.1))
-RULES = {
-    "blocks.*.q*": zf.Cut(0, by=HEADS),
-    "blocks.*.kv": zf.Cut(0, parts=2, by=KV),
-    "blocks.*.out": zf.Cut(1, by=HEADS),
-    "blocks.*.up*": zf.Cut(0),
-    "blocks.*.down": zf.Cut(1),
-    "table": zf.Cut(0),
-}
 PLACES = [
-    *((ways, data, stage) for ways in (2,) for data in (1, 2) for stage in (0, 1, 2, 3)),
-    *((2, 1, None), (1, 2, 1), (2, 3, 1), (2, 3, 3)),
+    *((data, 2, stage) for data in (1, 2) for stage in (0, 1, 2, 3)),
+    *((1, 2, None), (1, 3, 1), (2, 3, 3)),
 ]
-FEW = [(2, 1, None), (2, 1, 3), (2, 2, 0), (2, 2, 1), (2, 2, 3), (2, 3, 2)]
-Batch = dict[str, Tensor]
-
-
-def params(dtype: torch.dtype = F64) -> Any:
-    """A GPT with grouped heads, a tied table, norms, biases and a frozen leaf."""
-    shapes = {
-        "norm": (WIDTH,),
-        "q": (HEADS * SIZE, WIDTH),
-        "q_bias": (HEADS * SIZE,),
-        "kv": (2 * KV * SIZE, WIDTH),
-        "out": (WIDTH, HEADS * SIZE),
-        "up": (INNER, WIDTH),
-        "up_bias": (INNER,),
-        "down": (WIDTH, INNER),
-        "bias": (WIDTH,),
-    }
-    blocks = zf.Layers(
-        {name: numbers(shape, 10 * k + i, dtype) for i, (name, shape) in enumerate(shapes.items())}
-        for k in range(2)
-    )
-    return {"table": numbers((WORDS, WIDTH), 99, dtype), "blocks": blocks}
-
-
-def attention(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    q, kv = zf.column(x, p["q"], p["q_bias"]), zf.column(x, p["kv"])
-    k, v = kv.chunk(2, -1)
-    heads = [y.unflatten(-1, (-1, SIZE)).transpose(1, 2) for y in (q, k, v)]
-    y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-    return zf.row(y.transpose(1, 2).flatten(2), p["out"])
-
-
-def block(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    x = x + attention(p, F.layer_norm(x, (WIDTH,), p["norm"]))
-    return x + zf.row(F.gelu(zf.column(x, p["up"], p["up_bias"])), p["down"], p["bias"])
-
-
-def loss_of(params: Any, batch: Batch) -> Tensor:
-    x = zf.scan(block, params["blocks"], zf.embed(batch["ids"], params["table"]))
-    return zf.cross_entropy(zf.column(x[:, :-1], params["table"]), batch["ids"][:, 1:])
-
-
-def batch(i: int, words: int = WORDS) -> Batch:
-    return {"ids": torch.randint(words, (6, 5), generator=torch.Generator().manual_seed(i))}
-
-
-def run(
-    step: Any,
-    wrap: Callable[[Any], Any] = lambda step: step,
-    start: Callable[[], Any] = params,
-    tx: Any = TX,
-    steps: int = 3,
-    words: int = WORDS,
-) -> tuple[list[Any], Any]:
-    """Metrics of each step and the last state, in full, on the calling rank."""
-    step = wrap(step)
-    state = step.place(zf.TrainState.create(start(), tx, key=7))
-    metrics = []
-    for i in range(steps):
-        state, out = step(state, step.local_batch(batch(i, words)))
-        metrics.append(out)
-    return metrics, step.unplace(state)
-
-
-def on_mesh(ways: int, data: int, stage: int | None, **more: Any) -> Callable[[Any], zf.Step]:
-    def wrap(step: Any) -> zf.Step:
-        step = zf.split(step, mesh=zf.mesh(data=data, tensor=ways), **more)
-        return step if stage is None else zf.shard(step, stage=stage, unit_bytes=600)
-
-    return wrap
-
-
-def ranks_of(ways: int, data: int, body: Callable[[], Any]) -> list[Any]:
-    """What each rank gives; ranks along ``tensor`` give the same bits."""
-    found = zf.simulate(ways * data)(body)()
-    for rank, mine in enumerate(found):
-        assert_same(mine, found[rank - rank % ways], f"rank {rank}")
-    return found
-
-
-_ALONE: dict[str, Any] = {}
-
-
-def alone(name: str = "gpt", tx: Any = TX) -> Any:
-    """The bare step in one process."""
-    if name not in _ALONE:
-        step = zf.train_step(loss_of, tx)
-        _ALONE[name] = run(step, lambda f: zf.shard(f, stage=0), tx=tx)
-    return _ALONE[name]
+FEW = [(1, 2, None), (1, 4, 3), (2, 2, 0), (2, 2, 1), (2, 2, 3), (2, 3, 2)]
 
 
 @pytest.mark.parametrize(("data", "ways", "stage"), PLACES)
@@ -132,7 +53,7 @@ def test_a_functional_model_trains_as_in_one_process(
 ) -> None:
     wrap = on_mesh(ways, data, stage, rules=RULES)
     if ways > KV:
-        wrap = on_mesh(ways, data, stage, rules={**RULES, "blocks.*.[qko]*": None})
+        wrap = on_mesh(ways, data, stage, rules={"blocks.*.[qko]*": None, **RULES})
     step = zf.train_step(loss_of, TX)
     for mine in ranks_of(ways, data, lambda: run(step, wrap)):
         assert_near(mine, alone(), 1e-9)
@@ -153,82 +74,103 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("turn", range(len(FEW)) if not Covering.whole else range(6))
+@dataclass
+class Trained:
+    """A model, which steps may place again, and three steps of it in one process."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        module = MODELS[self.name]()
+        self.model, self.words = zf.functionalize(module), module.config.vocab_size
+        self.start, self.step = self.model.params, zf.train_step(self.loss, TX)
+        self.alone = self.run(lambda f: zf.shard(f, stage=0))
+
+    def loss(self, params: Any, batch: Batch) -> Tensor:
+        logits = self.model.apply(params, batch["ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    def run(self, wrap: Callable[[Any], Any]) -> Any:
+        return run(self.step, wrap, lambda: self.start, words=self.words)
+
+
+trained = cache(Trained)
+
+
+@pytest.mark.parametrize("turn", range(len(FEW)))
 @pytest.mark.parametrize("name", MODELS)
 def test_an_unmodified_module_trains_as_in_one_process(name: str, turn: int) -> None:
     names = list(MODELS)
     if not Covering.whole and (turn + names.index(name)) % 3:
         pytest.skip("another place takes it; --whole tries all")
-    data, ways, stage = FEW[turn]
-    module = MODELS[name]()
-    model, words = zf.functionalize(module), module.config.vocab_size
-
-    def loss(params: Any, batch: Batch) -> Tensor:
-        logits = model.apply(params, batch["ids"]).logits[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
-
-    step, start = zf.train_step(loss, TX), model.params
-    want = run(step, lambda f: zf.shard(f, stage=0), lambda: start, words=words)
-    wrap = on_mesh(ways, data, stage, model=model)
-    found = ranks_of(ways, data, lambda: run(step, wrap, lambda: start, words=words))
-    for mine in found:
-        assert_near(mine, want, 1e-9)
+    (data, ways, stage), known = FEW[turn], trained(name)
+    wrap = on_mesh(ways, data, stage, model=known.model)
+    for mine in ranks_of(ways, data, lambda: known.run(wrap)):
+        assert_near(mine, known.alone, 1e-9)
 
 
-BESIDE: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "remat": (zf.remat, True),
-    "donate": (zf.donate, True),
-    "accumulate": (lambda f: zf.accumulate(f, 3), True),
-    "drop_layers": (lambda f: zf.drop_layers(f, theta=0.5), True),
-    "offload": (lambda f: zf.offload(f, to="cpu"), True),
-    "offload params": (lambda f: zf.offload(f, to="cpu", what="params"), True),
-    "quantize": (lambda f: zf.quantize(f, start_bits=16, target_bits=8, group_size=None), True),
-    "precision": (zf.precision, False),
-    "onebit": (lambda f: zf.compress_grads(f, "onebit", freeze_step=2), False),
-    "int8": (lambda f: zf.compress_grads(f, "int8", freeze_step=1), False),
-    "int4": (lambda f: zf.compress_grads(f, "int4", freeze_step=1), False),
-    "powersgd": (lambda f: zf.compress_grads(f, "powersgd", freeze_step=1), False),
+Wrap = Callable[[Any], Any]
+BESIDE: dict[str, Wrap] = {
+    "remat": zf.remat,
+    "donate": zf.donate,
+    "accumulate": lambda f: zf.accumulate(f, 3),
+    "drop_layers": lambda f: zf.drop_layers(f, theta=0.5),
+    "offload": lambda f: zf.offload(f, to="cpu"),
+    "offload params": lambda f: zf.offload(f, to="cpu", what="params"),
+    "quantize": lambda f: zf.quantize(f, start_bits=16, target_bits=8, group_size=None),
 }
+ROUNDING: dict[str, Wrap] = {
+    "precision": zf.precision,
+    "onebit": lambda f: zf.compress_grads(f, "onebit", freeze_step=2),
+    "int8": lambda f: zf.compress_grads(f, "int8", freeze_step=1),
+    "int4": lambda f: zf.compress_grads(f, "int4", freeze_step=1),
+    "powersgd": lambda f: zf.compress_grads(f, "powersgd", freeze_step=1),
+}
+
+
+def beside(other: Wrap, stage: int, dtype: torch.dtype = F64) -> Any:
+    """What rank 0 of two by two gives under another transform."""
+    wrap, step = on_mesh(2, 2, stage, rules=RULES), zf.train_step(loss_of, TX)
+    return ranks_of(2, 2, lambda: run(step, lambda f: other(wrap(f)), lambda: params(dtype)))[0]
+
+
+@cache
+def without(name: str, ranks: int, dtype: torch.dtype = F64) -> Any:
+    """The same of so many data ranks without tensor."""
+    other, step = {**BESIDE, **ROUNDING}[name], zf.train_step(loss_of, TX)
+    on_data = lambda f: other(zf.shard(f, stage=0))  # noqa: E731
+    return zf.simulate(ranks)(lambda: run(step, on_data, lambda: params(dtype)))()[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", BESIDE)
 def test_beside_another_transform(name: str, stage: int) -> None:
-    """As on as many data ranks without tensor; what rounds otherwise leaves no leaf to drift."""
-    other, exact = BESIDE[name]
+    assert_near(beside(BESIDE[name], stage), without(name, 1), 1e-9)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ROUNDING)
+def test_what_rounds_otherwise_leaves_no_leaf_to_drift(name: str, stage: int) -> None:
     dtype = torch.float32 if name == "precision" else F64
-    step = zf.train_step(loss_of, TX)
-
-    def start() -> Any:
-        return params(dtype)
-
-    split = ranks_of(
-        2, 2, lambda: run(step, lambda f: other(on_mesh(2, 2, stage, rules=RULES)(f)), start)
-    )
-    if exact:
-        bare = zf.simulate(2)(lambda: run(step, lambda f: other(zf.shard(f, stage=stage)), start))()
-        assert_near(split[0], bare[0], 1e-9)
-    else:
-        bare = zf.simulate(2)(lambda: run(step, lambda f: other(zf.shard(f, stage=stage)), start))()
-        assert_near(split[0][1].params, bare[0][1].params, 0.2)
+    found, bare = beside(ROUNDING[name], stage, dtype), without(name, 2, dtype)
+    assert_near(found[1].params, bare[1].params, 0.2)
 
 
 OPTIMIZERS = {
     "lamb": optim.lamb(0.02),
     "lion": optim.lion(1e-3),
     "sgd": optim.sgd(0.02, momentum=0.9),
-    "ema": optim.ema(optim.adamw(0.02)) if hasattr(optim, "ema") else optim.adamw(0.02),
 }
 
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 3])
-@pytest.mark.parametrize("name", ["lamb", "lion", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_see_full_leaves(name: str, stage: int | None) -> None:
     tx = OPTIMIZERS[name]
     step = zf.train_step(loss_of, tx)
     data = 1 if stage is None else 2
     found = ranks_of(2, data, lambda: run(step, on_mesh(2, data, stage, rules=RULES), tx=tx))
-    assert_near(found[0], alone(name, tx), 1e-9)
+    assert_near(found[0], alone(tx), 1e-9)
 
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 3])
@@ -284,8 +226,6 @@ def test_what_is_placed_says_what_it_is() -> None:
         assert float(tree.global_norm({"w": part})) == pytest.approx(
             float(params()["blocks"][0]["up"].norm()), abs=1e-12
         )
-        with pytest.raises(zf.CheckpointError, match="this rank's part"):
-            zf.save("nowhere", {"w": part})
         text = str(step.describe())
         assert "over 2 ranks of axis 'tensor'" in text and "leaves whole" in text
 
@@ -352,6 +292,34 @@ def test_the_model_of_another_step_is_refused() -> None:
                 zf.TrainState.create(params(), TX)
             )
         )()
+
+
+def test_rules_beside_a_model_leave_parts_whole() -> None:
+    module = llama()
+    model, start = zf.functionalize(module), zf.functionalize(module).params
+    rules = {"*.mlp.up_proj.weight": None, "lm_head*": None}
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        logits = model.apply(params, batch["ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    step, words = zf.train_step(loss, TX), module.config.vocab_size
+    want = run(step, lambda f: zf.shard(f, stage=0), lambda: start, words=words)
+
+    def body() -> Any:
+        wrap = on_mesh(2, 1, 0, model=model, rules=rules)
+        split = wrap(step).place(zf.TrainState.create(start, TX)).params.layout
+        cut = {slot.path.rpartition("layers.0.")[2] for slot in split.present if slot.split}
+        assert "self_attn.q_proj.weight" in cut
+        assert not cut & {"mlp.up_proj.weight", "mlp.down_proj.weight", "lm_head.weight"}
+        return run(step, wrap, lambda: start, words=words)
+
+    assert_near(ranks_of(2, 1, body)[0], want, 1e-9)
+    with pytest.raises(ValueError, match=r"leave leaves whole"):
+        zf.split(step, model, rules={"lm_head*": zf.Cut(0)}, tensor=2)
+    wrap = on_mesh(2, 1, 0, model=model, rules={"nothing.*": None})
+    with pytest.raises(zf.PlacementError, match=r"names no leaf"):
+        zf.simulate(2)(lambda: run(step, wrap, lambda: start, words=words))()
 
 
 def test_a_state_of_another_size_is_refused() -> None:

@@ -33,16 +33,18 @@ class Place(NamedTuple):
     tensor: int
     stage: int | None
     disk: bool = False
+    replica: int = 1
 
     @property
     def world(self) -> int:
-        return self.data * self.tensor
+        return self.replica * self.data * self.tensor
 
 
 PLACES = [
     Place(1, 1, 0), Place(1, 2, None), Place(1, 2, 3), Place(2, 2, 0), Place(2, 2, 1),
     Place(2, 2, 2), Place(2, 2, 3), Place(1, 3, 2), Place(4, 1, 3), Place(1, 4, 1),
     Place(1, 4, None), Place(2, 2, 3, disk=True), Place(1, 3, 2, disk=True),
+    Place(2, 2, 3, replica=2), Place(1, 2, 1, replica=2), Place(1, 3, 0, replica=2),
 ]  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def loss(params: dict[str, Tensor], batch: Any) -> Any:
 
 @contextmanager
 def step_at(place: Place, folder: Path) -> Iterator[Any]:
-    mesh = zf.mesh(data=place.data, tensor=place.tensor)
+    mesh = zf.mesh(data=place.data, tensor=place.tensor, replica=place.replica)
     step = split(zf.train_step(loss, ADAMW), rules=RULES, mesh=mesh)
     if place.disk:
         step = zf.offload(step, to="disk", path=folder / "tier")
@@ -101,6 +103,15 @@ def test_what_is_restored_is_what_was_saved(
             assert_same(step.unplace(back), state())
 
     zf.simulate(here.world)(body)()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_element_is_written_once(place: Place, saved: dict[Place, Path]) -> None:
+    """By one of the ranks that hold it: replicas, and the tensor ranks of whole leaves."""
+    files = (saved[place] / "files").rglob("*.safetensors")
+    elements = sum(x.numel() for file in files for x in load_file(file).values())
+    tensors = [x for x in tree.leaves(state()) if isinstance(x, Tensor)]
+    assert elements == sum(x.numel() for x in tensors)
 
 
 @pytest.mark.parametrize("place", PLACES)

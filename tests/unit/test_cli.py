@@ -55,8 +55,8 @@ def test_every_flag_reaches_the_run() -> None:
     words = (
         "--ranks 4 --steps 7 --batch 8 --context 32 --seed 3 --data f.txt --out o --save-every 2 "
         "--keep 4 --resume --sample 5 --width 32 --depth 3 --heads 4 --tied --lr 0.1 --stage 1 "
-        "--offload disk --compress onebit --drop 0.5 --precision bf16 --remat --accumulate 2 "
-        "--quantize 4 --quantize-from 8 --quantize-period 3 --quantize-group 16 "
+        "--tensor 2 --offload disk --compress onebit --drop 0.5 --precision bf16 --remat "
+        "--accumulate 2 --quantize 4 --quantize-from 8 --quantize-period 3 --quantize-group 16 "
         "--quantize-curvature"
     )
     assert cli.run_of(parsed(*words.split())) == Run(
@@ -73,6 +73,7 @@ def test_every_flag_reaches_the_run() -> None:
         keep=4,
         resume=True,
         stage=1,
+        tensor=2,
         offload="disk",
         compress="onebit",
         drop=0.5,
@@ -93,10 +94,20 @@ def test_the_default_batch_splits_over_any_number_of_ranks() -> None:
     assert batches == [16, 16, 18, 20, 16, 20]
 
 
+def test_ranks_that_share_a_layer_have_the_same_rows() -> None:
+    found = cli.run_of(parsed("--ranks", "6", "--tensor", "2"))
+    assert (found.batch, found.tensor, found.mesh) == (18, 2, zf.mesh(tensor=2))
+    assert torch.cuda.device_count() or cli.run_of(parsed("--tensor", "3")).ranks == 3
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--batch 5 --ranks 2", "--batch 5 does not split over 2 ranks"),
+        ("--batch 5 --ranks 4 --tensor 2", "--batch 5 does not split over 2 ranks of 1 micro"),
+        ("--tensor 8 --ranks 8", "--tensor 8 with --heads 4: each rank needs a head"),
+        ("--tensor 2 --ranks 3", "--tensor 2 does not divide 3 ranks: expected a multiple of 2"),
+        ("--tensor 0", "0: expected a whole number, at least 1"),
         ("--drop 1.5", "--drop 1.5: expected a probability"),
         ("--width 30 --heads 4", "width 30 with 4 heads"),
         ("--data /no/such/file", "No such file"),
@@ -134,7 +145,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit.value.code == 0
     said = capsys.readouterr().out
     flags = (
-        "ranks steps batch seed data out save-every resume stage offload compress drop precision"
+        "ranks steps batch seed data out save-every resume stage tensor offload compress drop "
+        "precision"
     )
     assert all(f"--{flag}" in said for flag in flags.split())
     assert "None" not in said

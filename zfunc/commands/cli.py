@@ -104,6 +104,8 @@ def _add_transforms(group: Any) -> None:
     option = _options(group)
     stage = "ZeRO: split 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
     option("--stage", stage, type=int, choices=range(4), default=Run.stage)
+    shared = "ranks that share the work of each layer, by its heads; the others have other rows"
+    option("--tensor", shared, type=_positive, metavar="T", default=Run.tensor)
     tiers = ("none", "cpu", "disk")
     option("--offload", "where the state lives", choices=tiers, default=Run.offload)
     methods = ("onebit", "zero_one", "int8", "int4")
@@ -156,13 +158,15 @@ def run_of(found: argparse.Namespace) -> Run:
     world = int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
     if world and found.ranks not in (None, world):
         raise ValueError(f"--ranks {found.ranks} under torchrun with {world}: leave --ranks out")
-    ranks = world or found.ranks or torch.cuda.device_count() or 2
-    parts = ranks * found.accumulate
+    ranks = world or found.ranks or torch.cuda.device_count() or max(2, found.tensor)
+    _check_tensor(found, ranks)
+    parts = ranks // found.tensor * found.accumulate
     batch = found.batch or -(-Run.batch // parts) * parts
     if batch % parts:
         raise ValueError(
-            f"--batch {batch} does not split over {ranks} ranks of {found.accumulate} "
-            f"microbatch(es): expected a multiple of {parts}, such as {-(-batch // parts) * parts}"
+            f"--batch {batch} does not split over {ranks // found.tensor} ranks of "
+            f"{found.accumulate} microbatch(es): expected a multiple of {parts}, such as "
+            f"{-(-batch // parts) * parts}"
         )
     if found.drop is not None and not 0 < found.drop <= 1:
         raise ValueError(f"--drop {found.drop:g}: expected a probability, 0 < THETA <= 1")
@@ -176,6 +180,20 @@ def run_of(found: argparse.Namespace) -> Run:
     # Under torchrun --max-restarts the job that comes back goes on with what it had.
     resume = found.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     return Run(model=GPTConfig(**shape), ranks=ranks, batch=batch, resume=resume, **same)
+
+
+def _check_tensor(found: argparse.Namespace, ranks: int) -> None:
+    tensor = found.tensor
+    if tensor > found.heads:
+        raise ValueError(
+            f"--tensor {tensor} with --heads {found.heads}: each rank needs a head. Take at most "
+            f"--tensor {found.heads}, or more heads."
+        )
+    if ranks % tensor:
+        raise ValueError(
+            f"--tensor {tensor} does not divide {ranks} ranks: expected a multiple of {tensor}, "
+            f"such as {-(-ranks // tensor) * tensor} (--ranks, or what torchrun starts)"
+        )
 
 
 def _check_low_bits(found: argparse.Namespace) -> None:

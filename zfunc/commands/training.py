@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
@@ -29,6 +28,8 @@ from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, wind
 from zfunc.language.gpt import GPTConfig
 from zfunc.language.gpt_decoding import GPTDecoder
 from zfunc.ranks import world
+from zfunc.ranks.axes import group
+from zfunc.ranks.meshes import Mesh
 from zfunc.transforms.offloading.disk_trees import trees_on_disk
 
 __all__ = ["Run", "make_step", "train_rank", "transformed", "validate"]
@@ -51,6 +52,7 @@ class Run:
     keep: int = 2
     resume: bool = False
     stage: int = 3
+    tensor: int = 1
     offload: str = "cpu"
     compress: str | None = None
     drop: float | None = None
@@ -68,6 +70,11 @@ class Run:
     def checkpoints(self) -> Path:
         """The folder of this run's checkpoints."""
         return self.out / "checkpoints"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks: those that share each layer, and data over the rest."""
+        return zf.mesh(tensor=self.tensor)
 
 
 def make_step(run: Run, tx: Any) -> Callable[..., Any]:
@@ -89,6 +96,8 @@ def make_step(run: Run, tx: Any) -> Callable[..., Any]:
 def transformed(step: Callable[..., Any], run: Run) -> Any:
     """The step under the transforms that the run asks for, in whatever order."""
     step = zf.donate(zf.shard(step, stage=run.stage))
+    if run.tensor > 1:
+        step = zf.split(step, rules=gpt.rules(run.model), tensor=run.tensor)
     if run.offload != "none":
         path = run.out / "offload" if run.offload == "disk" else None
         step = zf.offload(step, to=run.offload, path=path)
@@ -160,7 +169,7 @@ def train_rank(run: Run) -> dict[str, Any]:
     with record, live, zf.preemption() as stop:
         for n in range(int(state.step), run.steps):
             batch = batch_at(n, corpus.train, run.batch, run.context, run.seed)
-            state, metrics = step(state, zf.local_batch(batch).to(device))
+            state, metrics = step(state, step.local_batch(batch).to(device))
             loss = _finite(float(metrics["loss"]), n + 1, run)
             judged = (n + 1) % -(-run.steps // 8) == 0 or n + 1 == run.steps
             val_loss = validate(state.params, corpus.heldout, run, device) if judged else None
@@ -209,10 +218,10 @@ def _finite(loss: float, step: int, run: Run) -> float:
 
 
 def validate(params: Any, text: Tensor, run: Run, device: torch.device, rows: int = 64) -> float:
-    """Mean loss over a whole text, in nats per byte; each rank scores its share of it.
+    """Mean loss over a whole text, in nats per byte; ranks score their shares of it.
 
     Args:
-        params: placed parameters.
+        params: placed parameters, or full ones.
         text: 1-D uint8, the same on all ranks.
         run: the run.
         device: where the parameters live.
@@ -223,25 +232,30 @@ def validate(params: Any, text: Tensor, run: Run, device: torch.device, rows: in
     """
 
     def score(params: Any, ids: Tensor, targets: Tensor) -> Tensor:
-        logits = gpt.apply(params, ids, run.model).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        return gpt.score(params, ids, targets, run.model)
 
-    ids, targets = windows(text, run.context, multiple=zf.world_size())
+    on = run.mesh.closed(zf.world_size())
+    every = windows(text, run.context, multiple=on.size("data"))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    mine = zip(zf.local_batch(ids).split(rows), zf.local_batch(targets).split(rows), strict=True)
-    for some_ids, some_targets in mine:
-        total += zf.evaluate(score)(params, some_ids.to(device), some_targets.to(device))
-    return float(zf.psum(total, "data")) / (len(text) - 1)
+    mine = (zf.local_batch(part, on).split(rows) for part in every)
+    for ids, targets in zip(*mine, strict=True):
+        total += zf.evaluate(score)(params, ids.to(device), targets.to(device))
+    summed = group(on, "data").all_reduce(total, label="held-out loss").wait()
+    return float(summed) / (len(text) - 1)
 
 
 def _announce(console: Console, run: Run, corpus: Corpus, state: Any) -> None:
     console.print(
         f"[bold]zfunc train[/bold]: {si(gpt.count(run.model))} parameters, "
-        f"ranks: {zf.world_size()}, ZeRO stage {run.stage}, "
+        f"ranks: {zf.world_size()}{_shared(run)}, ZeRO stage {run.stage}, "
         f"{_size(state)} of state per rank\n"
         f"{escape(corpus.name)}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.heldout):,} held out"
     )
+
+
+def _shared(run: Run) -> str:
+    return f" ({run.tensor} share each layer)" if run.tensor > 1 else ""
 
 
 def _conclude(

@@ -2,11 +2,13 @@
 
 Pre-LN blocks (Xiong et al., 2020, https://arxiv.org/abs/2002.04745), rotary positions
 (Su et al., 2021, https://arxiv.org/abs/2104.09864), no biases. Parameters are a nested
-dict, the stack of blocks a :class:`zfunc.Layers`, so every transform finds its units;
-nothing else in this file knows that transforms exist.
+dict, the stack of blocks a :class:`zfunc.Layers`, so every transform finds its units.
+Products are written with :func:`zfunc.column` and :func:`zfunc.row`, which on whole weights
+are plain products, and :func:`rules` says how ``zf.split`` cuts the weights: nothing else in
+this file knows that transforms exist.
 
 Shapes are written with ``b`` sequences, ``t`` positions, ``h`` heads, ``d`` features of
-a head, ``w = h * d`` the model's width.
+a head, ``w = h * d`` the model's width. In parts ``h`` are this rank's heads.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 import zfunc as zf
 from zfunc.language import gpt_layers
 
-__all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "shapes"]
+__all__ = ["GPTConfig", "apply", "block", "count", "init", "loss", "rules", "score", "shapes"]
 
 Params = dict[str, Any]
 
@@ -109,6 +111,30 @@ def _normal(key: Tensor | None, rows: int, columns: int, scale: float) -> Tensor
     return zf.random.normal(key, (rows, columns)) * scale
 
 
+def rules(config: GPTConfig, group_size: int | None = None) -> dict[str, zf.Cut]:
+    """How ``zf.split`` cuts the parameters: heads, hidden features, and the vocabulary.
+
+    Args:
+        config: the shape.
+        group_size: of low-bit weights, how many of a row share a scale: rows are cut between them.
+
+    >>> rules(GPTConfig(heads=4))["blocks.*.qkv"]
+    Cut(dim=0, parts=3, by=4, grain=1)
+    """
+    # A row of one group has one scale, wherever it is cut.
+    heads, hidden = (
+        1 if group_size is None or group_size >= k else group_size
+        for k in (config.width, 4 * config.width)
+    )
+    return {
+        "embed": zf.Cut(0),
+        "blocks.*.qkv": zf.Cut(0, parts=3, by=config.heads, grain=heads),
+        "blocks.*.out": zf.Cut(1, by=config.heads, grain=heads),
+        "blocks.*.up": zf.Cut(0, grain=hidden),
+        "blocks.*.down": zf.Cut(1, grain=hidden),
+    } | ({} if config.tied else {"head": zf.Cut(0)})
+
+
 def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
     """Predict each next token.
 
@@ -118,32 +144,38 @@ def apply(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
         config: the shape.
 
     Returns:
-        Logits ``[b, t, vocab]``.
+        Logits ``[b, t, vocab]``, on every rank all of them.
     """
-    x = F.embedding(ids, params["embed"])
-    turn = rotations(ids.shape[1], config.width // config.heads, x)
-    x = zf.scan(partial(block, turn=turn, heads=config.heads), params["blocks"], x)
+    return gpt_layers.whole(_logits(params, ids, config))
+
+
+def _logits(params: Params, ids: Tensor, config: GPTConfig) -> Tensor:
+    """``[b, t, vocab]``; where the head is split those of this rank's classes."""
+    x = zf.embed(ids, params["embed"])
+    features = config.width // config.heads
+    turn = rotations(ids.shape[1], features, x)
+    x = zf.scan(partial(block, turn=turn, features=features), params["blocks"], x)
     x = gpt_layers.norm(x, params["norm"])
-    return F.linear(x, params["embed"] if config.tied else params["head"])
+    return zf.column(x, params["embed"] if config.tied else params["head"])
 
 
-def block(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
+def block(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], features: int) -> Tensor:
     """Attention, then the MLP, each on a normalised copy and added to ``x`` ``[b, t, w]``."""
-    x = x + _attention(params, gpt_layers.norm(x, params["norm1"]), turn, heads)
-    return x + F.linear(hidden(params, x), params["down"])
+    x = x + _attention(params, gpt_layers.norm(x, params["norm1"]), turn, features)
+    return x + zf.row(hidden(params, x), params["down"])
 
 
 def hidden(params: Params, x: Tensor) -> Tensor:
     """The MLP's hidden features ``[..., 4 w]``, from ``x`` ``[..., w]``."""
-    return gpt_layers.gelu(F.linear(gpt_layers.norm(x, params["norm2"]), params["up"]))
+    return gpt_layers.gelu(zf.column(gpt_layers.norm(x, params["norm2"]), params["up"]))
 
 
-def _attention(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], heads: int) -> Tensor:
-    qkv = F.linear(x, params["qkv"])
-    q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
+def _attention(params: Params, x: Tensor, turn: tuple[Tensor, Tensor], features: int) -> Tensor:
+    qkv = zf.column(x, params["qkv"])
+    q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, d=features)
     q, k = gpt_layers.turned(q, k, turn)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.linear(rearrange(y, "b h t d -> b t (h d)"), params["out"])
+    return zf.row(rearrange(y, "b h t d -> b t (h d)"), params["out"])
 
 
 def rotations(length: int, features: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,8 +192,15 @@ def rotations(length: int, features: int, like: Tensor) -> tuple[Tensor, Tensor]
 
 def loss(params: Params, batch: Tensor, config: GPTConfig) -> Tensor:
     """Mean cross-entropy of the next token, in nats; ``batch`` is ``[b, t + 1]`` int64."""
-    logits = apply(params, batch[:, :-1], config)
-    return gpt_layers.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return gpt_layers.cross_entropy(_logits(params, batch[:, :-1], config), batch[:, 1:])
+
+
+def score(params: Params, ids: Tensor, targets: Tensor, config: GPTConfig) -> Tensor:
+    """The sum of cross-entropies, in nats, of ``targets`` ``[b, t]`` behind ``ids`` ``[b, t]``.
+
+    A target of -100 counts nothing.
+    """
+    return gpt_layers.cross_entropy(_logits(params, ids, config), targets, "sum")
 
 
 def count(config: GPTConfig) -> int:

@@ -17,7 +17,8 @@ import zfunc as zf
 from zfunc.huggingface import blocks
 from zfunc.language.decoding import BoundStep, TensorStep, check_room
 from zfunc.language.gpt import GPTConfig, Params, hidden, rotations
-from zfunc.language.gpt_layers import rotate
+from zfunc.language.gpt_layers import rotate, split_of, whole
+from zfunc.trees.nodes import part_of
 
 __all__ = ["GPTCache", "GPTDecoder"]
 
@@ -27,7 +28,7 @@ class GPTCache:
     """What a GPT has seen of ``b`` texts: a cache of static size.
 
     Attributes:
-        keys, values: one ``[b, h, length, d]`` tensor for each block.
+        keys, values: one ``[b, h, length, d]`` tensor for each block, of this rank's heads.
         rotations: cosines and sines of all positions, ``[length, d / 2]``.
         mask: ``[b, length]`` bool, False at padding (left of each text), or None.
         used: positions that are taken.
@@ -86,7 +87,7 @@ class GPTDecoder:
     def step(self, params: Params, cache: Any, tokens: Tensor) -> tuple[Tensor, GPTCache]:
         """Take ``[b, t]`` tokens in; logits ``[b, vocab]`` behind the last, and the cache."""
         if not isinstance(cache, GPTCache):
-            cache = self._empty(F.embedding(tokens[:, :1], params["embed"]), *cache)
+            cache = self._empty(params, zf.embed(tokens[:, :1], params["embed"]), *cache)
         check_room(cache.used, tokens.shape[1], cache.length)
         stop = cache.used + tokens.shape[1]
         positions = torch.arange(cache.used, stop, device=tokens.device)
@@ -107,7 +108,7 @@ class GPTDecoder:
 
         They attend to the first ``length`` positions of the cache, as far as they are filled.
         """
-        x, past = F.embedding(tokens, params["embed"]), torch.arange(length, device=tokens.device)
+        x, past = zf.embed(tokens, params["embed"]), torch.arange(length, device=tokens.device)
         allowed = (past <= positions[:, None])[None, None]
         if self.window is not None:
             allowed = allowed & (past > positions[:, None] - self.window)
@@ -120,16 +121,27 @@ class GPTDecoder:
             at = (real.long().cumsum(1) - 1).clamp_min(0)[:, positions]
             turn = cos[at][:, None], sin[at][:, None]
         block = partial(
-            _block, positions=positions, turn=turn, heads=self.config.heads, allowed=allowed
+            _block, positions=positions, turn=turn, features=self._features, allowed=allowed
         )
         for p, keys, values in zip(params["blocks"], cache.keys, cache.values, strict=True):
             x = zf.layer(block, p, x, keys, values)
         x = F.layer_norm(x[:, -1], (self.config.width,), params["norm"])
-        return F.linear(x, params["embed"] if self.config.tied else params["head"])
+        return whole(zf.column(x, params["embed"] if self.config.tied else params["head"]))
 
-    def _empty(self, like: Tensor, batch: int, length: int, mask: Any) -> GPTCache:
+    @property
+    def _features(self) -> int:
+        return self.config.width // self.config.heads
+
+    def _heads(self, params: Params) -> int:
+        """How many heads this rank has: what its part of a block makes, not the configuration."""
+        if part_of(params["embed"]) is None or not self.config.depth:
+            return self.config.heads
+        rows: int = zf.layer(lambda p: len(p["qkv"]), params["blocks"][0])
+        return rows // (3 * self._features)
+
+    def _empty(self, params: Params, like: Tensor, batch: int, length: int, mask: Any) -> GPTCache:
         c = self.config
-        shape = (batch, c.heads, length, c.width // c.heads)
+        shape = (batch, self._heads(params), length, self._features)
         keys, values = (tuple(like.new_zeros(shape) for _ in range(c.depth)) for _ in range(2))
         return GPTCache(keys, values, rotations(length, shape[3], like), mask)
 
@@ -141,12 +153,12 @@ def _block(
     values: Tensor,
     positions: Tensor,
     turn: tuple[Tensor, Tensor],
-    heads: int,
+    features: int,
     allowed: Tensor,
 ) -> Tensor:
     """A block on tokens ``[b, t, w]`` at these positions, with keys and values written in place."""
-    qkv = F.linear(F.layer_norm(x, x.shape[-1:], params["norm1"]), params["qkv"])
-    q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=heads)
+    qkv = zf.column(F.layer_norm(x, x.shape[-1:], params["norm1"]), params["qkv"])
+    q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, d=features)
     length = allowed.shape[-1]
     keys = keys.index_copy_(2, positions, rotate(k, turn))[:, :, :length]
     values = values.index_copy_(2, positions, v)[:, :, :length]
@@ -157,4 +169,6 @@ def _block(
 
 
 def _added(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    if split_of(weight) is not None:  # what is added to is added once, behind the sum over ranks
+        return x + zf.row(y, weight)
     return blocks.added(x, y, {"weight": weight, "bias": None})

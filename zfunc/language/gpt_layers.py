@@ -2,7 +2,8 @@
 
 That is on a GPU. On a CPU torch's own functions are as fast, so kernels' twins run only where
 :func:`zfunc.kernels.use` asks for them; and for few numbers, those of a token, a kernel's call
-takes longer than its work.
+takes longer than its work. Logits that ranks have in parts go through the operators of split
+leaves, which find such kernels themselves.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import zfunc as zf
 from zfunc import kernels
 from zfunc.kernels import dispatch
+from zfunc.kernels.losses import Reduction
+from zfunc.layout.splits import Part
+from zfunc.operators.conjugates import gathered
+from zfunc.trees.nodes import part_of
 
-__all__ = ["cross_entropy", "gelu", "norm", "rotate", "turned"]
+__all__ = ["cross_entropy", "gelu", "norm", "rotate", "split_of", "turned", "whole"]
 
 FEW = 1 << 16  # elements
 
@@ -48,11 +54,31 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean over rows, in fp32; ``logits`` are ``[n, vocab]``, ``target`` ``[n]``."""
+def cross_entropy(logits: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """The mean, or sum, over rows, in fp32; ``logits`` are ``[..., vocab]``, ``target`` ``[...]``.
+
+    A target of -100 counts nothing. Of split logits each rank has its part, and all the loss.
+    """
+    if split_of(logits) is not None:
+        return zf.cross_entropy(logits, target, reduction=reduction).float()
+    logits, target = logits.flatten(0, -2), target.flatten()
     if _taken("cross_entropy", logits):
-        return kernels.cross_entropy(logits, target).float()
-    return F.cross_entropy(logits.float(), target)
+        return kernels.cross_entropy(logits, target, reduction=reduction).float()
+    return F.cross_entropy(logits.float(), target, reduction=reduction)
+
+
+def whole(logits: Tensor) -> Tensor:
+    """Logits of which each rank may have some, ``[..., vocab]`` on every rank."""
+    part = split_of(logits)
+    if part is None or part.split is None:
+        return logits
+    return gathered(logits, part.group, part.split)
+
+
+def split_of(x: Tensor) -> Part | None:
+    """What a tensor is a part of, if several ranks have others."""
+    part: Part | None = part_of(x)
+    return None if part is None or part.split is None or part.group.size == 1 else part
 
 
 def _taken(name: str, x: Tensor) -> bool:

@@ -14,27 +14,14 @@ from zfunc.errors import PlacementError
 from zfunc.layout.freezing import frozen_among
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
-from zfunc.layout.splits import Part
+from zfunc.layout.splits import Encoded, Part, Split
 from zfunc.ranks.meshes import Axes, Mesh
 from zfunc.trees.nodes import NAMESPACE, Tree, part_of
 from zfunc.trees.tree import dotted
 
-__all__ = ["Encoded", "aligned_cuts", "make_layout"]
+__all__ = ["aligned_cuts", "make_layout", "sharing"]
 
 ALONE = 1 << 16  # bytes from which a leaf of the root is worth a message of its own
-
-
-class Encoded:
-    """A leaf that is cut and sent as the bytes that it is stored in (a low-bit tensor)."""
-
-    def to_bytes(self) -> Tensor:
-        """All that it holds, 1-D uint8."""
-        raise NotImplementedError
-
-    @property
-    def code(self) -> Any:
-        """A static value, hashable, with ``bytes`` (how many) and ``read(bytes) -> leaf``."""
-        raise NotImplementedError
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
@@ -194,7 +181,8 @@ def make_layout(
                 else:
                     small = sizes[i] < persist_below * leaf.itemsize
                     kind = (leaf.dtype, not still[i], small, origin_of(leaf))
-                kinds.setdefault((*kind, _sharing(parts[i])), []).append(i)
+                split = None if (part := parts[i]) is None else part.split
+                kinds.setdefault((*kind, sharing(split)), []).append(i)
         mine = []
         for (dtype, trainable, whole, *_), some in kinds.items():
             end = 0
@@ -229,12 +217,12 @@ def _bytes(leaf: Any, part: Part | None) -> int:
     return math.prod(part.split.full(leaf.shape)) // part.split.ways * int(leaf.itemsize)
 
 
-def _sharing(part: Part | None) -> int:
-    """Leaves that differ in how many ranks hold their elements lie in flats of their own.
+def sharing(split: Split | None) -> int:
+    """Which leaves may lie in one flat: whole ones, split ones, and those of shared elements.
 
-    What is computed of a whole flat, a scale say, would make copies of the same leaf differ.
+    What is computed of a flat, a scale say, would make copies of the same leaf differ otherwise.
     """
-    return 0 if part is None or part.split is None else 2 if part.split.shared else 1
+    return 0 if split is None else 2 if split.shared else 1
 
 
 def _slot(name: str, leaf: Any, flat: int, start: int, index: int, part: Part | None) -> Slot:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from zfunc.layout.cutting import aligned_cuts
+from zfunc.layout.cutting import aligned_cuts, sharing
 from zfunc.layout.layout import Flat, Layout, Unit
 
 __all__ = ["merged"]
@@ -27,9 +27,9 @@ def merged(layout: Layout, nbytes: int) -> Layout:
 
 def _merged_flats(layout: Layout, nbytes: int) -> Layout:
     runs: list[list[int]] = []  # flats that become one
-    last: dict[tuple[torch.dtype, bool], list[int]] = {}  # of each kind
+    last: dict[tuple[torch.dtype, bool, int], list[int]] = {}  # of each kind
     for i, flat in enumerate(layout.flats):
-        kind = flat.dtype, flat.trainable
+        kind = flat.dtype, flat.trainable, _sharing(layout, i)
         run = last.get(kind, [])
         length = flat.length + sum(layout.flats[k].length for k in run)
         if run and not flat.whole and length * flat.dtype.itemsize <= nbytes:
@@ -58,3 +58,7 @@ def _merged_flats(layout: Layout, nbytes: int) -> Layout:
         for slot in layout.slots
     ]
     return replace(layout, slots=tuple(moved), flats=tuple(flats), units=tuple(units), _memo={})
+
+
+def _sharing(layout: Layout, flat: int) -> int:
+    return next((sharing(slot.split) for slot in layout.by_flat[flat]), 0)

@@ -7,7 +7,9 @@ the mean of all, which leaves the mean what it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -18,7 +20,8 @@ from zfunc.errors import PlacementError
 from zfunc.layout.dense import dense_of
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of
-from zfunc.layout.streaming import replicas
+from zfunc.layout.splits import Split
+from zfunc.layout.streaming import replicas, rows
 from zfunc.ranks.axes import group as group_of
 from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import LeafInfo, Placed, Span, Tree, register
@@ -71,26 +74,32 @@ class Residual(Placed):
         return len(self.layout.slots)
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tree:
-        ranks, leaves = self.group, self._leaves(list(self.flats))
+        leaves = self._leaves(list(self.flats))
         held = [i for i, leaf in enumerate(leaves) if leaf is not None]
         if held:
-            totals = torch.stack([f(leaves[i]).double() for i in held])
-            ranks.all_reduce(totals, label="sums of leaves").wait()
+            totals = torch.stack([f(self.layout.counts(i, leaves[i])).double() for i in held])
+            self.layout.holders.all_reduce(totals, label="sums of leaves").wait()
             for i, total in zip(held, totals, strict=True):
                 leaves[i] = total.to(leaves[i].dtype)
         return optree.tree_unflatten(self.layout.spec, leaves)
 
     def full(self) -> Tree:
         """The plain tree of all ranks' tensors: leaves of shape ``[ranks, *shape]``."""
-        ranks, rows = self.group, []
+        ranks, every = self.group, []
         for local in self.flats:
             if local is None or ranks.size == 1:
-                rows.append(None if local is None else local.clone()[None])
+                every.append(None if local is None else local.clone()[None])
                 continue
-            every = local.new_empty(ranks.size * len(local))
-            ranks.all_gather(every, local, label="full errors").wait()
-            rows.append(every.view(ranks.size, -1))
-        return optree.tree_unflatten(self.layout.spec, self._leaves(rows))
+            both = local.new_empty(ranks.size * len(local))
+            ranks.all_gather(both, local, label="full errors").wait()
+            every.append(both.view(ranks.size, -1))
+        leaves = self._leaves(every)
+        for slot in self.layout.present:
+            if slot.split is not None and leaves[slot.index] is not None:
+                leaves[slot.index] = _of_rows(slot.split).gathered(
+                    leaves[slot.index], self.layout.parts, f"full {slot.path}"
+                )
+        return optree.tree_unflatten(self.layout.spec, leaves)
 
     # To and from files: each rank writes and reads a row of its own
 
@@ -101,20 +110,24 @@ class Residual(Placed):
             if slot is None or flat is None:
                 infos.append(LeafInfo(tuple(keys), None, None))
             else:
-                infos.append(LeafInfo(tuple(keys), (ranks, *slot.shape), flat.dtype, each=True))
+                infos.append(LeafInfo(tuple(keys), (ranks, *slot.full), flat.dtype, each=True))
         return infos
 
     def spans(self) -> list[Span]:
         return [span for span, _ in self.streamed()]
 
     def streamed(self) -> Iterator[tuple[Span, Tensor]]:
-        rank, same = self.group.rank, replicas(self.layout, whole=False)
+        rank = self.group.rank
+        same = {split: replicas(self.layout, False, split) for split in (False, True)}
         for i, flat in enumerate(self.flats):
             if flat is None:
                 continue
             dense = dense_of(self.layout, i)
             for slot, start in zip(dense.slots, dense.starts, strict=True):
-                span = Span(slot.index, rank * slot.numel, (rank + 1) * slot.numel, same)
+                first, part = rank * math.prod(slot.full), slot.split is not None
+                its = rows(self.layout, slot, first)
+                at = 0 if part else first
+                span = Span(slot.index, at, at + slot.numel, same[part], its)
                 yield span, flat[start : start + slot.numel]
 
     def refilled(self, fill: Callable[[Span, Tensor], None]) -> Residual:
@@ -140,6 +153,11 @@ register(
     lambda node: (node.flats, node.layout, tuple(range(len(node.flats)))),
     lambda layout, flats: Residual(layout, flats),
 )
+
+
+def _of_rows(split: Split) -> Split:
+    """The same split of leaves that have a row for each rank."""
+    return replace(split, dim=split.dim + 1)
 
 
 def nothing_left_out(layout: Layout, like: Sequence[Tensor | None]) -> Residual:
@@ -169,12 +187,13 @@ def one_of(empty: Residual, every: Tree) -> Residual:
     leaves = leaves_of(empty.layout, every)
     ranks, flats = empty.group, []
     for i, zero in enumerate(empty.flats):
-        mine = None if zero is None else zero.clone()
-        if mine is not None:
+        new = None if zero is None else zero.clone()
+        if new is not None:
             dense = dense_of(empty.layout, i)
-            for slot, view in zip(dense.slots, dense.views(mine), strict=True):
-                rows = leaves[slot.index]
-                if rows is not None:
-                    view.copy_(rows[ranks.rank] if len(rows) == ranks.size else rows.mean(0))
-        flats.append(mine)
+            for slot, view in zip(dense.slots, dense.views(new), strict=True):
+                its = leaves[slot.index]
+                if its is not None:
+                    mine = its[ranks.rank] if len(its) == ranks.size else its.mean(0)
+                    view.copy_(empty.layout.own(slot, mine))
+        flats.append(new)
     return Residual(empty.layout, flats)

@@ -25,6 +25,7 @@ from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.units import Anatomy
 from zfunc.operators.conjugates import copied, gathered, shared, summed
+from zfunc.operators.products import summand
 from zfunc.operators.vocabulary import local_indices
 from zfunc.ranks.comm import Group
 
@@ -104,7 +105,7 @@ def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forwar
     turned = split.dim == 0
 
     def forward(input: Tensor) -> Tensor:
-        y = F.linear(input, part.weight.mT if turned else part.weight)
+        y = summand(input, part.weight, wiring.group, turned)
         total = summed(y, wiring.group, own=True)
         return total if part.bias is None else total + part.bias
 

@@ -68,14 +68,19 @@ class Parts:
         return out
 
 
-def parts_of(stage: Stage, pairing: Pairing, ways: int) -> Parts:
+def parts_of(
+    stage: Stage, pairing: Pairing, ways: int, grains: Mapping[str, int] | None = None
+) -> Parts:
     """How a pairing is split over ranks.
+
+    Args:
+        grains: by the names of rows, at multiples of how many inputs they are best split.
 
     Raises:
         Refused: it is not, and why.
     """
     reaches = Reaches(stage, pairing)
-    pieces, proposals = assignments(reaches, ways)
+    pieces, proposals = assignments(reaches, ways, grains or {})
     few = _too_few(reaches, pieces, ways) if pieces < ways else None
     refused: Refused | None = None
     for ranks in proposals:
