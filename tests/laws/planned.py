@@ -117,9 +117,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "bert": ("BertForMaskedLM", {**BASE, "max_position_embeddings": 32}, 0.97),
     "t5": ("T5ForConditionalGeneration", T5, 0.97),
 }
-WELL = ("bart", "albert", "roberta", "deberta", "electra", "vit", "swin", "clip", "whisper")
+WELL = ("bart", "albert", "roberta", "deberta", "electra", "vit", "clip", "whisper")
 OTHERS = {
     **dict.fromkeys(WELL, 0.9),
+    "swin": 0.85,
     "mamba": 0.0,
     "xlnet": 0.3,
     "longformer": 0.2,

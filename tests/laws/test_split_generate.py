@@ -250,6 +250,22 @@ def test_bytes_are_those_of_the_plan(form: str, ways: int) -> None:
         assert held == wanted
 
 
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("ways", [2, 4])
+def test_ranks_have_even_shares_of_a_model_that_divides(low: bool, ways: int) -> None:
+    more = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 16384, "head_dim": 64}
+    model = zf.functionalize(llama(4, 4, **more), train=False)
+    fn = zf.quantize(model.apply, bits=4, group_size=32) if low else model.apply
+    full = fn.place(model.params) if low else model.params  # type: ignore[attr-defined]
+    size = zf.tree.size_bytes(full)
+    assert sum(x.numel() for x in zf.tree.leaves(model.params)) > 10_000_000
+
+    def rank() -> int:
+        return zf.tree.size_bytes(zf.split(fn, model, tensor=ways).place(model.params))
+
+    assert all(abs(ways * held / size - 1) < 0.05 for held in zf.simulate(ways)(rank)())
+
+
 # --- files -------------------------------------------------------------------------------------
 
 

@@ -72,12 +72,14 @@ class LayerKind:
         module: the first one, with made-up parameters, or the whole module if it has no layers.
         calls: what it was given: for each way of calling the module. Empty if none was called.
         result: what it gave.
+        replaced: whether the call put other submodules into it.
     """
 
     names: list[str]
     module: nn.Module
     calls: list[LayerInputs] = field(default_factory=list)
     result: Any = None
+    replaced: bool = False
 
 
 @dataclass
@@ -230,6 +232,7 @@ class _ProbedCall:
         self.generator = torch.Generator().manual_seed(1)
         self.before = 0
         self.attention: str | None = None
+        self.parts = [[x for _, x in kind.module.named_modules()] for kind in made.kinds]
         self.results: list[Tensor] = []  # what the code outside of layers makes
         self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():
@@ -322,6 +325,8 @@ class _ProbedCall:
         with Doubled(), torch.enable_grad():
             self.results += tensors_in(self.found.module(*args, **kwargs))
             self.found.touched |= self._touched()
+        for kind, parts in zip(self.found.kinds, self.parts, strict=True):
+            kind.replaced |= [x for _, x in kind.module.named_modules()] != parts
 
     def _touched(self) -> set[tuple[str, str]]:
         """Parameters of tables and products from which something was made, though none looked up

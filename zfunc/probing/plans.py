@@ -193,6 +193,9 @@ def _of_kind(
     if not kind.calls:
         made.whole[""] = "it was not called"
         return made
+    if kind.replaced:
+        made.whole[""] = "a call puts other submodules into it"
+        return made
     stage = Stage(kind.module, kind.calls)
     pairs, made.whole = pairings(stage)
     for pairing in pairs:

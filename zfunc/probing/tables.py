@@ -27,8 +27,8 @@ def tables_of(
     sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}
     roles = dict.fromkeys(tables, Role.EMBED)
     for name in found.called:
-        product = product_of(modules[name])
-        if product is not None and product.outputs in sizes and _outside(name, found):
+        product = product_of(modules[name]) if _outside(name, found) else None
+        if product is not None and product.outputs in sizes:
             roles[name] = Role.HEAD
     splits: dict[str, Split] = {}
     why: dict[str, str] = {}

@@ -19,6 +19,7 @@ from tests.laws.fuzz.rules import Spec, chosen
 __all__ = [
     "LOSSY",
     "NEVER",
+    "SPLIT",
     "Case",
     "Place",
     "carried_by",
@@ -42,6 +43,7 @@ WRAPS = (
     "donate",
 )
 NEVER = 1000  # steps: more than any case has
+SPLIT = 1_000_000  # cases from this number on have tensor ranks
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Place:
 
     Attributes:
         stage: None is no ``shard``.
-        replicas: how many times the ranks together hold the state.
+        ranks: those that have rows of their own.
+        replicas: how many times these together hold the state.
+        tensor: ranks that share the layers of each of them.
         order: the transforms, as they are written from the inside to the outside.
     """
 
@@ -58,6 +62,7 @@ class Place:
     stage: int | None = None
     layout: dict[str, int] = field(default_factory=dict)
     replicas: int = 1
+    tensor: int = 1
     accumulate: int = 1
     precision: dict[str, Any] | None = None
     offload: str | None = None
@@ -67,6 +72,10 @@ class Place:
     quantize: dict[str, Any] | None = None
     donate: bool = False
     order: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.tensor
 
     @property
     def lossy(self) -> bool:
@@ -90,6 +99,7 @@ class Place:
             "compress_grads": self.compress is not None,
             "quantize": self.quantize is not None,
             "donate": self.donate,
+            "split": self.tensor > 1,
         }
         return tuple(name for name in self.order if there[name])
 
@@ -189,7 +199,8 @@ def _unlike(x: Any, usual: Any) -> str:
 def drawn(number: int) -> Case:
     """The case of a number."""
     draw = random.Random(number)
-    kind = draw.choice(["stack", "stack", "stack", *KINDS])
+    whole = [kind for kind in KINDS if kind != "parted"]
+    kind = "parted" if number >= SPLIT else draw.choice(["stack", "stack", "stack", *whole])
     noisy = kind != "tree" and draw.random() < 0.3
     model = model_of(kind, draw.randrange(10_000), noisy)
     case = Case(
@@ -209,8 +220,10 @@ def drawn(number: int) -> Case:
     if case.by_hand:
         case = replace(case, frozen=0, keyed=False, aux=False)
     case = replace(case, optimizer=optimizer_for(draw, case))
-    here = place_for(draw, case)
-    there = place_for(draw, case, here) if draw.random() < 0.55 else None
+    here = split_over(draw, case, place_for(draw, case))
+    there = None
+    if draw.random() < 0.55:
+        there = split_over(draw, case, place_for(draw, case, here))
     if there is not None and case.moves == "save" and not here.lossy:
         compress = there.compress if here.compress is not None else None
         there = replace(there, precision=here.precision, quantize=here.quantize, compress=compress)
@@ -326,6 +339,26 @@ def place_for(draw: random.Random, case: Case, before: Place | None = None) -> P
     order = list(WRAPS)
     draw.shuffle(order)
     return replace(place, order=tuple(order))
+
+
+def split_over(draw: random.Random, case: Case, place: Place) -> Place:
+    """The place with tensor ranks, where the case is one of theirs.
+
+    Nothing there is rounded to a few bits, whose groups would be others in parts of leaves.
+    """
+    if case.kind != "parted":
+        return place
+    ranks = min(place.ranks, 2 if place.offload == "disk" else 3)
+    order = list(place.order)
+    order.insert(draw.randrange(len(order) + 1), "split")
+    return replace(
+        place,
+        ranks=ranks,
+        tensor=draw.choice([1, 2, 2, 3, 4]),
+        compress=None,
+        quantize=None,
+        order=tuple(order),
+    )
 
 
 def replicas_for(number: int, place: Place) -> int:

@@ -22,7 +22,7 @@ from tests.laws.fuzz.running import RUN, Noting, Plain
 from tests.laws.test_random_trees import Two, visit
 from zfunc import tree
 
-__all__ = ["KINDS", "Model", "model_of"]
+__all__ = ["KINDS", "PARTED", "Model", "model_of"]
 
 F64 = torch.float64
 Run = Noting | Plain
@@ -155,6 +155,65 @@ class Stack(Model):
                 out = out + torch.sin(p).sum().to(out.dtype)
         y = batch["y"].to(out.dtype)
         return (out - y).square().mean(1), None
+
+
+@dataclass(frozen=True)
+class Parted(Model):
+    """Residual layers whose inner features tensor ranks may share, beside leaves that are whole."""
+
+    recast = True
+
+    @cached_property
+    def plan(self) -> tuple[int, int, list[int]]:
+        draw = random.Random(self.seed)
+        depth, width = draw.choice([1, 2, 3]), draw.choice([1, 2, 5, 6])
+        return depth, width, [draw.choice([4, 5, 7, 9]) for _ in range(depth)]
+
+    def params(self) -> Any:
+        _, width, inner = self.plan
+        at = iter(range(30_000 + 100 * self.seed, 1 << 60))
+
+        def leaf(*shape: int, scale: float = 0.5) -> Tensor:
+            return numbers(shape, next(at), F64, scale)
+
+        def layer(n: int) -> dict[str, Tensor]:
+            first = {"up": leaf(n, width), "up_bias": leaf(n, scale=0.1), "gain": leaf(n)}
+            return {**first, "down": leaf(width, n), "bias": leaf(width, scale=0.1)}
+
+        return {
+            "first": {"w": leaf(width, width), "b": leaf(width, scale=0.1)},
+            "blocks": zf.Layers(map(layer, inner)),
+            "head": leaf(width, 1),
+        }
+
+    def batch(self, i: int, rows: int) -> dict[str, Tensor]:
+        return rows_of(self.seed % 50 + i, rows, self.plan[1])
+
+    def errors(
+        self, params: Any, batch: Any, run: Run, key: Any = None, buffers: Any = None
+    ) -> tuple[Tensor, Any]:
+        plain = isinstance(run, Plain)
+        column, row = (F.linear, F.linear) if plain else (zf.column, zf.row)
+        x = run.keyed(batch["x"].to(params["first"]["w"].dtype), key)
+        x = torch.tanh(x @ params["first"]["w"] + params["first"]["b"])
+        for i, p in enumerate(params["blocks"]):
+            site = str(i) if self.noisy else ""
+
+            def block(p: Any, x: Tensor, site: str = site) -> Tensor:
+                hidden = torch.tanh(column(x, p["up"], p["up_bias"])) * p["gain"]
+                y = row(hidden, p["down"], p["bias"])
+                return x + (run.noise(site, y) if site else y)
+
+            x = run.through(lambda x, p=p, f=block: run.layer(f, p, x), i, self.plan[0], x)
+        y = batch["y"].to(x.dtype)
+        return (x @ params["head"] - y).square().mean(1), None
+
+
+PARTED = {  # how it is split
+    "blocks.*.up*": zf.Cut(0),
+    "blocks.*.gain": zf.Cut(0),
+    "blocks.*.down": zf.Cut(1),
+}
 
 
 @dataclass(frozen=True)
@@ -334,6 +393,7 @@ KINDS = {
     "bare": Module,
     "batch": Module,
     "attention": Module,
+    "parted": Parted,
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.cases import assert_same, bits, named
 from tests.laws.fuzz.cases import Case, Place
+from tests.laws.fuzz.models import PARTED
 from tests.laws.fuzz.rules import product
 from tests.laws.fuzz.running import Noted, Noting, Quiet
 from zfunc import optim, tree
@@ -30,11 +31,11 @@ class Leg:
 
     Attributes:
         first: the number of its first step.
-        notes: by rank, of each call of the loss.
-        metrics: by rank, of each step.
+        notes: by rank that has rows of its own, of each call of the loss.
+        metrics: by such ranks, of each step.
         left: what compression had not sent, before the first step and after each.
         state: the full state at its end, as rank 0 has it.
-        errors: by rank, the loss of each row of the first batch, evaluated at the end.
+        errors: by such ranks, the loss of each row of the first batch, evaluated at the end.
     """
 
     place: Place
@@ -108,11 +109,12 @@ def composed(case: Case, place: Place, step: zf.Step, folder: Path) -> zf.Step:
         return zf.offload(step, to=place.offload, **disk, **roles)
 
     def shard(step: Any) -> Any:
-        mesh = zf.mesh(replica=place.replicas) if place.replicas > 1 else None
+        mesh = zf.mesh(replica=place.replicas, tensor=place.tensor) if place.replicas > 1 else None
         return zf.shard(step, stage=place.stage, mesh=mesh, **place.layout, **roles)
 
     wraps: dict[str, Callable[[Any], Any]] = {
         "shard": shard,
+        "split": lambda f: zf.split(f, rules=PARTED, tensor=place.tensor),
         "accumulate": lambda f: zf.accumulate(f, place.accumulate),
         "precision": precision,
         "offload": offload,
@@ -185,7 +187,7 @@ def legs(case: Case) -> list[Leg]:
 def _leg(case: Case, place: Place, before: Leg | None, folder: Path) -> Leg:
     first = 0 if before is None else case.steps
     count = case.steps if before is None else case.later
-    leg = Leg(place, first, [[] for _ in range(place.ranks)])
+    leg = Leg(place, first, [[] for _ in range(place.world)])
     start, saved = beginning(case), folder / "saved"
     if before is not None:
         start = before.state if place.lossy else bare_of(before.state)
@@ -203,7 +205,7 @@ def _leg(case: Case, place: Place, before: Leg | None, folder: Path) -> Leg:
                 assert_same(bare_of(step.unplace(state)), bare_of(start), "placed")
             metrics, left = [], [left_in(step.unplace(state))]
             for i in range(first, first + count):
-                batch, old = zf.local_batch(case.batch(i)), _seen(place, state)
+                batch, old = step.local_batch(case.batch(i)), _seen(place, state)
                 new, out = step(state, batch)
                 assert _seen(place, state) == old, f"step {i} changed the state that it was given"
                 state = new
@@ -220,13 +222,28 @@ def _leg(case: Case, place: Place, before: Leg | None, folder: Path) -> Leg:
             rows, _ = errors(entry(state, "params"), case.batch(first), entry(state, "buffers"))
             return metrics, left, full, rows
 
-    runs = zf.simulate(place.ranks)(body)()
+    runs = zf.simulate(place.world)(body)()
     for rank, run in enumerate(runs):
         assert_same(run[2], runs[0][2], f"ranks {rank} and 0")
-    leg.metrics = [run[0] for run in runs]
+    leg.metrics = _once([run[0] for run in runs], place, "metrics")
+    leg.notes = _once(leg.notes, place, "layers that ran and numbers that were drawn")
+    leg.errors = _once([run[3] for run in runs], place, "losses of rows")
     leg.left, leg.state = runs[0][1], runs[0][2]
-    leg.errors = [run[3] for run in runs]
     return leg
+
+
+def _once(by_rank: list[Any], place: Place, what: str) -> list[Any]:
+    """Of each tensor group what its first rank saw: what they all did."""
+    for rank, mine in enumerate(by_rank):
+        first = by_rank[rank - rank % place.tensor]
+        assert_same(_plain(mine), _plain(first), f"{what} on tensor rank {rank % place.tensor}")
+    return by_rank[:: place.tensor]
+
+
+def _plain(found: Any) -> Any:
+    """Notes as dicts, so that they are compared."""
+    calls = found if isinstance(found, list) else []
+    return [vars(call) if isinstance(call, Noted) else call for call in calls] or found
 
 
 def _seen(place: Place, state: Any) -> list[bytes] | None:
