@@ -22,7 +22,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, ParamSpec, Protocol, cast
 
@@ -268,7 +267,7 @@ class Splitting(Meshed):
         def run(asked: Gradients) -> Any:
             share = torch.tensor(1.0 / ranks.size, dtype=torch.float64)
             seed = share if asked.seed is None else asked.seed * share.to(asked.seed)
-            loss_fn = partial(_drawing_apart, asked.loss_fn, running, ranks)
+            loss_fn = functools.partial(_drawing_apart, asked.loss_fn, running, ranks)
             out, grads = call(replace(asked, loss_fn=loss_fn, seed=seed))
             if "losses alike" not in running.memo:
                 _check_losses(ranks, out[0])

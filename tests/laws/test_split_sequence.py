@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zfunc as zf
-from tests.laws.cases import assert_near, assert_same
+from tests.laws.cases import assert_near, assert_same, numbers
 from tests.laws.covering import Covering
-from tests.laws.test_split import (
+from tests.laws.split_steps import (
     KV,
     RULES,
     TX,
@@ -22,7 +22,6 @@ from tests.laws.test_split import (
     Batch,
     batch,
     block,
-    numbers,
     on_mesh,
     params,
     ranks_of,

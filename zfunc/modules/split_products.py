@@ -23,6 +23,7 @@ from zfunc.layout.splits import Split
 from zfunc.modules.split_inputs import taking
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
+from zfunc.modules.split_randomness import draw_apart
 from zfunc.modules.units import Anatomy
 from zfunc.operators.conjugates import copied, gathered, shared, summed
 from zfunc.operators.products import summand
@@ -68,6 +69,7 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
     for name, inputs in plan.inputs.items():
         part = module.get_submodule(name)
         part.__dict__["forward"] = taking(part, inputs, rank, lambda x: copied(x, wiring.group))
+    draw_apart(module, plan.roles, lambda: wiring.ranks)
 
 
 def _called_alike(was: Forward, forward: Forward) -> Forward:

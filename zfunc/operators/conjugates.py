@@ -291,11 +291,12 @@ def _along(ranks: Group, cuts: Sequence[int], dim: int) -> tuple[Labelled, Label
         own, ends, rest = spread(x)
         full = own.new_empty(ends[-1])
         ranks.all_gather(full, own, cuts=ends, label=label).wait()
-        return full.view(cuts[-1], *rest).movedim(0, dim)
+        return full.view(cuts[-1], *rest).movedim(0, dim).contiguous()  # once for all who read it
 
     def scatter(x: Tensor, label: str) -> Tensor:
         every, ends, rest = spread(x)
         own = ranks.reduce_scatter(every, cuts=ends, label=label).wait()
-        return own.view(cuts[ranks.rank + 1] - cuts[ranks.rank], *rest).movedim(0, dim)
+        own = own.view(cuts[ranks.rank + 1] - cuts[ranks.rank], *rest)
+        return own.movedim(0, dim).contiguous()
 
     return gather, scatter
