@@ -371,7 +371,7 @@ def sums(node: Expression, f: Callable[[Tensor], Tensor]) -> Tree:
     for i, flat in enumerate(node.skeleton.flats):
         if flat is not None and dtypes[i] is None:
             dtypes[i] = flat.dtype  # flats without leaves
-    return summed(node.layout, node.group, partial_sums, dtypes, node.device)
+    return summed(node.layout, node.skeleton.summing, partial_sums, dtypes, node.device)
 
 
 def full(node: Expression) -> Tree:
