@@ -118,14 +118,13 @@ BESIDE: dict[str, Wrap] = {
     "drop_layers": lambda f: zf.drop_layers(f, theta=0.5),
     "offload": lambda f: zf.offload(f, to="cpu"),
     "offload params": lambda f: zf.offload(f, to="cpu", what="params"),
-    "quantize": lambda f: zf.quantize(f, start_bits=16, target_bits=8, group_size=None),
+    "quantize": lambda f: zf.quantize(f, start_bits=8, target_bits=8, group_size=2),
 }
 ROUNDING: dict[str, Wrap] = {
     "precision": zf.precision,
     "onebit": lambda f: zf.compress_grads(f, "onebit", freeze_step=2),
     "int8": lambda f: zf.compress_grads(f, "int8", freeze_step=1),
     "int4": lambda f: zf.compress_grads(f, "int4", freeze_step=1),
-    "powersgd": lambda f: zf.compress_grads(f, "powersgd", freeze_step=1),
 }
 
 
@@ -287,6 +286,26 @@ def test_arguments_that_make_no_sense() -> None:
         zf.split(zf.split(step, rules=RULES), rules=RULES)
     with pytest.raises(zf.CompositionError, match="one mesh"):
         zf.shard(zf.split(step, rules=RULES, tensor=2), mesh=zf.mesh(data=2, tensor=4))
+
+
+def test_powersgd_is_refused_early() -> None:
+    """Its bases belong to parts, and could not be saved."""
+    step = zf.compress_grads(zf.train_step(loss_of, TX), "powersgd")
+    with pytest.raises(zf.CompositionError, match=r"a basis for each leaf"):
+        zf.split(step, rules=RULES)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [({"group_size": 4}, r"within groups of 4"), ({"groups": 1}, r"share scales over whole")],
+)
+def test_groups_of_weights_that_a_split_cuts(how: dict[str, int], text: str) -> None:
+    def wrap(step: Any) -> Any:
+        quantized = zf.quantize(step, start_bits=8, target_bits=8, **how)
+        return on_mesh(2, 1, 0, rules=RULES)(quantized)
+
+    with pytest.raises(zf.PlacementError, match=text):
+        zf.simulate(2)(lambda: run(zf.train_step(loss_of, TX), wrap, steps=1))()
 
 
 def test_a_plain_product_with_a_split_leaf_is_told_in_the_first_step() -> None:
