@@ -236,6 +236,17 @@ def test_init_makes_this_ranks_part_alone(stage: int | None) -> None:
     zf.simulate(2 * data)(body)()
 
 
+def test_a_captured_step_cuts_batches_on_its_mesh() -> None:
+    """Tensor ranks have the same rows, data ranks other ones."""
+    rows = zf.simulate(4)(
+        lambda: zf.captured(on_mesh(2, 2, 0, rules=RULES)(zf.train_step(loss_of, TX))).local_batch(
+            batch(0)
+        )["ids"]
+    )()
+    assert_same([rows[0], rows[2]], [rows[1], rows[3]])
+    assert torch.equal(torch.cat([rows[0], rows[2]]), batch(0)["ids"])
+
+
 def test_what_is_placed_says_what_it_is() -> None:
     def body() -> None:
         step = on_mesh(2, 1, 1, rules=RULES)(zf.train_step(loss_of, TX))
