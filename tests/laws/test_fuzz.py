@@ -1,7 +1,7 @@
 """Random compositions on random models, against the plain loop in float64, and faults to find.
 
 A case is drawn from its number: a model (a tree with functions, or a module), an optimizer, a
-world of 1 to 7 ranks and transforms in any order, mostly with a checkpoint in the middle that
+world of 1 to 12 ranks and transforms in any order, mostly with a checkpoint in the middle that
 another composition takes up. ``tests/laws/fuzz`` has the parts: what is drawn (``cases``,
 ``models``), the optimizers written out (``rules``), the run (``trial``), the plain one and what
 is asserted (``plain``). One case again, and made smaller::
@@ -21,14 +21,15 @@ import torch
 
 import zfunc as zf
 from tests.laws.covering import Covering
-from tests.laws.fuzz.cases import Case, Place, drawn, refused
+from tests.laws.fuzz.cases import SPLIT, Case, Place, drawn, refused
 from tests.laws.fuzz.faults import FAULTS, injected, shows
 from tests.laws.fuzz.plain import check
 from tests.laws.fuzz.shrinking import failure, shrunk
 from tests.laws.fuzz.trial import beginning, composed, loss_of, step_of
 
-USUAL = range(32)
-CASES = range(600) if Covering.whole else USUAL
+PARTED = range(SPLIT, SPLIT + 6)  # which have tensor ranks
+USUAL = [*range(32), *PARTED]
+CASES = [*range(600), *range(SPLIT, SPLIT + 200)] if Covering.whole else USUAL
 REFUSED = range(200) if Covering.whole else range(24)
 
 
@@ -83,11 +84,11 @@ def test_a_fault_is_found(fault: str) -> None:
 
 def cost(case: Case) -> int:
     """Cheap cases first."""
-    return sum(p.ranks * (4 if p.offload == "disk" else 1) for p in case.places)
+    return sum(p.world * (4 if p.offload == "disk" else 1) for p in case.places)
 
 
 def test_a_case_is_drawn_from_its_number_alone() -> None:
-    for number in (3, 17):
+    for number in (3, 17, SPLIT + 3):
         before = str(drawn(number))
         torch.manual_seed(number)
         assert str(drawn(number)) == before

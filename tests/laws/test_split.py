@@ -235,6 +235,17 @@ def test_init_makes_this_ranks_part_alone(stage: int | None) -> None:
     zf.simulate(2 * data)(body)()
 
 
+def test_a_captured_step_cuts_batches_on_its_mesh() -> None:
+    """Tensor ranks have the same rows, data ranks other ones."""
+    rows = zf.simulate(4)(
+        lambda: zf.captured(on_mesh(2, 2, 0, rules=RULES)(zf.train_step(loss_of, TX))).local_batch(
+            batch(0)
+        )["ids"]
+    )()
+    assert_same([rows[0], rows[2]], [rows[1], rows[3]])
+    assert torch.equal(torch.cat([rows[0], rows[2]]), batch(0)["ids"])
+
+
 def test_what_is_placed_says_what_it_is() -> None:
     def body() -> None:
         step = on_mesh(2, 1, 1, rules=RULES)(zf.train_step(loss_of, TX))
@@ -306,6 +317,13 @@ def test_groups_of_weights_that_a_split_cuts(how: dict[str, int], text: str) -> 
 
     with pytest.raises(zf.PlacementError, match=text):
         zf.simulate(2)(lambda: run(zf.train_step(loss_of, TX), wrap, steps=1))()
+
+
+def test_offload_to_disk_needs_the_units_of_shard(tmp_path: Path) -> None:
+    step = zf.split(zf.train_step(loss_of, TX), rules=RULES, tensor=2)
+    step = zf.offload(step, to="disk", path=tmp_path)
+    with pytest.raises(zf.CompositionError, match=r"there is no shard\. Add it"):
+        zf.simulate(2)(lambda: step.place(zf.TrainState.create(params(), TX)))()
 
 
 def test_a_plain_product_with_a_split_leaf_is_told_in_the_first_step() -> None:

@@ -139,7 +139,13 @@ class Offload(Transform):
         step = PLACING.get()
         if not self._takes(state):
             return copied(state) if self.represents and self._alone(step) else state
-        if any(t.name == "compress_grads" for t in step.transforms):
+        names = {t.name for t in step.transforms}
+        if "split" in names and "shard" not in names:
+            raise CompositionError(
+                "offload beside split keeps the units that shard makes of a state, and there is no "
+                "shard. Add it: zf.shard(step, stage=0), or a higher stage."
+            )
+        if "compress_grads" in names:
             raise CompositionError(
                 "compress_grads works on gradients in the memory of the device, and offload takes "
                 "them down to the host's. Leave out one of them."

@@ -351,10 +351,12 @@ def split_over(draw: random.Random, case: Case, place: Place) -> Place:
     ranks = min(place.ranks, 2 if place.offload == "disk" else 3)
     order = list(place.order)
     order.insert(draw.randrange(len(order) + 1), "split")
+    tensor = draw.choice([1, 2, 2, 3, 4])
     return replace(
         place,
         ranks=ranks,
-        tensor=draw.choice([1, 2, 2, 3, 4]),
+        tensor=tensor,
+        offload=None if tensor > 1 and place.stage is None else place.offload,  # which is refused
         compress=None,
         quantize=None,
         order=tuple(order),
@@ -441,6 +443,8 @@ def runs(case: Case) -> bool:
         if (place.stage is None) != (not place.layout) or (place.stage is None and place.ranks > 1):
             return False
         if place.stage != 3 and "persist_below" in place.layout:
+            return False
+        if place.tensor > 1 and place.stage is None and place.offload is not None:
             return False
         if place.ranks % place.replicas or (place.replicas > 1 and place.stage is None):
             return False

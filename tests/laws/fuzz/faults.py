@@ -17,7 +17,8 @@ from zfunc import tree
 from zfunc.engine import differentiation, keys, state
 from zfunc.engine.communication import communication
 from zfunc.files import checkpoint
-from zfunc.layout import rounds, sharded
+from zfunc.layout import layout, rounds, sharded
+from zfunc.operators import products
 from zfunc.optim import clipping, rates
 from zfunc.ranks.comm import Group
 from zfunc.training import recipe
@@ -291,4 +292,30 @@ def a_part_of_another_rank() -> Fault:
 
     real = sharding.Shard._sealed
     with patch.object(sharding.Shard, "_sealed", sealed):
+        yield
+
+
+def parted(case: Case) -> bool:
+    return any(place.tensor > 1 for place in case.places)
+
+
+@fault(lambda case: any(p.tensor > 1 and p.stage is not None for p in case.places))
+def whole_leaves_counted_on_every_tensor_rank() -> Fault:
+    """In norms: as if each of these ranks had a part of them."""
+
+    def counted(self: Any, flat: int, rank: int) -> Any:
+        full, some = real(self, flat, rank)
+        first = not (self.flats[flat].whole and rank) and self.parts.rank > 0
+        segments = self.segments(flat, rank) if first else ()
+        return [*full, *(row for row in segments if row[0].split is None)], some
+
+    real = layout.Layout._counted
+    with patch.object(layout.Layout, "_counted", counted):
+        yield
+
+
+@fault(parted)
+def gradients_before_a_product_that_stay_in_parts() -> Fault:
+    """Each tensor rank keeps what its own outputs make of them."""
+    with patch.object(products, "copied", lambda x, *ranks: x):
         yield
