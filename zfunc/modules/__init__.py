@@ -8,5 +8,6 @@ In the order of reading: ``units`` (which submodules are layers, where each para
 ``swapping`` (writing tensors into a module), ``lazy`` and ``binding`` (a call), ``functional``
 (what a user sees). Modules on split leaves: ``split_plans`` (what is split how), ``split_modules``
 and ``split_products`` (a copy of a module on a rank's parts), ``split_randomness`` (its dropout),
-``split_params`` (whose params are parts). ``module_checks``, ``dropout_check``, ``parameters`` and ``empty_weights`` stand alone.
+``split_params`` (whose params are parts). ``module_checks``, ``dropout_check``, ``parameters``
+and ``empty_weights`` stand alone.
 """
