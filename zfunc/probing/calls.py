@@ -324,23 +324,28 @@ class _ProbedCall:
         )
         with Doubled(), torch.enable_grad():
             self.results += tensors_in(self.found.module(*args, **kwargs))
-            self.found.touched |= self._touched()
+
+    def look(self) -> None:
+        """What a call has done, when it is over."""
         for kind, parts in zip(self.found.kinds, self.parts, strict=True):
             kind.replaced |= [x for _, x in kind.module.named_modules()] != parts
+        self.found.touched |= self._touched()
 
     def _touched(self) -> set[tuple[str, str]]:
         """Parameters of tables and products from which something was made, though none looked up
         rows or multiplied: these have stand-ins."""
-        names = [*self.found.lookups, *self.found.called]
-        parts = [(name, self.found.module.get_submodule(name)) for name in names]
+        names = {*self.found.lookups, *self.found.called}
+        parts = [pair for pair in self.found.module.named_modules() if pair[0] in names]
         held = {
             (name, k): p for name, x in parts for k, p in x._parameters.items() if p is not None
         }
-        made = [x.sum() for x in self.results if x.is_floating_point() and x.requires_grad]
+        used = [x for x in self.results if x.is_floating_point() and x.requires_grad]
         self.results = []
-        if not made or not held:
+        if not used or not held:
             return set()
-        grads = torch.autograd.grad(torch.stack(made).sum(), [*held.values()], allow_unused=True)
+        with torch.enable_grad():
+            total = torch.stack([x.sum() for x in used]).sum()
+        grads = torch.autograd.grad(total, [*held.values()], allow_unused=True)
         return {home for home, g in zip(held, grads, strict=True) if g is not None}
 
 
@@ -366,12 +371,15 @@ def probed(functional: Functional, example: Any = None) -> Probed:
         found = recorder.found
         try:
             recorder.run(args, kwargs, attention_of(found.module))
-            _run_otherwise(functional, recorder, args, kwargs)
         except Exception as error:  # the module's own code, which may raise whatever it likes
             tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
             if not found.kinds or any(not kind.calls for kind in found.kinds):
                 continue
             found.failed = tried[-1]
+        recorder.look()
+        if found.failed is None:
+            _run_otherwise(functional, recorder, args, kwargs)
+            recorder.look()
         if found.kinds and all(not kind.calls for kind in found.kinds):
             tried.append(f"{what}: no layer was called")
             continue

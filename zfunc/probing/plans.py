@@ -115,8 +115,8 @@ def plan_of(
         ):
             for layer in kind.names:
                 for path, split in made.splits.items():
-                    home, _, attribute = _joined(layer, path).rpartition(".")
-                    splits[names[home, attribute]] = split
+                    home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
+                    splits[names[home[1:], attribute]] = split
                 roles.update({_joined(layer, name): role for name, role in made.roles.items()})
                 why.update({_joined(layer, name): its for name, its in made.whole.items()})
                 for name, values in made.attributes.items():

@@ -80,6 +80,8 @@ def _refused(
             return f"{home}.{key} is read by other code than a lookup or a product"
         if home not in roles and (product_of(part) or isinstance(part, nn.Embedding)):
             return f"{home}.{key} is tied to it, and was not called as a table or a head"
+        if roles.get(home) is Role.EMBED and len(list(part.parameters())) > 1:
+            return f"{home} has other parameters beside its table"
         if roles.get(home) is Role.EMBED and not _looks_up(part):
             return f"{home} does more than to look up rows"
     return None
