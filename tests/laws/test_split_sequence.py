@@ -27,6 +27,10 @@ from tests.laws.split_steps import (
     ranks_of,
     run,
 )
+from tests.laws.test_split_gpt import config, exact_losses, made, trained
+from zfunc.language import gpt
+
+__all__ = ["exact_losses"]  # a fixture
 
 SOME = {"blocks.*.[qko]*": None, **RULES}
 """Attention is whole: fewer key and value heads than ranks."""
@@ -125,6 +129,42 @@ def test_beside_another_transform(name: str, stage: int | None) -> None:
     step, other = zf.train_step(loss_of, TX), BESIDE[name]
     for mine in ranks_of(2, data, lambda: run(step, lambda f: other(cut(2, data, stage)(f)))):
         assert_near(mine, alone("logits"), 1e-9)
+
+
+ROUNDING: dict[str, tuple[Callable[[Any], Any], torch.dtype]] = {
+    "precision": (zf.precision, torch.float32),
+    "int8": (lambda f: zf.compress_grads(f, "int8", freeze_step=1), torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_what_rounds_leaves_no_leaf_to_drift(name: str) -> None:
+    """``ranks_of`` compares bits; against data ranks alone it is near."""
+    (other, dtype), step = ROUNDING[name], zf.train_step(loss_of, TX)
+    found = ranks_of(
+        2, 2, lambda: run(step, lambda f: other(cut(2, 2, 3)(f)), lambda: params(dtype))
+    )
+    bare = zf.simulate(2)(
+        lambda: run(step, lambda f: other(zf.shard(f, stage=3)), lambda: params(dtype))
+    )()
+    assert_near(found[0][1].params, bare[0][1].params, 0.2)
+
+
+@pytest.mark.usefixtures("exact_losses")
+def test_the_gpt_of_train() -> None:
+    shape = config()
+
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        return gpt.loss(params, ids, shape)
+
+    def on_a_rank() -> Any:
+        step = zf.split(zf.train_step(loss, TX), rules=gpt.rules(shape), tensor=3, sequence=True)
+        step = zf.shard(step, stage=3)
+        return trained(step, step.place(zf.TrainState.create(made(shape), TX)))
+
+    want = trained(zf.train_step(loss, TX), zf.TrainState.create(made(shape), TX))
+    for found in zf.simulate(3)(on_a_rank)():
+        assert_near(found[1], want[1], 1e-9)
 
 
 def test_more_ranks_than_positions() -> None:

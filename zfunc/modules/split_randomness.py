@@ -25,7 +25,7 @@ from zfunc.trees.memory import current
 __all__ = ["draw_apart"]
 
 
-class Apart:
+class OwnNumbers:
     """The numbers of one module in which a column and its row are."""
 
     def __init__(self, module: nn.Module, ranks: Callable[[], Group | None]) -> None:
@@ -62,7 +62,7 @@ def draw_apart(
     columns = [name for name, role in roles.items() if role is Role.COLUMN]
     rows = {name: _around(name, columns) for name, role in roles.items() if role is Role.ROW}
     homes = {home: module.get_submodule(home) for home in rows.values() if home is not None}
-    places = {name: Apart(part, ranks) for name, part in homes.items() if _drops(part)}
+    places = {name: OwnNumbers(part, ranks) for name, part in homes.items() if _drops(part)}
     for name in columns:
         home = max((x for x in homes if name.startswith(f"{x}.")), key=len, default=None)
         if home in places:
