@@ -23,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zfunc as zf
 from zfunc import optim
-from zfunc.probing.texts import text_of
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -57,7 +56,7 @@ def train(steps: int, tensor: int) -> dict[str, Any]:
     step = zf.shard(zf.split(step, model, tensor=tensor), stage=3, unit_bytes=1 << 20)
     state = step.place(zf.TrainState.create(model.params, tx))
     if zf.rank() == 0:
-        print(text_of(zf.split.plan(model, tensor)))
+        print(zf.split.plan(model, tensor))
     for n in range(steps):
         with zf.comm.ledger() as sent:
             state, metrics = step(state, step.local_batch(sequences(zf.random.key(n), 64)))
