@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from zfunc.errors import PlacementError
+from zfunc.layout.splits import Split
 from zfunc.quant import grids
 from zfunc.quant.grids import Format
 from zfunc.quant.qtensor import rows_of
@@ -51,6 +53,31 @@ class Grouping:
         if self.groups <= n:
             return Format(bits, None, self.symmetric, shared=-(-n // self.groups))
         return Format(bits, max(1, -(-k // -(-self.groups // max(1, n)))), self.symmetric)
+
+    def check_split(self, path: str, shape: Sequence[int], split: Split) -> None:
+        """Check that a rank's part of a leaf gets the scales that all of it would get.
+
+        Args:
+            path, shape: of the leaf; the last dimension is summed over.
+            split: how it is split over ranks.
+
+        Raises:
+            PlacementError: weights that share a scale lie on several ranks.
+        """
+        size = self.group_size
+        if size is None:
+            raise PlacementError(
+                f"{path} is split over {split.ways} ranks, and its weights share scales over whole "
+                "rows. Give quantize(group_size=...): groups within a rank's part, 64 say."
+            )
+        ends = {end for runs in split.runs for run in runs for end in run} - {split.size}
+        if split.dim == len(shape) - 1 and any(end % size for end in ends):
+            raise PlacementError(
+                f"{path} of shape {tuple(split.full(shape))} is split over {split.ways} ranks at "
+                f"{sorted(ends - {0})} of its last dimension, within groups of {size}. Give "
+                "quantize(group_size=...) a divisor of these, or leave the leaf whole "
+                f"(split(rules={{{path!r}: None}}))."
+            )
 
 
 def fake_quantize(

@@ -214,7 +214,12 @@ def _rounded_to_16(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([low, high]).to(torch.uint8), scale
 
 
-def rounded(x: Tensor) -> Tensor:
-    """``x`` rounded to 8 bits, row by row, and back: what a dynamic format multiplies with."""
-    scale = _scale(x, 127)
+def rounded(x: Tensor, most: Tensor | None = None) -> Tensor:
+    """``x`` rounded to 8 bits, row by row, and back: what a dynamic format multiplies with.
+
+    Args:
+        x: ``[..., k]``.
+        most: ``max|x|`` of each row ``[..., 1]``, where ``x`` is a part of it.
+    """
+    scale = _scale(x, 127) if most is None else (most / 127).clamp_min_(TINY)
     return (x / scale).add_(128.5).floor_().sub_(128) * scale

@@ -43,7 +43,7 @@ def takes(x: Tensor, weight: LowBit) -> bool:
         return False  # what the dispatch would say, without the time that it takes
     if _odd(weight) or x.device != weight.device:
         return False
-    how = {"group": weight.format.group_size or 0, "rows": len(x), "dtype": x.dtype}
+    how = {"group": _group(weight) or 0, "rows": len(x), "dtype": x.dtype}
     tensors = (x, weight.scale, weight.zero)
     return kernels.choose(kernel_of(weight), *tensors, **how).route == "triton"
 
@@ -55,7 +55,7 @@ def readable(weight: LowBit) -> bool:
 
 def packed(weight: LowBit) -> Packed:
     """The weights as :mod:`zfunc.kernels.skinny` reads them, without a copy that is kept twice."""
-    name, group = kernel_of(weight), weight.format.group_size
+    name, group = kernel_of(weight), _group(weight)
     if weight.scale.stride(0) != 1:  # a group's scales are read together
         weight.scale = weight.scale.t().contiguous().t()
         weight.zero = None if weight.zero is None else weight.zero.t().contiguous().t()
@@ -68,6 +68,11 @@ def packed(weight: LowBit) -> Packed:
 def product(x: Tensor, weight: LowBit, bias: Tensor | None = None) -> Tensor:
     """``x W^T`` for ``x`` ``[m, k]``, in the dtype of ``x``."""
     return kernels.packed_mm(x, packed(weight), bias)
+
+
+def _group(weight: LowBit) -> int | None:
+    """How many weights of a row share a scale; None: all of them, of a part of a row, too."""
+    return weight.format.fitted(weight.rows[1]).group_size
 
 
 def _odd(weight: LowBit) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from zfunc import kernels
 from zfunc.errors import PlacementError
-from zfunc.layout.cutting import Encoded
-from zfunc.quant import grids, packing
+from zfunc.layout.splits import Encoded, Runs
+from zfunc.quant import grids, packing, parts
 from zfunc.quant.grids import Format, Grid
 
 __all__ = ["Code", "LowBit", "matrix_shape"]
@@ -117,6 +117,18 @@ class LowBit(Encoded, Tensor):
         codes = n * (-(-k // 2) if self.format.packed else k)
         return codes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
+    @property
+    def static(self) -> Self:
+        """The same weight, with which products do not round their inputs to 8 bits."""
+        if not self.format.dynamic:
+            return self
+        found: Self | None = self.__dict__.get("_static")
+        if found is None:
+            how = replace(self.format, dynamic=False), self.shape, self.dtype, self.transposed
+            found = type(self)(self._store, self.scale, self.zero, *how)
+            self.__dict__["_static"] = found
+        return found
+
     def data_ptr(self) -> int:
         """That of its scales, which are its own whatever form the codes are in."""
         return self.scale.data_ptr()
@@ -131,7 +143,7 @@ class LowBit(Encoded, Tensor):
         A kernel writes it in one pass where it has these grids, with the same bits: symmetric
         ones whose groups are even, while the codes are in the order in which they were stored.
         """
-        data, size = self._store.data, self.format.group_size
+        data, size = self._store.data, self.format.fitted(self.rows[1]).group_size
         if data is None or self.zero is not None or (size or 0) % 2 or dtype == torch.float64:
             return grids.dequantize(self.codes, self.grid, self.format, dtype)
         bits, (_, k) = 4 if self.format.packed else 8, self.rows
@@ -146,13 +158,79 @@ class LowBit(Encoded, Tensor):
 
     def to_bytes(self) -> Tensor:
         """Codes, scales and zero points in one buffer, 1-D uint8 (see :class:`Code`)."""
-        held = [self.data_codes, self.scale, *([] if self.zero is None else [self.zero])]
+        held = self._held()
         out = held[0].new_zeros(self.code.bytes, dtype=torch.uint8)
         at = 0
         for x in held:
             out[at : at + x.nbytes] = x.contiguous().reshape(-1).view(torch.uint8)
             at += padded(x.nbytes)
         return out
+
+    def grouped(self, form: Format) -> Self:
+        """The same weight, a part of a row of which the whole has this format's groups."""
+        if form.group_size == self.format.group_size:
+            return self
+        how = replace(self.format, group_size=form.group_size), self.shape, self.dtype
+        return type(self)(self._store, self.scale, self.zero, *how, self.transposed)
+
+    # Parts of it, along a dimension of the tensor that it stands for
+
+    def grain(self, dim: int) -> int:
+        return (self.format.group_size or 1) if self._inner(dim) else 1
+
+    def taken(self, dim: int, runs: Runs) -> Self:
+        code = self.code.resized(dim, sum(stop - start for start, stop in runs))
+        if not self._inner(dim):
+            return self._made(code, [self._rows_taken(x, dim, runs) for x in self._held()])
+        if self.format.packed and parts.in_pairs(runs):
+            codes = parts.taken(self.data_codes, 1, parts.coarser(runs, 2))
+        else:
+            codes = self._stored(parts.taken(self.codes, 1, runs))
+        groups = self._groups(runs)
+        return self._made(code, [codes, *(parts.taken(x, 1, groups) for x in self._held()[1:])])
+
+    def joined(self, some: Sequence[Self], dim: int, runs: Sequence[Runs]) -> Self:
+        code = self.code.resized(dim, max(row[-1][1] for row in runs if row))
+        rows = [*zip(*(x._held() for x in some), strict=True)]
+        if self._inner(dim):
+            codes = self._stored(parts.joined([x.codes for x in some], 1, runs))
+            groups = [self._groups(row) for row in runs]
+            return self._made(code, [codes, *(parts.joined(row, 1, groups) for row in rows[1:])])
+        lead, at = [x._lead() for x in some], 0 if self.transposed else dim
+        shaped = [
+            [x.reshape(*shape, x.shape[1]) for x, shape in zip(row, lead, strict=True)]
+            for row in rows
+        ]
+        full = [parts.joined(row, at, runs) for row in shaped]
+        return self._made(code, [x.reshape(-1, x.shape[-1]) for x in full])
+
+    def _made(self, code: Code, held: Sequence[Tensor]) -> Self:
+        made: Self = code.holding(*held)  # type: ignore[assignment]
+        return made
+
+    def _inner(self, dim: int) -> bool:
+        """Whether products sum over a dimension."""
+        return dim == (0 if self.transposed else self.depth - 1)
+
+    def _groups(self, runs: Runs) -> Runs:
+        """Which scales these columns have; all have the one of a row that has one."""
+        size = self.format.group_size
+        return ((0, 1),) if size is None else parts.coarser(runs, size)
+
+    def _held(self) -> list[Tensor]:
+        return [self.data_codes, self.scale, *([] if self.zero is None else [self.zero])]
+
+    def _stored(self, codes: Tensor) -> Tensor:
+        return packing.pack(codes) if self.format.packed else codes
+
+    def _lead(self) -> tuple[int, ...]:
+        """The dimensions that are rows of the matrix that is stored."""
+        return self.rows[:1] if self.transposed else tuple(self.shape[:-1])
+
+    def _rows_taken(self, x: Tensor, dim: int, runs: Runs) -> Tensor:
+        """Some rows of codes or scales ``[n, ...]``."""
+        shaped = x.reshape(*self._lead(), x.shape[1])
+        return parts.taken(shaped, 0 if self.transposed else dim, runs).reshape(-1, x.shape[1])
 
     def shaped(self, rows: Tensor) -> Tensor:
         """A matrix ``[n, k]`` in this tensor's shape."""
@@ -214,9 +292,21 @@ class Code:
             size = shape[0] * shape[1] * dtype.itemsize
             found.append(data[at : at + size].view(dtype).view(shape))
             at += padded(size)
-        codes, scale, *zeros = found
-        zero = zeros[0] if zeros else None
+        return self.holding(*found)
+
+    def holding(self, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> LowBit:
+        """The tensor of this code with these data."""
         return self.kind(codes, scale, zero, self.format, self.shape, self.dtype, self.transposed)
+
+    @property
+    def grain(self) -> int:
+        """How many of what products sum over share a scale; 1 where all of a row do."""
+        return self.format.group_size or 1
+
+    def resized(self, dim: int, size: int) -> Code:
+        """That of a tensor with another size along a dimension; the format stays the same."""
+        shape = torch.Size((*self.shape[:dim], size, *self.shape[dim + 1 :]))
+        return replace(self, shape=shape, rows=matrix_shape(shape, self.transposed))
 
 
 def matrix_shape(shape: Sequence[int], transposed: bool) -> tuple[int, int]:

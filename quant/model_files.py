@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, PlacementError
+from zfunc.files.elements import Elements
 from zfunc.files.tensorfiles import SafetensorsFiles
+from zfunc.layout.cutter import Cutter
+from zfunc.layout.splits import Split
 from zfunc.modules.functional import Functional
 from zfunc.modules.units import TensorInfo
 from zfunc.quant import files
@@ -18,10 +21,13 @@ from zfunc.quant.choice import Include, accepts, check_met, transposed_names
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.trees import format_of
 from zfunc.trees.nodes import Tree
+from zfunc.trees.tree import map_with_path
 
-__all__ = ["quantize_files", "read_files"]
+__all__ = ["known", "quantize_files", "read_files", "shapes_of"]
 
 PathLike = str | os.PathLike[str]
+MakeCutter = Callable[..., Cutter]
+"""``(params, grains) -> Cutter``: how such params are split, by shapes alone."""
 
 
 def quantize_files(
@@ -33,6 +39,7 @@ def quantize_files(
     *,
     dynamic: bool,
     model: Functional,
+    cutter: MakeCutter | None = None,
 ) -> Tree:
     """The params of a functionalized module, read from files and quantised leaf by leaf.
 
@@ -41,6 +48,7 @@ def quantize_files(
             ``quant.save`` wrote, which is taken as it is.
         bits, group_size, symmetric, include, dynamic: as for ``quantize_tree``.
         model: the module; the files' names are those of its ``state_dict``.
+        cutter: see :func:`read_files`.
 
     Returns:
         A tree like ``model.params``; leaves that stay plain have the model's dtype.
@@ -49,7 +57,7 @@ def quantize_files(
         CheckpointError: files are missing or damaged, or lack a tensor of the model.
     """
     if files.is_low_bit(path):
-        return files.load(path, like=model)
+        return _cut(files.load(path, like=model), cutter)
     form = format_of(bits, group_size, symmetric, dynamic)
     wanted, turned = accepts(include, model), transposed_names(model)
     shapes = {leaf.name: leaf.shape for leaf in model._pool.anatomy.leaves}
@@ -57,13 +65,33 @@ def quantize_files(
     check_met(include, {name: len(shape) for name, shape in shapes.items()}, sorted(chosen))
 
     def low(name: str, x: Tensor) -> Tensor:
-        return QTensor.quantize(x, form, name in turned, name) if name in chosen else x
+        if name not in chosen:
+            return x
+        whole = form.fitted(shapes[name][0 if name in turned else -1])
+        return QTensor.quantize(x, form, name in turned, name).grouped(whole)
 
-    return read_files(path, model, low)
+    if cutter is None:
+        return read_files(path, model, low)
+    grains = {
+        name: whole.group_size
+        for name in chosen
+        if (whole := form.fitted(shapes[name][0 if name in turned else -1])).group_size
+    }
+
+    def alone(name: str, split: Split) -> bool:
+        """Whether what a rank has of a leaf is rounded as in the full one."""
+        inner = split.dim == (0 if name in turned else len(shapes[name]) - 1)
+        return name not in chosen or not inner or name in grains
+
+    return read_files(path, model, low, lambda params: cutter(params, grains), alone)
 
 
 def read_files(
-    path: PathLike, model: Functional, make: Callable[[str, Tensor], Tensor] = lambda name, x: x
+    path: PathLike,
+    model: Functional,
+    make: Callable[[str, Tensor], Tensor] = lambda name, x: x,
+    cutter: MakeCutter | None = None,
+    alone: Callable[[str, Split], bool] = lambda name, split: True,
 ) -> Tree:
     """The params of a functionalized module from files, one tensor in full at a time.
 
@@ -71,6 +99,9 @@ def read_files(
         path: a safetensors file, or a folder of them.
         model: the module; its own parameters are not looked at (they may lie on ``meta``).
         make: ``(name, tensor as stored) -> leaf``, which then gets the model's dtype.
+        cutter: takes this rank's parts; of leaves that are split only these are read, and kept.
+        alone: ``(name, split)``, whether ``make`` of a part is the part of what it makes of all;
+            else all of the leaf is read.
 
     Raises:
         CheckpointError: files are missing or damaged, or lack a tensor of the model.
@@ -78,10 +109,57 @@ def read_files(
     source, anatomy = SafetensorsFiles(path), model._pool.anatomy
     prefix = getattr(model._pool.skeleton, "base_model_prefix", "") or ""
     called = {leaf.name: _called(leaf, source, path, prefix) for leaf in anatomy.leaves}
+    parts = None if cutter is None else cutter(shapes_of(model))
     tensors: dict[str, Any] = {}
     for leaf in anatomy.leaves:
-        tensors[leaf.name] = make(leaf.name, source.read(called[leaf.name])).to(leaf.dtype)
+        name, split = leaf.name, None if parts is None else parts.splits.get(leaf.name)
+        if parts is None:
+            tensors[name] = make(name, source.read(called[name])).to(leaf.dtype)
+        elif split is None or not alone(name, split):
+            full = make(name, source.read(called[name])).to(leaf.dtype)
+            tensors[name] = parts.local(name, full, copy=split is not None)
+        else:
+            own = make(name, _part(source, called[name], split, parts.rank)).to(leaf.dtype)
+            tensors[name] = parts.marked(name, own)
     return anatomy.tree(tensors)
+
+
+def known(model: Functional | None, path: PathLike) -> Functional:
+    """The model whose parameters are to be read from files.
+
+    Raises:
+        PlacementError: there is none.
+    """
+    if model is None:
+        raise PlacementError(
+            f"place({os.fspath(path)!r}): to read parameters from files the model must be "
+            "known. Quantise its apply: zf.quantize(zf.functionalize(model).apply, bits=8), or "
+            "split it: zf.split(model.apply, model)."
+        )
+    return model
+
+
+def shapes_of(model: Functional) -> Tree:
+    """A tree like a module's params, on ``meta``."""
+    leaves = model._pool.anatomy.leaves
+    made = {x.name: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves}
+    return model._pool.anatomy.tree(made)
+
+
+def _part(source: SafetensorsFiles, name: str, split: Split, rank: int) -> Tensor:
+    """A rank's part of a tensor: nothing else of it is held."""
+    leaf = source.tensors[name]
+    out = torch.empty(split.shape(leaf.shape, rank), dtype=leaf.dtype)
+    source.fill(name, Elements(0, out.numel(), split.rows(leaf.shape, rank)), out.view(-1))
+    return out
+
+
+def _cut(params: Tree, cutter: MakeCutter | None) -> Tree:
+    """This rank's parts of params that were read in full."""
+    if cutter is None:
+        return params
+    parts = cutter(params)
+    return map_with_path(lambda path, x: parts.local(path, x, copy=True), params)
 
 
 def _called(leaf: TensorInfo, source: SafetensorsFiles, path: PathLike, prefix: str) -> str:

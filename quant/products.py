@@ -17,8 +17,10 @@ from torch.autograd import forward_ad
 from zfunc.quant import grids, int4_products, int8_products, kernel_products, panel_products
 from zfunc.quant.grids import Grid
 from zfunc.quant.low_bit import LowBit
+from zfunc.ranks.collectives import largest
+from zfunc.ranks.comm import Group
 
-__all__ = ["ROUTES", "Route", "dequantised_product", "product", "route", "several"]
+__all__ = ["ROUTES", "Route", "dequantised_product", "product", "route", "several", "summand"]
 
 BLOCK = 1 << 20  # weights dequantised at once: they stay in a core's cache until they are used
 
@@ -43,6 +45,24 @@ def product(x: Tensor, weight: LowBit, bias: Tensor | None) -> Tensor:
         y = _forward(rows, weight, way)
     y = y if x.ndim == 2 else y.reshape(*x.shape[:-1], n)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def summand(x: Tensor, weight: LowBit, ranks: Group) -> Tensor:
+    """This rank's summand of ``x W^T``, where ranks have parts of what is summed over.
+
+    ``dynamic`` formats round inputs with the scale of the whole row, about which ranks agree: a
+    collective. What is rounded takes the route of weights alone, to which 8 bits are exact up to
+    its own rounding to 16.
+    """
+    if not weight.format.dynamic or not x.is_floating_point():
+        return product(x, weight, None)
+    wide = x.to(grids.wide(x.dtype))
+    own = wide.detach().abs()
+    most = own.amax(-1, keepdim=True) if x.shape[-1] else own.new_zeros(*x.shape[:-1], 1)
+    low = int8_products.rounded(wide.detach(), largest(most, ranks, "tensor scales"))
+    if wide.requires_grad and torch.is_grad_enabled():
+        low = wide + (low - wide.detach())  # rounding is passed straight through
+    return product(low, weight.static, None).to(x.dtype)
 
 
 def several(x: Tensor, weights: Sequence[LowBit]) -> list[Tensor]:

@@ -17,10 +17,11 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.quant import grids, packing
+from zfunc.quant import grids, packing, products
 from zfunc.quant.grids import Format, Grid
 from zfunc.quant.low_bit import LowBit
 from zfunc.quant.overrides import METADATA, routed
+from zfunc.ranks.comm import Group
 
 __all__ = ["QTensor", "rows_of"]
 
@@ -73,9 +74,12 @@ class QTensor(LowBit):
     @staticmethod
     def of(codes: Tensor, grid: Grid, form: Format, like: Tensor, transposed: bool) -> QTensor:
         """From int8 codes ``[n, k]``, with the shape and dtype of ``like``."""
-        data = packing.pack(codes) if form.packed else codes.contiguous()
+        data = (packing.pack(codes) if form.packed else codes).contiguous()
         form = replace(form.fitted(codes.shape[1]), shared=1)  # a scale for each row from now on
         return QTensor(data, grid.scale, grid.zero, form, like.shape, like.dtype, transposed)
+
+    def summand(self, x: Tensor, ranks: Group) -> Tensor:
+        return products.summand(x, self, ranks)
 
     # How torch meets it
 

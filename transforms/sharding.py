@@ -51,7 +51,7 @@ from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import BATCH, Axes, Mesh
 from zfunc.ranks.world import MESH
 from zfunc.trees import tree
-from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
+from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in, opened
 
 __all__ = ["Shard", "shard"]
 
@@ -184,9 +184,10 @@ class Shard(Meshed):
     def place(self, state: Any) -> Any:
         if self.of_tree:
             check_same(self.everyone, {"params": state})
-            return (
-                cut(self.layout(state), state, self.group.rank, True) if self.stage == 3 else state
-            )
+            if self.stage < 3:
+                return state
+            params = opened(state)  # of which split has taken parts
+            return cut(self.layout(params), params, self.group.rank, True)
         entries = Entries(state)
         names = self.roles.found("params", entries, self.name)
         for name, _ in self.roles:

@@ -15,44 +15,60 @@ Parallelism, 2019, section 3.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from threading import Lock
 from typing import Any, ClassVar, ParamSpec, Protocol, cast
 
 import optree
+import torch
 from torch import Tensor
 
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
+from zfunc.engine.differentiation import is_evaluated
 from zfunc.engine.entries import ROLES, Entries, Roles
+from zfunc.engine.hooks import Gradients, Pending
+from zfunc.engine.inference import Inference
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
 from zfunc.engine.same_rows import look_anew, with_same_rows
-from zfunc.engine.step import Transform, Wrap, transform_of
+from zfunc.engine.step import Differentiate, Step, Transform, Wrap, transform_of
+from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import CompositionError, PlacementError
+from zfunc.layout.cutter import Cutter
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
+from zfunc.layout.pool import pool
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
-from zfunc.layout.splits import Cut, Part, Split, mark
+from zfunc.layout.splits import Cut, Part, Split
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import SplitPlan
+from zfunc.operators.randomness import apart
 from zfunc.probing.plans import plan_of
+from zfunc.quant.choice import module_of
+from zfunc.quant.model_files import known, read_files
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digests
 from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, world_size
 from zfunc.trees import tree
-from zfunc.trees.nodes import OPAQUE, Lazy, Tree, leaves_in
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Lazy, Tree, leaves_in, part_of
+from zfunc.trees.tree import dotted
 
 __all__ = ["Splitting", "split"]
 
 Rules = tuple[tuple[str, Cut | None], ...]
+_PLANNING = Lock()
 
 
 @dataclass(frozen=True)
@@ -66,9 +82,11 @@ class Splitting(Meshed):
     axis: str = "tensor"
     vocab: bool = True
     example: Any = field(default=None, compare=False, repr=False)
+    sequence: bool = False
     roles: Roles = ROLES
     sharded: bool = False  # shard keeps the state's parts
-    of_tree: bool = False  # the state is a params tree itself
+    of_params: bool = False  # the state is a params tree itself
+    plans: dict[Any, SplitPlan] = field(default_factory=dict, compare=False, repr=False)
 
     position: ClassVar[int] = Order.SPLIT
     by_unit: ClassVar[bool] = True
@@ -77,7 +95,8 @@ class Splitting(Meshed):
 
     def __repr__(self) -> str:
         sizes = {} if self.mesh is None else dict(self.mesh.axes)
-        return f"split({self.axis}={self.tensor or sizes.get(self.axis, 1)})"
+        more = ", sequence=True" if self.sequence else ""
+        return f"split({self.axis}={self.tensor or sizes.get(self.axis, 1)}{more})"
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -110,13 +129,15 @@ class Splitting(Meshed):
             self,
             roles=getattr(shard, "roles", self.roles),
             sharded=shard is not None,
-            of_tree=any(other.of_params for other in others),
+            of_params=self.of_params or any(other.of_params for other in others),
         )
 
     # How the state is represented
 
     def place(self, state: Any) -> Any:
-        entries = Entries({"params": state} if self.of_tree else state)
+        if self.of_params:
+            return self._placed_params(state)
+        entries = Entries(state)
         names = self.roles.found("params", entries, self.name)
         check_same(group(self.on, self.on.names), {name: entries[name] for name in entries.names})
         layouts, plan = [make_layout(entries[name]) for name in names], self.plan()
@@ -124,13 +145,61 @@ class Splitting(Meshed):
         twins = Twins([self._told(layout, splits[layout], plan) for layout in layouts])
         for name in entries.names:
             entries[name] = twins.replace(entries[name], self._placed)
-        return entries["params"] if self.of_tree else entries.rebuild()
+        return entries.rebuild()
 
-    def plan(self) -> SplitPlan | None:
-        """How the model is split over the ranks of the axis; None where there are rules alone."""
+    def plan(self, grains: Mapping[str, int] | None = None) -> SplitPlan | None:
+        """How the model is split over the ranks of the axis; None where there are rules alone.
+
+        Args:
+            grains: by the names of leaves, how many of what they sum over share a scale.
+        """
         if self.model is None:
             return None
-        return plan_of(self.model, self.group.size, example=self.example, vocab=self.vocab)
+        how: Any = {"example": self.example, "vocab": self.vocab, "grains": grains}
+        how["whole"] = lambda name: any(fnmatchcase(name, pattern) for pattern, _ in self.rules)
+        ways, grained = self.group.size, frozenset((grains or {}).items())
+        with _PLANNING:  # ranks that are threads
+            if (ways, grained) not in self.plans:
+                self.plans[ways, grained] = plan_of(self.model, ways, **how)
+        plan = self.plans[ways, grained]
+        told = hashlib.sha256(repr((plan.splits, plan.roles, plan.attributes)).encode())
+        if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
+            raise PlacementError(
+                "ranks have found different plans for the model: give all of them the same module."
+            )
+        return plan
+
+    # Parameters alone, for inference
+
+    def _placed_params(self, params: Any) -> Replicated:
+        """This rank's parts, as they are: in memory of their own, and in no flats."""
+        if isinstance(params, str | os.PathLike):
+            params = read_files(params, known(self.model, params), cutter=self.cutter)
+        keys, leaves, spec = optree.tree_flatten_with_path(
+            params, none_is_leaf=True, namespace=NAMESPACE
+        )
+        if not any(part_of(x) for x in leaves):  # else they were read as parts
+            check_same(group(self.on, self.on.names), {"params": params})
+            cutter = self.cutter(params)
+            leaves = [
+                x if x is None else cutter.local(dotted(*key), x, copy=True)
+                for key, x in zip(keys, leaves, strict=True)
+            ]
+        parted = optree.tree_unflatten(spec, leaves)
+        return Replicated(whole(make_layout(parted, by=(self.name, repr(self)))), parted)
+
+    def cutter(self, params: Tree, grains: Mapping[str, int] | None = None) -> Cutter:
+        """What takes this rank's parts of a params tree, or of one of its shapes (on ``meta``).
+
+        Args:
+            params: the full tree.
+            grains: see :meth:`plan`; those of leaves in low bits are known by themselves.
+        """
+        layout = make_layout(params)
+        known = {slot.path: slot.code.grain for slot in layout.present if slot.code is not None}
+        plan = self.plan({**known, **(grains or {})})
+        splits = splits_of([layout], self.rules, plan, self.group.size)[layout]
+        return Cutter(splits, Part(None, self.on, self.axis, plan))
 
     def _told(self, layout: Layout, splits: Mapping[str, Split], plan: SplitPlan | None) -> Layout:
         """The layout of full leaves, which says how each is to be split."""
@@ -141,9 +210,11 @@ class Splitting(Meshed):
 
     def _placed(self, layout: Layout, node: Tree) -> Tree:
         """This rank's parts of a full tree, each of which says what it is a part of."""
-        rank, leaves = self.group.rank, layout.spec.flatten_up_to(node)
+        leaves = layout.spec.flatten_up_to(node)
+        splits = {slot.path: slot.split for slot in layout.present if slot.split is not None}
+        cutter = Cutter(splits, Part(None, layout.mesh, self.axis, layout.plan))
         found = [
-            x if slot is None or x is None else _part(x, layout.part(slot), rank)
+            x if slot is None or x is None else cutter.local(slot.path, x)
             for x, slot in zip(leaves, layout.slots, strict=True)
         ]
         parted = optree.tree_unflatten(layout.spec, found)
@@ -155,7 +226,7 @@ class Splitting(Meshed):
         return tree.full(state)
 
     def check(self, state: Any) -> None:
-        entries = Entries({"params": state} if self.of_tree else state)
+        entries = Entries({"params": state} if self.of_params else state)
         for name in self.roles.named("params"):
             for node in leaves_in(entries[name], OPAQUE) if name in entries else []:
                 if not isinstance(node, Lazy):
@@ -187,10 +258,44 @@ class Splitting(Meshed):
         if self.mesh is not None:
             MESH.set(self.mesh.closed())
 
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        """Where the stream is cut gradients add up over ranks, and each begins with 1 / T."""
+        ranks = self.group
+        if not self.sequence or ranks.size == 1:
+            return call
+
+        def run(asked: Gradients) -> Any:
+            share = torch.tensor(1.0 / ranks.size, dtype=torch.float64)
+            seed = share if asked.seed is None else asked.seed * share.to(asked.seed)
+            loss_fn = functools.partial(_drawing_apart, asked.loss_fn, running, ranks)
+            out, grads = call(replace(asked, loss_fn=loss_fn, seed=seed))
+            if "losses alike" not in running.memo:
+                _check_losses(ranks, out[0])
+                running.memo["losses alike"] = True
+            return out, grads
+
+        return run
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
+        """Where the stream is cut each rank has a part of a whole leaf's gradient."""
+        if not self.sequence or self.group.size == 1:
+            return value
+        rows = zip(unit.trainable, value.wait(), strict=True)
+        return Ready([self._added_up(full, i, unit) for i, full in rows])
+
+    def _added_up(self, full: Tensor, i: int, unit: UnitInfo) -> Tensor:
+        if any(slot.split is not None for slot in unit.layout.by_flat[i]):
+            return full
+        if unit.borrowed(i, full):
+            full = pool().take(full.numel(), full.dtype, full.device).copy_(full)
+        return self.group.all_reduce(full, label="tensor whole leaves").wait()
+
     def finish(self, old: Any, out: Any) -> Any:
         """After the first step: what ranks of the axis hold alike is alike."""
         running = current()
-        if self.group.size > 1 and running is not None and "split alike" not in running.memo:
+        if self.of_params or running is None or self.group.size == 1:
+            return out
+        if "split alike" not in running.memo:
             check_alike(self.group, out[0] if isinstance(out, tuple) and out else out)
             running.memo["split alike"] = True
         return out
@@ -232,9 +337,12 @@ def splits_of(
             fitting = [row for row in rules if fnmatchcase(slot.path, row[0])]
             used.update(pattern for pattern, _ in fitting)
             if fitting and (rule := fitting[0][1]) is not None:
-                found[layout][slot.path] = rule.split(slot.shape, ways, slot.path)
+                found[layout][slot.path] = rule.split(slot.own, ways, slot.path)
     paths = [slot.path for layout in layouts for slot in layout.present]
-    if idle := [pattern for pattern, _ in rules if pattern not in used and plan is None]:
+    if plan is not None:
+        names = [path.removeprefix(before) for path in paths]
+        used = {p for p, _ in rules if any(fnmatchcase(name, p) for name in names)}
+    if idle := [pattern for pattern, _ in rules if pattern not in used]:
         raise PlacementError(
             f"rules={{{idle[0]!r}: ...}} names no leaf: the parameters are "
             f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}. Mend the pattern (as in "
@@ -267,12 +375,27 @@ def _home_of(plan: SplitPlan, layouts: Sequence[Layout]) -> tuple[Layout, str]:
     )
 
 
-def _part(leaf: Any, part: Part, rank: int) -> Any:
-    """This rank's part of a leaf, with the leaf's marks and its own."""
-    own = leaf.view_as(leaf) if part.split is None else part.split.local(leaf, rank)
-    if isinstance(leaf, Tensor):
-        own.__dict__.update({k: v for k, v in leaf.__dict__.items() if k.startswith("_zfunc")})
-    return mark(own, part)
+def _drawing_apart(
+    loss_fn: Callable[..., Any], running: Context, ranks: Group, *args: Any, **kwargs: Any
+) -> Any:
+    """A loss whose ranks draw numbers of their own: they have other positions, or other heads."""
+    if (layer := running.layer_scope) is None:  # the state has no key
+        return loss_fn(*args, **kwargs)
+    running.layer_scope = lambda index: layer(index + (ranks.rank << 32))
+    with apart(ranks):
+        return loss_fn(*args, **kwargs)
+
+
+def _check_losses(ranks: Group, loss: Tensor) -> None:
+    """Raise ``PlacementError`` if ranks have computed different losses; a collective."""
+    every = ranks.exchange(digests([loss.detach()]), label="losses alike")
+    if any(theirs != every[0] for theirs in every):
+        raise PlacementError(
+            f"ranks of axis {ranks.axis!r} have computed different losses, this one {float(loss)}. "
+            "split(sequence=True) cuts the stream along positions, of which each rank has some: "
+            "the loss is to be that of zf.cross_entropy, which puts them together, or of "
+            "zf.column's outputs."
+        )
 
 
 def check_alike(ranks: Group, state: Any) -> None:
@@ -316,7 +439,23 @@ def _with_plan(wrap: Wrap[P]) -> Planning[P]:
     return cast(Planning[P], wrap)
 
 
+def _of_params(wrap: Wrap[P]) -> Wrap[P]:
+    """Functions of parameters are split, too: a model's ``apply``, and what ``evaluate`` made."""
+    make: Callable[..., Splitting] = wrap.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(wrap)
+    def either(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
+        if step is None:
+            return lambda fn: either(fn, *args, **kwargs)
+        if isinstance(step, Step) or not (module_of(step) or is_evaluated(step)):
+            return wrap(step, *args, **kwargs)
+        return Step(Inference(step)).wrap(replace(make(*args, **kwargs), of_params=True))
+
+    return cast(Wrap[P], either)
+
+
 @_with_plan
+@_of_params
 @transform_of
 def split(
     model: Functional | None = None,
@@ -326,6 +465,7 @@ def split(
     mesh: Mesh | None = None,
     axis: str = "tensor",
     vocab: bool = True,
+    sequence: bool = False,
     example: Any = None,
 ) -> Splitting:
     """Split a step's parameters, and the work with them, over the ranks of a mesh axis.
@@ -333,6 +473,12 @@ def split(
     Call it as ``split(step, model, tensor=2)``; ``split.plan(model, 2)`` says what is split how.
     Beside ``shard`` each data rank's part of a state is split; alone the step is tensor parallel
     and nothing else.
+
+    For inference it takes a function of parameters in place of a step: a model's ``apply``,
+    ``zf.quantize(model.apply, ...)``, or a function that ``zf.evaluate`` was given.
+    ``predict.place(params)`` takes the full parameters, or the path of safetensors files, of which
+    each rank reads its part, and gives parameters that know how they are split: a model's ``apply``
+    and ``zf.generate`` take them as they are, outside of ``predict``, too.
 
     Args:
         model: the :class:`~zfunc.Functional` that the step applies. Its modules run as they are:
@@ -346,6 +492,14 @@ def split(
         mesh: the ranks by named axes (``zf.mesh(data=2, tensor=2)``).
         axis: the mesh axis to split over.
         vocab: whether a model's table and head are split by the vocabulary.
+        sequence: whether norms and the residual stream are cut along positions, dimension -2 of
+            what goes between ``zf.row`` and the next ``zf.column`` (Korthikanti et al. 2022): as
+            many bytes are sent, and what is kept of the stream for backward is divided by the
+            number of ranks. For models that are functions alone: a module's code takes the stream
+            for whole. What mixes positions stands between a column and its row, also where both
+            are whole leaves. Slice positions of ids and targets, not of the stream; whatever
+            joins it and has positions goes through ``zf.operators.positions``. All that a loss
+            draws differs from rank to rank.
         example: arguments of the model's ``apply``, tensors or shapes, where it takes more than
             integer ids.
 
@@ -354,7 +508,8 @@ def split(
         (``step.local_batch``).
 
     Raises:
-        ValueError: neither a model nor rules; a size that is not positive.
+        ValueError: neither a model nor rules; a size that is not positive; a model beside
+            ``sequence``.
         CompositionError: the step is split already, or has a mesh of another size; when a state is
             placed: its parameters are not those of the model.
         PlacementError: when a state is placed: a rule names no leaf, or one that does not fall
@@ -368,6 +523,17 @@ def split(
             f"split got a {type(model).__name__} for its model; expected what zf.functionalize "
             "made of a module."
         )
+    if model is not None and any(rule is not None for rule in (rules or {}).values()):
+        raise ValueError(
+            "beside a model rules leave leaves whole (None): how others are split its plan says."
+        )
     if tensor is not None and (type(tensor) is not int or tensor < 1):
         raise ValueError(f"tensor={tensor!r}: expected how many ranks share a layer, at least 1.")
-    return Splitting(model, tuple((rules or {}).items()), tensor, mesh, axis, vocab, example)
+    if sequence and model is not None:
+        raise ValueError(
+            "sequence=True is for functional models alone: a module's code takes the stream for "
+            "whole. Leave it out, or write the model with zf.embed, zf.column, zf.row and "
+            "zf.cross_entropy, and give rules= in the place of the module."
+        )
+    how = (tensor, mesh, axis, vocab, example, sequence)
+    return Splitting(model, tuple((rules or {}).items()), *how)

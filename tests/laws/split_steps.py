@@ -14,7 +14,7 @@ from tests.laws.cases import assert_same, numbers
 from zfunc import optim
 
 F64 = torch.float64
-WIDTH, HEADS, KV, SIZE, WORDS, INNER = 6, 4, 2, 3, 11, 10
+WIDTH, HEADS, KV, SIZE, WORDS, INNER = 6, 4, 2, 3, 11, 12
 TX = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.02, weight_decay=0.1))
 RULES = {
     "blocks.*.q*": zf.Cut(0, by=HEADS),

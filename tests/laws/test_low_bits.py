@@ -152,7 +152,7 @@ MORE: dict[str, Any] = {"accumulate": {"n": 2}}
 
 def test_training_transforms_are_told_apart() -> None:
     step = zf.train_step(lambda p, b: p["w"].sum(), zf.optim.sgd(0.1))
-    training = sorted({*transforms.__all__} - {"shard", "quantize"})
+    training = sorted({*transforms.__all__} - {"shard", "split", "quantize"})
     for wrap in (functools.partial(getattr(zf, name), **MORE.get(name, {})) for name in training):
         for make in (
             lambda f, w=wrap: zf.quantize(w(f), bits=8),

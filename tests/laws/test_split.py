@@ -118,14 +118,13 @@ BESIDE: dict[str, Wrap] = {
     "drop_layers": lambda f: zf.drop_layers(f, theta=0.5),
     "offload": lambda f: zf.offload(f, to="cpu"),
     "offload params": lambda f: zf.offload(f, to="cpu", what="params"),
-    "quantize": lambda f: zf.quantize(f, start_bits=16, target_bits=8, group_size=None),
+    "quantize": lambda f: zf.quantize(f, start_bits=8, target_bits=8, group_size=2),
 }
 ROUNDING: dict[str, Wrap] = {
     "precision": zf.precision,
     "onebit": lambda f: zf.compress_grads(f, "onebit", freeze_step=2),
     "int8": lambda f: zf.compress_grads(f, "int8", freeze_step=1),
     "int4": lambda f: zf.compress_grads(f, "int4", freeze_step=1),
-    "powersgd": lambda f: zf.compress_grads(f, "powersgd", freeze_step=1),
 }
 
 
@@ -307,6 +306,26 @@ def test_offload_to_disk_needs_the_units_of_shard(tmp_path: Path) -> None:
         zf.simulate(2)(lambda: step.place(zf.TrainState.create(params(), TX)))()
 
 
+def test_powersgd_is_refused_early() -> None:
+    """Its bases belong to parts, and could not be saved."""
+    step = zf.compress_grads(zf.train_step(loss_of, TX), "powersgd")
+    with pytest.raises(zf.CompositionError, match=r"a basis for each leaf"):
+        zf.split(step, rules=RULES)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [({"group_size": 4}, r"within groups of 4"), ({"groups": 1}, r"share scales over whole")],
+)
+def test_groups_of_weights_that_a_split_cuts(how: dict[str, int], text: str) -> None:
+    def wrap(step: Any) -> Any:
+        quantized = zf.quantize(step, start_bits=8, target_bits=8, **how)
+        return on_mesh(2, 1, 0, rules=RULES)(quantized)
+
+    with pytest.raises(zf.PlacementError, match=text):
+        zf.simulate(2)(lambda: run(zf.train_step(loss_of, TX), wrap, steps=1))()
+
+
 def test_a_plain_product_with_a_split_leaf_is_told_in_the_first_step() -> None:
     def loss(params: Any, batch: Batch) -> Tensor:
         x = F.embedding(batch["ids"], params["table"])
@@ -330,6 +349,34 @@ def test_the_model_of_another_step_is_refused() -> None:
                 zf.TrainState.create(params(), TX)
             )
         )()
+
+
+def test_rules_beside_a_model_leave_parts_whole() -> None:
+    module = llama()
+    model, start = zf.functionalize(module), zf.functionalize(module).params
+    rules = {"*.mlp.up_proj.weight": None, "lm_head*": None}
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        logits = model.apply(params, batch["ids"]).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    step, words = zf.train_step(loss, TX), module.config.vocab_size
+    want = run(step, lambda f: zf.shard(f, stage=0), lambda: start, words=words)
+
+    def body() -> Any:
+        wrap = on_mesh(2, 1, 0, model=model, rules=rules)
+        split = wrap(step).place(zf.TrainState.create(start, TX)).params.layout
+        cut = {slot.path.rpartition("layers.0.")[2] for slot in split.present if slot.split}
+        assert "self_attn.q_proj.weight" in cut
+        assert not cut & {"mlp.up_proj.weight", "mlp.down_proj.weight", "lm_head.weight"}
+        return run(step, wrap, lambda: start, words=words)
+
+    assert_near(ranks_of(2, 1, body)[0], want, 1e-9)
+    with pytest.raises(ValueError, match=r"leave leaves whole"):
+        zf.split(step, model, rules={"lm_head*": zf.Cut(0)}, tensor=2)
+    wrap = on_mesh(2, 1, 0, model=model, rules={"nothing.*": None})
+    with pytest.raises(zf.PlacementError, match=r"names no leaf"):
+        zf.simulate(2)(lambda: run(step, wrap, lambda: start, words=words))()
 
 
 def test_a_state_of_another_size_is_refused() -> None:

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 LIMIT = 120  # seconds; each takes a few on two idle cores
 
 
-def run(name: str, *flags: str, folder: Path) -> str:
+def run(name: str, *flags: str, folder: Path, before: Sequence[str] = ()) -> str:
     """What the example prints; it must end well, and leave no file behind."""
     done = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", str(EXAMPLES / name), *flags],
+        [sys.executable, "-W", "error::FutureWarning", *before, str(EXAMPLES / name), *flags],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)},
         capture_output=True,
@@ -55,6 +56,27 @@ def test_llama_learns_to_repeat_and_is_cut_in_two(tmp_path: Path):
     (parameters,) = numbers(r"([\d,]+) parameters", text)
     for held in numbers(r"rank \d: ([\d,]+) bytes of state", text):
         assert held == pytest.approx(12 * parameters / 2, rel=0.02)  # fp32, with Adam's moments
+
+
+@pytest.mark.parametrize("start", ["launch", "torchrun"])
+def test_llama_is_shared_by_two_processes_or_run_by_one(tmp_path: Path, start: str):
+    pytest.importorskip("transformers", reason="the `hf` extra is not installed")
+    before = [] if start == "launch" else ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    text = run("tensor_llama.py", folder=tmp_path, before=before)
+    for line in (
+        "model.embed_tokens.weight: embed, 32 along dimension 0 as 16, 16",
+        "self_attn.k_proj.weight: column, 32 along dimension 0 as 16, 16",
+        "mlp.down_proj.weight: row, 128 along dimension 1 as 64, 64",
+    ):
+        assert line in text
+    losses, one = numbers(r"loss ([\d.]+)", text), []
+    if start == "launch":
+        alone = run("tensor_llama.py", "--ranks", "1", "--tensor", "1", folder=tmp_path)
+        one = numbers(r"rank 0: ([\d,]+) bytes", alone)
+        assert losses == pytest.approx(numbers(r"loss ([\d.]+)", alone), abs=2e-4)
+    assert losses[-1] < losses[0] / 2
+    held = numbers(r"rank \d: ([\d,]+) bytes of state; sent per step: tensor", text)
+    assert len(held) == 2 and all(x == pytest.approx(y / 2, rel=0.01) for x in held for y in one)
 
 
 def test_a_gan_draws_the_ring(tmp_path: Path):

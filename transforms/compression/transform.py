@@ -132,6 +132,12 @@ class CompressGrads(Transform):
                 f'{made.shard.mesh} has replicas. Cut over both axes, shard(axis=("replica", '
                 '"data")), or leave out compress_grads.'
             )
+        if isinstance(self.codec, PowerSGD) and any(other.name == "split" for other in others):
+            raise CompositionError(
+                'compress_grads("powersgd") carries a basis for each leaf, and ranks that split '
+                'leaves would have one for each part, which no checkpoint holds. Take "int8", '
+                '"int4" or "onebit" beside split.'
+            )
         if self.gather is not None:
             check_gather(self.gather, made.shard, others)
         return made

@@ -150,6 +150,12 @@ class Offload(Transform):
                 "compress_grads works on gradients in the memory of the device, and offload takes "
                 "them down to the host's. Leave out one of them."
             )
+        if any(t.name == "split" for t in step.transforms) and self._unsharded(step):
+            raise CompositionError(
+                "offload brings in what shard keeps in units, and this step splits its leaves and "
+                "shards nothing. Add it: zf.shard(step, stage=3), or stage=1 to keep parameters in "
+                "memory."
+            )
         state = self.laid_out(state)
         nodes = placed_nodes(state)
         cut = any(isinstance(x, Streamed | Sharded) and x.layout.axis != () for x in nodes)
@@ -171,6 +177,9 @@ class Offload(Transform):
     def _alone(self, step: Step) -> bool:
         """Whether nobody else decides how the state is represented."""
         return not any(t.represents for t in step.transforms if t is not self)
+
+    def _unsharded(self, step: Step) -> bool:
+        return not any(t.name == "shard" for t in step.transforms)
 
     def laid_out(self, state: Any) -> Any:
         step = PLACING.get()

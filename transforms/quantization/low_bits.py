@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import optree
 from torch import Tensor
 
-from zfunc.engine.differentiation import evaluate
+from zfunc.engine.inference import Inference
 from zfunc.engine.order import Order
 from zfunc.engine.step import Step, Transform
 from zfunc.errors import CompositionError, PlacementError
@@ -23,10 +23,10 @@ from zfunc.modules.functional import Functional
 from zfunc.quant.choice import Include, fixed, module_of
 from zfunc.quant.grids import Format
 from zfunc.quant.low_bit import Code
-from zfunc.quant.model_files import quantize_files
+from zfunc.quant.model_files import MakeCutter, known, quantize_files
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.trees import dequantize_tree, format_of, quantize_tree
-from zfunc.trees.nodes import NAMESPACE, OPAQUE, leaves_in
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Box, leaves_in
 
 __all__ = ["LowBits", "low_bits"]
 
@@ -38,10 +38,11 @@ class LowBits(Transform):
     format: Format
     include: Include = None
     model: Functional | None = field(default=None, repr=False)
+    cutter: MakeCutter | None = field(default=None, repr=False, compare=False)
 
     position: ClassVar[int] = Order.LOW_BITS
     represents: ClassVar[bool] = True
-    of_params: ClassVar[bool] = True
+    of_params = True
     name: ClassVar[str] = "quantize"
 
     def __repr__(self) -> str:
@@ -49,28 +50,22 @@ class LowBits(Transform):
 
     def beside(self, others: Any) -> Transform:
         for other in others:
-            if other.name != "shard":
+            if other.name not in ("shard", "split"):
                 raise CompositionError(
                     f"quantize(bits={self.format.bits}) is for inference, {other.name} for "
                     "training steps. To train into low bits write "
                     f"quantize(step, start_bits=16, target_bits={self.format.bits})."
                 )
-        return self
+        split = next((other for other in others if other.name == "split"), None)
+        return replace(self, cutter=getattr(split, "cutter", None))
 
     def place(self, state: Any) -> Any:
         form = self.format
         how = form.bits, form.group_size, form.symmetric, self.include
         if isinstance(state, str | os.PathLike):
-            return quantize_files(state, *how, dynamic=form.dynamic, model=self._known(state))
+            more: Any = {"dynamic": form.dynamic, "model": known(self.model, state)}
+            return quantize_files(state, *how, **more, cutter=self.cutter)
         return _copied(quantize_tree(state, *how, dynamic=form.dynamic, model=self.model))
-
-    def _known(self, path: Any) -> Functional:
-        if self.model is None:
-            raise PlacementError(
-                f"place({os.fspath(path)!r}): to read parameters from files the model must be "
-                "known. Quantise its apply: zf.quantize(zf.functionalize(model).apply, bits=8)."
-            )
-        return self.model
 
     def unplace(self, state: Any) -> Any:
         return dequantize_tree(state)
@@ -86,21 +81,6 @@ class LowBits(Transform):
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         return [f"quantize: parameters in {self.format}"]
-
-
-@dataclass(frozen=True)
-class Inference:
-    """A function of parameters, without gradients."""
-
-    fn: Callable[..., Any]
-
-    def __post_init__(self) -> None:
-        for name in ("__name__", "__doc__", "__module__", "__qualname__"):
-            if hasattr(self.fn, name):
-                object.__setattr__(self, name, getattr(self.fn, name))
-
-    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        return evaluate(self.fn)(params, *args, **kwargs)
 
 
 def low_bits(
@@ -126,6 +106,7 @@ def _bits_of(params: Any) -> set[int]:
     leaves = leaves_in(params, OPAQUE)
     if all(kind is Tensor for kind in set(map(type, leaves))):
         return set()
+    leaves += [leaf for x in leaves if isinstance(x, Box) for leaf in leaves_in(x.tree)]
     nodes = [x for x in leaves if isinstance(x, Readable)]
     codes = [slot.code for node in nodes for slot in node.layout.present if slot.code is not None]
     return {x.format.bits for x in (*leaves, *codes) if isinstance(x, QTensor | Code)}

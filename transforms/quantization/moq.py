@@ -11,7 +11,7 @@ The schedule is part of the state. It lies in ``aux``, and is saved and restored
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -31,13 +31,15 @@ from zfunc.engine.step import Differentiate, Transform
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import PlacementError
 from zfunc.layout.layout import Slot
+from zfunc.layout.readable import Readable
+from zfunc.layout.replicated import Replicated
 from zfunc.quant import schedules
 from zfunc.quant.choice import Include, accepts, check_met
 from zfunc.quant.curvature import ROOT, layer_names, top_eigenvalues
 from zfunc.quant.fake import Grouping, fake_quantize
 from zfunc.quant.schedules import FULL, Rules, Schedule
 from zfunc.ranks import random
-from zfunc.trees.nodes import NAMESPACE, Placed
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, leaves_in
 from zfunc.trees.tree import dotted
 
 __all__ = ["MoQ"]
@@ -139,7 +141,19 @@ class MoQ(Transform):
                 f"another `include` than {self!r}, or for another model."
             )
         self._check_begun(schedule)
+        if "quantize and split" not in running.memo:
+            self._check_split(state, paths)
+            running.memo["quantize and split"] = True
         running.notes[NAME] = WeightRounding(self, schedule, list(paths), key_of(running))
+
+    def _check_split(self, state: Any, paths: Collection[str]) -> None:
+        """Raise if a group of weights would lie on several ranks that share a leaf."""
+        entries = Entries(state)
+        for name in self.roles.found("params", entries, NAME):
+            for node in leaves_in(entries[name], OPAQUE):
+                for slot in node.layout.present if isinstance(node, Readable | Replicated) else ():
+                    if slot.split is not None and slot.path in paths:
+                        self.grouping.check_split(slot.path, slot.shape, slot.split)
 
     def _check_begun(self, schedule: Schedule) -> None:
         """Refuse a schedule that began otherwise: it would go on as it began, without a word."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -53,6 +54,8 @@ def add_generate(commands: Any) -> None:
          "0 for one in each row (128)")  # fmt: skip
     held("--dynamic", action="store_true", help="with --bits 8: round inputs too (W8A8), faster")
     held("--dtype", choices=tuple(DTYPES), help="of all else; by default as stored")
+    held("--tensor", metavar="T", type=int, default=1, help="ranks that share each layer: local "
+         "processes, or those that torchrun started (1)")  # fmt: skip
     held("--device", type=torch.device, help="cpu, cuda, cuda:1, ...; by default a GPU if any")
 
 
@@ -65,8 +68,7 @@ def _generate_command(command: argparse.ArgumentParser, found: argparse.Namespac
         command.error(str(error))
     console = Console(stderr=True, highlight=False)
     try:
-        with torch.no_grad():
-            _run(found, prompt, storage, console)
+        _start(found, prompt, storage)
     except KeyboardInterrupt:
         console.print("\ninterrupted")
         return 130
@@ -78,6 +80,17 @@ def _generate_command(command: argparse.ArgumentParser, found: argparse.Namespac
     return 0
 
 
+def _start(found: argparse.Namespace, prompt: str, storage: Storage) -> None:
+    """Continue the text here, or on as many ranks as are to share each layer."""
+    given = argparse.Namespace(**{k: v for k, v in vars(found).items() if k != "command"})
+    if found.tensor > 1 and "RANK" not in os.environ:
+        zf.launch(_run, given, prompt, storage, nprocs=found.tensor)
+        return
+    if found.tensor > 1:
+        zf.init()
+    _run(given, prompt, storage)
+
+
 def _check(found: argparse.Namespace) -> None:
     check_sampling(found.temperature, found.top_k, found.top_p, found.seed)
     if found.max_new_tokens < 1:
@@ -86,6 +99,19 @@ def _check(found: argparse.Namespace) -> None:
         raise ValueError(f"--group-size {found.group_size}: expected 0 or more")
     if found.dynamic and found.bits != 8:
         raise ValueError("--dynamic rounds the inputs of 8-bit weights: add --bits 8")
+    if found.tensor < 1:
+        raise ValueError(f"--tensor {found.tensor}: expected how many ranks share each layer")
+    if found.tensor > 1 and "RANK" in os.environ:
+        _check_ranks(found, int(os.environ.get("WORLD_SIZE", 1)))
+
+
+def _check_ranks(found: argparse.Namespace, world: int) -> None:
+    if world % found.tensor:
+        raise ValueError(
+            f"--tensor {found.tensor} under torchrun with {world} ranks: expected a multiple of it"
+        )
+    if found.prompt in (None, "-"):
+        raise ValueError("ranks of torchrun cannot all read standard input: give --prompt TEXT")
 
 
 def _prompt(given: str | None) -> str:
@@ -107,17 +133,24 @@ def _storage(found: argparse.Namespace) -> Storage:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no GPU here")
     dtype = None if found.dtype is None else DTYPES[found.dtype]
-    return Storage(found.bits, found.group_size or None, found.dynamic, dtype, device)
+    group = found.group_size or None
+    return Storage(found.bits, group, found.dynamic, dtype, device, found.tensor)
 
 
-def _run(found: argparse.Namespace, prompt: str, storage: Storage, console: Console) -> None:
+@torch.no_grad()
+def _run(found: argparse.Namespace, prompt: str, storage: Storage) -> None:
+    """Continue the text; of several ranks the first one writes."""
+    first = zf.rank() == 0
+    console = Console(file=sys.stderr if first else io.StringIO(), highlight=False)
     model = open_text_model(found.model, storage)
     size = f"{si(zf.tree.size_bytes(model.params))}B"
-    console.print(f"[dim]{escape(model.said)}, {size}[/dim]", soft_wrap=True)
+    ranks = f" on each of {storage.tensor} ranks" if storage.tensor > 1 else ""
+    console.print(f"[dim]{escape(model.said)}, {size}{ranks}[/dim]", soft_wrap=True)
     before = model.encode(prompt)
     ids = torch.tensor([before], device=storage.device)
-    out = TokenWriter(sys.stdout, model, before)
-    if sys.stdout.isatty():
+    file = sys.stdout if first else io.StringIO()
+    out = TokenWriter(file, model, before)
+    if file.isatty():
         out.show(prompt)
     start = time.perf_counter()
     zf.generate(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ class Storage:
         dynamic: whether products round their inputs to 8 bits too.
         dtype: of what stays unrounded; None: as in the files.
         device: where.
+        tensor: how many ranks have parts of them.
     """
 
     bits: int | None = None
@@ -58,6 +61,7 @@ class Storage:
     dynamic: bool = False
     dtype: torch.dtype | None = None
     device: torch.device = CPU
+    tensor: int = 1
 
     @property
     def format(self) -> Format | None:
@@ -185,7 +189,7 @@ def _our_params(path: Path, home: Path, config: GPTConfig, storage: Storage) -> 
     like = gpt.shapes(config)
     if file := _low_bit_file(path, storage):
         held = zf.tree.map(storage.held, quant.load(file, like=like))
-        return held, f"as {file.name} has them"
+        return _our_parts(config, held, storage), f"as {file.name} has them"
     where = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     kind_of(where)  # says what a checkpoint is, if there is none
     source = open_source(where)
@@ -203,11 +207,32 @@ def _our_params(path: Path, home: Path, config: GPTConfig, storage: Storage) -> 
         x = source.read(prefix + name)
         if form is not None and wanted(name, x.ndim):
             x = QTensor.quantize(x, form, False, name)
-        return storage.held(x)
+        held = storage.held(x)
+        return held if parts is None else parts.local(name, held, copy=True)
 
+    size = None if form is None else form.group_size
+    split = _our_split(config, size, storage) if storage.tensor > 1 else None
+    parts = None if split is None else split.transforms[0].cutter(like)
     params = zf.tree.map_with_path(read, like)
+    params = params if split is None else split.place(params)
     step = "" if source.step is None else f"step {source.step}, "
     return params, f"{step}weights in {form or 'full precision'}"
+
+
+def _our_split(config: GPTConfig, group_size: int | None, storage: Storage) -> Any:
+    """What places parts of the parameters, of which these many weights of a row share a scale."""
+    rules = gpt.rules(config, group_size)
+    apply = zf.evaluate(partial(gpt.apply, config=config))
+    return zf.split(apply, rules=rules, tensor=storage.tensor)
+
+
+def _our_parts(config: GPTConfig, params: Any, storage: Storage) -> Any:
+    """This rank's parts of parameters that were read in full."""
+    if storage.tensor == 1:
+        return params
+    sizes = {x.format.group_size for x in zf.tree.leaves(params) if isinstance(x, QTensor)}
+    common = math.lcm(*(size for size in sizes if size)) if any(sizes) else None
+    return _our_split(config, common, storage).place(params)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
@@ -217,6 +242,10 @@ def _theirs(path: Path, home: Path, document: dict[str, Any], storage: Storage) 
     model = _functional(home, storage)
     if file := _low_bit_file(path, storage):
         params, how = quant.load(file, like=model), f"as {file.name} has them"
+        if storage.tensor > 1:
+            params = zf.split(model.apply, model, tensor=storage.tensor).place(params)
+    elif storage.tensor > 1:
+        params, how = _their_parts(path, model, storage)
     elif storage.bits is None:
         params, how = read_files(path, model), "full precision"
     else:
@@ -240,6 +269,16 @@ def _theirs(path: Path, home: Path, document: dict[str, Any], storage: Storage) 
         stop=_ends(home, document),
         said=f"{model._name}, weights in {how}",
     )
+
+
+def _their_parts(path: Path, model: Any, storage: Storage) -> tuple[Any, str]:
+    """This rank's parts of the parameters, of which it reads no others."""
+    apply = model.apply
+    if storage.bits is not None:
+        how: Any = {"group_size": storage.group_size, "dynamic": storage.dynamic}
+        apply = zf.quantize(apply, bits=storage.bits, **how)
+    params = zf.split(apply, model, tensor=storage.tensor).place(path)
+    return params, "full precision" if storage.bits is None else f"{storage.format}"
 
 
 def _functional(home: Path, storage: Storage) -> Any:

@@ -10,7 +10,7 @@ import optree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.cutting import Encoded
+from zfunc.layout.splits import Encoded
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digest_of_all, digests
 from zfunc.trees.nodes import PLACED, Tree

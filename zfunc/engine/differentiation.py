@@ -52,8 +52,9 @@ from zfunc.trees.nodes import (
 )
 from zfunc.trees.tree import check_alive, dotted
 
-__all__ = ["checked", "evaluate", "value_and_grad"]
+__all__ = ["checked", "evaluate", "is_evaluated", "value_and_grad"]
 
+EVALUATED = "_zfunc_evaluated"
 BESIDE = "plain."  # what the names of plain tensors beside placed trees begin with
 
 
@@ -469,7 +470,13 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., Any]:
             call = transform.evaluate(call, running)
         return call(fn, params, args, kwargs)
 
+    run.__dict__[EVALUATED] = True
     return run
+
+
+def is_evaluated(fn: Callable[..., Any]) -> bool:
+    """Whether a function is one that :func:`evaluate` made."""
+    return EVALUATED in getattr(fn, "__dict__", {})
 
 
 def _evaluated(

@@ -85,8 +85,8 @@ class Transform:
     by_layer: ClassVar[bool] = False
     represents: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
-    of_params: ClassVar[bool] = False
     spends: ClassVar[bool] = False
+    of_params: bool = False
     mesh: Mesh | None = None
     averages: tuple[str, ...] = ()
 

@@ -11,7 +11,6 @@ from zfunc.engine.communication import communication
 from zfunc.engine.hooks import Pending
 from zfunc.layout.layout import Layout
 from zfunc.layout.pool import pool
-from zfunc.layout.rounds import ReplicaSum, Rounds
 from zfunc.ranks.comm import Group
 
 __all__ = ["Ready", "Total", "UnitInfo", "Waiting", "gather"]
@@ -28,10 +27,8 @@ class Waiting:
 
     def advance(self) -> None:
         for part in self.parts:
-            if isinstance(part, Rounds | ReplicaSum):
-                part.advance()
-            elif not isinstance(part, Tensor):
-                part.wait()
+            if not isinstance(part, Tensor):  # what comes in rounds, or is waited for at once
+                getattr(part, "advance", part.wait)()
 
 
 @dataclass

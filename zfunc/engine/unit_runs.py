@@ -21,7 +21,7 @@ from zfunc.engine.hooks import Pending
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
-from zfunc.layout.pool import pool
+from zfunc.layout.pool import empty, pool
 from zfunc.layout.replicated import Replicated
 
 __all__ = ["AGAIN", "ENTER", "LEAVE", "RELEASE", "Running", "UnitRun", "dense", "redeem"]
@@ -394,11 +394,13 @@ class UnitRun:
         layout = self.info.layout
         grads, self.partial = self.partial, None
         assert grads is not None
+        # Recycled ones lie idle in the next forward pass: leaves are split where memory is scarce.
+        take = pool().take if layout.along is None else empty
         flats = []
         for i in self.info.trainable:
             count = len(layout.by_flat[i])
             row, grads = grads[:count], grads[count:]
-            flats.append(layout.pack(i, row, pool().take))
+            flats.append(layout.pack(i, row, take))
             del row
         return flats
 

@@ -24,7 +24,7 @@ from zfunc.engine import context
 from zfunc.errors import PlacementError
 from zfunc.language.decoding import BoundStep, CacheStep, TensorStep, check_room
 from zfunc.transforms.capture import ONE_AT_A_TIME, Reads
-from zfunc.trees.nodes import NAMESPACE, Lazy, Placed
+from zfunc.trees.nodes import NAMESPACE, Lazy, Placed, part_of
 
 __all__ = ["FEWEST", "SMALLEST", "GraphedStep", "NoHostReads", "graphed", "length_for"]
 
@@ -215,6 +215,8 @@ def _obstacle(step: CacheStep, params: Any, device: torch.device) -> str | None:
     for x in leaves:
         if isinstance(x, Placed | Lazy):
             return f"parameters are placed ({type(x).__name__}), and gathered in each step anew"
+        if (part := part_of(x)) is not None and part.group.size > 1:
+            return f"ranks have parts of its leaves (axis {part.axis!r}), and send within each step"
         if isinstance(x, Tensor) and x.device != device:
             return f"a parameter lies on {x.device}, tokens on {device}"
     return None

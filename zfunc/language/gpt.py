@@ -111,18 +111,27 @@ def _normal(key: Tensor | None, rows: int, columns: int, scale: float) -> Tensor
     return zf.random.normal(key, (rows, columns)) * scale
 
 
-def rules(config: GPTConfig) -> dict[str, zf.Cut]:
+def rules(config: GPTConfig, group_size: int | None = None) -> dict[str, zf.Cut]:
     """How ``zf.split`` cuts the parameters: heads, hidden features, and the vocabulary.
 
+    Args:
+        config: the shape.
+        group_size: of low-bit weights, how many of a row share a scale: rows are cut between them.
+
     >>> rules(GPTConfig(heads=4))["blocks.*.qkv"]
-    Cut(dim=0, parts=3, by=4)
+    Cut(dim=0, parts=3, by=4, grain=1)
     """
+    # A row of one group has one scale, wherever it is cut.
+    heads, hidden = (
+        1 if group_size is None or group_size >= k else group_size
+        for k in (config.width, 4 * config.width)
+    )
     return {
         "embed": zf.Cut(0),
-        "blocks.*.qkv": zf.Cut(0, parts=3, by=config.heads),
-        "blocks.*.out": zf.Cut(1, by=config.heads),
-        "blocks.*.up": zf.Cut(0),
-        "blocks.*.down": zf.Cut(1),
+        "blocks.*.qkv": zf.Cut(0, parts=3, by=config.heads, grain=heads),
+        "blocks.*.out": zf.Cut(1, by=config.heads, grain=heads),
+        "blocks.*.up": zf.Cut(0, grain=hidden),
+        "blocks.*.down": zf.Cut(1, grain=hidden),
     } | ({} if config.tied else {"head": zf.Cut(0)})
 
 

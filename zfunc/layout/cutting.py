@@ -14,27 +14,14 @@ from zfunc.errors import PlacementError
 from zfunc.layout.freezing import frozen_among
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
-from zfunc.layout.splits import Part, Split
+from zfunc.layout.splits import Encoded, Part, Split
 from zfunc.ranks.meshes import Axes, Mesh
 from zfunc.trees.nodes import NAMESPACE, Tree, part_of
 from zfunc.trees.tree import dotted
 
-__all__ = ["Encoded", "aligned_cuts", "make_layout", "sharing"]
+__all__ = ["aligned_cuts", "make_layout", "sharing"]
 
 ALONE = 1 << 16  # bytes from which a leaf of the root is worth a message of its own
-
-
-class Encoded:
-    """A leaf that is cut and sent as the bytes that it is stored in (a low-bit tensor)."""
-
-    def to_bytes(self) -> Tensor:
-        """All that it holds, 1-D uint8."""
-        raise NotImplementedError
-
-    @property
-    def code(self) -> Any:
-        """A static value, hashable, with ``bytes`` (how many) and ``read(bytes) -> leaf``."""
-        raise NotImplementedError
 
 
 def _check_leaf(path: str, leaf: Any) -> None:

@@ -52,7 +52,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 class Slot:
     """Where one leaf lies: ``flat[start : start + numel]``, ``shape`` outside.
 
-    ``code`` makes the leaf of what lies there, if it is stored as bytes (``cutting.Encoded``);
+    ``code`` makes the leaf of what lies there, if it is stored as bytes (``splits.Encoded``);
     ``split`` says which part of the full leaf it is, if it is one.
     """
 
@@ -71,7 +71,12 @@ class Slot:
     @property
     def full(self) -> tuple[int, ...]:
         """The shape of the full leaf."""
-        return self.shape if self.split is None else self.split.full(self.shape)
+        return self.shape if self.split is None else self.split.full(self.own)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The shape of the leaf itself, also where it lies in other elements."""
+        return self.shape if self.code is None else tuple(self.code.shape)
 
 
 @dataclass(frozen=True)

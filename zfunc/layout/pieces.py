@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.cutting import Encoded
 from zfunc.layout.layout import Layout, Slot
+from zfunc.layout.splits import Encoded
 from zfunc.trees.memory import spend
 from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in, opened
 from zfunc.trees.tree import paths
@@ -40,7 +40,7 @@ def cut_flats(
     """
     if _holds_parts(tree):
         return assemble_all(layout, pieces_of_parts(layout, tree, rank), rank)
-    leaves = [x.to_bytes() if isinstance(x, Encoded) else x for x in leaves_of(layout, tree)]
+    leaves = _stored(layout, leaves_of(layout, tree))
     flats: list[Tensor | None] = []
     for i, slots in enumerate(layout.by_flat):
         some = [leaves[slot.index] for slot in slots]
@@ -86,9 +86,20 @@ def _cut_flat(
 
 def _own(layout: Layout, slot: Slot, leaf: Tensor) -> Tensor:
     """This rank's part of a leaf that may be full."""
-    full = tuple(leaf.shape) == slot.full
+    full = slot.code is None and tuple(leaf.shape) == slot.full
     mine: Tensor = layout.own(slot, leaf) if full else leaf
     return mine
+
+
+def _stored(layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+    """Leaves as they lie in flats: low-bit ones as the bytes of this rank's part."""
+    out = list(leaves)
+    for slot in layout.present:
+        x = out[slot.index]
+        if isinstance(x, Encoded):
+            mine = layout.own(slot, x) if x.code.shape == slot.full else x
+            out[slot.index] = mine.to_bytes()
+    return out
 
 
 def assemble(layout: Layout, flat: int, pieces: dict[int, Tensor], rank: int) -> Tensor:

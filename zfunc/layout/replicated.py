@@ -358,9 +358,10 @@ def _could_lie(layout: Layout, leaves: Sequence[Any]) -> bool:
             continue
         if slot is None or not isinstance(x, Tensor):
             return False
-        if x.shape != slot.shape and not spent(x):
+        if x.shape != slot.own and not spent(x):
             return False
-    rows = ([leaves[slot.index] for slot in row] for row in layout.by_flat)
+    plain = ([slot for slot in row if slot.code is None] for row in layout.by_flat)
+    rows = ([leaves[slot.index] for slot in row] for row in plain)
     return all(len({x.dtype for x in row if x is not None}) <= 1 for row in rows)
 
 

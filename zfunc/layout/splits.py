@@ -2,7 +2,8 @@
 
 A :class:`Cut` is a user's rule, a :class:`Split` the table that follows from it, or from a module
 that was probed: runs of indices for each rank. Fused weights take several runs, uneven heads runs
-of several lengths, and key and value heads that are fewer than ranks stand on several of them.
+of several lengths, and key and value heads that are fewer than ranks stand on several of them. A
+leaf that is stored as bytes (:class:`Encoded`) says itself what a part of it is.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,9 +24,62 @@ from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.meshes import Mesh
 
-__all__ = ["Cut", "Part", "Split", "Strided", "mark"]
+__all__ = ["Cut", "Encoded", "Encoding", "Part", "Runs", "Split", "Strided", "mark"]
 
 Runs = tuple[tuple[int, int], ...]
+
+
+class Encoding(Protocol):
+    """What an encoded leaf is apart from its data: a static value, hashable."""
+
+    shape: Any
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it is stored in."""
+
+    def read(self, data: Tensor) -> Any:
+        """The leaf whose bytes lie in ``data``, 1-D uint8."""
+
+    def resized(self, dim: int, size: int) -> Encoding:
+        """That of a leaf with another size along a dimension."""
+
+
+class Encoded:
+    """A leaf that is cut and sent as the bytes that it is stored in (a low-bit tensor)."""
+
+    def to_bytes(self) -> Tensor:
+        """All that it holds, 1-D uint8."""
+        raise NotImplementedError
+
+    @property
+    def code(self) -> Any:
+        """An :class:`Encoding`."""
+        raise NotImplementedError
+
+    def grain(self, dim: int) -> int:
+        """Of how many indices of a dimension a part must have all or none; 1 where any will do."""
+        raise NotImplementedError
+
+    def taken(self, dim: int, runs: Runs) -> Self:
+        """Some indices of a dimension, in memory of their own; at borders that :meth:`grain` has.
+
+        Args:
+            dim: of the leaf that it stands for, counted from 0.
+            runs: ``(start, stop)`` of indices, rising.
+        """
+        raise NotImplementedError
+
+    def joined(self, parts: Sequence[Self], dim: int, runs: Sequence[Runs]) -> Self:
+        """The leaf of which ``parts`` are the ones that :meth:`taken` gave for each of ``runs``."""
+        raise NotImplementedError
+
+    def summand(self, x: Tensor, ranks: Group) -> Tensor:
+        """``x W^T``, where ranks have parts of what is summed over: this rank's summand.
+
+        Inputs are prepared as for the whole product, about which ranks may have to agree.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -114,6 +168,8 @@ class Split:
     def local(self, x: Any, rank: int) -> Any:
         """A rank's part of a full leaf; a view where that is one run."""
         runs = self.runs[rank] or ((0, 0),)
+        if isinstance(x, Encoded):
+            return x.taken(self.dim, runs)
         parts = [x.narrow(self.dim, start, stop - start) for start, stop in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -139,8 +195,10 @@ class Split:
         """Positions in a rank's part of the indices that no rank before it has."""
         return [at for at, i in enumerate(self.indices(rank)) if self.holders[i][0] == rank]
 
-    def gathered(self, x: Tensor, ranks: Group, label: str) -> Tensor:
+    def gathered(self, x: Any, ranks: Group, label: str) -> Any:
         """The full leaf from every rank's part; a collective."""
+        if isinstance(x, Encoded):
+            return self._gathered_bytes(x, ranks, label)
         outer, inner = math.prod(x.shape[: self.dim]), math.prod(x.shape[self.dim + 1 :])
         widths = [self.width(rank) for rank in range(self.ways)]
         ends = [0]
@@ -157,6 +215,14 @@ class Split:
                 target.copy_(part.narrow(self.dim, at, high - low))
                 at += high - low
         return full
+
+    def _gathered_bytes(self, x: Encoded, ranks: Group, label: str) -> Encoded:
+        codes = [x.code.resized(self.dim, self.width(rank)) for rank in range(self.ways)]
+        mine, ends = x.to_bytes(), [0, *accumulate(code.bytes for code in codes)]
+        every = torch.empty(ends[-1], dtype=torch.uint8, device=mine.device)
+        ranks.all_gather(every, mine, cuts=ends, label=label).wait()
+        rows = zip(codes, pairwise(ends), strict=True)
+        return x.joined([code.read(every[a:b]) for code, (a, b) in rows], self.dim, self.runs)
 
 
 def _runs(indices: Sequence[int]) -> Runs:
@@ -179,14 +245,19 @@ class Cut:
             keys and values in one weight.
         by: of how many equal, indivisible blocks each of them is made, heads say; of single
             indices if None. Fewer blocks than ranks raise.
+        grain: pieces are cut at multiples of so many indices, the last part takes what is left: of
+            weights that share a scale each has all or none. Give a row's to its columns, too.
 
     >>> Cut(0, parts=3, by=2).split((12, 5), ways=2).runs
     (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
+    >>> Cut(1, grain=32).split((5, 100), ways=2).runs
+    (((0, 64),), ((64, 100),))
     """
 
     dim: int
     parts: int = 1
     by: int | None = None
+    grain: int = 1
 
     def split(self, shape: Sequence[int], ways: int, path: str = "a leaf") -> Split:
         """The table for a leaf of this shape.
@@ -207,13 +278,17 @@ class Cut:
                 f"{path} has shape {tuple(shape)}: {shape[dim]} does not fall into {self.parts} x "
                 f"{blocks} equal blocks, as {self} says. Mend parts= or by= of its rule."
             )
-        if blocks < ways:
+        step = part // blocks
+        together = math.lcm(step, self.grain) // step
+        count = -(-blocks // together)
+        if count < ways:
+            finer = " a smaller grain (of quantize a smaller group_size)," if self.grain > 1 else ""
             raise PlacementError(
-                f"{path} falls into {blocks} blocks by {self}, and {ways} ranks are to have some. "
-                f"Take at most {blocks} ranks along the axis, or leave it whole: rules="
+                f"{path} falls into {count} blocks by {self}, and {ways} ranks are to have some. "
+                f"Take at most {count} ranks along the axis,{finer} or leave it whole: rules="
                 f"{{{path!r}: None}}."
             )
-        step, ends = part // blocks, even_cuts(blocks, ways)
+        ends = [min(blocks, end * together) for end in even_cuts(count, ways)]
         rows = [
             [i for k in range(self.parts) for i in range(k * part + a * step, k * part + b * step)]
             for a, b in pairwise(ends)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from zfunc.errors import PlacementError
 from zfunc.layout.layout import Layout, Slot
 from zfunc.layout.splits import Strided
 from zfunc.ranks.comm import Group
@@ -65,6 +66,12 @@ def _infos(layout: Layout, dtypes: Sequence[torch.dtype | None]) -> list[LeafInf
     infos = []
     for slot, keys in zip(layout.slots, layout.spec.paths(), strict=True):
         dtype = None if slot is None else dtypes[slot.flat]
+        if slot is not None and slot.split is not None and slot.code is not None:
+            raise PlacementError(
+                f"{slot.path} is in low bits, and {slot.split.ways} ranks have parts of it, which "
+                "checkpoints do not hold: quant.save(path, zf.full(params)) writes the full ones "
+                "(all ranks call zf.full, one of them writes)."
+            )
         shape = None if slot is None or dtype is None else slot.full
         infos.append(LeafInfo(tuple(keys), shape, dtype))
     return infos

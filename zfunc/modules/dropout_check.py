@@ -25,7 +25,7 @@ from zfunc.engine.primitives import Ref
 from zfunc.modules.lazy import LazyTensor
 from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
 
-__all__ = ["DropoutCheck"]
+__all__ = ["DropoutCheck", "probability"]
 
 # Names of functions in F and torch, some of which have an in-place form: (input, p, training).
 _DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"]
@@ -83,7 +83,7 @@ def _idle(module: nn.Module) -> Iterator[str]:
     """Where in a module dropout is off, outside parts that are frozen as a whole."""
     for top, part in _off("", module):
         for name, inner in part.named_modules():
-            if not inner.training and (kept := _probability(inner)) is not None:
+            if not inner.training and (kept := probability(inner)) is not None:
                 yield ".".join(filter(None, (top, name, kept)))
 
 
@@ -103,7 +103,7 @@ def _is_trained(module: nn.Module) -> bool:
     )
 
 
-def _probability(module: nn.Module) -> str | None:
+def probability(module: Any) -> str | None:
     """How a module names a probability of dropout above 0: empty if it is a dropout itself."""
     if isinstance(module, _DropoutNd):
         return "" if module.p > 0 else None

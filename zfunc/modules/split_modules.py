@@ -110,7 +110,7 @@ def _foreign_leaves(anatomy: Anatomy, plan: SplitPlan) -> Iterator[str]:
 
 def _foreign_parts(module: nn.Module, plan: SplitPlan) -> Iterator[str]:
     modules = dict(module.named_modules(remove_duplicate=False))
-    for name in dict.fromkeys((*plan.roles, *plan.attributes)):
+    for name in dict.fromkeys((*plan.roles, *plan.attributes, *plan.inputs)):
         if name not in modules:
             yield f"it has no submodule {name}"
 

@@ -34,6 +34,8 @@ class SplitPlan:
         roles: by the name of a submodule; others work as they are.
         attributes: by the name of a submodule, numbers that it keeps and that differ here, such as
             how many heads it has, for each rank; a dotted one belongs to a copy of that object.
+        inputs: by the name of a submodule, of which of its arguments each rank takes a part; along
+            that dimension they may repeat, once for each text of a batch.
         whole: by the name of a leaf or a submodule that might have been split, why it is not.
     """
 
@@ -42,3 +44,4 @@ class SplitPlan:
     roles: Mapping[str, Role] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, Mapping[str, Split]] = field(default_factory=dict)

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 
 from zfunc.errors import CompositionError
 from zfunc.layout.splits import Split
+from zfunc.modules.split_inputs import taking
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
+from zfunc.modules.split_randomness import draw_apart
 from zfunc.modules.units import Anatomy
 from zfunc.operators.conjugates import copied, gathered, shared, summed
+from zfunc.operators.products import summand
 from zfunc.operators.vocabulary import local_indices
 from zfunc.ranks.comm import Group
 
@@ -63,6 +66,10 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
         }
         forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = _called_alike(part.forward, forward)
+    for name, inputs in plan.inputs.items():
+        part = module.get_submodule(name)
+        part.__dict__["forward"] = taking(part, inputs, rank, lambda x: copied(x, wiring.group))
+    draw_apart(module, plan.roles, lambda: wiring.ranks)
 
 
 def _called_alike(was: Forward, forward: Forward) -> Forward:
@@ -100,7 +107,7 @@ def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forwar
     turned = split.dim == 0
 
     def forward(input: Tensor) -> Tensor:
-        y = F.linear(input, part.weight.mT if turned else part.weight)
+        y = summand(input, part.weight, wiring.group, turned)
         total = summed(y, wiring.group, own=True)
         return total if part.bias is None else total + part.bias
 

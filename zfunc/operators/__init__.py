@@ -1,8 +1,9 @@
 """Functions of split leaves, with which models are written that tensor parallelism splits.
 
 In the order of reading: ``parts`` (what an operator is told of a leaf), ``conjugates`` (pairs of
-maps that are each other's derivative), ``products`` (``column`` and ``row``), ``vocabulary``
-(``embed``) and ``likelihoods`` (``cross_entropy``).
+maps that are each other's derivative), ``stream`` (what lies between a row and the next column),
+``products`` (``column`` and ``row``), ``vocabulary`` (``embed``), ``likelihoods``
+(``cross_entropy``) and ``randomness`` (``in_parts``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from zfunc.operators.conjugates import (
 )
 from zfunc.operators.likelihoods import cross_entropy
 from zfunc.operators.products import between, column, row
+from zfunc.operators.randomness import in_parts
+from zfunc.operators.stream import positions
 from zfunc.operators.vocabulary import embed
 
 __all__ = [
@@ -27,6 +30,8 @@ __all__ = [
     "embed",
     "gathered",
     "gathered_positions",
+    "in_parts",
+    "positions",
     "row",
     "scattered_positions",
     "shared",

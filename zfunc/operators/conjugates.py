@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,13 @@ from zfunc.layout.splits import Split
 from zfunc.ranks.comm import Group, even_cuts
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
     "copied",
     "gathered",
     "gathered_positions",
+    "made_once",
+    "scaled_back",
     "scattered_positions",
     "shared",
     "summed",
@@ -90,7 +94,7 @@ def copied(x: Tensor, ranks: Group, label: str = BACKWARD) -> Tensor:
     if not _tracked(x, ranks):
         return x
     way, back = _alias, partial(_sum, ranks=ranks, label=label)
-    return _once(x, ("copied", ranks), lambda: Conjugate.apply(x, way, back))
+    return made_once(x, ("copied", ranks), lambda: Conjugate.apply(x, way, back))
 
 
 def summed(x: Tensor, ranks: Group, label: str = FORWARD, own: bool = False) -> Tensor:
@@ -109,6 +113,12 @@ def summed(x: Tensor, ranks: Group, label: str = FORWARD, own: bool = False) -> 
     return found
 
 
+def scaled_back(x: Tensor, factor: float) -> Tensor:
+    """``x``, whose gradient is multiplied by ``factor``."""
+    found: Tensor = Conjugate.apply(x, _alias, partial(torch.mul, other=factor))
+    return found
+
+
 def _tracked(x: Tensor, ranks: Group) -> bool:
     return ranks.size > 1 and x.requires_grad and torch.is_grad_enabled()
 
@@ -116,7 +126,7 @@ def _tracked(x: Tensor, ranks: Group) -> bool:
 ONCE = "_made_once"
 
 
-def _once(x: Tensor, kind: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+def made_once(x: Tensor, kind: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
     """What was made of ``x`` before, if ``x`` has not been written to since.
 
     ``x`` itself remembers it. A leaf does so weakly, for its gradient's place is its own; it lives
@@ -142,7 +152,7 @@ def shared(leaf: Tensor, ranks: Group, split: Split) -> Tensor:
     if not split.shared or not _tracked(leaf, ranks):
         return leaf
     back = partial(_sum_shared, ranks=ranks, split=split)
-    return _once(leaf, ("shared", ranks, split), lambda: Conjugate.apply(leaf, _alias, back))
+    return made_once(leaf, ("shared", ranks, split), lambda: Conjugate.apply(leaf, _alias, back))
 
 
 def _sum_shared(grad: Tensor, ranks: Group, split: Split) -> Tensor:
@@ -235,7 +245,7 @@ def gathered_positions(
             f"in {list(x.shape)}, expected {own}. Cut them with scattered_positions, or evenly, "
             "the longer parts first."
         )
-    found: Tensor = Conjugate.apply(x, *_along(ranks, cuts, dim % x.dim(), label))
+    found: Tensor = Conjugate.apply(x, *_ways(*_along(ranks, cuts, dim % x.dim()), label))
     return found
 
 
@@ -254,12 +264,22 @@ def scattered_positions(x: Tensor, ranks: Group, dim: int = 1, label: str = FORW
     if ranks.size == 1:
         return x
     dim %= x.dim()
-    gather, scatter = _along(ranks, even_cuts(x.shape[dim], ranks.size), dim, label)
-    found: Tensor = Conjugate.apply(x, scatter, gather)
+    gather, scatter = _along(ranks, even_cuts(x.shape[dim], ranks.size), dim)
+    found: Tensor = Conjugate.apply(x, *_ways(scatter, gather, label))
     return found
 
 
-def _along(ranks: Group, cuts: Sequence[int], dim: int, label: str) -> tuple[Way, Way]:
+class Labelled(Protocol):
+    def __call__(self, x: Tensor, label: str) -> Tensor: ...
+
+
+def _ways(there: Labelled, back: Labelled, label: str) -> tuple[Way, Way]:
+    """A map and its transpose; the ledger tells backward apart where nobody named the two."""
+    behind = BACKWARD if label == FORWARD else label
+    return partial(there, label=label), partial(back, label=behind)
+
+
+def _along(ranks: Group, cuts: Sequence[int], dim: int) -> tuple[Labelled, Labelled]:
     """Positions put together, and the sum of which each rank gets its own."""
 
     def spread(x: Tensor) -> tuple[Tensor, list[int], torch.Size]:
@@ -267,15 +287,16 @@ def _along(ranks: Group, cuts: Sequence[int], dim: int, label: str) -> tuple[Way
         rest = front.shape[1:]
         return front.reshape(-1), [cut * math.prod(rest) for cut in cuts], rest
 
-    def gather(x: Tensor) -> Tensor:
+    def gather(x: Tensor, label: str) -> Tensor:
         own, ends, rest = spread(x)
         full = own.new_empty(ends[-1])
         ranks.all_gather(full, own, cuts=ends, label=label).wait()
-        return full.view(cuts[-1], *rest).movedim(0, dim)
+        return full.view(cuts[-1], *rest).movedim(0, dim).contiguous()  # once for all who read it
 
-    def scatter(x: Tensor) -> Tensor:
+    def scatter(x: Tensor, label: str) -> Tensor:
         every, ends, rest = spread(x)
         own = ranks.reduce_scatter(every, cuts=ends, label=label).wait()
-        return own.view(cuts[ranks.rank + 1] - cuts[ranks.rank], *rest).movedim(0, dim)
+        own = own.view(cuts[ranks.rank + 1] - cuts[ranks.rank], *rest)
+        return own.movedim(0, dim).contiguous()
 
     return gather, scatter

@@ -29,8 +29,8 @@ from zfunc.kernels.losses_torch import Terms
 from zfunc.kernels.operators import KernelError, fresh, wide
 from zfunc.kernels.pieces_torch import row_pieces
 from zfunc.layout.splits import Part, Split
-from zfunc.operators.conjugates import copied
 from zfunc.operators.parts import found, refused, splits_now
+from zfunc.operators.stream import counted_once, gathered_stream, is_cut
 from zfunc.operators.vocabulary import local_indices
 from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import part_of
@@ -56,7 +56,8 @@ def cross_entropy(
     Args:
         x: without ``head`` the logits ``[..., vocab / T]`` that ``zf.column`` gave: that very
             tensor, since a slice or a cast of it does not know of which classes it is. Slice what
-            goes into the column instead. With ``head`` what goes into it, ``[..., H]``.
+            goes into the column instead. With ``head`` what goes into it, ``[..., H]``, and
+            under ``zf.split(sequence=True)`` this rank's positions of that.
         target: ``[...]`` int64 classes of the full vocabulary, or ``ignore_index``.
         head: ``[vocab / T, H]``, split along dimension 0, or a whole leaf: the logits are
             ``x @ head.T``, and never held all at once.
@@ -101,7 +102,7 @@ def _of_logits(logits: Tensor, target: Tensor, terms: Terms, reduction: Reductio
     losses.check(NAME, logits, target, terms.smoothing, reduction, split.size)
     losses.check_classes(NAME, target, terms.ignore, split.size)
     rows: Tensor = SplitCrossEntropy.apply(logits, target, Classes(part.group, split, terms))[0]
-    return losses.reduced(rows, target, terms.ignore, reduction)
+    return counted_once(losses.reduced(rows, target, terms.ignore, reduction), part.group)
 
 
 def _of_head(
@@ -109,17 +110,20 @@ def _of_head(
 ) -> Tensor:
     part = found(NAME, head, "head")
     if part is None or part.split is None:
+        if part is not None and is_cut():
+            x = gathered_stream(x, part.group)
         return linear_losses.linear_cross_entropy(
             x, head, target, reduction=reduction, chunk=chunk, **_named(terms)
         )
     _check_split(head, "head", part, 0)
     classes = Classes(part.group, part.split, terms)
+    x = gathered_stream(x, part.group)
     losses.check(NAME, x, target, terms.smoothing, reduction, part.split.size)
     losses.check_classes(NAME, target, terms.ignore, part.split.size)
     grads = linear_losses.check_product(NAME, x, head, reduction, chunk)
-    args = (copied(x, part.group), head, target, classes, reduction, grads, chunk or 0)
+    args = (x, head, target, classes, reduction, grads, chunk or 0)
     loss: Tensor = SplitLinearCrossEntropy.apply(*args)[0]
-    return loss
+    return counted_once(loss, part.group)
 
 
 NAME = "cross_entropy"

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zfunc.errors import PlacementError
-from zfunc.layout.splits import Part, Split, mark
-from zfunc.operators.conjugates import copied, shared, summed
+from zfunc.layout.splits import Encoded, Part, Split, mark
+from zfunc.operators.conjugates import copied, shared
 from zfunc.operators.parts import found, found_beside, refused
+from zfunc.operators.stream import gathered_stream, in_parts_of, is_cut, own_positions
+from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import part_of
 
-__all__ = ["between", "column", "row"]
+__all__ = ["between", "column", "row", "summand"]
 
 
 def column(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -30,7 +32,8 @@ def column(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     object: ``h = norm(x)``, then ``column(h, wq)`` and ``column(h, wk)``.
 
     Args:
-        x: ``[..., in]``, whole on all ranks.
+        x: ``[..., in]``, whole on all ranks, or under ``zf.split(sequence=True)`` this rank's
+            positions of it, ``[..., s / T, in]``: they are put together.
         w: ``[out / T, in]``, split along dimension 0, or a whole leaf ``[out, in]``.
         b: ``[out / T]``, split as ``w``, or ``None``.
 
@@ -53,11 +56,12 @@ def column(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         _check_bias(b, part.split, "column")
     if (given := part_of(x)) is not None and given.split is not None:
         raise refused("column", x, "x", given, "a whole input", _PARTED)
-    if part.split is None:
+    if part.split is None:  # the work is whole, and a stream that is cut has all positions in it
+        x = gathered_stream(x, part.group) if is_cut() else x
         return mark(F.linear(x, w, b), replace(part))
     ranks, split = part.group, part.split
     w, b = shared(w, ranks, split), None if b is None else shared(b, ranks, split)
-    y = F.linear(copied(x, ranks), w, b)
+    y = F.linear(gathered_stream(x, ranks), w, b)
     return mark(y, replace(part, split=replace(split, dim=y.dim() - 1)))
 
 
@@ -70,8 +74,9 @@ def row(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         b: ``[out]``, a whole leaf, which is added once, or ``None``.
 
     Returns:
-        ``[..., out]``, the same bits on all ranks. Outside of a step that splits, and on one rank,
-        that is ``F.linear(x, w, b)``.
+        ``[..., out]``, the same bits on all ranks; under ``zf.split(sequence=True)`` this rank's
+        positions, ``[..., s / T, out]``. Outside of a step that splits, and on one rank, that is
+        ``F.linear(x, w, b)``.
 
     Raises:
         PlacementError: leaves are split in another way, or are copies, or ``x`` is of another size.
@@ -90,11 +95,25 @@ def row(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     if split is None:
         if (given := part_of(x)) is not None and given.split is not None:
             raise refused("row", x, "x", given, "a whole input, as w is whole", _ROW)
-        return F.linear(x, w, b)
+        return F.linear(own_positions(x, part.group, -2), w, b)
     if split.shared:
         raise refused("row", w, "w", part, "each input on one rank: a sum counts all", _ROW)
-    y = summed(F.linear(x, w), part.group, own=True)
+    y = in_parts_of(summand(x, w, part.group), part.group)
     return y if b is None else y + b
+
+
+def summand(x: Tensor, w: Tensor, ranks: Group, turned: bool = False) -> Tensor:
+    """This rank's summand of a product over inputs in parts.
+
+    Args:
+        x: ``[..., in / T]``.
+        w: ``[out, in / T]``, or in low bits.
+        ranks: those that have the other parts.
+        turned: whether ``w`` is ``[in / T, out]``.
+    """
+    if isinstance(w, Encoded):
+        return w.summand(x, ranks)
+    return F.linear(x, w.mT if turned else w)
 
 
 def between(leaf: Tensor) -> Tensor:
@@ -122,6 +141,8 @@ def between(leaf: Tensor) -> Tensor:
     if part.split is not None:
         remedy = "A split leaf enters as it is: its gradient is this rank's own."
         raise refused("operators.between", leaf, "the leaf", part, "a whole leaf", remedy)
+    if is_cut():  # all whole leaves have gradients that are parts there
+        return leaf
     return copied(leaf, part.group, "tensor between")
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zfunc.layout.splits import Runs, Split
-from zfunc.operators.conjugates import summed
 from zfunc.operators.parts import found, refused
+from zfunc.operators.stream import in_parts_of, positions
 
 __all__ = ["embed", "local_indices"]
 
@@ -25,8 +25,9 @@ def embed(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
         padding_idx: a row of the full table that gets no gradient; from the end if negative.
 
     Returns:
-        ``[..., w]``, the same bits on all ranks. Outside of a step that splits, and on one rank,
-        that is ``F.embedding(ids, table, padding_idx)``.
+        ``[..., w]``, the same bits on all ranks; under ``zf.split(sequence=True)`` this rank's
+        positions, ``[..., s / T, w]``. Outside of a step that splits, and on one rank, that is
+        ``F.embedding(ids, table, padding_idx)``.
 
     Raises:
         IndexError: on a CPU, an id is no row of the full table (on a GPU the device asserts).
@@ -37,7 +38,7 @@ def embed(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
     """
     part = found("embed", table, "table")
     if part is None or part.split is None:
-        return F.embedding(ids, table, padding_idx)
+        return F.embedding(positions(ids, -1), table, padding_idx)
     split, ranks = part.split, part.group
     if table.dim() != 2 or split.dim != 0 or split.shared:
         wish = "a matrix split along dimension 0, each row on one rank, or a whole one"
@@ -49,7 +50,7 @@ def embed(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> Tensor:
         rows = rows.masked_fill(~mine[..., None], 0.0)
     else:  # a sum of no rows
         rows = table.sum(0).expand(*ids.shape, -1).clone()
-    return summed(rows, ranks, "tensor embed", own=True)
+    return in_parts_of(rows, ranks, "tensor embed")
 
 
 def local_indices(ids: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:

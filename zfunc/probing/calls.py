@@ -7,6 +7,8 @@ are alike only the first one runs. What it costs does not depend on how deep or 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,23 +46,40 @@ class LayerInputs:
     kwargs: dict[str, Any]
     streams: frozenset[int]  # positions among the tensors of the arguments
     attention: str | None = None  # which code for attention, where a model has several
+    origins: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Positions of tensors that another layer gave: its kind, and which of its results it was."""
+
+    def names(self, layer: nn.Module) -> dict[int, str]:
+        """By position the names of the arguments; with a dot if they lie inside of one."""
+        every: Any = (self.args, self.kwargs)
+        paths = optree.tree_paths(every, none_is_leaf=True, namespace=NAMESPACE)
+        rows = zip(paths, _leaves(every), strict=True)
+        parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
+        found: dict[int, str] = {}
+        for path, x in rows:
+            if isinstance(x, Tensor):
+                first = path[1] if path[0] else parameters[min(path[1], len(parameters) - 1)]
+                found[len(found)] = ".".join(map(str, (first, *path[2:])))
+        return found
 
 
 @dataclass
 class LayerKind:
-    """Layers of one class with leaves of the same shapes, of which the first was called.
+    """Layers of one stack and class with leaves of the same shapes, of which the first was called.
 
     Attributes:
         names: of all of them.
         module: the first one, with made-up parameters, or the whole module if it has no layers.
         calls: what it was given: for each way of calling the module. Empty if none was called.
         result: what it gave.
+        replaced: whether the call put other submodules into it.
     """
 
     names: list[str]
     module: nn.Module
     calls: list[LayerInputs] = field(default_factory=list)
     result: Any = None
+    replaced: bool = False
 
 
 @dataclass
@@ -123,7 +142,7 @@ def _made_up(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     if numel > LARGE:
         return torch.full((1,) * len(shape), 0.01, dtype=torch.float64).expand(*shape)
     if len(shape) < 2:
-        return torch.rand(*shape, generator=generator, dtype=torch.float64) + 0.5
+        return torch.rand(tuple(shape), generator=generator, dtype=torch.float64) + 0.5
     x = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return x / shape[-1] ** 0.5
 
@@ -144,7 +163,7 @@ class _Copy:
         self.module = copy.deepcopy(functional._pool.skeleton).eval()
         self.products: dict[str, Product] = {}
         anatomy = functional._pool.anatomy
-        self.kinds = self._kinds([(unit.module, unit.leaves) for unit in anatomy.units])
+        self.kinds = self._kinds([(unit.module, unit.stack, unit.leaves) for unit in anatomy.units])
         later = {name for kind in self.kinds for name in kind.names[1:]}
         done: dict[int, nn.Parameter] = {}
         for name, part in self._parts(later):
@@ -163,11 +182,11 @@ class _Copy:
             if getattr(config, "_experts_implementation", None) is not None:
                 config._experts_implementation = "eager"  # type: ignore[union-attr]
 
-    def _kinds(self, units: Iterable[tuple[str, Any]]) -> list[LayerKind]:
+    def _kinds(self, units: Iterable[tuple[str, Any, Any]]) -> list[LayerKind]:
         found: dict[Any, LayerKind] = {}
-        for name, leaves in units:
+        for name, stack, leaves in units:
             part = self.module.get_submodule(name)
-            kind = (type(part), tuple((leaf.path, tuple(leaf.shape)) for leaf in leaves))
+            kind = (type(part), stack, tuple((leaf.path, tuple(leaf.shape)) for leaf in leaves))
             if kind in found:
                 found[kind].names.append(name)
             else:
@@ -211,8 +230,11 @@ class _ProbedCall:
     def __init__(self, made: _Copy) -> None:
         self.made, self.found = made, Probed(made.module, made.kinds)
         self.generator = torch.Generator().manual_seed(1)
-        self.quiet, self.before = False, 0
+        self.before = 0
         self.attention: str | None = None
+        self.parts = [[x for _, x in kind.module.named_modules()] for kind in made.kinds]
+        self.results: list[Tensor] = []  # what the code outside of layers makes
+        self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
             part.__dict__["forward"] = self._multiply(name, part, product)
@@ -224,22 +246,10 @@ class _ProbedCall:
         for name, part in made._parts({n for kind in made.kinds for n in kind.names}):
             if isinstance(part, nn.Embedding):
                 part.__dict__["forward"] = self._look_up(name, part)
-            part.__class__ = self._telling(type(part), name)
         for kind in made.kinds:
             for name in kind.names:
                 part = made.module.get_submodule(name)
                 part.__dict__["forward"] = self._layer(kind, part, name == kind.names[0])
-
-    def _telling(self, kind: type, module: str) -> type:
-        """A class that tells which parameters are read, but for lookups in tables."""
-
-        def read(part: Any, attribute: str) -> Any:
-            if attribute in part._parameters and not self.quiet:
-                self.found.touched.add((module, attribute))
-            return kind.__getattr__(part, attribute)  # type: ignore[attr-defined]
-
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        return type(kind.__name__, (kind,), {**names, "__getattr__": read})
 
     def _draw(self, *shape: int) -> Tensor:
         x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -259,9 +269,7 @@ class _ProbedCall:
             ids = next(iter(tensors_in((args, kwargs))), None)
             same = ids is not None and any(torch.equal(ids, x) for x in self.found.ids)
             self.found.lookups[name] = self.found.lookups.get(name, True) and same
-            self.quiet = True
             out: Tensor = inner(*args, **kwargs)
-            self.quiet = False
             return self._draw(*out.shape) + 0
 
         return forward
@@ -270,16 +278,22 @@ class _ProbedCall:
         inner = part.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            self.results += tensors_in((args, kwargs))
             if first and len(kind.calls) == self.before:
                 kind.calls.append(self._call(args, kwargs))
                 kind.result = inner(*args, **kwargs)
             if kind.result is None:  # a later one before the first
                 raise PlacementError("layers that are alike are not called in their order")
-            return cloned(
-                kind.result, lambda _, x: x.detach().clone().requires_grad_(x.requires_grad)
-            )
+            return cloned(kind.result, functools.partial(self._handed, kind))
 
         return forward
+
+    def _handed(self, kind: LayerKind, position: int, x: Tensor) -> Tensor:
+        """What a layer gave, for the one that comes next."""
+        x = x.detach().clone().requires_grad_(x.requires_grad)
+        at = next(i for i, each in enumerate(self.found.kinds) if each is kind)
+        self.given.append((x, (at, position)))
+        return x
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
         streams = {
@@ -287,8 +301,14 @@ class _ProbedCall:
             for i, x in enumerate(tensors_in((args, kwargs)))
             if x.requires_grad and x.is_floating_point()
         }
+        origins = {
+            i: origin
+            for i, x in enumerate(tensors_in((args, kwargs)))
+            for given, origin in self.given
+            if given is x
+        }
         args, kwargs = cloned((args, kwargs), lambda _, x: x.detach().clone())
-        return LayerInputs(args, kwargs, frozenset(streams), self.attention)
+        return LayerInputs(args, kwargs, frozenset(streams), self.attention, origins)
 
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], attention: str | None = None
@@ -303,7 +323,30 @@ class _ProbedCall:
             if not x.is_floating_point() and x.dtype != torch.bool
         )
         with Doubled(), torch.enable_grad():
-            self.found.module(*args, **kwargs)
+            self.results += tensors_in(self.found.module(*args, **kwargs))
+
+    def look(self) -> None:
+        """What a call has done, when it is over."""
+        for kind, parts in zip(self.found.kinds, self.parts, strict=True):
+            kind.replaced |= [x for _, x in kind.module.named_modules()] != parts
+        self.found.touched |= self._touched()
+
+    def _touched(self) -> set[tuple[str, str]]:
+        """Parameters of tables and products from which something was made, though none looked up
+        rows or multiplied: these have stand-ins."""
+        names = {*self.found.lookups, *self.found.called}
+        parts = [pair for pair in self.found.module.named_modules() if pair[0] in names]
+        held = {
+            (name, k): p for name, x in parts for k, p in x._parameters.items() if p is not None
+        }
+        used = [x for x in self.results if x.is_floating_point() and x.requires_grad]
+        self.results = []
+        if not used or not held:
+            return set()
+        with torch.enable_grad():
+            total = torch.stack([x.sum() for x in used]).sum()
+        grads = torch.autograd.grad(total, [*held.values()], allow_unused=True)
+        return {home for home, g in zip(held, grads, strict=True) if g is not None}
 
 
 def _handed_on(*args: Any, **kwargs: Any) -> Tensor:
@@ -328,12 +371,15 @@ def probed(functional: Functional, example: Any = None) -> Probed:
         found = recorder.found
         try:
             recorder.run(args, kwargs, attention_of(found.module))
-            _run_otherwise(functional, recorder, args, kwargs)
         except Exception as error:  # the module's own code, which may raise whatever it likes
             tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
             if not found.kinds or any(not kind.calls for kind in found.kinds):
                 continue
             found.failed = tried[-1]
+        recorder.look()
+        if found.failed is None:
+            _run_otherwise(functional, recorder, args, kwargs)
+            recorder.look()
         if found.kinds and all(not kind.calls for kind in found.kinds):
             tried.append(f"{what}: no layer was called")
             continue
@@ -413,13 +459,13 @@ def _examples(functional: Functional, example: Any) -> list[tuple[str, tuple[Any
 
 
 def _vocabulary(functional: Functional) -> int:
-    """How many different ids it is safe to give."""
+    """How many different ids every table has, be it one of few positions."""
     sizes = [
         part.num_embeddings
         for part in functional._pool.skeleton.modules()
         if isinstance(part, nn.Embedding)
     ]
-    return max(sizes, default=2)
+    return min([n for n in sizes if n > LENGTH] or sizes or [2])
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -72,7 +72,8 @@ def _connected(x: Tensor, leaves: Sequence[Tensor]) -> list[int]:
 
 def pairings(stage: Stage) -> tuple[list[Pairing], dict[str, str]]:
     """The pairs of a layer, those with most elements first; and of other products why not."""
-    flow = _Flow(stage, stage.run(grad=True))
+    trace = stage.run(grad=True)
+    flow, read = _Flow(stage, trace), _read(stage, trace)
     found: dict[frozenset[str], Pairing] = {}
     why: dict[str, str] = dict.fromkeys(stage.repeated, "it is called several times")
     why |= {name: "it was not called" for name in stage.products if name not in stage.trace.inputs}
@@ -82,8 +83,23 @@ def pairings(stage: Stage) -> tuple[list[Pairing], dict[str, str]]:
             why.setdefault(name, pairing)
         else:
             found.setdefault(frozenset(pairing.members), pairing)
+    why |= dict.fromkeys(read, "its weight is read by other code than its product")
+    found = {members: pairing for members, pairing in found.items() if not members & read}
     order = sorted(found.values(), key=lambda p: -_numel(stage, p))
     return order, {k: v for k, v in why.items() if not any(k in p.members for p in order)}
+
+
+def _read(stage: Stage, trace: Trace) -> set[str]:
+    """Products from whose parameters something is made, though their stand-ins make nothing."""
+    held = [
+        (name, p)
+        for name in stage.products
+        for p in stage.layer.get_submodule(name)._parameters.values()
+        if p is not None
+    ]
+    made = [x for x in (*trace.inputs.values(), trace.result) if x is not None]
+    leaves = [p for _, p in held]
+    return {held[i][0] for x in made for i in _connected(x, leaves)}
 
 
 def _numel(stage: Stage, pairing: Pairing) -> int:

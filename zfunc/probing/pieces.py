@@ -6,7 +6,8 @@ guess, and a rank's part is tried before it is believed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -35,15 +36,23 @@ class PieceLabels:
         return [{name: x == r for name, x in of.items()} for r in range(ways)]
 
 
-def assignments(reaches: Reaches, ways: int) -> tuple[int, Iterator[list[Masks]]]:
-    """How many pieces there are, and which inputs of rows each rank may have: proposals."""
+def assignments(
+    reaches: Reaches, ways: int, grains: Mapping[str, int]
+) -> tuple[int, Iterator[list[Masks]]]:
+    """How many pieces there are, and which inputs of rows each rank may have: proposals.
+
+    Args:
+        grains: by the names of rows, at multiples of how many inputs they are best split.
+    """
     seed = reaches.none()
     seed[reaches.pairing.rows[0]][0] = True
     pieces = _tiled(reaches.closed(seed)) or _one_by_one(reaches)
     if pieces.count >= ways:
-        return pieces.count, _proposals(pieces, ways, 1)
+        return pieces.count, _proposals(pieces, ways, 1, grains)
     finer = _finer(reaches, seed, ways)
-    return pieces.count, iter(()) if finer is None else _proposals(finer, ways, pieces.count)
+    if finer is None:
+        return pieces.count, iter(())
+    return pieces.count, _proposals(finer, ways, pieces.count, grains)
 
 
 def _tiled(piece: Masks) -> PieceLabels | None:
@@ -89,7 +98,7 @@ def _one_by_one(reaches: Reaches) -> PieceLabels:
 
 
 def _finer(reaches: Reaches, seed: Masks, ways: int) -> PieceLabels | None:
-    """PieceLabels that share outputs of columns (keys and values): those that share the fewest."""
+    """Pieces that share outputs of columns (keys and values): those that share the fewest."""
     best, least, seen = None, 0, set()
     for name, mask in reaches.backward(seed).columns.items():
         for start, stop in _runs(mask):
@@ -99,7 +108,7 @@ def _finer(reaches: Reaches, seed: Masks, ways: int) -> PieceLabels | None:
             if pieces is None or pieces.count < ways or pieces.count in seen:
                 continue
             seen.add(pieces.count)
-            held = _held(reaches, next(_proposals(pieces, ways, 1)))
+            held = _held(reaches, next(_proposals(pieces, ways, 1, {})))
             if best is None or held < least:
                 best, least = pieces, held
     return best
@@ -111,22 +120,39 @@ def _held(reaches: Reaches, ranks: list[Masks]) -> int:
     return sum(int(mask.sum()) for columns in found for mask in columns.values())
 
 
-def _proposals(pieces: PieceLabels, ways: int, groups: int) -> Iterator[list[Masks]]:
+def _proposals(
+    pieces: PieceLabels, ways: int, groups: int, grains: Mapping[str, int]
+) -> Iterator[list[Masks]]:
     """``groups``: that share outputs of columns, with as many pieces each."""
-    n = pieces.count
-    yield pieces.dealt(_spread(n, ways), ways)
+    n, grain = pieces.count, _together(pieces, grains)
+    yield pieces.dealt(_spread(n, ways, grain), ways)
     if 1 < groups < ways and n % groups == 0:  # no rank takes of two groups
         inner, parts = n // groups, []
         for first, last in pairwise(even_cuts(ways, groups)):
-            parts.append(first + _spread(inner, last - first))
+            parts.append(first + _spread(inner, last - first, grain))
         if inner >= ways // groups + bool(ways % groups):
             yield pieces.dealt(torch.cat(parts), ways)
     for blocks in range(2, min(n // ways, BLOCKS) + 1):  # some of each of so many blocks
         if n % blocks == 0:
-            yield pieces.dealt(_spread(n // blocks, ways).repeat(blocks), ways)
+            yield pieces.dealt(_spread(n // blocks, ways, grain).repeat(blocks), ways)
 
 
-def _spread(count: int, ways: int) -> Tensor:
-    """The rank of each of some pieces in order, as even as can be, more on the first ones."""
-    ends = even_cuts(count, ways)
+def _together(pieces: PieceLabels, grains: Mapping[str, int]) -> int:
+    """How many pieces end where what shares a scale ends, in each row."""
+    found = 1
+    for name, label in pieces.labels.items():
+        width = len(label) // pieces.count
+        found = math.lcm(found, math.lcm(grains.get(name, 1), width) // width)
+    return found
+
+
+def _spread(count: int, ways: int, grain: int = 1) -> Tensor:
+    """The rank of each of some pieces in order, as even as can be, more on the first ones.
+
+    ``grain`` of them stay together, if there are enough of these.
+    """
+    blocks = -(-count // grain)
+    if blocks < ways:
+        blocks, grain = count, 1
+    ends = [min(count, end * grain) for end in even_cuts(blocks, ways)]
     return torch.cat([torch.full((b - a,), r) for r, (a, b) in enumerate(pairwise(ends))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +12,7 @@ import torch
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Split
 from zfunc.modules.functional import Functional
-from zfunc.modules.split_plans import Role, SplitPlan
-from zfunc.modules.units import Anatomy
+from zfunc.modules.split_plans import Role
 from zfunc.probing.calls import LayerKind, probed
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
@@ -19,9 +20,15 @@ from zfunc.probing.numbers import Numbers
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
 from zfunc.probing.tables import tables_of
+from zfunc.probing.texts import ModulePlan
 from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
+
+FEW = 64  # elements: that a parameter as small stays whole needs no reason
+
+
+RULED = "a rule leaves it whole"
 
 
 @dataclass
@@ -32,6 +39,8 @@ class _LayerPlan:
     roles: dict[str, Role] = field(default_factory=dict)
     attributes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     inputs: dict[str, Split] = field(default_factory=dict)
+    given: dict[str, Split] = field(default_factory=dict)
+    further: dict[int, Split] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
     def number(self, numbers: Numbers) -> None:
@@ -39,7 +48,15 @@ class _LayerPlan:
             self.attributes.setdefault(number.module, {})[number.attribute] = values
 
 
-def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = True) -> SplitPlan:
+def plan_of(
+    model: Functional,
+    ways: int,
+    *,
+    example: Any = None,
+    vocab: bool = True,
+    grains: Mapping[str, int] | None = None,
+    whole: Callable[[str], bool] | None = None,
+) -> ModulePlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
     Products of a layer are replaced by stand-ins that give random numbers. One whose input comes
@@ -57,6 +74,10 @@ def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = 
             of named ones, or the one argument. By default integer ids, or the module's
             ``dummy_inputs``.
         vocab: also split the table of the vocabulary and the head over it.
+        grains: by a weight's name in the parameters, how many of its inputs share a scale. Rows are
+            then split at multiples of it where their pieces allow that.
+        whole: by its name in the parameters, whether a leaf is to stay whole; what is split with it
+            does, too, and so do its like in other layers of the kind.
 
     Raises:
         PlacementError: the module cannot be called with the example, or takes no integer ids.
@@ -72,38 +93,108 @@ def plan_of(model: Functional, ways: int, *, example: Any = None, vocab: bool = 
     if ways < 1:
         raise PlacementError(f"plan_of() got {ways} ranks. There is at least one.")
     anatomy = model._pool.anatomy
-    plan = SplitPlan(ways, {}, {}, {}, {})
-    splits, roles, whole = dict(plan.splits), dict(plan.roles), dict(plan.whole)
+    splits: dict[str, Split] = {}
+    roles: dict[str, Role] = {}
+    why: dict[str, str] = {}
     attributes: dict[str, dict[str, tuple[int, ...]]] = {}
+    inputs: dict[str, dict[str, Split]] = {}
     if ways == 1:
-        return plan
+        return ModulePlan(ways, splits)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         found = probed(model, example)
         if vocab:
-            splits, roles, whole = tables_of(found, anatomy, ways)
-        for kind in found.kinds:
-            made = _of_kind(kind, anatomy, ways)
-            names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
+            splits, roles, why = tables_of(found, anatomy, ways)
+            if whole is not None and any(map(whole, splits)):
+                why.update(dict.fromkeys(splits, RULED))
+                splits, roles = {}, {}
+        names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
+        grained = [_grains_in(kind, names, grains or {}) for kind in found.kinds]
+        kept = [_kept_in(kind, names, whole) for kind in found.kinds]
+        for kind, made in zip(
+            found.kinds, _of_kinds(found.kinds, ways, grained, kept), strict=True
+        ):
             for layer in kind.names:
-                at = f"{layer}." if layer else ""
                 for path, split in made.splits.items():
-                    home, _, attribute = f"{at}{path}".rpartition(".")
-                    splits[names[home, attribute]] = split
+                    home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
+                    splits[names[home[1:], attribute]] = split
                 roles.update({_joined(layer, name): role for name, role in made.roles.items()})
-                whole.update({_joined(layer, name): why for name, why in made.whole.items()})
+                why.update({_joined(layer, name): its for name, its in made.whole.items()})
                 for name, values in made.attributes.items():
                     attributes[_joined(layer, name)] = values
-    return SplitPlan(ways, splits, roles, attributes, whole)
+                if made.inputs:
+                    inputs[layer] = made.inputs
+    shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
+    return ModulePlan(ways, splits, roles, attributes, why, inputs, shapes)
+
+
+def _of_kinds(
+    kinds: Sequence[LayerKind],
+    ways: int,
+    grains: Sequence[Mapping[str, int]],
+    kept: Sequence[Collection[str]],
+) -> list[_LayerPlan]:
+    """Plans of all kinds. What one hands on in parts the ones behind it take in parts."""
+    closed: set[int] = set()  # kinds that must hand on what is whole
+    while True:
+        made: list[_LayerPlan] = []
+        for i, kind in enumerate(kinds):
+            made.append(_of_kind(kind, made, ways, i in closed, grains[i], kept[i]))
+        wrong = {
+            at
+            for kind, plan in zip(kinds, made, strict=True)
+            for i, (at, j) in (kind.calls[0].origins.items() if kind.calls else ())
+            if j in made[at].further
+            and made[at].further[j] != plan.given.get(kind.calls[0].names(kind.module)[i])
+        }
+        if wrong <= closed:
+            return made
+        closed |= wrong
 
 
 def _joined(layer: str, name: str) -> str:
     return f"{layer}.{name}" if layer and name else layer or name
 
 
-def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int) -> _LayerPlan:
+def _grains_in(
+    kind: LayerKind, names: Mapping[tuple[str, str], str], grains: Mapping[str, int]
+) -> dict[str, int]:
+    """By a submodule's name within the layer, what fits the weights of all layers of a kind."""
+    found: dict[str, int] = {}
+    for (home, attribute), name in names.items() if grains else ():
+        for layer in kind.names if attribute == "weight" and name in grains else ():
+            if not layer or home == layer or home.startswith(f"{layer}."):
+                inner = home.removeprefix(layer).removeprefix(".")
+                found[inner] = math.lcm(found.get(inner, 1), grains[name])
+    return found
+
+
+def _kept_in(
+    kind: LayerKind, names: Mapping[tuple[str, str], str], whole: Callable[[str], bool] | None
+) -> set[str]:
+    """Submodules within the layers of a kind that have a leaf which is to stay whole."""
+    homes = {home for (home, _), name in names.items() if whole is not None and whole(name)}
+    return {
+        home.removeprefix(layer).removeprefix(".")
+        for home in homes
+        for layer in kind.names
+        if not layer or home == layer or home.startswith(f"{layer}.")
+    }
+
+
+def _of_kind(
+    kind: LayerKind,
+    before: Sequence[_LayerPlan],
+    ways: int,
+    closed: bool,
+    grains: Mapping[str, int],
+    kept: Collection[str],
+) -> _LayerPlan:
     made = _LayerPlan()
     if not kind.calls:
         made.whole[""] = "it was not called"
+        return made
+    if kind.replaced:
+        made.whole[""] = "a call puts other submodules into it"
         return made
     stage = Stage(kind.module, kind.calls)
     pairs, made.whole = pairings(stage)
@@ -113,12 +204,21 @@ def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int) -> _LayerPlan:
             why = f"{', '.join(taken)} is split with others"
             made.whole.update({n: why for n in pairing.members if n not in made.roles})
             continue
+        if any(name in kept for name in pairing.members):
+            made.whole.update(dict.fromkeys(pairing.members, RULED))
+            continue
         try:
-            _add(made, stage, parts_of(stage, pairing, ways))
+            _add(made, stage, parts_of(stage, pairing, ways, grains), before, closed)
         except Refused as error:
             for name in pairing.members:
                 made.whole.setdefault(name, str(error))
+    for name, p in stage.parameters.items():
+        if p.ndim > 1 and p.numel() > FEW:
+            made.whole.setdefault(name, "it is no weight of a product")
     for name in networks_in(stage):
+        if name in kept:
+            made.whole[name] = RULED
+            continue
         try:
             splits, numbers = split_network(stage, name, ways)
         except Refused as error:
@@ -127,30 +227,55 @@ def _of_kind(kind: LayerKind, anatomy: Anatomy, ways: int) -> _LayerPlan:
         made.splits.update(splits)
         made.roles[name] = Role.NETWORK
         made.number(numbers)
-    made.whole = {name: why for name, why in made.whole.items() if name not in made.roles}
+    done = made.roles.keys() | made.splits.keys()
+    done |= {name for name in made.whole if "." in name and name.rpartition(".")[0] in made.whole}
+    made.whole = {name: why for name, why in made.whole.items() if name not in done}
     return made
 
 
-def _add(made: _LayerPlan, stage: Stage, parts: Parts) -> None:
-    if parts.given:
-        raise Refused("arguments of its layer have a part for each head")
-    if parts.pairing.common:
-        raise Refused("it feeds columns")
-    for name, split in parts.columns.items():
-        made.roles[name] = Role.COLUMN
-        _leaves(made, stage, name, split, outputs=True)
-    for name, split in parts.rows.items():
-        made.roles[name] = Role.ROW
-        _leaves(made, stage, name, split, outputs=False)
-    made.splits.update(parts.parameters)
+def _add(
+    made: _LayerPlan, stage: Stage, parts: Parts, before: Sequence[_LayerPlan], closed: bool
+) -> None:
+    _take(made, stage, parts, before, closed)
+    made.roles.update(dict.fromkeys(parts.pairing.common, Role.FEED))
     for name in parts.between:
         made.roles[name.rpartition(".")[0]] = Role.BETWEEN
+    for name in parts.inner:  # what they read is in parts already: they are no columns
+        if parts.columns[name].shared:
+            made.roles[name] = Role.BETWEEN
+        elif stage.products[name].turned:
+            raise Refused(f"{name} keeps its width beside its weight")
+    made.roles.update({x: Role.COLUMN for x in parts.columns if x not in parts.inner})
+    made.roles.update(dict.fromkeys(parts.rows, Role.ROW))
+    made.splits.update(parts.leaves(stage))
     made.number(parts.numbers)
 
 
-def _leaves(made: _LayerPlan, stage: Stage, name: str, split: Split, outputs: bool) -> None:
-    part, product = stage.layer.get_submodule(name), stage.products[name]
-    dim = int(outputs == product.turned)
-    made.splits[f"{name}.weight"] = Split(dim, split.size, split.runs)
-    if outputs and part._parameters.get("bias") is not None:
-        made.splits[f"{name}.bias"] = split
+def _take(
+    made: _LayerPlan, stage: Stage, parts: Parts, before: Sequence[_LayerPlan], closed: bool
+) -> None:
+    """Arguments that come in parts, or of which a rank takes its part; results in parts."""
+    names, inputs = stage.call.names(stage.layer), {}
+    origins = {names[i]: origin for i, origin in stage.call.origins.items()}
+    for name, split in parts.given.items():
+        at, j = origins.get(name, (-1, 0))
+        if 0 <= at < len(before) and before[at].further.get(j) == split:
+            continue
+        if "." in name:
+            raise Refused(f"{name}, one of several tensors in an argument, is for each head")
+        inputs[name] = split
+    if parts.further and (closed or (inputs and _passed_on(stage, parts))):
+        raise Refused("its layer hands on a part for each head, which others read whole")
+    if any(made.given.get(name, split) != split for name, split in parts.given.items()):
+        raise Refused("its layer takes another part of an argument")
+    made.inputs.update(inputs)
+    made.given.update(parts.given)
+    made.further.update(parts.further)
+
+
+def _passed_on(stage: Stage, parts: Parts) -> bool:
+    """Whether the layer hands on an argument of which it takes a part, to others of its kind."""
+    trace = stage.run()
+    names = stage.call.names(stage.layer)
+    shapes = [x.shape for i, x in enumerate(trace.given) if names[i] in parts.given]
+    return any(trace.further[j - 1].shape in shapes for j in parts.further)

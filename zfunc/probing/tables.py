@@ -27,8 +27,8 @@ def tables_of(
     sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}
     roles = dict.fromkeys(tables, Role.EMBED)
     for name in found.called:
-        product = product_of(modules[name])
-        if product is not None and product.outputs in sizes and _outside(name, found):
+        product = product_of(modules[name]) if _outside(name, found) else None
+        if product is not None and product.outputs in sizes:
             roles[name] = Role.HEAD
     splits: dict[str, Split] = {}
     why: dict[str, str] = {}
@@ -80,6 +80,8 @@ def _refused(
             return f"{home}.{key} is read by other code than a lookup or a product"
         if home not in roles and (product_of(part) or isinstance(part, nn.Embedding)):
             return f"{home}.{key} is tied to it, and was not called as a table or a head"
+        if roles.get(home) is Role.EMBED and len(list(part.parameters())) > 1:
+            return f"{home} has other parameters beside its table"
         if roles.get(home) is Role.EMBED and not _looks_up(part):
             return f"{home} does more than to look up rows"
     return None

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from zfunc.layout.splits import Split
 from zfunc.modules.split_plans import SplitPlan
 
-__all__ = ["text_of"]
+__all__ = ["ModulePlan", "text_of"]
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class ModulePlan(SplitPlan):
+    """A plan that prints what is split how, what stays whole, and why.
+
+    Attributes:
+        shapes: of all leaves, by name.
+    """
+
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return text_of(self, self.shapes)
 
 
 def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) -> str:
@@ -50,17 +66,10 @@ def _first(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None) -> str:
         return f"nothing is split over {plan.ways} ranks"
     if shapes is None:
         return f"split over {plan.ways} ranks:"
-    sizes = {name: _numel(shape) for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     total = max(1, sum(sizes.values()))
     cut = sum(sizes.get(name, 0) for name in plan.splits)
     return f"split over {plan.ways} ranks: {cut / total:.0%} of {total:,} parameters"
-
-
-def _numel(shape: Sequence[int]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
 
 
 def _role(plan: SplitPlan, leaf: str) -> str:

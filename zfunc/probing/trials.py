@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import chain, combinations, islice, product
+from itertools import accumulate, chain, combinations, islice, pairwise, product
 
 import torch
 from torch import Tensor, nn
 
 from zfunc.layout.splits import Split
+from zfunc.modules.split_inputs import take
 from zfunc.probing.flows import Pairing
 from zfunc.probing.numbers import Number, Numbers, numbers_read
 from zfunc.probing.pieces import assignments
@@ -36,7 +37,9 @@ class Parts:
         columns, rows: outputs of columns and inputs of rows, by name.
         parameters: of other submodules, those of which each rank has a part.
         between: those that are whole, and whose gradients are in parts.
-        given: positions of the layer's arguments of which each rank takes a part.
+        given: names of the layer's arguments of which each rank takes a part.
+        further: positions of the layer's results of which each rank gives a part.
+        inner: columns that read what common ones gave.
         numbers: what differs beside the leaves.
         pieces: how many there were.
     """
@@ -46,19 +49,38 @@ class Parts:
     rows: dict[str, Split]
     parameters: dict[str, Split] = field(default_factory=dict)
     between: tuple[str, ...] = ()
-    given: dict[int, Split] = field(default_factory=dict)
+    given: dict[str, Split] = field(default_factory=dict)
+    further: dict[int, Split] = field(default_factory=dict)
+    inner: tuple[str, ...] = ()
     numbers: Numbers = field(default_factory=dict)
     pieces: int = 0
 
+    def leaves(self, stage: Stage) -> dict[str, Split]:
+        """How all leaves are split, by name within the layer."""
+        out = dict(self.parameters)
+        for name, split in self.columns.items():
+            part, turned = stage.layer.get_submodule(name), stage.products[name].turned
+            out[f"{name}.weight"] = replace(split, dim=int(turned))
+            if part._parameters.get("bias") is not None:
+                out[f"{name}.bias"] = split
+        for name, split in self.rows.items():
+            out[f"{name}.weight"] = replace(split, dim=int(not stage.products[name].turned))
+        return out
 
-def parts_of(stage: Stage, pairing: Pairing, ways: int) -> Parts:
+
+def parts_of(
+    stage: Stage, pairing: Pairing, ways: int, grains: Mapping[str, int] | None = None
+) -> Parts:
     """How a pairing is split over ranks.
+
+    Args:
+        grains: by the names of rows, at multiples of how many inputs they are best split.
 
     Raises:
         Refused: it is not, and why.
     """
     reaches = Reaches(stage, pairing)
-    pieces, proposals = assignments(reaches, ways)
+    pieces, proposals = assignments(reaches, ways, grains or {})
     few = _too_few(reaches, pieces, ways) if pieces < ways else None
     refused: Refused | None = None
     for ranks in proposals:
@@ -93,6 +115,7 @@ def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> P
         {name: _split([x.columns[name] for x in found], name) for name in reaches.columns},
         {name: _split([rows[name] for rows in ranks], name) for name in reaches.widths},
         pieces=pieces,
+        inner=tuple(reaches.inner_columns),
     )
     _between(parts, found, reaches.inner())
     _arguments(stage, parts, found)
@@ -103,6 +126,7 @@ def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> P
     for numbers in islice(_sets(stage, parts), TRIES):
         parts.numbers = numbers
         if all(_holds_called(stage, parts, bases, rank) for rank in range(len(ranks))):
+            parts.further = _further(stage, parts, bases[0])
             return parts
     raise Refused(
         f"what lies before {_named(reaches.pairing.rows)} does not give a rank's share from a "
@@ -144,13 +168,54 @@ def _apart(masks: Sequence[Tensor]) -> Split | None:
 
 
 def _arguments(stage: Stage, parts: Parts, found: Sequence[Reach]) -> None:
+    names = stage.call.names(stage.layer)
     for i in {i: None for reach in found for i in reach.given}:
         masks = [reach.given.get(i) for reach in found]
         split = _apart([m for m in masks if m is not None]) if None not in masks else None
         if split is not None:
-            parts.given[i] = split
+            parts.given[names[i]] = _repeated(split)
         elif i in stage.call.streams:
             raise Refused(f"{_named(parts.pairing.rows)} read the layer's input beside columns")
+
+
+def _repeated(split: Split) -> Split:
+    """The shortest table that gives the same when it is repeated, as over the texts of a batch."""
+    rows = [set(split.indices(rank)) for rank in range(split.ways)]
+    for size in range(1, split.size):
+        first = [{i for i in row if i < size} for row in rows]
+        if split.size % size == 0 and all(
+            row == {i for i in range(split.size) if i % size in one}
+            for row, one in zip(rows, first, strict=True)
+        ):
+            return Split.of(split.dim, [sorted(one) for one in first])
+    return split
+
+
+def _further(stage: Stage, parts: Parts, base: Trace) -> dict[int, Split]:
+    """Results of the layer beside the first one of which a rank gives a part."""
+    ways = next(iter(parts.rows.values())).ways
+    traces = [_ran(stage, parts, base, rank) for rank in range(ways)]
+    tables = [*parts.parameters.values(), *parts.given.values()]
+    found = {}
+    for i, whole in enumerate(base.further):
+        own = [trace.further[i] for trace in traces if trace is not None]
+        dims = {d for x in own for d in range(whole.ndim) if x.shape[d] != whole.shape[d]}
+        if dims:
+            dim, size = min(dims), whole.shape[min(dims)]
+            runs = [table.runs for table in tables if table.size == size]
+            ends = [0, *accumulate(x.shape[dim] for x in own)]
+            runs.append(tuple((pair,) for pair in pairwise(ends)))
+            splits = [Split(dim, size, table) for table in runs]
+            found[i + 1] = next((s for s in splits if _are_parts(s, own, whole)), splits[-1])
+    return found
+
+
+def _are_parts(split: Split, own: Sequence[Tensor], whole: Tensor) -> bool:
+    parts = [split.local(whole, rank) for rank in range(len(own))]
+    return all(
+        x.shape == y.shape and close(x.to(torch.float64), y.to(torch.float64))
+        for x, y in zip(own, parts, strict=True)
+    )
 
 
 # --- sets of numbers -----------------------------------------------------------------------------
@@ -217,25 +282,35 @@ def _holds_called(stage: Stage, parts: Parts, bases: Sequence[Trace], rank: int)
     return True
 
 
-def _holds(stage: Stage, parts: Parts, base: Trace, rank: int) -> bool:
-    """Whether rows read this rank's share of what they read, from this rank's numbers."""
-    if any(name not in base.inputs for name in parts.rows):
-        return False  # not called this time
+def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
+    """A run of the layer on a rank's numbers; None if its code fails on them."""
     values = {
         name: y if name not in parts.columns else _local(y, parts.columns[name], rank)
         for name, y in base.outputs.items()
         if name not in stage.repeated
     }
 
-    def change(i: int, x: Tensor) -> Tensor:
-        split = parts.given.get(i)
-        return x if split is None else split.local(x, rank).contiguous()
+    names = stage.call.names(stage.layer)
 
-    with local_parameters(stage.layer, parts.parameters, rank), numbers_set(parts.numbers, rank):
+    def change(i: int, x: Tensor) -> Tensor:
+        split = parts.given.get(names[i])
+        return x if split is None else take(x, split, rank).contiguous()
+
+    local = local_parameters(stage.layer, parts.leaves(stage), rank)
+    with local, numbers_set(parts.numbers, rank):
         try:
-            trace = stage.run(values, change=change)
+            return stage.run(values, change=change)
         except Exception:  # the module's own code on numbers that are not right
-            return False
+            return None
+
+
+def _holds(stage: Stage, parts: Parts, base: Trace, rank: int) -> bool:
+    """Whether rows read this rank's share of what they read, from this rank's numbers."""
+    if any(name not in base.inputs for name in parts.rows):
+        return False  # not called this time
+    trace = _ran(stage, parts, base, rank)
+    if trace is None:
+        return False
     for name, split in parts.rows.items():
         mine, want = trace.inputs.get(name), _local(base.inputs[name], split, rank)
         if mine is None or mine.shape != want.shape or not close(mine, want):
@@ -264,12 +339,19 @@ def local_parameters(root: nn.Module, splits: Mapping[str, Split], rank: int) ->
         p = part._parameters[attribute]
         assert p is not None
         before.append((part, attribute, p))
+        if 0 in p.stride():  # one number for all, of which there is no memory
+            part._parameters[attribute] = _nothing(split.shape(p.shape, rank))
+            continue
         part._parameters[attribute] = nn.Parameter(split.local(p.detach(), rank).clone())
     try:
         yield
     finally:
         for part, attribute, p in before:
             part._parameters[attribute] = p
+
+
+def _nothing(shape: Sequence[int]) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((1,) * len(shape), dtype=torch.float64).expand(*shape))
 
 
 @contextmanager

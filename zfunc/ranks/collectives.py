@@ -20,7 +20,7 @@ from zfunc.ranks.meshes import Axes
 from zfunc.ranks.world import MESH, current
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["axis_index", "mean_over", "pmean", "psum"]
+__all__ = ["axis_index", "largest", "mean_over", "pmean", "psum"]
 
 Tree = TypeVar("Tree")
 
@@ -97,6 +97,34 @@ def _over(x: Tree, axis: Axes | None, label: str, mean: bool) -> Tree:
         return x
     reduced = _Reduce.apply(ranks, label, mean, *tensors)
     return cast(Tree, optree.tree_unflatten(treedef, reduced))
+
+
+def largest(x: Tensor, ranks: Group, label: str = "") -> Tensor:
+    """The elementwise maximum over ranks, the same bits on all of them; NaN if a rank has one.
+
+    Not differentiable. It is for few numbers, scales say: every rank sends its own to all others.
+
+    Args:
+        x: of one shape and dtype on all ranks.
+        ranks: the group.
+        label: names it in errors and ledgers.
+
+    Returns:
+        A new tensor, except where a rank is alone.
+
+    Raises:
+        DesyncError: another rank is in another collective, silent or gone.
+
+    >>> from zfunc.ranks.axes import alone
+    >>> largest(torch.tensor([1.0, 3.0]), alone())
+    tensor([1., 3.])
+    """
+    if ranks.size == 1:
+        return x
+    mine = x.detach().reshape(-1)
+    every = mine.new_empty(ranks.size * mine.numel())
+    ranks.all_gather(every, mine, label=label).wait()
+    return every.view(ranks.size, *x.shape).amax(0)
 
 
 class _Reduce(torch.autograd.Function):

@@ -1,0 +1,66 @@
+"""Plans of unmodified Hugging Face models: what each rank makes of its parts is right.
+
+``--whole``: every family over 2, 3 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import pytest
+import torch
+
+import zfunc as zf
+from tests.laws.covering import Covering
+from tests.laws.planned import FAMILIES, OTHERS, check, model_of, share_split
+from zfunc.probing.plans import plan_of
+from zfunc.probing.texts import text_of
+
+transformers = pytest.importorskip("transformers")
+
+FEW = [
+    ("llama", 2),
+    ("llama, 1 kv head", 4),
+    ("llama, tied", 3),
+    ("gpt2", 3),
+    ("phi3, 1 kv head", 4),
+    ("gptbigcode", 4),
+    ("bloom", 3),
+    ("deepseek", 2),
+    ("mixtral", 3),
+    ("gemma3", 2),
+    ("olmo2", 2),
+    ("bert", 4),
+    ("t5", 2),
+    ("whisper", 2),
+    ("vit", 4),
+]
+ALL = [(name, ways) for name in (*FAMILIES, *OTHERS) for ways in (2, 3, 4)]
+LEAST = {name: least for name, (_, _, least) in FAMILIES.items()} | OTHERS
+
+
+@pytest.mark.parametrize(("name", "ways"), ALL if Covering.whole else FEW)
+def test_what_ranks_make_of_their_parts_is_right(name: str, ways: int) -> None:
+    model, batch = model_of(name)
+    plan = plan_of(model, ways, example=batch)
+    if ways == 2:
+        assert share_split(model, plan) >= LEAST[name], text_of(plan)
+    check(model, plan, batch)
+
+
+def test_a_large_model_on_meta_is_planned_at_once() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = zf.functionalize(transformers.LlamaForCausalLM(config).to(torch.bfloat16))
+    begun = perf_counter()
+    plan = plan_of(model, 8)
+    assert perf_counter() - begun < 10
+    assert len(plan.splits) == 32 * 7 + 2
+    assert plan.splits["model.layers.31.self_attn.k_proj.weight"].width(7) == 128
