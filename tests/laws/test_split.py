@@ -299,6 +299,13 @@ def test_arguments_that_make_no_sense() -> None:
         zf.shard(zf.split(step, rules=RULES, tensor=2), mesh=zf.mesh(data=2, tensor=4))
 
 
+def test_offload_to_disk_needs_the_units_of_shard(tmp_path: Path) -> None:
+    step = zf.split(zf.train_step(loss_of, TX), rules=RULES, tensor=2)
+    step = zf.offload(step, to="disk", path=tmp_path)
+    with pytest.raises(zf.CompositionError, match=r"there is no shard\. Add it"):
+        zf.simulate(2)(lambda: step.place(zf.TrainState.create(params(), TX)))()
+
+
 def test_powersgd_is_refused_early() -> None:
     """Its bases belong to parts, and could not be saved."""
     step = zf.compress_grads(zf.train_step(loss_of, TX), "powersgd")
@@ -317,13 +324,6 @@ def test_groups_of_weights_that_a_split_cuts(how: dict[str, int], text: str) -> 
 
     with pytest.raises(zf.PlacementError, match=text):
         zf.simulate(2)(lambda: run(zf.train_step(loss_of, TX), wrap, steps=1))()
-
-
-def test_offload_to_disk_needs_the_units_of_shard(tmp_path: Path) -> None:
-    step = zf.split(zf.train_step(loss_of, TX), rules=RULES, tensor=2)
-    step = zf.offload(step, to="disk", path=tmp_path)
-    with pytest.raises(zf.CompositionError, match=r"there is no shard\. Add it"):
-        zf.simulate(2)(lambda: step.place(zf.TrainState.create(params(), TX)))()
 
 
 def test_a_plain_product_with_a_split_leaf_is_told_in_the_first_step() -> None:
