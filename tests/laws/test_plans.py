@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-
 import pytest
 import torch
 
@@ -48,7 +46,7 @@ def test_what_ranks_make_of_their_parts_is_right(name: str, ways: int) -> None:
     check(model, plan, batch)
 
 
-def test_a_large_model_on_meta_is_planned_at_once() -> None:
+def test_a_large_model_on_meta_is_planned() -> None:
     config = transformers.LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -59,8 +57,6 @@ def test_a_large_model_on_meta_is_planned_at_once() -> None:
     )
     with torch.device("meta"):
         model = zf.functionalize(transformers.LlamaForCausalLM(config).to(torch.bfloat16))
-    begun = perf_counter()
     plan = plan_of(model, 8)
-    assert perf_counter() - begun < 10
     assert len(plan.splits) == 32 * 7 + 2
     assert plan.splits["model.layers.31.self_attn.k_proj.weight"].width(7) == 128
