@@ -109,7 +109,8 @@ def _on_two_axes(stage: int) -> float:
     host = trained(wrap, TX, model, on_gpu=False)
     assert_alike(mine, host, 1e-9)
     communicators = {row.group for row in mine.reports[-1].collectives()}
-    assert communicators and all(name.endswith(" of 2") for name in communicators)
+    others = {name for name in communicators if not name.endswith(" of 2")}
+    assert communicators and len(others) <= 1  # all ranks are asked whether they have the same rows
     return float(mine.metrics[-1]["loss"])
 
 

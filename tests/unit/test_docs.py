@@ -271,7 +271,7 @@ def test_the_cell_of_split_and(name: str, monkeypatch: pytest.MonkeyPatch):
         assert split == inside
         expected, tolerance = outcome(alone, 1, split_start), TOLERANCES[cell][1]
         if "to='disk'" in repr(step):
-            with pytest.raises(zf.CompositionError, match="shards nothing"):
+            with pytest.raises(zf.CompositionError, match="there is no shard"):
                 outcome(split, 2, split_start)
         else:
             close(outcome(split, 2, split_start), expected, tolerance)

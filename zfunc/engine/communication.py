@@ -11,7 +11,7 @@ from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
-from zfunc.ranks.meshes import BATCH, Mesh
+from zfunc.ranks.meshes import BATCH, SHARED, Mesh
 
 __all__ = ["Communication", "communication", "uncut"]
 
@@ -53,7 +53,11 @@ class Communication:
     @property
     def deciding(self) -> Group:
         """The ranks that decide together what to do next: all that work on one state."""
-        return self.everyone if self.mesh is None else group(self.mesh, self.mesh.names)
+        if self.mesh is None:
+            return self.everyone
+        names = (*self.averaged, *SHARED)
+        together = tuple(name for name in self.mesh.names if name in names)
+        return group(self.mesh, together) if together else self.everyone
 
     @property
     def sharing(self) -> Group:
@@ -62,7 +66,7 @@ class Communication:
         Whatever is the same on all of ``everyone`` is decided among these.
         """
         names = () if self.mesh is None else self.mesh.names
-        shared = tuple(name for name in names if name not in self.averaged)
+        shared = tuple(name for name in names if name in SHARED and name not in self.averaged)
         return group(self.mesh, shared) if shared else alone()
 
 

@@ -28,7 +28,7 @@ from zfunc.errors import DesyncError, PlacementError
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Handle
 from zfunc.ranks.digests import as_bytes, mixed_digest
-from zfunc.ranks.meshes import BATCH, Mesh, laid_out
+from zfunc.ranks.meshes import SHARED, Mesh, laid_out
 from zfunc.ranks.world import current, on_renewal
 from zfunc.trees.tree import dotted
 
@@ -49,15 +49,15 @@ def with_same_rows(
     calls within such a call.
 
     Args:
-        averaged: axes of the mesh along which ranks may have other rows, beside ``data`` and
-            ``replica``.
+        averaged: axes of the mesh along which ranks may have other rows; others than ``tensor``
+            and ``pipe`` they may have other rows along in any case.
 
     Raises:
         PlacementError: the arguments differ; on all ranks.
     """
-    if on is None or not [1 for x, n in on.axes if n != 1 and x not in BATCH and x not in averaged]:
+    if on is None or not [1 for x, n in on.axes if n != 1 and x in SHARED and x not in averaged]:
         return call(state, args, kwargs)
-    watch = _watch(on, (*BATCH, *averaged))
+    watch = _watch(on, tuple(x for x in on.names if x not in SHARED or x in averaged))
     if watch.busy or watch.ways == 1:
         return call(state, args, kwargs)
     with watch.over(args, kwargs):

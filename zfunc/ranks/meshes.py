@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from zfunc.ranks.world import current
 
-__all__ = ["BATCH", "ORDER", "Axes", "Mesh", "laid_out", "mesh"]
+__all__ = ["BATCH", "ORDER", "SHARED", "Axes", "Mesh", "laid_out", "mesh"]
 
 ORDER = ("pipe", "replica", "data", "tensor")  # slowest first: tensor ranks are neighbours
 BATCH = ("replica", "data")  # along which ranks have other rows of a batch
+SHARED = ("pipe", "tensor")  # along which they work together on the same ones
 Axes = str | tuple[str, ...]
 
 

@@ -18,7 +18,7 @@ from zfunc.engine import differentiation, keys, state
 from zfunc.engine.communication import communication
 from zfunc.files import checkpoint
 from zfunc.layout import layout, rounds, sharded
-from zfunc.operators import products
+from zfunc.operators import stream
 from zfunc.optim import clipping, rates
 from zfunc.ranks.comm import Group
 from zfunc.training import recipe
@@ -317,5 +317,5 @@ def whole_leaves_counted_on_every_tensor_rank() -> Fault:
 @fault(parted)
 def gradients_before_a_product_that_stay_in_parts() -> Fault:
     """Each tensor rank keeps what its own outputs make of them."""
-    with patch.object(products, "copied", lambda x, *ranks: x):
+    with patch.object(stream, "copied", lambda x, *ranks: x):
         yield
