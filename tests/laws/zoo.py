@@ -1,4 +1,4 @@
-"""The table of docs/families.md: every causal family of transformers, made small and split.
+"""A table of every causal family of transformers, made small and split over ranks.
 
 python -m tests.laws.zoo --ways 2
 
