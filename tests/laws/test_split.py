@@ -98,13 +98,19 @@ class Trained:
 trained = cache(Trained)
 
 
-@pytest.mark.parametrize("turn", range(len(FEW)))
-@pytest.mark.parametrize("name", MODELS)
-def test_an_unmodified_module_trains_as_in_one_process(name: str, turn: int) -> None:
-    names = list(MODELS)
-    if not Covering.whole and (turn + names.index(name)) % 3:
-        pytest.skip("another place takes it; --whole tries all")
-    (data, ways, stage), known = FEW[turn], trained(name)
+MET = [
+    (name, *place)
+    for i, name in enumerate(MODELS)
+    for turn, place in enumerate(FEW)
+    if Covering.whole or (turn + i) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(("name", "data", "ways", "stage"), MET)
+def test_an_unmodified_module_trains_as_in_one_process(
+    name: str, data: int, ways: int, stage: int | None
+) -> None:
+    known = trained(name)
     wrap = on_mesh(ways, data, stage, model=known.model)
     for mine in ranks_of(ways, data, lambda: known.run(wrap)):
         assert_near(mine, known.alone, 1e-9)
