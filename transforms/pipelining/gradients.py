@@ -2,24 +2,20 @@
 
 Each microbatch goes through each chunk in a pass of its own, forward and backward. Between chunks
 go the values that the rehearsal found, and their gradients. What several passes share is here:
-units that entered for the whole step, sums of gradients, losses.
+sums of gradients, and losses.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from zfunc.buffers.readings import number, on_host
-from zfunc.engine import context
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import (
@@ -33,31 +29,25 @@ from zfunc.engine.differentiation import (
 from zfunc.engine.hooks import Gradients, Pending
 from zfunc.engine.passes import Pass
 from zfunc.engine.primitives import Mean
-from zfunc.engine.recomputation import taken
 from zfunc.engine.sources import Source
 from zfunc.engine.split_backward import SplitBackward
-from zfunc.engine.unit_info import Ready, UnitInfo, gather
-from zfunc.engine.unit_runs import UnitRun
 from zfunc.errors import CompositionError
-from zfunc.layout.layout import Layout
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
-from zfunc.rehearsal.plans import Label, Rehearsed, Spec
-from zfunc.rehearsal.rehearsal import rehearse
+from zfunc.rehearsal.plans import Label
 from zfunc.schedules.schedule import Schedule
 from zfunc.transforms.accumulation import Losses, mean_of_aux, times
 from zfunc.transforms.microbatches import microbatches
-from zfunc.transforms.pipelining.messages import Message, Wire
+from zfunc.transforms.pipelining.messages import Message
 from zfunc.transforms.pipelining.results import broadcast
+from zfunc.transforms.pipelining.stage import Stage, flat_spec, returned_by, sent_by
 from zfunc.transforms.pipelining.sums import SumsOfPass, UnitSums
 from zfunc.trees import tree
-from zfunc.trees.nodes import NAMESPACE, Placed, Tree, leaves_in
+from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in
 from zfunc.trees.reduction import linear_map
 
 __all__ = ["pipelined"]
-
-OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": NAMESPACE}
 
 
 def pipelined(
@@ -69,9 +59,13 @@ def pipelined(
         schedule: what each rank does, in which order.
         ranks: the stages.
         own: the tensors of the state, which are no part of a batch.
+
+    Raises:
+        CompositionError: the parameters are no whole placed tree, or the loss was given a second
+            one.
     """
     _check(asked)
-    run = _Run(running, asked, schedule, ranks, own)
+    run = _Step(running, asked, schedule, ranks, own)
     try:
         return run.gradients()
     finally:
@@ -81,11 +75,11 @@ def pipelined(
 def _check(asked: Gradients) -> None:
     if not isinstance(asked.params, Readable):
         raise CompositionError(
-            "under pipeline value_and_grad takes the whole params tree of the state, one that the "
-            f"step placed; it was given a {type(asked.params).__name__}. Differentiate with "
-            "respect to state.params, and freeze what is not to be trained."
+            "under pipeline value_and_grad takes the params tree of the state, one that the step "
+            f"placed; it was given a {type(asked.params).__name__}. Differentiate with respect to "
+            "state.params, and freeze what is not to be trained."
         )
-    placed = [x for x in leaves_in((asked.args, asked.kwargs), NAMESPACE) if isinstance(x, Placed)]
+    placed = [x for x in leaves_in((asked.args, asked.kwargs), PLACED) if isinstance(x, Placed)]
     if placed:
         raise CompositionError(
             f"under pipeline the loss was given a {type(placed[0]).__name__}, a second placed tree "
@@ -105,7 +99,7 @@ class _Part:
     backward: SplitBackward | None = None
 
 
-class _Run:
+class _Step(Stage):
     """One ``value_and_grad`` of this rank."""
 
     def __init__(
@@ -116,112 +110,35 @@ class _Run:
         ranks: Group,
         own: dict[int, Tensor],
     ) -> None:
-        self.running, self.asked, self.schedule, self.ranks = running, asked, schedule, ranks
-        self.me, self.rank_of = ranks.rank, schedule.rank_of
-        self.last = len(schedule.rank_of) - 1
-        self.layout = asked.params.layout
-        self.call, self.n = running.differentiated, schedule.microbatches
-        running.differentiated += self.n
-        over = communication(running)
-        self.losses = Losses(over.everyone, self.n)
-        self.batches = list(microbatches(asked, self.n, own, exact=True))
-        self.base = new_pass(running)
-        self.source = self._add(self.base)
-        self.device = next((x.device for x in asked.params.held() if x is not None), None)
-        self.chunk_of = chunks_of_layers(self.layout)
-        self.plans = [self._rehearsed(i) for i in range(self.n)]
+        self.asked, n = asked, schedule.microbatches
+        batches = list(microbatches(asked, n, own, exact=True))
+        where = schedule.rank_of, schedule.actions, ranks, ("loss", running.asked)
+        super().__init__(running, asked.loss_fn, asked.params, batches, *where)
         if not isinstance(self._returned()[0], Mean):
-            next(microbatches(asked, self.n, own))  # raises where the mean of means is no mean
-        self.keeps = not over.gathers_anew
-        self.actions = schedule.actions[self.me]
-        self.mine = [k for k, rank in enumerate(self.rank_of) if rank == self.me]
-        self.ends_with = {a.chunk: a.microbatch for a in self.actions if a.kind in "BW"}
-        self.sums = {k: UnitSums() for k in self.mine}
+            next(microbatches(asked, n, own))  # raises where the mean of means is no mean
+        self.call = running.differentiated
+        running.differentiated += n
+        self.losses = Losses(communication(running).everyone, n)
+        self.row = schedule.actions[self.me]
+        self.ends_with = {k: i for kind, i, k in self.row if kind in "BW"}
+        self.sums = {k: UnitSums() for k, rank in enumerate(self.rank_of) if rank == self.me}
         self.root = UnitSums()
         self.parts: dict[tuple[int, int], _Part] = {}
         self.finished: list[Pass] = []
-        self.whole: dict[int, list[Tensor]] = {}
         self.auxes: list[Any] = []
-        self.lent = self._lent()
-        connected = running.memo.setdefault("connected", set())
-        self.wire = Wire(ranks, self._messages, connected)
 
     def close(self) -> None:
         """Let go of everything, also where an action has raised."""
         for part in self.parts.values():
             part.owner.close()
-        for owner in self.finished:
+        for owner in (*self.finished, self.base):
             owner.close()
-        self.base.close()
-
-    def _add(self, owner: Pass) -> Source:
-        params = self.asked.params
-        group = communication(self.running).group
-        return owner.add(params.layout, params, group, cut=True, differentiated=True)
-
-    # What is known before anything runs
-
-    def _rehearsed(self, i: int) -> Rehearsed:
-        """What the rehearsal of a microbatch found; remembered by the shapes of its arguments."""
-        args, kwargs = self.batches[i]
-        memo = self.running.memo.setdefault("rehearsed", {})
-        key = (self.running.asked, _signature((args, kwargs)))
-        if key not in memo:
-            memo[key] = rehearse(
-                self.asked.loss_fn, self.layout, args, kwargs, self.chunk_of, self.device
-            )
-        found: Rehearsed = memo[key]
-        return found
-
-    def _lent(self) -> dict[int, tuple[int, list[int]]]:
-        """Units outside of layers that other stages use than their own: its rank, and theirs."""
-        found = {}
-        for u, unit in enumerate(self.layout.units):
-            if self.layout.layer_of_unit[u] >= 0:
-                continue
-            home, leaves = self.rank_of[unit.chunk], frozenset(unit.slots)
-            using = {
-                self.rank_of[k]
-                for plan in self.plans
-                for k in range(len(self.rank_of))
-                if plan.roots(k) & leaves
-            }
-            if guests := sorted(using - {home}):
-                found[u] = home, guests
-        return found
-
-    def _messages(self, rank: int) -> Iterator[Message]:
-        """All that a stage sends, in the order in which it does."""
-        flats = self.layout.flats
-        for u, (home, guests) in self.lent.items():
-            specs = tuple(_flat(flats[f].length, flats[f].dtype, self.device)
-                          for f in self.layout.units[u].flats)  # fmt: skip
-            for guest in guests if home == rank else ():
-                yield Message(("lend", u, guest), rank, guest, specs)
-        for kind, i, k in self.schedule.actions[rank]:
-            plan = self.plans[i]
-            if kind == "F":
-                for to, labels in _sends(plan, k).items():
-                    specs = tuple(plan.receives(to)[label][1] for label in labels)
-                    yield Message(("F", i, k, to), rank, self.rank_of[to], specs)
-            elif kind in "BI":
-                for source, labels in _returns(plan, k).items():
-                    specs = tuple(plan.receives(k)[label][1] for label in labels)
-                    yield Message(("B", i, k, source), rank, self.rank_of[source], specs)
-        for u, (home, guests) in self.lent.items():
-            specs = tuple(_flat(flats[f].length, self._summed(flats[f].dtype), self.device)
-                          for f in self.layout.units[u].flats if flats[f].trainable)  # fmt: skip
-            if rank in guests and specs:
-                yield Message(("back", u, rank), rank, home, specs)
-
-    # The whole
 
     def gradients(self) -> tuple[tuple[Tensor, Any], Tree]:
+        """The result, alike on all stages but for the parts of gradients that they have."""
         do = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
-        self._lend()
-        if self.keeps:
-            self.source.start([self.source.runs[u] for u in self._own_units() if u not in self.lent])
-        for kind, i, k in self.actions:
+        self.lend()
+        for kind, i, k in self.row:
             self.wire.post_ahead()
             do[kind](i, k)
         self._take_back()
@@ -236,93 +153,46 @@ class _Run:
             grads = tree.map(linear_map(partial(times, factor=factor)), grads)
         return (loss, aux), grads
 
-    def _own_units(self) -> list[int]:
-        return [u for u, unit in enumerate(self.layout.units) if self.rank_of[unit.chunk] == self.me]
+    # What stages send
 
-    # Units that enter once in a step
+    def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[Message]:
+        yield from super()._sent_behind(kind, i, k, rank)
+        plan = self.plans[i]
+        if kind in "BI":
+            for source, labels in returned_by(plan, k).items():
+                specs = tuple(plan.receives(k)[label][1] for label in labels)
+                yield Message(("B", i, k, source), rank, self.rank_of[source], specs)
 
-    def _lend(self) -> None:
-        """Units that other stages use, too, go to them before anything else."""
-        runs = self.source.runs
-        mine = [u for u, (home, _) in self.lent.items() if home == self.me]
-        under_way = {u: gather(Ready(runs[u].stored), runs[u].info) for u in mine}
+    def messages(self, rank: int) -> Iterator[Message]:
+        yield from super().messages(rank)
         for u, (home, guests) in self.lent.items():
-            if home == self.me:
-                self.whole[u] = under_way[u].wait()
-                for guest in guests:
-                    self.wire.send(("lend", u, guest), self.whole[u])
+            if rank in guests and self.source.runs[u].info.trainable:
+                yield Message(("back", u, rank), rank, home, tuple(self._summed(u)))
 
-    def _entered(self, u: int) -> list[Tensor]:
-        """The values of a unit that enters once; of another stage's as it was lent."""
-        run = self.source.runs[u]
-        if run.values is None and u in self.lent:
-            if self.me in self.lent[u][1]:
-                self.whole[u] = self.wire.receive(("lend", u, self.me))
-            value: Pending = Ready(self.whole.pop(u))
-            for hook in run.hooks:
-                value = value if hook is gather else hook(value, run.info)
-            run.values = value.wait()
-        return run.acquire() if run.values is None else run.values
-
-    def _hold(self, run: UnitRun) -> None:
-        """Let a unit of a pass enter with the values that all passes of this step share."""
-
-        def enters(value: Pending, unit: UnitInfo) -> Pending:
-            run.stored = self._entered(unit.index)
-            return Ready(run.stored)
-
-        run.hooks = (enters,)
-
-    # One microbatch in one chunk
+    # Actions
 
     def _new(self, i: int, k: int) -> tuple[Pass, Source]:
-        last = self.ends_with[k] == i
-        owner = new_pass(self.running, SumsOfPass(self.root, self.sums[k], last))
-        source = self._add(owner)
-        layers = [u for u, unit in enumerate(self.layout.units)
-                  if unit.chunk == k and self.layout.layer_of_unit[u] >= 0]  # fmt: skip
-        for u, run in enumerate(source.runs):
-            if self.keeps or self.layout.layer_of_unit[u] < 0:
-                self._hold(run)
-        order: Sequence[tuple[int, int]] = () if self.keeps else [
-            (source.index, u) for u in (*layers, *reversed(layers))
-        ]  # fmt: skip
+        sums = SumsOfPass(self.root, self.sums[k], last=self.ends_with[k] == i)
+        owner = new_pass(self.running, sums)
+        source = self.take_part(owner)
+        self.hold(source)
+        layers = [] if self.keeps else [(source.index, u) for u in self.layers(k)]
+        order: Sequence[tuple[int, int]] = [*layers, *reversed(layers)]
         for transform in self.running.transforms:
             order = transform.foresee(order, owner)
         owner.plan.order = order
         return owner, source
 
-    @contextmanager
-    def _within(self, owner: Pass, i: int) -> Iterator[None]:
-        """The context of one microbatch, with random numbers of its own.
-
-        A copy of the step's: what is computed again in backward finds it as it was.
-        """
-        running = copy.copy(self.running)
-        running.passes = [owner]
-        token = context.push(running)
-        try:
-            with torch.enable_grad(), taken(), randomness(running, self.call + i):
-                yield
-        finally:
-            context.pop(token)
-
     def _forward(self, i: int, k: int) -> None:
-        plan, (args, kwargs) = self.plans[i], self.batches[i]
         owner, source = self._new(i, k)
-
-        def receive(sender: int, labels: Sequence[Label]) -> list[Tensor]:
-            return self.wire.receive(("F", i, sender, k))
-
-        run = ChunkRun(plan, k, receive, partial(_enter_roots, source))
-        part = self.parts[i, k] = _Part(owner, run)
-        with self._within(owner, i):
-            out = run.run(self.asked.loss_fn, source.tree, args, kwargs)
-            owner.computed()
-            if k == self.last:
-                self._lose(part, out)
-        for to, labels in _sends(plan, k).items():
-            self.wire.send(("F", i, k, to), [run.outs[label] for label in labels])
+        part = self.parts[i, k] = _Part(owner, self.run_of(i, k, source))
+        with self.within(owner) as running, randomness(running, self.call + i):
+            with torch.enable_grad():
+                out = part.run.run(self.fn, source.tree, *self.batches[i])
+                owner.computed()
+                if k == self.last:
+                    self._lose(part, out)
+        self.send_on(i, k, part.run.outs)
 
     def _lose(self, part: _Part, out: Any) -> None:
         """What the last chunk returns: a loss, perhaps with more."""
@@ -335,10 +205,12 @@ class _Run:
     def _seeds(self, i: int, k: int) -> tuple[list[Tensor], list[Any]]:
         """Where backward of a chunk begins, and with what."""
         part, plan = self.parts[i, k], self.plans[i]
-        outs, seeds = ([], []) if part.loss is None else ([part.loss], [part.seed])
-        for to in _sends(plan, k):
-            labels = _returns(plan, to).get(k, [])
-            for label, grad in zip(labels, self.wire.receive(("B", i, to, k)) if labels else ()):
+        outs: list[Tensor] = [] if part.loss is None else [part.loss]
+        seeds: list[Any] = [] if part.loss is None else [part.seed]
+        for to in sent_by(plan, k):
+            labels = returned_by(plan, to).get(k, [])
+            grads = self.wire.receive(("B", i, to, k)) if labels else []
+            for label, grad in zip(labels, grads, strict=True):
                 if (out := part.run.outs[label]).requires_grad:
                     outs.append(out)
                     seeds.append(grad)
@@ -348,8 +220,10 @@ class _Run:
         part = self.parts[i, k]
         outs, seeds = self._seeds(i, k)
         inputs = part.run.inputs
-        grads = part.owner.go_back(outs, seeds, list(inputs.values())) if outs else ()
-        self._reply(i, k, dict(zip(inputs, grads)))
+        wanted = [x for x in inputs.values() if x.requires_grad]
+        found = part.owner.go_back(outs, seeds, wanted) if outs else ()
+        grads = {id(x): g for x, g in zip(wanted, found, strict=False)}
+        self._reply(i, k, {label: grads.get(id(x)) for label, x in inputs.items()})
         self._done(i, k)
 
     def _inputs(self, i: int, k: int) -> None:
@@ -357,9 +231,9 @@ class _Run:
         outs, seeds = self._seeds(i, k)
         inputs = part.run.inputs
         part.backward = SplitBackward(outs, list(inputs.values()), [part.owner.tick])
-        self._reply(i, k, dict(zip(inputs, part.backward.of_inputs(seeds))))
-        part.run.forget()
-        part.loss = None
+        grads = part.backward.of_inputs(seeds)
+        self._reply(i, k, dict(zip(inputs, grads, strict=True)))
+        part.run.outs, part.run.inputs, part.loss = {}, {}, None
 
     def _weights(self, i: int, k: int) -> None:
         backward = self.parts[i, k].backward
@@ -369,11 +243,10 @@ class _Run:
 
     def _reply(self, i: int, k: int, grads: Mapping[Label, Tensor | None]) -> None:
         """Gradients of what a chunk has received go to those who sent it."""
-        plan, given = self.plans[i], self.parts[i, k].run.inputs
-        for source, labels in _returns(plan, k).items():
-            found = [grads.get(label) for label in labels]
-            rows = zip(found, labels, strict=True)
-            filled = [torch.zeros_like(given[label]) if g is None else g for g, label in rows]
+        given = self.parts[i, k].run.inputs
+        for source, labels in returned_by(self.plans[i], k).items():
+            rows = [(given[label], grads.get(label)) for label in labels]
+            filled = [torch.zeros_like(x) if g is None else g for x, g in rows]
             self.wire.send(("B", i, k, source), filled)
 
     def _done(self, i: int, k: int) -> None:
@@ -389,103 +262,44 @@ class _Run:
         """Gradients of lent units come home."""
         for u, (home, guests) in self.lent.items():
             key = (self.source.index, u)
-            if not self.source.runs[u].info.trainable:
-                continue
-            for guest in guests:
+            for guest in guests if self.source.runs[u].info.trainable else ():
                 if guest == self.me:
-                    kept = self.root.kept.pop(key, None)
-                    self.wire.send(("back", u, guest), self._zeros(u) if kept is None else kept)
+                    kept = self.root.kept.pop(key, None) or [
+                        torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+                        for spec in self._summed(u)
+                    ]
+                    self.wire.send(("back", u, guest), kept)
                 elif home == self.me:
                     self.root.add(key, self.wire.receive(("back", u, guest)))
 
-    def _zeros(self, u: int) -> list[Tensor]:
-        flats = self.layout.flats
-        return [
-            torch.zeros(flats[f].length, dtype=self._summed(flats[f].dtype), device=self.device)
-            for f in self.source.runs[u].info.trainable
-        ]
-
-    def _returned(self) -> tuple[Any, Any]:
-        """The loss, and what it returns beside it, as the rehearsal found them."""
-        return split_aux(self.plans[-1].result, self.asked.has_aux)
-
-    def _summed(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are summed."""
-        found: torch.dtype = self.running.memo.get("reduce dtype") or dtype
-        return found
+    def _summed(self, u: int) -> list[Any]:
+        """What a unit's gradients look like where they are summed."""
+        flats, dtype = self.layout.flats, self.running.memo.get("reduce dtype")
+        trainable = self.source.runs[u].info.trainable
+        return [flat_spec(flats[f].length, dtype or flats[f].dtype, self.device) for f in trainable]
 
     def _root_pass(self) -> Pass:
         """The pass in which gradients of what is outside of layers leave."""
         owner = new_pass(self.running, SumsOfPass(self.root))
-        self._add(owner)
+        self.take_part(owner)
         return owner
 
+    def _returned(self) -> tuple[Any, Any]:
+        """The loss, and what is returned beside it, as the rehearsal found them."""
+        return split_aux(self.plans[-1].result, self.asked.has_aux)
+
     def _told(self) -> tuple[Tensor, Any, Any]:
-        """The loss, what gradients are to be multiplied by (if anything), and aux, on all stages."""
-        here = self.rank_of[self.last] == self.me
-        mine = (self.losses.mean(), self._factor(), mean_of_aux(self.auxes)) if here else None
+        """The loss, what gradients are to be multiplied by (if anything), and aux: of the last
+        stage, on all of them."""
         loss, aux = self._returned()
-        factor = None
-        if isinstance(loss, Mean):
-            loss = loss.total
-            factor = replace(loss, dtype=torch.float64)
-        like = loss, factor, aux
-        loss, factor, aux = broadcast(self.ranks, self.rank_of[self.last], mine, like, "loss")
-        if factor is not None and on_host(factor):
-            factor = None if (known := number(factor)) == 1.0 else known
-        return loss, factor, aux
-
-    def _factor(self) -> Tensor | None:
-        """What gradients are to be multiplied by, where the loss is a :class:`Mean`."""
-        if not isinstance(self._returned()[0], Mean):
-            return None
-        factor = self.losses.correction()
-        return torch.as_tensor(factor, dtype=torch.float64, device=self.device)
-
-
-def _enter_roots(source: Source, leaves: frozenset[int]) -> dict[int, Tensor]:
-    """The leaves outside of layers that a chunk uses, entered."""
-    slots, layout = source.layout.slots, source.layout
-    units = {layout.unit_of_flat[slot.flat] for i in leaves if (slot := slots[i]) is not None}
-    found: dict[int, Tensor] = {}
-    for u in sorted(units):
-        found.update(source.runs[u].leaves())
-    return found
-
-
-def _flat(length: int, dtype: torch.dtype, device: torch.device) -> Spec:
-    return Spec((length,), dtype, device, False, (1,))
-
-
-def _sends(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
-    """By chunk what it needs of chunk ``k``, in one order on all ranks."""
-    found: dict[int, list[Label]] = {}
-    for label, to in plan.sends(k):
-        found.setdefault(to, []).append(label)
-    return dict(sorted(found.items()))
-
-
-def _returns(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
-    """By chunk of which of its values chunk ``k`` returns gradients."""
-    found: dict[int, list[Label]] = {}
-    for label, (source, spec) in plan.receives(k).items():
-        if spec.needs_grad:
-            found.setdefault(source, []).append(label)
-    return dict(sorted(found.items()))
-
-
-def chunks_of_layers(layout: Layout) -> tuple[int, ...]:
-    """The chunk of each layer of a tree that stages have."""
-    units = layout.units_of_layers
-    return tuple(layout.units[own[0]].chunk if own else 0 for own in units)
-
-
-def _signature(arguments: Any) -> tuple[Any, ...]:
-    """What a rehearsal depends on: shapes and dtypes of tensors, and all that is plain."""
-    leaves, spec = optree.tree_flatten(arguments, **OPTREE)
-    rows = [
-        (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor)
-        else x if isinstance(x, (bool, int, float, str)) else type(x)
-        for x in leaves
-    ]  # fmt: skip
-    return spec, tuple(rows)
+        exact, like = isinstance(loss, Mean), loss.total if isinstance(loss, Mean) else loss
+        factor = replace(like, dtype=torch.float64) if exact else None
+        source, mine = self.rank_of[self.last], None
+        if source == self.me:
+            its = self.losses.correction() if exact else None
+            its = None if its is None else torch.as_tensor(its, dtype=torch.float64)
+            mine = self.losses.mean(), its, mean_of_aux(self.auxes)
+        loss, known, aux = broadcast(self.ranks, source, mine, (like, factor, aux), "loss")
+        if known is not None and on_host(known):
+            known = None if (value := number(known)) == 1.0 else value
+        return loss, known, aux

@@ -37,6 +37,7 @@ from zfunc.schedules.schedule import Schedule
 from zfunc.schedules.schedules import schedule as made
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
+from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated
 from zfunc.transforms.pipelining.gradients import pipelined
 from zfunc.transforms.pipelining.partition import Partition, check_partition, chunks_of_leaves
 from zfunc.transforms.sharding import Shard
@@ -167,6 +168,15 @@ class Pipeline(Meshed):
 
         def run(asked: Gradients) -> Any:
             return pipelined(running, asked, self.plan, self.group, own)
+
+        return run
+
+    def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
+        def run(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
+            if self.group.size == 1 or not can_be_staged(params, (args, kwargs)):
+                return call(fn, params, args, kwargs)
+            where = self.plan.rank_of, self.group
+            return evaluated(running, fn, params, args, kwargs, *where)
 
         return run
 
