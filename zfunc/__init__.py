@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.ranks.collectives import axis_index, pmean, psum
     from zfunc.ranks.launching import init, launch
     from zfunc.ranks.simulation import simulate
+    from zfunc.schedules.schedule import Schedule
     from zfunc.training.recipe import train_step
     from zfunc.training.stopping import preemption
     from zfunc.training.world_recovery import recover_world
@@ -66,6 +67,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
         donate,
         drop_layers,
         offload,
+        pipeline,
         precision,
         quantize,
         remat,
@@ -95,12 +97,13 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "ranks.collectives": ("axis_index", "pmean", "psum"),
     "ranks.launching": ("init", "launch"),
     "ranks.simulation": ("simulate",),
+    "schedules.schedule": ("Schedule",),
     "training.recipe": ("train_step",),
     "training.stopping": ("preemption",),
     "training.world_recovery": ("recover_world",),
     "transforms": (
-        *("accumulate", "compress_grads", "donate", "drop_layers", "offload", "precision"),
-        *("quantize", "remat", "shard", "split"),
+        *("accumulate", "compress_grads", "donate", "drop_layers", "offload", "pipeline"),
+        *("precision", "quantize", "remat", "shard", "split"),
     ),
     "transforms.capture": ("captured",),
     "transforms.offloading.recovery": ("recover",),
@@ -123,6 +126,7 @@ __all__ = [
     "Mesh",
     "NonFiniteError",
     "PlacementError",
+    "Schedule",
     "Sharded",
     "Step",
     "TrainState",
@@ -155,6 +159,7 @@ __all__ = [
     "mesh",
     "offload",
     "optim",
+    "pipeline",
     "pmean",
     "precision",
     "preemption",
