@@ -92,6 +92,7 @@ class Shard(Meshed):
     merge: bool = True  # tiny layers into one unit
     of_tree: bool = False  # the state is a params tree itself
     staged: Staged | None = field(default=None, compare=False, repr=False)
+    by: tuple[str, str] | None = None  # the transform that it stands in
 
     position: ClassVar[int] = Order.SHARD
     represents: ClassVar[bool] = True
@@ -230,7 +231,7 @@ class Shard(Meshed):
             persist_below=self.persist_below if self.stage == 3 and self.staged is None else 0,
             merge=self.merge,
             first=FIRST if self.stage < 3 and self.group.size > 1 else None,
-            by=(self.name, repr(self)),
+            by=self.by or (self.name, repr(self)),
             stages=None if self.staged is None else self.staged.stages(params, self.group),
         )
 

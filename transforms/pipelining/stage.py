@@ -190,10 +190,16 @@ class Stage:
     def run_of(self, i: int, k: int, source: Source) -> ChunkRun:
         """What a microbatch does in a chunk; to be run."""
 
-        def receive(sender: int, labels: Sequence[Label]) -> list[Tensor]:
-            return self.wire.receive(("F", i, sender, k))
+        plan, come = self.plans[i], dict[Label, Tensor]()
 
-        return ChunkRun(self.plans[i], k, receive, partial(_enter_roots, source))
+        def receive(label: Label, spec: Spec) -> Tensor:
+            if label not in come:  # all that a chunk sends another one travels together
+                sender = plan.receives(k)[label][0]
+                labels = sent_by(plan, sender)[k]
+                come.update(zip(labels, self.wire.receive(("F", i, sender, k)), strict=True))
+            return come.pop(label)
+
+        return ChunkRun(plan, k, receive, partial(_enter_roots, source))
 
     def send_on(self, i: int, k: int, outs: Mapping[Label, Tensor]) -> None:
         """What later chunks need of a chunk."""

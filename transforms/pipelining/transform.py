@@ -116,7 +116,8 @@ class Pipeline(Meshed):
         shard: Any = next((x for x in others if isinstance(x, Shard)), None)
         if shard is not None:
             return replace(self, shard=None)
-        return replace(self, shard=Shard(stage=0, mesh=self.mesh).beside([self, *others]))
+        whole = Shard(stage=0, mesh=self.mesh, by=(self.name, repr(self)))
+        return replace(self, shard=whole.beside([self, *others]))
 
     # How the state is represented
 

@@ -114,7 +114,7 @@ class Ghost(Tensor):
 
     Attributes:
         form: its shape, strides and dtype.
-        chunk: the one that computes it.
+        maker: the chunk that computes it.
         needs: whether it may have a gradient.
         leaves: of which parameters it is made, if of these alone; ``None`` of anything else.
         recipe: how; ``None`` of a parameter itself.
@@ -123,7 +123,7 @@ class Ghost(Tensor):
     """
 
     form: Shape
-    chunk: int
+    maker: int
     needs: bool
     leaves: frozenset[int] | None
     recipe: Recipe | None
@@ -133,7 +133,7 @@ class Ghost(Tensor):
     @property
     def home(self) -> int:
         """The chunk that has its value: that of whoever made it, or wrote to it last."""
-        return max(self.chunk, self.memory.chunk)
+        return max(self.maker, self.memory.chunk)
 
     @property
     def known_as(self) -> Label | None:
@@ -179,7 +179,7 @@ class Ghost(Tensor):
 def ghost_like(
     form: Shape,
     device: torch.device,
-    chunk: int,
+    maker: int,
     needs: bool = False,
     leaves: frozenset[int] | None = None,
     recipe: Recipe | None = None,
@@ -190,7 +190,7 @@ def ghost_like(
         Ghost, form.shape, strides=form.stride, dtype=form.dtype, device=device
     )
     own = new.__dict__
-    own["form"], own["chunk"], own["label"] = form, chunk, None
+    own["form"], own["maker"], own["label"] = form, maker, None
     own["needs"] = needs and (form.dtype.is_floating_point or form.dtype.is_complex)
     own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or Memory()
     made: Ghost = new

@@ -352,7 +352,7 @@ class _Rehearsal:
                 continue
             if x.recipe is not None:  # from here on it is a value of this chunk
                 self._use(x, "")
-                x.chunk, x.leaves, x.recipe = self.chunk, None, None
+                x.maker, x.leaves, x.recipe = self.chunk, None, None
             if x.leaves is None and x.known_as is None:
                 x.label = (n, side, p), x.memory.version
 
