@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zfunc as zf
+from tests.laws import architectures
 from tests.laws.cases import numbers
 from tests.laws.models import block, dense, mean_square
+from tests.laws.plans_by_hand import spread, widened
 from zfunc import optim, tree
 
 F64 = torch.float64
@@ -103,9 +105,57 @@ def texts(i: int, words: int, n: int = 24) -> Tensor:
     return torch.randint(words, (n, 9 if i % 3 else 12), generator=generator)
 
 
-@cache
-def model_of(name: str) -> Model:
-    return MODELS[name]()
+# Unmodified modules of Hugging Face: kind, configuration, how many layers; padded texts.
+
+TEXT = {**architectures.TEXT, "num_hidden_layers": 5}
+GROUPED = {**architectures.GROUPED, "num_hidden_layers": 5}
+MODULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", GROUPED),
+    "tied llama": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", {**architectures.GPT, **architectures.STILL, "n_layer": 5}),
+    "qwen3": ("Qwen3ForCausalLM", GROUPED),
+    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "sliding_window": 4}),
+    "bert": ("BertForMaskedLM", {**architectures.ENCODER, "num_hidden_layers": 5}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {**architectures.T5, "num_layers": 4, "num_decoder_layers": 3},
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        {**architectures.VISION, **architectures.IMAGES, "num_hidden_layers": 5},
+    ),
+}
+
+
+def module(name: str) -> Model:
+    """An unmodified module in float64, with a loss from float64 logits."""
+    kind, settings = MODULES[name]
+    torch.manual_seed(0)
+    made = widened(spread(architectures.built(kind, **settings)))
+    model = zf.functionalize(made)
+
+    def loss(params: Any, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch["labels"]
+        logits = model.apply(params, **{k: x for k, x in batch.items() if k != "labels"}).logits
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+    tied = bool(getattr(made.config, "tie_word_embeddings", False)) or name == "t5"
+    return Model(model.params, loss, partial(inputs, name), tied)
+
+
+def inputs(name: str, i: int, n: int = 24) -> dict[str, Tensor]:
+    """A padded batch; every third one is longer."""
+    generator = torch.Generator().manual_seed(i)
+    if name == "vit":
+        images = torch.randn(n, 3, 16, 16, generator=generator, dtype=F64)
+        labels = torch.randint(architectures.LABELS, (n,), generator=generator)
+        return {"pixel_values": images, "labels": labels}
+    ids = texts(i, architectures.VOCAB, n)
+    mask = torch.ones_like(ids)
+    mask[1::3, -2:] = 0
+    more = {"decoder_input_ids": ids.flip(1)[:, 2:]} if name == "t5" else {}
+    labels = ids[:, 2:] if name == "t5" else ids
+    return {"input_ids": ids, "attention_mask": mask, **more, "labels": labels}
 
 
 MODELS: dict[str, Callable[[], Model]] = {
@@ -113,7 +163,14 @@ MODELS: dict[str, Callable[[], Model]] = {
     "skips": lambda: Model(stack(), skipping, rows),
     "gpt": lambda: gpt(False),
     "tied gpt": lambda: gpt(True),
+    **{name: partial(module, name) for name in MODULES},
 }
+
+
+@cache
+def model_of(name: str) -> Model:
+    """A model by name, made once."""
+    return MODELS[name]()
 
 
 @cache
@@ -131,4 +188,5 @@ def staged(
         step = zf.pipeline(f, n, **how, mesh=zf.mesh(data=data, pipe=pipe))
         return step if stage is None else zf.shard(step, stage=stage)
 
-    return zf.simulate(pipe * data)(lambda: model_of(name).trained(wrap, n, steps, local=True))()
+    model = model_of(name)
+    return zf.simulate(pipe * data)(lambda: model.trained(wrap, n, steps, local=True))()
