@@ -65,9 +65,10 @@ def towards_inputs(make: Callable[[], Piece]) -> Counter[str]:
     outs, inputs, _ = make()
     pairs = [(x, g) for x, g in zip(outs, seeds_of(outs), strict=True) if x.requires_grad]
     with Products() as products:
-        torch.autograd.grad(
-            [x for x, _ in pairs], [*inputs], [g for _, g in pairs], allow_unused=True
-        )
+        if inputs:
+            torch.autograd.grad(
+                [x for x, _ in pairs], [*inputs], [g for _, g in pairs], allow_unused=True
+            )
     return products.counted
 
 

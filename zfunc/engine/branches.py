@@ -22,10 +22,10 @@ Node = Any  # torch's type of it knows little of what it has
 Edge = tuple[Node, int]
 
 # Their gradients are a product for each operand, of which torch computes those that are asked for.
-PRODUCTS = frozenset(
-    ["Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "GroupedMm", "Mv", "Addmv", "Dot", "Vdot"]
-    + ["Linear", "Matmul", "Trilinear", "ConvTbc", "ConvDepthwise2D", "ConvDepthwise3D"]
-    + ["Convolution", "ConvolutionOverrideable"]
+PRODUCTS = (
+    *("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "GroupedMm", "Mv", "Addmv", "Dot", "Vdot"),
+    *("Linear", "Matmul", "Trilinear", "Convolution", "ConvolutionOverrideable", "ConvTbc"),
+    *("ConvDepthwise2D", "ConvDepthwise3D"),
 )
 # They compute the gradients of all operands together, with products in it.
 AT_ONCE = "ScaledDotProduct", "Attention", "Rnn", "Lstm", "Solve", "Linalg"

@@ -335,7 +335,7 @@ def _drop(node: Node) -> None:
         data = saved.data
         if saved.unpack_hook is not None:
             getattr(data, "forget", _nothing)()
-        elif data is not None:
+        elif data is not None and data.dim():  # a number is no tensor under a dispatch mode
             saved.register_hooks(_nothing, _used_up)
 
 
