@@ -439,7 +439,7 @@ class Shard(Meshed):
         return params.layout if isinstance(params, Readable | Replicated) else self.layout(params)
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
-        size, what = self.group.size, CUT[self.stage]
+        size, what = self.within.size, CUT[self.stage]
         lines = [f"shard: {what} cut over {size} rank{'s' * (size > 1)} of axis {self.axis!r}"]
         if (copies := self.replicas.size) > 1:
             lines[0] += f", averaged over {copies} replicas"

@@ -21,12 +21,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc.engine.context import Context
-from zfunc.engine.hooks import Gradients, LayerInfo, Pending
+from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Traffic
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import CompositionError
+from zfunc.layout.readable import Readable
 from zfunc.layout.stages import Stages
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
@@ -37,11 +38,12 @@ from zfunc.schedules.schedule import Schedule
 from zfunc.schedules.schedules import schedule as made
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
+from zfunc.transforms.pipelining.description import described
 from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated
 from zfunc.transforms.pipelining.gradients import pipelined
 from zfunc.transforms.pipelining.partition import Partition, check_partition, chunks_of_leaves
 from zfunc.transforms.sharding import Shard
-from zfunc.trees.nodes import Tree
+from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
 
 __all__ = ["Pipeline", "pipeline"]
 
@@ -184,9 +186,23 @@ class Pipeline(Meshed):
     def finish(self, old: Any, out: Any) -> Any:
         return out if self.shard is None else self.shard.finish(old, out)
 
+    # What it says of itself
+
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         if self.shard is not None:
             self.shard.expect(state, memo)
+        nodes = [x for x in leaves_in(state, OPAQUE) if isinstance(x, Readable)]
+        memo[NAME] = next((node.layout for node in nodes if node.layout.layers), None)
+
+    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
+        return Traffic(known=self.group.size == 1)
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        if self.group.size == 1:
+            return [f"pipeline: one stage, {self.microbatches} microbatches one after the other"]
+        plan = next((x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None)
+        name = self.schedule if isinstance(self.schedule, str) else "its own schedule"
+        return described(self.plan, name, self.partition, memo.get(NAME), plan)
 
 
 @transform_of
