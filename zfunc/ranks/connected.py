@@ -159,7 +159,6 @@ class ConnectedGroup(Group):
 
     def _begin_messages(self) -> None:
         self._numbers: Counter[tuple[str, int]] = Counter()  # of messages, by kind and peer
-        self._sent: list[TransferHandle[None]] = []  # what may not have left yet
         self._own = OwnMessages()
 
     def connect(self, directions: Sequence[Direction]) -> None:
@@ -176,9 +175,7 @@ class ConnectedGroup(Group):
             return TransferHandle(self._own.put(label, what, parts), self)
         call = self._message("send", label, what, to)
         self._book(call, sum(x.nbytes for x in parts), HEADER_BYTES)
-        handle = self._moved(lambda: self._transport.messages.send(call, to, parts))
-        self._sent = [other for other in (*self._sent, handle) if not other.done]
-        return handle
+        return self._moved(lambda: self._transport.messages.send(call, to, parts))
 
     def receive(
         self,
@@ -322,11 +319,13 @@ class ConnectedGroup(Group):
             for handle in self._unfinished():
                 handle._abandon(error)
         self._transport.leave(error)
-        connected = [group for group in self._world.groups if isinstance(group, ConnectedGroup)]
-        for group in connected:
+        for group in self._connected():
             if group._transport.abort() and group._failure is None:
                 group._failure = error
                 group._transport.leave(error)
+
+    def _connected(self) -> list[ConnectedGroup]:
+        return [group for group in self._world.groups if isinstance(group, ConnectedGroup)]
 
     def _make_room(self, held: int) -> None:
         """Finish as many of the oldest reductions as the bytes of a new one need."""
@@ -364,8 +363,8 @@ class ConnectedGroup(Group):
             for handle in self._unfinished():
                 handle.wait()
             self._finish_dropped()
-            for sent in self._sent:
-                sent.wait()
+            if not any(group._failure for group in self._connected()):  # or nobody may ask for it
+                self._failing(self._transport.messages.finish)
             self.settle()
 
     def hang_up(self) -> None:

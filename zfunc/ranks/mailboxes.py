@@ -173,6 +173,9 @@ class SimulatedMessages(Messages):
     def connect(self, directions: Sequence[Direction]) -> None:
         return
 
+    def finish(self) -> None:
+        return
+
     def send(self, call: Collective, peer: int, parts: Sequence[Tensor]) -> Transfer[None]:
         copies = [x.clone() for x in parts]
         key = self._key(call, self._rank, self._members[peer])

@@ -1,13 +1,15 @@
 """Messages from one rank of a group to another: ``send`` and ``receive``.
 
 Both return at once, with a handle. Receives may be posted long before anything is sent, and much
-may be sent before it is asked for: a send never waits for its receiver. In one direction, from a
+may be sent before it is asked for: a send waits for nobody. But ``wait()`` of a send may last until
+its receive has been posted, so a rank that waits for what it sends posts its receives first. In one
+direction, from a
 rank to another, the n-th send belongs to the n-th receive, in whatever order their handles are
 waited for. Each message tells its label, shapes and dtypes, and a receive that expects others
 raises. Autograd does not see messages.
 
 How a message travels: between threads it is copied once. Between processes on one host what has
-up to ``host_messages.SHARED_BYTES`` goes through shared memory, in one piece, copied in by the
+up to 16 MiB goes through shared memory, in one piece, copied in by the
 sender and out by the receiver; what is larger, or for another host, goes over gloo, straight from
 and to the tensors' memory. Small tensors of one message travel together. On GPUs NCCL moves them,
 with a communicator for each direction, which :func:`connect` makes.

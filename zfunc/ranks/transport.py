@@ -66,6 +66,13 @@ class Messages(Protocol):
     ) -> Transfer[list[Tensor]]:
         """Start to receive as many tensors."""
 
+    def finish(self) -> None:
+        """Return when what was sent has left, whoever has waited for it.
+
+        Raises:
+            DesyncError: a receiver is silent or gone.
+        """
+
 
 class Transport(Protocol):
     """One backend's collectives and messages. Ranks here are ranks within the group.
