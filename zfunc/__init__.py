@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.ranks.collectives import axis_index, pmean, psum
     from zfunc.ranks.launching import init, launch
     from zfunc.ranks.simulation import simulate
-    from zfunc.schedules.schedule import Schedule
+    from zfunc.schedules.pipeline_schedule import Schedule
     from zfunc.training.recipe import train_step
     from zfunc.training.stopping import preemption
     from zfunc.training.world_recovery import recover_world
@@ -97,7 +97,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "ranks.collectives": ("axis_index", "pmean", "psum"),
     "ranks.launching": ("init", "launch"),
     "ranks.simulation": ("simulate",),
-    "schedules.schedule": ("Schedule",),
+    "schedules.pipeline_schedule": ("Schedule",),
     "training.recipe": ("train_step",),
     "training.stopping": ("preemption",),
     "training.world_recovery": ("recover_world",),

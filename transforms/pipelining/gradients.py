@@ -36,7 +36,7 @@ from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label
-from zfunc.schedules.schedule import Schedule
+from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import Losses, mean_of_aux, times
 from zfunc.transforms.microbatches import microbatches
 from zfunc.transforms.pipelining.messages import Message
