@@ -51,6 +51,8 @@ NAME = "pipeline"
 EXCLUDED = {
     "accumulate": "pipeline cuts a batch into microbatches itself: leave out accumulate, and give "
     "their number as microbatches=.",
+    "compress_grads": "compress_grads packs gradients for all ranks that share a state, and under "
+    "pipeline those of a layer go to the ranks of its stage alone. Leave out one of them.",
 }
 
 
