@@ -294,7 +294,9 @@ class Shard(Meshed):
         """Whether an entry has something placed in it, or something that should have been."""
         if placed_nodes(entry):
             return True
-        if not self._cuts_rest or not any(isinstance(x, Tensor) and x.ndim for x in leaves_in(entry)):
+        if not self._cuts_rest or not any(
+            isinstance(x, Tensor) and x.ndim for x in leaves_in(entry)
+        ):
             return False
         params = [entries[name] for name in self.params if name in entries]
         layouts = [self._layout_of(p) for p in params]

@@ -292,7 +292,8 @@ class _Step(Stage):
         """The loss, what gradients are to be multiplied by (if anything), and aux: of the last
         stage, on all of them."""
         loss, aux = self._returned()
-        exact, like = isinstance(loss, Mean), loss.total if isinstance(loss, Mean) else loss
+        exact = isinstance(loss, Mean)
+        like: Any = loss.total if isinstance(loss, Mean) else loss
         factor = replace(like, dtype=torch.float64) if exact else None
         source, mine = self.rank_of[self.last], None
         if source == self.me:

@@ -27,9 +27,7 @@ def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> A
         like: the tree with a :class:`Spec` in the place of each tensor, the same on all stages.
     """
     options: Any = {"none_is_leaf": True, "namespace": NAMESPACE}
-    specs, structure = optree.tree_flatten(
-        like, is_leaf=lambda x: isinstance(x, Spec), **options
-    )
+    specs, structure = optree.tree_flatten(like, is_leaf=lambda x: isinstance(x, Spec), **options)
     if ranks.size == 1 or not any(isinstance(spec, Spec) for spec in specs):
         return value if ranks.rank == source else like
     tensors = [spec for spec in specs if isinstance(spec, Spec)]
@@ -40,7 +38,8 @@ def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> A
         for spec, at in zip(tensors, places, strict=True)
     ]
     if ranks.rank == source:
-        mine = [x for x in structure.flatten_up_to(value) if isinstance(x, Tensor)]
+        leaves: list[Any] = structure.flatten_up_to(value)
+        mine = [x for x in leaves if isinstance(x, Tensor)]
         with torch.no_grad():
             for view, x in zip(views, mine, strict=True):
                 view.copy_(x)

@@ -28,7 +28,7 @@ class UnitSums:
         self._own: set[Key] = set()  # whose flats are nobody else's memory
 
     def add(self, key: Key, new: list[Tensor]) -> None:
-        """Add the gradients of one microbatch; ``new`` may be overwritten if it is not the first."""
+        """Add the gradients of one microbatch."""
         old = self.kept.get(key)
         if old is None:
             self.kept[key] = new

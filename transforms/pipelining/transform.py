@@ -1,8 +1,8 @@
 """``pipeline``: stages that have different layers, and microbatches that go through them.
 
 Law: ``pipeline(f, n)(s, b) == accumulate(f, n)(s, b)``, for every schedule, any number of stages,
-at every ZeRO stage: bitwise where ranks along ``data`` are one and no leaf is used by two stages, up
-to the rounding of sums otherwise.
+at every ZeRO stage: bitwise where ranks along ``data`` are one and no leaf is used by two stages,
+up to the rounding of sums otherwise.
 
 The loss is the user's own. Each rank runs it for each microbatch and each chunk of layers that it
 has; layers of other chunks are skipped (:mod:`zfunc.rehearsal`), and what they would have given is
@@ -130,9 +130,7 @@ class Pipeline(Meshed):
         rank_of, mesh = self.plan.rank_of, laid_out(self.mesh)
         chunks = chunks_of_leaves(params, len(rank_of), self.partition)
         at = [mesh.coordinates(member)[self.axis] for member in ranks.members]
-        holders = tuple(
-            tuple(i for i, place in enumerate(at) if place == rank) for rank in rank_of
-        )
+        holders = tuple(tuple(i for i, place in enumerate(at) if place == rank) for rank in rank_of)
         return Stages(chunks, holders)
 
     def place(self, state: Any) -> Any:
@@ -158,7 +156,7 @@ class Pipeline(Meshed):
             self.shard.configure(running, state)
 
     def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
-        run = RUN.get()
+        run: Any = RUN.get()
         if run is None:
             return call
         return lambda *xs, **kw: run.layer(call, info, xs, kw)
@@ -202,7 +200,9 @@ class Pipeline(Meshed):
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         if self.group.size == 1:
             return [f"pipeline: one stage, {self.microbatches} microbatches one after the other"]
-        plan = next((x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None)
+        plan = next(
+            (x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None
+        )
         name = self.schedule if isinstance(self.schedule, str) else "its own schedule"
         return described(self.plan, name, self.partition, memo.get(NAME), plan)
 

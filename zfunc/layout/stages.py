@@ -52,7 +52,10 @@ def cuts_among(layout: Layout, flat: int, ranks: Group) -> tuple[int, ...]:
     key = ("cuts among", flat, ranks.members, ranks.rank)
     if key not in layout._memo:
         everyone = layout.ranks
-        at = [everyone.members.index(member) for member in ranks.members or (everyone.members[everyone.rank],)]
+        at = [
+            everyone.members.index(member)
+            for member in ranks.members or (everyone.members[everyone.rank],)
+        ]
         sizes = [cuts[i + 1] - cuts[i] for i in at]
         found = [0]
         for size in sizes:
