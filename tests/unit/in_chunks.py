@@ -85,23 +85,13 @@ def run(
     runs, mine, all_entered, result = [], [], [], None
     for k in range(plan.chunks):
         own = [x if x is None else x.detach().requires_grad_() for x in leaves]
-        entered: list[int] = []
-
-        def receive(label: Label, spec: Spec, k: int = k) -> Tensor:
-            return wire[k, label].clone()
-
-        def enter(which: frozenset[int], own: Any = own) -> dict[int, Tensor]:
-            return {i: own[i] for i in which}
-
-        chunk = ChunkRun(plan, k, receive, enter)
-        refs = [
-            HeldLayer(j, optree.tree_unflatten(y.spec, own[y.start : y.stop]), entered)
-            for j, y in enumerate(layout.layers)
-        ]
-        running = Context(transforms=(Seam(),), layer_scope=scope_of)
-        token = context.push(running)
+        refs = _Refs(layout, own)
+        chunk = ChunkRun(
+            plan, k, _receiver(wire, k), lambda which, own=own: {i: own[i] for i in which}
+        )
+        token = context.push(Context(transforms=(Seam(),), layer_scope=scope_of))
         try:
-            out = chunk.run(fn, lambda root: outer_tree(layout, refs, root), args, kwargs)
+            out = chunk.run(fn, refs.tree, args, kwargs)
         finally:
             context.pop(token)
         result = out if out is not None else result
@@ -111,10 +101,28 @@ def run(
             wire[to, label] = torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype).copy_(x)
         runs.append(chunk)
         mine.append(own)
-        all_entered.append(entered)
+        all_entered.append(refs.entered)
     _backward(plan, runs, mine, loss_of(result), total)
     sent = [[label for label, _ in plan.sends(k)] for k in range(plan.chunks)]
     return InChunks(plan, result, total, all_entered, sent)
+
+
+def _receiver(wire: dict[Any, Tensor], chunk: int) -> Callable[[Label, Spec], Tensor]:
+    return lambda label, spec: wire[chunk, label].clone()
+
+
+class _Refs:
+    """The layers of a run, which remember that they were entered."""
+
+    def __init__(self, layout: Layout, leaves: Sequence[Any]) -> None:
+        self.layout, self.entered = layout, list[int]()
+        self.layers = [
+            HeldLayer(j, optree.tree_unflatten(y.spec, leaves[y.start : y.stop]), self.entered)
+            for j, y in enumerate(layout.layers)
+        ]
+
+    def tree(self, root: Mapping[int, Any]) -> Any:
+        return outer_tree(self.layout, self.layers, root)
 
 
 def _backward(

@@ -1,7 +1,7 @@
 """One microbatch through one chunk: the loss runs, and only the chunk's layers compute.
 
-Before the first of them everything is made of ghosts. There the values that the chunk needs arrive,
-each in the place of its ghost. Behind the last of them there are ghosts again, until the values
+Before the first of them there are ghosts. The values that the chunk needs arrive, each in the place
+of its ghost, when layers meet that. Behind the last of them there are ghosts again, until the values
 that others need have been met; then the run ends.
 """
 
@@ -87,7 +87,6 @@ class ChunkRun:
         )
         self.entered: frozenset[int] = frozenset()
         self.wanted = dict(plan.receives(chunk))
-        self.arrived: dict[Label, Ghost] = {}
         self.inputs: dict[Label, Tensor] = {}
         self.outs: dict[Label, Tensor] = {}
         self.to_send = {label for label, _ in plan.sends(chunk)}
@@ -129,7 +128,7 @@ class ChunkRun:
             out = None
         finally:
             RUN.reset(token)
-            self.roots, self.arrived = {}, {}
+            self.roots = {}
         if self.error is not None:
             raise self.error
         self._check()
@@ -182,6 +181,9 @@ class ChunkRun:
 
     def counted(self, flops: int) -> None:
         """Work is counted in the rehearsal."""
+
+    def writes(self, func: Any, x: Ghost) -> None:
+        """What may be written to was found in the rehearsal."""
 
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         """The loss runs on what is its own."""
@@ -239,7 +241,6 @@ class ChunkRun:
     ) -> Any:
         if not self.active:
             self._activate()
-        self._take()
         self.within = n
         try:
             out = call(*xs, **kw)
@@ -281,7 +282,7 @@ class ChunkRun:
         for p, x in enumerate(leaves):
             label = (n, side, p)
             if label in self.wanted and type(x) is Ghost:
-                self.arrived[label] = x
+                self._take(label, x)
             if label in self.to_send and label not in self.outs:
                 self.outs[label] = self._sendable(label, x)
 
@@ -318,12 +319,12 @@ class ChunkRun:
         new.__dict__.update({k: x for k, x in leaf.__dict__.items() if k.startswith("_zfunc")})
         become(ghost, new)
 
-    def _take(self) -> None:
-        """What has been sent comes, in the place of ghosts."""
-        for label in [label for label in self.wanted if label in self.arrived]:
-            ghost, (_, spec) = self.arrived.pop(label), self.wanted.pop(label)
-            x = self.receive(label, spec).detach()
-            if spec.needs_grad:
-                x.requires_grad_()
-            self.inputs[label] = x
-            become(ghost, _Entrance.apply(x) if spec.needs_grad else x.detach())
+    def _take(self, label: Label, ghost: Ghost) -> None:
+        """What has been sent comes as soon as its ghost is met: code before the first layer of
+        this chunk may want to keep it, for a region that backward runs again."""
+        _, spec = self.wanted.pop(label)
+        x = self.receive(label, spec).detach()
+        if spec.needs_grad:
+            x.requires_grad_()
+        self.inputs[label] = x
+        become(ghost, _Entrance.apply(x) if spec.needs_grad else x.detach())

@@ -68,6 +68,9 @@ class Run(Protocol):
     def counted(self, flops: int) -> None:
         """An operation takes that much work."""
 
+    def writes(self, func: Any, x: Ghost) -> None:
+        """An operation writes to a ghost."""
+
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         """A tensor became a ghost, since an operation on ghosts writes to it."""
 
@@ -225,7 +228,7 @@ def become(x: Tensor, new: Tensor) -> None:
     Raises:
         CompositionError: autograd or a view holds on to one of them.
     """
-    if x._use_count() > 1 or new._use_count() > 1:
+    if _holders(x) > 1 or _holders(new) > 1:
         raise CompositionError(
             f"a tensor of shape {list(x.shape)} that is computed, or written to, by another stage "
             f"of a pipeline is held by autograd or has views, at {site()}. Give layers a tensor of "
@@ -234,6 +237,11 @@ def become(x: Tensor, new: Tensor) -> None:
     x.__class__, new.__class__ = new.__class__, x.__class__
     x.__dict__, new.__dict__ = new.__dict__, x.__dict__
     torch._C._swap_tensor_impl(x, new)
+
+
+def _holders(x: Any) -> int:
+    """How many hold on to a tensor below Python."""
+    return int(x._use_count())
 
 
 def form_of(x: Tensor) -> Shape:
@@ -269,8 +277,10 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
     if run is not None and found.flops:
         run.counted(found.flops)
     if found.writes:
+        if light and run is not None:  # what is written is made here, and not once more
+            run.used(func, ghosts, False, below)
+            light = False
         _write(run, func, given.tensors, found)
-        light = False
     return _results(run, func, args, kwargs, given, found, ghosts, light)
 
 
@@ -284,9 +294,10 @@ def _draws(func: Any) -> bool:
     return any(part in name for part in _RANDOM)
 
 
-_RANDOM = ("drop", "rand", "bernoulli", "normal_", "uniform", "exponential", "multinomial")
-_RANDOM += ("rrelu", "poisson", "gumbel", "multi_head_attention", "lstm", "gru", "rnn")
-_RANDOM += ("scaled_dot_product", "geometric_", "cauchy")
+_RANDOM = tuple(
+    "drop rand bernoulli normal_ uniform exponential multinomial rrelu poisson gumbel lstm gru rnn "
+    "multi_head_attention scaled_dot_product geometric_ cauchy".split()
+)
 
 
 def _found(func: Any, args: Any, kwargs: dict[str, Any], given: Arguments) -> Outcome:
@@ -311,17 +322,9 @@ def _write(run: Run | None, func: Any, tensors: Sequence[Tensor], found: Outcome
                 run.overwrote(x, was)
             continue
         if run is not None:
-            run.used(func, [x], False, False)
-            if not run.inside and x.home != chunk:
-                raise refusal(func, _OUTSIDE.format(x.home, chunk))
+            run.writes(func, x)
         x.leaves = x.recipe = None
         x.memory.version, x.memory.chunk = x.memory.version + 1, max(chunk, x.home)
-
-
-_OUTSIDE = (
-    "outside the layers, behind some of a later stage, it writes to a value of an earlier one "
-    "({} and {}). Let it give a new tensor"
-)
 
 
 def _results(
@@ -381,10 +384,11 @@ _PROPERTIES += " is_quantized is_nested is_xpu is_xla is_mkldnn is_leaf itemsize
 _METHODS = "size dim numel nelement ndimension element_size get_device is_floating_point is_complex"
 _METHODS += " stride is_contiguous storage_offset is_signed is_inference is_conj is_neg __len__"
 _METHODS += " __hash__ has_names is_same_size dim_order"
+_FUNCTIONS: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
 METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)]
     + [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)]
-    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_tensor]
+    + _FUNCTIONS
 )
 DETACHING = frozenset([Tensor.detach, torch.detach, Tensor.data.__get__])  # type: ignore[attr-defined]
 RULES: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {}

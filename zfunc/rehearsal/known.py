@@ -98,12 +98,11 @@ def _to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     named = {k: kwargs[k] for k in kwargs if k != "device"}
     if type(x) is not Ghost:
         return func(x, *map(_device_or_stand_in, rest), **kwargs)
-    other = next((a for a in (*rest, *kwargs.values()) if isinstance(a, Tensor)), None)
+    every: list[Any] = [*rest, *kwargs.values()]
+    other = next((a for a in every if isinstance(a, Tensor)), None)
     if other is not None:
         return _to(func, (x, other.device, other.dtype), {})
-    device = next(
-        (a for a in (*rest, kwargs.get("device")) if isinstance(a, str | torch.device)), None
-    )
+    device = next((a for a in every if isinstance(a, str | torch.device)), None)
     plain = [a for a in rest if not isinstance(a, str | torch.device)]
     if device is None or _concrete(device) == x.device:
         return computed(func, (x, *plain), named) if plain or named else x
@@ -220,7 +219,9 @@ def _places(x: Any) -> list[Any]:
 
 @rule("masked_select")
 def _selected(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x, mask = (*args, *kwargs.values())
+    x: Any
+    mask: Any
+    x, mask = [*args, *kwargs.values()]
     if type(mask) is Ghost:
         return _looks(func, args, kwargs)
     shape = torch.broadcast_shapes(x.shape, mask.shape)

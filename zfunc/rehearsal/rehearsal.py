@@ -245,6 +245,14 @@ class _Rehearsal:
         else:
             self.flops_outside[self.chunk] += flops
 
+    def writes(self, func: Any, x: Ghost) -> None:
+        if not self.inside and x.leaves is None and x.home != self.chunk:
+            raise self._fail(
+                f"{named(func)} at {site()}, outside the layers and behind some of stage "
+                f"{self.chunk} of a pipeline, writes to a value of an earlier one, stage {x.home}. "
+                "Let it give a new tensor: x = x + y."
+            )
+
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         self.overwritten.append((x, was))
 
