@@ -23,12 +23,12 @@ Edge = tuple[Node, int]
 
 # Their gradients are a product for each operand, of which torch computes those that are asked for.
 PRODUCTS = (
-    *("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "GroupedMm", "Mv", "Addmv", "Dot", "Vdot"),
-    *("Linear", "Matmul", "Trilinear", "Convolution", "ConvolutionOverrideable", "ConvTbc"),
+    *("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "GroupedMm", "Mv", "Addmv", "Addr", "Dot"),
+    *("Vdot", "Linear", "Matmul", "Trilinear", "Convolution", "ConvolutionOverrideable", "ConvTbc"),
     *("ConvDepthwise2D", "ConvDepthwise3D"),
 )
 # They compute the gradients of all operands together, with products in it.
-AT_ONCE = "ScaledDotProduct", "Attention", "Rnn", "Lstm", "Solve", "Linalg"
+AT_ONCE = "ScaledDotProduct", "Attention", "Rnn", "Lstm", "Solve", "Linalg", "Ormqr"
 
 
 @dataclass(eq=False)
@@ -37,11 +37,13 @@ class Branch:
 
     Attributes:
         ends: indices of the ends that they lead to.
-        early: whether they must run in one go with the way to inputs, because what they have saved
-            can be had once only, or what leads to them computes all of its gradients at once.
+        hooked: whether what one of them has saved can be had once only.
+        early: whether they must run in one go with the way to inputs, because of that or because
+            what leads to them computes all of its gradients at once.
     """
 
     ends: set[int] = field(default_factory=set)
+    hooked: bool = False
     early: bool = False
 
 
@@ -50,84 +52,68 @@ class Ways:
 
     Attributes:
         outs, inputs, ends: edges; ``None`` stands for what is not differentiable.
-        way: the nodes that lead to inputs, nearest to the outputs first.
+        way: the nodes that lead to inputs, those nearest to them first.
+        parting: of these the nodes from which branches leave that run later: with their edges into
+            them, the positions of these edges, and the branches.
+        known: indices of the ends whose gradients are known with those of the inputs.
     """
 
     def __init__(self, *edges: Sequence[Edge | None]) -> None:
         self.outs, self.inputs, self.ends = edges
-        self._next: dict[Node, list[tuple[int, Edge]]] = {}
-        order = [*self._children_first(edge[0] for edge in self.outs if edge is not None)]
         self._goals = {edge for edge in self.inputs if edge is not None}
-        on_way = self._leading_to(self._goals, order)
-        self._on_way = on_way
-        self.way = [node for node in reversed(order) if node in on_way]
-        self._known: list[int] = []
         self._ends: dict[Edge, list[int]] = {}
         for k, end in enumerate(self.ends):
-            if end is not None and (end in self._goals or end[0] in on_way):
-                self._known.append(k)
-            elif end is not None:
+            if end is not None:
                 self._ends.setdefault(end, []).append(k)
-        beside = self._leading_to(self._ends.keys(), order) - on_way
-        self._beside = [node for node in order if node in beside]
+        self.way: dict[Node, None] = {}
+        self._beside: dict[Node, None] = {}
+        self._aside: dict[Node, list[tuple[int, Edge]]] = {}  # edges towards ends alone
+        for node, following in _children_first(edge[0] for edge in self.outs if edge is not None):
+            self._place(node, following)
+        self.known = [
+            k for edge in [*self._ends] if self._on_way(edge) for k in self._ends.pop(edge)
+        ]
         self._branches = self._connected()
         if self.way:
             self._find_early()
+        self.parting = [*self._parting()]
 
     def branch(self, edge: Edge) -> Branch | None:
         """The branch that an edge leads into; ``None`` if it leads to no end, or to an input."""
         return self._branches.get(edge[0]) or self._branches.get(edge)
 
-    def _leaving(self, node: Node) -> Iterator[tuple[int, Edge, Branch]]:
-        for at, edge in self._next[node]:
-            branch = None if edge in self._goals else self.branch(edge)
-            if branch is not None:
-                yield at, edge, branch
-
-    def parting(self) -> Iterator[tuple[Node, list[tuple[int, Edge, Branch]]]]:
-        """Nodes on the way with edges into branches that run later: positions, edges, branches."""
-        for node in self.way:
-            leaving = [x for x in self._leaving(node) if not x[2].early]
-            if leaving:
-                yield node, leaving
-
     def is_early(self, edge: Edge) -> bool:
         """Whether what an edge leads to runs with the way to inputs."""
         branch = self.branch(edge)
-        return (
-            edge in self._goals or edge[0] in self._on_way or (branch is not None and branch.early)
-        )
+        return self._on_way(edge) or (branch is not None and branch.early)
 
     def run_early(self) -> Iterator[Node]:
         """Nodes that run with the way to inputs."""
         yield from self.way
         yield from (node for node in self._beside if self._branches[node].early)
 
-    def early(self) -> list[int]:
-        """Indices of the ends whose gradients are known with those of the inputs."""
-        branches = self._branches.values()
-        return sorted({*self._known, *(k for x in branches if x.early for k in x.ends)})
+    def early_ends(self) -> list[int]:
+        """Indices of the ends whose gradients come with those of the inputs."""
+        branches = {*self._branches.values()}
+        return sorted({*self.known, *(k for x in branches if x.early for k in x.ends)})
 
-    def _children_first(self, roots: Iterable[Node]) -> Iterator[Node]:
-        """All nodes, each behind those that its edges lead to."""
-        stack = [(node, False) for node in roots]
-        while stack:
-            node, done = stack.pop()
-            if done:
-                yield node
-            elif node not in self._next:
-                found = enumerate(node.next_functions)
-                self._next[node] = [(at, edge) for at, edge in found if edge[0] is not None]
-                stack.append((node, True))
-                stack += [(edge[0], False) for _, edge in self._next[node]]
+    def _on_way(self, edge: Edge) -> bool:
+        return edge in self._goals or edge[0] in self.way
 
-    def _leading_to(self, goals: Iterable[Edge], order: Sequence[Node]) -> set[Node]:
-        """The nodes from which one of the edges, or a node that leads there, is the next."""
-        goals, found = {*goals}, set[Node]()
-        for node in order if goals else ():
-            if any(edge in goals or edge[0] in found for _, edge in self._next[node]):
-                found.add(node)
-        return found
+    def _place(self, node: Node, following: Sequence[Edge]) -> None:
+        """Find out where a node leads, behind all that it leads to."""
+        way, aside = False, []
+        for at, edge in enumerate(following):
+            if edge in self._goals or edge[0] in self.way:
+                way = True
+            elif edge in self._ends or edge[0] in self._beside:
+                aside.append((at, edge))
+        if way:
+            self.way[node] = None
+        elif aside:
+            self._beside[node] = None
+        if aside:
+            self._aside[node] = aside
 
     def _connected(self) -> dict[Any, Branch]:
         """The branch of each node beside the way, and of each end. Ends with a value share one:
@@ -135,7 +121,7 @@ class Ways:
         first: dict[Any, Any] = {node: node for node in self._beside}
         first |= {key: key for key in map(_key, self._ends)}
         for node in self._beside:
-            for _, edge in self._next[node]:
+            for _, edge in self._aside[node]:
                 if edge[0] in first:
                     _join(first, node, edge[0])
         valued = [edge[0] for edge in self._ends if edge[0] in first]
@@ -148,19 +134,46 @@ class Ways:
         for edge, indices in self._ends.items():
             found[_key(edge)].ends.update(indices)
         for node in self._beside:
-            for _, edge in self._next[node]:
+            for _, edge in self._aside[node]:
                 found[node].ends.update(self._ends.get(edge, ()))
+        for node in hooked:
+            found[node].hooked = True
         return found
 
     def _find_early(self) -> None:
-        for node in self._beside:
-            if _once_only(node):
-                self._branches[node].early = True
+        for branch in self._branches.values():
+            branch.early = branch.hooked
         for node in self.way:
-            branches = [branch for *_, branch in self._leaving(node)]
-            if branches and not is_function(node) and (_at_once(node) or _once_only(node)):
-                for branch in branches:
-                    branch.early = True
+            aside = self._aside.get(node)
+            if aside and not is_function(node) and (_kind(node).at_once or _once_only(node)):
+                for _, edge in aside:
+                    if (branch := self.branch(edge)) is not None:
+                        branch.early = True
+
+    def _parting(self) -> Iterator[tuple[Node, list[tuple[int, Edge, Branch]]]]:
+        for node, aside in self._aside.items():
+            if node in self.way:
+                found = [(at, edge, self.branch(edge)) for at, edge in aside]
+                later = [(at, edge, x) for at, edge, x in found if x is not None and not x.early]
+                if later:
+                    yield node, later
+
+
+def _children_first(roots: Iterable[Node]) -> Iterator[tuple[Node, Sequence[Edge]]]:
+    """All nodes with their edges, each behind those that its edges lead to."""
+    seen = set[Node]()
+    stack: list[tuple[Node, Sequence[Edge] | None]] = [(node, None) for node in roots]
+    while stack:
+        node, following = stack.pop()
+        if following is not None:
+            yield node, following
+        elif node not in seen:
+            seen.add(node)
+            following = node.next_functions
+            stack.append((node, following))
+            for edge in following:
+                if edge[0] is not None and edge[0] not in seen:
+                    stack.append((edge[0], None))
 
 
 def _key(edge: Edge) -> Any:
@@ -195,31 +208,38 @@ def is_function(node: Node) -> bool:
 
 def is_product(node: Node) -> bool:
     """Whether the gradients of the node's operands are products, each computed by itself."""
-    return _kind(node) in PRODUCTS
-
-
-def _at_once(node: Node) -> bool:
-    return any(word in _kind(node) for word in AT_ONCE)
-
-
-def _kind(node: Node) -> str:
-    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
-
-
-_NAMES: dict[type, tuple[str, ...]] = {}  # of what nodes of a kind save
+    return _kind(node).product
 
 
 def saved_by(node: Node) -> Iterator[Any]:
     """What a node has saved: torch's ``SavedTensor``, each with the hooks that it went through."""
-    kind = type(node)
-    if kind not in _NAMES:
-        _NAMES[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved"))
-    for name in _NAMES[kind]:
+    for name in _kind(node).saved:
         value = getattr(node, name)
         if isinstance(value, tuple):
             yield from value
         else:
             yield value
+
+
+class _Kind:
+    """What is known of nodes of one name."""
+
+    def __init__(self, node: Node) -> None:
+        name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        self.product = name in PRODUCTS and not is_function(node)
+        self.at_once = any(word in name for word in AT_ONCE)
+        self.saved = [name for name in dir(type(node)) if name.startswith("_raw_saved")]
+
+
+_KINDS: dict[Any, _Kind] = {}
+
+
+def _kind(node: Node) -> _Kind:
+    key = BackwardCFunction if is_function(node) else type(node)
+    found = _KINDS.get(key)
+    if found is None:
+        found = _KINDS[key] = _Kind(node)
+    return found
 
 
 def _once_only(node: Node) -> bool:

@@ -99,8 +99,8 @@ class SplitBackward:
         self._next_part("of_inputs", 0)
         ways = self._ways
         goals = [(k, edge) for k, edge in enumerate(ways.inputs) if edge is not None]
-        ends = [(k, edge) for k in ways.early() if (edge := ways.ends[k]) is not None]
-        parted = [_Parted(node, leaving) for node, leaving in ways.parting()]
+        ends = [(k, edge) for k in ways.early_ends() if (edge := ways.ends[k]) is not None]
+        parted = [_Parted(node, leaving) for node, leaving in ways.parting]
         with self._watched(parted):
             roots = [*self._roots(seeds)]
             found = _run(roots, [edge for _, edge in goals + ends], keep=bool(parted))
@@ -325,7 +325,7 @@ def _compute(parted: Sequence[_Parted]) -> None:
 
 def _fitting(grad: Tensor, edge: Edge) -> Tensor:
     """The sum over dimensions along which the operand was repeated, as autograd takes it."""
-    shape = edge[0]._input_metadata[edge[1]].shape
+    shape = tuple(edge[0]._input_metadata[edge[1]].shape)
     return grad if grad.shape == shape else grad.sum_to_size(shape)
 
 
