@@ -14,7 +14,7 @@ import optree
 from torch import Tensor
 
 from zfunc.errors import CompositionError, PlacementError
-from zfunc.schedules.partition import balanced
+from zfunc.schedules.partition import balanced_cuts, checked_cuts
 from zfunc.trees.nodes import NAMESPACE, Layers, Tree, opened, part_of
 
 __all__ = ["Partition", "chunks_of_leaves"]
@@ -32,7 +32,8 @@ def chunks_of_leaves(params: Tree, chunks: int, partition: Partition) -> tuple[i
         partition: by what they are balanced.
 
     Raises:
-        PlacementError: there are fewer layers than chunks, or the given cuts are none.
+        PlacementError: there are fewer layers than chunks.
+        CompositionError: the given cuts are none.
     """
     tree = opened(params)
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
@@ -49,9 +50,9 @@ def chunks_of_leaves(params: Tree, chunks: int, partition: Partition) -> tuple[i
     after = _behind_the_last(items)
     weights[-1] += sum(_weight(leaves[i], partition) for i in after)
     if isinstance(partition, str):
-        cuts: Sequence[int] = balanced(weights, chunks)
+        cuts = balanced_cuts(weights, chunks)
     else:
-        cuts = _checked(partition, len(layers), chunks)
+        cuts = checked_cuts(partition, len(layers), chunks)
     found, at, layer = [0] * len(leaves), 0, -1
     for kind, some in items:
         if kind == "layer":
@@ -61,16 +62,6 @@ def chunks_of_leaves(params: Tree, chunks: int, partition: Partition) -> tuple[i
         for i in some:
             found[i] = at
     return tuple(found)
-
-
-def _checked(cuts: tuple[int, ...], layers: int, chunks: int) -> tuple[int, ...]:
-    rising = all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
-    if len(cuts) != chunks + 1 or (cuts[0], cuts[-1]) != (0, layers) or not rising:
-        raise PlacementError(
-            f"partition={list(cuts)}: expected {chunks + 1} rising numbers from 0 to {layers}, at "
-            "which layer each chunk begins, and how many layers there are."
-        )
-    return cuts
 
 
 def _defined(node: Any) -> Iterator[tuple[str, list[int]]]:

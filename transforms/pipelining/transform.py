@@ -34,8 +34,8 @@ from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import world_size
 from zfunc.rehearsal.ghosts import RUN
+from zfunc.schedules.catalogue import schedule as made
 from zfunc.schedules.pipeline_schedule import Schedule
-from zfunc.schedules.schedules import schedule as made
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
 from zfunc.transforms.pipelining.description import described

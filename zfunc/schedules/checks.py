@@ -1,4 +1,4 @@
-"""Whether a schedule has every action once, where it belongs. Deadlocks are found by its timeline."""
+"""Whether a schedule has every action once, where it belongs. Timelines find deadlocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules in which ranks take forward and whole backward in turn: GPipe, 1F1B, interleaved 1F1B."""
+"""Schedules of forward and whole backward: GPipe, 1F1B, interleaved 1F1B."""
 
 from __future__ import annotations
 

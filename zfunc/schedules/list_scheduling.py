@@ -14,9 +14,6 @@ Preference = Callable[[str, int, int], tuple[int, ...]]
 Candidate = tuple[float, tuple[int, ...], Action]
 
 
-SAFE = True
-
-
 class ListScheduling:
     """Microbatches through chunks, each chunk one after the other, under limits of memory.
 
@@ -24,8 +21,9 @@ class ListScheduling:
     before it, so a rank that could act is never idle. (R. L. Graham, Bounds on Multiprocessing
     Timing Anomalies, 1969.)
 
-    The last place on a rank is kept for its oldest microbatch. Without that a rank with two chunks
-    could fill up with microbatches that all wait behind one that it has no room for.
+    The last place on a rank is kept for its oldest microbatch as long as that has forwards to come.
+    So a rank with two chunks never fills up with microbatches that all wait for one that it has no
+    room for: with room for two chunks on each rank such a search always ends.
 
     Args:
         rank_of: the owner of each chunk.
@@ -33,6 +31,7 @@ class ListScheduling:
         kinds: ``"FB"``, or ``"FIW"`` for a backward in halves.
         room: how many chunks each rank may have between F and the end of backward.
         prefer: the key of an action given its kind, microbatch and chunk.
+        spare: how many places on a rank are for the last of its chunks alone.
     """
 
     def __init__(
@@ -42,10 +41,11 @@ class ListScheduling:
         kinds: str,
         room: Sequence[int],
         prefer: Preference,
+        spare: int = 0,
     ) -> None:
         ranks = len(room)
         self.rank_of, self.microbatches, self.kinds = rank_of, microbatches, kinds
-        self.room, self.prefer = list(room), prefer
+        self.room, self.prefer, self.spare = list(room), prefer, spare
         self.own = [[k for k, r in enumerate(rank_of) if r == rank] for rank in range(ranks)]
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.end: dict[tuple[str, int, int], float] = {}
@@ -84,7 +84,7 @@ class ListScheduling:
         for k in self.own[rank]:
             for kind in self.kinds:
                 i = self.next[kind, k]
-                if i == self.microbatches or (kind == "F" and not self._has_room(rank, i)):
+                if i == self.microbatches or (kind == "F" and not self._has_room(rank, i, k)):
                     continue
                 start = self._start(rank, kind, i, k)
                 if start is not None:
@@ -93,11 +93,12 @@ class ListScheduling:
                         found = new
         return found
 
-    def _has_room(self, rank: int, i: int) -> bool:
-        """Whether forward of a microbatch may begin: the last place is for the oldest one."""
-        if self.room[rank] != 1 or not SAFE:
-            return self.room[rank] > 1
+    def _has_room(self, rank: int, i: int, k: int) -> bool:
+        """Whether forward of a microbatch in a chunk may begin."""
         own, last = self.own[rank], self.kinds[-1]
+        left = self.room[rank] - (self.spare if k != own[-1] else 0)
+        if left != 1:
+            return left > 1
         oldest = min(self.next[last, k] for k in own)
         return i == oldest or all(self.next["F", k] > oldest for k in own)
 
