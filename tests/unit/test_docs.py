@@ -189,7 +189,7 @@ def wrapped(*names: str, fn: Step = train_step) -> Iterator[tuple[Any, Any]]:
 
 
 def test_the_table_names_all_transforms():
-    names = ["bare", *sorted(set(transforms.__all__) - {"split"})]  # it has a table of its own
+    names = ["bare", *sorted(set(transforms.__all__) - {"pipeline", "split"})]  # these have others
     assert names == HEAD == list(PAIRS)
     assert list(table(1)[1]) == sorted(transforms.__all__)
 
@@ -279,6 +279,28 @@ def test_the_cell_of_split_and(name: str, monkeypatch: pytest.MonkeyPatch):
             close(outcome(zf.shard(split, stage=stage), 4, split_start), expected, tolerance)
         if name == "shard":
             close(outcome(split, 4, split_start), expected, tolerance)
+
+
+@pytest.mark.parametrize("name", HEAD)
+def test_the_cell_of_pipeline_and(name: str):
+    head, rows = table(5)
+    assert head == HEAD
+    cell, how = rows["pipeline"][head.index(name)], {"microbatches": 2, "pipe": 2}
+    for step, alone in wrapped(name):
+        if cell == "raises":
+            with pytest.raises(zf.CompositionError):
+                zf.pipeline(step, **how)
+            continue
+        inside = zf.pipeline(zf.Step(train_step), **how)
+        for transform in step.transforms:
+            inside = inside.wrap(transform)
+        staged = zf.pipeline(step, **how)
+        assert staged == inside
+        expected, tolerance = outcome(alone, 1), TOLERANCES[cell][1]
+        for stage in range(4) if name != "shard" else ():
+            close(outcome(zf.shard(staged, stage=stage), 4), expected, tolerance)
+        ranks = 4 if name == "shard" else 2
+        close(outcome(staged, ranks), expected, tolerance)
 
 
 def close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
