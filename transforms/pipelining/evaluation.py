@@ -12,7 +12,7 @@ from zfunc.engine.differentiation import new_pass
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
 from zfunc.transforms.pipelining.results import broadcast
-from zfunc.transforms.pipelining.stage import Stage
+from zfunc.transforms.pipelining.stage import PipelineStage
 from zfunc.trees.nodes import PLACED, Placed, leaves_in
 
 __all__ = ["can_be_staged", "evaluated"]
@@ -40,7 +40,7 @@ def evaluated(
     ]
     name = "evaluate", running.evaluated
     running.evaluated += 1
-    stage = Stage(running, fn, params, [(args, kwargs)], rank_of, rows, ranks, name)
+    stage = PipelineStage(running, fn, params, [(args, kwargs)], rank_of, rows, ranks, name)
     try:
         out = _run(stage)
     finally:
@@ -48,7 +48,7 @@ def evaluated(
     return broadcast(ranks, rank_of[-1], out, stage.plans[0].result, "evaluated")
 
 
-def _run(stage: Stage) -> Any:
+def _run(stage: PipelineStage) -> Any:
     out = None
     stage.lend()
     for _, i, k in stage.actions[stage.me]:

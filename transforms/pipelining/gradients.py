@@ -39,9 +39,9 @@ from zfunc.rehearsal.plans import Label
 from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import Losses, mean_of_aux, times
 from zfunc.transforms.microbatches import microbatches
-from zfunc.transforms.pipelining.messages import Message
+from zfunc.transforms.pipelining.messages import StageMessage
 from zfunc.transforms.pipelining.results import broadcast
-from zfunc.transforms.pipelining.stage import Stage, flat_spec, returned_by, sent_by
+from zfunc.transforms.pipelining.stage import PipelineStage, flat_spec, returned_by, sent_by
 from zfunc.transforms.pipelining.sums import SumsOfPass, UnitSums
 from zfunc.trees import tree
 from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in
@@ -89,7 +89,7 @@ def _check(asked: Gradients) -> None:
 
 
 @dataclass
-class _Part:
+class _Passage:
     """One microbatch in one chunk, from forward to backward."""
 
     owner: Pass
@@ -99,7 +99,7 @@ class _Part:
     backward: SplitBackward | None = None
 
 
-class _Step(Stage):
+class _Step(PipelineStage):
     """One ``value_and_grad`` of this rank."""
 
     def __init__(
@@ -123,7 +123,7 @@ class _Step(Stage):
         self.ends_with = {k: i for kind, i, k in self.row if kind in "BW"}
         self.sums = {k: UnitSums() for k, rank in enumerate(self.rank_of) if rank == self.me}
         self.root = UnitSums()
-        self.parts: dict[tuple[int, int], _Part] = {}
+        self.parts: dict[tuple[int, int], _Passage] = {}
         self.finished: list[Pass] = []
         self.auxes: list[Any] = []
 
@@ -155,19 +155,19 @@ class _Step(Stage):
 
     # What stages send
 
-    def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[Message]:
+    def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[StageMessage]:
         yield from super()._sent_behind(kind, i, k, rank)
         plan = self.plans[i]
         if kind in "BI":
             for source, labels in returned_by(plan, k).items():
                 specs = tuple(plan.receives(k)[label][1] for label in labels)
-                yield Message(("B", i, k, source), rank, self.rank_of[source], specs)
+                yield StageMessage(("B", i, k, source), rank, self.rank_of[source], specs)
 
-    def messages(self, rank: int) -> Iterator[Message]:
+    def messages(self, rank: int) -> Iterator[StageMessage]:
         yield from super().messages(rank)
         for u, (home, guests) in self.lent.items():
             if rank in guests and self.source.runs[u].info.trainable:
-                yield Message(("back", u, rank), rank, home, tuple(self._summed(u)))
+                yield StageMessage(("back", u, rank), rank, home, tuple(self._summed(u)))
 
     # Actions
 
@@ -185,7 +185,7 @@ class _Step(Stage):
 
     def _forward(self, i: int, k: int) -> None:
         owner, source = self._new(i, k)
-        part = self.parts[i, k] = _Part(owner, self.run_of(i, k, source))
+        part = self.parts[i, k] = _Passage(owner, self.run_of(i, k, source))
         with self.within(owner) as running, randomness(running, self.call + i):
             with torch.enable_grad():
                 out = part.run.run(self.fn, source.tree, *self.batches[i])
@@ -194,7 +194,7 @@ class _Step(Stage):
                     self._lose(part, out)
         self.send_on(i, k, part.run.outs)
 
-    def _lose(self, part: _Part, out: Any) -> None:
+    def _lose(self, part: _Passage, out: Any) -> None:
         """What the last chunk returns: a loss, perhaps with more."""
         loss, aux = split_aux(out, self.asked.has_aux)
         part.loss, seed, _ = self.losses(loss)

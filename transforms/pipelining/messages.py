@@ -18,14 +18,14 @@ from zfunc.ranks.point_to_point import connect, receive, send
 from zfunc.ranks.transfers import TensorSpec
 from zfunc.rehearsal.plans import Spec
 
-__all__ = ["Message", "Wire"]
+__all__ = ["StageMessage", "Wire"]
 
 Key = tuple[Any, ...]
 AHEAD = 2  # receives from one stage that are posted before they are needed
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """Some tensors from one stage to another.
 
     Attributes:
@@ -59,7 +59,7 @@ class Wire:
     def __init__(
         self,
         ranks: Group,
-        messages: Callable[[int], Iterable[Message]],
+        messages: Callable[[int], Iterable[StageMessage]],
         connected: set[tuple[int, int]],
     ) -> None:
         self.ranks = ranks

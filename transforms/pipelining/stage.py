@@ -28,16 +28,16 @@ from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
 from zfunc.rehearsal.rehearsal import rehearse
-from zfunc.transforms.pipelining.messages import Message, Wire
+from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["Stage", "flat_spec", "returned_by", "sent_by"]
+__all__ = ["PipelineStage", "flat_spec", "returned_by", "sent_by"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Rows = Sequence[Sequence[tuple[str, int, int]]]
 
 
-class Stage:
+class PipelineStage:
     """This rank's part of one loss, or of one function that is evaluated.
 
     Args:
@@ -111,23 +111,23 @@ class Stage:
                 found[u] = home, guests
         return found
 
-    def messages(self, rank: int) -> Iterator[Message]:
+    def messages(self, rank: int) -> Iterator[StageMessage]:
         """All that a stage sends, in the order in which it does."""
         flats = self.layout.flats
         for u, (home, guests) in self.lent.items():
             specs = [flat_spec(flats[f].length, flats[f].dtype, self.device)
                      for f in self.layout.units[u].flats]  # fmt: skip
             for guest in guests if home == rank else ():
-                yield Message(("lend", u, guest), rank, guest, tuple(specs))
+                yield StageMessage(("lend", u, guest), rank, guest, tuple(specs))
         for kind, i, k in self.actions[rank]:
             yield from self._sent_behind(kind, i, k, rank)
 
-    def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[Message]:
+    def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[StageMessage]:
         plan = self.plans[i]
         if kind == "F":
             for to, labels in sent_by(plan, k).items():
                 specs = tuple(plan.receives(to)[label][1] for label in labels)
-                yield Message(("F", i, k, to), rank, self.rank_of[to], specs)
+                yield StageMessage(("F", i, k, to), rank, self.rank_of[to], specs)
 
     # Units that enter once
 
