@@ -118,7 +118,7 @@ class Group(Member):
                 f"all_gather({label!r}): shard is {shard.dtype} {list(shard.shape)}, expected "
                 f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
             )
-        if own.data_ptr() != shard.data_ptr():
+        if has_torch_function_unary(shard) or own.data_ptr() != shard.data_ptr():
             with torch.no_grad():
                 own.copy_(shard)
         return self._issue("all_gather", label, (full.dtype, offsets), full, (full, offsets))
