@@ -6,6 +6,7 @@ The same function is differentiated as a whole, and compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,8 +76,9 @@ def run(
     scope_of: Callable[[int], Any] | None = None,
     loss_of: Callable[[Any], Tensor] = lambda out: out,
     plan: Rehearsed | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> InChunks:
-    """Rehearse, run every chunk forward, then every chunk backward."""
+    """Rehearse, run every chunk forward, each ``around`` by itself, then every chunk backward."""
     layout = make_layout(params, world=1)
     plan = plan or rehearse(fn, layout, args, kwargs, chunk_of)
     leaves = optree.tree_leaves(params, none_is_leaf=True, namespace=NAMESPACE)
@@ -91,7 +93,8 @@ def run(
         )
         token = context.push(Context(transforms=(Seam(),), layer_scope=scope_of))
         try:
-            out = chunk.run(fn, refs.tree, args, kwargs)
+            with around():
+                out = chunk.run(fn, refs.tree, args, kwargs)
         finally:
             context.pop(token)
         result = out if out is not None else result

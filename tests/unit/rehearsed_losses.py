@@ -305,16 +305,19 @@ def tensors_like_others(p: Any, ids: Tensor) -> Tensor:
     x = F.embedding(ids, p["embed"])
     assert torch.zeros_like(x).sum() == 0  # known, whoever has x
     assert ids.to(x).dtype == x.dtype and ids.type_as(x).sum() == ids.sum()
-    twos, threes, ones = (
-        torch.full_like(x, 2.0),
-        torch.empty_like(x).fill_(3.0),
-        x.new_ones(2, 4, 1),
-    )
+    twos, ones = torch.full_like(x, 2.0), x.new_ones(2, 4, 1)
+    threes, known = torch.empty_like(x).fill_(3.0), torch.ones_like(x[..., 0], dtype=torch.bool)
+    assert known.all() and x[known].shape == (8, WIDTH)
+    parts, base = torch.zeros_like(x), x.new_zeros(2, 4, WIDTH)
+    parts[..., ::2].copy_(x[..., 1::2])
+    view = base[:, 1:]
+    view += x[:, 1:]
     shifted = torch.zeros(2, 4, WIDTH)
     shifted[:, 1:] = x[:, :-1]
-    x = x + threes + shifted
+    x = x + threes + shifted + parts + base
     for layer in p["layers"]:
-        x = zf.layer(block, layer, x * twos + ones + torch.arange(WIDTH, device=x.device))
+        x = x * twos + ones + known[..., None] + torch.arange(WIDTH, device=x.device)
+        x = zf.layer(block, layer, x)
     return end(x, p)
 
 
@@ -328,7 +331,14 @@ def choices(p: Any, ids: Tensor) -> Tensor:
             "bti,oi->bto", torch.where(x > 0, x, -x) + torch.cat([b, a], -1), q["w"]
         )
         most, _ = x.max(-1, keepdim=True)
-        return x + y + most + F.one_hot(best, WIDTH).to(x.dtype) + q["w"][best] + x.std(-1, True)
+        return (
+            x
+            + y
+            + most
+            + F.one_hot(best, WIDTH).to(x.dtype)
+            + q["w"][best]
+            + x.std(-1, keepdim=True)
+        )
 
     return through(p, ids, run)
 

@@ -1,8 +1,8 @@
 """One microbatch through one chunk: the loss runs, and only the chunk's layers compute.
 
-Before the first of them there are ghosts. The values that the chunk needs arrive, each in the place
-of its ghost, when layers meet that. Behind the last of them there are ghosts again, until the values
-that others need have been met; then the run ends.
+Before the first of them there are ghosts. The values that the chunk needs arrive, each in the
+place of its ghost, when layers meet that. Behind the last of them there are ghosts again, until the
+values that others need have been met; then the run ends.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from zfunc.rehearsal import known
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
+    Recipe,
     become,
     form_of,
     ghost_leaves,
     ghost_like,
     in_function,
     named,
+    settle,
 )
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened
+from zfunc.rehearsal.results import flattened, replaced
 from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
 from zfunc.trees.nodes import Tree
@@ -56,6 +58,11 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def _ones(x: Tensor) -> Tensor:
+    """A tensor of that shape, of which a random function makes something."""
+    return torch.ones(x.shape, dtype=x.dtype, device=x.device)
 
 
 class ChunkRun:
@@ -140,8 +147,12 @@ class ChunkRun:
                 return
             n = min(lacking)[0]
             raise self._differs(f"layer {self.plan.calls[n].name} was not given what it was then")
-        name = self.plan.calls[min(self.next, len(self.plan.calls) - 1)].name
-        raise self._differs(f"the loss returned before layer {name} ran")
+        raise self._differs(f"the loss returned when it was the turn of {self._expected()}")
+
+    def _expected(self) -> str:
+        if self.next < len(self.plan.calls):
+            return f"layer {self.plan.calls[self.next].name}"
+        return "the end of the loss"
 
     def _result(self, out: Any) -> Any:
         leaves, _ = flattened(out)
@@ -156,31 +167,37 @@ class ChunkRun:
         if not self.active:
             return False
         for g in ghosts:
-            if (
-                type(g) is Ghost
-                and g.recipe is not None
-                and (g.leaves or frozenset()) <= self.entered
-            ):
-                if below or in_function():
-                    raise self._fail(
-                        f"a value made of parameters outside the layers was given to a "
-                        f"torch.autograd.Function, or to torch.func, at {site()}, in another stage "
-                        "of the pipeline than where it was made: its gradient would be lost. Make "
-                        "it where it is used."
-                    )
-                become(g, g.recipe.made())
+            if type(g) is Ghost and g.light and g.recipe and (g.leaves or set()) <= self.entered:
+                self._make(g, g.recipe, bool(g.leaves) and (below or in_function()))
         rest = [g for g in ghosts if type(g) is Ghost]
         if not rest:
             return True
-        if light and all(g.leaves is not None for g in rest):
+        if light and all(g.light for g in rest):
             return False
-        what = func if isinstance(func, str) else named(func)
-        raise self._differs(
-            f"{what} at {site()} uses a value of shape {list(rest[0].shape)} of another stage"
-        )
+        what = func if isinstance(func, str) else f"{named(func)} at {site()}"
+        raise self._differs(f"{what} uses a value of shape {list(rest[0].shape)} of another stage")
+
+    def _make(self, g: Ghost, recipe: Recipe, lost: bool) -> None:
+        """A value made of parameters alone, where it is used."""
+        if lost:
+            raise self._fail(
+                f"a value made of parameters outside the layers was given to a "
+                f"torch.autograd.Function, or to torch.func, at {site()}, in another stage of the "
+                "pipeline than where it was made: its gradient would be lost. Make it where it is "
+                "used."
+            )
+        become(g, recipe.made())
 
     def counted(self, flops: int) -> None:
         """Work is counted in the rehearsal."""
+
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Draw as much: what this chunk draws later comes from the same place in the stream."""
+        if "scaled_dot_product" in named(func) and not (*args[4:5], kwargs.get("dropout_p", 0))[0]:
+            return
+        args, kwargs = replaced((args, kwargs), _ones)
+        with torch.no_grad():
+            func(*args, **kwargs)
 
     def writes(self, func: Any, x: Ghost) -> None:
         """What may be written to was found in the rehearsal."""
@@ -225,11 +242,11 @@ class ChunkRun:
         return self._skip(n, plan, ins)
 
     def _compare(self, n: int, plan: Called, info: LayerInfo, ins: Sequence[Any]) -> None:
+        name = "unknown" if info.key is None else self.plan.layout.layers[info.key[1]].name
         if n != self.next:
-            after = self.plan.calls[self.next].name if self.next < len(self.at) else "the loss"
-            raise self._differs(f"layer {info.place} runs, and {after} was next")
+            raise self._differs(f"layer {name} runs, and it was the turn of {self._expected()}")
         if info.key is None or info.key[1] != plan.layer:
-            raise self._differs(f"layer {info.place} runs in the place of layer {plan.name}")
+            raise self._differs(f"layer {name} runs in the place of layer {plan.name}")
         if len(ins) != plan.arguments:
             raise self._differs(
                 f"layer {plan.name} got {len(ins)} arguments, and not {plan.arguments}"
@@ -281,6 +298,7 @@ class ChunkRun:
     def _meet(self, n: int, side: str, leaves: Sequence[Any]) -> None:
         for p, x in enumerate(leaves):
             label = (n, side, p)
+            settle(x)
             if label in self.wanted and type(x) is Ghost:
                 self._take(label, x)
             if label in self.to_send and label not in self.outs:

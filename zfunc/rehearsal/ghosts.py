@@ -36,6 +36,7 @@ __all__ = [
     "in_function",
     "named",
     "refusal",
+    "settle",
 ]
 
 
@@ -67,6 +68,9 @@ class Run(Protocol):
 
     def counted(self, flops: int) -> None:
         """An operation takes that much work."""
+
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """An operation outside layers draws random numbers, where it is computed."""
 
     def writes(self, func: Any, x: Ghost) -> None:
         """An operation writes to a ghost."""
@@ -119,10 +123,11 @@ class Ghost(Tensor):
         form: its shape, strides and dtype.
         maker: the chunk that computes it.
         needs: whether it may have a gradient.
-        leaves: of which parameters it is made, if of these alone; ``None`` of anything else.
+        leaves: of which parameters it was made, if of these alone; ``None`` of anything else.
         recipe: how; ``None`` of a parameter itself.
         label: where layers met it first, and how often its memory had been written then.
         memory: shared with its views.
+        version: how often that had been written to when it was made.
     """
 
     form: Shape
@@ -132,6 +137,12 @@ class Ghost(Tensor):
     recipe: Recipe | None
     label: tuple[Label, int] | None
     memory: Memory
+    version: int
+
+    @property
+    def light(self) -> bool:
+        """Whether it is made of parameters alone, or of nothing: anyone can make it again."""
+        return self.leaves is not None and self.version == self.memory.version
 
     @property
     def home(self) -> int:
@@ -196,6 +207,7 @@ def ghost_like(
     own["form"], own["maker"], own["label"] = form, maker, None
     own["needs"] = needs and (form.dtype.is_floating_point or form.dtype.is_complex)
     own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or Memory()
+    own["version"] = own["memory"].version
     made: Ghost = new
     return made
 
@@ -220,6 +232,13 @@ def ghost_leaves(
             ghost = ghost_like(shape_of(meta), device, -1, flat.trainable, frozenset((i,)))
             found[i] = layout.marked(slot, ghost)
     return found
+
+
+def settle(x: Any) -> Any:
+    """``x``; a ghost that is made of nothing (zeros like another one) becomes a tensor."""
+    if type(x) is Ghost and x.recipe is not None and x.light and not x.leaves:
+        become(x, x.recipe.made())
+    return x
 
 
 def become(x: Tensor, new: Tensor) -> None:
@@ -276,6 +295,8 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
     found = _found(func, args, kwargs, given)
     if run is not None and found.flops:
         run.counted(found.flops)
+    if run is not None and not below and not run.inside and _draws(func):
+        run.draws(func, args, kwargs)
     if found.writes:
         if light and run is not None:  # what is written is made here, and not once more
             run.used(func, ghosts, False, below)
@@ -285,7 +306,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
 
 
 def _is_light(func: Any, ghosts: Sequence[Ghost]) -> bool:
-    return all(g.leaves is not None for g in ghosts) and not (in_function() or _draws(func))
+    return all(g.light for g in ghosts) and not (in_function() or _draws(func))
 
 
 def _draws(func: Any) -> bool:
@@ -294,9 +315,24 @@ def _draws(func: Any) -> bool:
     return any(part in name for part in _RANDOM)
 
 
-_RANDOM = tuple(
-    "drop rand bernoulli normal_ uniform exponential multinomial rrelu poisson gumbel lstm gru rnn "
-    "multi_head_attention scaled_dot_product geometric_ cauchy".split()
+_RANDOM = (
+    "drop",
+    "rand",
+    "bernoulli",
+    "normal_",
+    "uniform",
+    "exponential",
+    "multinomial",
+    "rrelu",
+    "poisson",
+    "gumbel",
+    "lstm",
+    "gru",
+    "rnn",
+    "multi_head_attention",
+    "scaled_dot_product",
+    "geometric_",
+    "cauchy",
 )
 
 
@@ -323,7 +359,6 @@ def _write(run: Run | None, func: Any, tensors: Sequence[Tensor], found: Outcome
             continue
         if run is not None:
             run.writes(func, x)
-        x.leaves = x.recipe = None
         x.memory.version, x.memory.chunk = x.memory.version + 1, max(chunk, x.home)
 
 
@@ -339,7 +374,9 @@ def _results(
 ) -> Any:
     tensors, device = given.tensors, given.device or ghosts[0].device
     chunk, recorded = -1 if run is None else run.chunk, torch.is_grad_enabled()
-    needs = (recorded or in_function()) and func not in DETACHING and any(map(_needs, tensors))
+    # What a Function's forward detaches, or computes without a graph, has a gradient all the same.
+    kept = in_function() or (recorded and func not in DETACHING)
+    needs = kept and any(map(_needs, tensors))
     leaves = frozenset[int]().union(*(g.leaves or () for g in ghosts)) if light else None
     place = -1
 

@@ -1,6 +1,6 @@
 """Functions of torch of which more than shapes counts, or less.
 
-What depends on no number of a ghost is real, so that code outside layers may look at it:
+What depends on no number of a ghost is known, and code outside layers may look at it:
 ``zeros_like``, a mask that takes a ghost's dtype. What looks at numbers is refused. Masks that are
 here decide shapes.
 """
@@ -15,7 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zfunc.ranks.comm import Group, Handle
-from zfunc.rehearsal.ghosts import RULES, RUN, Ghost, computed, refusal
+from zfunc.rehearsal.ghosts import (
+    RULES,
+    RUN,
+    Ghost,
+    Recipe,
+    computed,
+    form_of,
+    ghost_like,
+    in_function,
+    refusal,
+    settle,
+)
+from zfunc.rehearsal.shapes import Arguments, outcome
 
 __all__ = ["nothing_sent"]
 
@@ -51,7 +63,9 @@ _LOOKS += " __contains__ nonzero argwhere unique unique_consecutive equal allclo
 @rule(*_LOOKS.split())
 def _looks(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     run = RUN.get()
-    ghosts = [x for x in (*args, *kwargs.values()) if type(x) is Ghost]
+    ghosts = [x for x in map(settle, (*args, *kwargs.values())) if type(x) is Ghost]
+    if not ghosts:
+        return func(*args, **kwargs)
     if run is not None and run.used(func, ghosts, False, False):
         return func(*args, **kwargs)
     raise refusal(
@@ -79,10 +93,17 @@ for _name in ("_local_scalar_dense", "nonzero", "equal", "item", "is_nonzero"):
 
 
 @rule("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
-def _real(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if any(type(x) is Ghost for x in (*args[1:], *kwargs.values())):
+def _of_nothing(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Outside layers and functions, where it may go anywhere, whoever needs it makes it."""
+    run, x = RUN.get(), args[0]
+    several = any(type(y) is Ghost for y in (*args[1:], *kwargs.values()))
+    if several or run is None or run.inside or in_function():
         return computed(func, args, kwargs)
-    return func(stand_in(args[0]), *args[1:], **kwargs)
+    given = Arguments(func, args, kwargs, form_of)
+    found: Any = outcome(func, args, kwargs, given, form_of)
+    recipe = Recipe(func, (stand_in(x), *args[1:]), kwargs, 0, torch.is_grad_enabled())
+    device = given.device or x.device
+    return ghost_like(found.result.shape, device, run.chunk, False, frozenset(), recipe)
 
 
 @rule("expand_as", "view_as", "reshape_as", "type_as", "is_same_size", of=(Tensor,))
@@ -210,7 +231,7 @@ def _with_numbers(index: Any) -> Any:
 
 
 def _places(x: Any) -> list[Any]:
-    if not isinstance(x, Tensor) or type(x) is Ghost:
+    if not isinstance(x, Tensor) or type(settle(x)) is Ghost:
         return [x]
     if x.dtype in (torch.bool, torch.uint8):
         return list(x.nonzero(as_tuple=True)) if x.dim() else [bool(x)]
@@ -222,7 +243,7 @@ def _selected(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x: Any
     mask: Any
     x, mask = [*args, *kwargs.values()]
-    if type(mask) is Ghost:
+    if type(settle(mask)) is Ghost:
         return _looks(func, args, kwargs)
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return x.expand(shape)[mask.expand(shape)]
@@ -231,7 +252,11 @@ def _selected(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @rule("repeat_interleave")
 def _repeated(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, repeats = args[0], args[1] if len(args) > 1 else kwargs["repeats"]
-    if isinstance(repeats, Tensor) and type(repeats) is not Ghost and "output_size" not in kwargs:
+    if (
+        isinstance(repeats, Tensor)
+        and type(settle(repeats)) is not Ghost
+        and "output_size" not in kwargs
+    ):
         dim = args[2] if len(args) > 2 else kwargs.get("dim")
         many = x.numel() if dim is None else x.shape[dim]
         total = int(repeats.sum()) * (many if repeats.numel() == 1 else 1)

@@ -29,7 +29,16 @@ from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group
 from zfunc.ranks.keys import scope
 from zfunc.rehearsal.eager import uncompiled
-from zfunc.rehearsal.ghosts import RUN, Ghost, become, form_of, ghost_leaves, ghost_like, named
+from zfunc.rehearsal.ghosts import (
+    RUN,
+    Ghost,
+    become,
+    form_of,
+    ghost_leaves,
+    ghost_like,
+    named,
+    settle,
+)
 from zfunc.rehearsal.known import nothing_sent
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
 from zfunc.rehearsal.results import flattened, replaced
@@ -245,8 +254,11 @@ class _Rehearsal:
         else:
             self.flops_outside[self.chunk] += flops
 
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Nothing is drawn in a rehearsal."""
+
     def writes(self, func: Any, x: Ghost) -> None:
-        if not self.inside and x.leaves is None and x.home != self.chunk:
+        if not self.inside and not x.light and x.home != self.chunk:
             raise self._fail(
                 f"{named(func)} at {site()}, outside the layers and behind some of stage "
                 f"{self.chunk} of a pipeline, writes to a value of an earlier one, stage {x.home}. "
@@ -263,8 +275,8 @@ class _Rehearsal:
         return self.error
 
     def _use(self, g: Ghost, func: Any) -> None:
-        if g.leaves is not None:
-            self._use_leaves(g.leaves)
+        if g.light:
+            self._use_leaves(g.leaves or frozenset())
         elif g.home != self.chunk:
             self._cross(g, func)
 
@@ -285,9 +297,9 @@ class _Rehearsal:
     def _cross(self, g: Ghost, func: Any) -> None:
         label = g.known_as
         if label is None:
-            what = func if isinstance(func, str) else named(func)
+            what = func if isinstance(func, str) else f"{named(func)} at {site()}"
             raise self._fail(
-                f"{what} at {site()}, in stage {self.chunk} of a pipeline, uses a value of shape "
+                f"{what}, in stage {self.chunk} of a pipeline, uses a value of shape "
                 f"{list(g.form.shape)} computed in stage {g.home} that no layer was given. Pass it "
                 "to the layers as an argument, or compute it inside of them."
             )
@@ -343,7 +355,7 @@ class _Rehearsal:
         self.overwrote(x, was)
 
     def _begin(self, info: LayerInfo, index: int) -> None:
-        chunk, name = self.chunk_of[index], info.place
+        chunk, name = self.chunk_of[index], self.layout.layers[index].name
         if self.calls and chunk < self.chunk:
             raise self._fail(
                 f"layer {name}, of stage {chunk} of the pipeline, runs behind layer "
@@ -356,12 +368,12 @@ class _Rehearsal:
 
     def _label(self, n: int, side: str, leaves: Sequence[Any]) -> None:
         for p, x in enumerate(leaves):
-            if type(x) is not Ghost:
+            if type(settle(x)) is not Ghost:
                 continue
-            if x.recipe is not None:  # from here on it is a value of this chunk
+            if x.light and x.recipe is not None:  # from here on it is a value of this chunk
                 self._use(x, "")
                 x.maker, x.leaves, x.recipe = self.chunk, None, None
-            if x.leaves is None and x.known_as is None:
+            if not x.light and x.known_as is None:
                 x.label = (n, side, p), x.memory.version
 
     def _results(self, ins: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
