@@ -186,12 +186,12 @@ class _Step(PipelineStage):
     def _forward(self, i: int, k: int) -> None:
         owner, source = self._new(i, k)
         part = self.parts[i, k] = _Passage(owner, self.run_of(i, k, source))
-        with self.within(owner) as running, randomness(running, self.call + i):
-            with torch.enable_grad():
-                out = part.run.run(self.fn, source.tree, *self.batches[i])
-                owner.computed()
-                if k == self.last:
-                    self._lose(part, out)
+        drawn = partial(randomness, call=self.call + i)
+        with self.within(owner) as running, drawn(running), torch.enable_grad():
+            out = part.run.run(self.fn, source.tree, *self.batches[i])
+            owner.computed()
+            if k == self.last:
+                self._lose(part, out)
         self.send_on(i, k, part.run.outs)
 
     def _lose(self, part: _Passage, out: Any) -> None:

@@ -145,7 +145,7 @@ class _Silence(TorchFunctionMode):
 
 
 class _Rehearsal:
-    """One run of the whole loss. See ``ghosts.Run``."""
+    """One run of the whole loss. See ``ghosts.GhostRun``."""
 
     def __init__(
         self, layout: Layout, chunk_of: Sequence[int], device: torch.device, invents: bool
