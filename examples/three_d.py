@@ -36,7 +36,7 @@ CONFIG = LlamaConfig(
 
 
 def train(model: zf.Functional, mesh: zf.Mesh, schedule: str, steps: int) -> dict[str, Any]:
-    """What every rank runs; the losses, how much state it held, and what it sent along each axis."""
+    """What every rank runs: losses, how much state it held, and what it sent along each axis."""
 
     def loss_fn(params: Any, ids: Tensor) -> Tensor:
         return model.apply(params, ids, labels=ids).loss

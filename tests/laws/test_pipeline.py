@@ -1,4 +1,4 @@
-"""``pipeline(f, n)`` is ``accumulate(f, n)``: whatever the schedule, the stages and ZeRO's stage."""
+"""``pipeline(f, n)`` is ``accumulate(f, n)``: whatever the schedule, stages and ZeRO stage."""
 
 from __future__ import annotations
 

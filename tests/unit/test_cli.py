@@ -18,7 +18,7 @@ from safetensors import safe_open
 import zfunc as zf
 from zfunc.commands import cli, report, training
 from zfunc.commands.text_models import LOW_BIT
-from zfunc.commands.training import GhostRun
+from zfunc.commands.training import Run
 from zfunc.language import corpus
 from zfunc.quant.schedules import Rules, advance, start
 

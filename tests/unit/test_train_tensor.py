@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc.commands import cli, report, training
-from zfunc.commands.training import GhostRun
+from zfunc.commands.training import Run
 
 WORDS = "--width 16 --depth 2 --heads 4 --context 16 --batch 6 --steps 6 --sample 20 --keep 3"
 
