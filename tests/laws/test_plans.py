@@ -27,7 +27,9 @@ FEW = [
     ("deepseek", 2),
     ("mixtral", 3),
     ("gemma3", 2),
-    ("olmo2", 2),
+    ("olmo2", 3),
+    ("bitnet", 2),
+    ("gpt-oss", 2),
     ("bert", 4),
     ("t5", 2),
     ("whisper", 2),
@@ -44,6 +46,20 @@ def test_what_ranks_make_of_their_parts_is_right(name: str, ways: int) -> None:
     if ways == 2:
         assert share_split(model, plan) >= LEAST[name], text_of(plan)
     check(model, plan, batch)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gpt-oss", "bitnet"])
+def test_split_models_generate_what_whole_ones_do(name: str) -> None:
+    """Norms over all heads, and biases of experts, also of single tokens with a cache."""
+    model, batch = model_of(name)
+    ids = batch["input_ids"][:, :4]
+    want = zf.generate(model, model.params, ids, max_new_tokens=6)
+
+    def rank() -> torch.Tensor:
+        placed = zf.split(model.apply, model, tensor=2).place(model.params)
+        return zf.generate(model, placed, ids, max_new_tokens=6)
+
+    assert all(torch.equal(got, want) for got in zf.simulate(2)(rank)())
 
 
 def test_a_large_model_on_meta_is_planned() -> None:

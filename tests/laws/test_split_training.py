@@ -90,6 +90,13 @@ def t5() -> Any:
     return spread(built("T5ForConditionalGeneration", **{**T5, "num_layers": 2})).double()
 
 
+def olmo2() -> Any:
+    """Queries and keys are normed over all heads."""
+    torch.manual_seed(0)
+    settings = {**TEXT, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    return spread(built("Olmo2ForCausalLM", **settings)).double()
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: Module(lambda: llama(4, 2)),
     "llama with one kv head": lambda: Module(lambda: llama(4, 1)),
@@ -99,6 +106,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "bert": lambda: Module(bert),
     "t5": lambda: Module(t5),
     "qwen3": lambda: Module(qwen3),
+    "olmo2": lambda: Module(olmo2),
 }
 
 
