@@ -88,6 +88,48 @@ def compare(model: Functional, plan: Any, ids: Tensor, states: Tensor | None) ->
                 torch.testing.assert_close(g, part, rtol=1e-9, atol=1e-9, msg=name)
 
 
+class Placed(nn.Module):
+    """Queries are turned by a table that nobody trains, as rotary positions of RoFormer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, HEADS * DIM), nn.Linear(HEADS * DIM, WIDTH)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, DIM))
+        return self.out((q * places[:, None]).flatten(2))  # type: ignore[no-any-return]
+
+
+class Constant(nn.Embedding):
+    @torch.no_grad()
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
+        self.places = Constant(32, DIM)
+        self.layers = nn.ModuleList(Placed() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, places = self.table(ids), self.places(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = x + layer(x, places)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_what_is_looked_up_without_gradients_is_a_constant() -> None:
+    torch.manual_seed(0)
+    module = Turned().double()
+    module.places.weight.requires_grad_(False)
+    model = zf.functionalize(module)
+    plan = plan_of(model, 2)
+    assert plan.roles["layers.0.q"] is Role.COLUMN, str(plan)
+    assert {"layers.0.q.weight", "layers.1.out.weight"} <= plan.splits.keys()
+
+
 # --- experts with biases -------------------------------------------------------------------------
 
 

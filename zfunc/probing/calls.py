@@ -278,7 +278,8 @@ class _ProbedCall:
             same = ids is not None and any(torch.equal(ids, x) for x in self.found.ids)
             self.found.lookups[name] = self.found.lookups.get(name, True) and same
             out: Tensor = inner(*args, **kwargs)
-            return self._draw(*out.shape) + 0
+            drawn = self._draw(*out.shape) + 0
+            return drawn if out.requires_grad else drawn.detach()  # some look up constants
 
         return forward
 

@@ -20,14 +20,11 @@ from zfunc.probing.numbers import Numbers
 from zfunc.probing.published import said_otherwise
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
-from zfunc.probing.tables import tables_of
+from zfunc.probing.tables import FEW, tables_of
 from zfunc.probing.texts import ModulePlan
 from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
-
-FEW = 64  # elements: that a parameter as small stays whole needs no reason
-
 
 RULED = "a rule leaves it whole"
 
