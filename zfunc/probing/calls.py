@@ -263,6 +263,10 @@ class _ProbedCall:
         x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
         return x.requires_grad_(torch.is_grad_enabled())
 
+    def states_like(self, x: Tensor) -> Tensor:
+        """Other numbers, that no parameter made."""
+        return torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
+
     def _multiply(self, name: str, part: nn.Module, product: Product) -> Callable[..., Tensor]:
         def forward(x: Tensor) -> Tensor:
             self.found.called.add(name)
@@ -421,9 +425,11 @@ def _run_with_more(
             continue
         given = tensors_in((kind.calls[0].args, kind.calls[0].kwargs))
         states = next((given[i] for i in sorted(kind.calls[0].streams)), None)
-        for name in _open(functional, kind) if states is not None else ():
+        if states is None:
+            continue
+        for name in _open(functional, kind):
             called = set(recorder.found.called)
-            more = {**kwargs, name: torch.randn(states.shape, dtype=torch.float64)}
+            more = {**kwargs, name: recorder.states_like(states)}
             try:
                 recorder.run(args, more, attention_of(recorder.found.module))
             except Exception:  # the module's own code: it takes something else by that name
@@ -432,7 +438,8 @@ def _run_with_more(
                 recorder.forget(recorder.before)
                 continue
             for each in recorder.found.kinds:  # the one that says most is asked first
-                each.calls.insert(0, each.calls.pop())
+                if len(each.calls) > recorder.before:
+                    each.calls.insert(0, each.calls.pop())
             kwargs.update(more)
             return
 

@@ -136,8 +136,8 @@ def plan_of(
                     inputs[layer] = made.inputs
     shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
     why = {name: its for name, its in why.items() if name not in splits and name not in roles}
-    made = ModulePlan(ways, splits, roles, attributes, why, inputs, norms, once, shapes)
-    return replace(made, otherwise=said_otherwise(model._pool.skeleton, made))
+    plan = ModulePlan(ways, splits, roles, attributes, why, inputs, norms, once, shapes)
+    return replace(plan, otherwise=said_otherwise(model._pool.skeleton, plan))
 
 
 def _of_kinds(
