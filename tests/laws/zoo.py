@@ -3,6 +3,7 @@
 python -m tests.laws.zoo                        over 2 ranks, on the terminal
 python -m tests.laws.zoo --ways 4 --kv 1        4 ranks, one head of keys and values
 python -m tests.laws.zoo --write docs/families.md     all three tables, as a page
+python -m tests.laws.zoo --write docs/families.md llama     a row in them, on the same day
 
 Logits, the gradient of every leaf and the norm of all of them are compared with one process, in
 float64, to 1e-9 of the leaf's largest gradient (``tests.laws.planned.check``). It ends with an
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
+import re
 import signal
 import sys
 import warnings
@@ -202,9 +204,9 @@ class Row:
     wrong: str = ""
 
     def __str__(self) -> str:
-        share = "" if self.share is None else f"{self.share:.0%}"
+        share = "" if self.share is None else f"{int(100 * self.share + 1e-9)}%"
         said = (self.wrong or self.said).replace("|", "/")
-        return f"| {self.family} | {'**wrong**' if self.wrong else share} | {said} |"
+        return f"| {self.family} | {WRONG if self.wrong else share} | {said} |"
 
 
 def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
@@ -233,6 +235,14 @@ def _reasons(whole: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(names[:4])}: {why}" for why, names in found.items())[:400]
 
 
+WRONG, UNMADE = "**wrong**", "Not compared"
+ROW = re.compile(r"\| (\S+) \| (\d+%|\*\*wrong\*\*) \| (.*?) ?\|")
+
+
+def by_name(row: Row) -> str:
+    return row.family
+
+
 @dataclass
 class Table:
     """All families over so many ranks."""
@@ -247,8 +257,24 @@ class Table:
             kind = getattr(transformers, name, None)
             if kind is None or (some and family not in some) or not self._asked(kind):
                 continue
-            self.rows.append(row(family, kind, self.ways, self.kv, seconds))
-            print(self.rows[-1], flush=True)
+            tried = row(family, kind, self.ways, self.kv, seconds)
+            self.rows = sorted([x for x in self.rows if x.family != family] + [tried], key=by_name)
+            print(tried, flush=True)
+
+    def read(self, text: str) -> None:
+        """The rows of a table that was written."""
+        for line in text.splitlines():
+            if found := ROW.fullmatch(line):
+                family, share, said = found.groups()
+                wrong = said if share == WRONG else ""
+                known = 0.0 if wrong else int(share.removesuffix("%")) / 100
+                self.rows.append(Row(family, known, "" if wrong else said, wrong))
+        for told in (
+            text.partition(UNMADE)[2].partition(": ")[2].strip().removesuffix(".").split("; ")
+        ):
+            family, _, said = told.partition(" (")
+            if said:
+                self.rows.append(Row(family, said=said.removesuffix(")")))
 
     def _asked(self, kind: type[Any]) -> bool:
         """With other numbers of heads of keys and values only what has such a number."""
@@ -279,7 +305,7 @@ class Table:
         lines[-1] += f"parameters split or more, {sum(bool(x.wrong) for x in self.rows)} are wrong."
         if unmade:
             told = "; ".join(f"{x.family} ({x.said})" for x in unmade)
-            lines += ["", f"Not compared, {len(unmade)}: {told}."]
+            lines += ["", f"{UNMADE}, {len(unmade)}: {told}."]
         return "\n".join(lines)
 
 
@@ -311,6 +337,12 @@ def main() -> None:
     places = [(2, 2), (4, 2), (4, 1)] if flags.write else [(flags.ways, flags.kv)]
     tables = [Table(*place) for place in places]
     text = PAGE.format(date=datetime.date.today(), versions=versions())
+    if flags.write and flags.families:
+        before = flags.write.read_text().split("\n## ")
+        if before[0].rstrip() != text.rstrip():
+            sys.exit(f"{flags.write} is of another day, or of other versions: write all of it")
+        for table, part in zip(tables, before[1:], strict=True):
+            table.read(part)
     for table in tables:
         table.fill(flags.families, flags.seconds)
         heads = f"{table.kv} head{'s' * (table.kv > 1)} of keys and values"

@@ -439,6 +439,29 @@ def test_a_product_whose_weight_other_code_reads_stays_whole() -> None:
     check(model, plan)
 
 
+class Borrowing(Attention):
+    """Heads are normed by code that takes the weight of a submodule without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__(kv=HEADS)
+        self.inner = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = (self.q(x), self.k(x), self.v(x))
+        q, k, v = (y.unflatten(-1, (-1, DIM)).transpose(1, 2) for y in given)
+        q = F.layer_norm(q, (DIM,), self.inner.weight, self.inner.bias)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_parameters_between_that_other_code_reads_keep_products_whole() -> None:
+    """Their gradients would be a rank's own: that was so of convolutions of Inkling's keys."""
+    model = functional(Borrowing)
+    plan = plan_of(model, 2)
+    assert "inner.weight is read by other code" in plan.whole["layers.0.out"]
+    check(model, plan)
+
+
 class Biased(nn.Module):
     """A bias for each head comes from outside; ``hand_on``: as a result, too."""
 

@@ -20,6 +20,7 @@ from zfunc.modules.split_inputs import take
 from zfunc.probing.calls import LayerInputs
 from zfunc.probing.exactness import close
 from zfunc.probing.flows import Pairing
+from zfunc.probing.homes import read_elsewhere
 from zfunc.probing.norms import add_up, features_of, norms_between, told
 from zfunc.probing.numbers import Number, Numbers, numbers_read
 from zfunc.probing.pieces import assignments
@@ -145,12 +146,23 @@ def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> P
     for numbers in islice(_sets(stage, parts), TRIES):
         parts.numbers = numbers
         if all(_holds_called(stage, parts, call, base) for call, base in calls):
+            _check_homes(stage, parts)
             parts.further = _further(stage, parts, bases[0])
             return parts
     raise Refused(
         f"what lies before {_named(reaches.pairing.rows)} does not give a rank's share from a "
         f"rank's numbers, whatever of {_read(stage, parts)} is divided"
     )
+
+
+def _check_homes(stage: Stage, parts: Parts) -> None:
+    """Gradients of what lies between are summed where it is read."""
+    shared = [name for name, split in parts.parameters.items() if split.shared]
+    some = [name for name in (*parts.between, *shared) if name in stage.parameters]
+    for call in stage.calls:
+        with stage.called(call):
+            if elsewhere := read_elsewhere(stage, parts.rows, some):
+                raise Refused(f"{_named(elsewhere)} is read by other code than its own submodule")
 
 
 def _read(stage: Stage, parts: Parts) -> str:
