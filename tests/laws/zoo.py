@@ -193,7 +193,7 @@ class Row:
     """What became of a family.
 
     Attributes:
-        share: of its layers' parameters that is split; None if it could not be made.
+        share: of its layers' parameters that is split, to 1 %; None if it could not be made.
         said: why not all, or why it could not be made.
         wrong: what differs from one process; empty if nothing does.
     """
@@ -204,7 +204,7 @@ class Row:
     wrong: str = ""
 
     def __str__(self) -> str:
-        share = "" if self.share is None else f"{int(100 * self.share + 1e-9)}%"
+        share = "" if self.share is None else f"{self.share:.0%}"
         said = (self.wrong or self.said).replace("|", "/")
         return f"| {self.family} | {WRONG if self.wrong else share} | {said} |"
 
@@ -221,7 +221,7 @@ def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         return Row(family, 0.0, wrong=f"{type(error).__name__}: {first}")
-    share = share_split(model, plan)
+    share = round(share_split(model, plan), 2)
     return Row(family, share, _reasons(plan.whole) if share < 0.9 else "")
 
 
@@ -269,9 +269,8 @@ class Table:
                 wrong = said if share == WRONG else ""
                 known = 0.0 if wrong else int(share.removesuffix("%")) / 100
                 self.rows.append(Row(family, known, "" if wrong else said, wrong))
-        for told in (
-            text.partition(UNMADE)[2].partition(": ")[2].strip().removesuffix(".").split("; ")
-        ):
+        unmade = text.partition(UNMADE)[2].partition(": ")[2].strip().removesuffix(".")
+        for told in unmade.split("; "):
             family, _, said = told.partition(" (")
             if said:
                 self.rows.append(Row(family, said=said.removesuffix(")")))
