@@ -162,7 +162,8 @@ class Splitting(Meshed):
             if (ways, grained) not in self.plans:
                 self.plans[ways, grained] = plan_of(self.model, ways, **how)
         plan = self.plans[ways, grained]
-        told = hashlib.sha256(repr((plan.splits, plan.roles, plan.attributes)).encode())
+        parts = (plan.splits, plan.roles, plan.attributes, plan.norms, plan.once)
+        told = hashlib.sha256(repr(parts).encode())
         if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
             raise PlacementError(
                 "ranks have found different plans for the model: give all of them the same module."
