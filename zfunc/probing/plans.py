@@ -17,6 +17,7 @@ from zfunc.probing.calls import LayerKind, probed
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
 from zfunc.probing.numbers import Numbers
+from zfunc.probing.positions import Streams, streams_of
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
 from zfunc.probing.tables import tables_of
@@ -56,6 +57,7 @@ def plan_of(
     vocab: bool = True,
     grains: Mapping[str, int] | None = None,
     whole: Callable[[str], bool] | None = None,
+    sequence: bool = False,
 ) -> ModulePlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
@@ -78,6 +80,7 @@ def plan_of(
             then split at multiples of it where their pieces allow that.
         whole: by its name in the parameters, whether a leaf is to stay whole; what is split with it
             does, too, and so do its like in other layers of the kind.
+        sequence: also find which layers run on positions of the stream.
 
     Raises:
         PlacementError: the module cannot be called with the example, or takes no integer ids.
@@ -110,9 +113,9 @@ def plan_of(
         names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
         grained = [_grains_in(kind, names, grains or {}) for kind in found.kinds]
         kept = [_kept_in(kind, names, whole) for kind in found.kinds]
-        for kind, made in zip(
-            found.kinds, _of_kinds(found.kinds, ways, grained, kept), strict=True
-        ):
+        parts = _of_kinds(found.kinds, ways, grained, kept)
+        cut = streams_of(found, parts, roles, ways) if sequence else Streams()
+        for kind, made in zip(found.kinds, parts, strict=True):
             for layer in kind.names:
                 for path, split in made.splits.items():
                     home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
@@ -124,7 +127,8 @@ def plan_of(
                 if made.inputs:
                     inputs[layer] = made.inputs
     shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
-    return ModulePlan(ways, splits, roles, attributes, why, inputs, shapes)
+    along = (cut.layers, cut.pointwise, cut.uncut)
+    return ModulePlan(ways, splits, roles, attributes, why, inputs, *along, shapes)
 
 
 def _of_kinds(
