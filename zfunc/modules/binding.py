@@ -147,7 +147,7 @@ class Template:
         self._compile()
         self.forwards = [self._route(i, self.modules[unit.module]) for i, unit in enumerate(units)]
         if pool.plan is not None:
-            cut_layers(self.wiring, self.module, pool.plan)
+            cut_layers(self.wiring, self.module, self.anatomy, pool.plan)
 
     # --- construction ---
 

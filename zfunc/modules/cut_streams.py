@@ -102,11 +102,12 @@ class CutStream(Tensor):
                 return func(*args, **kwargs)
         if func in _LIKE_SOURCE:
             return func(args[0].source)
+        torch_pytree.tree_map_only(CutStream, _check_place, (args, kwargs))
         rule = _RULES.get(func)
         found = None if rule is None else rule(func, args, kwargs)
         if found is not None:
             return found
-        args, kwargs = torch_pytree.tree_map_only(CutStream, _joined, (args, kwargs))
+        args, kwargs = torch_pytree.tree_map_only(CutStream, CutStream.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -122,13 +123,13 @@ _REMEDY = (
 )
 
 
-def _joined(x: CutStream) -> Tensor:
+def _check_place(x: CutStream) -> None:
+    """Raise ``PlacementError`` where what is done leaves no trace in the graph."""
     if x.source.requires_grad and inside_function():
         raise PlacementError(
             "a stream that is cut along positions was given to a torch.autograd.Function outside "
             "of a layer, so its gradient would be lost. " + _REMEDY
         )
-    return x.whole()
 
 
 def cut_stream(own: Tensor, ranks: Group, length: int) -> CutStream:
@@ -177,7 +178,7 @@ def without_cuts(out: Any) -> Any:
 
 
 def drawing_apart(ranks: Group) -> Any:
-    """A block whose random numbers are this rank's own, if the state has a key that decides them."""
+    """A block whose random numbers are this rank's own, if the state has a key for them."""
     running = current()
     keyed = running is not None and running.key is not None  # type: ignore[attr-defined]
     return apart(ranks) if keyed and ranks.size > 1 else nullcontext()
@@ -273,9 +274,14 @@ _BINARY = [
     *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__),
 ]
 _WRITES = {
-    **{Tensor.__iadd__: torch.add, Tensor.__isub__: torch.sub, Tensor.__imul__: torch.mul},
-    **{Tensor.__itruediv__: torch.div, Tensor.add_: torch.add, Tensor.sub_: torch.sub},
-    **{Tensor.mul_: torch.mul, Tensor.div_: torch.div},
+    Tensor.__iadd__: torch.add,
+    Tensor.__isub__: torch.sub,
+    Tensor.__imul__: torch.mul,
+    Tensor.__itruediv__: torch.div,
+    Tensor.add_: torch.add,
+    Tensor.sub_: torch.sub,
+    Tensor.mul_: torch.mul,
+    Tensor.div_: torch.div,
 }
 _UNARY = [
     *(Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),

@@ -57,13 +57,18 @@ def cut_within(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitP
         part.__dict__["forward"] = _on_positions(wiring, part, _whole(part, names, split))
 
 
-def cut_layers(wiring: Wiring, module: nn.Module, plan: SplitPlan) -> None:
-    """Let layers take and give positions; the module itself gives plain tensors."""
+def cut_layers(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan) -> None:
+    """Let layers take and give positions; other layers take, and the module gives, plain tensors."""
+    if not plan.streams:
+        return
     for layer, stream in plan.streams.items():
         part = module.get_submodule(layer)
         part.__dict__["forward"] = _between(wiring, part.forward, stream)
-    if plan.streams:
-        module.__dict__["forward"] = _plain(wiring, module.forward)
+    for unit in anatomy.units:
+        if unit.module not in plan.streams:
+            part = module.get_submodule(unit.module)
+            part.__dict__["forward"] = _on_whole_streams(wiring, part.forward)
+    module.__dict__["forward"] = _plain(wiring, module.forward)
 
 
 def _joined(layer: str, name: str) -> str:
@@ -224,6 +229,23 @@ def _results(wiring: Wiring, out: Any, stream: LayerStream) -> Any:
             leaves[i] = scaled_back(x, 1 / ranks.size)
         at += 1
     return optree.tree_unflatten(spec, leaves)
+
+
+def _on_whole_streams(wiring: Wiring, inner: Forward) -> Forward:
+    """A layer that does not run on positions: all positions are put together before."""
+
+    def whole(x: Any) -> Any:
+        return x.whole() if isinstance(x, CutStream) else x
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if wiring.streaming:
+            args, kwargs = optree.tree_map(
+                whole, (args, kwargs), none_is_leaf=True, namespace=NAMESPACE
+            )
+        return inner(*args, **kwargs)
+
+    return forward
 
 
 def _plain(wiring: Wiring, inner: Forward) -> Forward:

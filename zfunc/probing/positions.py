@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -61,7 +62,13 @@ class Uncut(Exception):
 
 
 class _Failed(Exception):
-    """A run on positions went another way than that on the whole."""
+    """A run on positions went another way than that on the whole.
+
+    Attributes:
+        after: how many products and submodules were given what they should be.
+    """
+
+    after: int = 0
 
 
 @dataclass
@@ -88,10 +95,15 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Where positions are put together for a pairing: at its columns, a submodule, or nowhere."""
+    """Where positions are put together for a pairing: at its columns, a submodule, or nowhere.
+
+    Attributes:
+        only: of a submodule, the one argument that is put together; others stay as they are.
+    """
 
     pairing: Pairing
     at: str | None
+    only: str | None = None
 
 
 def streams_of(
@@ -145,12 +157,12 @@ def stream_of(kind: LayerKind, made: LayerParts, ways: int) -> tuple[LayerStream
     why: _Failed | None = None
     streams = list(_streams_in(stage, wholes))
     for given in streams:
-        for choices in islice(_choices(stage, pairs, made), TRIES):
+        for choices in islice(_choices(stage, pairs, made, wholes), TRIES):
             try:
                 stream = _tried(stage, made, wholes, given, choices, ways)
                 return stream, wholes[0].result.shape[-1]
             except _Failed as error:
-                why = error
+                why = error if why is None or error.after > why.after else why
     raise Uncut(
         f"on positions {why}" if why else "it is given no stream of the shape that it gives"
     )
@@ -179,19 +191,32 @@ def _streams_in(stage: Stage, wholes: Sequence[_Whole]) -> Iterator[tuple[str, .
 
 
 def _choices(
-    stage: Stage, pairs: Sequence[Pairing], made: LayerParts
+    stage: Stage, pairs: Sequence[Pairing], made: LayerParts, wholes: Sequence[_Whole]
 ) -> Iterator[tuple[_Choice, ...]]:
     """For each pairing where positions are put together, the narrowest place first."""
     options: list[list[_Choice]] = []
     for pairing in pairs:
-        taken = [made.roles.get(name) for name in pairing.members]
-        split = any(role is not None for role in taken)
-        if split and not all(name in made.roles for name in pairing.members):
+        taken = [_is_split(made, name) for name in pairing.members]
+        split = any(taken)
+        if split and not all(taken):
             continue  # some of its products are split with others
         places: list[str | None] = [] if split else [None]
-        places += [PRODUCTS, *_around(pairing.columns)]
-        options.append([_Choice(pairing, at) for at in places])
+        options.append([_Choice(pairing, at) for at in (*places, PRODUCTS)])
+        for at in _around(pairing.columns):
+            if at in wholes[0].seen and at not in wholes[0].often:
+                options[-1] += [_Choice(pairing, at, only) for only in _asked(wholes[0], at)]
     return itertools.product(*options)
+
+
+def _is_split(made: LayerParts, product: str) -> bool:
+    return product in made.roles or f"{product}.weight" in made.splits
+
+
+def _asked(whole: _Whole, name: str) -> list[str | None]:
+    """Which arguments of a submodule are put together: all, or one of several of that shape."""
+    shape = whole.result.shape
+    found: list[str | None] = [key for key, x in whole.seen[name].items() if x.shape == shape]
+    return [None, *(found if len(found) > 1 else ())]
 
 
 def _around(columns: Sequence[str]) -> list[str]:
@@ -271,14 +296,14 @@ def _tried(
         some.get(name, gathered[name]) != gathered[name] for some, _ in found for name in gathered
     ):
         raise _Failed("its submodules are given something else from call to call")
-    if any(results != found[0][1] for _, results in found):
+    if any(results != found[0][1] for _, results in found[:ways]):
         raise _Failed("its results are something else from call to call")
     ended = [
         name
         for choice in choices
         if choice.at is not None
         for name in choice.pairing.rows
-        if name not in made.roles
+        if not _is_split(made, name)
     ]
     parts = tuple(name for name in made.given if name not in made.inputs)
     return LayerStream(given, gathered, tuple(ended), found[0][1], parts, tuple(made.further))
@@ -315,8 +340,13 @@ class _OnPositions:
                 self.ends |= set(choice.pairing.rows)
             if choice.at == PRODUCTS:
                 self.starts |= set(choice.pairing.columns)
-        places = {c.at for c in choices if c.at not in (None, PRODUCTS)}
-        self.made = self._run(given, [place for place in places if place is not None])
+        self.right = 0
+        places = {c.at: c.only for c in choices if c.at is not None and c.at != PRODUCTS}
+        try:
+            self.made = self._run(given, places)
+        except _Failed as error:
+            error.after = self.right
+            raise
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's positions of something that has all."""
@@ -327,15 +357,24 @@ class _OnPositions:
             return rows.flatten(0, 1)
         raise _Failed(f"something of shape {list(x.shape)} has no dimension of positions")
 
+    def are_own(self, x: Tensor, every: Tensor) -> bool:
+        """Whether something is this rank's positions."""
+        try:
+            mine = self.own(every)
+        except _Failed:
+            return False
+        return x.shape == mine.shape and close(x.to(torch.float64), mine.to(torch.float64))
+
     def expect(self, name: str, x: Tensor, want: Tensor) -> bool:
         """Whether all positions are in ``x``; else it has this rank's."""
         every = x.shape == want.shape
-        mine = want if every else self.own(want)
-        if x.shape != mine.shape or not close(x.to(torch.float64), mine.to(torch.float64)):
+        right = close(x.to(torch.float64), want.to(torch.float64)) if every else None
+        if not (self.are_own(x, want) if right is None else right):
             raise _Failed(f"{name} is given something else")
+        self.right += 1
         return every
 
-    def _run(self, given: tuple[str, ...], places: Sequence[str]) -> tuple[int, ...]:
+    def _run(self, given: tuple[str, ...], places: Mapping[str, str | None]) -> tuple[int, ...]:
         stage, made, whole = self.stage, self.parts, self.whole
         names = whole.call.names(stage.layer)
 
@@ -354,8 +393,9 @@ class _OnPositions:
                 if name in whole.often or name not in whole.seen:
                     raise _Failed(f"{name} is not called once")
                 part = stage.layer.get_submodule(name)
-                forward = self._network if name in networks else self._place
-                undo.enter_context(_forward_of(part, forward(name, part.forward)))
+                network = name in networks
+                made_of = self._network if network else partial(self._place, only=places[name])
+                undo.enter_context(_forward_of(part, made_of(name, part.forward)))
             undo.enter_context(local_parameters(stage.layer, made.splits, self.rank))
             undo.enter_context(_numbers(stage.layer, made.attributes, self.rank))
             try:
@@ -371,7 +411,7 @@ class _OnPositions:
 
     def _product(self, name: str) -> Callable[[Tensor], Tensor]:
         base, rank = self.whole.trace, self.rank
-        role, splits = self.parts.roles.get(name), self.parts.splits
+        splits = self.parts.splits
 
         def local(x: Tensor, split: Split | None) -> Tensor:
             return x if split is None else x[..., torch.tensor(split.indices(rank))]
@@ -387,16 +427,16 @@ class _OnPositions:
             if not every and name in self.starts:
                 self.gathered[name] = (_first(self.stage.layer.get_submodule(name)),)
                 every = True
-            if not every and role is not None:
-                raise _Failed(f"{name} is given positions")
-            if name in self.ends and not every:
+            if not every and (_is_split(self.parts, name) or name in self.ends):
                 raise _Failed(f"{name} is given positions")
             y = y if every and name not in self.ends else self.own(y)
             return y + 0
 
         return forward
 
-    def _place(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _place(
+        self, name: str, inner: Callable[..., Any], only: str | None = None
+    ) -> Callable[..., Any]:
         """A submodule around columns, which is given all positions."""
         seen = self.whole.seen[name]
 
@@ -406,7 +446,10 @@ class _OnPositions:
             def every(key: str, x: Any) -> Any:
                 if not isinstance(x, Tensor) or key not in seen or x.shape == seen[key].shape:
                     return x
-                self.expect(f"{name} ({key})", x, seen[key])
+                if only not in (None, key):
+                    return x
+                if not self.are_own(x, seen[key]):
+                    return x  # a part for each head: what is made of it will say whether it fits
                 cut.append(key)
                 return seen[key]
 
@@ -439,13 +482,15 @@ class _OnPositions:
         if trace.result is None or trace.result.shape != self.own(base.result).shape:
             raise _Failed("it gives another shape")
         self.expect("what comes behind it", trace.result, base.result)
+        if base.call is not self.stage.calls[0]:
+            return ()  # what else it is asked for in that way is not known
         if len(trace.further) != len(base.trace.further):
             raise _Failed("it gives other results")
         found = []
         for i, (x, want) in enumerate(zip(trace.further, base.trace.further, strict=True), 1):
             split = self.parts.further.get(i)
             if split is not None:
-                want = split.local(want, self.rank)
+                continue  # a part for each head, say
             if not self.expect(f"its result {i}", x, want):
                 found.append(i)
         return tuple(found)
