@@ -324,7 +324,13 @@ class Splitting(Meshed):
         share = f"{100 * some / every:.1f} % of parameters " if every else ""
         whole = sum(slot.split is None for slot in slots)
         told = f"; {whole} leaves whole" if slots else ""
-        return [f"split: {share}over {self.group.size} ranks of axis {self.axis!r}{told}"]
+        lines = [f"split: {share}over {self.group.size} ranks of axis {self.axis!r}{told}"]
+        plans = (layout.plan for layout in memo.get("split", ()))
+        plan = next((x for x in plans if isinstance(x, SplitPlan) and x.streams), None)
+        if plan is not None:
+            told = f"; {len(plan.uncut)} on the whole stream" if plan.uncut else ""
+            lines.append(f"  {len(plan.streams)} layers on positions of the stream{told}")
+        return lines
 
 
 def splits_of(

@@ -35,9 +35,17 @@ from zfunc.operators.randomness import apart
 from zfunc.ranks.comm import Group
 from zfunc.trees.memory import current
 
-__all__ = ["LEAVES", "CutStream", "cut_stream", "drawing_apart", "summand_stream", "without_cuts"]
+__all__ = [
+    "LEAVES",
+    "POSITIONS",
+    "CutStream",
+    "cut_stream",
+    "drawing_apart",
+    "summand_stream",
+    "without_cuts",
+]
 
-LEAVES, TABLES = "tensor whole leaves", "tensor positions"
+LEAVES, POSITIONS = "tensor whole leaves", "tensor positions"
 DIM = -2  # of positions
 
 
@@ -202,7 +210,7 @@ def _beside(x: CutStream, other: Any) -> Any:
     if not fits:
         return None
     if other.dim() >= -DIM and other.shape[DIM] == x.length:
-        return cut_positions(other, x.ranks, DIM, TABLES)
+        return cut_positions(other, x.ranks, DIM, POSITIONS)
     return copied(other, x.ranks, LEAVES)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from zfunc.errors import CompositionError
 from zfunc.layout.splits import Split
-from zfunc.modules.cut_streams import CutStream, summand_stream
+from zfunc.modules.cut_streams import POSITIONS, CutStream, summand_stream
 from zfunc.modules.split_inputs import taking
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
@@ -29,6 +30,7 @@ from zfunc.modules.split_randomness import draw_apart
 from zfunc.modules.units import Anatomy
 from zfunc.operators.conjugates import (
     BACKWARD,
+    FORWARD,
     copied,
     gathered,
     gathered_positions,
@@ -58,10 +60,12 @@ class CutLayer:
     Attributes:
         length: how many positions all ranks have.
         count: how many times, over the texts of a batch say.
+        width: of one position.
     """
 
     length: int
     count: int
+    width: int
 
 
 class Wiring:
@@ -124,9 +128,10 @@ class Wiring:
         """All positions, of this rank's; whoever asks again for the same gets the same."""
         assert self.layer is not None
         length, ranks = self.layer.length, self.group
+        label = FORWARD if x.shape[-1] == self.layer.width else POSITIONS
 
         def along(x: Tensor) -> Tensor:
-            return gathered_positions(x, ranks, length, -2)
+            return gathered_positions(x, ranks, length, -2, label)
 
         return made_once(x, ("positions", ranks, length), lambda: self._by_position(x, along))
 
@@ -141,9 +146,10 @@ class Wiring:
         assert self.layer is not None
         if x.dim() > 2:
             return way(x)
-        rows = x.reshape(self.layer.count, len(x) // max(1, self.layer.count), -1)
+        count, rest = self.layer.count, x.shape[1:]
+        rows = x.reshape(count, len(x) // max(1, count), math.prod(rest))
         made = way(rows)
-        return made.reshape(made.shape[0] * made.shape[1], *x.shape[1:])
+        return made.reshape(count * made.shape[1], *rest)
 
 
 def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, rank: int) -> None:

@@ -58,7 +58,7 @@ def cut_within(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitP
 
 
 def cut_layers(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan) -> None:
-    """Let layers take and give positions; other layers take, and the module gives, plain tensors."""
+    """Let layers take and give positions; other layers, and who calls the module, get all."""
     if not plan.streams:
         return
     for layer, stream in plan.streams.items():
@@ -207,7 +207,8 @@ def _between(wiring: Wiring, inner: Forward, stream: LayerStream) -> Forward:
             return inner(*args, **kwargs)
         every = {**dict(zip(names_of(inner, len(args)), args, strict=True)), **kwargs}
         given = every[stream.given[0]]
-        with wiring.along(CutLayer(given.shape[-2], math.prod(given.shape[:-2]))):
+        *texts, length, width = given.shape
+        with wiring.along(CutLayer(length, math.prod(texts), width)):
             return _results(wiring, _changed(inner, change, args, kwargs), stream)
 
     return forward
