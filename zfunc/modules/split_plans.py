@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from zfunc.layout.splits import Split
 
-__all__ = ["Role", "SplitPlan"]
+__all__ = ["LayerStream", "Role", "SplitPlan"]
 
 
 class Role(StrEnum):
@@ -21,6 +21,28 @@ class Role(StrEnum):
     BETWEEN = "between"  # whole leaves between a column and a row: their gradients are summed
     FEED = "feed"  # whole leaves whose outputs parts read as they are: gradients of both are summed
     NETWORK = "network"  # column and row in one forward, as of experts in one leaf: it is summed
+
+
+@dataclass(frozen=True)
+class LayerStream:
+    """How a layer runs whose stream is cut along positions (Korthikanti et al. 2022).
+
+    Attributes:
+        given: names of its arguments that are cut.
+        gathered: by the name of a submodule within it, those of its arguments that are put
+            together before.
+        ended: products of whole leaves of whose outputs each rank takes its positions.
+        made: places, behind the first, of those of its results that are cut, too.
+        parts_given, parts_made: arguments and results that are for each head, say: of those ranks
+            have others, and not of positions.
+    """
+
+    given: tuple[str, ...]
+    gathered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ended: tuple[str, ...] = ()
+    made: tuple[int, ...] = ()
+    parts_given: tuple[str, ...] = ()
+    parts_made: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,9 @@ class SplitPlan:
         once: by the name of a network, whole leaves of its own that the first rank alone counts, as
             a bias behind its last product.
         whole: by the name of a leaf or a submodule that might have been split, why it is not.
+        streams: by the name of a layer, how it runs on positions of the stream; others run on all.
+        pointwise: names of submodules outside of layers that run on positions, too.
+        uncut: by the name of a layer, why it does not.
     """
 
     ways: int
@@ -50,3 +75,6 @@ class SplitPlan:
     inputs: Mapping[str, Mapping[str, Split]] = field(default_factory=dict)
     norms: Mapping[str, Split] = field(default_factory=dict)
     once: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    streams: Mapping[str, LayerStream] = field(default_factory=dict)
+    pointwise: tuple[str, ...] = ()
+    uncut: Mapping[str, str] = field(default_factory=dict)

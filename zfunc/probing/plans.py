@@ -17,6 +17,7 @@ from zfunc.probing.calls import LayerKind, probed
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
 from zfunc.probing.numbers import Numbers
+from zfunc.probing.positions import Streams, streams_of
 from zfunc.probing.published import said_otherwise
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
@@ -56,6 +57,7 @@ def plan_of(
     vocab: bool = True,
     grains: Mapping[str, int] | None = None,
     whole: Callable[[str], bool] | None = None,
+    sequence: bool = False,
 ) -> ModulePlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
@@ -78,6 +80,7 @@ def plan_of(
             then split at multiples of it where their pieces allow that.
         whole: by its name in the parameters, whether a leaf is to stay whole; what is split with it
             does, too, and so do its like in other layers of the kind.
+        sequence: also find which layers run on positions of the stream.
 
     Returns:
         The plan. It prints itself, and says where a plan that the model itself has, as those of
@@ -119,9 +122,9 @@ def plan_of(
         for kind, its in zip(found.kinds, kept, strict=True):  # the whole module may be one layer
             head = "is split as the head over the vocabulary"
             its.update({n: f"{n} {head}" for n in roles if _within(n, kind.names)})
-        for kind, made in zip(
-            found.kinds, _of_kinds(found.kinds, ways, grained, kept), strict=True
-        ):
+        parts = _of_kinds(found.kinds, ways, grained, kept)
+        cut = streams_of(found, parts, roles, ways) if sequence else Streams()
+        for kind, made in zip(found.kinds, parts, strict=True):
             for layer in kind.names:
                 for path, split in made.splits.items():
                     home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
@@ -136,7 +139,8 @@ def plan_of(
                     inputs[layer] = made.inputs
     shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
     why = {name: its for name, its in why.items() if name not in splits and name not in roles}
-    plan = ModulePlan(ways, splits, roles, attributes, why, inputs, norms, once, shapes)
+    along = (norms, once, cut.layers, cut.pointwise, cut.uncut)
+    plan = ModulePlan(ways, splits, roles, attributes, why, inputs, *along, shapes)
     return replace(plan, otherwise=said_otherwise(model._pool.skeleton, plan))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zfunc.layout.splits import Split
-from zfunc.modules.split_plans import SplitPlan
+from zfunc.modules.split_plans import LayerStream, SplitPlan
 
 __all__ = ["ModulePlan", "text_of"]
 
@@ -68,6 +68,13 @@ def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) 
             for name, attributes in plan.attributes.items()
             for key, values in attributes.items()
         )
+    if plan.streams:
+        lines.append("on positions of the stream:")
+        lines += _grouped((name, _stream(its)) for name, its in plan.streams.items())
+        lines += _grouped((name, "") for name in plan.pointwise)
+    if plan.uncut:
+        lines.append("on the whole stream:")
+        lines += _grouped((name or "the module", why) for name, why in plan.uncut.items())
     if plan.whole:
         lines.append("left whole:")
         lines += _grouped(plan.whole.items())
@@ -88,6 +95,10 @@ def _first(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None) -> str:
 def _role(plan: SplitPlan, leaf: str) -> str:
     role = plan.roles.get(leaf.rpartition(".")[0])
     return "" if role is None else f"{role.value}, "
+
+
+def _stream(stream: LayerStream) -> str:
+    return f"{', '.join(stream.given)}, put together at {', '.join(stream.gathered) or 'no place'}"
 
 
 def _sizes(split: Split) -> str:
