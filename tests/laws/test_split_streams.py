@@ -64,7 +64,7 @@ FEW = [
     ("gemma3", 3),
     ("bloom", 2),  # a submodule takes its input whole, and what it is added to cut
     ("falcon", 3),
-    ("olmo2", 2),  # its attention is whole
+    ("olmo2", 2),
     ("gpt-oss", 2),
     ("deepseek", 2),
     ("opt", 3),
@@ -73,7 +73,8 @@ FEW = [
     ("mamba", 2),
 ]
 ALL = [(name, ways) for name in (*FAMILIES, *OTHERS) for ways in (2, 3, 4)]
-WHOLE = ("albert", "swin", "xlnet", "convnext")
+# Norms over all heads of olmo2 are split in a way that takes whole streams.
+WHOLE = ("albert", "swin", "xlnet", "convnext", "olmo2")
 
 
 @pytest.mark.parametrize(("name", "ways"), ALL if Covering.whole else FEW)

@@ -313,6 +313,7 @@ def _without(part: nn.Module, leaves: Sequence[str]) -> Forward:
     """A forward on zeros in the place of leaves that another rank counts; they get gradients."""
     inner = part.forward
 
+    @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         held = {key: part._parameters[key] for key in leaves}
         for key, p in held.items():

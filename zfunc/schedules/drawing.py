@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,30 +88,24 @@ def draw(
         ) from problem
     ranks, end = len(actions), max(stop for _, stop in when.values())
     width = min(40.0, 2 + 0.3 * max(map(len, actions)))
-    figure = Figure(figsize=(width, 1.4 + 0.36 * ranks), layout="constrained")
+    figure = Figure(figsize=(width, 1.3 + 0.36 * ranks), layout="constrained")
     FigureCanvasAgg(figure)  # draws to memory: no display, no global pyplot state
     axes = figure.add_subplot()
+    bars = defaultdict(list)
     for action, (start, stop) in when.items():
         kind, microbatch, chunk = action
-        rank = rank_of[chunk]
-        axes.barh(
-            rank,
-            stop - start,
-            left=start,
-            height=0.86,
-            color=COLOURS[kind][_half(chunk, rank_of)],
-            edgecolor="white",
-            linewidth=0.5,
-        )
-        name = str(microbatch)
-        axes.text((start + stop) / 2, rank, name, ha="center", va="center", fontsize=6)
-    axes.set(xlabel="time", xlim=(0, end or 1), ylim=(ranks - 0.5, -0.5))
+        rank, half = rank_of[chunk], _half(chunk, rank_of)
+        bars[rank, COLOURS[kind][half]].append((start, stop - start))
+        style = {"ha": "center", "va": "center", "fontsize": 6, "color": ("black", "white")[half]}
+        axes.text((start + stop) / 2, rank, str(microbatch), **style)
+    for (rank, colour), spans in bars.items():
+        axes.broken_barh(spans, (rank - 0.43, 0.86), color=colour, edgecolor="white", linewidth=0.5)
+    axes.set(xlabel=f"time ({bubble:.1%} idle)", xlim=(0, end or 1), ylim=(ranks - 0.5, -0.5))
     axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
-    axes.set_title(f"{bubble:.1%} idle", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     kinds = [kind for kind in NAMES if any(x.kind == kind for x in when)]
     patches = [Patch(color=COLOURS[kind][0], label=NAMES[kind]) for kind in kinds]
-    axes.legend(handles=patches, ncols=4, frameon=False, fontsize=7, loc="upper center")
+    figure.legend(handles=patches, ncols=4, frameon=False, fontsize=7, loc="outside upper center")
     # The same picture is the same file: nothing in it is drawn by chance or tells the date.
     stable = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "zfunc", "svg.fonttype": "none"}):

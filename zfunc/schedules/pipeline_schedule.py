@@ -164,6 +164,9 @@ class Schedule:
     def plot(self, path: str | Path, cost: Cost = UNIT, message: MessageTime = 0.0) -> Path:
         """Draw the timeline to a file: SVG, PNG or what else the name ends in.
 
+        The numbers are those of microbatches. Darker actions are of the second half of the chunks
+        that a rank owns.
+
         Returns:
             The file.
 
