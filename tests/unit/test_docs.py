@@ -105,6 +105,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "accumulate": [{"n": 2}],
     "drop_layers": [{"theta": 1.0}, {"theta": 0.2, "gamma": 0.7}],
     "offload": [{"to": "cpu"}, {"to": "disk", "path": FOLDER.name}],
+    "pipeline": [{"microbatches": 2, "pipe": 2}],
     "quantize": [{"target_bits": 16}, {"start_bits": 6, "target_bits": 4, "period": 1}],
     "shard": [{"stage": stage} for stage in range(4)],
     "split": [{"rules": RULES, "tensor": 2}],
@@ -285,9 +286,9 @@ def test_the_cell_of_split_and(name: str, monkeypatch: pytest.MonkeyPatch):
 def test_the_cell_of_pipeline_and(name: str):
     head, rows = table(5)
     assert head == HEAD
-    cell, how = rows["pipeline"][head.index(name)], {"microbatches": 2, "pipe": 2}
+    cell, (how,) = rows["pipeline"][head.index(name)], SETTINGS["pipeline"]
     for step, alone in wrapped(name):
-        if cell == "raises":
+        if cell == "raises" or "to='disk'" in repr(step):
             with pytest.raises(zf.CompositionError):
                 zf.pipeline(step, **how)
             continue

@@ -117,6 +117,11 @@ class Pipeline(Meshed):
         for other in others:
             if other.name in EXCLUDED:
                 raise CompositionError(EXCLUDED[other.name])
+            if other.name == "offload" and getattr(other, "to", "") == "disk":
+                raise CompositionError(
+                    "beside pipeline a state is in memory: each stage has its own layers of it "
+                    'alone. Leave out offload, or take offload(to="cpu").'
+                )
         shard: Any = next((x for x in others if isinstance(x, Shard)), None)
         if shard is not None:
             return replace(self, shard=None)
