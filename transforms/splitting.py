@@ -177,6 +177,8 @@ class Splitting(Meshed):
             raise PlacementError(
                 "ranks have found different plans for the model: give all of them the same module."
             )
+        if self.sequence and ways > 1 and plan.splits and not plan.streams:
+            raise PlacementError(_uncut(plan))
         return plan
 
     # Parameters alone, for inference
@@ -375,9 +377,10 @@ def splits_of(
 
 def _uncut(plan: SplitPlan) -> str:
     told = [f"{name or 'the module'}: {why}" for name, why in plan.uncut.items()][:3]
+    told = told or ["it has none that is split"]
     return (
-        f"sequence=True: no layer runs on positions of the stream ({'; '.join(told) or 'none'}). "
-        "Leave it out: the layers are split all the same."
+        f"sequence=True: no layer runs on positions of the stream ({'; '.join(told)}). "
+        "Leave sequence=True out: layers are split all the same."
     )
 
 

@@ -237,8 +237,10 @@ def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) ->
     multiply = _product(part, split)
 
     def forward(input: Tensor) -> Tensor:
-        cut = isinstance(input, CutStream)
-        x = input.gathered(HEAD) if cut else copied(input, wiring.group, HEAD)
+        if isinstance(input, CutStream):
+            x = input.gathered(HEAD)
+        else:
+            x = copied(input, wiring.group, HEAD)
         return gathered(multiply(x), wiring.group, split, HEAD)
 
     return forward

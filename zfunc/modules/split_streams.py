@@ -240,11 +240,11 @@ def _on_whole_streams(wiring: Wiring, inner: Forward) -> Forward:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if wiring.streaming:
-            args, kwargs = optree.tree_map(
-                whole, (args, kwargs), none_is_leaf=True, namespace=NAMESPACE
-            )
-        return inner(*args, **kwargs)
+        if not wiring.streaming:
+            return inner(*args, **kwargs)
+        given: Any = (args, kwargs)
+        some, named = optree.tree_map(whole, given, none_is_leaf=True, namespace=NAMESPACE)
+        return inner(*some, **named)
 
     return forward
 
