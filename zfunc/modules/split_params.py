@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.primitives import Ref
-from zfunc.engine.sources import LayerRef
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.layout import Layout, Slot
 from zfunc.layout.readable import Readable
 from zfunc.layout.splits import Part
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import Box, Layers, Tree, leaves_in, part_of
+from zfunc.trees.nodes import Box, Layers, Tree, part_of
 
 __all__ = ["splitting_of"]
 
@@ -70,13 +69,8 @@ def _leaves(node: Tree) -> Iterator[Any]:
 
 def _first_part(leaf: Any) -> Part | None:
     """What one leaf says; of several, what the first of them does that is split, if one is."""
-    if isinstance(leaf, LayerRef):
-        slots = leaf.source.layout.slots[leaf.span.start : leaf.span.stop]
-        return _of_layout(leaf.source.layout, slots)
-    if isinstance(leaf, Ref):  # a rehearsal's, which has its leaves
-        parts = [part_of(x) for x in leaves_in(leaf.force())]
-        split = (part for part in parts if part is not None and part.split is not None)
-        return next(split, parts[0] if parts else None)
+    if isinstance(leaf, Ref) and leaf.layout is not None:
+        return _of_layout(leaf.layout, leaf.layout.slots[leaf.span.start : leaf.span.stop])
     if isinstance(leaf, Readable | Box) and isinstance(leaf.layout, Layout):
         return _of_layout(leaf.layout, leaf.layout.slots)
     return part_of(_unwrapped(leaf)) if isinstance(leaf, Tensor) else None

@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass
 from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.plans import Label, Spec
+from zfunc.rehearsal.results import flattened
 from zfunc.rehearsal.shapes import Arguments, Fresh, Given, Outcome, Shape, outcome, shape_of
 from zfunc.rehearsal.sites import site
 
@@ -237,6 +238,8 @@ def ghost_leaves(
 def settle(x: Any) -> Any:
     """``x``; a ghost that is made of nothing (zeros like another one) becomes a tensor."""
     if type(x) is Ghost and x.recipe is not None and x.light and not x.leaves:
+        for y in flattened((x.recipe.args, x.recipe.kwargs))[0]:
+            settle(y)
         become(x, x.recipe.made())
     return x
 
