@@ -147,8 +147,8 @@ class Ways:
             aside = self._aside.get(node)
             if aside and not is_function(node) and (_kind(node).at_once or _once_only(node)):
                 for _, edge in aside:
-                    if (branch := self.branch(edge)) is not None:
-                        branch.early = True
+                    if (found := self.branch(edge)) is not None:
+                        found.early = True
 
     def _parting(self) -> Iterator[tuple[Node, list[tuple[int, Edge, Branch]]]]:
         for node, aside in self._aside.items():

@@ -319,7 +319,7 @@ def _compute(parted: Sequence[_Parted]) -> None:
 
     edges = dict.fromkeys(edge for x in waiting for _, edge, _ in x.leaving)
     start.register_hook(call)
-    goals = [start, *(GradientEdge(*edge) for edge in edges)]
+    goals: list[Any] = [start, *(GradientEdge(*edge) for edge in edges)]
     torch.autograd.grad(start, goals, torch.ones(()), allow_unused=True)
 
 

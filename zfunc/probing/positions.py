@@ -23,12 +23,12 @@ from zfunc.modules.split_inputs import take
 from zfunc.modules.split_plans import LayerStream, Role
 from zfunc.modules.split_streams import names_of
 from zfunc.probing.calls import LayerInputs, LayerKind, Probed
-from zfunc.probing.exactness import Doubled
+from zfunc.probing.exactness import Doubled, close
 from zfunc.probing.flows import Pairing, pairings
 from zfunc.probing.numbers import Number
 from zfunc.probing.products import product_of
 from zfunc.probing.stages import Stage, Trace
-from zfunc.probing.trials import close, local_parameters
+from zfunc.probing.trials import local_parameters
 from zfunc.ranks.comm import even_cuts
 
 __all__ = ["Streams", "streams_of"]

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -38,6 +38,7 @@ __all__ = ["LONG", "SHARED_BYTES", "HostMessages", "Pair"]
 
 SHARED_BYTES = 2**24  # of a message that goes through the outbox: a copy lasts until it is read
 TOGETHER_BYTES = 2**20  # of a message up to which gloo gets one piece: it is copied once more
+ABORT_SECONDS = 1.0  # for a thread to end that nobody waits for any more
 LONG = timedelta(days=3650)  # gloo's patience; a rank's begins when it waits
 
 Lost = Callable[[Collective, int, Exception], DesyncError]
@@ -52,17 +53,32 @@ class Flight:
     """
 
     def __init__(self, begin: Callable[[], Any], wake: Callable[[], None]) -> None:
-        self.over = False
+        self.over = self._aborted = False
         self.error: Exception | None = None
-        threading.Thread(target=self._run, args=(begin, wake), daemon=True).start()
+        self._work: Any = None
+        self._thread = threading.Thread(target=self._run, args=(begin, wake), daemon=True)
+        self._thread.start()
 
     def _run(self, begin: Callable[[], Any], wake: Callable[[], None]) -> None:
         try:
-            begin().wait(LONG)
+            self._work = begin()
+            if not self._aborted:
+                self._work.wait(LONG)
         except (RuntimeError, OSError) as error:
             self.error = error
         self.over = True
         wake()
+
+    def abort(self) -> None:
+        """End the thread, which no interpreter survives that ends before it does.
+
+        Gloo may still use what it was given, and so that is kept.
+        """
+        self._aborted = True
+        if self._work is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._work))
+            self._work.abort()
+        self._thread.join(ABORT_SECONDS)
 
 
 class Pair:
@@ -126,7 +142,9 @@ class HostMessages(Messages):
 
     def finish(self) -> None:
         for sent in self._sent:
-            sent.wait()
+            # Of a copy nobody waits to hear, as of what is in the outbox, whether it was read.
+            with suppress(DesyncError) if sent.copied else nullcontext():
+                sent.wait()
 
     def send(self, call: Collective, peer: int, parts: Sequence[Tensor]) -> Transfer[None]:
         for x in parts:
@@ -140,7 +158,7 @@ class HostMessages(Messages):
         copies = along or len(tags) < len(flat)
         if copies:
             flat = [torch.cat(flat)] if len(tags) < len(flat) else [x.clone() for x in flat]
-        sent = SentOverGloo(self, call, peer, self.fly(call, peer, flat, tags))
+        sent = SentOverGloo(self, call, peer, self.fly(call, peer, flat, tags), copies)
         self._sent = [other for other in (*self._sent, sent) if not other.is_over()]
         return Complete() if copies else sent
 
@@ -168,7 +186,7 @@ class HostMessages(Messages):
     def expect(self, call: Collective, peer: int) -> None:
         """Make sure that the peer hears of it if this rank fails."""
         with self._telling_lost(call, peer):
-            self.channel.reach(peer)
+            self.channel.expect(peer)
 
     def compare(self, call: Collective, peer: int) -> bool:
         """Wait for a message's header, and check it; whether the payload came with it.
@@ -192,6 +210,8 @@ class HostMessages(Messages):
         self, call: Collective, peer: int, pieces: Sequence[Tensor], tags: Sequence[int]
     ) -> list[Flight]:
         """Start to send pieces over gloo, or to receive them."""
+        if not pieces:
+            return []
         if peer not in self._pairs:
             self._pairs[peer] = self._pair(peer)
         pair, wake = self._pairs[peer], self.channel.waker()
@@ -215,11 +235,15 @@ class HostMessages(Messages):
 
         Its destructor may wait for ever (see ``gloo.PointToPoint``).
         """
+        left = [flight for flight in self._flights if not flight.over]
         for pair in self._pairs.values():
             pair.closed = True
-            if any(not flight.over for flight in self._flights):
+            if left:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair.context))
+        for flight in left:
+            flight.abort()
         self._pairs.clear()
+        self._flights.clear()
 
     def _goes_along(self, call: Collective, peer: int, nbytes: int) -> bool:
         """Whether a payload is meant to go with its header; both ranks say the same."""
@@ -249,6 +273,9 @@ class HostMessages(Messages):
         try:
             yield
         except OSError as error:
+            if (why := self.channel.why_stopped(peer)) is not None:
+                rank = self._members[peer]
+                raise DesyncError(f"{call}: rank {rank} has stopped: {why}") from error
             raise self._lost(call, peer, error) from error
 
 
@@ -260,6 +287,7 @@ class SentOverGloo(Transfer[None]):
     call: Collective
     peer: int
     flights: list[Flight]
+    copied: bool
 
     def is_over(self) -> bool:
         return all(flight.over for flight in self.flights)
@@ -301,16 +329,16 @@ class Coming(Transfer[list[Tensor]]):
 
     def wait(self) -> list[Tensor]:
         along = self._messages.compare(self._call, self._peer)
-        into: list[memoryview] = []
-        if along:
-            into = [as_bytes(x) for x in self._allocate()]
-        elif self._tags:
+        into = [as_bytes(x) for x in self._allocate()] if along else []
+        if not along:
             self._fly()
         self._messages.channel.take_message(self._peer, self._call.number, into)
         return self._tensors
 
     def _fly(self) -> None:
-        if self._flights is None:  # it was meant to come along, and there was no room
+        if (
+            self._flights is None
+        ):  # nothing comes, or it was meant to come along, and there was no room
             self.post()
         assert self._flights is not None
         self._messages.land(self._call, self._peer, self._flights)

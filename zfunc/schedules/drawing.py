@@ -96,8 +96,8 @@ def draw(
         kind, microbatch, chunk = action
         rank, half = rank_of[chunk], _half(chunk, rank_of)
         bars[rank, COLOURS[kind][half]].append((start, stop - start))
-        style = {"ha": "center", "va": "center", "fontsize": 6, "color": ("black", "white")[half]}
-        axes.text((start + stop) / 2, rank, str(microbatch), **style)
+        middle, colour = (start + stop) / 2, ("black", "white")[half]
+        axes.text(middle, rank, str(microbatch), ha="center", va="center", fontsize=6, color=colour)
     for (rank, colour), spans in bars.items():
         axes.broken_barh(spans, (rank - 0.43, 0.86), color=colour, edgecolor="white", linewidth=0.5)
     axes.set(xlabel=f"time ({bubble:.1%} idle)", xlim=(0, end or 1), ylim=(ranks - 0.5, -0.5))
