@@ -136,7 +136,8 @@ def _device_or_stand_in(x: Any) -> Any:
 
 def _concrete(device: str | torch.device) -> torch.device:
     found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    index: int | None = found.index
+    if found.type == "cuda" and index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
 
@@ -242,7 +243,7 @@ def _places(x: Any) -> list[Any]:
 def _selected(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x: Any
     mask: Any
-    x, mask = [*args, *kwargs.values()]
+    x, mask = (*args, *kwargs.values())
     if type(settle(mask)) is Ghost:
         return _looks(func, args, kwargs)
     shape = torch.broadcast_shapes(x.shape, mask.shape)
