@@ -241,9 +241,7 @@ def _places(x: Any) -> list[Any]:
 
 @rule("masked_select")
 def _selected(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x: Any
-    mask: Any
-    x, mask = (*args, *kwargs.values())
+    x, mask = list(args) + list(kwargs.values())
     if type(settle(mask)) is Ghost:
         return _looks(func, args, kwargs)
     shape = torch.broadcast_shapes(x.shape, mask.shape)
