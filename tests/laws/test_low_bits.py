@@ -147,7 +147,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         zf.quantize(lambda p, x: x, bits=8).place(tmp_path)
 
 
-MORE: dict[str, Any] = {"accumulate": {"n": 2}}
+MORE: dict[str, Any] = {"accumulate": {"n": 2}, "pipeline": {"microbatches": 2}}
 
 
 def test_training_transforms_are_told_apart() -> None:

@@ -685,7 +685,7 @@ def test_outputs_put_together(ways: int) -> None:
 def a_step_that_splits() -> Iterator[None]:
     class Splitting:
         group = group(zf.mesh(tensor=zf.world_size()), "tensor")
-        sequence = False
+        adds_up = False
 
     token = context.push(context.Context(notes={"split": Splitting()}))
     try:

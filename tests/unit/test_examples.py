@@ -58,6 +58,21 @@ def test_llama_learns_to_repeat_and_is_cut_in_two(tmp_path: Path):
         assert held == pytest.approx(12 * parameters / 2, rel=0.02)  # fp32, with Adam's moments
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_three_dimensions_lose_what_one_process_loses(tmp_path: Path, schedule: str):
+    pytest.importorskip("transformers", reason="the `hf` extra is not installed")
+    flags = ("--schedule", schedule, "--steps", "3")
+    text = run("three_d.py", *flags, folder=tmp_path)
+    one = run("three_d.py", *flags, *"--data 1 --tensor 1 --pipe 1".split(), folder=tmp_path)
+    losses = numbers(r"loss ([\d.]+)", text)
+    assert losses == pytest.approx(numbers(r"loss ([\d.]+)", one), abs=2e-4)
+    (whole,) = numbers(r"rank 0: ([\d,]+) bytes", one)
+    held = numbers(r"rank \d: ([\d,]+) bytes", text)
+    assert len(held) == 8 and sum(held) == pytest.approx(whole, rel=0.03)  # tied table: twice
+    for axis in ("data", "tensor", "pipe"):
+        assert min(numbers(rf"{axis} ([\d,]+)", text)) > 0
+
+
 @pytest.mark.parametrize("start", ["launch", "torchrun"])
 def test_llama_is_shared_by_two_processes_or_run_by_one(tmp_path: Path, start: str):
     pytest.importorskip("transformers", reason="the `hf` extra is not installed")

@@ -185,7 +185,7 @@ def test_cutting_reads_the_size_of_each_leaf_a_few_times() -> None:
         _, layers = find_layers(tree)
         root = [] if layers else list(range(n))
         Counted.reads = 0
-        groups = _groups(layers, root, Counted([4] * n), 1 << 26, True, None)
+        groups = _groups(layers, root, Counted([4] * n), 1 << 26, True, None, None)
         assert len(groups) == 1 and len(groups[0][1]) == n
         assert Counted.reads <= 4 * n
 

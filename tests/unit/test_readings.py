@@ -18,7 +18,7 @@ from zfunc import optim
 from zfunc.buffers.readings import Reading, number, on_host, sent
 from zfunc.engine import context
 from zfunc.engine.entries import Entries
-from zfunc.transforms.accumulation import _times
+from zfunc.transforms.accumulation import times
 from zfunc.transforms.mixed_precision.masters import Masters
 from zfunc.trees import memory
 from zfunc.trees.withheld import Withheld
@@ -121,8 +121,8 @@ def test_a_factor_of_the_device_multiplies_as_a_number_does() -> None:
         for shape in ((257,), ()):
             g = zf.random.normal(zf.random.key(1), shape, torch.float64).to(dtype)
             for factor in (1.0, 1 / 3, 7.1):
-                want = _times(g, factor)
-                got = _times(g.clone(), torch.tensor(factor, dtype=torch.float64))
+                want = times(g, factor)
+                got = times(g.clone(), torch.tensor(factor, dtype=torch.float64))
                 assert got.dtype == dtype and torch.equal(got, want), (dtype, factor)
 
 

@@ -210,8 +210,8 @@ def a_random_key_used_on_all_ranks() -> Fault:
         finally:
             over.everyone = everyone
 
-    real = differentiation._randomness
-    with patch.object(differentiation, "_randomness", randomness):
+    real = differentiation.randomness
+    with patch.object(differentiation, "randomness", randomness):
         yield
 
 
