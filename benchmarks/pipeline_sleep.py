@@ -26,7 +26,7 @@ from torch.autograd import Function
 import zfunc as zf
 
 RANKS, MICROBATCHES, LAYERS, WIDTH = 4, 8, 8, 4
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}  # chunks of a rank
 GAP_MOST = 0.1
 PLAIN, FASTER = "1f1b", ("zb", "zbv")  # those with less of a bubble
 SECONDS, DRY_SECONDS = 0.02, 0.002
@@ -96,20 +96,28 @@ def timed(schedule: str, seconds: float, warmup: int, turns: int) -> dict[str, A
     def loss_fn(params: Any, ids: Tensor) -> Tensor:
         return model.apply(params, ids)
 
-    train_step = zf.donate(zf.train_step(loss_fn, tx))
-    step = zf.pipeline(train_step, microbatches=MICROBATCHES, schedule=schedule, pipe=RANKS)
+    chunks = RANKS * SCHEDULES[schedule]
+    step = zf.pipeline(
+        zf.donate(zf.train_step(loss_fn, tx)),
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        partition=range(0, LAYERS + 1, LAYERS // chunks),
+        pipe=RANKS,
+    )
     state = step.place(zf.TrainState.create(model.params, tx))
-    found = []
+    found, cpu = [], []
     for _ in range(warmup + turns):
         dist.barrier()
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         state, metrics = step(state, torch.zeros(MICROBATCHES, dtype=torch.long))
         float(metrics["loss"])
         found.append(time.perf_counter() - begun)
-    plan = next(t for t in step.transforms if t.name == "pipeline").plan
-    layer = seconds * LAYERS / plan.chunks
-    cost = {"F": layer, "B": 2 * layer, "I": layer, "W": layer}
-    return {"seconds": found[warmup:], "planned": plan.makespan(cost)}
+        cpu.append(time.process_time() - used)
+    plan: Any = next(t for t in step.transforms if t.name == "pipeline")
+    chunk = seconds * LAYERS / chunks
+    cost = {"F": chunk, "B": 2 * chunk, "I": chunk, "W": chunk}
+    planned = plan.plan.makespan(cost)
+    return {"seconds": found[warmup:], "cpu": cpu[warmup:], "planned": planned}
 
 
 def every(schedules: list[str], seconds: float, warmup: int, turns: int) -> dict[str, Any]:
@@ -130,7 +138,8 @@ def measured(dry: bool, console: Console) -> dict[str, Any]:
 def row(ranks: list[dict[str, Any]]) -> dict[str, float]:
     steps = [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     took, planned = median(steps), ranks[0]["planned"]
-    return {"seconds": took, "planned": planned, "ratio": took / planned}
+    cpu = max(median(rank["cpu"]) for rank in ranks)
+    return {"seconds": took, "planned": planned, "ratio": took / planned, "cpu": cpu}
 
 
 def judge(rows: dict[str, dict[str, float]]) -> list[str]:
@@ -150,8 +159,9 @@ def judge(rows: dict[str, dict[str, float]]) -> list[str]:
 def print_table(rows: dict[str, dict[str, float]], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{RANKS} ranks, {MICROBATCHES} microbatches", no_wrap=True)
-    for title in ("s", "planned s", "ratio"):
+    for title in ("s", "planned s", "ratio", "CPU s of the busiest rank"):
         table.add_column(title, justify="right")
     for name, of in rows.items():
-        table.add_row(name, f"{of['seconds']:.3f}", f"{of['planned']:.3f}", f"{of['ratio']:.3f}")
+        cells = (of[key] for key in ("seconds", "planned", "ratio", "cpu"))
+        table.add_row(name, *(f"{x:.3f}" for x in cells))
     console.print(table)
