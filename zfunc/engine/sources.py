@@ -36,7 +36,7 @@ class LayerRef(Ref):
     def __init__(self, source: Source, layer: int) -> None:
         self.source = source
         self.layer = layer
-        self.span = source.layout.layers[layer]
+        self.layout, self.span = source.layout, source.layout.layers[layer]
         self.runs = [source.runs[i] for i in source.layer_units[layer]]
         self.differentiated = source.differentiated
 

@@ -66,7 +66,7 @@ def _ones(x: Tensor) -> Tensor:
 
 
 class ChunkRun:
-    """One microbatch through one chunk. See ``ghosts.Run``.
+    """One microbatch through one chunk. See ``ghosts.GhostRun``.
 
     Args:
         plan: what the rehearsal of this microbatch's shapes has found.

@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass
 from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.plans import Label, Spec
+from zfunc.rehearsal.results import flattened
 from zfunc.rehearsal.shapes import Arguments, Fresh, Given, Outcome, Shape, outcome, shape_of
 from zfunc.rehearsal.sites import site
 
@@ -25,9 +26,9 @@ __all__ = [
     "RULES",
     "RUN",
     "Ghost",
-    "Memory",
+    "GhostMemory",
+    "GhostRun",
     "Recipe",
-    "Run",
     "become",
     "computed",
     "form_of",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 
-class Run(Protocol):
+class GhostRun(Protocol):
     """What is under way: a rehearsal, or the run of a chunk.
 
     Attributes:
@@ -82,10 +83,10 @@ class Run(Protocol):
         """The error for an operation that cannot be done without numbers."""
 
 
-RUN: ContextVar[Run | None] = ContextVar("zfunc_rehearsal_run", default=None)
+RUN: ContextVar[GhostRun | None] = ContextVar("zfunc_rehearsal_run", default=None)
 
 
-class Memory:
+class GhostMemory:
     """Stands for what views share. ``version`` counts writes; ``chunk`` is whose was the last."""
 
     __slots__ = ("chunk", "version")
@@ -136,7 +137,7 @@ class Ghost(Tensor):
     leaves: frozenset[int] | None
     recipe: Recipe | None
     label: tuple[Label, int] | None
-    memory: Memory
+    memory: GhostMemory
     version: int
 
     @property
@@ -197,7 +198,7 @@ def ghost_like(
     needs: bool = False,
     leaves: frozenset[int] | None = None,
     recipe: Recipe | None = None,
-    memory: Memory | None = None,
+    memory: GhostMemory | None = None,
 ) -> Ghost:
     """A new ghost."""
     new = Tensor._make_wrapper_subclass(
@@ -206,7 +207,7 @@ def ghost_like(
     own = new.__dict__
     own["form"], own["maker"], own["label"] = form, maker, None
     own["needs"] = needs and (form.dtype.is_floating_point or form.dtype.is_complex)
-    own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or Memory()
+    own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or GhostMemory()
     own["version"] = own["memory"].version
     made: Ghost = new
     return made
@@ -237,6 +238,8 @@ def ghost_leaves(
 def settle(x: Any) -> Any:
     """``x``; a ghost that is made of nothing (zeros like another one) becomes a tensor."""
     if type(x) is Ghost and x.recipe is not None and x.light and not x.leaves:
+        for y in flattened((x.recipe.args, x.recipe.kwargs))[0]:
+            settle(y)
         become(x, x.recipe.made())
     return x
 
@@ -345,7 +348,7 @@ def _found(func: Any, args: Any, kwargs: dict[str, Any], given: Arguments) -> Ou
         raise refusal(func, str(error).splitlines()[0]) from error
 
 
-def _write(run: Run | None, func: Any, tensors: Sequence[Tensor], found: Outcome) -> None:
+def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Outcome) -> None:
     chunk = -1 if run is None else run.chunk
     for i in found.writes:
         x = tensors[i]
@@ -363,7 +366,7 @@ def _write(run: Run | None, func: Any, tensors: Sequence[Tensor], found: Outcome
 
 
 def _results(
-    run: Run | None,
+    run: GhostRun | None,
     func: Any,
     args: Any,
     kwargs: dict[str, Any],

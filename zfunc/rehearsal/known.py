@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zfunc.ranks.comm import Group, Handle
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.rehearsal.ghosts import (
     RULES,
     RUN,
@@ -136,7 +137,7 @@ def _device_or_stand_in(x: Any) -> Any:
 
 def _concrete(device: str | torch.device) -> torch.device:
     found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    if found == torch.device("cuda"):  # which one is not said
         return torch.device("cuda", torch.cuda.current_device())
     return found
 
@@ -240,9 +241,7 @@ def _places(x: Any) -> list[Any]:
 
 @rule("masked_select")
 def _selected(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    x: Any
-    mask: Any
-    x, mask = [*args, *kwargs.values()]
+    x, mask = list(args) + list(kwargs.values())
     if type(settle(mask)) is Ghost:
         return _looks(func, args, kwargs)
     shape = torch.broadcast_shapes(x.shape, mask.shape)
@@ -313,4 +312,4 @@ _SHAPED: dict[str, Callable[..., Any]] = {
     "all_to_all": _exchanged,
     "broadcast": lambda group, flat, src: flat,
 }
-RULES[Group._issue] = lambda func, args, kwargs: nothing_sent(*args, **kwargs)
+RULES[ConnectedGroup._issue] = lambda func, args, kwargs: nothing_sent(*args, **kwargs)

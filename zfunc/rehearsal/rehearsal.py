@@ -26,7 +26,7 @@ from zfunc.engine.primitives import Ref
 from zfunc.engine.step import Transform
 from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
-from zfunc.ranks.comm import Group
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.keys import scope
 from zfunc.rehearsal.eager import uncompiled
 from zfunc.rehearsal.ghosts import (
@@ -101,8 +101,9 @@ class Seam(Transform):
 class GhostRef(Ref):
     """A layer's parameters where they are not."""
 
-    def __init__(self, layer: int, name: str, params: Tree, differentiated: bool) -> None:
-        self.__dict__.update(layer=layer, name=name, params=params, differentiated=differentiated)
+    def __init__(self, layout: Layout, layer: int, params: Tree, differentiated: bool) -> None:
+        self.layout, self.span, self.layer = layout, layout.layers[layer], layer
+        self.params, self.differentiated = params, differentiated
 
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         return fn(self.params, *xs, **kw)
@@ -111,10 +112,10 @@ class GhostRef(Ref):
         return self.params
 
     def told(self, info: LayerInfo) -> LayerInfo:
-        return replace(info, name=info.name, key=(None, self.layer))
+        return replace(info, key=(None, self.layer))
 
     def __repr__(self) -> str:
-        return f"GhostRef({self.name})"
+        return f"GhostRef({self.span.name})"
 
 
 def outer_tree(layout: Layout, layers: Sequence[Any], root: Mapping[int, Any]) -> Tree:
@@ -139,13 +140,13 @@ class _Silence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Group._issue:
+        if func is ConnectedGroup._issue:
             return nothing_sent(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 class _Rehearsal:
-    """One run of the whole loss. See ``ghosts.Run``."""
+    """One run of the whole loss. See ``ghosts.GhostRun``."""
 
     def __init__(
         self, layout: Layout, chunk_of: Sequence[int], device: torch.device, invents: bool
@@ -209,7 +210,8 @@ class _Rehearsal:
         for k, layer in enumerate(self.layout.layers):
             row = [leaves.get(i) for i in range(layer.start, layer.stop)]
             params = optree.tree_unflatten(layer.spec, row)
-            refs.append(GhostRef(k, layer.name, params, any(x.needs for x in row if x is not None)))
+            trains = any(x.needs for x in row if x is not None)
+            refs.append(GhostRef(self.layout, k, params, trains))
         return refs
 
     def _returned(self, out: Any) -> Any:
