@@ -455,7 +455,7 @@ def test_a_rank_rehearses_alone_and_nothing_is_sent() -> None:
 
 @dataclass(frozen=True, repr=False)
 class Rehearsing(zf.Transform):
-    """Rehearses each loss before it is differentiated; ``found`` has what was sent, and the plan."""
+    """Rehearses each loss first; ``found`` has what was sent then and later, and the plan."""
 
     found: list[Any]
     position = 400
