@@ -53,7 +53,7 @@ class Ref(Lazy):
     """Whether gradients of these parameters are asked for."""
 
     layout: Any = None
-    """The ``Layout`` that they are leaves of, if there is one; ``span``: which ``Layer`` of it."""
+    """The ``Layout`` that they are leaves of, if any; ``span`` is which ``Layer`` of it."""
 
     span: Any = None
 

@@ -137,7 +137,8 @@ def _device_or_stand_in(x: Any) -> Any:
 
 def _concrete(device: str | torch.device) -> torch.device:
     found = torch.device(device)
-    if found == torch.device("cuda"):  # which one is not said
+    index: int | None = found.index
+    if found.type == "cuda" and index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
 
