@@ -333,7 +333,7 @@ class ChunkRun:
         self.entered = uses
 
     def _replace(self, ghost: Ghost, leaf: Tensor) -> None:
-        new = leaf.view_as(leaf)
+        new = leaf.view_as(leaf) if type(leaf) is Tensor else leaf.detach()  # stored in low bits
         new.__dict__.update({k: x for k, x in leaf.__dict__.items() if k.startswith("_zfunc")})
         become(ghost, new)
 

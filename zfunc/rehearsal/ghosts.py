@@ -229,7 +229,8 @@ def ghost_leaves(
         if (slot := layout.slots[i]) is not None:
             flat = layout.flats[slot.flat]
             short = compute is not None and flat.dtype.is_floating_point
-            meta = torch.empty(slot.own, dtype=compute if short else flat.dtype, device="meta")
+            dtype = compute if short else flat.dtype if slot.code is None else slot.code.dtype
+            meta = torch.empty(slot.own, dtype=dtype, device="meta")
             ghost = ghost_like(shape_of(meta), device, -1, flat.trainable, frozenset((i,)))
             found[i] = layout.marked(slot, ghost)
     return found
