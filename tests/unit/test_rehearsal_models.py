@@ -199,7 +199,7 @@ def test_an_encoders_output_goes_to_every_chunk_of_the_decoder() -> None:
 
 def test_weights_in_low_bits_come_where_they_are_used() -> None:
     model, ids = made("llama"), batch("llama", 8)["input_ids"]
-    params = zf.quantize(model.apply, bits=8).place(model.params).tree
+    params = zf.quantize(model.apply, bits=8).place(model.params)
     layout = make_layout(params, world=1)
     stored = {slot.path for slot in layout.present if slot.code is not None}
     assert "lm_head.weight" in stored and len(stored) > LAYERS
