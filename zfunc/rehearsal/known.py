@@ -162,12 +162,12 @@ def _iterated(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @rule("requires_grad_", of=(Tensor,))
 def _require(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    x.needs = bool((*args[1:], *kwargs.values(), True)[0])
+    x.tracked = bool((*args[1:], *kwargs.values(), True)[0])
     return x
 
 
 def _set_required(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    args[0].needs = bool(args[1])
+    args[0].tracked = bool(args[1])
 
 
 RULES[Tensor.requires_grad.__get__] = lambda func, args, kwargs: args[0].needs  # type: ignore[attr-defined]

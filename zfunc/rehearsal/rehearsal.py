@@ -352,7 +352,7 @@ class _Rehearsal:
 
     def _elsewhere(self, x: Tensor) -> None:
         """A tensor that a layer has written to: only its stage knows what is in it."""
-        was = ghost_like(form_of(x), x.device, self.chunk, x.requires_grad)
+        was = ghost_like(form_of(x), x.device, self.chunk, True)
         become(x, was)
         self.overwrote(x, was)
 
@@ -405,7 +405,7 @@ class _Rehearsal:
             written = x._version > 0
             become(x, was)
             if written and type(x) is Ghost:
-                x.memory.version, x.memory.chunk = x.memory.version + 1, self.chunk
+                x.memory.written(self.chunk, needs=True)
         self.invented.clear()
 
     def _invent(self, g: Ghost) -> None:

@@ -63,7 +63,7 @@ def _is_record(x: Any) -> bool:
 
 
 @functools.cache
-def _are_records(kind: type[Any]) -> bool:
+def _are_records(kind: Any) -> bool:
     return issubclass(kind, Mapping) or is_dataclass(kind)
 
 
