@@ -82,14 +82,46 @@ def run(
     layout = make_layout(params, world=1)
     plan = plan or rehearse(fn, layout, args, kwargs, chunk_of)
     leaves = optree.tree_leaves(params, none_is_leaf=True, namespace=NAMESPACE)
+    mine = [
+        [x if x is None else x.detach().requires_grad_() for x in leaves]
+        for _ in range(plan.chunks)
+    ]
+    result, runs, entered = _forward(fn, layout, mine, args, kwargs, plan, scope_of, around)
     total: list[Tensor | None] = [None] * len(leaves)
+    _backward(plan, runs, mine, loss_of(result), total)
+    sent = [[label for label, _ in plan.sends(k)] for k in range(plan.chunks)]
+    return InChunks(plan, result, total, entered, sent)
+
+
+def forward(
+    fn: Callable[..., Any], params: Any, args: tuple[Any, ...], *, chunk_of: Sequence[int]
+) -> Any:
+    """What the last chunk returns, without gradients."""
+    layout = make_layout(params, world=1)
+    plan = rehearse(fn, layout, args, None, chunk_of)
+    leaves = optree.tree_leaves(params, none_is_leaf=True, namespace=NAMESPACE)
+    with torch.no_grad():
+        rows = [leaves] * plan.chunks
+        return _forward(fn, layout, rows, args, None, plan, None, nullcontext)[0]
+
+
+def _forward(
+    fn: Callable[..., Any],
+    layout: Layout,
+    rows: list[Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    plan: Rehearsed,
+    scope_of: Callable[[int], Any] | None,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> tuple[Any, list[ChunkRun], list[list[int]]]:
+    """Every chunk in turn, each on a row of leaves."""
     wire: dict[tuple[int, Label], Tensor] = {}
-    runs, mine, all_entered, result = [], [], [], None
-    for k in range(plan.chunks):
-        own = [x if x is None else x.detach().requires_grad_() for x in leaves]
-        refs = _Refs(layout, own)
+    runs, entered, result = [], [], None
+    for k, row in enumerate(rows):
+        refs = _Refs(layout, row)
         chunk = ChunkRun(
-            plan, k, _receiver(wire, k), lambda which, own=own: {i: own[i] for i in which}
+            plan, k, _receiver(wire, k), lambda which, row=row: {i: row[i] for i in which}
         )
         token = context.push(Context(transforms=(Seam(),), layer_scope=scope_of))
         try:
@@ -103,11 +135,8 @@ def run(
             spec = plan.receives(to)[label][1]
             wire[to, label] = torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype).copy_(x)
         runs.append(chunk)
-        mine.append(own)
-        all_entered.append(refs.entered)
-    _backward(plan, runs, mine, loss_of(result), total)
-    sent = [[label for label, _ in plan.sends(k)] for k in range(plan.chunks)]
-    return InChunks(plan, result, total, all_entered, sent)
+        entered.append(refs.entered)
+    return result, runs, entered
 
 
 def _receiver(wire: dict[Any, Tensor], chunk: int) -> Callable[[Label, Spec], Tensor]:

@@ -285,6 +285,34 @@ def written_between(p: Any, ids: Tensor) -> Tensor:
     return end(x, p)
 
 
+@loss
+def a_view_of_zeros_is_written(p: Any, ids: Tensor) -> Tensor:
+    def run(q: Any, x: Tensor, base: Tensor) -> Tensor:
+        return block(q, x) + base
+
+    x = F.embedding(ids, p["embed"])
+    base = torch.zeros_like(x)
+    view = base[:, 1:]
+    view += x[:, :-1]
+    for layer in p["layers"]:
+        x = zf.layer(run, layer, x, base)
+    return end(x, p)
+
+
+@loss
+def a_layer_looks_and_writes(p: Any, ids: Tensor) -> Tensor:
+    def run(q: Any, x: Tensor, sums: Tensor) -> Tensor:
+        if float(x.detach().sum()) > -1e9:
+            sums += x.sum(-1)
+        return block(q, x)
+
+    x = F.embedding(ids, p["embed"])
+    sums = x.sum(-1)
+    for layer in p["layers"]:
+        x = zf.layer(run, layer, x, sums)
+    return end(x * sums[..., None], p)
+
+
 # --- operations ----------------------------------------------------------------------------------
 
 

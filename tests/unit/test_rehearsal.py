@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +27,12 @@ from tests.unit import in_chunks
 from tests.unit.in_chunks import even, whole, worst
 from tests.unit.rehearsed_losses import DEPTH, IDS, LOSSES, block, end, params, through
 from zfunc.errors import CompositionError
+from zfunc.language import gpt
 from zfunc.layout.cutting import make_layout
+from zfunc.layout.splits import Split
+from zfunc.operators import conjugates
+from zfunc.ranks.accounting import ledger
+from zfunc.ranks.axes import group
 from zfunc.ranks.keys import scope
 from zfunc.rehearsal.ghosts import Ghost
 from zfunc.rehearsal.plans import Rehearsed, Spec
@@ -410,3 +418,118 @@ def test_no_chunks_layers_run_elsewhere() -> None:
     ran.clear()
     in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2), plan=plan)
     assert ran == [0, 1, 2, 3]
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+
+def test_a_rank_rehearses_alone_and_nothing_is_sent() -> None:
+    def body() -> Any:
+        ranks = group(zf.mesh(tensor=2), "tensor")
+        widths = Split.of(0, [[0, 1, 2], [3, 4]])
+
+        def run(q: Any, x: Tensor) -> Tensor:
+            y = conjugates.summed(conjugates.copied(x, ranks) @ q["w"], ranks)
+            part = y[..., : widths.width(ranks.rank)]
+            scattered = conjugates.scattered_positions(y, ranks)
+            assert scattered.shape[1] == 2
+            return conjugates.gathered_positions(scattered, ranks, 4) + conjugates.gathered(
+                part, ranks, widths
+            ).sum(-1, keepdim=True)
+
+        def loss(p: Any, ids: Tensor) -> Tensor:
+            x = conjugates.summed(F.embedding(ids, p["embed"]), ranks)
+            for layer in p["layers"]:
+                x = zf.layer(run, layer, x)
+            counts = ranks.all_reduce(torch.ones(3)).wait()  # of numbers that are here
+            return end(x, p) + counts.sum()
+
+        if ranks.rank == 1:
+            return None
+        with ledger() as sent:
+            plan = rehearsed(loss, 2)
+        return dict(sent.by_kind), [list(plan.receives(k)) for k in range(2)]
+
+    assert zf.simulate(2)(body)()[0] == ({}, [[], [(1, "out", 0)]])
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Rehearsing(zf.Transform):
+    """Rehearses each loss first; ``found`` has what was sent then and later, and the plan."""
+
+    found: list[Any]
+    position = 400
+
+    def differentiate(self, call: Any, running: Any) -> Any:
+        def run(asked: Any) -> Any:
+            layout = asked.params.layout
+            with ledger() as sent:
+                plan = rehearse(asked.loss_fn, layout, asked.args, asked.kwargs, [0, 0, 1, 1])
+            with ledger() as then:
+                out = call(asked)
+            self.found.append((dict(sent.by_kind), dict(then.by_kind), plan))
+            return out
+
+        return run
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_split_leaves_are_rehearsed_without_a_message(sequence: bool) -> None:
+    config = gpt.GPTConfig(vocab=64, width=32, depth=4, heads=2)
+    params, tx = gpt.init(config, zf.random.key(0)), zf.optim.sgd(0.1)
+    ids, found = zf.random.randint(zf.random.key(1), 0, 64, (4, 10)), list[Any]()
+
+    def body() -> None:
+        step = zf.train_step(lambda p, b: gpt.loss(p, b, config), tx)
+        rules = gpt.rules(config)
+        step = zf.split(step, mesh=zf.mesh(tensor=2), rules=rules, sequence=sequence)
+        step = step.wrap(Rehearsing(found))
+        step(step.place(zf.TrainState.create(params, tx)), ids)
+
+    zf.simulate(2)(body)()
+    assert len(found) == 2
+    for sent, then, plan in found:
+        assert sent == {} and then["all_reduce"] + then.get("reduce_scatter", 0) > 0
+        ((_, spec),) = plan.receives(1).values()
+        # A rank's part of the stream is its positions.
+        assert spec.shape[0] == 4 and spec.shape[2] == 32 and spec.shape[1] in (9, 5, 4)
+        assert (spec.shape[1] < 9) == sequence
+
+
+# --- memory and compilers ------------------------------------------------------------------------
+
+
+def test_a_plan_holds_no_tensor_of_its_rehearsal() -> None:
+    seen: list[Any] = []
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        seen.extend([weakref.ref(p["embed"]), weakref.ref(ids)])
+        return LOSSES["a_dataclass"](p, ids)
+
+    plan = rehearsed(fn, 2, (IDS.clone(),))
+    gc.collect()
+    assert plan.chunks == 2 and [x() for x in seen] == [None, None]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers_are_not_compiled_for_shapes() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    fast = torch.compile(block, backend=backend)
+
+    def loss(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x = zf.layer(fast, layer, x)
+        return x.square().mean()
+
+    want, count = whole(loss, params(), (IDS,)), len(graphs)
+    assert count > 0
+    plan = rehearsed(loss, 2, (IDS[:, :3],))
+    assert plan.calls[0].results[0].shape == (2, 3, 6) and len(graphs) == count
+    got = in_chunks.run(loss, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, want[0]) and worst(got, want) == 0.0

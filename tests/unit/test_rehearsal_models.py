@@ -195,3 +195,17 @@ def test_an_encoders_output_goes_to_every_chunk_of_the_decoder() -> None:
     (encoded,) = [label for label in plan.receives(3) if plan.receives(3)[label][0] == 1]
     assert encoded in plan.receives(2)
     assert plan.receives(3)[encoded][1].shape == (4, 9, 32)
+
+
+def test_weights_in_low_bits_come_where_they_are_used() -> None:
+    model, ids = made("llama"), batch("llama", 8)["input_ids"]
+    params = zf.quantize(model.apply, bits=8).place(model.params)
+    layout = make_layout(params, world=1)
+    stored = {slot.path for slot in layout.present if slot.code is not None}
+    assert "lm_head.weight" in stored and len(stored) > LAYERS
+
+    def logits(p: Any, ids: Tensor) -> Tensor:
+        return model.apply(p, input_ids=ids, use_cache=False).logits
+
+    want = logits(params, ids)
+    assert torch.equal(in_chunks.forward(logits, params, (ids,), chunk_of=[0, 0, 1, 2]), want)

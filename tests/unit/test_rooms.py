@@ -29,8 +29,8 @@ LINES = {
     "engine.step": 4_000,
     "optim.adaptive": 6_220,
     # A mesh and its groups, without the transports. Errors of schedules and of backward, and the
-    # question that a collective asks tensors without memory, are 30 lines of it.
-    "ranks.axes": 1_080,
+    # question that a collective asks tensors without memory, are 10 lines of it.
+    "ranks.axes": 1_060,
 }
 LOADED = 60  # modules of ours that `import zfunc` loads
 TWINS = 0  # class names that stand for more than one class

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from zfunc.errors import DesyncError
 from zfunc.ranks.accounting import HEADER_BYTES
@@ -224,15 +225,22 @@ class ConnectedGroup(Group):
             self._fail(error)
             raise
 
-    def _start(
+    def _issue(
         self,
         kind: str,
         label: str,
         what: tuple[Any, ...],
         data: Tensor,
         args: tuple[Any, ...],
-        then: Callable[[Any], Any] | None,
+        then: Callable[[Any], Any] | None = None,
     ) -> Handle[Any]:
+        # A tensor of a kind that answers for torch's functions is asked about this one, too: what
+        # has a shape and no memory can be in no message.
+        if has_torch_function_unary(data):
+            asked: Handle[Any] = handle_torch_function(
+                ConnectedGroup._issue, (data,), self, kind, label, what, data, args, then
+            )
+            return asked
         call = self._call(kind, label, what, data)
         sent, held = self._cost(kind, data, args)
         self._record(call, sent, data)

@@ -97,6 +97,9 @@ class ChunkRun:
         self.inputs: dict[Label, Tensor] = {}
         self.outs: dict[Label, Tensor] = {}
         self.to_send = {label for label, _ in plan.sends(chunk)}
+        self.places: dict[tuple[int, str], list[Label]] = {}
+        for label in (*self.wanted, *self.to_send):
+            self.places.setdefault(label[:2], []).append(label)
         self.stop = plan.last_call(chunk)
         self.last = chunk == plan.chunks - 1
         self.next = 0
@@ -296,9 +299,11 @@ class ChunkRun:
     # --- values that come and go ---
 
     def _meet(self, n: int, side: str, leaves: Sequence[Any]) -> None:
-        for p, x in enumerate(leaves):
-            label = (n, side, p)
-            settle(x)
+        for x in leaves:
+            if type(x) is Ghost and x.recipe is not None:
+                settle(x)
+        for label in self.places.get((n, side), ()):
+            x = leaves[label[2]] if label[2] < len(leaves) else None
             if label in self.wanted and type(x) is Ghost:
                 self._take(label, x)
             if label in self.to_send and label not in self.outs:
@@ -333,7 +338,7 @@ class ChunkRun:
         self.entered = uses
 
     def _replace(self, ghost: Ghost, leaf: Tensor) -> None:
-        new = leaf.view_as(leaf)
+        new = leaf.view_as(leaf) if type(leaf) is Tensor else leaf.detach()  # stored in low bits
         new.__dict__.update({k: x for k, x in leaf.__dict__.items() if k.startswith("_zfunc")})
         become(ghost, new)
 

@@ -87,12 +87,23 @@ RUN: ContextVar[GhostRun | None] = ContextVar("zfunc_rehearsal_run", default=Non
 
 
 class GhostMemory:
-    """Stands for what views share. ``version`` counts writes; ``chunk`` is whose was the last."""
+    """Stands for what views share.
 
-    __slots__ = ("chunk", "version")
+    Attributes:
+        version: how often it has been written to.
+        chunk: whose was the last time.
+        needs: whether something was written that may have a gradient.
+    """
+
+    __slots__ = ("chunk", "needs", "version")
 
     def __init__(self) -> None:
-        self.version, self.chunk = 0, -1
+        self.version, self.chunk, self.needs = 0, -1, False
+
+    def written(self, chunk: int, needs: bool) -> None:
+        """A chunk has written to it."""
+        self.version, self.chunk = self.version + 1, max(self.chunk, chunk)
+        self.needs = self.needs or needs
 
 
 class Recipe(NamedTuple):
@@ -123,7 +134,7 @@ class Ghost(Tensor):
     Attributes:
         form: its shape, strides and dtype.
         maker: the chunk that computes it.
-        needs: whether it may have a gradient.
+        tracked: whether it had a gradient, if it may, when it was made.
         leaves: of which parameters it was made, if of these alone; ``None`` of anything else.
         recipe: how; ``None`` of a parameter itself.
         label: where layers met it first, and how often its memory had been written then.
@@ -133,7 +144,7 @@ class Ghost(Tensor):
 
     form: Shape
     maker: int
-    needs: bool
+    tracked: bool
     leaves: frozenset[int] | None
     recipe: Recipe | None
     label: tuple[Label, int] | None
@@ -144,6 +155,12 @@ class Ghost(Tensor):
     def light(self) -> bool:
         """Whether it is made of parameters alone, or of nothing: anyone can make it again."""
         return self.leaves is not None and self.version == self.memory.version
+
+    @property
+    def needs(self) -> bool:
+        """Whether it may have a gradient."""
+        dtype = self.form.dtype
+        return (self.tracked or self.memory.needs) and (dtype.is_floating_point or dtype.is_complex)
 
     @property
     def home(self) -> int:
@@ -206,7 +223,7 @@ def ghost_like(
     )
     own = new.__dict__
     own["form"], own["maker"], own["label"] = form, maker, None
-    own["needs"] = needs and (form.dtype.is_floating_point or form.dtype.is_complex)
+    own["tracked"] = needs
     own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or GhostMemory()
     own["version"] = own["memory"].version
     made: Ghost = new
@@ -229,7 +246,8 @@ def ghost_leaves(
         if (slot := layout.slots[i]) is not None:
             flat = layout.flats[slot.flat]
             short = compute is not None and flat.dtype.is_floating_point
-            meta = torch.empty(slot.own, dtype=compute if short else flat.dtype, device="meta")
+            dtype = compute if short else flat.dtype if slot.code is None else slot.code.dtype
+            meta = torch.empty(slot.own, dtype=dtype, device="meta")
             ghost = ghost_like(shape_of(meta), device, -1, flat.trainable, frozenset((i,)))
             found[i] = layout.marked(slot, ghost)
     return found
@@ -362,7 +380,7 @@ def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Ou
             continue
         if run is not None:
             run.writes(func, x)
-        x.memory.version, x.memory.chunk = x.memory.version + 1, max(chunk, x.home)
+        x.memory.written(max(chunk, x.home), _kept(func) and any(map(_needs, tensors)))
 
 
 def _results(
@@ -377,9 +395,7 @@ def _results(
 ) -> Any:
     tensors, device = given.tensors, given.device or ghosts[0].device
     chunk, recorded = -1 if run is None else run.chunk, torch.is_grad_enabled()
-    # What a Function's forward detaches, or computes without a graph, has a gradient all the same.
-    kept = in_function() or (recorded and func not in DETACHING)
-    needs = kept and any(map(_needs, tensors))
+    needs = _kept(func) and any(map(_needs, tensors))
     leaves = frozenset[int]().union(*(g.leaves or () for g in ghosts)) if light else None
     place = -1
 
@@ -394,6 +410,12 @@ def _results(
         return ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
 
     return found.results(make)
+
+
+def _kept(func: Any) -> bool:
+    """Whether gradients go through here. What a Function's forward detaches, or computes without a
+    graph, has one all the same."""
+    return in_function() or (torch.is_grad_enabled() and func not in DETACHING)
 
 
 def _needs(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zfunc.ranks.comm import Group, Handle
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.rehearsal.ghosts import (
     RULES,
     RUN,
@@ -161,12 +162,12 @@ def _iterated(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @rule("requires_grad_", of=(Tensor,))
 def _require(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    x.needs = bool((*args[1:], *kwargs.values(), True)[0])
+    x.tracked = bool((*args[1:], *kwargs.values(), True)[0])
     return x
 
 
 def _set_required(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    args[0].needs = bool(args[1])
+    args[0].tracked = bool(args[1])
 
 
 RULES[Tensor.requires_grad.__get__] = lambda func, args, kwargs: args[0].needs  # type: ignore[attr-defined]
@@ -312,4 +313,4 @@ _SHAPED: dict[str, Callable[..., Any]] = {
     "all_to_all": _exchanged,
     "broadcast": lambda group, flat, src: flat,
 }
-RULES[Group._issue] = lambda func, args, kwargs: nothing_sent(*args, **kwargs)
+RULES[ConnectedGroup._issue] = lambda func, args, kwargs: nothing_sent(*args, **kwargs)

@@ -26,7 +26,7 @@ from zfunc.engine.primitives import Ref
 from zfunc.engine.step import Transform
 from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
-from zfunc.ranks.comm import Group
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.keys import scope
 from zfunc.rehearsal.eager import uncompiled
 from zfunc.rehearsal.ghosts import (
@@ -140,7 +140,7 @@ class _Silence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Group._issue:
+        if func is ConnectedGroup._issue:
             return nothing_sent(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -352,7 +352,7 @@ class _Rehearsal:
 
     def _elsewhere(self, x: Tensor) -> None:
         """A tensor that a layer has written to: only its stage knows what is in it."""
-        was = ghost_like(form_of(x), x.device, self.chunk, x.requires_grad)
+        was = ghost_like(form_of(x), x.device, self.chunk, True)
         become(x, was)
         self.overwrote(x, was)
 
@@ -405,7 +405,7 @@ class _Rehearsal:
             written = x._version > 0
             become(x, was)
             if written and type(x) is Ghost:
-                x.memory.version, x.memory.chunk = x.memory.version + 1, self.chunk
+                x.memory.written(self.chunk, needs=True)
         self.invented.clear()
 
     def _invent(self, g: Ghost) -> None:

@@ -7,6 +7,7 @@ Hugging Face) are seen into. Everything else is one leaf: a cache, say, which la
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -21,8 +22,6 @@ __all__ = ["Rebuild", "flattened", "replaced"]
 Rebuild = Callable[[Sequence[Any]], Any]
 """A function from leaves to the structure that they were in."""
 
-PLAIN = frozenset([Tensor, type(None), int, float, bool, str, bytes])
-
 
 def flattened(tree: Any) -> tuple[list[Any], Rebuild]:
     """The leaves, ``None`` being one, and how they go together.
@@ -32,8 +31,6 @@ def flattened(tree: Any) -> tuple[list[Any], Rebuild]:
     ([1, 2, None], (5, {'a': [6, 7]}))
     """
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
-    if all(type(x) in PLAIN for x in leaves):
-        return leaves, lambda new: optree.tree_unflatten(spec, new)
     if not any(map(_is_record, leaves)):
         return leaves, lambda new: optree.tree_unflatten(spec, new)
     found: list[Any] = []
@@ -62,7 +59,12 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
 
 
 def _is_record(x: Any) -> bool:
-    return isinstance(x, Mapping) or (is_dataclass(x) and not isinstance(x, type))
+    return _are_records(type(x)) and not isinstance(x, type)
+
+
+@functools.cache
+def _are_records(kind: Any) -> bool:
+    return issubclass(kind, Mapping) or is_dataclass(kind)
 
 
 def _seen_into(record: Any) -> tuple[list[Any], Rebuild]:

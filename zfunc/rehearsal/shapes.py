@@ -179,10 +179,10 @@ def outcome(
     key = given.key
     if key is None:
         return _learnt(func, args, kwargs, shape)
-    try:
-        return _found[key]
-    except KeyError:
-        found = _learnt(func, args, kwargs, shape)
+    known = _found.get(key)
+    if known is not None:
+        return known
+    found = _learnt(func, args, kwargs, shape)
     if len(_found) > MANY:
         _found.clear()
     _found[key] = found
