@@ -15,6 +15,7 @@ __all__ = [
     "DonatedStateError",
     "NonFiniteError",
     "PlacementError",
+    "ScheduleError",
     "ZfuncError",
 ]
 
@@ -29,6 +30,10 @@ class PlacementError(ZfuncError, ValueError):
 
 class CompositionError(ZfuncError, ValueError):
     """These transforms, or this transform and this step, mean nothing together."""
+
+
+class ScheduleError(CompositionError):
+    """A pipeline schedule cannot run: an action is missing, there twice, or waits for ever."""
 
 
 class DonatedStateError(ZfuncError, RuntimeError):
