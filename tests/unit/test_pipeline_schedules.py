@@ -470,6 +470,9 @@ def check_messages(made: Schedule, seed: int, zero: bool = False) -> None:
     cost = (lambda *x: 0.0) if zero else random_cost(seed)
     message = chance.choice([0.0, 0.0, 0.7])
     found = messages(made, cost, message, crossings, returning)
+    when = made.timeline(cost, message, crossings, returning)
+    ends = [when[_maker(m, made)][1] for m in found]
+    assert ends == sorted(ends)
     wanted = {
         Message(kind, i, *(x[::turn]), *(made.rank_of[k] for k in x[::turn]))
         for kind, turn, pairs in (("forward", 1, crossings), ("backward", -1, returning))
@@ -485,6 +488,13 @@ def check_messages(made: Schedule, seed: int, zero: bool = False) -> None:
         for rank, row in enumerate(posted):
             assert row == [m for m in found if rank in (m.sender, m.receiver)]
         check_places(plans)
+
+
+def _maker(m: Message, made: Schedule) -> Action:
+    """The action that makes what a message carries."""
+    kinds = "F" if m.kind == "forward" else "BI"
+    row = made.actions[m.sender]
+    return next(x for x in row if x[1:] == (m.microbatch, m.source) and x.kind in kinds)
 
 
 def check_places(plans: tuple[tuple[PlannedAction, ...], ...]) -> None:
@@ -601,6 +611,7 @@ def test_no_plot_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ([0, 1.1, 1.9, 3, 30], 2, (0, 4, 5)),
         ([0, 1.1, 30, 3], 3, (0, 2, 3, 4)),
         ([1, 2, 1], 3, (0, 1, 2, 3)),
+        ([5, 2, 9, 1], 3, (0, 2, 3, 4)),  # 5, 2 and 10 have less squares, and a heavier stage
         ([1] * 8 + [30], 3, (0, 4, 8, 9)),  # a heavy head leaves the others even
         ([0.1] * 10, 5, (0, 2, 4, 6, 8, 10)),  # sums of floats, exact
         ([0, 0, 0], 2, (0, 2, 3)),

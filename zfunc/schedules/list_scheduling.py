@@ -22,8 +22,8 @@ class ListScheduling:
     Timing Anomalies, 1969.)
 
     The last place on a rank is kept for its oldest microbatch as long as that has forwards to come.
-    So a rank with two chunks never fills up with microbatches that all wait for one that it has no
-    room for: with room for two chunks on each rank such a search always ends.
+    So a rank does not fill up with microbatches that all wait for one that it has no room for. With
+    two chunks on each rank, and room for both, no rank is ever stuck.
 
     Args:
         rank_of: the owner of each chunk.
