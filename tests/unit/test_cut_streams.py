@@ -47,6 +47,7 @@ ON_POSITIONS: dict[str, Callable[..., Any]] = {
     "no dropout": lambda x, y, w, rows: F.dropout(x, 0.0),
 }
 ON_THE_WHOLE: dict[str, Callable[..., Any]] = {
+    "a copy": lambda x, y, w, rows: x.clone(),
     "a slice": lambda x, y, w, rows: x[:, 1:],
     "a sum over positions": lambda x, y, w, rows: x.sum(1),
     "a larger one": lambda x, y, w, rows: x + y[None].repeat(3, 1, 1, 1),
@@ -124,6 +125,7 @@ class Doubling(torch.autograd.Function):
 def test_a_function_of_autograd_is_told() -> None:
     def on_rank() -> None:
         x = cut_stream(numbers(2, 2, 4).requires_grad_(), ranks_of(2), 4)
+        torch.testing.assert_close(Doubling.apply(x.clone()), x.whole() * 2)
         Doubling.apply(x)
 
     with pytest.raises(PlacementError, match=r"torch.autograd.Function outside of a layer"):

@@ -4,6 +4,7 @@ In the order of reading: ``products`` (which submodules multiply by a weight), `
 arguments that layers get), ``stages`` (a layer whose products are stand-ins), ``flows`` (which
 products feed which), ``reaches`` (which numbers depend on which), ``pieces`` (what can go to
 different ranks), ``numbers`` (what a module keeps beside its leaves), ``trials`` (whether a rank's
-numbers give its share), ``networks`` (experts in one leaf), ``tables`` (vocabularies), ``plans``
-(all of it), ``texts`` (a plan in words).
+numbers give its share), ``networks`` (experts in one leaf), ``positions`` (which layers run on
+some positions of the stream), ``tables`` (vocabularies), ``plans`` (all of it), ``texts`` (a plan
+in words).
 """
