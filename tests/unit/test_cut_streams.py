@@ -140,6 +140,7 @@ class Block(nn.Module):
         super().__init__()
         self.how = how
         self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.each = nn.BatchNorm1d(4)
         self.places = nn.Parameter(numbers(16, 4).float())
 
     def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Any:
@@ -147,6 +148,8 @@ class Block(nn.Module):
             x = x + x.roll(1, 1)
         if self.how == "counting":
             x = x + self.places[: x.shape[1]]
+        if self.how == "counted":  # with numbers of all positions, which evaluation only uses
+            x = self.each(x.mT).mT
         y: Tensor = x + scale * self.down(F.gelu(self.up(self.norm(x))))
         return (y, y.mean(1)) if self.how == "summing" else (y, y) if self.how == "twice" else y
 
@@ -228,6 +231,16 @@ def test_the_plan_says_so() -> None:
     text = str(plan_of(built("mixing"), 2, sequence=True))
     assert "on the whole stream:\n  blocks.0: on positions up is given something else" in text
     assert "stream" not in str(plan_of(built(""), 2))
+
+
+def test_statistics_over_all_positions_stay_so() -> None:
+    """A trial as in evaluation would not see them."""
+    model = built("", "counted")
+    model._pool.skeleton.blocks[1].__class__ = type("Counted", (Block,), {})
+    model._pool.skeleton.last = nn.BatchNorm1d(5).to("meta")
+    plan = plan_of(model, 2, sequence=True)
+    assert list(plan.streams) == ["blocks.0"]
+    assert plan.uncut["blocks.1"].startswith("in training it writes to each.running_mean")
 
 
 def test_nothing_that_runs_on_positions() -> None:

@@ -152,8 +152,10 @@ def stream_of(kind: LayerKind, made: LayerParts, ways: int) -> tuple[LayerStream
         raise Uncut(f"{', '.join(sorted(stage.repeated))} is called several times")
     if any("." in name for name in made.given):
         raise Uncut("a part of an argument is for each head")
-    wholes = [_whole(stage, made, call) for call in kind.calls]
+    wholes = [_whole(stage, call) for call in kind.calls]
     _check_shapes(wholes)
+    if names := _written(stage.layer, stage.run):
+        raise Uncut(f"in training it writes to {', '.join(names)}, of all positions")
     why: _Failed | None = None
     streams = list(_streams_in(stage, wholes))
     for given in streams:
@@ -231,7 +233,7 @@ def _around(columns: Sequence[str]) -> list[str]:
 # --- on the whole --------------------------------------------------------------------------------
 
 
-def _whole(stage: Stage, made: LayerParts, call: LayerInputs) -> _Whole:
+def _whole(stage: Stage, call: LayerInputs) -> _Whole:
     """A run in which all submodules tell what they are given."""
     found = _Whole(call, Trace())
     with stage.called(call), ExitStack() as undo:
@@ -256,6 +258,34 @@ def _telling(found: _Whole, name: str, inner: Callable[..., Any]) -> Callable[..
         return out
 
     return forward
+
+
+def _written(part: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """Buffers that change when a submodule of the copy runs in training, as running statistics do.
+
+    Trials run as in evaluation, where such statistics are used and not made.
+    """
+    before = {name: x.clone() for name, x in part.named_buffers()}
+    modes = [(x, x.training) for x in part.modules()]
+    part.train()
+    try:
+        run()
+    except Exception as error:  # the module's own code
+        raise Uncut(f"in training its code raises {_told(error)}") from error
+    finally:
+        for x, mode in modes:
+            x.training = mode
+    now = dict(part.named_buffers())
+    return [name for name, x in before.items() if name not in now or not _same(x, now[name])]
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
 
 
 @contextmanager
@@ -403,10 +433,7 @@ class _OnPositions:
             except _Failed:
                 raise
             except Exception as error:  # the module's own code on positions
-                said = str(error).splitlines()
-                raise _Failed(
-                    f"its code raises {type(error).__name__}: {said[0] if said else ''}"
-                ) from error
+                raise _Failed(f"its code raises {_told(error)}") from error
         return self._results(trace)
 
     def _product(self, name: str) -> Callable[[Tensor], Tensor]:
@@ -566,6 +593,8 @@ def _is_pointwise(part: nn.Module, width: int) -> bool:
             if product is not None:
                 undo.enter_context(_forward_of(child, _some_product(product.outputs)))
         try:
+            if _written(part, lambda: part(x.clone())):
+                return False
             whole = part(x.clone())
             parts = [part(x[:, some].clone()) for some in (slice(0, 2), slice(2, 5), slice(5, 5))]
         except Exception:  # the module's own code, which may take something else
