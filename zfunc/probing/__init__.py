@@ -5,6 +5,6 @@ arguments that layers get), ``stages`` (a layer whose products are stand-ins), `
 products feed which), ``reaches`` (which numbers depend on which), ``pieces`` (what can go to
 different ranks), ``numbers`` (what a module keeps beside its leaves), ``trials`` (whether a rank's
 numbers give its share), ``networks`` (experts in one leaf), ``positions`` (which layers run on
-some positions of the stream), ``tables`` (vocabularies), ``plans`` (all of it), ``texts`` (a plan
-in words).
+some positions of the stream) and ``pointwise`` (what else does), ``tables`` (vocabularies),
+``plans`` (all of it), ``texts`` (a plan in words).
 """

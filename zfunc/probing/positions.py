@@ -23,10 +23,9 @@ from zfunc.modules.split_inputs import take
 from zfunc.modules.split_plans import LayerStream, Role
 from zfunc.modules.split_streams import names_of
 from zfunc.probing.calls import LayerInputs, LayerKind, Probed
-from zfunc.probing.exactness import Doubled
 from zfunc.probing.flows import Pairing, pairings
 from zfunc.probing.numbers import Number
-from zfunc.probing.products import product_of
+from zfunc.probing.pointwise import forward_of, pointwise_in, written
 from zfunc.probing.stages import Stage, Trace
 from zfunc.probing.trials import close, local_parameters
 from zfunc.ranks.comm import even_cuts
@@ -154,7 +153,11 @@ def stream_of(kind: LayerKind, made: LayerParts, ways: int) -> tuple[LayerStream
         raise Uncut("a part of an argument is for each head")
     wholes = [_whole(stage, call) for call in kind.calls]
     _check_shapes(wholes)
-    if names := _written(stage.layer, stage.run):
+    try:
+        names = written(stage.layer, stage.run)
+    except Exception as error:  # the module's own code
+        raise Uncut(f"in training its code raises {_told(error)}") from error
+    if names:
         raise Uncut(f"in training it writes to {', '.join(names)}, of all positions")
     why: _Failed | None = None
     streams = list(_streams_in(stage, wholes))
@@ -239,7 +242,7 @@ def _whole(stage: Stage, call: LayerInputs) -> _Whole:
     with stage.called(call), ExitStack() as undo:
         for name, part in stage.layer.named_modules():
             if name and name not in stage.products:
-                undo.enter_context(_forward_of(part, _telling(found, name, part.forward)))
+                undo.enter_context(forward_of(part, _telling(found, name, part.forward)))
         found.trace = stage.run()
     return found
 
@@ -260,46 +263,9 @@ def _telling(found: _Whole, name: str, inner: Callable[..., Any]) -> Callable[..
     return forward
 
 
-def _written(part: nn.Module, run: Callable[[], Any]) -> list[str]:
-    """Buffers that change when a submodule of the copy runs in training, as running statistics do.
-
-    Trials run as in evaluation, where such statistics are used and not made.
-    """
-    before = {name: x.clone() for name, x in part.named_buffers()}
-    modes = [(x, x.training) for x in part.modules()]
-    part.train()
-    try:
-        run()
-    except Exception as error:  # the module's own code
-        raise Uncut(f"in training its code raises {_told(error)}") from error
-    finally:
-        for x, mode in modes:
-            x.training = mode
-    now = dict(part.named_buffers())
-    return [name for name, x in before.items() if name not in now or not _same(x, now[name])]
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
-
-
 def _told(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"
-
-
-@contextmanager
-def _forward_of(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A block in which a submodule has another forward."""
-    before = part.__dict__.get("forward")
-    part.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del part.__dict__["forward"]
-        else:
-            part.__dict__["forward"] = before
 
 
 # --- on positions --------------------------------------------------------------------------------
@@ -417,7 +383,7 @@ class _OnPositions:
         with stage.called(whole.call), ExitStack() as undo:
             for name in stage.products:
                 part = stage.layer.get_submodule(name)
-                undo.enter_context(_forward_of(part, self._product(name)))
+                undo.enter_context(forward_of(part, self._product(name)))
             networks = [name for name, role in made.roles.items() if role is Role.NETWORK]
             for name in (*places, *networks):
                 if name in whole.often or name not in whole.seen:
@@ -425,7 +391,7 @@ class _OnPositions:
                 part = stage.layer.get_submodule(name)
                 network = name in networks
                 made_of = self._network if network else partial(self._place, only=places[name])
-                undo.enter_context(_forward_of(part, made_of(name, part.forward)))
+                undo.enter_context(forward_of(part, made_of(name, part.forward)))
             undo.enter_context(local_parameters(stage.layer, made.splits, self.rank))
             undo.enter_context(_numbers(stage.layer, made.attributes, self.rank))
             try:
@@ -553,66 +519,3 @@ def _numbers(
     finally:
         for number in reversed(undo):
             number.restore()
-
-
-# --- outside of layers ---------------------------------------------------------------------------
-
-
-def pointwise_in(found: Probed, roles: Mapping[str, Role], width: int) -> tuple[str, ...]:
-    """Submodules outside of layers that do the same to each position, and none of them widens it.
-
-    Args:
-        found: a module that was called.
-        roles: of submodules outside of layers.
-        width: of the stream.
-    """
-    layers = {name for kind in found.kinds for name in kind.names}
-    names: list[str] = []
-
-    def walk(name: str, part: nn.Module) -> None:
-        if name in layers or name in roles or isinstance(part, nn.Embedding):
-            return
-        inside = [f"{name}.{x}" if name else x for x, _ in part.named_modules() if x]
-        alone = not any(x in layers or x in roles for x in inside)
-        if name and alone and _is_pointwise(part, width):
-            names.append(name)
-            return
-        for key, child in part.named_children():
-            walk(f"{name}.{key}" if name else key, child)
-
-    walk("", found.module)
-    return tuple(names)
-
-
-def _is_pointwise(part: nn.Module, width: int) -> bool:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(2, 5, width, generator=generator, dtype=torch.float64)
-    with ExitStack() as undo, Doubled():
-        for child in part.modules():
-            product = product_of(child)
-            if product is not None:
-                undo.enter_context(_forward_of(child, _some_product(product.outputs)))
-        try:
-            if _written(part, lambda: part(x.clone())):
-                return False
-            whole = part(x.clone())
-            parts = [part(x[:, some].clone()) for some in (slice(0, 2), slice(2, 5), slice(5, 5))]
-        except Exception:  # the module's own code, which may take something else
-            return False
-    tensors = [y for y in (whole, *parts) if isinstance(y, Tensor)]
-    if len(tensors) != 4 or whole.shape[:-1] != x.shape[:-1] or whole.shape[-1] > width:
-        return False
-    joined = torch.cat(parts, 1)
-    return joined.shape == whole.shape and close(joined, whole)
-
-
-def _some_product(outputs: int) -> Callable[[Tensor], Tensor]:
-    """In the place of one whose weight is not there: one that costs little."""
-    generator = torch.Generator().manual_seed(6)
-    rows = torch.randn(2, outputs, generator=generator, dtype=torch.float64)
-
-    def forward(x: Tensor) -> Tensor:
-        mean, first = x.mean(-1, keepdim=True), x[..., :1]
-        return mean * rows[0] + first * rows[1]
-
-    return forward
