@@ -29,6 +29,7 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.buffers.heap import return_freed
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.differentiation import is_evaluated
@@ -68,6 +69,9 @@ from zfunc.trees.tree import dotted
 __all__ = ["Splitting", "split"]
 
 Rules = tuple[tuple[str, Cut | None], ...]
+# Bytes from which on a leaf lies by itself where split is alone: no flats are sent, and a gradient
+# that is copied into one stands beside it at the peak of a step.
+ALONE = 1 << 20
 _PLANNING = Lock()
 
 
@@ -170,9 +174,10 @@ class Splitting(Meshed):
         with _PLANNING:  # ranks that are threads
             if (ways, grained) not in self.plans:
                 self.plans[ways, grained] = plan_of(self.model, ways, **how)
+                return_freed()  # of the numbers that it tried
         plan = self.plans[ways, grained]
-        known = (plan.splits, plan.roles, plan.attributes, plan.streams, plan.pointwise)
-        told = hashlib.sha256(repr(known).encode())
+        parts = (plan.splits, plan.roles, plan.attributes, plan.norms, plan.once)
+        told = hashlib.sha256(repr((*parts, plan.streams, plan.pointwise)).encode())
         if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
             raise PlacementError(
                 "ranks have found different plans for the model: give all of them the same module."
@@ -232,7 +237,8 @@ class Splitting(Meshed):
         parted = optree.tree_unflatten(layout.spec, found)
         if self.sharded:
             return parted
-        return packed(whole(make_layout(parted, by=(self.name, repr(self)))), parted)
+        made = make_layout(parted, alone=ALONE, by=(self.name, repr(self)))
+        return packed(whole(made), parted)
 
     def unplace(self, state: Any) -> Any:
         return tree.full(state)

@@ -64,7 +64,7 @@ FEW = [
     ("gemma3", 3),
     ("bloom", 2),  # a submodule takes its input whole, and what it is added to cut
     ("falcon", 3),
-    ("olmo2", 2),  # its attention is whole
+    ("olmo2", 2),  # a norm over all heads is told of others
     ("gpt-oss", 2),
     ("deepseek", 2),
     ("opt", 3),

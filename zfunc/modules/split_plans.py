@@ -58,6 +58,9 @@ class SplitPlan:
             how many heads it has, for each rank; a dotted one belongs to a copy of that object.
         inputs: by the name of a submodule, of which of its arguments each rank takes a part; along
             that dimension they may repeat, once for each text of a batch.
+        norms: by the name of a submodule, how the features are split over which it takes means.
+        once: by the name of a network, whole leaves of its own that the first rank alone counts, as
+            a bias behind its last product.
         whole: by the name of a leaf or a submodule that might have been split, why it is not.
         streams: by the name of a layer, how it runs on positions of the stream; others run on all.
         pointwise: names of submodules outside of layers that run on positions, too.
@@ -70,6 +73,8 @@ class SplitPlan:
     attributes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, Mapping[str, Split]] = field(default_factory=dict)
+    norms: Mapping[str, Split] = field(default_factory=dict)
+    once: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     streams: Mapping[str, LayerStream] = field(default_factory=dict)
     pointwise: tuple[str, ...] = ()
     uncut: Mapping[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +27,12 @@ from zfunc.modules.split_inputs import taking
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.split_randomness import draw_apart
+from zfunc.modules.split_reductions import reducing, shares
 from zfunc.modules.units import Anatomy
 from zfunc.operators.conjugates import (
     BACKWARD,
     FORWARD,
+    added,
     copied,
     gathered,
     gathered_positions,
@@ -46,7 +48,8 @@ from zfunc.ranks.comm import Group, even_cuts
 
 __all__ = ["CutLayer", "Wiring", "wire"]
 
-EMBED, HEAD, BETWEEN = "tensor embed", "tensor head", "tensor between"  # else those of operators
+# Else those of operators.
+EMBED, HEAD, BETWEEN, NORM = "tensor embed", "tensor head", "tensor between", "tensor norms"
 
 Forward = Callable[..., Any]
 Splits = Mapping[str, Split]
@@ -160,11 +163,19 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
         own = {
             key: homes[home] for key in part._parameters if (home := (names[part], key)) in homes
         }
+        if rank and name in plan.once:
+            part.__dict__["forward"] = _without(part, plan.once[name])
         forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = _called_alike(part.forward, forward)
     for name, inputs in plan.inputs.items():
         part = module.get_submodule(name)
         part.__dict__["forward"] = taking(part, inputs, rank, wiring.entered)
+    for name, split in plan.norms.items():
+        part = module.get_submodule(name)
+        share = shares(split, rank)
+        part.__dict__["forward"] = reducing(
+            part.forward, split.size, lambda x: added(x, wiring.group, NORM), share
+        )
     draw_apart(module, plan.roles, lambda: wiring.ranks)
 
 
@@ -298,6 +309,24 @@ def _feed(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) ->
 def _network(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
     inner = _feed(wiring, part, own, rank, name)
     return lambda *args, **kwargs: wiring.ended(inner(*args, **kwargs))
+
+
+def _without(part: nn.Module, leaves: Sequence[str]) -> Forward:
+    """A forward on zeros in the place of leaves that another rank counts; they get gradients."""
+    inner = part.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held = {key: part._parameters[key] for key in leaves}
+        for key, p in held.items():
+            if p is not None:
+                part._parameters[key] = p.masked_fill(p.new_ones((), dtype=torch.bool), 0)  # type: ignore[assignment]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            part._parameters.update(held)
+
+    return forward
 
 
 MAKERS: Mapping[Role, Callable[[Wiring, nn.Module, Splits, int, str], Forward]] = {

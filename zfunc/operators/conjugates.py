@@ -7,6 +7,7 @@ sense, and so not in that of ``zf.psum``, the transpose of a sum over ranks is t
 |---|---|---|
 | ``copied`` | the identity | the sum over ranks |
 | ``summed`` | the sum over ranks | the identity |
+| ``added`` | the sum over ranks | the sum over ranks |
 | ``gathered`` | parts put together | this rank's part |
 | ``gathered_positions`` | positions put together | sum, this rank's positions |
 | ``scattered_positions`` | sum, this rank's positions | positions put together |
@@ -36,6 +37,7 @@ from zfunc.ranks.comm import Group, even_cuts
 __all__ = [
     "BACKWARD",
     "FORWARD",
+    "added",
     "copied",
     "copied_together",
     "cut_positions",
@@ -149,6 +151,18 @@ def summed(x: Tensor, ranks: Group, label: str = FORWARD, own: bool = False) -> 
         return x
     way = partial(_sum_in_place if own else _sum, ranks=ranks, label=label)
     found: Tensor = Conjugate.apply(x, way, _alias)
+    return found
+
+
+def added(x: Tensor, ranks: Group, label: str = FORWARD) -> Tensor:
+    """The sum over ranks of what each has, with which parts go on: gradients are summed, too.
+
+    A norm over features that are in parts takes its mean of it.
+    """
+    if ranks.size == 1:
+        return x
+    way = partial(_sum, ranks=ranks, label=label)
+    found: Tensor = Conjugate.apply(x, way, way)
     return found
 
 

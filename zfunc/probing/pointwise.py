@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from zfunc.modules.split_plans import Role
 from zfunc.probing.calls import Probed
-from zfunc.probing.exactness import Doubled
+from zfunc.probing.exactness import Doubled, close
 from zfunc.probing.products import product_of
-from zfunc.probing.trials import close
 
 __all__ = ["forward_of", "pointwise_in", "written"]
 

@@ -23,11 +23,13 @@ from zfunc.modules.split_inputs import take
 from zfunc.modules.split_plans import LayerStream, Role
 from zfunc.modules.split_streams import names_of
 from zfunc.probing.calls import LayerInputs, LayerKind, Probed
+from zfunc.probing.exactness import close
 from zfunc.probing.flows import Pairing, pairings
+from zfunc.probing.norms import told
 from zfunc.probing.numbers import Number
 from zfunc.probing.pointwise import forward_of, pointwise_in, written
 from zfunc.probing.stages import Stage, Trace
-from zfunc.probing.trials import close, local_parameters
+from zfunc.probing.trials import local_parameters
 from zfunc.ranks.comm import even_cuts
 
 __all__ = ["Streams", "streams_of"]
@@ -45,6 +47,7 @@ class LayerParts(Protocol):
     inputs: dict[str, Split]
     given: dict[str, Split]
     further: dict[int, Split]
+    norms: dict[str, Split]
 
 
 @dataclass
@@ -146,12 +149,17 @@ def stream_of(kind: LayerKind, made: LayerParts, ways: int) -> tuple[LayerStream
     if any(role in (Role.EMBED, Role.HEAD) for role in made.roles.values()):
         raise Uncut("a table is in it")
     stage = Stage(kind.module, kind.calls)
+    with stage.reducing(list(made.norms)):
+        return _stream_of(stage, made, ways)
+
+
+def _stream_of(stage: Stage, made: LayerParts, ways: int) -> tuple[LayerStream, int]:
     pairs, _ = pairings(stage)
     if stage.repeated:
         raise Uncut(f"{', '.join(sorted(stage.repeated))} is called several times")
     if any("." in name for name in made.given):
         raise Uncut("a part of an argument is for each head")
-    wholes = [_whole(stage, call) for call in kind.calls]
+    wholes = [_whole(stage, call) for call in stage.calls]
     _check_shapes(wholes)
     try:
         names = written(stage.layer, stage.run)
@@ -336,7 +344,7 @@ class _OnPositions:
                 self.ends |= set(choice.pairing.rows)
             if choice.at == PRODUCTS:
                 self.starts |= set(choice.pairing.columns)
-        self.right = 0
+        self.right, self.told = 0, told(whole.trace, made.norms, rank)
         places = {c.at: c.only for c in choices if c.at is not None and c.at != PRODUCTS}
         try:
             self.made = self._run(given, places)
@@ -395,7 +403,7 @@ class _OnPositions:
             undo.enter_context(local_parameters(stage.layer, made.splits, self.rank))
             undo.enter_context(_numbers(stage.layer, made.attributes, self.rank))
             try:
-                trace = stage.run(change=change)
+                trace = stage.run(change=change, told=self.told)
             except _Failed:
                 raise
             except Exception as error:  # the module's own code on positions

@@ -21,12 +21,19 @@ class ModulePlan(SplitPlan):
 
     Attributes:
         shapes: of all leaves, by name.
+        otherwise: by the name of a submodule or a leaf, what a plan that the model itself has, as
+            those of Hugging Face do, says of it that this one does not.
     """
 
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False, repr=False)
 
+    otherwise: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
     def __str__(self) -> str:
-        return text_of(self, self.shapes)
+        lines = [text_of(self, self.shapes)]
+        if self.otherwise:
+            lines += ["the model's own plan says otherwise:", *_grouped(self.otherwise.items())]
+        return "\n".join(lines)
 
 
 def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) -> str:
@@ -48,6 +55,12 @@ def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) 
     if between:
         lines.append("whole between them, gradients summed:")
         lines += _grouped((name, "") for name, _ in between)
+    if plan.norms:
+        lines.append("means over the features of all ranks:")
+        lines += _grouped((name, f"{split.size}") for name, split in plan.norms.items())
+    if plan.once:
+        lines.append("counted on the first rank alone:")
+        lines += _grouped((name, ", ".join(keys)) for name, keys in plan.once.items())
     if plan.attributes:
         lines.append("numbers that differ:")
         lines += _grouped(
