@@ -63,8 +63,11 @@ def trained_llama(wrap: Callable[[Any], Any]) -> Any:
     return run(zf.train_step(loss, TX), wrap, lambda: start, words=words)
 
 
-def split_llama(ways: int, data: int) -> Any:
-    return trained_llama(on_mesh(ways, data, 3, model=small_llama()[0]))
+def split_llama(ways: int, data: int) -> list[Any]:
+    """On the whole stream, and on positions of it."""
+    model = small_llama()[0]
+    wraps = [on_mesh(ways, data, 3, model=model, sequence=how) for how in (False, True)]
+    return [trained_llama(wrap) for wrap in wraps]
 
 
 # Each rank imports transformers, which takes longer than all else here.
@@ -73,5 +76,5 @@ def test_a_llama_trains_as_on_simulated_ranks(ways: int, data: int) -> None:
     pytest.importorskip("transformers")
     want = trained_llama(lambda f: zf.shard(f, stage=0))
     for mine, twin in zip(*on_both(split_llama, ways, data), strict=True):
-        assert_near(mine, want, 1e-9)
+        assert_near(mine, [want, want], 1e-9)
         assert_same(mine, twin)

@@ -23,6 +23,7 @@ from zfunc.engine import context
 from zfunc.errors import PlacementError
 from zfunc.kernels import KernelError, linear_losses
 from zfunc.layout.splits import Cut, Part, Split, mark
+from zfunc.operators.conjugates import copied_together, cut_positions, joined_positions
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import even_cuts
 from zfunc.transforms import splitting
@@ -628,6 +629,57 @@ def test_positions_put_together_and_summed_are_adjoint(ways: int, dim: int, leng
 
     left, right = map(sum, zip(*zf.simulate(ways)(on_a_rank)(), strict=True))
     torch.testing.assert_close(left, right, **EXACT)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize("length", [7, 2])
+def test_positions_of_what_is_alike_are_put_together_again(
+    ways: int, dim: int, length: int
+) -> None:
+    """Cut and joined is the identity, forward and backward: nothing is counted twice."""
+
+    def on_a_rank() -> Tensor:
+        ranks, full = group(zf.mesh(tensor=ways), "tensor"), [2, 2, 3]
+        full[dim] = length
+        x = drawn(*full).requires_grad_()
+        part = cut_positions(x, ranks, dim)
+        whole = joined_positions(part, ranks, length, dim)
+        assert torch.equal(whole, x)
+        y = drawn(*full, seed=1)
+        assert torch.equal(torch.autograd.grad(whole, x, y)[0], y)
+        if ways > 1:
+            with pytest.raises(PlacementError, match="positions in"):
+                joined_positions(part, ranks, length + ways, dim)
+        return part.detach()
+
+    found = zf.simulate(ways)(on_a_rank)()
+    full = [2, 2, 3]
+    full[dim] = length
+    assert torch.equal(torch.cat(found, dim), drawn(*full))
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_gradients_of_several_leaves_are_summed_in_one_round(ways: int) -> None:
+    """Of each dtype; leaves that are not used have none, and those of gradients are right, too."""
+
+    def on_a_rank() -> tuple[Tensor, int]:
+        ranks = group(zf.mesh(tensor=ways), "tensor")
+        leaves = [drawn(3), drawn(2, 2), drawn(4).float(), drawn(5)]
+        leaves = [x.requires_grad_() for x in leaves]
+        a, b, c, _ = copied_together(leaves, ranks, "together")
+        loss = (1 + ranks.rank) * ((a**3).sum() + (b**2).sum() + c.sum().double())
+        with zf.comm.ledger() as led:
+            grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        total = sum(range(1, ways + 1))
+        assert grads[3] is None and grads[2].dtype == torch.float32
+        torch.testing.assert_close(grads[0], total * 3 * leaves[0] ** 2, **EXACT)
+        torch.testing.assert_close(grads[1], total * 2 * leaves[1], **EXACT)
+        curved = torch.autograd.grad(grads[0].sum(), leaves[0])[0]
+        torch.testing.assert_close(curved, total * 6 * leaves[0], **EXACT)
+        return led.calls_by_label.get("together", 0)
+
+    assert zf.simulate(ways)(on_a_rank)() == [2 if ways > 1 else 0] * ways
 
 
 @pytest.mark.parametrize("ways", WAYS)

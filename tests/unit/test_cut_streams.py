@@ -47,6 +47,7 @@ ON_POSITIONS: dict[str, Callable[..., Any]] = {
     "no dropout": lambda x, y, w, rows: F.dropout(x, 0.0),
 }
 ON_THE_WHOLE: dict[str, Callable[..., Any]] = {
+    "a copy": lambda x, y, w, rows: x.clone(),
     "a slice": lambda x, y, w, rows: x[:, 1:],
     "a sum over positions": lambda x, y, w, rows: x.sum(1),
     "a larger one": lambda x, y, w, rows: x + y[None].repeat(3, 1, 1, 1),
@@ -124,6 +125,7 @@ class Doubling(torch.autograd.Function):
 def test_a_function_of_autograd_is_told() -> None:
     def on_rank() -> None:
         x = cut_stream(numbers(2, 2, 4).requires_grad_(), ranks_of(2), 4)
+        torch.testing.assert_close(Doubling.apply(x.clone()), x.whole() * 2)
         Doubling.apply(x)
 
     with pytest.raises(PlacementError, match=r"torch.autograd.Function outside of a layer"):
@@ -138,6 +140,7 @@ class Block(nn.Module):
         super().__init__()
         self.how = how
         self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.each = nn.BatchNorm1d(4)
         self.places = nn.Parameter(numbers(16, 4).float())
 
     def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Any:
@@ -145,7 +148,11 @@ class Block(nn.Module):
             x = x + x.roll(1, 1)
         if self.how == "counting":
             x = x + self.places[: x.shape[1]]
+        if self.how == "counted":  # with numbers of all positions, which evaluation only uses
+            x = self.each(x.mT).mT
         y: Tensor = x + scale * self.down(F.gelu(self.up(self.norm(x))))
+        if self.how == "telling":
+            return y, (self.places[:2] * scale).sum(1)
         return (y, y.mean(1)) if self.how == "summing" else (y, y) if self.how == "twice" else y
 
 
@@ -190,6 +197,7 @@ def graded(model: Any, params: Any, ids: Tensor = IDS) -> tuple[Tensor, dict[str
         (("counting",), ()),
         (("summing", ""), (1,)),
         (("twice", ""), (0, 1)),
+        (("telling", "", "telling"), (0, 1, 2)),
     ],
 )
 @pytest.mark.parametrize("length", [5, 1])
@@ -226,6 +234,16 @@ def test_the_plan_says_so() -> None:
     text = str(plan_of(built("mixing"), 2, sequence=True))
     assert "on the whole stream:\n  blocks.0: on positions up is given something else" in text
     assert "stream" not in str(plan_of(built(""), 2))
+
+
+def test_statistics_over_all_positions_stay_so() -> None:
+    """A trial as in evaluation would not see them."""
+    model = built("", "counted")
+    model._pool.skeleton.blocks[1].__class__ = type("Counted", (Block,), {})
+    model._pool.skeleton.last = nn.BatchNorm1d(5).to("meta")
+    plan = plan_of(model, 2, sequence=True)
+    assert list(plan.streams) == ["blocks.0"]
+    assert plan.uncut["blocks.1"].startswith("in training it writes to each.running_mean")
 
 
 def test_nothing_that_runs_on_positions() -> None:

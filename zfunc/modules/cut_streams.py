@@ -235,7 +235,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CutSt
 
 
 def _unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CutStream | None:
-    """Casts and copies."""
+    """Casts."""
     x, *others = args
     if not isinstance(x, CutStream) or any(isinstance(y, Tensor) for y in others):
         return None
@@ -293,7 +293,7 @@ _WRITES = {
 }
 _UNARY = [
     *(Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
-    *(Tensor.contiguous, Tensor.clone, Tensor.detach, torch.clone),
+    *(Tensor.contiguous, Tensor.detach),
 ]
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_BINARY, _binary),

@@ -129,11 +129,10 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         found: dict[int, Tensor] = {i: g for i, g in enumerate(grads) if g is not None}
         way = partial(_sum_in_place, ranks=ctx.ranks, label=ctx.label)
-        back = partial(_sum, ranks=ctx.ranks, label=ctx.label)
         for dtype in dict.fromkeys(g.dtype for g in found.values()):
             some = [i for i, g in found.items() if g.dtype == dtype]
             flat = torch.cat([found[i].reshape(-1) for i in some])
-            total: Tensor = Conjugate.apply(flat, way, back)
+            total: Tensor = Conjugate.apply(flat, way, _alias)
             parts = total.split([found[i].numel() for i in some])
             found.update({i: x.view(found[i].shape) for i, x in zip(some, parts, strict=True)})
         return None, None, *(found.get(i) for i in range(len(grads)))
@@ -291,14 +290,7 @@ def gathered_positions(
     """
     if ranks.size == 1:
         return x
-    cuts = even_cuts(length, ranks.size)
-    own = cuts[ranks.rank + 1] - cuts[ranks.rank]
-    if x.shape[dim] != own:
-        raise PlacementError(
-            f"{label}: rank {ranks.rank} of {ranks.size} has {x.shape[dim]} of {length} positions "
-            f"in {list(x.shape)}, expected {own}. Cut them with scattered_positions, or evenly, "
-            "the longer parts first."
-        )
+    cuts = _cuts_of(x, ranks, length, dim, label)
     found: Tensor = Conjugate.apply(x, *_ways(*_along(ranks, cuts, dim % x.dim()), label))
     return found
 
@@ -359,15 +351,31 @@ def joined_positions(
 
     Returns:
         ``[b, length, ...]``, the same on all ranks, as its gradient must be.
+
+    Raises:
+        PlacementError: this rank has another number of positions.
     """
     if ranks.size == 1:
         return x
     dim %= x.dim()
-    cuts = even_cuts(length, ranks.size)
+    cuts = _cuts_of(x, ranks, length, dim, label)
     gather, _ = _along(ranks, cuts, dim)
     back = partial(_narrowed, dim=dim, start=cuts[ranks.rank], stop=cuts[ranks.rank + 1])
     found: Tensor = Conjugate.apply(x, partial(gather, label=label), back)
     return found
+
+
+def _cuts_of(x: Tensor, ranks: Group, length: int, dim: int, label: str) -> Sequence[int]:
+    """Where each rank's positions begin and end."""
+    cuts = even_cuts(length, ranks.size)
+    own = cuts[ranks.rank + 1] - cuts[ranks.rank]
+    if x.shape[dim] != own:
+        raise PlacementError(
+            f"{label}: rank {ranks.rank} of {ranks.size} has {x.shape[dim]} of {length} positions "
+            f"in {list(x.shape)}, expected {own}. Cut them with scattered_positions, or evenly, "
+            "the longer parts first."
+        )
+    return cuts
 
 
 def _narrowed(x: Tensor, dim: int, start: int, stop: int) -> Tensor:

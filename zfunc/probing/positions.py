@@ -23,10 +23,11 @@ from zfunc.modules.split_inputs import take
 from zfunc.modules.split_plans import LayerStream, Role
 from zfunc.modules.split_streams import names_of
 from zfunc.probing.calls import LayerInputs, LayerKind, Probed
-from zfunc.probing.exactness import Doubled, close
+from zfunc.probing.exactness import close
 from zfunc.probing.flows import Pairing, pairings
+from zfunc.probing.norms import told
 from zfunc.probing.numbers import Number
-from zfunc.probing.products import product_of
+from zfunc.probing.pointwise import forward_of, pointwise_in, written
 from zfunc.probing.stages import Stage, Trace
 from zfunc.probing.trials import local_parameters
 from zfunc.ranks.comm import even_cuts
@@ -46,6 +47,7 @@ class LayerParts(Protocol):
     inputs: dict[str, Split]
     given: dict[str, Split]
     further: dict[int, Split]
+    norms: dict[str, Split]
 
 
 @dataclass
@@ -147,13 +149,24 @@ def stream_of(kind: LayerKind, made: LayerParts, ways: int) -> tuple[LayerStream
     if any(role in (Role.EMBED, Role.HEAD) for role in made.roles.values()):
         raise Uncut("a table is in it")
     stage = Stage(kind.module, kind.calls)
+    with stage.reducing(list(made.norms)):
+        return _stream_of(stage, made, ways)
+
+
+def _stream_of(stage: Stage, made: LayerParts, ways: int) -> tuple[LayerStream, int]:
     pairs, _ = pairings(stage)
     if stage.repeated:
         raise Uncut(f"{', '.join(sorted(stage.repeated))} is called several times")
     if any("." in name for name in made.given):
         raise Uncut("a part of an argument is for each head")
-    wholes = [_whole(stage, made, call) for call in kind.calls]
+    wholes = [_whole(stage, call) for call in stage.calls]
     _check_shapes(wholes)
+    try:
+        names = written(stage.layer, stage.run)
+    except Exception as error:  # the module's own code
+        raise Uncut(f"in training its code raises {_told(error)}") from error
+    if names:
+        raise Uncut(f"in training it writes to {', '.join(names)}, of all positions")
     why: _Failed | None = None
     streams = list(_streams_in(stage, wholes))
     for given in streams:
@@ -231,13 +244,13 @@ def _around(columns: Sequence[str]) -> list[str]:
 # --- on the whole --------------------------------------------------------------------------------
 
 
-def _whole(stage: Stage, made: LayerParts, call: LayerInputs) -> _Whole:
+def _whole(stage: Stage, call: LayerInputs) -> _Whole:
     """A run in which all submodules tell what they are given."""
     found = _Whole(call, Trace())
     with stage.called(call), ExitStack() as undo:
         for name, part in stage.layer.named_modules():
             if name and name not in stage.products:
-                undo.enter_context(_forward_of(part, _telling(found, name, part.forward)))
+                undo.enter_context(forward_of(part, _telling(found, name, part.forward)))
         found.trace = stage.run()
     return found
 
@@ -258,18 +271,9 @@ def _telling(found: _Whole, name: str, inner: Callable[..., Any]) -> Callable[..
     return forward
 
 
-@contextmanager
-def _forward_of(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A block in which a submodule has another forward."""
-    before = part.__dict__.get("forward")
-    part.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del part.__dict__["forward"]
-        else:
-            part.__dict__["forward"] = before
+def _told(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
 
 
 # --- on positions --------------------------------------------------------------------------------
@@ -340,7 +344,7 @@ class _OnPositions:
                 self.ends |= set(choice.pairing.rows)
             if choice.at == PRODUCTS:
                 self.starts |= set(choice.pairing.columns)
-        self.right = 0
+        self.right, self.told = 0, told(whole.trace, made.norms, rank)
         places = {c.at: c.only for c in choices if c.at is not None and c.at != PRODUCTS}
         try:
             self.made = self._run(given, places)
@@ -387,7 +391,7 @@ class _OnPositions:
         with stage.called(whole.call), ExitStack() as undo:
             for name in stage.products:
                 part = stage.layer.get_submodule(name)
-                undo.enter_context(_forward_of(part, self._product(name)))
+                undo.enter_context(forward_of(part, self._product(name)))
             networks = [name for name, role in made.roles.items() if role is Role.NETWORK]
             for name in (*places, *networks):
                 if name in whole.often or name not in whole.seen:
@@ -395,18 +399,15 @@ class _OnPositions:
                 part = stage.layer.get_submodule(name)
                 network = name in networks
                 made_of = self._network if network else partial(self._place, only=places[name])
-                undo.enter_context(_forward_of(part, made_of(name, part.forward)))
+                undo.enter_context(forward_of(part, made_of(name, part.forward)))
             undo.enter_context(local_parameters(stage.layer, made.splits, self.rank))
             undo.enter_context(_numbers(stage.layer, made.attributes, self.rank))
             try:
-                trace = stage.run(change=change)
+                trace = stage.run(change=change, told=self.told)
             except _Failed:
                 raise
             except Exception as error:  # the module's own code on positions
-                said = str(error).splitlines()
-                raise _Failed(
-                    f"its code raises {type(error).__name__}: {said[0] if said else ''}"
-                ) from error
+                raise _Failed(f"its code raises {_told(error)}") from error
         return self._results(trace)
 
     def _product(self, name: str) -> Callable[[Tensor], Tensor]:
@@ -526,64 +527,3 @@ def _numbers(
     finally:
         for number in reversed(undo):
             number.restore()
-
-
-# --- outside of layers ---------------------------------------------------------------------------
-
-
-def pointwise_in(found: Probed, roles: Mapping[str, Role], width: int) -> tuple[str, ...]:
-    """Submodules outside of layers that do the same to each position, and none of them widens it.
-
-    Args:
-        found: a module that was called.
-        roles: of submodules outside of layers.
-        width: of the stream.
-    """
-    layers = {name for kind in found.kinds for name in kind.names}
-    names: list[str] = []
-
-    def walk(name: str, part: nn.Module) -> None:
-        if name in layers or name in roles or isinstance(part, nn.Embedding):
-            return
-        inside = [f"{name}.{x}" if name else x for x, _ in part.named_modules() if x]
-        alone = not any(x in layers or x in roles for x in inside)
-        if name and alone and _is_pointwise(part, width):
-            names.append(name)
-            return
-        for key, child in part.named_children():
-            walk(f"{name}.{key}" if name else key, child)
-
-    walk("", found.module)
-    return tuple(names)
-
-
-def _is_pointwise(part: nn.Module, width: int) -> bool:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(2, 5, width, generator=generator, dtype=torch.float64)
-    with ExitStack() as undo, Doubled():
-        for child in part.modules():
-            product = product_of(child)
-            if product is not None:
-                undo.enter_context(_forward_of(child, _some_product(product.outputs)))
-        try:
-            whole = part(x.clone())
-            parts = [part(x[:, some].clone()) for some in (slice(0, 2), slice(2, 5), slice(5, 5))]
-        except Exception:  # the module's own code, which may take something else
-            return False
-    tensors = [y for y in (whole, *parts) if isinstance(y, Tensor)]
-    if len(tensors) != 4 or whole.shape[:-1] != x.shape[:-1] or whole.shape[-1] > width:
-        return False
-    joined = torch.cat(parts, 1)
-    return joined.shape == whole.shape and close(joined, whole)
-
-
-def _some_product(outputs: int) -> Callable[[Tensor], Tensor]:
-    """In the place of one whose weight is not there: one that costs little."""
-    generator = torch.Generator().manual_seed(6)
-    rows = torch.randn(2, outputs, generator=generator, dtype=torch.float64)
-
-    def forward(x: Tensor) -> Tensor:
-        mean, first = x.mean(-1, keepdim=True), x[..., :1]
-        return mean * rows[0] + first * rows[1]
-
-    return forward
