@@ -29,6 +29,7 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.buffers.heap import return_freed
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.differentiation import is_evaluated
@@ -68,6 +69,10 @@ from zfunc.trees.tree import dotted
 __all__ = ["Splitting", "split"]
 
 Rules = tuple[tuple[str, Cut | None], ...]
+# Bytes from which on a leaf lies by itself where split is alone. No flat is sent, and a gradient
+# that was copied into one would stand beside its copy at the peak of a step. For small leaves a
+# copy costs less than an update of their own.
+ALONE = 1 << 20
 _PLANNING = Lock()
 
 
@@ -161,6 +166,7 @@ class Splitting(Meshed):
         with _PLANNING:  # ranks that are threads
             if (ways, grained) not in self.plans:
                 self.plans[ways, grained] = plan_of(self.model, ways, **how)
+                return_freed()  # of the numbers that it tried
         plan = self.plans[ways, grained]
         told = hashlib.sha256(repr((plan.splits, plan.roles, plan.attributes)).encode())
         if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
@@ -220,7 +226,8 @@ class Splitting(Meshed):
         parted = optree.tree_unflatten(layout.spec, found)
         if self.sharded:
             return parted
-        return packed(whole(make_layout(parted, by=(self.name, repr(self)))), parted)
+        made = make_layout(parted, alone=ALONE, by=(self.name, repr(self)))
+        return packed(whole(made), parted)
 
     def unplace(self, state: Any) -> Any:
         return tree.full(state)

@@ -136,6 +136,7 @@ def make_layout(
     persist_below: int = 0,
     merge: bool = True,
     first: int | None = None,
+    alone: int | None = None,
     frozen: Callable[[Tensor], bool] = is_frozen,
     by: tuple[str, str] | None = None,
 ) -> Layout:
@@ -148,6 +149,8 @@ def make_layout(
         merge: whether tiny layers travel together, as said.
         first: bytes up to which the last layers are merged, whose gradients are ready first: over
             a slow link they should leave soon. Twice as many before them, and so on.
+        alone: bytes from which on a leaf lies in a flat of its own: its gradient stays where
+            autograd has put it. For trees of which no flat is sent.
         persist_below: leaves of fewer elements are kept whole on every rank.
         frozen: which leaves are marked as having no gradient, beside those of which the tree's
             structure says so (:mod:`zfunc.layout.freezing`).
@@ -182,7 +185,8 @@ def make_layout(
                     small = sizes[i] < persist_below * leaf.itemsize
                     kind = (leaf.dtype, not still[i], small, origin_of(leaf))
                 split = None if (part := parts[i]) is None else part.split
-                kinds.setdefault((*kind, sharing(split)), []).append(i)
+                own = i if alone is not None and sizes[i] >= alone else None
+                kinds.setdefault((*kind, sharing(split), own), []).append(i)
         mine = []
         for (dtype, trainable, whole, *_), some in kinds.items():
             end = 0
