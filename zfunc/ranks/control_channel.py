@@ -177,16 +177,27 @@ class ControlChannel:
             self._read_on(peer)
         self._fill(peer, self._notes.pop((peer, number)), into)
 
-    def reach(self, peer: int) -> None:
+    def expect(self, peer: int) -> None:
         """Connect to a peer from which messages come: it can be told, and its memory be read.
+
+        One that has ended is no error here: what it sent before may have come.
 
         Raises:
             TimeoutError: it did not join the group in time.
-            OSError: it never will.
         """
         self._check_open()
-        if peer not in self._to:
-            self._call(peer)
+        if peer not in self._to and peer not in self._hung_up:
+            try:
+                self._call(peer)
+            except TimeoutError:
+                raise
+            except OSError:
+                self._hung_up.add(peer)
+
+    def host_of(self, peer: int) -> str:
+        """Where a peer can be called."""
+        host, address, _, _ = self._told_by(peer)
+        return HERE if host == self._host else address
 
     def send_message(
         self, peer: int, digest: int, name: str, length: int, parts: Sequence[memoryview] = ()
@@ -205,7 +216,9 @@ class ControlChannel:
             TimeoutError: the peer did not read in time.
             OSError: the peer is gone.
         """
-        self.reach(peer)
+        self._check_open()
+        if peer not in self._to:
+            self._call(peer)
         if _remembered(self._told[peer], digest, None):
             text = digest.to_bytes(8, "little") + name.encode()
             self._push(peer, memoryview(HEADER.pack(NAME, len(text)) + text))
@@ -312,6 +325,10 @@ class ControlChannel:
         except OSError:
             return None
         return self._texts[peer]
+
+    def why_stopped(self, peer: int) -> str | None:
+        """What a peer that has stopped has said of it; this waits for nothing."""
+        return self._texts.get(peer)
 
     def _write(self, peer: int, kind: int, number: int, payload: memoryview) -> None:
         self._check_open()
@@ -468,9 +485,8 @@ class ControlChannel:
 
     def _call(self, peer: int) -> None:
         """Connect to a peer and say who calls."""
-        host, address, port, _ = self._told_by(peer)
-        target = HERE if host == self._host else address
-        sock = socket.create_connection((target, int(port)), self._timeout)
+        port = int(self._told_by(peer)[2])
+        sock = socket.create_connection((self.host_of(peer), port), self._timeout)
         self._open.add(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(self._card(peer)[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))

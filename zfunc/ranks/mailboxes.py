@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import DesyncError
-from zfunc.ranks.transfers import Complete, Direction, TensorSpec, Transfer
+from zfunc.ranks.transfers import Direction, TensorSpec, Transfer
 from zfunc.ranks.transport import Collective, Messages, announced, mismatch, silence, told
 from zfunc.ranks.world import waiting
 
@@ -206,7 +206,7 @@ class OwnMessages:
         with torch.no_grad():
             letter.sent = call, [x.clone() for x in parts]
         self._compare(call, letter)
-        return Complete() if letter.unsent is None else SentLetter(letter)
+        return SentLetter(letter)
 
     def get(self, label: str, what: tuple[Any, ...]) -> Transfer[list[Tensor]]:
         """Ask for the next message."""

@@ -2,21 +2,20 @@
 
 Both return at once, with a handle. Receives may be posted long before anything is sent, and much
 may be sent before it is asked for: a send waits for nobody. But ``wait()`` of a send may last until
-its receive has been posted, so a rank that waits for what it sends posts its receives first. In one
-direction, from a
-rank to another, the n-th send belongs to the n-th receive, in whatever order their handles are
-waited for. Each message tells its label, shapes and dtypes, and a receive that expects others
-raises. Autograd does not see messages.
+its receive has been posted, so a rank that waits for what it sends posts its receives first.
 
-How a message travels: between threads it is copied once. Between processes on one host what has
-up to 16 MiB goes through shared memory, in one piece, copied in by the
-sender and out by the receiver; what is larger, or for another host, goes over gloo, straight from
-and to the tensors' memory. Small tensors of one message travel together. On GPUs NCCL moves them,
-with a communicator for each direction, which :func:`connect` makes.
+In one direction, from a rank to another, the n-th send belongs to the n-th receive, in whatever
+order their handles are waited for. Each message tells its label, shapes and dtypes, and a receive
+that expects others raises. Autograd does not see messages.
 
-A ledger counts a message where it is sent: its bytes under ``"send"``, and one header. What is sent
-counts the bytes of the tensors and no more. Setting up (connections, and the names of labels, once
-to each peer) is not counted, as for collectives.
+How a message travels: between threads it is copied once. Between processes on one host, what has up
+to 16 MiB goes through shared memory in one piece, copied in by the sender and out by the receiver.
+What is larger, or for another host, goes over gloo, straight from and to the tensors' memory; small
+tensors of one message go together. On GPUs NCCL moves it, with a communicator for each direction,
+which :func:`connect` makes.
+
+A ledger counts a message where it is sent: under ``"send"`` the bytes of its tensors and no more,
+and one header. Setting up (connections, and the names of labels, once to each peer) is not counted.
 """
 
 from __future__ import annotations
@@ -127,7 +126,8 @@ def connect(ranks: Group, directions: Sequence[Direction], *, label: str = "conn
 
     On GPUs it makes the communicators, one for each direction, in the order that is given. Ranks
     that made them when they first met would wait for each other in circles. Elsewhere it only
-    compares what the ranks say. It blocks, and is for setting up, not for a step.
+    compares what the ranks say. It blocks, and is for setting up, not for a step. It is called once
+    more after ``zf.recover_world()``, which ends all communicators.
 
     Args:
         ranks: the group.

@@ -185,11 +185,11 @@ class Fabric:
 
     def _absence(self, call: Collective, members: tuple[int, ...], rank: int) -> DesyncError | None:
         """The error for who waits in a group for a rank that takes no further part in it."""
+        if (error := self.parted.get((members, rank))) is not None:
+            return Deserted(f"{call}: rank {rank} has stopped: {error}")
         if why := self.gone.get(rank) or self.stopped.get(rank):
             kind = Deserted if why.startswith("failed") else DesyncError
             return kind(f"{call}: rank {rank} {why} and will not take part")
-        if (error := self.parted.get((members, rank))) is not None:
-            return Deserted(f"{call}: rank {rank} has stopped: {error}")
         return None
 
     def _wake(self, rank: int) -> None:
