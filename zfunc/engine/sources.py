@@ -18,7 +18,7 @@ from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
 from zfunc.engine.unit_info import UnitInfo
-from zfunc.engine.unit_runs import Running, UnitRun, redeem
+from zfunc.engine.unit_runs import Running, Saved, UnitRun, redeem
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of
 from zfunc.layout.readable import Readable
@@ -36,7 +36,7 @@ class LayerRef(Ref):
     def __init__(self, source: Source, layer: int) -> None:
         self.source = source
         self.layer = layer
-        self.span = source.layout.layers[layer]
+        self.layout, self.span = source.layout, source.layout.layers[layer]
         self.runs = [source.runs[i] for i in source.layer_units[layer]]
         self.differentiated = source.differentiated
 
@@ -80,8 +80,7 @@ class LayerRef(Ref):
             ticket = run.pack(x)
             if ticket is not x:
                 return ticket
-        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
-        return x if x.grad_fn is None else x.detach()
+        return Saved(x)
 
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]
@@ -150,6 +149,12 @@ class Source:
         self.start(runs)
         for run in runs:
             found.update(run.leaves())
+        return self.tree(found)
+
+    def tree(self, found: Mapping[int, Any]) -> Tree:
+        """The tree with these leaves, by leaf index, outside of layers, and references for
+        layers."""
+        layout = self.layout
         if not layout.layers and layout.spec.is_leaf():
             return found.get(0)
         items: list[Any] = []
@@ -192,7 +197,9 @@ class Source:
     def _zeros(self, run: UnitRun, flat: int) -> Tensor:
         """The gradient of a unit that no rank has used."""
         spec = self.layout.flats[flat]
-        low, high = spec.bounds(self.group.rank) if self.cut else (0, spec.length)
+        low, high = 0, spec.length
+        if self.cut and not spec.whole:
+            low, high = run.info.cuts(flat)[self.group.rank :][:2]
         return torch.zeros(high - low, dtype=spec.dtype, device=run.device)
 
 

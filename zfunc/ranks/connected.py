@@ -224,14 +224,14 @@ class ConnectedGroup(Group):
             self._fail(error)
             raise
 
-    def _issue(
+    def _start(
         self,
         kind: str,
         label: str,
         what: tuple[Any, ...],
         data: Tensor,
         args: tuple[Any, ...],
-        then: Callable[[Any], Any] | None = None,
+        then: Callable[[Any], Any] | None,
     ) -> Handle[Any]:
         call = self._call(kind, label, what, data)
         sent, held = self._cost(kind, data, args)

@@ -1,0 +1,268 @@
+"""Where the ways to inputs and to weights part, in a graph of autograd.
+
+A graph is made of nodes, whose edges lead to the nodes of what an operation was given. Some lead
+on to the *inputs* of a piece of a computation, the rest at best to its *ends*, which are weights
+or what stands before them. Nodes that lead to ends, but to no input, fall into *branches*: what is
+connected belongs together, since a node must run once, with all of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = ["Branch", "Edge", "Node", "Ways", "edge_of", "is_function", "is_matmul", "is_product"]
+__all__ += ["saved_by"]
+
+Node = Any  # torch's type of it knows little of what it has
+Edge = tuple[Node, int]
+
+# Their gradients are a product for each operand, of which torch computes those that are asked for.
+PRODUCTS = (
+    *("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "GroupedMm", "Mv", "Addmv", "Addr", "Dot"),
+    *("Vdot", "Linear", "Matmul", "Trilinear", "Convolution", "ConvolutionOverrideable", "ConvTbc"),
+    *("ConvDepthwise2D", "ConvDepthwise3D"),
+)
+MATMULS = "Mm", "Addmm", "Bmm", "Baddbmm"
+# They compute the gradients of all operands together, with products in it.
+AT_ONCE = "ScaledDotProduct", "Attention", "Rnn", "Lstm", "Solve", "Linalg", "Ormqr"
+
+
+@dataclass(eq=False)
+class Branch:
+    """Nodes that lead to ends and to no input, as many as are connected.
+
+    Attributes:
+        ends: indices of the ends that they lead to.
+        hooked: whether what one of them has saved can be had once only.
+        early: whether they must run in one go with the way to inputs: because of that, because
+            what leads to them computes all of its gradients at once, or because they share an end
+            with others that must.
+    """
+
+    ends: set[int] = field(default_factory=set)
+    hooked: bool = False
+    early: bool = False
+
+
+class Ways:
+    """The ways from ``outs`` to ``inputs``, and the branches towards ``ends``.
+
+    Attributes:
+        outs, inputs, ends: edges; ``None`` stands for what is not differentiable.
+        way: the nodes that lead to inputs, those nearest to them first.
+        parting: of these the nodes from which branches leave that run later: with their edges into
+            them, the positions of these edges, and the branches.
+        known: indices of the ends whose gradients are known with those of the inputs.
+    """
+
+    def __init__(self, *edges: Sequence[Edge | None]) -> None:
+        self.outs, self.inputs, self.ends = edges
+        self._goals = {edge for edge in self.inputs if edge is not None}
+        self._ends: dict[Edge, list[int]] = {}
+        for k, end in enumerate(self.ends):
+            if end is not None:
+                self._ends.setdefault(end, []).append(k)
+        self.way: dict[Node, None] = {}
+        self._beside: dict[Node, None] = {}
+        self._aside: dict[Node, list[tuple[int, Edge]]] = {}  # edges towards ends alone
+        for node, following in _children_first(edge[0] for edge in self.outs if edge is not None):
+            self._place(node, following)
+        self.known = [
+            k for edge in [*self._ends] if self._on_way(edge) for k in self._ends.pop(edge)
+        ]
+        self._branches = self._connected()
+        if self.way:
+            self._find_early()
+        self.parting = [*self._parting()]
+
+    def branch(self, edge: Edge) -> Branch | None:
+        """The branch that an edge leads into; ``None`` if it leads to no end, or to an input."""
+        return self._branches.get(edge[0]) or self._branches.get(edge)
+
+    def is_early(self, edge: Edge) -> bool:
+        """Whether what an edge leads to runs with the way to inputs."""
+        branch = self.branch(edge)
+        return self._on_way(edge) or (branch is not None and branch.early)
+
+    def run_early(self) -> Iterator[Node]:
+        """Nodes that run with the way to inputs."""
+        yield from self.way
+        yield from (node for node in self._beside if self._branches[node].early)
+
+    def early_ends(self) -> list[int]:
+        """Indices of the ends whose gradients come with those of the inputs."""
+        return sorted({*self.known, *self._early()})
+
+    def _on_way(self, edge: Edge) -> bool:
+        return edge in self._goals or edge[0] in self.way
+
+    def _place(self, node: Node, following: Sequence[Edge]) -> None:
+        """Find out where a node leads, behind all that it leads to."""
+        way, aside = False, []
+        for at, edge in enumerate(following):
+            if edge in self._goals or edge[0] in self.way:
+                way = True
+            elif edge in self._ends or edge[0] in self._beside:
+                aside.append((at, edge))
+        if way:
+            self.way[node] = None
+        elif aside:
+            self._beside[node] = None
+        if aside:
+            self._aside[node] = aside
+
+    def _connected(self) -> dict[Any, Branch]:
+        """The branch of each node beside the way, and of each end. Ends with a value share one:
+        their gradients are handed back together, and their hooks see the whole of them."""
+        first: dict[Any, Any] = {node: node for node in self._beside}
+        first |= {key: key for key in map(_key, self._ends)}
+        for node in self._beside:
+            for _, edge in self._aside[node]:
+                if edge[0] in first:
+                    _join(first, node, edge[0])
+        valued = [edge[0] for edge in self._ends if edge[0] in first]
+        hooked = [node for node in self._beside if _once_only(node)]
+        for group in (valued, hooked):
+            for other in group[1:]:
+                _join(first, group[0], other)
+        made: dict[Any, Branch] = {}
+        found = {key: made.setdefault(_first(first, key), Branch()) for key in first}
+        for edge, indices in self._ends.items():
+            found[_key(edge)].ends.update(indices)
+        for node in self._beside:
+            for _, edge in self._aside[node]:
+                found[node].ends.update(self._ends.get(edge, ()))
+        for node in hooked:
+            found[node].hooked = True
+        return found
+
+    def _find_early(self) -> None:
+        for branch in self._branches.values():
+            branch.early = branch.hooked
+        for node in self.way:
+            aside = self._aside.get(node)
+            if aside and not is_function(node) and (_kind(node).at_once or _once_only(node)):
+                for _, edge in aside:
+                    if (found := self.branch(edge)) is not None:
+                        found.early = True
+        branches = {*self._branches.values()}
+        while late := {x for x in branches if not x.early and not x.ends.isdisjoint(self._early())}:
+            for branch in late:  # autograd that runs towards an end runs all that leads there
+                branch.early = True
+
+    def _early(self) -> set[int]:
+        return {k for x in self._branches.values() if x.early for k in x.ends}
+
+    def _parting(self) -> Iterator[tuple[Node, list[tuple[int, Edge, Branch]]]]:
+        for node, aside in self._aside.items():
+            if node in self.way:
+                found = [(at, edge, self.branch(edge)) for at, edge in aside]
+                later = [(at, edge, x) for at, edge, x in found if x is not None and not x.early]
+                if later:
+                    yield node, later
+
+
+def _children_first(roots: Iterable[Node]) -> Iterator[tuple[Node, Sequence[Edge]]]:
+    """All nodes with their edges, each behind those that its edges lead to."""
+    seen = set[Node]()
+    stack: list[tuple[Node, Sequence[Edge] | None]] = [(node, None) for node in roots]
+    while stack:
+        node, following = stack.pop()
+        if following is not None:
+            yield node, following
+        elif node not in seen:
+            seen.add(node)
+            following = node.next_functions
+            stack.append((node, following))
+            for edge in following:
+                if edge[0] is not None and edge[0] not in seen:
+                    stack.append((edge[0], None))
+
+
+def _key(edge: Edge) -> Any:
+    """What stands for an end among what is connected: one of no elements connects nothing."""
+    node, i = edge
+    return edge if 0 in node._input_metadata[i].shape else node
+
+
+def _first(first: dict[Any, Any], key: Any) -> Any:
+    while first[key] is not key:
+        first[key] = key = first[first[key]]
+    return key
+
+
+def _join(first: dict[Any, Any], a: Any, b: Any) -> None:
+    first[_first(first, a)] = _first(first, b)
+
+
+def edge_of(x: Tensor | GradientEdge) -> Edge | None:
+    """Where gradients of ``x`` go; ``None`` if it has none."""
+    if isinstance(x, Tensor):
+        if not x.requires_grad:
+            return None
+        x = get_gradient_edge(x)
+    return x.node, x.output_nr
+
+
+def is_function(node: Node) -> bool:
+    """Whether the node is that of a ``torch.autograd.Function``, which computes everything."""
+    return isinstance(node, BackwardCFunction)
+
+
+def is_product(node: Node) -> bool:
+    """Whether the gradients of the node's operands are products, each computed by itself."""
+    return _kind(node).product
+
+
+def is_matmul(node: Node) -> bool:
+    """Whether it is a product of matrices: one operand's gradient takes nothing but the other."""
+    return _kind(node).matmul
+
+
+def saved_by(node: Node) -> Iterator[Any]:
+    """What a node has saved: torch's ``SavedTensor``, each with the hooks that it went through."""
+    for name in _kind(node).saved:
+        value = getattr(node, name)
+        if isinstance(value, tuple):
+            yield from value
+        else:
+            yield value
+
+
+class _Kind:
+    """What is known of nodes of one name."""
+
+    def __init__(self, node: Node) -> None:
+        name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        self.product = name in PRODUCTS and not is_function(node)
+        self.matmul = name in MATMULS and self.product
+        self.at_once = any(word in name for word in AT_ONCE)
+        self.saved = [name for name in dir(type(node)) if name.startswith("_raw_saved")]
+
+
+_KINDS: dict[Any, _Kind] = {}
+
+
+def _kind(node: Node) -> _Kind:
+    key = BackwardCFunction if is_function(node) else type(node)
+    found = _KINDS.get(key)
+    if found is None:
+        found = _KINDS[key] = _Kind(node)
+    return found
+
+
+def _once_only(node: Node) -> bool:
+    """Whether what the node has saved is worth too much to be had twice: a hook makes it, which
+    may compute a whole layer again (``torch.utils.checkpoint``)."""
+    return any(
+        saved.unpack_hook is not None
+        and not isinstance(saved.data, Tensor)
+        and not getattr(saved.data, "repeatable", False)
+        for saved in saved_by(node)
+    )

@@ -1,0 +1,365 @@
+"""Backward of a piece of a computation in two parts: gradients of its inputs, and of its weights.
+
+A schedule of pipeline stages without bubbles (Qi et al., Zero Bubble Pipeline Parallelism, 2023,
+https://arxiv.org/abs/2401.10241) wants the first part at once, since the stage before waits for
+it, and the second one when there is nothing else to do. Together they do the work of one backward.
+
+Autograd runs towards the inputs, once. Where an edge of a node on this way leads to weights,
+
+- a product keeps the gradient that has come. The second part calls the node once more, and asks
+  for what the first has left out: torch computes those products that are asked for;
+- a cheap operation (a sum, a scale, a norm) is called so at the end of the first part, and then
+  its activations are free;
+- an ``autograd.Function`` computes all of its gradients in one go. Those for weights are kept.
+
+The second part runs autograd from there through what is left of the graph, branch by branch
+(:mod:`zfunc.engine.branches`), so that each node runs once, with the whole of its gradient. A
+weight that is used twice on one way is nothing special: what parts is the edges, not the nodes.
+
+Where a hook makes what nodes have saved, at a price, nothing is left for the second part: a layer
+of ``torch.utils.checkpoint`` is computed again once, and its branch runs with the first part. So
+does the branch behind an attention or a recurrence that gets some of its operands from weights.
+
+What the first part has used up is freed, though its nodes are not: nodes hold those that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from zfunc.engine.branches import (
+    Branch,
+    Edge,
+    Node,
+    Ways,
+    edge_of,
+    is_function,
+    is_matmul,
+    is_product,
+    saved_by,
+)
+from zfunc.errors import BackwardError
+
+__all__ = ["SplitBackward", "weights_unread"]
+
+_unread: ContextVar[bool] = ContextVar("zfunc_weights_unread", default=False)
+
+
+def weights_unread() -> bool:
+    """Whether a saved tensor that is a weight, or part of one, will not be read by the node that
+    has asked for it: a hook of saved tensors may give it another of the same shape and dtype.
+
+    A product of an activation and a weight takes the activation for the gradient of the weight,
+    but asks for both.
+    """
+    return _unread.get()
+
+
+class SplitBackward:
+    """Backward from ``outs`` in two parts: towards ``inputs``, then towards ``ends``.
+
+    The graph is used up by it, as by any backward. Outputs that lead to weights alone are welcome,
+    and so are inputs and ends that no output leads to.
+
+    Args:
+        outs: results of the piece, of any shapes. Those without a graph are passed over.
+        inputs: what the piece was given.
+        ends: its weights, or what stands before them: tensors, or edges of the graph. An end of no
+            elements says that gradients are handed over on the way to it. Branches that lead to
+            such ends only run one by one, and few gradients exist at a time.
+
+    >>> x = torch.ones(1, 2, requires_grad=True)
+    >>> w = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    >>> back = SplitBackward([x @ w @ w], [x], [w])
+    >>> back.of_inputs([torch.ones(1, 2)])
+    [tensor([[17., 37.]])]
+    >>> back.of_weights()
+    [tensor([[ 7., 11.],
+            [ 9., 13.]])]
+    """
+
+    def __init__(
+        self,
+        outs: Sequence[Tensor],
+        inputs: Sequence[Tensor | GradientEdge],
+        ends: Sequence[Tensor | GradientEdge],
+    ) -> None:
+        self._shapes = [x.shape for x in outs]
+        self._ways = Ways(*([*map(edge_of, some)] for some in (outs, inputs, ends)))
+        self._kept: list[_Kept | _Parted] = []
+        self._grads: list[Tensor | None] = [None] * len(ends)
+        self._parts_run = 0
+
+    def of_inputs(self, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The first part.
+
+        Args:
+            seeds: the gradient of each output, of its shape; ``None`` where none has come.
+
+        Returns:
+            The gradient of each input; ``None`` where no output depends on it.
+
+        Raises:
+            BackwardError: seeds do not fit, or this part was run before.
+        """
+        self._check(seeds)
+        self._next_part("of_inputs", 0)
+        ways = self._ways
+        goals = [(k, edge) for k, edge in enumerate(ways.inputs) if edge is not None]
+        ends = [(k, edge) for k in ways.early_ends() if (edge := ways.ends[k]) is not None]
+        parted = [_Parted(node, leaving) for node, leaving in ways.parting]
+        with self._watched(parted):
+            roots = [*self._roots(seeds)]
+            found = _run(roots, [edge for _, edge in goals + ends], keep=bool(parted))
+        for (k, _), grad in zip(ends, found[len(goals) :], strict=True):
+            self._grads[k] = grad
+        grads: list[Tensor | None] = [None] * len(ways.inputs)
+        for (k, edge), grad in zip(goals, found, strict=False):
+            grads[k] = grad
+            self._keep(edge, ways.branch(edge), grad)
+        self._free(parted)
+        return grads
+
+    def of_weights(self) -> list[Tensor | None]:
+        """The second part.
+
+        Returns:
+            The gradient of each end; ``None`` where no output depends on it.
+
+        Raises:
+            BackwardError: the first part was not run, this one was, or a gradient that is needed
+                here has been written to in between.
+        """
+        self._next_part("of_weights", 1)
+        by_branch = self._by_branch()
+        while by_branch:
+            branch = next(iter(by_branch))
+            kept = by_branch.pop(branch)
+            _compute([x for x in kept if isinstance(x, _Parted)])
+            roots = [root for x in kept for root in x.into(branch)]
+            del kept
+            ends = [(k, edge) for k in sorted(branch.ends) if (edge := self._ways.ends[k])]
+            found = _run(roots, [edge for _, edge in ends], keep=False)
+            for (k, _), grad in zip(ends, found, strict=True):
+                self._grads[k] = grad
+        grads, self._grads, self._ways = self._grads, [], Ways((), (), ())
+        return grads
+
+    def _check(self, seeds: Sequence[Tensor | None]) -> None:
+        got = [None if x is None else x.shape for x in seeds]
+        if len(got) != len(self._shapes):
+            raise BackwardError(
+                f"of_inputs() got {len(got)} gradients for {len(self._shapes)} outputs. Give one "
+                "for each, None where none has come."
+            )
+        for i, (shape, expected) in enumerate(zip(got, self._shapes, strict=True)):
+            if shape is not None and shape != expected:
+                raise BackwardError(
+                    f"the gradient of output {i} has shape {tuple(shape)}; expected that of the "
+                    f"output, {tuple(expected)}."
+                )
+
+    def _next_part(self, name: str, part: int) -> None:
+        if self._parts_run != part:
+            first = "of_inputs() comes first" if self._parts_run < part else "it was called before"
+            raise BackwardError(
+                f"{name}() cannot run: {first}. Each part runs once, and uses up the graph."
+            )
+        self._parts_run += 1
+
+    def _roots(self, seeds: Sequence[Tensor | None]) -> Iterator[tuple[Edge, Tensor]]:
+        """Where the first part begins. What leads to weights alone is kept for the second."""
+        for edge, seed in zip(self._ways.outs, seeds, strict=True):
+            if edge is None or seed is None:
+                continue
+            if self._ways.is_early(edge):
+                yield edge, seed
+            else:
+                self._keep(edge, self._ways.branch(edge), seed)
+
+    def _keep(self, edge: Edge, branch: Branch | None, grad: Tensor | None) -> None:
+        if branch is not None and not branch.early and grad is not None:
+            self._kept.append(_Kept(branch, edge, grad))
+
+    @contextmanager
+    def _watched(self, parted: Sequence[_Parted]) -> Iterator[None]:
+        """A block in which gradients that come to these nodes are kept, in the order of coming."""
+        handles = [
+            x.node.register_hook(self._computed(x))
+            if is_function(x.node)
+            else x.node.register_prehook(self._arriving(x))
+            for x in parted
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _arriving(self, parted: _Parted) -> Callable[..., None]:
+        def keep(grads: tuple[Tensor | None, ...]) -> None:
+            if any(x is not None for x in grads):
+                parted.grads = [None if x is None else _Unwritten(x) for x in grads]
+                self._kept.append(parted)
+
+        return keep
+
+    def _computed(self, parted: _Parted) -> Callable[..., None]:
+        def keep(grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
+            for at, edge, branch in parted.leaving:
+                self._keep(edge, branch, grads[at])
+
+        return keep
+
+    def _free(self, parted: Sequence[_Parted]) -> None:
+        """Compute what is cheap, and drop what is not needed any more."""
+        if not parted:
+            return  # autograd has freed everything by itself
+        waiting = [x for x in self._kept if isinstance(x, _Parted)]
+        _compute([x for x in waiting if not is_product(x.node)])
+        needed = {x.node for x in waiting if is_product(x.node)}
+        for node in self._ways.run_early():
+            if node not in needed:
+                _drop(node)
+
+    def _by_branch(self) -> dict[Branch, list[_Kept | _Parted]]:
+        """What goes into each branch. The one for which everything had come first is first."""
+        found: dict[Branch, list[_Kept | _Parted]] = {}
+        kept, self._kept = self._kept, []
+        for x in kept:
+            for branch in x.branches:
+                found[branch] = [*found.pop(branch, ()), x]
+        return found
+
+
+class _Unwritten:
+    """A gradient that nobody may write to until it is used."""
+
+    __slots__ = ("grad", "version")
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad, self.version = grad, grad._version
+
+    def get(self) -> Tensor:
+        if self.grad._version != self.version:
+            raise BackwardError(
+                f"a gradient of shape {tuple(self.grad.shape)} was written to before of_weights() "
+                "could use it: by the backward of an autograd.Function, which must not change what "
+                "it is given, or by a user of what of_inputs() was given or has returned. Clone it "
+                "there."
+            )
+        return self.grad
+
+
+class _Kept:
+    """A gradient for an edge into a branch."""
+
+    __slots__ = ("branches", "edge", "value")
+
+    def __init__(self, branch: Branch, edge: Edge, grad: Tensor) -> None:
+        self.branches, self.edge, self.value = [branch], edge, _Unwritten(grad)
+
+    def into(self, branch: Branch) -> list[tuple[Edge, Tensor]]:
+        return [(self.edge, self.value.get())]
+
+
+class _Parted:
+    """A node on the way to inputs, some of whose edges lead into branches.
+
+    Attributes:
+        leaving: these edges, with their positions and branches.
+        grads: what has come for the node's outputs.
+        found: what it makes of that for its edges.
+    """
+
+    __slots__ = ("branches", "found", "grads", "leaving", "node")
+
+    def __init__(self, node: Node, leaving: Sequence[tuple[int, Edge, Branch]]) -> None:
+        self.node, self.leaving = node, leaving
+        self.branches = [*dict.fromkeys(branch for *_, branch in leaving)]
+        self.grads: list[_Unwritten | None] | None = None
+        self.found: list[_Kept] = []
+
+    def compute(self) -> None:
+        """Ask the node for what leads into branches, where nothing else is asked for."""
+        assert self.grads is not None
+        grads, self.grads = [None if x is None else x.get() for x in self.grads], None
+        token = _unread.set(is_matmul(self.node))
+        try:
+            found = self.node(*grads)
+        finally:
+            _unread.reset(token)
+        for at, edge, branch in self.leaving:
+            if found[at] is not None:
+                self.found.append(_Kept(branch, edge, _fitting(found[at], edge)))
+        _drop(self.node)
+
+    def into(self, branch: Branch) -> list[tuple[Edge, Tensor]]:
+        mine = [x for x in self.found if branch in x.branches]
+        self.found = [x for x in self.found if branch not in x.branches]
+        return [root for x in mine for root in x.into(branch)]
+
+
+def _run(
+    roots: Sequence[tuple[Edge, Tensor]], goals: Sequence[Edge], keep: bool
+) -> Sequence[Tensor | None]:
+    """Autograd from some edges, each with its gradient, to others."""
+    if not roots or not goals:
+        return [None] * len(goals)
+    return torch.autograd.grad(
+        [GradientEdge(*edge) for edge, _ in roots],
+        [GradientEdge(*edge) for edge in goals],
+        [grad for _, grad in roots],
+        retain_graph=keep,
+        allow_unused=True,
+    )
+
+
+def _compute(parted: Sequence[_Parted]) -> None:
+    """Call nodes within a run of autograd that asks for their edges into branches: they look up
+    what is asked for there, and leave out the rest. It runs from a tensor of its own, whose hook
+    calls them, and finds no way to the edges."""
+    waiting = [x for x in parted if x.grads is not None]
+    if not waiting:
+        return
+    start = torch.zeros((), requires_grad=True)
+
+    def call(_: Tensor) -> None:
+        for x in waiting:
+            x.compute()
+
+    edges = dict.fromkeys(edge for x in waiting for _, edge, _ in x.leaving)
+    start.register_hook(call)
+    goals: list[Any] = [start, *(GradientEdge(*edge) for edge in edges)]
+    torch.autograd.grad(start, goals, torch.ones(()), allow_unused=True)
+
+
+def _fitting(grad: Tensor, edge: Edge) -> Tensor:
+    """The sum over dimensions along which the operand was repeated, as autograd takes it."""
+    shape = tuple(edge[0]._input_metadata[edge[1]].shape)
+    return grad if grad.shape == shape else grad.sum_to_size(shape)
+
+
+def _drop(node: Node) -> None:
+    """Free what a node that will not run any more has saved."""
+    for saved in saved_by(node):
+        data = saved.data
+        if saved.unpack_hook is not None:
+            getattr(data, "forget", _nothing)()
+        elif data is not None and data.dim():  # a number is no tensor under a dispatch mode
+            saved.register_hooks(_nothing, _used_up)
+
+
+def _nothing(*_: Any) -> None:
+    """Keep nothing."""
+
+
+def _used_up(_: Any) -> Tensor:
+    raise BackwardError("backward runs a second time through what a SplitBackward has used up.")
