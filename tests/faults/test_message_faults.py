@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zfunc as zf
 from zfunc.errors import DesyncError
@@ -24,9 +25,15 @@ WAYS = ["1", "0"]  # through shared memory, or over sockets and gloo
 
 
 def parting(ranks: Group, ours: tuple[str, TensorSpec], theirs: tuple[str, TensorSpec]) -> None:
-    """Rank 1 expects something else than rank 0 sends; rank 2 waits for rank 1."""
+    """Rank 1 expects something else than rank 0 sends; rank 2 waits for rank 1.
+
+    Ranks 1 and 2 have no connection but the one that the receive makes.
+    """
     if ranks.rank == 2:
-        receive(ranks, PAIR, 1, label="next").wait()
+        coming = receive(ranks, PAIR, 1, label="next")
+    dist.barrier()  # torch's
+    if ranks.rank == 2:
+        coming.wait()
     if ranks.rank == 1:
         receive(ranks, theirs[1], 0, label=theirs[0]).wait()
     send(ranks, torch.zeros(ours[1].shape, dtype=ours[1].dtype), 1, label=ours[0])
@@ -45,6 +52,7 @@ def all_parting() -> list[tuple[str, float]]:
         with pytest.raises(DesyncError, match="failed before"):
             send(ranks, torch.ones(1), 0)
         found.append((str(caught.value), took))
+        dist.barrier()  # nobody hears of it because another one goes on
         zf.recover_world()
     ranks = group(None, "data")
     coming = receive(ranks, PAIR, (ranks.rank + 1) % 3, label="anew")

@@ -63,13 +63,13 @@ class HostMessages(Messages):
         self._direct, self._lost, self._timeout = direct, lost, timeout
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: Incoming | None = None
-        self._leaving: list[Leaving] = []
+        self._under_way: list[SocketMessage] = []
 
     def connect(self, directions: Sequence[Direction]) -> None:
         return
 
     def finish(self) -> None:
-        for message in self._leaving:
+        for message in self._under_way:
             # Of a copy nobody waits to hear, as of what is in the outbox, whether it was read.
             with suppress(DesyncError) if message.copied else nullcontext():
                 message.wait()
@@ -84,9 +84,9 @@ class HostMessages(Messages):
             return Complete()
         if along:  # the outbox is full, or the peer does not read it yet
             pieces = [memoryview(bytearray(piece)) for piece in pieces]
-        message = Leaving(self, call, peer, Load(call.number, pieces), copied=along)
+        message = SocketMessage(self, call, peer, Load(call.number, pieces), copied=along)
         self._to(peer).put(message.load)
-        self._leaving = [other for other in (*self._leaving, message) if not other.is_over()]
+        self._under_way = [other for other in (*self._under_way, message) if not other.is_over()]
         return Complete() if along else message
 
     def receive(
@@ -213,7 +213,7 @@ class HostMessages(Messages):
 
 
 @dataclass
-class Leaving(Transfer[None]):
+class SocketMessage(Transfer[None]):
     """A message of this rank that goes over a socket; from a copy, or from its tensors."""
 
     messages: HostMessages
