@@ -308,3 +308,16 @@ def test_rows_that_differ_between_stages_raise_on_all() -> None:
 
     with pytest.raises(zf.PlacementError, match=r"step\.local_batch"):
         zf.simulate(2)(body)()
+
+
+def test_buffers_are_refused_on_all_ranks() -> None:
+    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        return stack_loss(params, batch) + 0 * buffers["n"].sum(), buffers
+
+    def body() -> None:
+        step = zf.pipeline(zf.train_step(loss, TX), 4, pipe=2)
+        state = zf.TrainState.create(stack(), TX, buffers={"n": torch.zeros(2)})
+        step(step.place(state), rows(0))
+
+    with pytest.raises(zf.CompositionError, match="buffers"):
+        zf.simulate(2)(body)()

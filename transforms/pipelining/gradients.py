@@ -79,6 +79,12 @@ def _check(asked: Gradients) -> None:
             f"placed; it was given a {type(asked.params).__name__}. Differentiate with respect to "
             "state.params, and freeze what is not to be trained."
         )
+    if leaves_in(asked.kwargs.get("buffers"), PLACED):
+        raise CompositionError(
+            "under pipeline a loss takes no buffers: those that layers change (the statistics of "
+            "BatchNorm) would have to go from microbatch to microbatch on each stage. Leave them "
+            "to the model, whose constant ones it holds itself, or take accumulate."
+        )
     placed = [x for x in leaves_in((asked.args, asked.kwargs), PLACED) if isinstance(x, Placed)]
     if placed:
         raise CompositionError(

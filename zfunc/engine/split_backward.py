@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -41,25 +40,12 @@ from zfunc.engine.branches import (
     Ways,
     edge_of,
     is_function,
-    is_matmul,
     is_product,
     saved_by,
 )
 from zfunc.errors import BackwardError
 
-__all__ = ["SplitBackward", "weights_unread"]
-
-_unread: ContextVar[bool] = ContextVar("zfunc_weights_unread", default=False)
-
-
-def weights_unread() -> bool:
-    """Whether a saved tensor that is a weight, or part of one, will not be read by the node that
-    has asked for it: a hook of saved tensors may give it another of the same shape and dtype.
-
-    A product of an activation and a weight takes the activation for the gradient of the weight,
-    but asks for both.
-    """
-    return _unread.get()
+__all__ = ["SplitBackward"]
 
 
 class SplitBackward:
@@ -290,12 +276,8 @@ class _Parted:
     def compute(self) -> None:
         """Ask the node for what leads into branches, where nothing else is asked for."""
         assert self.grads is not None
-        grads, self.grads = [None if x is None else x.get() for x in self.grads], None
-        token = _unread.set(is_matmul(self.node))
-        try:
-            found = self.node(*grads)
-        finally:
-            _unread.reset(token)
+        found = self.node(*(None if x is None else x.get() for x in self.grads))
+        self.grads = None
         for at, edge, branch in self.leaving:
             if found[at] is not None:
                 self.found.append(_Kept(branch, edge, _fitting(found[at], edge)))
