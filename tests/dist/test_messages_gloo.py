@@ -19,7 +19,7 @@ from zfunc.ranks.launching import launch
 from zfunc.ranks.point_to_point import message_bytes, receive, send
 from zfunc.ranks.transfers import TensorSpec
 
-# With the header, through shared memory or together over gloo, and each on its own.
+# With the header, through shared memory, and over sockets.
 NUMELS = [0, 1, 7, 3000, 40_000, 300_000]
 LARGE = TensorSpec((5_000_000,), torch.float32)  # too large for the outbox
 

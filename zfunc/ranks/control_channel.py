@@ -51,6 +51,7 @@ GREETING_BYTES = TOKEN_BYTES + 8  # the token, and the rank that calls
 CLOSED = "connection closed by the peer"
 LATE_SECONDS = 0.2  # for which a word may be on its way behind the end of another connection
 ENDING_SECONDS = 3.0  # for which what a peer has begun goes on when it has hung up
+ROUNDS = 3  # of reading in which a caller is let in: it calls, says who it is, and writes
 GREETING_SECONDS = 10.0  # for which a caller may be silent
 OUTSIDE = "192.0.2.1", "2001:db8::1"  # nobody's: RFC 5737 and 3849 keep them for documentation
 
@@ -194,6 +195,11 @@ class ControlChannel:
             except OSError:
                 self._hung_up.add(peer)
 
+    def host_of(self, peer: int) -> str:
+        """Where a peer can be called."""
+        host, address, _, _ = self._told_by(peer)
+        return HERE if host == self._host else address
+
     def send_message(
         self, peer: int, digest: int, name: str, length: int, parts: Sequence[memoryview] = ()
     ) -> bool:
@@ -303,10 +309,15 @@ class ControlChannel:
             spread(payload, into)
 
     def tell(self, text: str) -> None:
-        """Send a text to every peer with a connection; they get it with :meth:`ask`."""
+        """Send a text to every peer with a connection either way; they get it with :meth:`ask`."""
         data = text.encode()
-        for peer in tuple(self._to):
+        for _ in range(ROUNDS):  # who has called, and not been heard
+            if self.close.alive and (ready := self._watched.select(0)):
+                self._sort_out(ready)
+        for peer in {*self._to, *self._from} - self._ends.keys():
             try:
+                if peer not in self._to:
+                    self._call(peer)
                 self._push(peer, memoryview(HEADER.pack(TEXT, len(data)) + data))
             except OSError:
                 continue  # gone, so it will not ask
@@ -480,9 +491,8 @@ class ControlChannel:
 
     def _call(self, peer: int) -> None:
         """Connect to a peer and say who calls."""
-        host, address, port, _ = self._told_by(peer)
-        target = HERE if host == self._host else address
-        sock = socket.create_connection((target, int(port)), self._timeout)
+        port = int(self._told_by(peer)[2])
+        sock = socket.create_connection((self.host_of(peer), port), self._timeout)
         self._open.add(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(self._card(peer)[:TOKEN_BYTES] + self._rank.to_bytes(8, "little"))

@@ -45,7 +45,7 @@ class DeviceMessages(Messages):
         self,
         host: HostMessages,
         rank: int,
-        make: Callable[[Direction], dist.ProcessGroup],
+        make: Callable[[Direction], dist.ProcessGroup] | None,
         later: Later,
     ) -> None:
         self._host, self._rank, self._make, self._later = host, rank, make, later
@@ -61,6 +61,8 @@ class DeviceMessages(Messages):
         for direction in directions:
             apart = direction[0] != direction[1]
             if self._rank in direction and apart and direction not in self._groups:
+                if self._make is None:
+                    raise DeviceError("this group was made without communicators for messages")
                 made = self._groups[direction] = self._make(direction)
                 # NCCL sets a communicator up when it is first used, and both wait in there.
                 kind = "send" if direction[SOURCE] == self._rank else "recv"

@@ -37,7 +37,7 @@ from zfunc.ranks.adjacency import is_direct, neighbours
 from zfunc.ranks.comm import even_cuts
 from zfunc.ranks.control_channel import NOTHING, ControlChannel
 from zfunc.ranks.digests import as_bytes
-from zfunc.ranks.host_messages import LONG, HostMessages, Pair
+from zfunc.ranks.host_messages import HostMessages
 from zfunc.ranks.listening import HERE, loopback_only
 from zfunc.ranks.routes import children, goes_whole, parent
 from zfunc.ranks.scratch import Scratch
@@ -146,7 +146,13 @@ class PointToPoint(Transport):
         self._under_way: set[Any] = set()  # gloo's messages that nobody has seen the end of
         self._departures, self._stops = place.departures, place.stops
         self.messages = HostMessages(
-            self._channel, place.members, is_direct(self.size), self._pair, self._lost
+            self.rank,
+            place.members,
+            self._channel,
+            place.store,
+            is_direct(self.size),
+            self._lost,
+            timeout,
         )
 
     def close(self) -> None:
@@ -464,15 +470,6 @@ class PointToPoint(Transport):
         self.messages.close()
         if self._under_way:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
-
-    def _pair(self, peer: int) -> Pair:
-        """A context for messages between this rank and a peer, and no other."""
-        low, high = sorted((self.rank, peer))
-        store = PrefixStore(f"messages {low}-{high}", self._store)
-        ranks = self._world_ranks[low], self._world_ranks[high]
-        context = _context(Place(int(self.rank == high), ranks, store), LONG)
-        store.set(f"made/{self.rank}", "")
-        return Pair(context, int(peer == high), lambda: bool(store.check([f"made/{peer}"])))
 
     def _cause(self) -> str:
         """What a rank has failed with that does not tell this one itself; nothing is known."""

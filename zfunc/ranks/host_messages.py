@@ -1,192 +1,121 @@
-"""Messages between processes on CPU tensors: beside their headers, through shared memory, or gloo.
+"""Messages between processes on CPU tensors: beside their headers, or over sockets of their own.
 
 A header goes over the control channel, in an order of its own for each direction. What is small
 goes with it. Between ranks of one host the rest is copied into the sender's outbox, and nobody
-waits. What the outbox is not for goes over gloo, straight from the sender's tensors to those of the
-receiver, which are there from when the receive was posted: gloo's own thread moves it while both
-ranks compute.
-
-Gloo's first message to a peer waits for the peer's first. Ranks that send in a circle would wait
-for ever, so each message is begun and awaited in a thread of its own, which costs little beside
-what it moves. Two ranks have a gloo context of their own for this: nothing here holds up a
-collective, and no tag is one of a collective.
+waits. What the outbox is not for goes over a socket, straight from the sender's tensors to those of
+the receiver, which are there from when the receive was posted: threads move it while both ranks
+compute (``zfunc.ranks.data_sockets``). Collectives have nothing to do with these sockets.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any
+from socket import socket
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from zfunc.errors import DesyncError, DeviceError
 from zfunc.ranks.control_channel import POSTED_BYTES, ControlChannel
+from zfunc.ranks.data_sockets import Incoming, Load, Outgoing, call_peer
 from zfunc.ranks.digests import as_bytes
+from zfunc.ranks.shared_memory import spread
 from zfunc.ranks.transfers import Complete, Direction, TensorSpec, Transfer
 from zfunc.ranks.transport import Collective, Messages, mismatch, told
 
-__all__ = ["LONG", "SHARED_BYTES", "HostMessages", "Pair"]
+__all__ = ["HostMessages"]
 
 SHARED_BYTES = 2**24  # of a message that goes through the outbox: a copy lasts until it is read
-TOGETHER_BYTES = 2**20  # of a message up to which gloo gets one piece: it is copied once more
-ABORT_SECONDS = 1.0  # for a thread to end that nobody waits for any more
-LONG = timedelta(days=3650)  # gloo's patience; a rank's begins when it waits
 
 Lost = Callable[[Collective, int, Exception], DesyncError]
-
-
-class Flight:
-    """One message of gloo, begun and awaited in a thread.
-
-    Args:
-        begin: starts it, and returns torch's Work.
-        wake: called when it is over.
-    """
-
-    def __init__(self, begin: Callable[[], Any], wake: Callable[[], None]) -> None:
-        self.over = self._aborted = False
-        self.error: Exception | None = None
-        self._work: Any = None
-        self._thread = threading.Thread(target=self._run, args=(begin, wake), daemon=True)
-        self._thread.start()
-
-    def _run(self, begin: Callable[[], Any], wake: Callable[[], None]) -> None:
-        try:
-            self._work = begin()
-            if not self._aborted:
-                self._work.wait(LONG)
-        except (RuntimeError, OSError) as error:
-            self.error = error
-        self.over = True
-        wake()
-
-    def abort(self) -> None:
-        """End the thread, which no interpreter survives that ends before it does.
-
-        Gloo may still use what it was given, and so that is kept.
-        """
-        self._aborted = True
-        if self._work is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._work))
-            self._work.abort()
-        self._thread.join(ABORT_SECONDS)
-
-
-class Pair:
-    """The gloo context of this rank and a peer, which both make when they first need it.
-
-    Args:
-        context: gloo's.
-        peer: the peer's rank in it.
-        meet: whether the peer has made its own.
-    """
-
-    def __init__(self, context: Any, peer: int, meet: Callable[[], bool]) -> None:
-        self.context, self._peer, self._meet = context, peer, meet
-        self._met = self.closed = False
-
-    def begin(self, kind: str, piece: Tensor, tag: int) -> Any:
-        """Start to send or to receive. The first one waits for the peer's first.
-
-        Not in the store's wait: that would keep this rank's other threads from the store.
-        """
-        pause = 0.001
-        while not self._met and not self._meet():
-            if self.closed:
-                raise ConnectionAbortedError("this rank has hung up")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)  # one store answers all ranks
-        self._met = True
-        start = self.context.send if kind == "send" else self.context.recv
-        return start([piece], self._peer, tag)
 
 
 class HostMessages(Messages):
     """The messages of one rank of a group.
 
     Args:
-        channel: the group's.
+        rank: this rank in the group.
         members: the group's ranks in the world.
+        channel: the group's.
+        store: known to the group alone; ranks find each other's sockets by it.
         direct: whether messages may go with their headers; not in a large group, where a rank may
             wait for gloo while others write to it.
-        pair: makes the gloo context of this rank and a peer.
         lost: the error for a peer that is gone or silent.
+        timeout: seconds to connect.
     """
 
     def __init__(
         self,
-        channel: ControlChannel,
+        rank: int,
         members: tuple[int, ...],
+        channel: ControlChannel,
+        store: Store,
         direct: bool,
-        pair: Callable[[int], Pair],
         lost: Lost,
+        timeout: float,
     ) -> None:
-        self.channel, self._members, self._lost = channel, members, lost
-        self._direct, self._pair = direct, pair
-        self._pairs: dict[int, Pair] = {}
-        self._pieces: Counter[tuple[str, int]] = Counter()  # so far, by direction
-        self._flights: list[Flight] = []
-        self._sent: list[SentOverGloo] = []
+        self._rank, self._members, self._channel, self._store = rank, members, channel, store
+        self._direct, self._lost, self._timeout = direct, lost, timeout
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: Incoming | None = None
+        self._under_way: list[SocketMessage] = []
 
     def connect(self, directions: Sequence[Direction]) -> None:
         return
 
     def finish(self) -> None:
-        for sent in self._sent:
+        for message in self._under_way:
             # Of a copy nobody waits to hear, as of what is in the outbox, whether it was read.
-            with suppress(DesyncError) if sent.copied else nullcontext():
-                sent.wait()
+            with suppress(DesyncError) if message.copied else nullcontext():
+                message.wait()
 
     def send(self, call: Collective, peer: int, parts: Sequence[Tensor]) -> Transfer[None]:
         for x in parts:
             _refuse_gpu(call, x.device)
-        flat = _bytes_of(parts)
-        tags = self._tags(call, peer, [x.nbytes for x in flat])
-        nbytes = sum(x.nbytes for x in flat)
+        pieces = [as_bytes(x) for x in parts if x.numel()]
+        nbytes = sum(map(len, pieces))
         along = self._goes_along(call, peer, nbytes)
-        if self.announce(call, peer, nbytes, flat if along else ()) or not flat:
+        if self.announce(call, peer, nbytes, pieces if along else ()) or not pieces:
             return Complete()
-        copies = along or len(tags) < len(flat)
-        if copies:
-            flat = [torch.cat(flat)] if len(tags) < len(flat) else [x.clone() for x in flat]
-        sent = SentOverGloo(self, call, peer, self.fly(call, peer, flat, tags), copies)
-        self._sent = [other for other in (*self._sent, sent) if not other.is_over()]
-        return Complete() if copies else sent
+        if along:  # the outbox is full, or the peer does not read it yet
+            pieces = [memoryview(bytearray(piece)) for piece in pieces]
+        message = SocketMessage(self, call, peer, Load(call.number, pieces), copied=along)
+        self._to(peer).put(message.load)
+        self._under_way = [other for other in (*self._under_way, message) if not other.is_over()]
+        return Complete() if along else message
 
     def receive(
         self, call: Collective, peer: int, specs: Sequence[TensorSpec], device: torch.device
     ) -> Transfer[list[Tensor]]:
         if specs:
             _refuse_gpu(call, device)
-        sizes = [spec.nbytes for spec in specs if spec.nbytes]
-        coming = Coming(self, call, peer, specs, self._tags(call, peer, sizes))
+        nbytes = sum(spec.nbytes for spec in specs)
+        coming = Coming(self, call, peer, specs)
         self.expect(call, peer)
-        if sizes and not self._goes_along(call, peer, sum(sizes)):
-            coming.post()
+        if nbytes:
+            coming.post(not self._goes_along(call, peer, nbytes))
         return coming
 
     def announce(
-        self, call: Collective, peer: int, nbytes: int, payload: Sequence[Tensor] = ()
+        self, call: Collective, peer: int, nbytes: int, pieces: Sequence[memoryview] = ()
     ) -> bool:
         """Send a header; whether the payload could go with it, if it was to."""
         with self._telling_lost(call, peer):
-            return self.channel.send_message(
-                peer, call.digest, told(call.digest), nbytes, [as_bytes(x) for x in payload]
-            )
+            return self._channel.send_message(peer, call.digest, told(call.digest), nbytes, pieces)
 
     def expect(self, call: Collective, peer: int) -> None:
         """Make sure that the peer hears of it if this rank fails."""
         with self._telling_lost(call, peer):
-            self.channel.expect(peer)
+            self._channel.expect(peer)
+
+    def has_come(self, call: Collective, peer: int) -> bool:
+        """Whether a message's header is there; this waits for nothing."""
+        return self._channel.has_message(peer, call.number)
 
     def compare(self, call: Collective, peer: int) -> bool:
         """Wait for a message's header, and check it; whether the payload came with it.
@@ -195,55 +124,71 @@ class HostMessages(Messages):
             DesyncError: the peer sends another message, is silent or gone.
         """
         with self._telling_lost(call, peer):
-            digest, _, along = self.channel.receive_message(peer, call.number)
+            digest, _, along = self._channel.receive_message(peer, call.number)
         if digest != call.digest:
-            theirs = self.channel.name_of(peer, digest) or told(digest)
+            theirs = self._channel.name_of(peer, digest) or told(digest)
             raise mismatch(call, self._members[peer], theirs)
         return along
+
+    def take(self, call: Collective, peer: int, into: Sequence[memoryview] = ()) -> None:
+        """Drop the header, and copy the payload that came with it."""
+        self._channel.take_message(peer, call.number, into)
 
     def check(self, call: Collective, peer: int) -> None:
         """Wait for the header of a message that something else moves, and check it."""
         self.compare(call, peer)
-        self.channel.take_message(peer, call.number)
+        self.take(call, peer)
 
-    def fly(
-        self, call: Collective, peer: int, pieces: Sequence[Tensor], tags: Sequence[int]
-    ) -> list[Flight]:
-        """Start to send pieces over gloo, or to receive them."""
-        if not pieces:
-            return []
-        if peer not in self._pairs:
-            self._pairs[peer] = self._pair(peer)
-        pair, wake = self._pairs[peer], self.channel.waker()
-        begun = [
-            Flight(partial(pair.begin, call.kind, piece, tag), wake)
-            for piece, tag in zip(pieces, tags, strict=True)
-        ]
-        self._flights = [other for other in self._flights if not other.over] + begun
-        return begun
-
-    def land(self, call: Collective, peer: int, flights: Sequence[Flight]) -> None:
-        """Wait for gloo, and read what the others write meanwhile."""
+    def land(self, call: Collective, peer: int, load: Load) -> None:
+        """Wait for a socket, and read what the others write meanwhile."""
         with self._telling_lost(call, peer):
-            self.channel.wait_until(peer, lambda: all(flight.over for flight in flights))
-        for flight in flights:
-            if flight.error is not None:
-                raise self._lost(call, peer, flight.error) from flight.error
+            self._channel.wait_until(peer, lambda: load.over)
+        if load.error is not None:
+            raise self._gone(call, peer, load.error) from load.error
+
+    def come(self, peer: int, load: Load) -> None:
+        """Say where a payload belongs, in case it comes over a socket."""
+        if self._incoming is None:
+            self._incoming = Incoming(self._channel.waker())
+        self._incoming.expect(peer, load)
+
+    def listen(self) -> None:
+        """Let peers connect."""
+        assert self._incoming is not None
+        if (address := self._incoming.open()) is not None:
+            self._store.set(f"data/{self._rank}", address)
+
+    def came(self, peer: int, load: Load) -> None:
+        """Its message is complete."""
+        if self._incoming is not None:
+            self._incoming.forget(peer, load)
 
     def close(self) -> None:
-        """End the connections. A context in which something is under way is never freed.
+        """End what is under way; the channel is still there."""
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        if self._incoming is not None:
+            self._incoming.close()
 
-        Its destructor may wait for ever (see ``gloo.PointToPoint``).
+    def _to(self, peer: int) -> Outgoing:
+        if peer not in self._outgoing:
+            connect = partial(self._connected, self._channel.host_of(peer), peer)
+            self._outgoing[peer] = Outgoing(connect, self._channel.waker())
+        return self._outgoing[peer]
+
+    def _connected(self, host: str, peer: int, outgoing: Outgoing) -> socket | None:
+        """A socket to a peer, once that listens. In a thread.
+
+        Not in the store's wait: that would keep this rank's other threads from the store.
         """
-        left = [flight for flight in self._flights if not flight.over]
-        for pair in self._pairs.values():
-            pair.closed = True
-            if left:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair.context))
-        for flight in left:
-            flight.abort()
-        self._pairs.clear()
-        self._flights.clear()
+        pause = 0.001
+        while not self._store.check([f"data/{peer}"]):
+            if outgoing.closed:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)  # one store answers all ranks
+        address = bytes(self._store.get(f"data/{peer}")).decode()
+        return call_peer(host, address, self._rank, self._timeout)
 
     def _goes_along(self, call: Collective, peer: int, nbytes: int) -> bool:
         """Whether a payload is meant to go with its header; both ranks say the same."""
@@ -252,111 +197,85 @@ class HostMessages(Messages):
         if nbytes <= POSTED_BYTES:
             return True
         with self._telling_lost(call, peer):
-            return self.channel.shares_memory(peer)
-
-    def _tags(self, call: Collective, peer: int, sizes: Sequence[int]) -> list[int]:
-        """A tag for each piece that gloo gets, if it gets them: 15 bits count, 16 tell what it is.
-
-        Its size is in there, since gloo ends the process of a rank to which more is sent than it
-        expects.
-        """
-        if len(sizes) > 1 and sum(sizes) <= TOGETHER_BYTES:
-            sizes = [sum(sizes)]
-        first = self._pieces[call.kind, peer]
-        self._pieces[call.kind, peer] += len(sizes)
-        return [
-            (first + i) % 2**15 << 16 | (call.digest + size) % 2**16 for i, size in enumerate(sizes)
-        ]
+            return self._channel.shares_memory(peer)
 
     @contextmanager
     def _telling_lost(self, call: Collective, peer: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if (why := self.channel.why_stopped(peer)) is not None:
-                rank = self._members[peer]
-                raise DesyncError(f"{call}: rank {rank} has stopped: {why}") from error
-            raise self._lost(call, peer, error) from error
+            raise self._gone(call, peer, error) from error
+
+    def _gone(self, call: Collective, peer: int, error: Exception) -> DesyncError:
+        if (why := self._channel.why_stopped(peer)) is not None:
+            return DesyncError(f"{call}: rank {self._members[peer]} has stopped: {why}")
+        return self._lost(call, peer, error)
 
 
 @dataclass
-class SentOverGloo(Transfer[None]):
-    """A message of this rank that gloo moves."""
+class SocketMessage(Transfer[None]):
+    """A message of this rank that goes over a socket; from a copy, or from its tensors."""
 
     messages: HostMessages
     call: Collective
     peer: int
-    flights: list[Flight]
+    load: Load
     copied: bool
 
     def is_over(self) -> bool:
-        return all(flight.over for flight in self.flights)
+        return self.load.over
 
     def wait(self) -> None:
-        self.messages.land(self.call, self.peer, self.flights)
+        self.messages.land(self.call, self.peer, self.load)
 
 
 class Coming(Transfer[list[Tensor]]):
     """A message to this rank, on whatever way."""
 
     def __init__(
-        self,
-        messages: HostMessages,
-        call: Collective,
-        peer: int,
-        specs: Sequence[TensorSpec],
-        tags: Sequence[int],
+        self, messages: HostMessages, call: Collective, peer: int, specs: Sequence[TensorSpec]
     ) -> None:
-        self._messages, self._call, self._peer = messages, call, peer
-        self._specs, self._tags = specs, tags
-        self._tensors: list[Tensor] = []
-        self._flat: list[Tensor] = []
-        self._together: Tensor | None = None  # what gloo gets in the place of small ones
-        self._flights: list[Flight] | None = None
+        self._messages, self._call, self._peer, self._specs = messages, call, peer, specs
+        self._tensors: list[Tensor] | None = None
+        self._load: Load | None = None
+        self._straight = False
 
-    def post(self) -> None:
-        """Let gloo begin."""
-        flat = self._allocate()
-        if len(self._tags) < len(flat):
-            self._together = torch.empty(sum(x.nbytes for x in flat), dtype=torch.uint8)
-        pieces = flat if self._together is None else [self._together]
-        self._flights = self._messages.fly(self._call, self._peer, pieces, self._tags)
+    def post(self, straight: bool) -> None:
+        """Let it come: straight to its tensors over a socket, or on another way if that is free."""
+        self._straight = straight
+        self._load = Load(self._call.number, self._places() if straight else None)
+        self._messages.come(self._peer, self._load)
+        if straight:
+            self._messages.listen()
 
     def is_over(self) -> bool:
-        if not self._messages.channel.has_message(self._peer, self._call.number):
+        if not self._messages.has_come(self._call, self._peer):
             return False
-        return self._flights is None or all(flight.over for flight in self._flights)
+        return self._load is None or self._load.over or not self._straight
 
     def wait(self) -> list[Tensor]:
         along = self._messages.compare(self._call, self._peer)
-        into = [as_bytes(x) for x in self._allocate()] if along else []
-        if not along:
-            self._fly()
-        self._messages.channel.take_message(self._peer, self._call.number, into)
+        places = self._places()
+        if self._load is not None:
+            if not along:
+                self._land(self._load, places)
+            self._messages.came(self._peer, self._load)
+        self._messages.take(self._call, self._peer, places if along else ())
+        assert self._tensors is not None
         return self._tensors
 
-    def _fly(self) -> None:
-        if (
-            self._flights is None
-        ):  # nothing comes, or it was meant to come along, and there was no room
-            self.post()
-        assert self._flights is not None
-        self._messages.land(self._call, self._peer, self._flights)
-        if self._together is not None:
-            sizes = [x.nbytes for x in self._flat]
-            for x, piece in zip(self._flat, self._together.split(sizes), strict=True):
-                x.copy_(piece)
+    def _land(self, load: Load, places: list[memoryview]) -> None:
+        self._messages.listen()
+        self._messages.land(self._call, self._peer, load)
+        if not self._straight:  # it was meant to come along, and there was no room
+            assert load.pieces is not None
+            spread(load.pieces[0], places)
 
-    def _allocate(self) -> list[Tensor]:
-        """Memory for what comes, as bytes; without what is empty."""
-        if not self._tensors:
+    def _places(self) -> list[memoryview]:
+        """New memory for what comes; without what is empty."""
+        if self._tensors is None:
             self._tensors = [spec.empty("cpu") for spec in self._specs]
-            self._flat = _bytes_of(self._tensors)
-        return self._flat
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [x.view(-1).view(torch.uint8) for x in tensors if x.numel()]
+        return [as_bytes(x) for x in self._tensors if x.numel()]
 
 
 def _refuse_gpu(call: Collective, device: torch.device) -> None:

@@ -60,7 +60,7 @@ class Native(Transport):
         cpu: PointToPoint,
         reductions: Callable[[], dist.ProcessGroup],
         late: Callable[[], bool],
-        directions: Callable[[Direction], dist.ProcessGroup],
+        directions: Callable[[Direction], dist.ProcessGroup] | None = None,
     ) -> None:
         self.rank, self.size = cpu.rank, cpu.size
         self._pg = process_group

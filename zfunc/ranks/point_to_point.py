@@ -10,9 +10,9 @@ that expects others raises. Autograd does not see messages.
 
 How a message travels: between threads it is copied once. Between processes on one host, what has up
 to 16 MiB goes through shared memory in one piece, copied in by the sender and out by the receiver.
-What is larger, or for another host, goes over gloo, straight from and to the tensors' memory; small
-tensors of one message go together. On GPUs NCCL moves it, with a communicator for each direction,
-which :func:`connect` makes.
+What is larger, or for another host, goes over a socket of that direction, straight from and to the
+tensors' memory, in threads. On GPUs NCCL moves it, with a communicator for each direction, which
+:func:`connect` makes.
 
 A ledger counts a message where it is sent: under ``"send"`` the bytes of its tensors and no more,
 and one header. Setting up (connections, and the names of labels, once to each peer) is not counted.
