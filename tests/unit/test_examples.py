@@ -63,9 +63,8 @@ def test_three_dimensions_lose_what_one_process_loses(tmp_path: Path, schedule: 
     pytest.importorskip("transformers", reason="the `hf` extra is not installed")
     flags = ("--schedule", schedule, "--steps", "3")
     text = run("three_d.py", *flags, folder=tmp_path)
-    one = run(
-        "three_d.py", *flags, *["--data", "1", "--tensor", "1", "--pipe", "1"], folder=tmp_path
-    )
+    alone = ("--data", "1", "--tensor", "1", "--pipe", "1")
+    one = run("three_d.py", *flags, *alone, folder=tmp_path)
     losses = numbers(r"loss ([\d.]+)", text)
     assert losses == pytest.approx(numbers(r"loss ([\d.]+)", one), abs=2e-4)
     (whole,) = numbers(r"rank 0: ([\d,]+) bytes", one)

@@ -59,7 +59,8 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
 
 
 def _is_record(x: Any) -> bool:
-    return _are_records(type(x)) and not isinstance(x, type)
+    kind: Any = type(x)
+    return _are_records(kind) and not isinstance(x, type)
 
 
 @functools.cache
