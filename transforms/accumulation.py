@@ -37,7 +37,7 @@ from zfunc.trees.nodes import NAMESPACE
 from zfunc.trees.reduction import linear_map
 from zfunc.trees.unitwise import streams
 
-__all__ = ["Accumulate", "Losses", "accumulate", "accumulated", "mean_of_aux", "times"]
+__all__ = ["Accumulate", "Losses", "UnitSums", "accumulate", "accumulated", "mean_of_aux", "times"]
 
 
 @dataclass(frozen=True)
@@ -203,32 +203,54 @@ class Losses:
         return total / (self.group.size * self.n)
 
 
+class UnitSums:
+    """Whole gradients of a rank, summed unit by unit.
+
+    Attributes:
+        kept: full flats of what has come, by unit.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int], list[Tensor]] = {}
+        self._own: set[tuple[int, int]] = set()  # whose flats are nobody else's memory
+
+    def add(self, key: tuple[int, int], new: list[Tensor]) -> None:
+        """Add the gradients of one microbatch."""
+        old = self.kept.get(key)
+        if old is not None:
+            own = key in self._own
+            new = [a.add_(b) if own else a + b for a, b in zip(old, new, strict=True)]
+            self._own.add(key)
+        self.kept[key] = new
+
+    def take(self, unit: UnitInfo) -> list[Tensor] | None:
+        """What is kept of a unit, if it may be written to; it comes back with more in it.
+
+        Nothing may have made other tensors of the flats of its gradients. Then those of several
+        leaves were made for them, while one leaf's may be autograd's, and of others as well.
+        """
+        packed = all(len(unit.layout.by_flat[i]) > 1 for i in unit.trainable)
+        return self.kept.pop(unit.key, None) if packed or unit.key in self._own else None
+
+
 class _Sums:
-    """Whole gradients of a rank, summed unit by unit until the last microbatch."""
+    """A sum over microbatches, which leaves with the last one."""
 
     position: int = Order.ACCUMULATE
 
     def __init__(self) -> None:
-        self.holding = True
-        self._kept: dict[tuple[int, int], list[Tensor]] = {}
-        self._own: set[tuple[int, int]] = set()
+        self.holding, self._sums = True, UnitSums()
 
     @property
     def waiting(self) -> Mapping[tuple[int, int], Any]:
-        return {} if self.holding else self._kept
+        return {} if self.holding else self._sums.kept
+
+    def take(self, unit: UnitInfo) -> list[Tensor] | None:
+        return self._sums.take(unit)
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending | None:
-        new = value.wait()
-        old = self._kept.pop(unit.key, None)
-        if old is not None:
-            pairs = zip(old, new, strict=True)
-            own = unit.key in self._own
-            new = [a.add_(b) if own else a + b for a, b in pairs]
-            self._own.add(unit.key)
-        if self.holding:
-            self._kept[unit.key] = new
-            return None
-        return Ready(new)
+        self._sums.add(unit.key, value.wait())
+        return None if self.holding else Ready(self._sums.kept.pop(unit.key))
 
 
 def _structure(x: Any) -> Any:

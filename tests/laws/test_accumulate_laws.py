@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, forward, mean_square, stack, stack_loss
 from zfunc import optim, tree
+from zfunc.layout.layout import Layout
 
 F64 = torch.float64
 STAGES = (0, 1, 2, 3)
@@ -162,6 +165,53 @@ def test_reductions_per_update(stage: int, ranks: int, rematted: bool) -> None:
     once, thrice = zf.simulate(ranks)(body)(1)[0], zf.simulate(ranks)(body)(3)[0]
     assert thrice[0] == once[0] * (3 if stage >= 2 else 1)
     assert thrice[1] == once[1] * (3 if stage == 3 else 1)
+
+
+@dataclass(frozen=True)
+class Before(zf.Transform):
+    """A hook through which gradients go before they are summed: they are packed for it."""
+
+    name: ClassVar[str] = "before"
+    position: ClassVar[int] = 600
+
+    def leave(self, value: Any, unit: Any) -> Any:
+        return value
+
+
+before = zf.transform_of(Before)
+
+
+@pytest.mark.parametrize("name", ["stack", "mixed dtypes", "tiny leaves", "unused", "checkpoint"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_are_summed_in_place_to_the_same_bit(name: str, stage: int) -> None:
+    case = accumulated(ALL[name], 3)
+    packed = Case(
+        case.state, lambda tx: before(case.step(tx)), case.batch, case.roles, case.tolerance
+    )
+    assert_same(*(cut_up(each, 2, stage=stage, steps=2, unit_bytes=600) for each in (case, packed)))
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_flats_of_gradients_are_made_once(hook: bool) -> None:
+    """Of several microbatches; anew for each where a hook comes before the sum."""
+    packed: list[str] = []
+
+    def pack(layout: Layout, flat: int, *how: Any) -> Tensor:
+        packed.append(layout.by_flat[flat][0].path)
+        return real(layout, flat, *how)
+
+    def body() -> Any:
+        step = zf.accumulate(zf.train_step(stack_loss, ADAMW), 4)
+        step = zf.shard(before(step) if hook else step, stage=1, unit_bytes=600)
+        state = step.place(zf.TrainState.create(stack(F64, 5), ADAMW))
+        packed.clear()
+        step(state, step.local_batch(regression(0, F64, rows=24)))
+
+    real = Layout.pack
+    with patch.object(Layout, "pack", pack):
+        zf.simulate(2)(body)()
+    blocks = [path for path in packed if path.startswith("blocks")]
+    assert len(blocks) == 2 * 5 * (4 if hook else 1)
 
 
 def part_of_the_time_loss(params: Any, batch: Any) -> Tensor:

@@ -37,12 +37,12 @@ from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label
 from zfunc.schedules.pipeline_schedule import Schedule
-from zfunc.transforms.accumulation import Losses, mean_of_aux, times
+from zfunc.transforms.accumulation import Losses, UnitSums, mean_of_aux, times
 from zfunc.transforms.microbatches import microbatches
 from zfunc.transforms.pipelining.messages import StageMessage
 from zfunc.transforms.pipelining.results import broadcast
 from zfunc.transforms.pipelining.stage import PipelineStage, flat_spec, returned_by, sent_by
-from zfunc.transforms.pipelining.sums import SumsOfPass, UnitSums
+from zfunc.transforms.pipelining.sums import SumsOfPass
 from zfunc.trees import tree
 from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in
 from zfunc.trees.reduction import linear_map

@@ -10,32 +10,11 @@ from torch import Tensor
 from zfunc.engine.hooks import Pending
 from zfunc.engine.order import Order
 from zfunc.engine.unit_info import Ready, UnitInfo
+from zfunc.transforms.accumulation import UnitSums
 
-__all__ = ["SumsOfPass", "UnitSums"]
+__all__ = ["SumsOfPass"]
 
 Key = tuple[int, int]
-
-
-class UnitSums:
-    """Sums by unit.
-
-    Attributes:
-        kept: full flats of the gradients that have come.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[Key, list[Tensor]] = {}
-        self._own: set[Key] = set()  # whose flats are nobody else's memory
-
-    def add(self, key: Key, new: list[Tensor]) -> None:
-        """Add the gradients of one microbatch."""
-        old = self.kept.get(key)
-        if old is None:
-            self.kept[key] = new
-            return
-        own = key in self._own
-        self.kept[key] = [a.add_(b) if own else a + b for a, b in zip(old, new, strict=True)]
-        self._own.add(key)
 
 
 class SumsOfPass:
@@ -62,11 +41,16 @@ class SumsOfPass:
         leaving = self.root if self.layers is None else self.layers
         return {} if self.holding else leaving.kept
 
+    def take(self, unit: UnitInfo) -> list[Tensor] | None:
+        return self._of(unit).take(unit)
+
     def leave(self, value: Pending, unit: UnitInfo) -> Pending | None:
-        outside = self.layers is None or unit.layout.layer_of_unit[unit.index] < 0
-        sums = self.root if outside else self.layers
-        assert sums is not None
+        sums = self._of(unit)
         sums.add(unit.key, value.wait())
-        if self.holding or (outside and self.layers is not None):
+        if self.holding or (sums is self.root and self.layers is not None):
             return None
         return Ready(sums.kept.pop(unit.key))
+
+    def _of(self, unit: UnitInfo) -> UnitSums:
+        outside = self.layers is None or unit.layout.layer_of_unit[unit.index] < 0
+        return self.root if outside or self.layers is None else self.layers

@@ -69,6 +69,7 @@ class Pipeline(Meshed):
     axis: str = "pipe"
     example: Any = field(default=None, compare=False, repr=False)
     shard: Shard | None = field(default=None, compare=False, repr=False)
+    plans: dict[int, Schedule] = field(default_factory=dict, init=False, compare=False, repr=False)
     position: ClassVar[int] = Order.PIPELINE
     by_unit: ClassVar[bool] = True
     represents: ClassVar[bool] = True
@@ -110,8 +111,11 @@ class Pipeline(Meshed):
 
     @property
     def plan(self) -> Schedule:
-        """What each stage does, in which order."""
-        return made(self.schedule, self.group.size, self.microbatches, self.chunks)
+        """What each stage does, in which order; made and checked once."""
+        size = self.group.size
+        if size not in self.plans:
+            self.plans[size] = made(self.schedule, size, self.microbatches, self.chunks)
+        return self.plans[size]
 
     def beside(self, others: Sequence[Transform]) -> Pipeline:
         for other in others:

@@ -308,14 +308,16 @@ def new_pass(running: Context, collector: Collector | None = None) -> Pass:
     leaving = [t for t in running.transforms if t.overrides("leave")]
     if collector is not None:
         leaving.append(collector)
+    leaving.sort(key=lambda t: -t.position)
     return Pass(
         before=[t.enter for t in entering if t.before_gather],
         after=[t.enter for t in entering if not t.before_gather],
-        leave=[t.leave for t in sorted(leaving, key=lambda t: -t.position)],
+        leave=[t.leave for t in leaving],
         plan=Plan(prefetch=over.prefetch, room=over.room),
         running=running,
         waiting={} if collector is None else collector.waiting,
         holding=collector is not None and collector.holding,
+        take=collector.take if collector is not None and leaving[0] is collector else None,
         spill=over.spill,
     )
 

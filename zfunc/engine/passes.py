@@ -60,6 +60,7 @@ class Pass:
         thinned: whether layers are left out on purpose, perhaps all of them.
         waiting: units whose gradients an earlier pass kept back for this one.
         holding: whether the gradients of this one are kept back.
+        take: the sum of a unit to which its gradients are added on the spot, if there is one.
         idle: units that no rank uses in this pass, by a common decision.
         memory, place: where, and under which name, a pass leaves the script of the next one.
         accord: how the ranks agree on what comes next; ``None`` on one rank.
@@ -85,6 +86,7 @@ class Pass:
     transient: list[UnitRun] = field(default_factory=list)
     waiting: Mapping[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     holding: bool = False
+    take: Callable[[Any], list[Tensor] | None] | None = None
     idle: set[tuple[int, int]] = field(default_factory=set)
     memory: dict[Any, Any] | None = None
     place: Any = None

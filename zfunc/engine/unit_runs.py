@@ -42,6 +42,7 @@ class Running(Protocol):
         ends: leaves that hand over their gradients by themselves, and their hooks of backward.
         holding: whether gradients are kept back for a later pass.
         waiting: gradients that an earlier pass kept back for this one.
+        take: the sum of a unit to which its gradients are added on the spot, if there is one.
         lingering: units that are kept for a neighbour's sake.
     """
 
@@ -53,6 +54,7 @@ class Running(Protocol):
     ends: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]]
     holding: bool
     waiting: Mapping[tuple[int, int], Any]
+    take: Callable[[UnitInfo], list[Tensor] | None] | None
     lingering: list[UnitRun]
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
@@ -390,10 +392,14 @@ class UnitRun:
             self.owner.accord.reduce(self, flats)
 
     def packed(self) -> list[Tensor]:
-        """The full flats of the gradient that has come so far, which is forgotten."""
-        layout = self.info.layout
+        """The full flats of the gradient that has come so far, which is forgotten; added to those
+        that earlier passes have kept back."""
+        layout, owner = self.info.layout, self.owner
         grads, self.partial = self.partial, None
         assert grads is not None
+        if owner.take is not None and (sums := owner.take(self.info)) is not None:
+            layout.add(self.info.trainable, sums, grads)
+            return sums
         # Recycled ones lie idle in the next forward pass: leaves are split where memory is scarce.
         take = pool().take if layout.along is None else empty
         flats = []

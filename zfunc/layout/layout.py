@@ -410,6 +410,15 @@ class Layout:
             torch._foreach_copy_([t for t, _ in pairs], [x for _, x in pairs])
         return full
 
+    def add(
+        self, flats: Sequence[int], sums: Sequence[Tensor], leaves: Sequence[Tensor | None]
+    ) -> None:
+        """Add leaves (in the order of ``by_flat``, flat by flat) to full flats; ``None`` is zero."""
+        parts = [part for i, full in zip(flats, sums, strict=True) for part in self._parts(i, full)]
+        pairs = [(part, x) for part, x in zip(parts, leaves, strict=True) if x is not None]
+        if pairs:
+            torch._foreach_add_([part for part, _ in pairs], [x for _, x in pairs])
+
     def _concatenated(self, flat: int, leaves: Sequence[Tensor | None], full: Tensor) -> bool:
         """Fill a full flat in one operation of a CPU; false, with nothing done, if that can't be.
 

@@ -157,17 +157,15 @@ def a_gradient_counted_twice() -> Fault:
     def added(total: Any, new: Any, i: int) -> Any:
         return real(total, tree.map(lambda g: g * 2, new) if i == 0 else new, i)
 
-    def leave(self: Any, value: Any, unit: Any) -> Any:
-        first = unit.key not in self._kept and self.holding
-        out = real_leave(self, value, unit)
-        if first:
-            self._kept[unit.key] = [g * 2 for g in self._kept[unit.key]]
-        return out
+    def add(self: Any, key: Any, new: Any) -> None:
+        known = self.__dict__.setdefault("known", set())
+        real_add(self, key, new if key in known else [g * 2 for g in new])
+        known.add(key)
 
-    real, real_leave = accumulation._added, accumulation._Sums.leave
+    real, real_add = accumulation._added, accumulation.UnitSums.add
     with (
         patch.object(accumulation, "_added", added),
-        patch.object(accumulation._Sums, "leave", leave),
+        patch.object(accumulation.UnitSums, "add", add),
     ):
         yield
 
