@@ -24,7 +24,6 @@ from zfunc.engine.passes import layer, scan
 from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import (
-    BackwardError,
     CheckpointError,
     CompositionError,
     DesyncError,
@@ -109,7 +108,6 @@ _LATER = {name: home for home, names in _HOMES.items() for name in names}
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
-    "BackwardError",
     "CheckpointError",
     "CompositionError",
     "Cut",

@@ -8,7 +8,6 @@ leaf path or the unit), what was found, what was expected, and the fix.
 from __future__ import annotations
 
 __all__ = [
-    "BackwardError",
     "CheckpointError",
     "CompositionError",
     "DesyncError",
@@ -50,7 +49,3 @@ class CheckpointError(ZfuncError, RuntimeError):
 
 class NonFiniteError(ZfuncError, ArithmeticError):
     """A NaN or an infinity where a finite number was promised."""
-
-
-class BackwardError(ZfuncError, RuntimeError):
-    """A backward in parts was asked for in the wrong order, or with what does not fit."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.unit.split_backwards import Piece, check, seeds_of, split, whole
 from zfunc.engine.split_backward import SplitBackward
-from zfunc.errors import BackwardError
+from zfunc.errors import CompositionError
 
 D = torch.float64
 
@@ -413,7 +413,7 @@ def test_a_gradient_that_is_written_to_in_between_raises() -> None:
     back = SplitBackward([out], [x], [w])
     back.of_inputs(seeds)
     seeds[0].mul_(2)
-    with pytest.raises(BackwardError, match=r"shape \(3, 4\) was written to"):
+    with pytest.raises(CompositionError, match=r"shape \(3, 4\) was written to"):
         back.of_weights()
 
 
@@ -421,17 +421,17 @@ def test_each_part_runs_once_and_in_order() -> None:
     x, w = leaf(3, 4), leaf(4, 4)
     out = x @ w
     back = SplitBackward([out], [x], [w])
-    with pytest.raises(BackwardError, match=r"of_inputs.. comes first"):
+    with pytest.raises(CompositionError, match=r"of_inputs.. comes first"):
         back.of_weights()
-    with pytest.raises(BackwardError, match="2 gradients for 1 outputs"):
+    with pytest.raises(CompositionError, match="2 gradients for 1 outputs"):
         back.of_inputs([None, None])
-    with pytest.raises(BackwardError, match=r"output 0 has shape \(2,\); expected .* \(3, 4\)"):
+    with pytest.raises(CompositionError, match=r"output 0 has shape \(2,\); expected .* \(3, 4\)"):
         back.of_inputs([torch.ones(2)])
     back.of_inputs(seeds_of([out]))
-    with pytest.raises(BackwardError, match="it was called before"):
+    with pytest.raises(CompositionError, match="it was called before"):
         back.of_inputs(seeds_of([out]))
     back.of_weights()
-    with pytest.raises(BackwardError, match="it was called before"):
+    with pytest.raises(CompositionError, match="it was called before"):
         back.of_weights()
 
 
@@ -440,7 +440,7 @@ def test_what_is_used_up_says_so() -> None:
     y = torch.tanh(x).exp() @ w
     back = SplitBackward([y], [x], [w])
     back.of_inputs(seeds_of([y]))
-    with pytest.raises(BackwardError, match="a second time"):
+    with pytest.raises(CompositionError, match="a second time"):
         y.sum().backward()
 
 
@@ -453,3 +453,61 @@ def test_outputs_that_no_gradient_has_come_for() -> None:
     dw, dv = back.of_weights()
     assert dx is not None and dw is not None and dv is None
     assert torch.equal(dx, seed @ w.t()) and torch.equal(dw, x.t() @ seed)
+
+
+@pytest.mark.parametrize("shape", [(), (0,)])
+def test_units_behind_one_end_of_which_one_is_checkpointed(shape: tuple[int, ...]) -> None:
+    """Autograd that runs towards an end runs all that leads to it: units must still leave once."""
+    come: list[Any] = []
+    end = torch.zeros(shape, requires_grad=True)
+
+    def make() -> Piece:
+        x = leaf(3, 4)
+        y: Tensor = x
+        for i in range(3):
+            w, v = Handed.apply(end, i, come, leaf(4, 4).detach(), leaf(4).detach())
+            again = i == 1
+
+            def layer(y: Tensor, w: Tensor, v: Tensor) -> Tensor:
+                return F.rms_norm(torch.tanh(y @ w), (4,), v) @ w
+
+            y = checkpoint(layer, y, w, v, use_reentrant=False) if again else layer(y, w, v)
+        return [y], [x], [end]
+
+    expected = whole(make)
+    before, come[:] = [*come], []
+    got = split(make)
+    assert [name for name, _ in come] == [name for name, _ in before]
+    for (_, row), (_, other) in zip(come, before, strict=True):
+        for a, b in zip(row, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert got.first + got.second == expected.first
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+def test_weights_made_in_a_checkpointed_region(inputs: bool) -> None:
+    """What has been computed again serves the way to inputs and all branches, at once."""
+    runs: list[int] = []
+    come: list[Any] = []
+    end = torch.zeros(0, requires_grad=True)
+
+    def region(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        runs.append(1)
+        return torch.tanh(x), w.exp(), v.exp()
+
+    def make() -> Piece:
+        x, w, v = leaf(3, 4), leaf(4, 4).detach(), leaf(4, 4, seed=1).detach()
+        w, v = Handed.apply(end, 0, come, w), Handed.apply(end, 1, come, v)
+        y, made, other = checkpoint(region, x, w, v, use_reentrant=False)
+        if not inputs:
+            return [made.sin(), other.sin()], [], [end]
+        return [y @ made, other.sin()], [x], [end]
+
+    expected = whole(make)
+    once, before, runs[:], come[:] = len(runs), sorted(come, key=lambda c: c[0]), [], []
+    got = split(make)
+    assert len(runs) == once == 2
+    assert got.first + got.second == expected.first
+    for (name, row), (other, rows) in zip(sorted(come, key=lambda c: c[0]), before, strict=True):
+        assert name == other
+        torch.testing.assert_close(row[0], rows[0], rtol=1e-12, atol=1e-12)

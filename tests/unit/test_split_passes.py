@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
+from tests.unit.split_backwards import Products
 from zfunc import optim
 from zfunc.engine import unit_runs
 from zfunc.engine.passes import Pass
@@ -16,7 +19,8 @@ from zfunc.engine.split_backward import SplitBackward
 from zfunc.ranks.comm import ledger
 
 D = torch.float64
-WIDTH, RANKS = 6, 2
+WIDTH, RANKS, LAYERS = 6, 2, 3
+WATCHED: dict[int, list[weakref.ref[Any]]] = defaultdict(list)  # activations, by rank
 
 
 def initial() -> Any:
@@ -29,7 +33,7 @@ def initial() -> Any:
         {
             "w": normal(keys[i], WIDTH, WIDTH),
             "v": normal(keys[i + 3], WIDTH),
-            "b": torch.zeros(6, dtype=D),
+            "b": torch.full((6,), 1.5, dtype=D),
         }
         for i in range(3)
     ]
@@ -41,8 +45,10 @@ def initial() -> Any:
 
 
 def layer(p: Any, x: Tensor) -> Tensor:
-    y = torch.nn.functional.layer_norm(x, (WIDTH,), p["v"], p["b"])
-    return x + torch.tanh(y @ p["w"]) @ p["w"].t()
+    y = torch.nn.functional.layer_norm(x, (WIDTH,), p["v"], p["b"]) / p["b"]
+    z = torch.softmax(torch.tanh(y @ p["w"]) @ p["w"].t(), -1)
+    WATCHED[zf.rank()].append(weakref.ref(z.untyped_storage()))
+    return x + z
 
 
 class Split:
@@ -50,6 +56,7 @@ class Split:
 
     Attributes:
         inputs: of each rank; ``grads``: what the first part gave for it.
+        products: of matrices in the second part of the last step.
         redeemed: how often a unit was asked for again in each part, of one rank.
     """
 
@@ -57,6 +64,7 @@ class Split:
         self.inputs: dict[int, Tensor] = {}
         self.grads: dict[int, Tensor | None] = {}
         self.redeemed: dict[int, list[int]] = {rank: [0, 0] for rank in range(RANKS)}
+        self.products = dict.fromkeys(range(RANKS), 0)
         self.part = dict.fromkeys(range(RANKS), 0)
 
     def loss(self, params: Any, batch: Tensor) -> Tensor:
@@ -77,9 +85,12 @@ class Split:
         ends = [owner.tick, *(end for end, _ in owner.ends)]
         back = SplitBackward([loss], [self.inputs[rank]], ends)
         (self.grads[rank],) = back.of_inputs([torch.ones_like(loss) if seed is None else seed])
+        assert not [alive for alive in WATCHED[rank] if alive() is not None]
         self.part[rank] = 1
         hooks = [end.register_hook(leave) for end, leave in owner.ends]
-        back.of_weights()
+        with Products() as products:
+            back.of_weights()
+        self.products[rank] = products.counted["mm"]
         for hook in hooks:
             hook.remove()
         self.part[rank] = 0
@@ -133,3 +144,4 @@ def test_a_step_in_two_parts(stage: int, remat: bool) -> None:
         assert asked[1] == 0  # products of weights take activations, and gradients
         assert usual <= asked[0] <= 2 * usual  # a norm is asked twice, of what is there
         assert (asked[0] > 0) == (stage == 3 and not remat)
+        assert way.products[rank] == (0 if remat else 2 * LAYERS + 2)

@@ -149,8 +149,8 @@ class Ways:
             aside = self._aside.get(node)
             if aside and not is_function(node) and (_kind(node).at_once or _once_only(node)):
                 for _, edge in aside:
-                    if (branch := self.branch(edge)) is not None:
-                        branch.early = True
+                    if (into := self.branch(edge)) is not None:
+                        into.early = True
         branches = {*self._branches.values()}
         while late := {x for x in branches if not x.early and not x.ends.isdisjoint(self._early())}:
             for branch in late:  # autograd that runs towards an end runs all that leads there

@@ -18,7 +18,7 @@ from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
 from zfunc.engine.unit_info import UnitInfo
-from zfunc.engine.unit_runs import Running, Saved, UnitRun, redeem
+from zfunc.engine.unit_runs import Activation, Running, UnitRun, redeem
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of
 from zfunc.layout.readable import Readable
@@ -80,7 +80,7 @@ class LayerRef(Ref):
             ticket = run.pack(x)
             if ticket is not x:
                 return ticket
-        return Saved(x)
+        return Activation(x)
 
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -45,21 +44,10 @@ from zfunc.engine.branches import (
     is_product,
     saved_by,
 )
-from zfunc.errors import BackwardError
+from zfunc.engine.context import WEIGHTS_UNREAD
+from zfunc.errors import CompositionError
 
-__all__ = ["SplitBackward", "weights_unread"]
-
-_unread: ContextVar[bool] = ContextVar("zfunc_weights_unread", default=False)
-
-
-def weights_unread() -> bool:
-    """Whether a saved tensor that is a weight, or part of one, will not be read by the node that
-    has asked for it: a hook of saved tensors may give it another of the same shape and dtype.
-
-    A product of an activation and a weight takes the activation for the gradient of the weight,
-    but asks for both.
-    """
-    return _unread.get()
+__all__ = ["SplitBackward"]
 
 
 class SplitBackward:
@@ -107,7 +95,7 @@ class SplitBackward:
             The gradient of each input; ``None`` where no output depends on it.
 
         Raises:
-            BackwardError: seeds do not fit, or this part was run before.
+            CompositionError: seeds do not fit, or this part was run before.
         """
         self._check(seeds)
         self._next_part("of_inputs", 0)
@@ -134,7 +122,7 @@ class SplitBackward:
             The gradient of each end; ``None`` where no output depends on it.
 
         Raises:
-            BackwardError: the first part was not run, this one was, or a gradient that is needed
+            CompositionError: the first part was not run, this one was, or a gradient that is needed
                 here has been written to in between.
         """
         self._next_part("of_weights", 1)
@@ -155,13 +143,13 @@ class SplitBackward:
     def _check(self, seeds: Sequence[Tensor | None]) -> None:
         got = [None if x is None else x.shape for x in seeds]
         if len(got) != len(self._shapes):
-            raise BackwardError(
+            raise CompositionError(
                 f"of_inputs() got {len(got)} gradients for {len(self._shapes)} outputs. Give one "
                 "for each, None where none has come."
             )
         for i, (shape, expected) in enumerate(zip(got, self._shapes, strict=True)):
             if shape is not None and shape != expected:
-                raise BackwardError(
+                raise CompositionError(
                     f"the gradient of output {i} has shape {tuple(shape)}; expected that of the "
                     f"output, {tuple(expected)}."
                 )
@@ -169,7 +157,7 @@ class SplitBackward:
     def _next_part(self, name: str, part: int) -> None:
         if self._parts_run != part:
             first = "of_inputs() comes first" if self._parts_run < part else "it was called before"
-            raise BackwardError(
+            raise CompositionError(
                 f"{name}() cannot run: {first}. Each part runs once, and uses up the graph."
             )
         self._parts_run += 1
@@ -249,7 +237,7 @@ class _Unwritten:
 
     def get(self) -> Tensor:
         if self.grad._version != self.version:
-            raise BackwardError(
+            raise CompositionError(
                 f"a gradient of shape {tuple(self.grad.shape)} was written to before of_weights() "
                 "could use it: by the backward of an autograd.Function, which must not change what "
                 "it is given, or by a user of what of_inputs() was given or has returned. Clone it "
@@ -291,11 +279,11 @@ class _Parted:
         """Ask the node for what leads into branches, where nothing else is asked for."""
         assert self.grads is not None
         grads, self.grads = [None if x is None else x.get() for x in self.grads], None
-        token = _unread.set(is_matmul(self.node))
+        token = WEIGHTS_UNREAD.set(is_matmul(self.node))
         try:
             found = self.node(*grads)
         finally:
-            _unread.reset(token)
+            WEIGHTS_UNREAD.reset(token)
         for at, edge, branch in self.leaving:
             if found[at] is not None:
                 self.found.append(_Kept(branch, edge, _fitting(found[at], edge)))
@@ -337,7 +325,7 @@ def _compute(parted: Sequence[_Parted]) -> None:
 
     edges = dict.fromkeys(edge for x in waiting for _, edge, _ in x.leaving)
     start.register_hook(call)
-    goals = [start, *(GradientEdge(*edge) for edge in edges)]
+    goals: list[Any] = [start, *(GradientEdge(*edge) for edge in edges)]
     torch.autograd.grad(start, goals, torch.ones(()), allow_unused=True)
 
 
@@ -362,4 +350,4 @@ def _nothing(*_: Any) -> None:
 
 
 def _used_up(_: Any) -> Tensor:
-    raise BackwardError("backward runs a second time through what a SplitBackward has used up.")
+    raise CompositionError("backward runs a second time through what a SplitBackward has used up.")

@@ -16,16 +16,25 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from zfunc.engine.context import RECOMPUTED
+from zfunc.engine.context import RECOMPUTED, WEIGHTS_UNREAD
 from zfunc.engine.hooks import Pending
-from zfunc.engine.split_backward import weights_unread
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.replicated import Replicated
 
-__all__ = ["AGAIN", "ENTER", "LEAVE", "RELEASE", "Running", "Saved", "UnitRun", "dense", "redeem"]
+__all__ = [
+    "AGAIN",
+    "ENTER",
+    "LEAVE",
+    "RELEASE",
+    "Activation",
+    "Running",
+    "UnitRun",
+    "dense",
+    "redeem",
+]
 
 ENTER, AGAIN, RELEASE, LEAVE = "enter", "again", "release", "leave"  # what happens to a unit
 BYTES_ON_A_GPU = 2**30  # that may be under way at once
@@ -448,7 +457,7 @@ class Ticket:
     height: int
 
     def redeem(self) -> Tensor:
-        if weights_unread() and self.dtype.is_floating_point:
+        if WEIGHTS_UNREAD.get() and self.dtype.is_floating_point:
             where = self.run.device
             return torch.full((), torch.nan, dtype=self.dtype, device=where).expand(self.shape)
         if (accord := self.run.owner.accord) is not None:
@@ -459,7 +468,7 @@ class Ticket:
         return full.as_strided(self.shape, self.stride, self.offset)
 
 
-class Saved:
+class Activation:
     """A saved tensor that can be let go of before the node that has saved it."""
 
     __slots__ = ("tensor",)
@@ -477,7 +486,7 @@ class Saved:
         self.tensor = None
 
 
-def redeem(x: Ticket | Saved) -> Tensor:
+def redeem(x: Ticket | Activation) -> Tensor:
     """The unpack hook: the tensor behind a ticket, or what was saved."""
     return x.redeem()
 
