@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit.split_backwards import Piece, check, seeds_of, split, whole
+from tests.unit.split_backwards import Handed, Piece, check, seeds_of, split, whole
 from zfunc.engine.split_backward import SplitBackward
 from zfunc.errors import CompositionError
 
@@ -319,22 +319,6 @@ def check_equal(make: Callable[[], Piece], expected: Any) -> Any:
         assert x is not None and y is not None
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     return got
-
-
-class Handed(torch.autograd.Function):
-    """Weights that come in behind an end without elements; gradients are handed over."""
-
-    @staticmethod
-    def forward(ctx: Any, end: Tensor, name: str, into: list[Any], *leaves: Tensor) -> Any:
-        ctx.name, ctx.into = name, into
-        ctx.set_materialize_grads(False)
-        return leaves if len(leaves) > 1 else leaves[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.into.append((ctx.name, grads))
-        return (None,) * (3 + len(grads))
 
 
 @pytest.mark.parametrize("shape", [(), (0,)])
