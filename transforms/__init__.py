@@ -6,6 +6,7 @@ from zfunc.transforms.donation import donate
 from zfunc.transforms.layer_drop import drop_layers
 from zfunc.transforms.mixed_precision.transform import precision
 from zfunc.transforms.offloading.transform import offload
+from zfunc.transforms.pipelining.transform import pipeline
 from zfunc.transforms.quantization.transform import quantize
 from zfunc.transforms.rematerialisation import remat
 from zfunc.transforms.sharding import shard
@@ -17,6 +18,7 @@ __all__ = [
     "donate",
     "drop_layers",
     "offload",
+    "pipeline",
     "precision",
     "quantize",
     "remat",

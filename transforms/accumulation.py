@@ -37,7 +37,7 @@ from zfunc.trees.nodes import NAMESPACE
 from zfunc.trees.reduction import linear_map
 from zfunc.trees.unitwise import streams
 
-__all__ = ["Accumulate", "accumulate"]
+__all__ = ["Accumulate", "Losses", "accumulate", "accumulated", "mean_of_aux", "times"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Accumulate(Transform):
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         def run(asked: Gradients) -> tuple[tuple[Tensor, Any], Any]:
-            return _accumulated(call, running, asked, self.n)
+            return accumulated(call, running, asked, self.n, running.notes[self.name])
 
         return call if self.n == 1 else run
 
@@ -89,15 +89,20 @@ class Accumulate(Transform):
         return [f"accumulate: {self.n} microbatches per step, {how}"]
 
 
-def _accumulated(
-    call: Differentiate, running: Context, asked: Gradients, n: int
+def accumulated(
+    call: Differentiate, running: Context, asked: Gradients, n: int, own: dict[int, Tensor]
 ) -> tuple[tuple[Tensor, Any], Any]:
+    """``((loss, aux), grads)`` of a batch in n microbatches, one after the other.
+
+    Args:
+        call: differentiates one.
+        own: the tensors of the state, which are no part of a batch.
+    """
     over = communication(running)
-    losses = _Losses(over.everyone, n)
+    losses = Losses(over.everyone, n)
     sums = _Sums() if over.reduce_once and over.everyone.size > 1 else None
     auxes: list[Any] = []
     buffers, grads = asked.kwargs.get("buffers"), None
-    own = running.notes[Accumulate.name]
     for i, (args, kwargs) in enumerate(microbatches(asked, n, own, exact=True)):
         if sums is not None:
             sums.holding = i < n - 1
@@ -116,8 +121,8 @@ def _accumulated(
     if isinstance(factor, Tensor) and streams(grads):
         factor = Reading(factor).wait()  # gradients are on the host
     if isinstance(factor, Tensor) or factor != 1.0:
-        grads = tree.map(linear_map(partial(_times, factor=factor)), grads)
-    return (losses.mean(), _with_buffers(_mean(auxes), buffers)), grads
+        grads = tree.map(linear_map(partial(times, factor=factor)), grads)
+    return (losses.mean(), _with_buffers(mean_of_aux(auxes), buffers)), grads
 
 
 def _added(total: Any, new: Any, i: int) -> Any:
@@ -129,7 +134,7 @@ def _added(total: Any, new: Any, i: int) -> Any:
     return tree.map(linear_map(lambda t, g: t.add_(g)), total, new)
 
 
-def _times(g: Tensor, factor: float | Tensor) -> Tensor:
+def times(g: Tensor, factor: float | Tensor) -> Tensor:
     """A gradient times a number; in its own memory where the number is a device's, for then it
     is multiplied in every step, and mostly by 1."""
     if not isinstance(factor, Tensor):
@@ -139,7 +144,7 @@ def _times(g: Tensor, factor: float | Tensor) -> Tensor:
     return g.mul_(factor.to(g.dtype))
 
 
-class _Losses:
+class Losses:
     """The losses of all microbatches on all ranks, as one mean.
 
     Backward of the first microbatch runs when the elements of the others have not been
@@ -249,7 +254,7 @@ def _with_buffers(aux: Any, buffers: Any) -> Any:
     return buffers if aux is _BUFFERS else aux
 
 
-def _mean(auxes: list[Any]) -> Any:
+def mean_of_aux(auxes: list[Any]) -> Any:
     """Floating-point tensors as means over the microbatches, anything else as the last has it."""
 
     def mean(*xs: Any) -> Any:

@@ -20,8 +20,8 @@ reduces once, stage 2 keeps cut sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -46,8 +46,9 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.rounds import ReplicaSum, Rounds, in_rounds
 from zfunc.layout.sharded import Sharded, cut
+from zfunc.layout.stages import Stages
 from zfunc.ranks.axes import alone, group
-from zfunc.ranks.comm import Group
+from zfunc.ranks.comm import Group, Handle
 from zfunc.ranks.meshes import BATCH, Axes, Mesh
 from zfunc.ranks.world import MESH
 from zfunc.trees import tree
@@ -57,6 +58,23 @@ __all__ = ["Shard", "shard"]
 
 CUT = ("nothing", "optimizer state", "gradients and optimizer state", "the whole state")
 FIRST = 1 << 20  # bytes of layers whose gradients leave together before all others
+
+
+class Staged(Protocol):
+    """A transform whose ranks have different layers (``pipeline``).
+
+    Attributes:
+        has_stages: whether there may be several of them.
+    """
+
+    has_stages: bool
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis along which they have."""
+
+    def stages(self, params: Tree, ranks: Group) -> Stages:
+        """Which of some ranks have which leaves of a params tree."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +91,8 @@ class Shard(Meshed):
     replica: Axes | None = None
     merge: bool = True  # tiny layers into one unit
     of_tree: bool = False  # the state is a params tree itself
+    staged: Staged | None = field(default=None, compare=False, repr=False)
+    by: tuple[str, str] | None = None  # the transform that it stands in
 
     position: ClassVar[int] = Order.SHARD
     represents: ClassVar[bool] = True
@@ -136,20 +156,47 @@ class Shard(Meshed):
         return any(sizes.get(name) != 1 for name in self._copies)
 
     @property
+    def cut_along(self) -> Axes:
+        """The axes along which ranks have different parts of a state."""
+        if self.staged is None:
+            return self.axis
+        return (self.staged.axis, *self._axes) if self.stage else self.staged.axis
+
+    @property
+    def cuts_params(self) -> bool:
+        """Whether ranks have different parts of the parameters between steps."""
+        return self.stage == 3 or self.staged is not None
+
+    @property
     def group(self) -> Group:
         """The ranks over which states are cut."""
+        return group(self.mesh, self.cut_along)
+
+    @property
+    def within(self) -> Group:
+        """Those over which a unit is cut: of a pipeline, the ranks of one stage."""
+        if self.staged is not None and self.stage == 0:
+            return alone()
         return group(self.mesh, self.axis)
 
     @property
     def replicas(self) -> Group:
         """The ranks that have the same part of a state as this one."""
-        return group(self.mesh, self._copies) if self._copies else alone()
+        copies = self.averages if self.staged is not None and self.stage == 0 else self._copies
+        return group(self.mesh, copies) if copies else alone()
 
     @property
     def everyone(self) -> Group:
         """The ranks over which losses and gradients are averaged."""
         self._check_mesh(self.mesh and self.mesh.closed())
-        return group(self.mesh, self.averages) if self._copies else self.group
+        return group(self.mesh, self.averages if self._copies else self.axis)
+
+    @property
+    def deciding(self) -> Group:
+        """All ranks that start from the same state."""
+        if self.staged is None:
+            return self.everyone
+        return group(self.mesh, (self.staged.axis, *self.averages))
 
     @property
     def params(self) -> list[str]:
@@ -163,7 +210,13 @@ class Shard(Meshed):
 
     def beside(self, others: Sequence[Transform]) -> Shard:
         merge = not any(other.by_layer for other in others)
-        return replace(self, merge=merge, of_tree=any(other.of_params for other in others))
+        staged = next((other for other in others if getattr(other, "has_stages", False)), None)
+        return replace(
+            self,
+            merge=merge,
+            of_tree=any(other.of_params for other in others),
+            staged=staged,  # type: ignore[arg-type]
+        )
 
     # How the state is represented
 
@@ -173,18 +226,19 @@ class Shard(Meshed):
             params,
             world=self.group.size,
             mesh=self.mesh and self.mesh.closed(),
-            axis=self.axis,
+            axis=self.cut_along,
             unit_bytes=self.unit_bytes,
-            persist_below=self.persist_below if self.stage == 3 else 0,
+            persist_below=self.persist_below if self.stage == 3 and self.staged is None else 0,
             merge=self.merge,
             first=FIRST if self.stage < 3 and self.group.size > 1 else None,
-            by=(self.name, repr(self)),
+            by=self.by or (self.name, repr(self)),
+            stages=None if self.staged is None else self.staged.stages(params, self.group),
         )
 
     def place(self, state: Any) -> Any:
         if self.of_tree:
-            check_same(self.everyone, {"params": state})
-            if self.stage < 3:
+            check_same(self.deciding, {"params": state})
+            if not self.cuts_params:
                 return state
             params = opened(state)  # of which split has taken parts
             return cut(self.layout(params), params, self.group.rank, True)
@@ -196,15 +250,15 @@ class Shard(Meshed):
                     f"roles name the entry {name!r}, which the state ({entries}) does not have."
                 )
         layouts = {name: self.layout(entries[name]) for name in names}
-        check_same(self.everyone, {name: entries[name] for name in entries.names})
+        check_same(self.deciding, {name: entries[name] for name in entries.names})
         rank, twins = self.group.rank, Twins(layouts.values())
         for name in entries.names:
             if name not in layouts:
                 entries[name] = twins.replace(
                     entries[name],
-                    lambda layout, node: self._whole_or_cut(self.stage >= 1, layout, node, rank),
+                    lambda layout, node: self._whole_or_cut(self._cuts_rest, layout, node, rank),
                 )
-            elif self.stage == 3:
+            elif self.cuts_params:
                 entries[name] = self._whole_or_cut(True, layouts[name], entries[name], rank)
             else:
                 entries[name] = packed(layouts[name], entries[name])
@@ -217,25 +271,32 @@ class Shard(Meshed):
                 return held
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)
 
+    @property
+    def _cuts_rest(self) -> bool:
+        """Whether ranks have different parts of what is shaped like the parameters."""
+        return self.stage >= 1 or self.staged is not None
+
     def unplace(self, state: Any) -> Any:
         return tree.full(state)
 
     def check(self, state: Any) -> None:
-        if self.of_tree and isinstance(state, Sharded) == (self.stage == 3):
+        if self.of_tree and isinstance(state, Sharded) == self.cuts_params:
             return
         entries = Entries({"params": state} if self.of_tree else state)
         for name in self.params:
             if name in entries:
-                self._check_entry(name, entries[name], cut=self.stage == 3)
+                self._check_entry(name, entries[name], cut=self.cuts_params)
         for name in self.roles.named("opt_state"):
             if name in entries and self._represents(entries, entries[name]):
-                self._check_entry(name, entries[name], cut=self.stage >= 1)
+                self._check_entry(name, entries[name], cut=self._cuts_rest)
 
     def _represents(self, entries: Entries, entry: Any) -> bool:
         """Whether an entry has something placed in it, or something that should have been."""
         if placed_nodes(entry):
             return True
-        if self.stage == 0 or not any(isinstance(x, Tensor) and x.ndim for x in leaves_in(entry)):
+        if not self._cuts_rest or not any(
+            isinstance(x, Tensor) and x.ndim for x in leaves_in(entry)
+        ):
             return False
         params = [entries[name] for name in self.params if name in entries]
         layouts = [self._layout_of(p) for p in params]
@@ -263,7 +324,7 @@ class Shard(Meshed):
         if theirs is not self.group:
             raise PlacementError(
                 f"state entry {name!r} was placed along axis {layout.axis!r} of "
-                f"{layout.mesh or 'all ranks'}, but {self!r} works along {self.axis!r} of "
+                f"{layout.mesh or 'all ranks'}, but {self!r} works along {self.cut_along!r} of "
                 f"{self.mesh or 'all ranks'}. `unplace` it with the step that placed it, and "
                 "`place` the result here."
             )
@@ -294,8 +355,8 @@ class Shard(Meshed):
 
     def configure(self, running: Context, state: Any) -> None:
         over = communication(running)
-        over.group, over.replicas, over.everyone = self.group, self.replicas, self.everyone
-        over.reduce_once = self.stage < 2
+        over.group, over.replicas, over.everyone = self.within, self.replicas, self.everyone
+        over.reduce_once, over.gathers_anew = self.stage < 2, self.stage == 3
         over.prefetch, over.room = self.prefetch, self._room
         memo = running.memo.setdefault("layouts", {})
         over.layout_for = lambda params: self._layout_for(params, memo)
@@ -304,7 +365,7 @@ class Shard(Meshed):
 
     def _layout_for(self, params: Tree, memo: dict[Any, Layout]) -> tuple[Layout, bool]:
         """The layout of a plain params tree, and whether its gradients are cut."""
-        return layout_for(params, self.group.size, memo, self.layout), self.stage >= 1
+        return layout_for(params, self.group.size, memo, self.layout), self._cuts_rest
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending:
         """Start the reduction of a unit's gradients: to all ranks, or to their owners."""
@@ -321,11 +382,15 @@ class Shard(Meshed):
         spec, label = unit.layout.flats[i], f"reduce {unit.name}"
         replicated = over.replicas.size > 1
         if unit.cut and not spec.whole:
-            low, high = spec.bounds(unit.group.rank)
+            cuts = unit.cuts(i)
+            if unit.group.size == 1:  # of a pipeline: there is nothing to sum but over replicas
+                own = full.clone() if unit.borrowed(i, full) else full
+                return ReplicaSum(over.replicas, Handle(own), label)
+            low, high = cuts[unit.group.rank], cuts[unit.group.rank + 1]
             # Recycled gradients lie idle in the next forward pass: not where memory is scarce.
             recycled = pool().take if self.stage < 3 else empty
             own = recycled(high - low, full.dtype, full.device)
-            part = unit.group.reduce_scatter(full, cuts=spec.cuts, out=own, label=label)
+            part = unit.group.reduce_scatter(full, cuts=cuts, out=own, label=label)
             return ReplicaSum(over.replicas, part, label) if replicated else part
         borrowed = unit.borrowed(i, full)
         out = pool().take(full.numel(), full.dtype, full.device) if borrowed else full
@@ -362,6 +427,8 @@ class Shard(Meshed):
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         """Until a step has run: every params tree is differentiated once, all layers in order."""
         look_anew(self.mesh)
+        if self.staged is not None:  # which counts what it sends
+            return
         entries = Entries(state)
         placed = [entries[name] for name in self.params if name in entries]
         memo["reduce once"] = self.stage < 2
@@ -374,7 +441,7 @@ class Shard(Meshed):
         return params.layout if isinstance(params, Readable | Replicated) else self.layout(params)
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
-        size, what = self.group.size, CUT[self.stage]
+        size, what = self.within.size, CUT[self.stage]
         lines = [f"shard: {what} cut over {size} rank{'s' * (size > 1)} of axis {self.axis!r}"]
         if (copies := self.replicas.size) > 1:
             lines[0] += f", averaged over {copies} replicas"

@@ -29,6 +29,7 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.buffers.heap import return_freed
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.differentiation import is_evaluated
@@ -68,6 +69,9 @@ from zfunc.trees.tree import dotted
 __all__ = ["Splitting", "split"]
 
 Rules = tuple[tuple[str, Cut | None], ...]
+# Bytes from which on a leaf lies by itself where split is alone: no flats are sent, and a gradient
+# that is copied into one stands beside it at the peak of a step.
+ALONE = 1 << 20
 _PLANNING = Lock()
 
 
@@ -123,6 +127,14 @@ class Splitting(Meshed):
         """The ranks over which leaves are split."""
         return group(self.on, self.axis)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether functions run on a stream that is cut: gradients of ranks are parts then.
+
+        Layers of a module take and give what is whole.
+        """
+        return self.sequence and self.model is None and self.group.size > 1
+
     def beside(self, others: Sequence[Transform]) -> Splitting:
         shard = next((x for x in others if x.name == "shard"), None)
         return replace(
@@ -156,17 +168,22 @@ class Splitting(Meshed):
         if self.model is None:
             return None
         how: Any = {"example": self.example, "vocab": self.vocab, "grains": grains}
+        how["sequence"] = self.sequence
         how["whole"] = lambda name: any(fnmatchcase(name, pattern) for pattern, _ in self.rules)
         ways, grained = self.group.size, frozenset((grains or {}).items())
         with _PLANNING:  # ranks that are threads
             if (ways, grained) not in self.plans:
                 self.plans[ways, grained] = plan_of(self.model, ways, **how)
+                return_freed()  # of the numbers that it tried
         plan = self.plans[ways, grained]
-        told = hashlib.sha256(repr((plan.splits, plan.roles, plan.attributes)).encode())
+        parts = (plan.splits, plan.roles, plan.attributes, plan.norms, plan.once)
+        told = hashlib.sha256(repr((*parts, plan.streams, plan.pointwise)).encode())
         if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
             raise PlacementError(
                 "ranks have found different plans for the model: give all of them the same module."
             )
+        if self.sequence and ways > 1 and plan.splits and not plan.streams:
+            raise PlacementError(_uncut(plan))
         return plan
 
     # Parameters alone, for inference
@@ -220,7 +237,8 @@ class Splitting(Meshed):
         parted = optree.tree_unflatten(layout.spec, found)
         if self.sharded:
             return parted
-        return packed(whole(make_layout(parted, by=(self.name, repr(self)))), parted)
+        made = make_layout(parted, alone=ALONE, by=(self.name, repr(self)))
+        return packed(whole(made), parted)
 
     def unplace(self, state: Any) -> Any:
         return tree.full(state)
@@ -261,7 +279,7 @@ class Splitting(Meshed):
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         """Where the stream is cut gradients add up over ranks, and each begins with 1 / T."""
         ranks = self.group
-        if not self.sequence or ranks.size == 1:
+        if not self.adds_up:
             return call
 
         def run(asked: Gradients) -> Any:
@@ -278,7 +296,7 @@ class Splitting(Meshed):
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending:
         """Where the stream is cut each rank has a part of a whole leaf's gradient."""
-        if not self.sequence or self.group.size == 1:
+        if not self.adds_up:
             return value
         rows = zip(unit.trainable, value.wait(), strict=True)
         return Ready([self._added_up(full, i, unit) for i, full in rows])
@@ -314,7 +332,13 @@ class Splitting(Meshed):
         share = f"{100 * some / every:.1f} % of parameters " if every else ""
         whole = sum(slot.split is None for slot in slots)
         told = f"; {whole} leaves whole" if slots else ""
-        return [f"split: {share}over {self.group.size} ranks of axis {self.axis!r}{told}"]
+        lines = [f"split: {share}over {self.group.size} ranks of axis {self.axis!r}{told}"]
+        plans = (layout.plan for layout in memo.get("split", ()))
+        plan = next((x for x in plans if isinstance(x, SplitPlan) and x.streams), None)
+        if plan is not None:
+            told = f"; {len(plan.uncut)} on the whole stream" if plan.uncut else ""
+            lines.append(f"  {len(plan.streams)} layers on positions of the stream{told}")
+        return lines
 
 
 def splits_of(
@@ -355,6 +379,15 @@ def splits_of(
             "fewer ranks along the axis, or give rules=."
         )
     return found if ways > 1 else {layout: {} for layout in layouts}
+
+
+def _uncut(plan: SplitPlan) -> str:
+    told = [f"{name or 'the module'}: {why}" for name, why in plan.uncut.items()][:3]
+    told = told or ["it has none that is split"]
+    return (
+        f"sequence=True: no layer runs on positions of the stream ({'; '.join(told)}). "
+        "Leave sequence=True out: layers are split all the same."
+    )
 
 
 def _home_of(plan: SplitPlan, layouts: Sequence[Layout]) -> tuple[Layout, str]:
@@ -495,8 +528,10 @@ def split(
         sequence: whether norms and the residual stream are cut along positions, dimension -2 of
             what goes between ``zf.row`` and the next ``zf.column`` (Korthikanti et al. 2022): as
             many bytes are sent, and what is kept of the stream for backward is divided by the
-            number of ranks. For models that are functions alone: a module's code takes the stream
-            for whole. What mixes positions stands between a column and its row, also where both
+            number of ranks. Layers of a module that were tried so run on a rank's positions; what
+            its code does between them gets the whole stream, where it looks at more than its
+            shape. Outside of steps, and where no gradients are asked for, streams are whole.
+            In functions what mixes positions stands between a column and its row, also where both
             are whole leaves. Slice positions of ids and targets, not of the stream; whatever
             joins it and has positions goes through ``zf.operators.positions``. All that a loss
             draws differs from rank to rank.
@@ -508,12 +543,12 @@ def split(
         (``step.local_batch``).
 
     Raises:
-        ValueError: neither a model nor rules; a size that is not positive; a model beside
-            ``sequence``.
+        ValueError: neither a model nor rules; a size that is not positive.
         CompositionError: the step is split already, or has a mesh of another size; when a state is
             placed: its parameters are not those of the model.
         PlacementError: when a state is placed: a rule names no leaf, or one that does not fall
-            into so many parts; nothing can be split. After the first step: ranks have come to
+            into so many parts; nothing can be split, or under ``sequence`` no layer of the model
+            runs on positions. After the first step: ranks have come to
             differ in a leaf that is whole.
     """
     if model is None and not rules:
@@ -529,11 +564,5 @@ def split(
         )
     if tensor is not None and (type(tensor) is not int or tensor < 1):
         raise ValueError(f"tensor={tensor!r}: expected how many ranks share a layer, at least 1.")
-    if sequence and model is not None:
-        raise ValueError(
-            "sequence=True is for functional models alone: a module's code takes the stream for "
-            "whole. Leave it out, or write the model with zf.embed, zf.column, zf.row and "
-            "zf.cross_entropy, and give rules= in the place of the module."
-        )
     how = (tensor, mesh, axis, vocab, example, sequence)
     return Splitting(model, tuple((rules or {}).items()), *how)

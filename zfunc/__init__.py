@@ -24,6 +24,7 @@ from zfunc.engine.passes import layer, scan
 from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import (
+    BackwardError,
     CheckpointError,
     CompositionError,
     DesyncError,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.ranks.collectives import axis_index, pmean, psum
     from zfunc.ranks.launching import init, launch
     from zfunc.ranks.simulation import simulate
+    from zfunc.schedules.pipeline_schedule import Schedule
     from zfunc.training.recipe import train_step
     from zfunc.training.stopping import preemption
     from zfunc.training.world_recovery import recover_world
@@ -65,6 +67,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
         donate,
         drop_layers,
         offload,
+        pipeline,
         precision,
         quantize,
         remat,
@@ -94,12 +97,13 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "ranks.collectives": ("axis_index", "pmean", "psum"),
     "ranks.launching": ("init", "launch"),
     "ranks.simulation": ("simulate",),
+    "schedules.pipeline_schedule": ("Schedule",),
     "training.recipe": ("train_step",),
     "training.stopping": ("preemption",),
     "training.world_recovery": ("recover_world",),
     "transforms": (
-        *("accumulate", "compress_grads", "donate", "drop_layers", "offload", "precision"),
-        *("quantize", "remat", "shard", "split"),
+        *("accumulate", "compress_grads", "donate", "drop_layers", "offload", "pipeline"),
+        *("precision", "quantize", "remat", "shard", "split"),
     ),
     "transforms.capture": ("captured",),
     "transforms.offloading.recovery": ("recover",),
@@ -108,6 +112,7 @@ _LATER = {name: home for home, names in _HOMES.items() for name in names}
 _ROOMS = ("kernels", "optim", "quant", "transforms")
 
 __all__ = [
+    "BackwardError",
     "CheckpointError",
     "CompositionError",
     "Cut",
@@ -121,6 +126,7 @@ __all__ = [
     "Mesh",
     "NonFiniteError",
     "PlacementError",
+    "Schedule",
     "Sharded",
     "Step",
     "TrainState",
@@ -153,6 +159,7 @@ __all__ = [
     "mesh",
     "offload",
     "optim",
+    "pipeline",
     "pmean",
     "precision",
     "preemption",

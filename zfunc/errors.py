@@ -8,6 +8,7 @@ leaf path or the unit), what was found, what was expected, and the fix.
 from __future__ import annotations
 
 __all__ = [
+    "BackwardError",
     "CheckpointError",
     "CompositionError",
     "DesyncError",
@@ -15,6 +16,7 @@ __all__ = [
     "DonatedStateError",
     "NonFiniteError",
     "PlacementError",
+    "ScheduleError",
     "ZfuncError",
 ]
 
@@ -29,6 +31,10 @@ class PlacementError(ZfuncError, ValueError):
 
 class CompositionError(ZfuncError, ValueError):
     """These transforms, or this transform and this step, mean nothing together."""
+
+
+class ScheduleError(CompositionError):
+    """A pipeline schedule cannot run: an action is missing, there twice, or waits for ever."""
 
 
 class DonatedStateError(ZfuncError, RuntimeError):
@@ -49,3 +55,7 @@ class CheckpointError(ZfuncError, RuntimeError):
 
 class NonFiniteError(ZfuncError, ArithmeticError):
     """A NaN or an infinity where a finite number was promised."""
+
+
+class BackwardError(ZfuncError, RuntimeError):
+    """A backward in parts was asked for in the wrong order, or with what does not fit."""

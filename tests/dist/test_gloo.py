@@ -213,7 +213,13 @@ def native() -> list[Any]:
     members = tuple(range(joined.size))
     cpu = joined.transport(members)
     everyone: Any = dist.group.WORLD
-    native = NativeOnHost(everyone, cpu, reductions=lambda: everyone, late=lambda: False)
+    native = NativeOnHost(
+        everyone,
+        cpu,
+        reductions=lambda: everyone,
+        late=lambda: False,
+        directions=lambda direction: everyone,
+    )
     joined.memo["group", members] = ConnectedGroup("data", joined, members, lambda: native)
     ranks, results = group(None, "data"), []
     for numel in (0, 6, 601):

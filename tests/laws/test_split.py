@@ -1,13 +1,12 @@
 """``split``: steps that compute with parts of leaves give what one process gives.
 
-Functional models compute with ``zf.column``, ``zf.row``, ``zf.embed`` and ``zf.cross_entropy``,
-modules by a plan that was found. Float64 throughout, also where a module casts by itself.
+Functional models compute with ``zf.column``, ``zf.row``, ``zf.embed`` and ``zf.cross_entropy``;
+modules are in ``test_split_training``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from torch.nn import functional as F
 
 import zfunc as zf
 from tests.laws.cases import assert_near, assert_same, numbers
-from tests.laws.covering import Covering
-from tests.laws.plans_by_hand import gpt2, llama, qwen3
+from tests.laws.plans_by_hand import llama
 from tests.laws.split_steps import (
     F64,
     HEADS,
@@ -45,7 +43,6 @@ PLACES = [
     *((data, 2, stage) for data in (1, 2) for stage in (0, 1, 2, 3)),
     *((1, 2, None), (1, 3, 1), (2, 3, 3)),
 ]
-FEW = [(1, 2, None), (1, 4, 3), (2, 2, 0), (2, 2, 1), (2, 2, 3), (2, 3, 2)]
 
 
 @pytest.mark.parametrize(("data", "ways", "stage"), PLACES)
@@ -64,56 +61,6 @@ def test_on_one_rank_split_changes_no_bit() -> None:
     step = zf.train_step(loss_of, TX)
     for stage in (None, 0, 3):
         assert_same(run(step, on_mesh(1, 1, stage, rules=RULES)), alone())
-
-
-MODELS = {
-    "llama": lambda: llama(4, 2),
-    "llama with one kv head": lambda: llama(4, 1),
-    "tied llama": lambda: llama(6, 2, tie_word_embeddings=True),
-    "gpt2": gpt2,
-    "qwen3": qwen3,
-}
-
-
-@dataclass
-class Trained:
-    """A model, which steps may place again, and three steps of it in one process."""
-
-    name: str
-
-    def __post_init__(self) -> None:
-        module = MODELS[self.name]()
-        self.model, self.words = zf.functionalize(module), module.config.vocab_size
-        self.start, self.step = self.model.params, zf.train_step(self.loss, TX)
-        self.alone = self.run(lambda f: zf.shard(f, stage=0))
-
-    def loss(self, params: Any, batch: Batch) -> Tensor:
-        logits = self.model.apply(params, batch["ids"]).logits[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
-
-    def run(self, wrap: Callable[[Any], Any]) -> Any:
-        return run(self.step, wrap, lambda: self.start, words=self.words)
-
-
-trained = cache(Trained)
-
-
-MET = [
-    (name, *place)
-    for i, name in enumerate(MODELS)
-    for turn, place in enumerate(FEW)
-    if Covering.whole or (turn + i) % 3 == 0
-]
-
-
-@pytest.mark.parametrize(("name", "data", "ways", "stage"), MET)
-def test_an_unmodified_module_trains_as_in_one_process(
-    name: str, data: int, ways: int, stage: int | None
-) -> None:
-    known = trained(name)
-    wrap = on_mesh(ways, data, stage, model=known.model)
-    for mine in ranks_of(ways, data, lambda: known.run(wrap)):
-        assert_near(mine, known.alone, 1e-9)
 
 
 Wrap = Callable[[Any], Any]

@@ -336,9 +336,3 @@ def test_a_loss_of_own_positions_is_refused() -> None:
         return x.square().mean()
 
     failing(loss, "different losses")
-
-
-def test_modules_are_refused() -> None:
-    model = zf.functionalize(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="functional models alone"):
-        zf.split(zf.train_step(loss_of, TX), model, tensor=2, sequence=True)

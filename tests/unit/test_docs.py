@@ -105,6 +105,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "accumulate": [{"n": 2}],
     "drop_layers": [{"theta": 1.0}, {"theta": 0.2, "gamma": 0.7}],
     "offload": [{"to": "cpu"}, {"to": "disk", "path": FOLDER.name}],
+    "pipeline": [{"microbatches": 2, "pipe": 2}],
     "quantize": [{"target_bits": 16}, {"start_bits": 6, "target_bits": 4, "period": 1}],
     "shard": [{"stage": stage} for stage in range(4)],
     "split": [{"rules": RULES, "tensor": 2}],
@@ -189,7 +190,7 @@ def wrapped(*names: str, fn: Step = train_step) -> Iterator[tuple[Any, Any]]:
 
 
 def test_the_table_names_all_transforms():
-    names = ["bare", *sorted(set(transforms.__all__) - {"split"})]  # it has a table of its own
+    names = ["bare", *sorted(set(transforms.__all__) - {"pipeline", "split"})]  # these have others
     assert names == HEAD == list(PAIRS)
     assert list(table(1)[1]) == sorted(transforms.__all__)
 
@@ -279,6 +280,28 @@ def test_the_cell_of_split_and(name: str, monkeypatch: pytest.MonkeyPatch):
             close(outcome(zf.shard(split, stage=stage), 4, split_start), expected, tolerance)
         if name == "shard":
             close(outcome(split, 4, split_start), expected, tolerance)
+
+
+@pytest.mark.parametrize("name", HEAD)
+def test_the_cell_of_pipeline_and(name: str):
+    head, rows = table(5)
+    assert head == HEAD
+    cell, (how,) = rows["pipeline"][head.index(name)], SETTINGS["pipeline"]
+    for step, alone in wrapped(name):
+        if cell == "raises" or "to='disk'" in repr(step):
+            with pytest.raises(zf.CompositionError):
+                zf.pipeline(step, **how)
+            continue
+        inside = zf.pipeline(zf.Step(train_step), **how)
+        for transform in step.transforms:
+            inside = inside.wrap(transform)
+        staged = zf.pipeline(step, **how)
+        assert staged == inside
+        expected, tolerance = outcome(alone, 1), TOLERANCES[cell][1]
+        for stage in range(4) if name != "shard" else ():
+            close(outcome(zf.shard(staged, stage=stage), 4), expected, tolerance)
+        ranks = 4 if name == "shard" else 2
+        close(outcome(staged, ranks), expected, tolerance)
 
 
 def close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:

@@ -34,9 +34,7 @@ class Attention(nn.Module):
         else:
             self.q, self.k, self.v = (nn.Linear(WIDTH, n) for n in sizes)
         self.out = nn.Linear(HEADS * DIM, WIDTH)
-        self.norm = {"": nn.Identity(), "head": nn.LayerNorm(DIM), "all": nn.LayerNorm(sizes[0])}[
-            norm
-        ]
+        self.norm = nn.LayerNorm(DIM) if norm == "head" else nn.Identity()
         self.over_heads = norm == "head"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,10 +265,10 @@ def test_what_lies_between_is_split_by_its_use() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Attention(HEADS, norm="all"), "1 independent piece"),
         (lambda: Attention(HEADS, mix=True), "1 independent piece"),
         (Skipped, "the layer's result takes outputs of up"),
-        (lambda: nn.Linear(WIDTH, WIDTH), "the layer's result takes what it gives"),
+        (lambda: nn.Linear(WIDTH, WIDTH), "head is split as the head over the vocabulary"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)), "the layer's result takes what it gives"),
     ],
 )
 @pytest.mark.parametrize("ways", [2, 4])
@@ -389,7 +387,7 @@ def test_a_module_that_takes_no_ids_says_so() -> None:
 
 
 def test_the_plan_in_words() -> None:
-    model = functional(lambda: Attention(HEADS, norm="all"))
+    model = functional(lambda: Attention(HEADS, mix=True))
     said = text_of(
         plan_of(model, 2), {k: v.shape for k, v in tree.flatten_names(model.params).items()}
     )
@@ -438,6 +436,29 @@ def test_a_product_whose_weight_other_code_reads_stays_whole() -> None:
     model = functional(Twice)
     plan = plan_of(model, 2)
     assert not any(name.startswith("layers.") for name in plan.splits)
+    check(model, plan)
+
+
+class Borrowing(Attention):
+    """Heads are normed by code that takes the weight of a submodule without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__(kv=HEADS)
+        self.inner = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = (self.q(x), self.k(x), self.v(x))
+        q, k, v = (y.unflatten(-1, (-1, DIM)).transpose(1, 2) for y in given)
+        q = F.layer_norm(q, (DIM,), self.inner.weight, self.inner.bias)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_parameters_between_that_other_code_reads_keep_products_whole() -> None:
+    """Their gradients would be a rank's own: that was so of convolutions of Inkling's keys."""
+    model = functional(Borrowing)
+    plan = plan_of(model, 2)
+    assert "inner.weight is read by other code" in plan.whole["layers.0.out"]
     check(model, plan)
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.unit.split_backwards import Handed, Piece, check, seeds_of, split, whole
 from zfunc.engine.split_backward import SplitBackward
-from zfunc.errors import CompositionError
+from zfunc.errors import BackwardError
 
 D = torch.float64
 
@@ -397,7 +397,7 @@ def test_a_gradient_that_is_written_to_in_between_raises() -> None:
     back = SplitBackward([out], [x], [w])
     back.of_inputs(seeds)
     seeds[0].mul_(2)
-    with pytest.raises(CompositionError, match=r"shape \(3, 4\) was written to"):
+    with pytest.raises(BackwardError, match=r"shape \(3, 4\) was written to"):
         back.of_weights()
 
 
@@ -405,17 +405,17 @@ def test_each_part_runs_once_and_in_order() -> None:
     x, w = leaf(3, 4), leaf(4, 4)
     out = x @ w
     back = SplitBackward([out], [x], [w])
-    with pytest.raises(CompositionError, match=r"of_inputs.. comes first"):
+    with pytest.raises(BackwardError, match=r"of_inputs.. comes first"):
         back.of_weights()
-    with pytest.raises(CompositionError, match="2 gradients for 1 outputs"):
+    with pytest.raises(BackwardError, match="2 gradients for 1 outputs"):
         back.of_inputs([None, None])
-    with pytest.raises(CompositionError, match=r"output 0 has shape \(2,\); expected .* \(3, 4\)"):
+    with pytest.raises(BackwardError, match=r"output 0 has shape \(2,\); expected .* \(3, 4\)"):
         back.of_inputs([torch.ones(2)])
     back.of_inputs(seeds_of([out]))
-    with pytest.raises(CompositionError, match="it was called before"):
+    with pytest.raises(BackwardError, match="it was called before"):
         back.of_inputs(seeds_of([out]))
     back.of_weights()
-    with pytest.raises(CompositionError, match="it was called before"):
+    with pytest.raises(BackwardError, match="it was called before"):
         back.of_weights()
 
 
@@ -424,7 +424,7 @@ def test_what_is_used_up_says_so() -> None:
     y = torch.tanh(x).exp() @ w
     back = SplitBackward([y], [x], [w])
     back.of_inputs(seeds_of([y]))
-    with pytest.raises(CompositionError, match="a second time"):
+    with pytest.raises(BackwardError, match="a second time"):
         y.sum().backward()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -72,19 +73,20 @@ class Split:
         x = zf.scan(layer, params["layers"], x @ params["table"])
         return ((x * params["g"]) @ params["table"].t()).square().mean()
 
-    def whole(self, owner: Pass, loss: Tensor, seed: Tensor | None) -> None:
+    def whole(self, owner: Pass, outs: Sequence[Tensor], seeds: Sequence[Any]) -> None:
         rank = zf.rank()
         hooks = [end.register_hook(leave) for end, leave in owner.ends]
         ends = [self.inputs[rank], owner.tick, *(end for end, _ in owner.ends)]
-        self.grads[rank] = torch.autograd.grad(loss, ends, seed, allow_unused=True)[0]
+        self.grads[rank] = torch.autograd.grad(outs, ends, seeds, allow_unused=True)[0]
         for hook in hooks:
             hook.remove()
 
-    def parts(self, owner: Pass, loss: Tensor, seed: Tensor | None) -> None:
+    def parts(self, owner: Pass, outs: Sequence[Tensor], seeds: Sequence[Any]) -> None:
         rank = zf.rank()
+        seeds = [torch.ones_like(x) if g is None else g for x, g in zip(outs, seeds, strict=True)]
         ends = [owner.tick, *(end for end, _ in owner.ends)]
-        back = SplitBackward([loss], [self.inputs[rank]], ends)
-        (self.grads[rank],) = back.of_inputs([torch.ones_like(loss) if seed is None else seed])
+        back = SplitBackward(outs, [self.inputs[rank]], ends)
+        (self.grads[rank],) = back.of_inputs(seeds)
         assert not [alive for alive in WATCHED[rank] if alive() is not None]
         self.part[rank] = 1
         hooks = [end.register_hook(leave) for end, leave in owner.ends]

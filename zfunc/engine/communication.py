@@ -34,6 +34,7 @@ class Communication:
         layout_for: plain params tree -> its layout, and whether gradients are cut.
         prefetch, room: see :class:`zfunc.engine.plans.Plan`.
         spill: see :class:`zfunc.engine.passes.Pass`.
+        gathers_anew: whether units are gathered each time that they enter, and not kept.
         reduce_once: whether whole gradients are summed before they are reduced.
         keeps: which units' gradients are left for another transform than shard to average.
     """
@@ -47,6 +48,7 @@ class Communication:
     prefetch: int = 1
     room: int = 0
     spill: Callable[[Any, bool], Any] | None = None
+    gathers_anew: bool = False
     reduce_once: bool = False
     keeps: Callable[[Any], bool] = lambda unit: False
 

@@ -18,6 +18,10 @@ PURPOSES = {
     "join": "gather parameters",
     "reduce": "reduce gradients",
     "compress": "compressed gradients",
+    "forward": "values between stages",
+    "backward": "gradients between stages",
+    "lend": "leaves of several stages",
+    "return": "leaves of several stages",
 }
 
 
@@ -42,6 +46,11 @@ def describe(title: str, transforms: Sequence[Described], memo: Mapping[Any, Any
     held, (payload, by_axis) = memo["held"], _sent(transforms, memo)
     state_bytes, sent_bytes = sum(held.values()), payload.total()
     lines.append(f"  state on this rank: {state_bytes} bytes ({_listed(held)})")
+    if "sent" not in memo and not all(t.traffic(memo).known for t in transforms):
+        lines.append("  sent by this rank per step: known behind the first step")
+        out = Description("\n".join(lines))
+        out.state_bytes = state_bytes
+        return out
     known = "" if "sent" in memo else ", before losses, norms and metrics"
     lines.append(f"  sent by this rank per step: {sent_bytes} bytes ({_listed(payload)}{known})")
     if sum(n > 0 for n in by_axis.values()) > 1:

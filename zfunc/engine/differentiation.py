@@ -52,7 +52,18 @@ from zfunc.trees.nodes import (
 )
 from zfunc.trees.tree import check_alive, dotted
 
-__all__ = ["checked", "evaluate", "is_evaluated", "value_and_grad"]
+__all__ = [
+    "check_depends",
+    "checked",
+    "detached",
+    "evaluate",
+    "is_evaluated",
+    "new_pass",
+    "randomness",
+    "seeded",
+    "split_aux",
+    "value_and_grad",
+]
 
 EVALUATED = "_zfunc_evaluated"
 BESIDE = "plain."  # what the names of plain tensors beside placed trees begin with
@@ -150,7 +161,7 @@ def checked(loss: Any) -> Tensor:
     return loss
 
 
-def _split(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return out, None
     if not (isinstance(out, tuple) and len(out) == 2):
@@ -200,10 +211,10 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
         finally:
             _INSIDE.reset(token)
         check(inputs, before, lambda i: f"parameter {dotted(*keys[i])}")
-        loss, aux = _split(out, asked.has_aux)
+        loss, aux = split_aux(out, asked.has_aux)
         loss, seed, value = finish(loss)
-        seed = _seeded(seed, asked.seed, loss)
-    _check_depends(loss)
+        seed = seeded(seed, asked.seed, loss)
+    check_depends(loss)
     wrt = [x for x, on in zip(inputs, live, strict=True) if on]
     grads = iter(
         torch.autograd.grad(loss, wrt, seed, create_graph=nested, allow_unused=True) if wrt else ()
@@ -213,10 +224,10 @@ def _local(asked: Gradients, finish: Finish) -> tuple[tuple[Tensor, Any], Tree]:
         for x, on in zip(leaves, live, strict=True)
     ]
     mean = loss if nested and seed is None else value()
-    return (mean, _detached(aux) if not nested else aux), optree.tree_unflatten(spec, filled)
+    return (mean, detached(aux) if not nested else aux), optree.tree_unflatten(spec, filled)
 
 
-def _seeded(seed: Tensor | None, factor: Tensor | None, loss: Tensor) -> Tensor | None:
+def seeded(seed: Tensor | None, factor: Tensor | None, loss: Tensor) -> Tensor | None:
     """The seed of backward times ``factor``."""
     if factor is None:
         return seed
@@ -247,7 +258,7 @@ def _check_differentiable(path: str, leaf: Any) -> None:
         )
 
 
-def _check_depends(loss: Tensor) -> None:
+def check_depends(loss: Tensor) -> None:
     if not loss.requires_grad and torch.is_inference_mode_enabled():
         raise ValueError(
             "value_and_grad was called under torch.inference_mode, in which nothing can be "
@@ -260,7 +271,7 @@ def _check_depends(loss: Tensor) -> None:
         )
 
 
-def _detached(aux: Any) -> Any:
+def detached(aux: Any) -> Any:
     return optree.tree_map(
         lambda x: x.detach() if isinstance(x, Tensor) else x, aux, namespace=NAMESPACE
     )
@@ -276,9 +287,9 @@ def _in_step(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tr
 
 def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], Tree]:
     call, running.differentiated = running.differentiated, running.differentiated + 1
-    owner = _new_pass(running, asked.collector)
+    owner = new_pass(running, asked.collector)
     finish = asked.finish or _across(communication(running).everyone)
-    with _randomness(running, call):
+    with randomness(running, call):
         if running.by_unit:
             return _by_unit(running, owner, call, asked, finish)
         running.passes.append(owner)
@@ -291,7 +302,7 @@ def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], T
             owner.close()
 
 
-def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
+def new_pass(running: Context, collector: Collector | None = None) -> Pass:
     over = communication(running)
     entering = [t for t in running.transforms if t.overrides("enter")]
     leaving = [t for t in running.transforms if t.overrides("leave")]
@@ -309,7 +320,7 @@ def _new_pass(running: Context, collector: Collector | None = None) -> Pass:
     )
 
 
-def _randomness(running: Context, call: int) -> AbstractContextManager[Any]:
+def randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     """The scope of one loss: torch's random functions are decided by the step's key."""
     running.layer_calls = 0
     if running.key is None:
@@ -344,14 +355,14 @@ def _by_unit(
             tree = rebuild([source.view() for source in sources])
             args, kwargs = _entered_arguments((asked.args, asked.kwargs))
             with taken():
-                loss, aux = _split(asked.loss_fn(tree, *args, **kwargs), asked.has_aux)
+                loss, aux = split_aux(asked.loss_fn(tree, *args, **kwargs), asked.has_aux)
             del tree, args, kwargs
             owner.computed()
             loss, seed, value = finish(loss)
-            seed = _seeded(seed, asked.seed, loss)
+            seed = seeded(seed, asked.seed, loss)
         if loss.requires_grad or not owner.thinned or torch.is_inference_mode_enabled():
-            _check_depends(loss)
-            owner.go_back(loss, seed)
+            check_depends(loss)
+            owner.go_back([loss], [seed])
         owner.finish()
         running.memo[plan] = tuple(owner.plan.events)
         running.memo["left", call] = tuple(owner.results)
@@ -359,7 +370,7 @@ def _by_unit(
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
         holding, results = owner.holding, owner.results
         grads = None if holding else rebuild([source.gradients(results) for source in sources])
-        return (value(), _detached(aux)), grads
+        return (value(), detached(aux)), grads
     finally:
         running.passes.pop()
         owner.close()
@@ -482,7 +493,7 @@ def is_evaluated(fn: Callable[..., Any]) -> bool:
 def _evaluated(
     running: Context, fn: Callable[..., Any], params: Tree, args: Any, kwargs: Any
 ) -> Any:
-    owner = _new_pass(running)
+    owner = new_pass(running)
     owner.evaluating = bool(running.transforms)
     if running.transforms:
         owner.memory, owner.place = running.memo, ("script", "evaluate", running.evaluated)

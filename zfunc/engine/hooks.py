@@ -113,11 +113,15 @@ class Description(str):
 
 @dataclass
 class Traffic:
-    """Payload bytes that one rank sends, by purpose and by axis, and how many headers."""
+    """Payload bytes that one rank sends, by purpose and by axis, and how many headers.
+
+    ``known`` is False where only a step that has run can tell.
+    """
 
     payload: Counter[str] = field(default_factory=Counter)
     by_axis: Counter[str] = field(default_factory=Counter)
     headers: int = 0
+    known: bool = True
 
     def add(self, purpose: str, nbytes: int, axis: str, headers: int) -> None:
         self.payload[purpose] += nbytes

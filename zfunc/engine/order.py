@@ -20,6 +20,7 @@ class Order(IntEnum):
     DONATE = 0  # memory itself: it sees the state first and the result last
     OFFLOAD = 100  # where the state is held
     COMPRESS = 150  # nearer to storage than shard: it takes over what shard leaves
+    PIPELINE = 190  # around all that surrounds a layer: most of them run elsewhere
     SHARD = 200  # parameters are gathered, gradients are reduced
     SPLIT = (
         220  # leaves are split before they are cut, and after all that makes other leaves of them

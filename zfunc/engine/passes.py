@@ -183,16 +183,26 @@ class Pass:
             value = sink.put(run.info.index, value.wait())
         self.results[run.key] = value if before is None else Total(before, value)
 
-    def go_back(self, loss: Tensor, seed: Tensor | None) -> None:
+    def go_back(
+        self,
+        outs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        inputs: Sequence[Tensor] = (),
+    ) -> tuple[Tensor | None, ...]:
         """Backward, in which gradients leave unit by unit.
+
+        Args:
+            outs: where it begins, and with which ``seeds``.
+            inputs: further tensors, whose gradients are returned; None for those not reached.
 
         An end's hook is there for this long, behind those of the loss function, which may ask for
         gradients by itself, too.
         """
         hooks = [end.register_hook(leave) for end, leave in self.ends]
         try:
-            ends = [self.tick, *(end for end, _ in self.ends)]
-            torch.autograd.grad(loss, ends, seed, allow_unused=True)
+            ends = [*inputs, self.tick, *(end for end, _ in self.ends)]
+            grads = torch.autograd.grad(outs, ends, seeds, allow_unused=True)
+            return grads[: len(inputs)]
         finally:
             for hook in hooks:
                 hook.remove()

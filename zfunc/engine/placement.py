@@ -169,6 +169,7 @@ def borrowed(homes: Sequence[tuple[Layout, int] | None], spec: optree.PyTreeSpec
                 unit.name,
                 tuple(numbers[f] for f in unit.flats if f in numbers),
                 tuple(mine[s] for s in unit.slots if s in mine),
+                unit.chunk,
             )
             for unit in kept.units
             if any(f in numbers for f in unit.flats)

@@ -52,6 +52,11 @@ class Ref(Lazy):
     differentiated = False
     """Whether gradients of these parameters are asked for."""
 
+    layout: Any = None
+    """The ``Layout`` that they are leaves of, if any; ``span`` is which ``Layer`` of it."""
+
+    span: Any = None
+
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         """``fn(params, *xs, **kw)`` with the parameters entered for this call only."""
         raise NotImplementedError

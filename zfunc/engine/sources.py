@@ -36,7 +36,7 @@ class LayerRef(Ref):
     def __init__(self, source: Source, layer: int) -> None:
         self.source = source
         self.layer = layer
-        self.span = source.layout.layers[layer]
+        self.layout, self.span = source.layout, source.layout.layers[layer]
         self.runs = [source.runs[i] for i in source.layer_units[layer]]
         self.differentiated = source.differentiated
 
@@ -149,6 +149,12 @@ class Source:
         self.start(runs)
         for run in runs:
             found.update(run.leaves())
+        return self.tree(found)
+
+    def tree(self, found: Mapping[int, Any]) -> Tree:
+        """The tree with these leaves, by leaf index, outside of layers, and references for
+        layers."""
+        layout = self.layout
         if not layout.layers and layout.spec.is_leaf():
             return found.get(0)
         items: list[Any] = []
@@ -191,7 +197,9 @@ class Source:
     def _zeros(self, run: UnitRun, flat: int) -> Tensor:
         """The gradient of a unit that no rank has used."""
         spec = self.layout.flats[flat]
-        low, high = spec.bounds(self.group.rank) if self.cut else (0, spec.length)
+        low, high = 0, spec.length
+        if self.cut and not spec.whole:
+            low, high = run.info.cuts(flat)[self.group.rank :][:2]
         return torch.zeros(high - low, dtype=spec.dtype, device=run.device)
 
 

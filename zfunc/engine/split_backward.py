@@ -45,7 +45,7 @@ from zfunc.engine.branches import (
     saved_by,
 )
 from zfunc.engine.context import WEIGHTS_UNREAD
-from zfunc.errors import CompositionError
+from zfunc.errors import BackwardError
 
 __all__ = ["SplitBackward"]
 
@@ -95,7 +95,7 @@ class SplitBackward:
             The gradient of each input; ``None`` where no output depends on it.
 
         Raises:
-            CompositionError: seeds do not fit, or this part was run before.
+            BackwardError: seeds do not fit, or this part was run before.
         """
         self._check(seeds)
         self._next_part("of_inputs", 0)
@@ -122,7 +122,7 @@ class SplitBackward:
             The gradient of each end; ``None`` where no output depends on it.
 
         Raises:
-            CompositionError: the first part was not run, this one was, or a gradient that is needed
+            BackwardError: the first part was not run, this one was, or a gradient that is needed
                 here has been written to in between.
         """
         self._next_part("of_weights", 1)
@@ -143,13 +143,13 @@ class SplitBackward:
     def _check(self, seeds: Sequence[Tensor | None]) -> None:
         got = [None if x is None else x.shape for x in seeds]
         if len(got) != len(self._shapes):
-            raise CompositionError(
+            raise BackwardError(
                 f"of_inputs() got {len(got)} gradients for {len(self._shapes)} outputs. Give one "
                 "for each, None where none has come."
             )
         for i, (shape, expected) in enumerate(zip(got, self._shapes, strict=True)):
             if shape is not None and shape != expected:
-                raise CompositionError(
+                raise BackwardError(
                     f"the gradient of output {i} has shape {tuple(shape)}; expected that of the "
                     f"output, {tuple(expected)}."
                 )
@@ -157,7 +157,7 @@ class SplitBackward:
     def _next_part(self, name: str, part: int) -> None:
         if self._parts_run != part:
             first = "of_inputs() comes first" if self._parts_run < part else "it was called before"
-            raise CompositionError(
+            raise BackwardError(
                 f"{name}() cannot run: {first}. Each part runs once, and uses up the graph."
             )
         self._parts_run += 1
@@ -237,7 +237,7 @@ class _Unwritten:
 
     def get(self) -> Tensor:
         if self.grad._version != self.version:
-            raise CompositionError(
+            raise BackwardError(
                 f"a gradient of shape {tuple(self.grad.shape)} was written to before of_weights() "
                 "could use it: by the backward of an autograd.Function, which must not change what "
                 "it is given, or by a user of what of_inputs() was given or has returned. Clone it "
@@ -350,4 +350,4 @@ def _nothing(*_: Any) -> None:
 
 
 def _used_up(_: Any) -> Tensor:
-    raise CompositionError("backward runs a second time through what a SplitBackward has used up.")
+    raise BackwardError("backward runs a second time through what a SplitBackward has used up.")

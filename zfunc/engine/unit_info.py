@@ -11,6 +11,7 @@ from zfunc.engine.communication import communication
 from zfunc.engine.hooks import Pending
 from zfunc.layout.layout import Layout
 from zfunc.layout.pool import pool
+from zfunc.layout.stages import cuts_among
 from zfunc.ranks.comm import Group
 
 __all__ = ["Ready", "Total", "UnitInfo", "Waiting", "gather"]
@@ -95,6 +96,10 @@ class UnitInfo:
     def trainable(self) -> list[int]:
         return [i for i in self.flats if self.layout.flats[i].trainable]
 
+    def cuts(self, flat: int) -> tuple[int, ...]:
+        """How one of its flats is cut over the ranks of ``group``."""
+        return cuts_among(self.layout, flat, self.group)
+
     def borrowed(self, flat: int, full: Tensor) -> bool:
         """Whether a flat's gradient may be autograd's own, perhaps that of other leaves as well
         (``a + b`` has one for both): one of another dtype than its leaf is a copy."""
@@ -112,5 +117,5 @@ def gather(value: Pending, unit: UnitInfo) -> Pending:
             continue
         full = pool().take(spec.length, local.dtype, local.device)
         label = f"gather {unit.name}"
-        parts.append(unit.group.all_gather(full, local, cuts=spec.cuts, label=label))
+        parts.append(unit.group.all_gather(full, local, cuts=unit.cuts(i), label=label))
     return Waiting(parts)

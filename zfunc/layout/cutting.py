@@ -15,6 +15,7 @@ from zfunc.layout.freezing import frozen_among
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
 from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
 from zfunc.layout.splits import Encoded, Part, Split
+from zfunc.layout.stages import Stages, spread
 from zfunc.ranks.meshes import Axes, Mesh
 from zfunc.trees.nodes import NAMESPACE, Tree, part_of
 from zfunc.trees.tree import dotted
@@ -40,14 +41,16 @@ def _groups(
     unit_bytes: int,
     merge: bool,
     first: int | None,
+    stages: Stages | None,
 ) -> list[tuple[str, list[int]]]:
     """Leaf indices that travel together, named: the root's first, then the layers'."""
-    spans = [("", list(root))] if root else []
-    for run in _merged(layers, sizes, unit_bytes // 8 if merge else 0, first):
+    spans = [("", list(root))] if root and stages is None else []
+    chunk_of = None if stages is None else stages.chunk_of
+    for run in _merged(layers, sizes, unit_bytes // 8 if merge else 0, first, chunk_of):
         last = run[-1].name.rpartition(".")[2]
         name = run[0].name if len(run) == 1 else f"{run[0].name}-{last}"
         spans.append((name, [i for layer in run for i in range(layer.start, layer.stop)]))
-    groups: list[tuple[str, list[int]]] = []
+    groups = [] if stages is None else _apart(root, sizes, unit_bytes // 8, stages.chunk_of)
     for name, leaves in spans:
         # The root's leaves (embedding, head) have little to do with each other in time.
         if name:
@@ -60,24 +63,34 @@ def _groups(
 
 
 def _apart(
-    leaves: Sequence[int], sizes: Sequence[int], unit_bytes: int
+    leaves: Sequence[int],
+    sizes: Sequence[int],
+    unit_bytes: int,
+    chunk_of: Sequence[int] | None = None,
 ) -> list[tuple[str, list[int]]]:
-    """The root's small leaves together, each that is a good part of it by itself.
+    """The root's small leaves together (those of a chunk), each that is a good part by itself.
 
     A gradient leaves when all of its unit are there: a head's long before an embedding's.
     """
     least = max(ALONE, sum(sizes[i] for i in leaves) // 8)
-    small = [i for i in leaves if sizes[i] < least]
-    parts = _parts(small, sizes, unit_bytes) if small else []
+    small: dict[int, list[int]] = {}
+    for i in leaves:
+        if sizes[i] < least:
+            small.setdefault(0 if chunk_of is None else chunk_of[i], []).append(i)
+    parts = [part for some in small.values() for part in _parts(some, sizes, unit_bytes)]
     parts += [[i] for i in leaves if sizes[i] >= least]
     parts.sort(key=lambda part: part[0])
     return _named("root", parts)
 
 
 def _merged(
-    layers: Sequence[Layer], sizes: Sequence[int], most: int, first: int | None
+    layers: Sequence[Layer],
+    sizes: Sequence[int],
+    most: int,
+    first: int | None,
+    chunk_of: Sequence[int] | None = None,
 ) -> list[list[Layer]]:
-    """Consecutive layers of one stack that make a unit of up to ``most`` bytes.
+    """Consecutive layers of one stack (and of one chunk) that make a unit of up to ``most`` bytes.
 
     With ``first`` they are taken from the end: the last unit has up to ``first`` bytes, that before
     it up to twice as many, and so on.
@@ -87,7 +100,7 @@ def _merged(
     for layer in layers if first is None else reversed(layers):
         weight = sum(sizes[layer.start : layer.stop])
         fits = limit > 0 and filled + weight <= limit
-        if runs and fits and _stack(runs[-1][0]) == _stack(layer):
+        if runs and fits and _stack(runs[-1][0], chunk_of) == _stack(layer, chunk_of):
             runs[-1].append(layer)
             filled += weight
             continue
@@ -97,8 +110,9 @@ def _merged(
     return runs if first is None else [run[::-1] for run in reversed(runs)]
 
 
-def _stack(layer: Layer) -> str:
-    return layer.name.rpartition(".")[0]
+def _stack(layer: Layer, chunk_of: Sequence[int] | None) -> tuple[str, int]:
+    chunk = 0 if chunk_of is None or layer.start == layer.stop else chunk_of[layer.start]
+    return layer.name.rpartition(".")[0], chunk
 
 
 def _split(
@@ -136,8 +150,10 @@ def make_layout(
     persist_below: int = 0,
     merge: bool = True,
     first: int | None = None,
+    alone: int | None = None,
     frozen: Callable[[Tensor], bool] = is_frozen,
     by: tuple[str, str] | None = None,
+    stages: Stages | None = None,
 ) -> Layout:
     """Decide how a plain tree of parameters is cut over ``world`` ranks.
 
@@ -148,10 +164,13 @@ def make_layout(
         merge: whether tiny layers travel together, as said.
         first: bytes up to which the last layers are merged, whose gradients are ready first: over
             a slow link they should leave soon. Twice as many before them, and so on.
+        alone: bytes from which on a leaf lies in a flat of its own: its gradient stays where
+            autograd has put it, and is not copied. For trees of which no flat is sent.
         persist_below: leaves of fewer elements are kept whole on every rank.
         frozen: which leaves are marked as having no gradient, beside those of which the tree's
             structure says so (:mod:`zfunc.layout.freezing`).
         by: the transform that asks, see ``Layout``.
+        stages: which ranks have which leaves, if not all ranks have a part of each.
 
     Raises:
         PlacementError: a leaf that is no floating-point tensor, named by its path.
@@ -171,7 +190,8 @@ def make_layout(
     slots: list[Slot | None] = [None] * len(leaves)
     flats: list[Flat] = []
     units: list[Unit] = []
-    for name, members in _groups(layers, root, sizes, unit_bytes, merge, first):
+    for name, members in _groups(layers, root, sizes, unit_bytes, merge, first, stages):
+        chunk = 0 if stages is None else stages.chunk_of[members[0]]
         kinds: dict[tuple[Any, ...], list[int]] = {}
         kind: tuple[Any, ...]
         for i in members:
@@ -182,7 +202,8 @@ def make_layout(
                     small = sizes[i] < persist_below * leaf.itemsize
                     kind = (leaf.dtype, not still[i], small, origin_of(leaf))
                 split = None if (part := parts[i]) is None else part.split
-                kinds.setdefault((*kind, sharing(split)), []).append(i)
+                own = i if alone is not None and sizes[i] >= alone else None
+                kinds.setdefault((*kind, sharing(split), own), []).append(i)
         mine = []
         for (dtype, trainable, whole, *_), some in kinds.items():
             end = 0
@@ -190,8 +211,13 @@ def make_layout(
                 slots[i] = _slot(names[i], leaves[i], len(flats), end, i, parts[i])
                 end += aligned(slots[i].numel)  # type: ignore[union-attr]
             mine.append(len(flats))
-            flats.append(Flat(dtype, trainable, whole, aligned_cuts(end, 1 if whole else world)))
-        units.append(Unit(name, tuple(mine), tuple(i for i in members if leaves[i] is not None)))
+            if stages is None:
+                cuts = aligned_cuts(end, 1 if whole else world)
+            else:
+                cuts = spread(end, world, stages.holders[chunk])
+            flats.append(Flat(dtype, trainable, whole, cuts))
+        slots_here = tuple(i for i in members if leaves[i] is not None)
+        units.append(Unit(name, tuple(mine), slots_here, chunk))
     return Layout(
         spec,
         tuple(slots),

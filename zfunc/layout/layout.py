@@ -98,11 +98,15 @@ class Flat:
 
 @dataclass(frozen=True)
 class Unit:
-    """What travels together: ``flats`` and ``slots`` are indices into the layout's."""
+    """What travels together: ``flats`` and ``slots`` are indices into the layout's.
+
+    ``chunk`` says which part of a model it is in, where the stages of a pipeline have parts.
+    """
 
     name: str
     flats: tuple[int, ...]
     slots: tuple[int, ...]
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -557,6 +561,7 @@ class Layout:
                 unit.name,
                 tuple(renumber[f] for f in unit.flats if f in renumber),
                 tuple(i - start for i in unit.slots if start <= i < stop),
+                unit.chunk,
             )
             for unit in self.units
             if any(f in renumber for f in unit.flats)

@@ -204,10 +204,10 @@ class Split:
         ends = [0]
         for width in widths:
             ends.append(ends[-1] + outer * width * inner)
-        every = torch.empty(ends[-1], dtype=x.dtype, device=x.device)
+        every = x.new_empty(ends[-1])
         mine = x.detach().contiguous().view(-1)
         ranks.all_gather(every, mine, cuts=ends, label=label).wait()
-        full = torch.empty(self.full(x.shape), dtype=x.dtype, device=x.device)
+        full = x.new_empty(self.full(x.shape))
         for rank, (start, stop) in enumerate(pairwise(ends)):
             part, at = every[start:stop].view(self.shape(full.shape, rank)), 0
             for low, high in self.runs[rank]:

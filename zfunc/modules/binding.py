@@ -36,6 +36,7 @@ from zfunc.modules.lazy import LazySource, lazy_tensor
 from zfunc.modules.split_modules import check_plan, local_anatomy, local_skeleton
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.modules.split_products import Wiring, wire
+from zfunc.modules.split_streams import cut_layers, cut_within
 from zfunc.modules.swapping import BufferSlot, Slot, compile_tree, write
 from zfunc.modules.units import Anatomy, TensorInfo, node_at
 from zfunc.ranks.comm import Group
@@ -87,12 +88,12 @@ class LayerCall:
     layer then; so it carries what the layer takes from outside itself.
     """
 
-    __slots__ = ("buffers", "mode", "ranks", "serial", "shared", "template", "unit")
+    __slots__ = ("buffers", "cut", "mode", "ranks", "serial", "shared", "template", "unit")
 
     def __init__(self, template: Template, unit: int) -> None:
         self.template, self.unit = template, unit
         self.serial, self.mode = template.serial, template.mode
-        self.ranks = template.wiring.ranks
+        self.ranks, self.cut = template.wiring.ranks, template.wiring.layer
         if template.reaching[unit]:
             self.shared, self.buffers = template.around(unit)
 
@@ -101,10 +102,12 @@ class LayerCall:
         if template.serial != self.serial or template.thread != get_ident():
             with template.pool.lend() as other:
                 other.bind_around(self)
-                return other.run(unit, params, args, kwargs)
-        if template.bound[unit] is params:
-            return template.forwards[unit](*args, **kwargs)
-        return template.run(unit, params, args, kwargs)
+                with other.wiring.along(self.cut):
+                    return other.run(unit, params, args, kwargs)
+        with template.wiring.along(self.cut):
+            if template.bound[unit] is params:
+                return template.forwards[unit](*args, **kwargs)
+            return template.run(unit, params, args, kwargs)
 
     @property
     def zfunc_name(self) -> str:
@@ -125,6 +128,8 @@ class Template:
             wire(self.wiring, self.module, self.anatomy, pool.plan, pool.rank)
         for fuse in pool.fuses:
             fuse(self.module)
+        if pool.plan is not None:
+            cut_within(self.wiring, self.module, self.anatomy, pool.plan)
         self.modules = dict(self.module.named_modules())
         self.flags = [(part, part.training) for part in self.modules.values()]
         self.mode: bool | None = None
@@ -141,6 +146,8 @@ class Template:
         self._find_slots()
         self._compile()
         self.forwards = [self._route(i, self.modules[unit.module]) for i, unit in enumerate(units)]
+        if pool.plan is not None:
+            cut_layers(self.wiring, self.module, self.anatomy, pool.plan)
 
     # --- construction ---
 
@@ -311,7 +318,7 @@ class Template:
             self.bind_unit(i, None)
             self.values[i] = None
         self._release_buffers()
-        self.wiring.ranks = None
+        self.wiring.ranks, self.wiring.streaming = None, False
         for rnn, weights, refs in self.rnns:
             rnn._flat_weights, rnn._flat_weight_refs = weights, refs
         self.sources = {}
@@ -331,6 +338,9 @@ class Template:
     def _open(self, mode: bool | None, ranks: Group | None) -> None:
         self.serial += 1
         self.thread, self.wiring.ranks = get_ident(), ranks
+        plan = self.pool.plan
+        # Streams are cut for what is kept of them for backward.
+        self.wiring.streaming = bool(plan and plan.streams) and torch.is_grad_enabled()
         if mode is not self.mode:
             self.mode = mode
             for part, training in self.flags:
@@ -469,7 +479,7 @@ class ReplayedRegion:
     def __init__(self, lease: TemplateLease) -> None:
         self.lease = lease
         template = lease.template
-        self.serial = template.serial
+        self.serial, self.cut = template.serial, template.wiring.layer
         self.inside = template.running_units()
         found: Tree = [template.bound[i] for i in self.inside]
         flat: list[Any]
@@ -496,7 +506,8 @@ class ReplayedRegion:
             self.buffers.put()
             for i, value in zip(self.inside, values, strict=True):
                 template.bind_unit(i, value)
-            yield
+            with template.wiring.along(self.cut):
+                yield
         finally:
             for i, value in zip(self.inside, before, strict=True):
                 template.bind_unit(i, value)

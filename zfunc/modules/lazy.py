@@ -19,11 +19,11 @@ from zfunc.engine.primitives import Ref
 from zfunc.errors import PlacementError
 from zfunc.modules.units import TensorInfo
 
-__all__ = ["LazySource", "LazyTensor", "lazy_tensor"]
+__all__ = ["METADATA", "LazySource", "LazyTensor", "inside_function", "lazy_tensor"]
 
 # What can be answered without the values.
 _PROPERTIES = "shape dtype device ndim layout is_cuda is_meta is_sparse is_quantized is_nested"
-_METADATA = {
+METADATA = {
     *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES.split(), "itemsize", "nbytes")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension),
     *(Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex),
@@ -45,7 +45,7 @@ class LazySource:
         self.ref, self.differentiable = ref, torch.is_grad_enabled()
 
     def fetch(self, name: str, path: Sequence[str | int]) -> Any:
-        if self.differentiable and _inside_function():
+        if self.differentiable and inside_function():
             raise PlacementError(
                 f"parameter {name} was given to a torch.autograd.Function outside its layer's own "
                 "call, so its gradient would be lost. Pass it `weight + 0`, or choose other units: "
@@ -77,7 +77,7 @@ class LazyTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         args, kwargs = torch_pytree.tree_map_only(LazyTensor, _resolve, (args, kwargs))
@@ -97,7 +97,7 @@ def _resolve(x: LazyTensor) -> Tensor:
     return x._fetch()
 
 
-def _inside_function() -> bool:
+def inside_function() -> bool:
     """Within ``autograd.Function.forward``, the one place that turns off forward-mode AD alone.
 
     ``Function.apply`` asks no ``__torch_function__``, so this is where it can be noticed.

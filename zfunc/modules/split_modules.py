@@ -110,7 +110,8 @@ def _foreign_leaves(anatomy: Anatomy, plan: SplitPlan) -> Iterator[str]:
 
 def _foreign_parts(module: nn.Module, plan: SplitPlan) -> Iterator[str]:
     modules = dict(module.named_modules(remove_duplicate=False))
-    for name in dict.fromkeys((*plan.roles, *plan.attributes, *plan.inputs)):
+    told = (plan.roles, plan.attributes, plan.inputs, plan.norms, plan.once)
+    for name in dict.fromkeys(name for each in told for name in each):
         if name not in modules:
             yield f"it has no submodule {name}"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.engine.sources import LayerRef
+from zfunc.engine.primitives import Ref
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.layout import Layout, Slot
 from zfunc.layout.readable import Readable
@@ -69,9 +69,8 @@ def _leaves(node: Tree) -> Iterator[Any]:
 
 def _first_part(leaf: Any) -> Part | None:
     """What one leaf says; of several, what the first of them does that is split, if one is."""
-    if isinstance(leaf, LayerRef):
-        slots = leaf.source.layout.slots[leaf.span.start : leaf.span.stop]
-        return _of_layout(leaf.source.layout, slots)
+    if isinstance(leaf, Ref) and leaf.layout is not None:
+        return _of_layout(leaf.layout, leaf.layout.slots[leaf.span.start : leaf.span.stop])
     if isinstance(leaf, Readable | Box) and isinstance(leaf.layout, Layout):
         return _of_layout(leaf.layout, leaf.layout.slots)
     return part_of(_unwrapped(leaf)) if isinstance(leaf, Tensor) else None

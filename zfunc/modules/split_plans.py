@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from zfunc.layout.splits import Split
 
-__all__ = ["Role", "SplitPlan"]
+__all__ = ["LayerStream", "Role", "SplitPlan"]
 
 
 class Role(StrEnum):
@@ -24,6 +24,28 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
+class LayerStream:
+    """How a layer runs whose stream is cut along positions (Korthikanti et al. 2022).
+
+    Attributes:
+        given: names of its arguments that are cut.
+        gathered: by the name of a submodule within it, those of its arguments that are put
+            together before.
+        ended: products of whole leaves of whose outputs each rank takes its positions.
+        made: places, behind the first, of those of its results that are cut, too.
+        parts_given, parts_made: arguments and results that are for each head, say: of those ranks
+            have others, and not of positions.
+    """
+
+    given: tuple[str, ...]
+    gathered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ended: tuple[str, ...] = ()
+    made: tuple[int, ...] = ()
+    parts_given: tuple[str, ...] = ()
+    parts_made: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class SplitPlan:
     """How a module is split over the ranks of an axis.
 
@@ -36,7 +58,13 @@ class SplitPlan:
             how many heads it has, for each rank; a dotted one belongs to a copy of that object.
         inputs: by the name of a submodule, of which of its arguments each rank takes a part; along
             that dimension they may repeat, once for each text of a batch.
+        norms: by the name of a submodule, how the features are split over which it takes means.
+        once: by the name of a network, whole leaves of its own that the first rank alone counts, as
+            a bias behind its last product.
         whole: by the name of a leaf or a submodule that might have been split, why it is not.
+        streams: by the name of a layer, how it runs on positions of the stream; others run on all.
+        pointwise: names of submodules outside of layers that run on positions, too.
+        uncut: by the name of a layer, why it does not.
     """
 
     ways: int
@@ -45,3 +73,8 @@ class SplitPlan:
     attributes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, Mapping[str, Split]] = field(default_factory=dict)
+    norms: Mapping[str, Split] = field(default_factory=dict)
+    once: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    streams: Mapping[str, LayerStream] = field(default_factory=dict)
+    pointwise: tuple[str, ...] = ()
+    uncut: Mapping[str, str] = field(default_factory=dict)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,40 +22,137 @@ from torch import Tensor, nn
 
 from zfunc.errors import CompositionError
 from zfunc.layout.splits import Split
+from zfunc.modules.cut_streams import POSITIONS, CutStream, summand_stream
 from zfunc.modules.split_inputs import taking
 from zfunc.modules.split_modules import split_homes
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.split_randomness import draw_apart
+from zfunc.modules.split_reductions import reducing, shares
 from zfunc.modules.units import Anatomy
-from zfunc.operators.conjugates import copied, gathered, shared, summed
+from zfunc.operators.conjugates import (
+    BACKWARD,
+    FORWARD,
+    added,
+    copied,
+    gathered,
+    gathered_positions,
+    joined_positions,
+    made_once,
+    scattered_positions,
+    shared,
+    summed,
+)
 from zfunc.operators.products import summand
 from zfunc.operators.vocabulary import local_indices
-from zfunc.ranks.comm import Group
+from zfunc.ranks.comm import Group, even_cuts
 
-__all__ = ["Wiring", "wire"]
+__all__ = ["CutLayer", "Wiring", "wire"]
 
-EMBED, HEAD, BETWEEN = "tensor embed", "tensor head", "tensor between"  # else those of operators
+# Else those of operators.
+EMBED, HEAD, BETWEEN, NORM = "tensor embed", "tensor head", "tensor between", "tensor norms"
 
 Forward = Callable[..., Any]
 Splits = Mapping[str, Split]
 """How a submodule's own parameters are split, by attribute; whole ones are not in it."""
 
 
+@dataclass(frozen=True)
+class CutLayer:
+    """The stream of a layer that runs on this rank's positions.
+
+    Attributes:
+        length: how many positions all ranks have.
+        count: how many times, over the texts of a batch say.
+        width: of one position.
+    """
+
+    length: int
+    count: int
+    width: int
+
+
 class Wiring:
     """What the wired submodules of one copy of a module know of the call that is running.
 
+    Where a layer runs on positions each rank computes something of its own, and so gradients of all
+    that is whole are parts: they add up where it has come in.
+
     Attributes:
         ranks: those among which the leaves are split; None between calls, or where none are.
+        streaming: whether layers may run on positions in this call.
+        layer: the stream of the layer that is running, if it runs on positions.
     """
 
     def __init__(self) -> None:
         self.ranks: Group | None = None
+        self.streaming = False
+        self.layer: CutLayer | None = None
 
     @property
     def group(self) -> Group:
         """The ranks of the call."""
         assert self.ranks is not None
         return self.ranks
+
+    @contextmanager
+    def along(self, layer: CutLayer | None) -> Iterator[None]:
+        """A block in which a layer runs on these positions, or on whole streams."""
+        before, self.layer = self.layer, layer
+        try:
+            yield
+        finally:
+            self.layer = before
+
+    def entered(self, x: Tensor, label: str = BACKWARD) -> Tensor:
+        """What is whole, for work in parts."""
+        return copied(x, self.group, label) if self.layer is None else x
+
+    def ended(self, y: Tensor, own: bool = False) -> Tensor:
+        """The sum of what ranks made in parts, or this rank's positions of it.
+
+        Args:
+            y: all positions.
+            own: whether nobody else has its memory.
+        """
+        if self.layer is None:
+            return summed(y, self.group, own=own)
+        return self._by_position(y, lambda x: scattered_positions(x, self.group, -2))
+
+    def narrowed(self, y: Tensor) -> Tensor:
+        """This rank's positions of what each rank has made of all."""
+        if self.layer is None:
+            return y
+        length, ranks = self.layer.length, self.group
+        cuts = even_cuts(length, ranks.size)
+        start, stop = cuts[ranks.rank], cuts[ranks.rank + 1]
+        return self._by_position(y, lambda x: x.narrow(-2, start, stop - start))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """All positions, of this rank's; whoever asks again for the same gets the same."""
+        assert self.layer is not None
+        length, ranks = self.layer.length, self.group
+        label = FORWARD if x.shape[-1] == self.layer.width else POSITIONS
+
+        def along(x: Tensor) -> Tensor:
+            return gathered_positions(x, ranks, length, -2, label)
+
+        return made_once(x, ("positions", ranks, length), lambda: self._by_position(x, along))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """All positions, for the code around the layer, in which ranks do alike."""
+        assert self.layer is not None
+        length, ranks = self.layer.length, self.group
+        return self._by_position(x, lambda x: joined_positions(x, ranks, length, -2))
+
+    def _by_position(self, x: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:
+        """``way``, along dimension -2, also of what has texts and positions in one dimension."""
+        assert self.layer is not None
+        if x.dim() > 2:
+            return way(x)
+        count, rest = self.layer.count, x.shape[1:]
+        rows = x.reshape(count, len(x) // max(1, count), math.prod(rest))
+        made = way(rows)
+        return made.reshape(count * made.shape[1], *rest)
 
 
 def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, rank: int) -> None:
@@ -64,11 +163,19 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
         own = {
             key: homes[home] for key in part._parameters if (home := (names[part], key)) in homes
         }
+        if rank and name in plan.once:
+            part.__dict__["forward"] = _without(part, plan.once[name])
         forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = _called_alike(part.forward, forward)
     for name, inputs in plan.inputs.items():
         part = module.get_submodule(name)
-        part.__dict__["forward"] = taking(part, inputs, rank, lambda x: copied(x, wiring.group))
+        part.__dict__["forward"] = taking(part, inputs, rank, wiring.entered)
+    for name, split in plan.norms.items():
+        part = module.get_submodule(name)
+        share = shares(split, rank)
+        part.__dict__["forward"] = reducing(
+            part.forward, split.size, lambda x: added(x, wiring.group, NORM), share
+        )
     draw_apart(module, plan.roles, lambda: wiring.ranks)
 
 
@@ -93,7 +200,7 @@ def _column(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) 
     partial = any(split.shared for split in own.values())
 
     def forward(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        x = copied(input, wiring.group)
+        x = wiring.entered(input)
         with _entered(wiring, part, own) if partial else nullcontext():
             return multiply(x, *args, **kwargs)
 
@@ -108,7 +215,7 @@ def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forwar
 
     def forward(input: Tensor) -> Tensor:
         y = summand(input, part.weight, wiring.group, turned)
-        total = summed(y, wiring.group, own=True)
+        total = wiring.ended(y, own=True)
         return total if part.bias is None else total + part.bias
 
     return forward
@@ -122,7 +229,7 @@ def _own_row(wiring: Wiring, part: Any, name: str) -> Forward:
             f"the plan makes {name} a row, and what {type(part).__name__}.forward does with its "
             f"bias is not known. Leave it whole: rules={{'{name}.*': None}}."
         )
-    return lambda input: summed(inner(input), wiring.group)
+    return lambda input: wiring.ended(inner(input))
 
 
 def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
@@ -130,7 +237,11 @@ def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) ->
     multiply = _product(part, split)
 
     def forward(input: Tensor) -> Tensor:
-        return gathered(multiply(copied(input, wiring.group, HEAD)), wiring.group, split, HEAD)
+        if isinstance(input, CutStream):
+            x = input.gathered(HEAD)
+        else:
+            x = copied(input, wiring.group, HEAD)
+        return gathered(multiply(x), wiring.group, split, HEAD)
 
     return forward
 
@@ -151,7 +262,10 @@ def _embed(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -
         at, mine = _places(input, split, rank)
         with nullcontext() if rows else _a_row(part):
             y: Tensor = lookup(at, *args, **kwargs)
-        return summed(y.masked_fill(~mine[..., None], 0), wiring.group, EMBED, own=True)
+        y = y.masked_fill(~mine[..., None], 0)
+        if wiring.streaming:
+            return summand_stream(y, wiring.group, EMBED)
+        return summed(y, wiring.group, EMBED, own=True)
 
     return forward
 
@@ -182,7 +296,7 @@ def _feed(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) ->
     inner = part.forward
 
     def whole(x: Any) -> Any:
-        return copied(x, wiring.group) if isinstance(x, Tensor) else x
+        return wiring.entered(x) if isinstance(x, Tensor) else x
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tuple(map(whole, args)), {key: whole(x) for key, x in kwargs.items()}
@@ -194,7 +308,25 @@ def _feed(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) ->
 
 def _network(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
     inner = _feed(wiring, part, own, rank, name)
-    return lambda *args, **kwargs: summed(inner(*args, **kwargs), wiring.group)
+    return lambda *args, **kwargs: wiring.ended(inner(*args, **kwargs))
+
+
+def _without(part: nn.Module, leaves: Sequence[str]) -> Forward:
+    """A forward on zeros in the place of leaves that another rank counts; they get gradients."""
+    inner = part.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held = {key: part._parameters[key] for key in leaves}
+        for key, p in held.items():
+            if p is not None:
+                part._parameters[key] = p.masked_fill(p.new_ones((), dtype=torch.bool), 0)  # type: ignore[assignment]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            part._parameters.update(held)
+
+    return forward
 
 
 MAKERS: Mapping[Role, Callable[[Wiring, nn.Module, Splits, int, str], Forward]] = {
@@ -236,7 +368,7 @@ def _entered(wiring: Wiring, part: nn.Module, own: Splits) -> Iterator[None]:
     for key, p in held.items():
         if p is not None:
             split, ranks = own.get(key), wiring.group
-            x = copied(p, ranks, BETWEEN) if split is None else shared(p, ranks, split)
+            x = wiring.entered(p, BETWEEN) if split is None else shared(p, ranks, split)
             part._parameters[key] = x  # type: ignore[assignment]
     try:
         yield

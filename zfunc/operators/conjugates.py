@@ -7,9 +7,12 @@ sense, and so not in that of ``zf.psum``, the transpose of a sum over ranks is t
 |---|---|---|
 | ``copied`` | the identity | the sum over ranks |
 | ``summed`` | the sum over ranks | the identity |
+| ``added`` | the sum over ranks | the sum over ranks |
 | ``gathered`` | parts put together | this rank's part |
 | ``gathered_positions`` | positions put together | sum, this rank's positions |
 | ``scattered_positions`` | sum, this rank's positions | positions put together |
+| ``cut_positions`` | this rank's positions | positions put together |
+| ``joined_positions`` | positions put together | this rank's positions |
 
 Source: Shoeybi et al., Megatron-LM, 2019, section 3 (f and g); Korthikanti et al., Reducing
 Activation Recomputation in Large Transformer Models, 2022, section 4.2.2 (along positions).
@@ -34,9 +37,13 @@ from zfunc.ranks.comm import Group, even_cuts
 __all__ = [
     "BACKWARD",
     "FORWARD",
+    "added",
     "copied",
+    "copied_together",
+    "cut_positions",
     "gathered",
     "gathered_positions",
+    "joined_positions",
     "made_once",
     "scaled_back",
     "scattered_positions",
@@ -97,6 +104,41 @@ def copied(x: Tensor, ranks: Group, label: str = BACKWARD) -> Tensor:
     return made_once(x, ("copied", ranks), lambda: Conjugate.apply(x, way, back))
 
 
+def copied_together(leaves: Sequence[Tensor], ranks: Group, label: str) -> list[Tensor]:
+    """Leaves as :func:`copied` gives them, whose gradients are summed in one round.
+
+    Each rank has gradients of the same ones.
+    """
+    if ranks.size == 1 or not leaves or not torch.is_grad_enabled():
+        return list(leaves)
+    if torch._C._functorch.maybe_current_level() is not None:
+        return [copied(x, ranks, label) for x in leaves]
+    return list(_Together.apply(ranks, label, *leaves))
+
+
+class _Together(torch.autograd.Function):
+    """Aliases of leaves; backward sums all gradients that there are, of a dtype in one round."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Group, label: str, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.ranks, ctx.label = ranks, label
+        return tuple(map(_alias, leaves))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found: dict[int, Tensor] = {i: g for i, g in enumerate(grads) if g is not None}
+        way = partial(_sum_in_place, ranks=ctx.ranks, label=ctx.label)
+        back = partial(_sum, ranks=ctx.ranks, label=ctx.label)
+        for dtype in dict.fromkeys(g.dtype for g in found.values()):
+            some = [i for i, g in found.items() if g.dtype == dtype]
+            flat = torch.cat([found[i].reshape(-1) for i in some])
+            total: Tensor = Conjugate.apply(flat, way, back)
+            parts = total.split([found[i].numel() for i in some])
+            found.update({i: x.view(found[i].shape) for i, x in zip(some, parts, strict=True)})
+        return None, None, *(found.get(i) for i in range(len(grads)))
+
+
 def summed(x: Tensor, ranks: Group, label: str = FORWARD, own: bool = False) -> Tensor:
     """The sum over ranks of what each has, whole on all of them.
 
@@ -110,6 +152,18 @@ def summed(x: Tensor, ranks: Group, label: str = FORWARD, own: bool = False) -> 
         return x
     way = partial(_sum_in_place if own else _sum, ranks=ranks, label=label)
     found: Tensor = Conjugate.apply(x, way, _alias)
+    return found
+
+
+def added(x: Tensor, ranks: Group, label: str = FORWARD) -> Tensor:
+    """The sum over ranks of what each has, with which parts go on: gradients are summed, too.
+
+    A norm over features that are in parts takes its mean of it.
+    """
+    if ranks.size == 1:
+        return x
+    way = partial(_sum, ranks=ranks, label=label)
+    found: Tensor = Conjugate.apply(x, way, way)
     return found
 
 
@@ -267,6 +321,59 @@ def scattered_positions(x: Tensor, ranks: Group, dim: int = 1, label: str = FORW
     gather, scatter = _along(ranks, even_cuts(x.shape[dim], ranks.size), dim)
     found: Tensor = Conjugate.apply(x, *_ways(scatter, gather, label))
     return found
+
+
+def cut_positions(x: Tensor, ranks: Group, dim: int = 1, label: str = BACKWARD) -> Tensor:
+    """This rank's positions of what all ranks have whole, and whose gradient they have whole, too.
+
+    Args:
+        x: ``[b, length, ...]``, the same on all ranks.
+        ranks: the group.
+        dim: the dimension of positions.
+        label: names it in errors and ledgers.
+
+    Returns:
+        ``[b, length / T, ...]``, as even as can be, the first ranks have more.
+    """
+    if ranks.size == 1:
+        return x
+    dim %= x.dim()
+    cuts = even_cuts(x.shape[dim], ranks.size)
+    gather, _ = _along(ranks, cuts, dim)
+    way = partial(_narrowed, dim=dim, start=cuts[ranks.rank], stop=cuts[ranks.rank + 1])
+    found: Tensor = Conjugate.apply(x, way, partial(gather, label=label))
+    return found
+
+
+def joined_positions(
+    x: Tensor, ranks: Group, length: int, dim: int = 1, label: str = FORWARD
+) -> Tensor:
+    """All positions, for work that ranks do alike: the transpose of :func:`cut_positions`.
+
+    Args:
+        x: ``[b, length / T, ...]``, this rank's positions.
+        ranks: the group.
+        length: how many positions all ranks have.
+        dim: the dimension of positions.
+        label: names it in errors and ledgers.
+
+    Returns:
+        ``[b, length, ...]``, the same on all ranks, as its gradient must be.
+    """
+    if ranks.size == 1:
+        return x
+    dim %= x.dim()
+    cuts = even_cuts(length, ranks.size)
+    gather, _ = _along(ranks, cuts, dim)
+    back = partial(_narrowed, dim=dim, start=cuts[ranks.rank], stop=cuts[ranks.rank + 1])
+    found: Tensor = Conjugate.apply(x, partial(gather, label=label), back)
+    return found
+
+
+def _narrowed(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """In memory of its own, so that nobody keeps all positions alive."""
+    part = x.detach().narrow(dim, start, stop - start)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class Labelled(Protocol):

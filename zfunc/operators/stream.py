@@ -45,7 +45,7 @@ def is_cut() -> bool:
 def _split() -> Any:
     running = current()
     split: Any = None if running is None else running.notes.get("split")
-    return split if split is not None and split.sequence and split.group.size > 1 else None
+    return split if split is not None and split.adds_up else None
 
 
 # --- from the stream to work in parts, and back --------------------------------------------------

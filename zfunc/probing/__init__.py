@@ -3,7 +3,9 @@
 In the order of reading: ``products`` (which submodules multiply by a weight), ``calls`` (the
 arguments that layers get), ``stages`` (a layer whose products are stand-ins), ``flows`` (which
 products feed which), ``reaches`` (which numbers depend on which), ``pieces`` (what can go to
-different ranks), ``numbers`` (what a module keeps beside its leaves), ``trials`` (whether a rank's
-numbers give its share), ``networks`` (experts in one leaf), ``tables`` (vocabularies), ``plans``
-(all of it), ``texts`` (a plan in words).
+different ranks), ``norms`` (which means ranks can share), ``numbers`` (what a module keeps beside
+its leaves), ``homes`` (whether parameters are read where their gradients are summed), ``trials``
+(whether a rank's numbers give its share), ``networks`` (experts in one leaf), ``tables``
+(vocabularies), ``plans`` (all of it), ``published`` (what a model's own plan says otherwise),
+``texts`` (a plan in words).
 """

@@ -155,6 +155,12 @@ def _buffer(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.zeros(x.shape, dtype=x.dtype) if x.dtype != torch.bool else torch.ones(x.shape) > 0
 
 
+def _is_layer(part: nn.Module) -> bool:
+    """Whether something in it may be split: no table, head or norm in a sequence of modules."""
+    bare = isinstance(part, nn.Embedding) or product_of(part) is not None
+    return not bare and any(p.ndim > 1 for p in part.parameters())
+
+
 class _Copy:
     """Fills a bare copy: products with nothing, first layers of a kind with made-up numbers."""
 
@@ -186,6 +192,8 @@ class _Copy:
         found: dict[Any, LayerKind] = {}
         for name, stack, leaves in units:
             part = self.module.get_submodule(name)
+            if not _is_layer(part):
+                continue
             kind = (type(part), stack, tuple((leaf.path, tuple(leaf.shape)) for leaf in leaves))
             if kind in found:
                 found[kind].names.append(name)
@@ -255,6 +263,10 @@ class _ProbedCall:
         x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
         return x.requires_grad_(torch.is_grad_enabled())
 
+    def states_like(self, x: Tensor) -> Tensor:
+        """Other numbers, that no parameter made."""
+        return torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
+
     def _multiply(self, name: str, part: nn.Module, product: Product) -> Callable[..., Tensor]:
         def forward(x: Tensor) -> Tensor:
             self.found.called.add(name)
@@ -270,7 +282,8 @@ class _ProbedCall:
             same = ids is not None and any(torch.equal(ids, x) for x in self.found.ids)
             self.found.lookups[name] = self.found.lookups.get(name, True) and same
             out: Tensor = inner(*args, **kwargs)
-            return self._draw(*out.shape) + 0
+            drawn = self._draw(*out.shape) + 0
+            return drawn if out.requires_grad else drawn.detach()  # some look up constants
 
         return forward
 
@@ -325,6 +338,11 @@ class _ProbedCall:
         with Doubled(), torch.enable_grad():
             self.results += tensors_in(self.found.module(*args, **kwargs))
 
+    def forget(self, calls: int) -> None:
+        """What layers were given behind so many calls of the module."""
+        for kind in self.found.kinds:
+            del kind.calls[calls:]
+
     def look(self) -> None:
         """What a call has done, when it is over."""
         for kind, parts in zip(self.found.kinds, self.parts, strict=True):
@@ -378,6 +396,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
             found.failed = tried[-1]
         recorder.look()
         if found.failed is None:
+            _run_with_more(functional, recorder, args, kwargs)
             _run_otherwise(functional, recorder, args, kwargs)
             recorder.look()
         if found.kinds and all(not kind.calls for kind in found.kinds):
@@ -390,6 +409,46 @@ def probed(functional: Functional, example: Any = None) -> Probed:
         f"{functional._name} cannot be called to see how it is split ({'; '.join(tried)}). Give "
         "arguments of apply, tensors or shapes: example={'pixel_values': (1, 3, 32, 32)}."
     )
+
+
+def _run_with_more(
+    functional: Functional, recorder: _ProbedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A call that calls more products, if there is one: with states that layers can take, too.
+
+    A decoder may be called alone, and its layers have products for an encoder's states: they take
+    an argument of the same name as the module, and got None.
+    """
+    for kind in recorder.found.kinds:
+        inside = {name for name in recorder.made.products if name.startswith(f"{kind.names[0]}.")}
+        if not kind.calls or inside <= recorder.found.called:
+            continue
+        given = tensors_in((kind.calls[0].args, kind.calls[0].kwargs))
+        states = next((given[i] for i in sorted(kind.calls[0].streams)), None)
+        if states is None:
+            continue
+        for name in _open(functional, kind):
+            called = set(recorder.found.called)
+            more = {**kwargs, name: recorder.states_like(states)}
+            try:
+                recorder.run(args, more, attention_of(recorder.found.module))
+            except Exception:  # the module's own code: it takes something else by that name
+                recorder.found.called = called
+            if recorder.found.called <= called:
+                recorder.forget(recorder.before)
+                continue
+            for each in recorder.found.kinds:  # the one that says most is asked first
+                if len(each.calls) > recorder.before:
+                    each.calls.insert(0, each.calls.pop())
+            kwargs.update(more)
+            return
+
+
+def _open(functional: Functional, kind: LayerKind) -> list[str]:
+    """Names of arguments that the module and a layer have, and that the layer got None for."""
+    named = inspect.signature(type(kind.module).forward).parameters
+    bound = dict(zip(list(named)[1:], kind.calls[0].args, strict=False)) | kind.calls[0].kwargs
+    return [x for x in named if x in functional.signature.parameters and bound.get(x) is None]
 
 
 def _run_otherwise(
@@ -410,8 +469,7 @@ def _run_otherwise(
         try:
             recorder.run(args, more, attention)
         except Exception:  # the module's own code, in a way that nobody asked for
-            for kind in recorder.found.kinds:
-                del kind.calls[recorder.before :]
+            recorder.forget(recorder.before)
     use_attention(recorder.found.module, own)
 
 

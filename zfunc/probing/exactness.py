@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Doubled"]
+__all__ = ["Doubled", "close"]
 
 FEWER = (torch.float32, torch.float16, torch.bfloat16)
 SHORTER: Any = {
@@ -17,6 +17,11 @@ SHORTER: Any = {
     Tensor.half: Tensor.double,
     Tensor.bfloat16: Tensor.double,
 }
+
+
+def close(x: Tensor, y: Tensor) -> bool:
+    """Whether two results are the same but for rounding."""
+    return torch.allclose(x, y, rtol=1e-9, atol=1e-9)
 
 
 class Doubled(TorchFunctionMode):

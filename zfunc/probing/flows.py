@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zfunc.probing.stages import Stage, Trace
 
-__all__ = ["Pairing", "pairings"]
+__all__ = ["Pairing", "connected", "pairings"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class _Flow:
         self.outward = set() if result is None else self._sources(trace, result, self.order)
 
     def _sources(self, trace: Trace, x: Tensor, order: Sequence[str]) -> set[str]:
-        found = _connected(x, [trace.outputs[name] for name in order])
+        found = connected(x, [trace.outputs[name] for name in order])
         return {order[i] for i in found}
 
     def consumers(self, name: str) -> set[str]:
         return {other for other in self.order if name in self.sources[other]}
 
 
-def _connected(x: Tensor, leaves: Sequence[Tensor]) -> list[int]:
+def connected(x: Tensor, leaves: Sequence[Tensor]) -> list[int]:
     """Which leaves a tensor is computed from."""
     wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
     if not x.requires_grad or not wanted:
@@ -99,7 +99,7 @@ def _read(stage: Stage, trace: Trace) -> set[str]:
     ]
     made = [x for x in (*trace.inputs.values(), trace.result) if x is not None]
     leaves = [p for _, p in held]
-    return {held[i][0] for x in made for i in _connected(x, leaves)}
+    return {held[i][0] for x in made for i in connected(x, leaves)}
 
 
 def _numel(stage: Stage, pairing: Pairing) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -19,14 +19,36 @@ from torch import Tensor, nn
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Cut, Split
 from zfunc.probing.calls import LARGE, LayerInputs, cloned, tensors_in
-from zfunc.probing.exactness import Doubled
+from zfunc.probing.exactness import Doubled, close
 from zfunc.probing.numbers import Numbers, numbers_read_in
 from zfunc.probing.products import product_of
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
-from zfunc.probing.trials import close, local_parameters, numbers_set
+from zfunc.probing.trials import local_parameters, numbers_set
 
-__all__ = ["networks_in", "split_network"]
+__all__ = ["Network", "networks_in", "split_network"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """How a submodule is split that is a column and a row in one.
+
+    Attributes:
+        splits: of its parameters, by name within the layer.
+        numbers: what differs beside them.
+        once: of its own parameters those that the first rank alone counts.
+    """
+
+    splits: dict[str, Split]
+    numbers: Numbers
+    once: tuple[str, ...]
+
+
+class _Once:
+    """What is to be done with a leaf that is added to what ranks sum."""
+
+
+ONCE = _Once()
 
 
 def networks_in(stage: Stage) -> list[str]:
@@ -44,8 +66,8 @@ def _has_parts(part: nn.Module) -> bool:
     return any(True for child in part.children() for _ in child.parameters())
 
 
-def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split], Numbers]:
-    """How the parameters of a submodule are split, by name within the layer.
+def split_network(stage: Stage, name: str, ways: int) -> Network:
+    """How the parameters of a submodule are split.
 
     Raises:
         Refused: no way was right.
@@ -63,17 +85,18 @@ def split_network(stage: Stage, name: str, ways: int) -> tuple[dict[str, Split],
     whole = _ran(tried, call)
     if whole is None:
         raise Refused("it gives more than one tensor, or cannot be tried in small")
-    for cuts, size in _ways_to_split(shapes, ways):
+    for cuts, once, size in _ways_to_split(shapes, ways):
         small = {
             key: _split(replace(cut, by=cut.by and sizes[cut.by]), p.shape, ways)
             for key, cut in cuts.items()
             if (p := tried._parameters[key]) is not None
         }
         for numbers in _sets(part, tried, name, call, size, sizes, ways):
-            if _adds_up(tried, call, small, numbers, whole, ways):
+            if _adds_up(tried, call, small, once, numbers, whole, ways):
                 splits = {key: _split(cut, shapes[key], ways) for key, cut in cuts.items()}
                 real = {n.of(part): _shares(n.of(part).value, size, ways) for n in numbers}
-                return {f"{name}.{key}": split for key, split in splits.items()}, real
+                named = {f"{name}.{key}": split for key, split in splits.items()}
+                return Network(named, real, once)
     raise Refused("parts of its leaves do not give parts of what it gives, along any dimension")
 
 
@@ -81,6 +104,7 @@ def _adds_up(
     part: nn.Module,
     call: LayerInputs,
     splits: dict[str, Split],
+    once: Sequence[str],
     numbers: Numbers,
     whole: Tensor,
     ways: int,
@@ -88,7 +112,8 @@ def _adds_up(
     """Whether what parts give adds up to what the whole gives."""
     total = torch.zeros_like(whole)
     for rank in range(ways):
-        mine = _part_of(part, call, splits, numbers, rank)
+        zeros = once if rank else ()
+        mine = _part_of(part, call, splits, zeros, numbers, rank)
         if mine is None or mine.shape != whole.shape:
             return False
         total = total + mine
@@ -170,10 +195,19 @@ def _ran(part: nn.Module, call: LayerInputs) -> Tensor | None:
 
 
 def _part_of(
-    part: nn.Module, call: LayerInputs, splits: dict[str, Split], numbers: Numbers, rank: int
+    part: nn.Module,
+    call: LayerInputs,
+    splits: dict[str, Split],
+    zeros: Sequence[str],
+    numbers: Numbers,
+    rank: int,
 ) -> Tensor | None:
+    held = dict(part._parameters)
     with ExitStack() as stack:
         stack.enter_context(local_parameters(part, splits, rank))
+        stack.callback(part._parameters.update, {key: held[key] for key in zeros})
+        for key in zeros:
+            part._parameters[key] = nn.Parameter(torch.zeros_like(held[key]))  # type: ignore[arg-type]
         stack.enter_context(numbers_set(numbers, rank))
         try:
             return _ran(part, call)
@@ -183,25 +217,29 @@ def _part_of(
 
 def _ways_to_split(
     shapes: Mapping[str, Sequence[int]], ways: int
-) -> Iterator[tuple[dict[str, Cut], int]]:
-    """Every leaf along a dimension of some size, or of twice that size, as gate and up are."""
+) -> Iterator[tuple[dict[str, Cut], tuple[str, ...], int]]:
+    """Every leaf along a dimension of some size, or of twice that size, as gate and up are.
+
+    Others are whole: they count on every rank, or else on the first one alone.
+    """
     sizes = sorted({n for shape in shapes.values() for n in shape if n >= ways}, reverse=True)
     for size in sizes:
         options = [_cuts(shape, size) for shape in shapes.values()]
         for chosen in product(*options):
-            cuts = {key: cut for key, cut in zip(shapes, chosen, strict=True) if cut is not None}
+            found = dict(zip(shapes, chosen, strict=True))
+            cuts = {key: cut for key, cut in found.items() if isinstance(cut, Cut)}
             if len(cuts) > 1:
-                yield cuts, size
+                yield cuts, tuple(key for key, cut in found.items() if cut is ONCE), size
 
 
-def _cuts(shape: Sequence[int], size: int) -> list[Cut | None]:
-    found: list[Cut | None] = []
+def _cuts(shape: Sequence[int], size: int) -> list[Cut | _Once | None]:
+    found: list[Cut | _Once | None] = []
     for dim in reversed(range(len(shape))):
         if shape[dim] == size:
             found.append(Cut(dim))
         elif shape[dim] == 2 * size:
             found += [Cut(dim, parts=2), Cut(dim, by=size)]
-    return [*found, None]
+    return [*found, None, ONCE]
 
 
 def _split(cut: Cut, shape: Sequence[int], ways: int) -> Split:

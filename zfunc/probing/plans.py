@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,15 @@ from zfunc.probing.calls import LayerKind, probed
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
 from zfunc.probing.numbers import Numbers
+from zfunc.probing.positions import Streams, streams_of
+from zfunc.probing.published import said_otherwise
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage
-from zfunc.probing.tables import tables_of
+from zfunc.probing.tables import FEW, tables_of
 from zfunc.probing.texts import ModulePlan
 from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
-
-FEW = 64  # elements: that a parameter as small stays whole needs no reason
-
 
 RULED = "a rule leaves it whole"
 
@@ -41,6 +40,8 @@ class _LayerPlan:
     inputs: dict[str, Split] = field(default_factory=dict)
     given: dict[str, Split] = field(default_factory=dict)
     further: dict[int, Split] = field(default_factory=dict)
+    norms: dict[str, Split] = field(default_factory=dict)
+    once: dict[str, tuple[str, ...]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
     def number(self, numbers: Numbers) -> None:
@@ -56,6 +57,7 @@ def plan_of(
     vocab: bool = True,
     grains: Mapping[str, int] | None = None,
     whole: Callable[[str], bool] | None = None,
+    sequence: bool = False,
 ) -> ModulePlan:
     """How a module is split over ``ways`` ranks: probed, without knowing what it is.
 
@@ -78,6 +80,11 @@ def plan_of(
             then split at multiples of it where their pieces allow that.
         whole: by its name in the parameters, whether a leaf is to stay whole; what is split with it
             does, too, and so do its like in other layers of the kind.
+        sequence: also find which layers run on positions of the stream.
+
+    Returns:
+        The plan. It prints itself, and says where a plan that the model itself has, as those of
+        Hugging Face do, says otherwise.
 
     Raises:
         PlacementError: the module cannot be called with the example, or takes no integer ids.
@@ -98,6 +105,8 @@ def plan_of(
     why: dict[str, str] = {}
     attributes: dict[str, dict[str, tuple[int, ...]]] = {}
     inputs: dict[str, dict[str, Split]] = {}
+    norms: dict[str, Split] = {}
+    once: dict[str, tuple[str, ...]] = {}
     if ways == 1:
         return ModulePlan(ways, splits)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -110,9 +119,12 @@ def plan_of(
         names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
         grained = [_grains_in(kind, names, grains or {}) for kind in found.kinds]
         kept = [_kept_in(kind, names, whole) for kind in found.kinds]
-        for kind, made in zip(
-            found.kinds, _of_kinds(found.kinds, ways, grained, kept), strict=True
-        ):
+        for kind, its in zip(found.kinds, kept, strict=True):  # the whole module may be one layer
+            head = "is split as the head over the vocabulary"
+            its.update({n: f"{n} {head}" for n in roles if _within(n, kind.names)})
+        parts = _of_kinds(found.kinds, ways, grained, kept)
+        cut = streams_of(found, parts, roles, ways) if sequence else Streams()
+        for kind, made in zip(found.kinds, parts, strict=True):
             for layer in kind.names:
                 for path, split in made.splits.items():
                     home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
@@ -121,17 +133,22 @@ def plan_of(
                 why.update({_joined(layer, name): its for name, its in made.whole.items()})
                 for name, values in made.attributes.items():
                     attributes[_joined(layer, name)] = values
+                norms.update({_joined(layer, name): each for name, each in made.norms.items()})
+                once.update({_joined(layer, name): each for name, each in made.once.items()})
                 if made.inputs:
                     inputs[layer] = made.inputs
     shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
-    return ModulePlan(ways, splits, roles, attributes, why, inputs, shapes)
+    why = {name: its for name, its in why.items() if name not in splits and name not in roles}
+    along = (norms, once, cut.layers, cut.pointwise, cut.uncut)
+    plan = ModulePlan(ways, splits, roles, attributes, why, inputs, *along, shapes)
+    return replace(plan, otherwise=said_otherwise(model._pool.skeleton, plan))
 
 
 def _of_kinds(
     kinds: Sequence[LayerKind],
     ways: int,
     grains: Sequence[Mapping[str, int]],
-    kept: Sequence[Collection[str]],
+    kept: Sequence[Mapping[str, str]],
 ) -> list[_LayerPlan]:
     """Plans of all kinds. What one hands on in parts the ones behind it take in parts."""
     closed: set[int] = set()  # kinds that must hand on what is whole
@@ -162,7 +179,7 @@ def _grains_in(
     found: dict[str, int] = {}
     for (home, attribute), name in names.items() if grains else ():
         for layer in kind.names if attribute == "weight" and name in grains else ():
-            if not layer or home == layer or home.startswith(f"{layer}."):
+            if _within(home, [layer]):
                 inner = home.removeprefix(layer).removeprefix(".")
                 found[inner] = math.lcm(found.get(inner, 1), grains[name])
     return found
@@ -170,15 +187,19 @@ def _grains_in(
 
 def _kept_in(
     kind: LayerKind, names: Mapping[tuple[str, str], str], whole: Callable[[str], bool] | None
-) -> set[str]:
-    """Submodules within the layers of a kind that have a leaf which is to stay whole."""
+) -> dict[str, str]:
+    """Submodules within the layers of a kind that have a leaf which is to stay whole, and why."""
     homes = {home for (home, _), name in names.items() if whole is not None and whole(name)}
     return {
-        home.removeprefix(layer).removeprefix(".")
+        home.removeprefix(layer).removeprefix("."): RULED
         for home in homes
         for layer in kind.names
-        if not layer or home == layer or home.startswith(f"{layer}.")
+        if _within(home, [layer])
     }
+
+
+def _within(name: str, layers: Sequence[str]) -> bool:
+    return any(not x or name == x or name.startswith(f"{x}.") for x in layers)
 
 
 def _of_kind(
@@ -187,7 +208,7 @@ def _of_kind(
     ways: int,
     closed: bool,
     grains: Mapping[str, int],
-    kept: Collection[str],
+    kept: Mapping[str, str],
 ) -> _LayerPlan:
     made = _LayerPlan()
     if not kind.calls:
@@ -204,8 +225,8 @@ def _of_kind(
             why = f"{', '.join(taken)} is split with others"
             made.whole.update({n: why for n in pairing.members if n not in made.roles})
             continue
-        if any(name in kept for name in pairing.members):
-            made.whole.update(dict.fromkeys(pairing.members, RULED))
+        if reasons := [kept[name] for name in pairing.members if name in kept]:
+            made.whole.update(dict.fromkeys(pairing.members, reasons[0]))
             continue
         try:
             _add(made, stage, parts_of(stage, pairing, ways, grains), before, closed)
@@ -217,17 +238,20 @@ def _of_kind(
             made.whole.setdefault(name, "it is no weight of a product")
     for name in networks_in(stage):
         if name in kept:
-            made.whole[name] = RULED
+            made.whole[name] = kept[name]
             continue
         try:
-            splits, numbers = split_network(stage, name, ways)
+            network = split_network(stage, name, ways)
         except Refused as error:
             made.whole[name] = str(error)
             continue
-        made.splits.update(splits)
+        made.splits.update(network.splits)
         made.roles[name] = Role.NETWORK
-        made.number(numbers)
+        made.number(network.numbers)
+        if network.once:
+            made.once[name] = network.once
     done = made.roles.keys() | made.splits.keys()
+    done |= {f"{name}.{key}" for name, keys in made.once.items() for key in keys}
     done |= {name for name in made.whole if "." in name and name.rpartition(".")[0] in made.whole}
     made.whole = {name: why for name, why in made.whole.items() if name not in done}
     return made
@@ -240,6 +264,9 @@ def _add(
     made.roles.update(dict.fromkeys(parts.pairing.common, Role.FEED))
     for name in parts.between:
         made.roles[name.rpartition(".")[0]] = Role.BETWEEN
+    made.norms.update(parts.norms)
+    shared = [name for name, split in parts.norms.items() if split.shared]
+    made.roles.update(dict.fromkeys(shared, Role.BETWEEN))  # for the gradients of their weights
     for name in parts.inner:  # what they read is in parts already: they are no columns
         if parts.columns[name].shared:
             made.roles[name] = Role.BETWEEN

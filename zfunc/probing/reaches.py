@@ -48,8 +48,8 @@ class Reaches:
     def __init__(self, stage: Stage, pairing: Pairing) -> None:
         self.stage, self.pairing = stage, pairing
         self.columns = [name for name in pairing.columns if name not in pairing.common]
-        self.traces = [stage.run(draw=draw, grad=True) for draw in range(DRAWS)]
-        self.bases = [stage.run(draw=draw) for draw in range(DRAWS)]
+        self.traces = [stage.run(draw=draw, grad=True, apart=True) for draw in range(DRAWS)]
+        self.bases = [stage.run(draw=draw, apart=True) for draw in range(DRAWS)]
         self.widths = {name: stage.products[name].inputs for name in pairing.rows}
 
     def none(self) -> Masks:
@@ -90,7 +90,7 @@ class Reaches:
                 y = base.outputs[name]
                 other = torch.randn(y.shape, generator=generator, dtype=y.dtype)
                 values[name] = torch.where(mask, other, y)
-            moved = self.stage.run(values, draw=draw)
+            moved = self.stage.run(values, draw=draw, apart=True)
             for name in out:
                 x = differs(moved.inputs[name], base.inputs[name])
                 out[name] |= x.flatten(0, -2).any(0)

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zfunc.modules.split_reductions import Reductions, given_features
 from zfunc.probing.calls import LayerInputs, cloned, tensors_in, use_attention
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.products import Product, product_of
 
-__all__ = ["Stage", "Trace", "differs"]
+__all__ = ["Stage", "Trace", "Whole", "differs"]
 
 Values = Mapping[str, Tensor]
 
@@ -32,6 +34,8 @@ class Trace:
         given: the tensors among the layer's arguments.
         result: the first tensor that the layer gave.
         further: the other ones.
+        entered: what norms were given, by name.
+        sums: over features, of each norm in order.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -40,6 +44,21 @@ class Trace:
     given: list[Tensor] = field(default_factory=list)
     result: Tensor | None = None
     further: list[Tensor] = field(default_factory=list)
+    entered: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a rank is told of a norm: how many features all ranks have, and their sums.
+
+    Attributes:
+        share: of each of its features the part that it counts; None where all are its own.
+    """
+
+    total: int
+    sums: Sequence[Tensor]
+    share: Tensor | None
 
 
 def differs(x: Tensor, base: Tensor) -> Tensor:
@@ -65,6 +84,7 @@ class Stage:
         self.repeated: set[str] = set()
         self.trace, self.draw = Trace(), 0
         self.values: dict[str, Tensor] = {}
+        self.apart, self.told = False, dict[str, Whole]()
         self.on_product: Callable[[str], None] = lambda name: None
         for name, part in layer.named_modules():
             product = product_of(part)
@@ -85,6 +105,42 @@ class Stage:
         finally:
             self.call = before
             use_attention(self.layer, before.attention)
+
+    @contextmanager
+    def reducing(self, norms: Sequence[str]) -> Iterator[None]:
+        """A block in which sums over features in these submodules are noted, and may be given."""
+        parts = {name: self.layer.get_submodule(name) for name in norms}
+        before = {name: part.__dict__.get("forward") for name, part in parts.items()}
+        for name, part in parts.items():
+            part.__dict__["forward"] = self._norm(name, part.forward)
+        try:
+            yield
+        finally:
+            for name, part in parts.items():
+                del part.__dict__["forward"]
+                if before[name] is not None:
+                    part.__dict__["forward"] = before[name]
+
+    def _norm(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            like = given_features(args, kwargs)
+            if like is None:
+                return inner(*args, **kwargs)
+            trace, whole = self.trace, self.told.get(name)
+            trace.entered[name] = like
+            sums = trace.sums.setdefault(name, [])
+
+            def added(x: Tensor) -> Tensor:
+                sums.append(x)
+                if self.apart:
+                    return torch.ones_like(x)
+                return x if whole is None else whole.sums[len(sums) - 1]
+
+            total, share = (like.shape[-1], None) if whole is None else (whole.total, whole.share)
+            with Reductions(like, total, added, share):
+                return inner(*args, **kwargs)
+
+        return forward
 
     def _stand_in(self, name: str, product: Product) -> Callable[[Tensor], Tensor]:
         number = len(self.products)
@@ -117,6 +173,8 @@ class Stage:
         draw: int = 0,
         grad: bool = False,
         change: Callable[[int, Tensor], Tensor] | None = None,
+        apart: bool = False,
+        told: Mapping[str, Whole] | None = None,
     ) -> Trace:
         """Let the layer run.
 
@@ -125,8 +183,11 @@ class Stage:
             draw: which random ones.
             grad: keep a graph, from everything that is given to every input of a product.
             change: what tensors among the arguments are replaced by.
+            apart: sums over features of norms are one, whatever the features are.
+            told: of norms, what is known of all features where these are a rank's.
         """
         self.trace, self.draw, self.values = Trace(), draw, dict(values or {})
+        self.apart, self.told = apart, dict(told or {})
         generator = torch.Generator().manual_seed(draw)
 
         def each(i: int, x: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from zfunc.probing.calls import Probed
 from zfunc.probing.products import product_of
 from zfunc.ranks.comm import even_cuts
 
-__all__ = ["tables_of"]
+__all__ = ["FEW", "tables_of"]
+
+FEW = 64  # elements: that a parameter as small stays whole needs no reason
 
 
 def tables_of(
@@ -26,12 +28,14 @@ def tables_of(
     tables = {name for name, of_ids in found.lookups.items() if of_ids}
     sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}
     roles = dict.fromkeys(tables, Role.EMBED)
+    why: dict[str, str] = {}
     for name in found.called:
         product = product_of(modules[name]) if _outside(name, found) else None
         if product is not None and product.outputs in sizes:
             roles[name] = Role.HEAD
+        elif product is not None and product.numel > FEW:
+            why[name] = "it lies outside of layers, and is no head over a vocabulary"
     splits: dict[str, Split] = {}
-    why: dict[str, str] = {}
     for leaf in anatomy.leaves:
         using = [(home, key) for home, key in leaf.homes if home in roles]
         if not using:

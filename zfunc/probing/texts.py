@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zfunc.layout.splits import Split
-from zfunc.modules.split_plans import SplitPlan
+from zfunc.modules.split_plans import LayerStream, SplitPlan
 
 __all__ = ["ModulePlan", "text_of"]
 
@@ -21,12 +21,19 @@ class ModulePlan(SplitPlan):
 
     Attributes:
         shapes: of all leaves, by name.
+        otherwise: by the name of a submodule or a leaf, what a plan that the model itself has, as
+            those of Hugging Face do, says of it that this one does not.
     """
 
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False, repr=False)
 
+    otherwise: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
     def __str__(self) -> str:
-        return text_of(self, self.shapes)
+        lines = [text_of(self, self.shapes)]
+        if self.otherwise:
+            lines += ["the model's own plan says otherwise:", *_grouped(self.otherwise.items())]
+        return "\n".join(lines)
 
 
 def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) -> str:
@@ -48,6 +55,12 @@ def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) 
     if between:
         lines.append("whole between them, gradients summed:")
         lines += _grouped((name, "") for name, _ in between)
+    if plan.norms:
+        lines.append("means over the features of all ranks:")
+        lines += _grouped((name, f"{split.size}") for name, split in plan.norms.items())
+    if plan.once:
+        lines.append("counted on the first rank alone:")
+        lines += _grouped((name, ", ".join(keys)) for name, keys in plan.once.items())
     if plan.attributes:
         lines.append("numbers that differ:")
         lines += _grouped(
@@ -55,6 +68,13 @@ def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) 
             for name, attributes in plan.attributes.items()
             for key, values in attributes.items()
         )
+    if plan.streams:
+        lines.append("on positions of the stream:")
+        lines += _grouped((name, _stream(its)) for name, its in plan.streams.items())
+        lines += _grouped((name, "") for name in plan.pointwise)
+    if plan.uncut:
+        lines.append("on the whole stream:")
+        lines += _grouped((name or "the module", why) for name, why in plan.uncut.items())
     if plan.whole:
         lines.append("left whole:")
         lines += _grouped(plan.whole.items())
@@ -75,6 +95,10 @@ def _first(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None) -> str:
 def _role(plan: SplitPlan, leaf: str) -> str:
     role = plan.roles.get(leaf.rpartition(".")[0])
     return "" if role is None else f"{role.value}, "
+
+
+def _stream(stream: LayerStream) -> str:
+    return f"{', '.join(stream.given)}, put together at {', '.join(stream.gathered) or 'no place'}"
 
 
 def _sizes(split: Split) -> str:

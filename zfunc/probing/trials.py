@@ -7,7 +7,7 @@ divided is found by trying, the fewest first, of those that they read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate, chain, combinations, islice, pairwise, product
@@ -17,13 +17,17 @@ from torch import Tensor, nn
 
 from zfunc.layout.splits import Split
 from zfunc.modules.split_inputs import take
+from zfunc.probing.calls import LayerInputs
+from zfunc.probing.exactness import close
 from zfunc.probing.flows import Pairing
+from zfunc.probing.homes import read_elsewhere
+from zfunc.probing.norms import add_up, features_of, norms_between, told
 from zfunc.probing.numbers import Number, Numbers, numbers_read
 from zfunc.probing.pieces import assignments
 from zfunc.probing.reaches import Masks, Reach, Reaches, Refused
 from zfunc.probing.stages import Stage, Trace
 
-__all__ = ["Parts", "close", "divided", "local_parameters", "numbers_set", "parts_of"]
+__all__ = ["Parts", "divided", "local_parameters", "numbers_set", "parts_of"]
 
 TRIES = 600  # of sets of numbers that are divided
 MOST = 4  # numbers that are divided together
@@ -40,6 +44,7 @@ class Parts:
         given: names of the layer's arguments of which each rank takes a part.
         further: positions of the layer's results of which each rank gives a part.
         inner: columns that read what common ones gave.
+        norms: submodules between that take means over features, and how these are split.
         numbers: what differs beside the leaves.
         pieces: how many there were.
     """
@@ -52,6 +57,7 @@ class Parts:
     given: dict[str, Split] = field(default_factory=dict)
     further: dict[int, Split] = field(default_factory=dict)
     inner: tuple[str, ...] = ()
+    norms: dict[str, Split] = field(default_factory=dict)
     numbers: Numbers = field(default_factory=dict)
     pieces: int = 0
 
@@ -79,8 +85,19 @@ def parts_of(
     Raises:
         Refused: it is not, and why.
     """
+    try:
+        return _parts_of(stage, pairing, ways, grains or {})
+    except Refused:
+        if not (norms := norms_between(stage, pairing)):
+            raise
+        with stage.reducing(norms), suppress(Refused):
+            return _parts_of(stage, pairing, ways, grains or {})
+        raise
+
+
+def _parts_of(stage: Stage, pairing: Pairing, ways: int, grains: Mapping[str, int]) -> Parts:
     reaches = Reaches(stage, pairing)
-    pieces, proposals = assignments(reaches, ways, grains or {})
+    pieces, proposals = assignments(reaches, ways, grains)
     few = _too_few(reaches, pieces, ways) if pieces < ways else None
     refused: Refused | None = None
     for ranks in proposals:
@@ -123,15 +140,29 @@ def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> P
     for call in stage.calls:
         with stage.called(call):
             bases.append(stage.run())
+    calls = [*zip(stage.calls, bases, strict=True)]
+    for name in bases[0].entered if bases[0].sums else ():
+        _norm(stage, parts, bases[0], name)
     for numbers in islice(_sets(stage, parts), TRIES):
         parts.numbers = numbers
-        if all(_holds_called(stage, parts, bases, rank) for rank in range(len(ranks))):
+        if all(_holds_called(stage, parts, call, base) for call, base in calls):
+            _check_homes(stage, parts)
             parts.further = _further(stage, parts, bases[0])
             return parts
     raise Refused(
         f"what lies before {_named(reaches.pairing.rows)} does not give a rank's share from a "
         f"rank's numbers, whatever of {_read(stage, parts)} is divided"
     )
+
+
+def _check_homes(stage: Stage, parts: Parts) -> None:
+    """Gradients of what lies between are summed where it is read."""
+    shared = [name for name, split in parts.parameters.items() if split.shared]
+    some = [name for name in (*parts.between, *shared) if name in stage.parameters]
+    for call in stage.calls:
+        with stage.called(call):
+            if elsewhere := read_elsewhere(stage, parts.rows, some):
+                raise Refused(f"{_named(elsewhere)} is read by other code than its own submodule")
 
 
 def _read(stage: Stage, parts: Parts) -> str:
@@ -155,6 +186,16 @@ def _between(parts: Parts, found: Sequence[Reach], inner: Sequence[str]) -> None
         else:
             parts.parameters[name] = split
     parts.between = tuple(dict.fromkeys(whole))
+
+
+def _norm(stage: Stage, parts: Parts, base: Trace, name: str) -> None:
+    """How the features of a norm are split; what it has for each of them is split with these."""
+    split = features_of(base, name, parts.columns, parts.rows)
+    parts.norms[name] = split
+    for parameter, p in stage.parameters.items():
+        if parameter.rpartition(".")[0] == name and p.shape == (split.size,):
+            parts.parameters[parameter] = split
+            parts.between = tuple(x for x in parts.between if x != parameter)
 
 
 def _apart(masks: Sequence[Tensor]) -> Split | None:
@@ -274,12 +315,18 @@ def divided(value: int, shares: Sequence[Sequence[Fraction]]) -> list[tuple[int,
 # --- one rank's run ------------------------------------------------------------------------------
 
 
-def _holds_called(stage: Stage, parts: Parts, bases: Sequence[Trace], rank: int) -> bool:
-    for call, base in zip(stage.calls, bases, strict=True):
-        with stage.called(call):
-            if not _holds(stage, parts, base, rank):
+def _holds_called(stage: Stage, parts: Parts, call: LayerInputs, base: Trace) -> bool:
+    """Whether each rank's numbers give its share where the layer is called so."""
+    if not any(name in base.inputs for name in parts.pairing.members):
+        return True  # nothing of it is called
+    traces = []
+    with stage.called(call):
+        for rank in range(next(iter(parts.rows.values())).ways):
+            trace = _ran(stage, parts, base, rank)
+            if trace is None or not _holds(trace, parts, base, rank):
                 return False
-    return True
+            traces.append(trace)
+    return add_up(base, traces, parts.norms)
 
 
 def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
@@ -299,18 +346,15 @@ def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
     local = local_parameters(stage.layer, parts.leaves(stage), rank)
     with local, numbers_set(parts.numbers, rank):
         try:
-            return stage.run(values, change=change)
+            return stage.run(values, change=change, told=told(base, parts.norms, rank))
         except Exception:  # the module's own code on numbers that are not right
             return None
 
 
-def _holds(stage: Stage, parts: Parts, base: Trace, rank: int) -> bool:
+def _holds(trace: Trace, parts: Parts, base: Trace, rank: int) -> bool:
     """Whether rows read this rank's share of what they read, from this rank's numbers."""
     if any(name not in base.inputs for name in parts.rows):
         return False  # not called this time
-    trace = _ran(stage, parts, base, rank)
-    if trace is None:
-        return False
     for name, split in parts.rows.items():
         mine, want = trace.inputs.get(name), _local(base.inputs[name], split, rank)
         if mine is None or mine.shape != want.shape or not close(mine, want):
@@ -318,11 +362,6 @@ def _holds(stage: Stage, parts: Parts, base: Trace, rank: int) -> bool:
     if trace.result is None or base.result is None:
         return trace.result is base.result
     return trace.result.shape == base.result.shape and close(trace.result, base.result)
-
-
-def close(x: Tensor, y: Tensor) -> bool:
-    """Whether two results are the same but for rounding."""
-    return torch.allclose(x, y, rtol=1e-9, atol=1e-9)
 
 
 def _local(x: Tensor, split: Split, rank: int) -> Tensor:

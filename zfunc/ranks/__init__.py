@@ -17,6 +17,8 @@ plain data. Behind them are:
 - ``distributed``, ``devices``, ``launching``, ``listening``: ranks that are processes
 - ``gloo``, ``halving``, ``control_channel``, ``shared_memory``, ``scratch``: between hosts
 - ``nccl``: between GPUs
+- ``point_to_point``: messages from one rank to another; ``transfers``, ``mailboxes``,
+  ``host_messages``, ``device_messages``: what moves them
 
 ``collectives``, ``random`` and ``digests`` are what users and other rooms call.
 """

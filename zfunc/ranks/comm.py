@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from zfunc.ranks.accounting import ledger
 from zfunc.ranks.messages import read, written
@@ -117,7 +118,7 @@ class Group(Member):
                 f"all_gather({label!r}): shard is {shard.dtype} {list(shard.shape)}, expected "
                 f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
             )
-        if own.data_ptr() != shard.data_ptr():
+        if has_torch_function_unary(shard) or own.data_ptr() != shard.data_ptr():
             with torch.no_grad():
                 own.copy_(shard)
         return self._issue("all_gather", label, (full.dtype, offsets), full, (full, offsets))
@@ -298,7 +299,26 @@ class Group(Member):
             data: tells where it happens.
             args: the transport's.
             then: makes of the transport's result what ``wait()`` returns.
+
+        A tensor of a kind that answers for torch's functions is asked about this one, too: one
+        that has a shape and no memory can be in no message.
         """
+        if has_torch_function_unary(data):
+            asked: Handle[Any] = handle_torch_function(
+                Group._issue, (data,), self, kind, label, what, data, args, then
+            )
+            return asked
+        return self._start(kind, label, what, data, args, then)
+
+    def _start(
+        self,
+        kind: str,
+        label: str,
+        what: tuple[Any, ...],
+        data: Tensor,
+        args: tuple[Any, ...],
+        then: Callable[[Any], Any] | None,
+    ) -> Handle[Any]:
         self._ask_gate(kind, label)
         with torch.no_grad():
             result = _ALONE[kind](*args)

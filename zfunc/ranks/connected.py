@@ -10,7 +10,8 @@ backend: ``zfunc.ranks.gloo`` (point to point), ``zfunc.ranks.nccl`` (native),
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from zfunc.errors import DesyncError
 from zfunc.ranks.accounting import HEADER_BYTES
 from zfunc.ranks.comm import Group, Handle
+from zfunc.ranks.mailboxes import OwnMessages
 from zfunc.ranks.routes import (
     all_gather_bytes,
     all_reduce_bytes,
@@ -28,6 +30,7 @@ from zfunc.ranks.routes import (
     goes_whole,
     reduce_scatter_bytes,
 )
+from zfunc.ranks.transfers import Direction, TensorSpec, Transfer, TransferHandle
 from zfunc.ranks.transport import Collective, Steps, Transport, announced
 from zfunc.ranks.world import World
 
@@ -136,6 +139,7 @@ class ConnectedGroup(Group):
         self._under_way: set[Steps[Any] | None] = set()  # the cycle collector would close them
         self._dropped: list[PendingHandle[Any]] = []
         self._in_turn: list[weakref.ref[PendingHandle[Any]]] = []
+        self._begin_messages()
         super().__init__(axis, world, members)
 
     def exchange(self, obj: Any, *, label: str = "") -> list[Any]:
@@ -153,6 +157,66 @@ class ConnectedGroup(Group):
     def settle(self) -> None:
         self._failing(self._transport.settle)
 
+    def _begin_messages(self) -> None:
+        self._numbers: Counter[tuple[str, int]] = Counter()  # of messages, by kind and peer
+        self._own = OwnMessages()
+
+    def connect(self, directions: Sequence[Direction]) -> None:
+        """Prepare for messages (:func:`zfunc.ranks.point_to_point.connect`)."""
+        self._refuse_if_failed("connect", "")
+        self._failing(lambda: self._transport.messages.connect(directions))
+
+    def send(
+        self, label: str, what: tuple[Any, ...], parts: Sequence[Tensor], to: int
+    ) -> Handle[None]:
+        """Send contiguous tensors (:func:`zfunc.ranks.point_to_point.send`)."""
+        self._refuse_if_failed("send", label)
+        if to == self.rank:
+            return TransferHandle(self._own.put(label, what, parts), self)
+        call = self._message("send", label, what, to)
+        self._book(call, sum(x.nbytes for x in parts), HEADER_BYTES)
+        return self._moved(lambda: self._transport.messages.send(call, to, parts))
+
+    def receive(
+        self,
+        label: str,
+        what: tuple[Any, ...],
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        source: int,
+    ) -> Handle[list[Tensor]]:
+        """Receive such tensors (:func:`zfunc.ranks.point_to_point.receive`)."""
+        self._refuse_if_failed("receive", label)
+        if source == self.rank:
+            return TransferHandle(self._own.get(label, what), self)
+        call = self._message("receive", label, what, source)
+        return self._moved(lambda: self._transport.messages.receive(call, source, specs, device))
+
+    def _message(self, kind: str, label: str, what: tuple[Any, ...], peer: int) -> Collective:
+        """Number a message in its direction. Both of its ranks give it one digest."""
+        self._numbers[kind, peer] += 1
+        return Collective(kind, label, announced("message", label, what), self._numbers[kind, peer])
+
+    def _moved(self, start: Callable[[], Transfer[T]]) -> TransferHandle[T]:
+        try:
+            with torch.no_grad():
+                return TransferHandle(start(), self)
+        except DesyncError as error:
+            return TransferHandle(error, self)
+
+    def why_lost(self, epoch: int) -> DesyncError | None:
+        """Why a message that was issued in that epoch will not come, if it will not."""
+        if epoch != self.epoch:
+            return _stale()
+        if self._failure is None:
+            return None
+        return DesyncError(f"the group {self.axis!r} failed before: {self._failure}")
+
+    def fail(self, error: DesyncError) -> None:
+        """Give up because of a message."""
+        if self._failure is None:
+            self._fail(error)
+
     def _failing(self, check: Callable[[], None]) -> None:
         try:
             check()
@@ -160,14 +224,14 @@ class ConnectedGroup(Group):
             self._fail(error)
             raise
 
-    def _issue(
+    def _start(
         self,
         kind: str,
         label: str,
         what: tuple[Any, ...],
         data: Tensor,
         args: tuple[Any, ...],
-        then: Callable[[Any], Any] | None = None,
+        then: Callable[[Any], Any] | None,
     ) -> Handle[Any]:
         call = self._call(kind, label, what, data)
         sent, held = self._cost(kind, data, args)
@@ -208,14 +272,17 @@ class ConnectedGroup(Group):
         self, kind: str, label: str, what: tuple[Any, ...], data: Tensor | None
     ) -> Collective:
         """Number and announce a collective on ``data``."""
-        if self._failure is not None:
-            raise DesyncError(
-                f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
-            ) from self._failure
+        self._refuse_if_failed(kind, label)
         self._ask_gate(kind, label)
         self.issued += 1
         self.hosted += self._transport.hosted(data)
         return Collective(kind, label, announced(kind, label, what), self.issued)
+
+    def _refuse_if_failed(self, kind: str, label: str) -> None:
+        if self._failure is not None:
+            raise DesyncError(
+                f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
+            ) from self._failure
 
     def _cost(self, kind: str, data: Tensor, args: tuple[Any, ...]) -> tuple[int, int | None]:
         """The bytes that this rank sends, and those that a reduction holds until it is complete."""
@@ -235,7 +302,9 @@ class ConnectedGroup(Group):
         return sum(chunk.nbytes for chunk in args[0]) - data.nbytes, None  # all_to_all
 
     def _record(self, call: Collective, sent: int, data: Tensor | None) -> None:
-        headers = HEADER_BYTES * self._transport.headers_sent(call.kind, data)
+        self._book(call, sent, HEADER_BYTES * self._transport.headers_sent(call.kind, data))
+
+    def _book(self, call: Collective, sent: int, headers: int) -> None:
         for book in tuple(self._world.ledgers):
             book.record(call.kind, call.label, self.axis, sent, headers)
 
@@ -250,11 +319,13 @@ class ConnectedGroup(Group):
             for handle in self._unfinished():
                 handle._abandon(error)
         self._transport.leave(error)
-        connected = [group for group in self._world.groups if isinstance(group, ConnectedGroup)]
-        for group in connected:
+        for group in self._connected():
             if group._transport.abort() and group._failure is None:
                 group._failure = error
                 group._transport.leave(error)
+
+    def _connected(self) -> list[ConnectedGroup]:
+        return [group for group in self._world.groups if isinstance(group, ConnectedGroup)]
 
     def _make_room(self, held: int) -> None:
         """Finish as many of the oldest reductions as the bytes of a new one need."""
@@ -292,6 +363,8 @@ class ConnectedGroup(Group):
             for handle in self._unfinished():
                 handle.wait()
             self._finish_dropped()
+            if not any(group._failure for group in self._connected()):  # or nobody may ask for it
+                self._failing(self._transport.messages.finish)
             self.settle()
 
     def hang_up(self) -> None:
@@ -310,6 +383,7 @@ class ConnectedGroup(Group):
         self._under_way.clear()
         self._dropped.clear()
         self._in_turn.clear()
+        self._begin_messages()
         self.issued = self.hosted = 0
         self._failure = None
         self._transport = self._connect()

@@ -23,22 +23,26 @@ import socket
 import struct
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from zfunc.ranks import devices
 from zfunc.ranks.accounting import HEADER_BYTES
 from zfunc.ranks.listening import HERE, listening_socket, loopback_only
-from zfunc.ranks.shared_memory import WORD_BYTES, Inbox, Outbox, Posted, is_open_to
+from zfunc.ranks.shared_memory import WORD_BYTES, Inbox, Outbox, Posted, is_open_to, spread
 
 __all__ = ["NOTHING", "ControlChannel"]
 
 HEADER = struct.Struct("<qq")
 assert HEADER.size == HEADER_BYTES
-TEXT, NOTE = -1, -2  # in place of a digest: as many bytes of text follow, or a note
+# In place of a digest: as many bytes of text follow, or a note, or a digest and what it is of.
+TEXT, NOTE, NAME = -1, -2, -3
 WITH = 1 << 62  # in a header's second number: a payload, and before it where it is and its bytes
+ALONE = 1 << 61  # there, too: of a message, in which no other rank takes part
 WHERE, FOLLOWS = struct.Struct("<qqq"), -1  # a slot of the sender's outbox, or this
+NAMES = 2**12  # of digests that a peer has told, and is remembered to have been told
 POSTED_BYTES = 2**12  # of a payload from which the outbox is quicker
 READ_BYTES = 2**18
 BRIEF_SECONDS = 0.002  # to wait for one peer alone, which takes a third less than to watch all
@@ -46,8 +50,11 @@ TOKEN_BYTES = WORD_BYTES
 GREETING_BYTES = TOKEN_BYTES + 8  # the token, and the rank that calls
 CLOSED = "connection closed by the peer"
 LATE_SECONDS = 0.2  # for which a word may be on its way behind the end of another connection
+ENDING_SECONDS = 3.0  # for which what a peer has begun goes on when it has hung up
 GREETING_SECONDS = 10.0  # for which a caller may be silent
 OUTSIDE = "192.0.2.1", "2001:db8::1"  # nobody's: RFC 5737 and 3849 keep them for documentation
+
+V = TypeVar("V")
 
 NOTHING = memoryview(bytearray())
 Cards = Callable[[int], bytes]
@@ -77,6 +84,10 @@ class ControlChannel:
         self._early: dict[tuple[int, int], tuple[int, int, Payload]] = {}
         self._notes: dict[tuple[int, int], Payload] = {}
         self._texts: dict[int, str] = {}
+        self._arrived: defaultdict[int, int] = defaultdict(int)
+        self._messages: dict[tuple[int, int], tuple[int, int, Payload]] = {}
+        self._told: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
+        self._names: defaultdict[int, OrderedDict[int, str]] = defaultdict(OrderedDict)
         self._host, self._cards = _host(), dict[int, bytes]()
         self._to: dict[int, socket.socket] = {}
         self._from: dict[int, socket.socket] = {}
@@ -88,6 +99,7 @@ class ControlChannel:
         self._server = listening_socket()
         self._watched = selectors.DefaultSelector()
         self._watched.register(self._server, selectors.EVENT_READ)
+        self._wakes: tuple[socket.socket, socket.socket] | None = None
         # Held by the finaliser, so that they are closed before the garbage collector meets them.
         self._open: set[Closable] = {self._server, self._watched}
         self.close = weakref.finalize(self, _close, self._open)
@@ -165,11 +177,130 @@ class ControlChannel:
             self._read_on(peer)
         self._fill(peer, self._notes.pop((peer, number)), into)
 
-    def _fill(self, peer: int, payload: Payload, into: memoryview) -> None:
+    def expect(self, peer: int) -> None:
+        """Connect to a peer from which messages come: it can be told, and its memory be read.
+
+        One that has ended is no error here: what it sent before may have come.
+
+        Raises:
+            TimeoutError: it did not join the group in time.
+        """
+        self._check_open()
+        if peer not in self._to and peer not in self._hung_up:
+            try:
+                self._call(peer)
+            except TimeoutError:
+                raise
+            except OSError:
+                self._hung_up.add(peer)
+
+    def send_message(
+        self, peer: int, digest: int, name: str, length: int, parts: Sequence[memoryview] = ()
+    ) -> bool:
+        """Send the header of a message to this peer alone; messages are in an order of their own.
+
+        Args:
+            name: what the digest is of, for an error of the peer.
+            length: bytes of the payload.
+            parts: the payload, if it goes with the header.
+
+        Returns:
+            Whether it did. A large one does not where the outbox cannot take it.
+
+        Raises:
+            TimeoutError: the peer did not read in time.
+            OSError: the peer is gone.
+        """
+        self._check_open()
+        if peer not in self._to:
+            self._call(peer)
+        if _remembered(self._told[peer], digest, None):
+            text = digest.to_bytes(8, "little") + name.encode()
+            self._push(peer, memoryview(HEADER.pack(NAME, len(text)) + text))
+        where, size = b"", sum(map(len, parts))
+        if size > POSTED_BYTES:
+            if (place := self._outbox.put_together(parts, peer)) is not None:
+                where = WHERE.pack(place.slot, place.size, place.start)
+        elif size:
+            where = WHERE.pack(FOLLOWS, size, 0) + b"".join(parts)
+        kind = ALONE | WITH if where else ALONE
+        self._push(peer, memoryview(HEADER.pack(digest, length | kind) + where))
+        return bool(where)
+
+    def receive_message(self, peer: int, number: int) -> tuple[int, int, bool]:
+        """The digest and length of the peer's message with this number, and whether it is here.
+
+        Raises:
+            TimeoutError: its header did not come in time.
+            OSError: the peer is gone, or out of step with another one.
+        """
+        while self._arrived[peer] < number:
+            self._read_on(peer)
+        digest, length, payload = self._messages[peer, number]
+        return digest, length, bool(payload)
+
+    def has_message(self, peer: int, number: int) -> bool:
+        """Whether the header of a message is there; this waits for nothing."""
+        if self._arrived[peer] < number and self.close.alive:
+            self._sort_out(self._watched.select(0))
+        return self._arrived[peer] >= number
+
+    def take_message(self, peer: int, number: int, into: Sequence[memoryview] = ()) -> None:
+        """Copy the payload that came with a message to these places; both are dropped here."""
+        self._fill(peer, self._messages.pop((peer, number))[2], *into)
+
+    def name_of(self, peer: int, digest: int) -> str | None:
+        """What a peer has said that this digest of a message is of."""
+        return self._names[peer].get(digest)
+
+    def waker(self) -> Callable[[], None]:
+        """A function that another thread calls to end a wait in :meth:`wait_until`."""
+        if self._wakes is None:
+            self._check_open()
+            self._wakes = socket.socketpair()
+            for sock in self._wakes:
+                sock.setblocking(False)
+            self._open.update(self._wakes)
+            self._watched.register(self._wakes[0], selectors.EVENT_READ)
+        wake = self._wakes[1]
+
+        def call() -> None:
+            with suppress(OSError):  # full, so that it wakes anyway, or closed
+                wake.send(b"!")
+
+        return call
+
+    def wait_until(self, peer: int, is_over: Callable[[], bool]) -> None:
+        """Return when something is over that a peer has to do, and read what others write.
+
+        Args:
+            is_over: whoever changes what it returns calls the :meth:`waker`.
+
+        Raises:
+            TimeoutError: it is not in time.
+            OSError: the peer is gone, or out of step.
+        """
+        deadline, gone = time.monotonic() + self._timeout, ""
+        while not is_over():
+            self._check_open()
+            if peer in self._texts:
+                raise ConnectionAbortedError(f"it stopped in {self._texts[peer]}")
+            if not gone and (peer in self._ends or peer in self._hung_up):
+                gone = self._ends.get(peer, CLOSED)  # what it did before may be on its way
+                deadline = min(deadline, time.monotonic() + ENDING_SECONDS)
+            try:
+                self._serve(deadline)
+            except TimeoutError:
+                if gone and not is_over():
+                    raise ConnectionResetError(gone) from None
+                if not is_over():
+                    raise
+
+    def _fill(self, peer: int, payload: Payload, *into: memoryview) -> None:
         if isinstance(payload, Posted):
-            self._inboxes[peer].take(payload, into)
+            self._inboxes[peer].take(payload, *into)
         else:
-            into[:] = payload
+            spread(payload, into)
 
     def tell(self, text: str) -> None:
         """Send a text to every peer with a connection; they get it with :meth:`ask`."""
@@ -189,6 +320,10 @@ class ControlChannel:
         except OSError:
             return None
         return self._texts[peer]
+
+    def why_stopped(self, peer: int) -> str | None:
+        """What a peer that has stopped has said of it; this waits for nothing."""
+        return self._texts.get(peer)
 
     def _write(self, peer: int, kind: int, number: int, payload: memoryview) -> None:
         self._check_open()
@@ -270,7 +405,7 @@ class ControlChannel:
         while len(data) >= start + HEADER_BYTES:
             kind, number = HEADER.unpack_from(data, start)
             begin, slot, size, at = start + HEADER_BYTES, FOLLOWS, 0, 0
-            if kind == TEXT:
+            if kind in (TEXT, NAME):
                 size = number
             elif number & WITH:
                 number, begin = number ^ WITH, begin + WHERE.size
@@ -283,8 +418,14 @@ class ControlChannel:
             payload: Payload = data[begin:stop] if slot == FOLLOWS else Posted(at, size, slot)
             if kind == TEXT:
                 self._texts.setdefault(peer, data[begin:stop].decode())
+            elif kind == NAME:
+                digest = int.from_bytes(data[begin : begin + 8], "little")
+                _remembered(self._names[peer], digest, data[begin + 8 : stop].decode())
             elif kind == NOTE:
                 self._notes[peer, number] = payload
+            elif number & ALONE:
+                self._arrived[peer] += 1
+                self._messages[peer, self._arrived[peer]] = kind, number ^ ALONE, payload
             else:
                 self._heard[peer] += 1
                 self._early[peer, self._heard[peer]] = kind, number, payload
@@ -307,10 +448,16 @@ class ControlChannel:
                 self._watch(pushing, selectors.EVENT_READ)
         if not ready:
             raise TimeoutError("timed out")
+        self._sort_out(ready)
+
+    def _sort_out(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        """Read from each of what can be read from."""
         for key, events in ready:
             sock: socket.socket = key.fileobj  # type: ignore[assignment]
             if sock is self._server:
                 self._welcome()
+            elif self._wakes is not None and sock is self._wakes[0]:
+                sock.recv(READ_BYTES)
             elif sock in self._callers:
                 self._hear(sock)
             elif sock is self._from.get(key.data):
@@ -389,6 +536,16 @@ class ControlChannel:
         self._watched.unregister(sock)
         self._open.discard(sock)
         sock.close()
+
+
+def _remembered(known: OrderedDict[int, V], digest: int, value: V) -> bool:
+    """Add what was not known to what is, of which the oldest is forgotten; whether it was not."""
+    if digest in known:
+        return False
+    known[digest] = value
+    if len(known) > NAMES:
+        known.popitem(last=False)
+    return True
 
 
 def _close(opened: set[Closable]) -> None:

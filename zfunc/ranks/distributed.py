@@ -102,6 +102,9 @@ class DistributedWorld(world.World):
             cpu,
             reductions=lambda: self._new_communicator(members, "reductions"),
             late=lambda: self.unchecked > 0,
+            directions=lambda pair: self._new_communicator(
+                (members[pair[0]], members[pair[1]]), f"messages in {_name_of(members)}"
+            ),
         )
 
     def _host_transport(self, members: tuple[int, ...]) -> PointToPoint:
@@ -148,9 +151,7 @@ class DistributedWorld(world.World):
         return self._part
 
     def _place(self, members: tuple[int, ...], purpose: str = "host") -> Place:
-        few = len(members) < 9
-        name = "-".join(map(str, members)) if few else f"{len(members)} {hash(members):x}"
-        store = PrefixStore(f"{purpose} of {name}, epoch {self.epoch}", self._store())
+        store = PrefixStore(f"{purpose} of {_name_of(members)}, epoch {self.epoch}", self._store())
         stops = partial(self._said, f"stopped in {self.epoch}")
         return Place(
             members.index(self.rank), members, store, partial(self._said, "departed"), stops
@@ -263,3 +264,8 @@ class DistributedWorld(world.World):
             made = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
             self.memo["device_mesh", sizes] = made
         return made
+
+
+def _name_of(members: tuple[int, ...]) -> str:
+    few = len(members) < 9
+    return "-".join(map(str, members)) if few else f"{len(members)} {hash(members):x}"

@@ -33,10 +33,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zfunc.errors import DesyncError, DeviceError
-from zfunc.ranks.adjacency import neighbours
+from zfunc.ranks.adjacency import is_direct, neighbours
 from zfunc.ranks.comm import even_cuts
 from zfunc.ranks.control_channel import NOTHING, ControlChannel
 from zfunc.ranks.digests import as_bytes
+from zfunc.ranks.host_messages import LONG, HostMessages, Pair
 from zfunc.ranks.listening import HERE, loopback_only
 from zfunc.ranks.routes import children, goes_whole, parent
 from zfunc.ranks.scratch import Scratch
@@ -144,9 +145,13 @@ class PointToPoint(Transport):
         self._unmet: dict[int, list[Header]] = {}  # by collective, until it is agreed on
         self._under_way: set[Any] = set()  # gloo's messages that nobody has seen the end of
         self._departures, self._stops = place.departures, place.stops
+        self.messages = HostMessages(
+            self._channel, place.members, is_direct(self.size), self._pair, self._lost
+        )
 
     def close(self) -> None:
         """End the connections of this group; nothing may be under way."""
+        self.messages.close()
         self._channel.close()
         self._gloo = None
 
@@ -456,8 +461,18 @@ class PointToPoint(Transport):
         process, or whenever the garbage is collected. Others are freed: the thread of each wakes
         a hundred times a second.
         """
+        self.messages.close()
         if self._under_way:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+    def _pair(self, peer: int) -> Pair:
+        """A context for messages between this rank and a peer, and no other."""
+        low, high = sorted((self.rank, peer))
+        store = PrefixStore(f"messages {low}-{high}", self._store)
+        ranks = self._world_ranks[low], self._world_ranks[high]
+        context = _context(Place(int(self.rank == high), ranks, store), LONG)
+        store.set(f"made/{self.rank}", "")
+        return Pair(context, int(peer == high), lambda: bool(store.check([f"made/{peer}"])))
 
     def _cause(self) -> str:
         """What a rank has failed with that does not tell this one itself; nothing is known."""

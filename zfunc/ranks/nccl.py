@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.ranks.adjacency import neighbours, ring
+from zfunc.ranks.device_messages import DeviceMessages, coalesces
 from zfunc.ranks.gloo import Header, PointToPoint
+from zfunc.ranks.transfers import Direction
 from zfunc.ranks.transport import Collective, Steps, Transport
 
 __all__ = ["Native"]
@@ -48,6 +51,7 @@ class Native(Transport):
         cpu: moves what is on the CPU, and the headers.
         reductions: makes the process group for reductions, when the first is issued.
         late: whether headers may be checked by :meth:`settle` now.
+        directions: makes the process group for messages from one rank of the group to another.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Native(Transport):
         cpu: PointToPoint,
         reductions: Callable[[], dist.ProcessGroup],
         late: Callable[[], bool],
+        directions: Callable[[Direction], dist.ProcessGroup],
     ) -> None:
         self.rank, self.size = cpu.rank, cpu.size
         self._pg = process_group
@@ -66,7 +71,8 @@ class Native(Transport):
         self._aborted = self._cut_short = False
         self._issued = False  # whether anything was since the headers were last checked
         self._checked: torch.cuda.Event | None = None  # behind all that was issued until then
-        self._unchecked: deque[tuple[Collective, list[Header], Sequence[int]]] = deque()
+        self._unchecked: deque[Callable[[], Any]] = deque()
+        self.messages = DeviceMessages(cpu.messages, cpu.rank, directions, self._check_later)
 
     def start(self, call: Collective, data: Tensor, args: tuple[Any, ...]) -> Steps[Any]:
         if self.hosted(data):
@@ -97,7 +103,8 @@ class Native(Transport):
             self._checked.record()
 
     def mark(self, call: Collective) -> None:
-        self._unchecked.append((call, self._announce(call), [0] * self.size))
+        headers = self._announce(call)
+        self._unchecked.append(partial(self._cpu.agree, call, headers, [0] * self.size))
         self._check(1)
 
     def abort(self) -> bool:
@@ -105,7 +112,7 @@ class Native(Transport):
             self._aborted = True
             self._unchecked.clear()
             self._cut_short = not self._has_arrived()
-            for group in (self._pg, self._reductions):
+            for group in (self._pg, self._reductions, *self.messages.communicators):
                 if group is not None:
                     with suppress(RuntimeError):  # another error has ended it
                         group.abort()
@@ -212,11 +219,7 @@ class Native(Transport):
 
     def _broadcasts(self, segments: Sequence[Tensor], device: torch.device) -> list[Any]:
         """Each segment from its rank; one launch, where the backend can."""
-        try:
-            together = bool(self._pg._get_backend(device).supports_coalescing)
-        except (AttributeError, RuntimeError):
-            together = False
-        if not together:
+        if not coalesces(self._pg, device):
             return [self._start_broadcast(part, src) for src, part in enumerate(segments)]
         with dist.distributed_c10d._coalescing_manager(
             group=self._pg, device=device, async_ops=True
@@ -241,17 +244,22 @@ class Native(Transport):
         lengths: Sequence[int] | None = None,
     ) -> None:
         """Compare headers on the host, now or later; make the current stream wait for the data."""
-        self._issued = True
-        self._unchecked.append((call, headers, lengths or [0] * self.size))
-        self._check(UNCHECKED if self._late() else 0)
+        told = lengths or [0] * self.size
+        self._check_later(partial(self._cpu.agree, call, headers, told))
         for work in works:
             if work is not None:
                 work.wait()
 
+    def _check_later(self, check: Callable[[], Any]) -> None:
+        """Compare headers at the end of the step, or now where none is running."""
+        self._issued = True
+        self._unchecked.append(check)
+        self._check(UNCHECKED if self._late() else 0)
+
     def _check(self, left: int) -> None:
         """Check the oldest headers until so many are left."""
         while len(self._unchecked) > left:
-            self._cpu.agree(*self._unchecked.popleft())
+            self._unchecked.popleft()()
 
 
 def _segments(full: Tensor, cuts: Sequence[int]) -> list[Tensor]:

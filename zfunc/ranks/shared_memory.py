@@ -17,13 +17,14 @@ import mmap
 import os
 import platform
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zfunc.ranks.adjacency import DIRECT
 
-__all__ = ["NOWHERE", "WORD_BYTES", "Inbox", "Outbox", "Posted", "is_open_to"]
+__all__ = ["NOWHERE", "WORD_BYTES", "Inbox", "Outbox", "Posted", "is_open_to", "spread"]
 
 ASKED = "ZFUNC_SHARED_MEMORY"
 NAME = "zfunc"
@@ -97,23 +98,36 @@ class Outbox:
                 self._memory[_marks(place.slot) + reader] = 0  # it may have read it before
                 readers.add(reader)
                 return place
-        return self._new(payload, reader)
+        posted = self._new([payload], reader)
+        if posted is not None:
+            self._last = weakref.ref(payload), *posted
+            return posted[0]
+        return None
 
-    def _new(self, payload: memoryview, reader: int) -> Posted | None:
+    def put_together(self, parts: Sequence[memoryview], reader: int) -> Posted | None:
+        """Put a payload there that has several parts, one behind the other."""
+        if self._memory is None or reader >= READERS or not self._memory[WORD_BYTES + reader]:
+            return None
+        posted = self._new(parts, reader)
+        return None if posted is None else posted[0]
+
+    def _new(self, parts: Sequence[memoryview], reader: int) -> tuple[Posted, set[int]] | None:
         assert self._memory is not None
         self._sweep()
-        place = self._room_for(len(payload))
+        place = self._room_for(sum(map(len, parts)))
         if place is None:
             return None
         marks = _marks(place.slot)
         self._memory[marks : marks + READERS] = bytes(READERS)
-        self._memory[place.start : place.start + place.size] = payload
-        self._used = max(self._used, place.start + place.size)
+        start = place.start
+        for part in parts:
+            self._memory[start : start + len(part)] = part
+            start += len(part)
+        self._used = max(self._used, start)
         readers = {reader}
         self._unread.append((place, readers))
         self._unread.sort(key=lambda row: row[0].start)
-        self._last = weakref.ref(payload), place, readers
-        return place
+        return place, readers
 
     def _sweep(self) -> None:
         """Free what all its readers have read, and return memory beyond ``KEPT`` to the system."""
@@ -184,14 +198,30 @@ class Inbox:
         self._reader = reader
         self._memory[WORD_BYTES + reader] = 1
 
-    def take(self, place: Posted, into: memoryview) -> None:
-        """Copy a payload, and mark that its memory is free."""
-        into[:] = self._bytes[place.start : place.start + place.size]
+    def take(self, place: Posted, *into: memoryview) -> None:
+        """Copy a payload, which fills these one after the other; mark that its memory is free."""
+        spread(self._bytes[place.start : place.start + place.size], into)
         self._memory[_marks(place.slot) + self._reader] = 1
 
     def close(self) -> None:
         self._bytes.release()
         self._memory.close()
+
+
+def spread(payload: memoryview | bytearray, into: Sequence[memoryview]) -> None:
+    """Copy a payload to these places, which it fills one after the other.
+
+    >>> a, b = bytearray(1), bytearray(2)
+    >>> spread(bytearray(b"xyz"), [memoryview(a), memoryview(b)])
+    >>> a, b
+    (bytearray(b'x'), bytearray(b'yz'))
+    """
+    start, whole = 0, memoryview(payload)
+    for part in into:
+        part[:] = whole[start : start + len(part)]
+        start += len(part)
+    if start != len(payload):
+        raise ValueError(f"a payload of {len(payload)} bytes, and places for {start}")
 
 
 def is_open_to(address: str, other: str) -> bool:

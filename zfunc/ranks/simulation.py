@@ -21,6 +21,7 @@ from torch import Tensor
 from zfunc.errors import DesyncError
 from zfunc.ranks.adjacency import is_direct
 from zfunc.ranks.connected import ConnectedGroup
+from zfunc.ranks.mailboxes import Mailboxes, SimulatedMessages
 from zfunc.ranks.routes import summed
 from zfunc.ranks.transport import (
     EXITED,
@@ -83,6 +84,8 @@ class Fabric:
         self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}  # who take no further part in this epoch
+        self.parted: dict[tuple[tuple[int, ...], int], DesyncError] = {}  # who failed in a group
+        self.mailboxes = Mailboxes(self.lock, timeout, self._absence)
         self.epoch = 0
         self.assembly = Assembly()
 
@@ -126,7 +129,7 @@ class Fabric:
                 meeting.errors[rank] = mismatch(call, peer, told(other.digest))
                 meeting.errors.setdefault(peer, mismatch(other, rank, told(call.digest)))
         for peer in meeting.missing():
-            if peer in self.gone or peer in self.stopped:
+            if self._absence(call, meeting.members, peer) is not None:
                 self._desert(meeting, peer)
         if meeting.errors:
             self._spread(meeting)
@@ -173,11 +176,29 @@ class Fabric:
             self.stopped[rank] = f"has stopped ({why})"
             self._wake(rank)
 
+    def part(self, members: tuple[int, ...], rank: int, error: DesyncError, epoch: int) -> None:
+        """``rank`` has failed in one group: wake up the ranks that wait for it there."""
+        with self.lock:
+            if epoch == self.epoch:
+                self.parted.setdefault((members, rank), error)
+                self._wake(rank)
+
+    def _absence(self, call: Collective, members: tuple[int, ...], rank: int) -> DesyncError | None:
+        """The error for who waits in a group for a rank that takes no further part in it."""
+        if (error := self.parted.get((members, rank))) is not None:
+            return Deserted(f"{call}: rank {rank} has stopped: {error}")
+        if why := self.gone.get(rank) or self.stopped.get(rank):
+            kind = Deserted if why.startswith("failed") else DesyncError
+            return kind(f"{call}: rank {rank} {why} and will not take part")
+        return None
+
     def _wake(self, rank: int) -> None:
+        self.mailboxes.wake(rank)
         for meeting in self.meetings.values():
             if rank in meeting.missing() and not meeting.over.is_set():
                 self._desert(meeting, rank)
-                self._spread(meeting)
+                if meeting.errors:  # it may have failed in another group only
+                    self._spread(meeting)
 
     def assemble(self, rank: int, report: str, judge: Judge, until: float) -> str:
         """Meet all ranks; the next epoch begins unless ``judge`` gives a reason against it."""
@@ -190,7 +211,9 @@ class Fabric:
                 if not assembly.judged:
                     self.epoch += 1
                     self.meetings.clear()
+                    self.mailboxes.clear()
                     self.stopped.clear()
+                    self.parted.clear()
                 self._dissolve()
             elif any(peer not in assembly.reports for peer in self.gone):
                 self._give_up(0.0)
@@ -221,15 +244,13 @@ class Fabric:
         return self.meetings[min(failed)].errors if failed else {}
 
     def _desert(self, meeting: Meeting, rank: int) -> None:
-        why = self.gone.get(rank) or self.stopped[rank]
-        failed = why.startswith("failed")
         parted = self._parted(meeting.members)
         for peer, (call, _) in meeting.parts.items():
             if peer in parted:  # why it is gone, perhaps
                 meeting.errors[peer] = parted[peer]
                 continue
-            error = f"{call}: rank {rank} {why} and will not take part"
-            meeting.errors[peer] = (Deserted if failed else DesyncError)(error)
+            if (error := self._absence(call, meeting.members, rank)) is not None:
+                meeting.errors[peer] = error
 
 
 class Meetings(Transport):
@@ -240,6 +261,12 @@ class Meetings(Transport):
         self.size = len(members)
         self._fabric, self._members, self._world_rank = fabric, members, world_rank
         self._epoch = fabric.epoch
+        self.messages = SimulatedMessages(
+            fabric.mailboxes, members, world_rank, lambda: fabric.epoch
+        )
+
+    def leave(self, error: DesyncError) -> None:
+        self._fabric.part(self._members, self._world_rank, error, self._epoch)
 
     def mark(self, call: Collective) -> None:
         for _ in self._meet(call, None, list):

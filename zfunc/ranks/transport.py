@@ -18,13 +18,15 @@ from threading import Lock
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from zfunc.errors import DesyncError
 from zfunc.ranks.adjacency import neighbours
 from zfunc.ranks.routes import headers_each
+from zfunc.ranks.transfers import Direction, TensorSpec, Transfer
 
-__all__ = ["Collective", "Steps", "Transport", "announced"]
+__all__ = ["Collective", "Messages", "Steps", "Transport", "announced"]
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -50,8 +52,32 @@ class Collective:
         return f"{self.kind}({self.label!r})"
 
 
+class Messages(Protocol):
+    """What a backend does for messages in one group. Ranks here are ranks within the group."""
+
+    def connect(self, directions: Sequence[Direction]) -> None:
+        """Prepare for messages in these directions. All ranks of the group name them alike."""
+
+    def send(self, call: Collective, peer: int, parts: Sequence[Tensor]) -> Transfer[None]:
+        """Start to send contiguous tensors of one device; waits for no receiver."""
+
+    def receive(
+        self, call: Collective, peer: int, specs: Sequence[TensorSpec], device: torch.device
+    ) -> Transfer[list[Tensor]]:
+        """Start to receive as many tensors."""
+
+    def finish(self) -> None:
+        """Return when what was sent has left, whoever has waited for it.
+
+        Raises:
+            DesyncError: a receiver is silent or gone.
+        """
+
+
 class Transport(Protocol):
-    """One backend's collectives. Ranks here are ranks within the group; tensors are 1-D.
+    """One backend's collectives and messages. Ranks here are ranks within the group.
+
+    The tensors of collectives are 1-D.
 
     What has a body here suits a backend in the host's memory: nothing is checked late, and nothing
     runs on a device.
@@ -59,6 +85,7 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    messages: Messages
 
     def start(self, call: Collective, data: Tensor, args: tuple[Any, ...]) -> Steps[Any]:
         """Issue a collective on ``data``: the method that is called like its kind."""

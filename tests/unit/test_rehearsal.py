@@ -1,0 +1,412 @@
+"""A loss in chunks is the loss: the same bits, whatever it does between its layers.
+
+Chunks run one after the other in one process (``in_chunks``); what crosses goes through a dict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import zfunc as zf
+from tests.unit import in_chunks
+from tests.unit.in_chunks import even, whole, worst
+from tests.unit.rehearsed_losses import DEPTH, IDS, LOSSES, block, end, params, through
+from zfunc.errors import CompositionError
+from zfunc.layout.cutting import make_layout
+from zfunc.ranks.keys import scope
+from zfunc.rehearsal.ghosts import Ghost
+from zfunc.rehearsal.plans import Rehearsed, Spec
+from zfunc.rehearsal.rehearsal import rehearse
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def rehearsed(fn: Any, chunks: int = 2, args: Any = (IDS,), p: Any = None) -> Rehearsed:
+    p = params() if p is None else p
+    return rehearse(fn, make_layout(p, world=1), args, chunk_of=even(DEPTH, chunks))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_in_chunks_is_the_loss(name: str, chunks: int) -> None:
+    fn, p = LOSSES[name], params()
+    want = whole(fn, p, (IDS,))
+    got = in_chunks.run(fn, p, (IDS,), chunk_of=even(DEPTH, chunks))
+    assert torch.equal(got.result, want[0])
+    assert worst(got, want) <= 1e-14  # sums over chunks go in another order
+    own = [{k for k, c in enumerate(even(DEPTH, chunks)) if c == j} for j in range(chunks)]
+    assert [set(row) for row in got.entered] == own
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_without_sums_over_chunks_gradients_have_the_same_bits(chunks: int) -> None:
+    for name in ("plain", "computed_between", "attention", "recomputed", "a_dataclass"):
+        want = whole(LOSSES[name], params(), (IDS,))
+        got = in_chunks.run(LOSSES[name], params(), (IDS,), chunk_of=even(DEPTH, chunks))
+        grads = [i for i in range(len(got.grads)) if sum(i in u for u in got.plan.uses) < 2]
+        for i in grads:
+            a, b = got.grads[i], want[1][i]
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (name, i)
+
+
+# --- what is found -------------------------------------------------------------------------------
+
+
+def test_what_crosses_is_named_by_where_layers_meet_it_first() -> None:
+    plan = rehearsed(LOSSES["a_skip_connection"], 4)
+    assert list(plan.receives(3)) == [(2, "out", 0), (0, "in", 0)]
+    assert [plan.receives(3)[x][0] for x in plan.receives(3)] == [2, 0]
+    assert plan.sends(0) == (((0, "out", 0), 1), ((0, "in", 0), 3))
+    assert plan.receives(0) == {} and plan.sends(3) == ()
+
+
+def test_values_that_nobody_needs_do_not_cross() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = unused = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x, unused = zf.layer(lambda q, x, y: (block(q, x), y), layer, x, unused)
+        return end(x, p)
+
+    plan = rehearsed(fn, 4)
+    assert [len(plan.receives(k)) for k in range(4)] == [0, 1, 1, 1]
+
+
+def test_leaves_go_to_the_chunks_that_use_them() -> None:
+    p = params()
+    layout = make_layout(p, world=1)
+    paths = {slot.path: i for i, slot in enumerate(layout.slots) if slot is not None}
+    plan = rehearsed(LOSSES["parameters_cast_first"], 3)
+    assert plan.roots(0) == {paths["embed"]}
+    assert plan.roots(1) == frozenset()
+    assert plan.roots(2) == {paths["head"], paths["scale"]}
+
+
+def test_shapes_dtypes_and_gradients_are_known_of_what_crosses() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x, best = F.embedding(ids, p["embed"]), None
+        for layer in p["layers"]:
+            x, best = zf.layer(lambda q, x, best: (block(q, x), x.argmax(-1)), layer, x, best)
+        return end(x, p) + best.double().sum()
+
+    plan = rehearsed(fn, 2)
+    cpu = torch.device("cpu")
+    assert list(plan.receives(1).values()) == [
+        (0, Spec((2, 4, 6), torch.float64, cpu, True, (24, 6, 1)))
+    ]
+
+
+def test_the_result_is_known_everywhere() -> None:
+    plan = rehearsed(lambda p, ids: (through(p, ids), {"ids": ids, "n": 3}), 2)
+    loss, aux = plan.result
+    assert loss.shape == () and loss.dtype == torch.float64 and loss.needs_grad
+    assert aux["n"] == 3 and aux["ids"].shape == (2, 4) and not aux["ids"].needs_grad
+
+
+@pytest.mark.parametrize("name", ["plain", "attention", "convolution", "choices", "masks"])
+def test_operations_are_counted_like_torch_counts_them(name: str) -> None:
+    p = params()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        LOSSES[name](p, IDS)  # others are not counted on a CPU
+    plan = rehearsed(LOSSES[name], 2)
+    assert sum(plan.flops) + sum(plan.flops_outside) == counter.get_total_flops() > 0
+    assert plan.flops_outside[0] == 0 < plan.flops_outside[1] and len(plan.flops) == DEPTH
+
+
+def test_two_rehearsals_find_the_same() -> None:
+    one, two = rehearsed(LOSSES["a_skip_connection"], 3), rehearsed(LOSSES["a_skip_connection"], 3)
+    assert one.crossing == two.crossing and one.uses == two.uses and one.flops == two.flops
+    assert hash(one) != hash(two) and one != two  # each is known by itself
+
+
+# --- what is left alone --------------------------------------------------------------------------
+
+
+def test_a_rehearsal_draws_nothing_and_changes_nothing() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.dropout(F.embedding(ids, p["embed"]), 0.5) * torch.rand(6)
+        for layer in p["layers"]:
+            x = zf.layer(lambda q, x: F.dropout(block(q, x), 0.5), layer, x)
+        return end(x, p)
+
+    before, kept, p = torch.get_rng_state(), IDS.clone(), params()
+    numbers = [x.clone() for x in zf.tree.leaves(p)]
+    rehearsed(fn, 2, p=p)
+    assert torch.equal(torch.get_rng_state(), before) and torch.equal(IDS, kept)
+    assert all(torch.equal(a, b) for a, b in zip(zf.tree.leaves(p), numbers, strict=True))
+
+
+def test_masks_are_those_of_the_whole_loss() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x = zf.layer(lambda q, x: F.dropout(block(q, x), 0.5), layer, x)
+        return end(x, p)
+
+    def inner(q: Any, x: Tensor) -> Tensor:
+        return zf.layer(lambda r, y: F.dropout(block(r, y), 0.5), q, x)
+
+    def between(p: Any, ids: Tensor) -> Tensor:
+        x = F.dropout(F.embedding(ids, p["embed"]), 0.5)
+        for layer in p["layers"]:
+            x = F.dropout(zf.layer(block, layer, x), 0.5) * torch.rand(6)
+        return end(x * torch.rand_like(x).round(), p)
+
+    for loss in (fn, lambda p, ids: through(p, ids, inner), between):
+        scope_of = scope.folded(zf.random.key(5))
+        with scope(3):
+            want = whole(loss, params(), (IDS,), scope_of=scope_of)
+        got = in_chunks.run(
+            *(loss, params(), (IDS,)),
+            chunk_of=even(4, 3),
+            scope_of=scope_of,
+            around=lambda: scope(3),
+        )
+        assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
+def test_a_tensor_of_the_user_that_ghosts_are_written_to_comes_back() -> None:
+    mine = torch.zeros(2, 4, 6)
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        mine.copy_(F.embedding(ids, p["embed"]).detach())
+        return through(p, ids)
+
+    rehearsed(fn, 2)
+    assert type(mine) is Tensor and not mine.any()
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def outside(look: Any) -> Any:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x = zf.layer(block, layer, x)
+            look(x)
+        return end(x, p)
+
+    return fn
+
+
+LOOKS = {
+    "a branch": lambda x: 1 if x.max() > 0 else 0,
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int(x.sum()),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.detach().numpy(),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "where": lambda x: torch.where(x > 0),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "unique": lambda x: x.unique(),
+    "in": lambda x: 3.0 in x,
+    "data_ptr": lambda x: x.data_ptr(),
+    "deepcopy": lambda x: copy.deepcopy(x),
+    "pickle": lambda x: pickle.dumps(x),
+    "backward": lambda x: x.sum().backward(),
+    "grad": lambda x: torch.autograd.grad(x.sum(), x),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_numbers_that_are_elsewhere_cannot_be_looked_at(name: str) -> None:
+    with pytest.raises(CompositionError, match="met a value") as error:
+        rehearsed(outside(LOOKS[name]), 2)
+    assert re.search(r"test_rehearsal\.py:\d+", str(error.value))
+
+
+def test_who_catches_the_error_gets_it_all_the_same() -> None:
+    def caught(x: Tensor) -> None:
+        with contextlib.suppress(Exception):
+            x.sum().item()
+
+    with pytest.raises(CompositionError, match="item"):
+        rehearsed(outside(caught), 2)
+
+
+def test_a_value_that_no_layer_was_given_is_named() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for k, layer in enumerate(p["layers"]):
+            x = zf.layer(block, layer, x)
+            if k == 0:
+                middle = x * 2 + 1
+        return end(x + middle, p)
+
+    with pytest.raises(
+        CompositionError, match=r"add at .*py:\d+, in stage 1 .* stage 0 that no layer"
+    ):
+        rehearsed(fn, 2)
+    with pytest.raises(CompositionError, match="as an argument"):
+        rehearsed(fn, 4)
+
+
+def test_layers_out_of_order_are_named() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for k in (0, 2, 1, 3):
+            x = zf.layer(block, p["layers"][k], x)
+        return end(x, p)
+
+    assert [c.layer for c in rehearsed(fn, 1).calls] == [0, 2, 1, 3]
+    with pytest.raises(CompositionError, match=r"layers\.1, of stage 0 .* behind layer layers\.2"):
+        rehearsed(fn, 2)
+
+
+def test_a_chunk_without_a_layer_is_named() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"][:2]:
+            x = zf.layer(block, layer, x)
+        return end(x, p)
+
+    with pytest.raises(CompositionError, match=r"no layer of stage 1 .*layers\.2, layers\.3"):
+        rehearsed(fn, 2)
+
+
+def test_a_layers_parameter_outside_of_it_is_named() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        return through(p, ids) + p["layers"][0]["w"].sum()
+
+    with pytest.raises(CompositionError, match=r"layers\.0\.w is a parameter of layer layers\.0"):
+        rehearsed(fn, 2)
+
+
+def test_a_batch_that_is_written_to_is_an_error_and_stays() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        ids += 1
+        return through(p, ids % 11)
+
+    ids = IDS.clone()
+    with pytest.raises(CompositionError, match="writes to its batch"):
+        rehearsed(fn, 2, (ids,))
+    assert torch.equal(ids, IDS)
+
+
+def test_a_value_written_to_behind_a_later_chunk_is_an_error() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        first = x = F.embedding(ids, p["embed"]) * 1.0
+        for layer in p["layers"]:
+            x = zf.layer(block, layer, x)
+        first += x
+        return end(first, p)
+
+    assert rehearsed(fn, 1).chunks == 1
+    with pytest.raises(CompositionError, match="writes to a value of an earlier one"):
+        rehearsed(fn, 2)
+
+
+# --- a run that is not the rehearsal -------------------------------------------------------------
+
+
+def against(fn: Any, other: Any, chunks: int = 2) -> str:
+    plan = rehearsed(fn, chunks)
+    with pytest.raises(CompositionError) as error:
+        in_chunks.run(other, params(), (IDS,), chunk_of=even(4, chunks), plan=plan)
+    return str(error.value)
+
+
+def test_another_order_of_layers_is_named() -> None:
+    def turned(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for k in (1, 0, 2, 3):
+            x = zf.layer(block, p["layers"][k], x)
+        return end(x, p)
+
+    assert "runs in the place of layer layers.0" in against(LOSSES["plain"], turned)
+
+
+def test_fewer_layers_are_named() -> None:
+    def fewer(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"][:1]:
+            x = zf.layer(block, layer, x)
+        return end(x, p)
+
+    assert "returned when it was the turn of layer layers.1" in against(LOSSES["plain"], fewer)
+
+
+def test_other_shapes_are_named() -> None:
+    def longer(p: Any, ids: Tensor) -> Tensor:
+        return through(p, torch.cat([ids, ids], 1)[:, :5][:, [0, 1, 2, 3, 0]])
+
+    message = against(LOSSES["plain"], longer)
+    assert "layer layers.1 has a value of shape [2, 5, 6]" in message
+
+
+def test_a_value_that_nobody_sent_is_named() -> None:
+    message = against(LOSSES["a_closure"], closes_over_another)
+    assert re.search(r"add at .*test_rehearsal\.py:\d+ uses a value of shape \[2, 4, 6\]", message)
+    message = against(LOSSES["plain"], LOSSES["a_skip_connection"])
+    assert "stage 1 of a pipeline: the result of the loss uses a value of shape []" in message
+
+
+def closes_over_another(p: Any, ids: Tensor) -> Tensor:
+    x = first = F.dropout(F.embedding(ids, p["embed"]) * 2, 0.0)
+    second = F.dropout(x * 2, 0.0)
+    for layer in p["layers"]:
+        x = zf.layer(lambda q, x: block(q, x) + first + second, layer, x)
+    return end(x, p)
+
+
+def test_other_arguments_are_named() -> None:
+    message = against(LOSSES["plain"], LOSSES["a_layer_writes_to_a_mask"])
+    assert "got 2 arguments, and not 1" in message
+
+
+# --- ghosts --------------------------------------------------------------------------------------
+
+
+def test_a_ghost_says_what_it_is() -> None:
+    seen: list[Any] = []
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        seen.append(p["embed"])
+        return through(p, ids)
+
+    rehearsed(fn)
+    x = seen[0]
+    assert type(x) is Ghost and isinstance(x, Tensor)
+    assert repr(x) == "Ghost([11, 6], torch.float64)" == f"{x}"
+    assert (x.shape, x.dtype, x.device.type, x.is_meta) == ((11, 6), torch.float64, "cpu", False)
+    assert len(x) == 11 and x.requires_grad and x.is_contiguous() and x.T.stride() == (1, 6)
+    assert (x.to("meta").device.type, x.bfloat16().dtype) == ("meta", torch.bfloat16)
+    assert (x @ x.T).shape == (11, 11) and hash(x) == hash(x)
+    with pytest.raises(CompositionError, match="numpy"):
+        x.numpy()
+
+
+def test_no_chunks_layers_run_elsewhere() -> None:
+    ran: list[int] = []
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for k, layer in enumerate(p["layers"]):
+            x = zf.layer(lambda q, x, k=k: (ran.append(k), block(q, x))[1], layer, x)
+        return end(x, p)
+
+    plan = rehearsed(fn, 2)
+    ran.clear()
+    in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2), plan=plan)
+    assert ran == [0, 1, 2, 3]

@@ -1,0 +1,312 @@
+"""One ``value_and_grad`` on the stages of a pipeline: this rank's actions, one after the other.
+
+Each microbatch goes through each chunk in a pass of its own, forward and backward. Between chunks
+go the values that the rehearsal found, and their gradients. What several passes share is here:
+sums of gradients, and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.buffers.readings import number, on_host
+from zfunc.engine.communication import communication
+from zfunc.engine.context import Context
+from zfunc.engine.differentiation import (
+    check_depends,
+    detached,
+    new_pass,
+    randomness,
+    seeded,
+    split_aux,
+)
+from zfunc.engine.hooks import Gradients, Pending
+from zfunc.engine.passes import Pass
+from zfunc.engine.primitives import Mean
+from zfunc.engine.sources import Source
+from zfunc.engine.split_backward import SplitBackward
+from zfunc.errors import CompositionError
+from zfunc.layout.readable import Readable
+from zfunc.ranks.comm import Group
+from zfunc.rehearsal.chunk_run import ChunkRun
+from zfunc.rehearsal.plans import Label
+from zfunc.schedules.pipeline_schedule import Schedule
+from zfunc.transforms.accumulation import Losses, mean_of_aux, times
+from zfunc.transforms.microbatches import microbatches
+from zfunc.transforms.pipelining.messages import StageMessage
+from zfunc.transforms.pipelining.results import broadcast
+from zfunc.transforms.pipelining.stage import PipelineStage, flat_spec, returned_by, sent_by
+from zfunc.transforms.pipelining.sums import SumsOfPass, UnitSums
+from zfunc.trees import tree
+from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in
+from zfunc.trees.reduction import linear_map
+
+__all__ = ["pipelined"]
+
+
+def pipelined(
+    running: Context, asked: Gradients, schedule: Schedule, ranks: Group, own: dict[int, Tensor]
+) -> tuple[tuple[Tensor, Any], Tree]:
+    """``((loss, aux), grads)`` of one ``value_and_grad``.
+
+    Args:
+        schedule: what each rank does, in which order.
+        ranks: the stages.
+        own: the tensors of the state, which are no part of a batch.
+
+    Raises:
+        CompositionError: the parameters are no whole placed tree, or the loss was given a second
+            one.
+    """
+    _check(asked)
+    run = _Step(running, asked, schedule, ranks, own)
+    try:
+        return run.gradients()
+    finally:
+        run.close()
+
+
+def _check(asked: Gradients) -> None:
+    if not isinstance(asked.params, Readable):
+        raise CompositionError(
+            "under pipeline value_and_grad takes the params tree of the state, one that the step "
+            f"placed; it was given a {type(asked.params).__name__}. Differentiate with respect to "
+            "state.params, and freeze what is not to be trained."
+        )
+    if leaves_in(asked.kwargs.get("buffers"), PLACED):
+        raise CompositionError(
+            "under pipeline a loss takes no buffers: those that layers change (the statistics of "
+            "BatchNorm) would have to go from microbatch to microbatch on each stage. Leave them "
+            "to the model, whose constant ones it holds itself, or take accumulate."
+        )
+    placed = [x for x in leaves_in((asked.args, asked.kwargs), PLACED) if isinstance(x, Placed)]
+    if placed:
+        raise CompositionError(
+            f"under pipeline the loss was given a {type(placed[0]).__name__}, a second placed tree "
+            "beside its parameters (a teacher, say), whose layers lie on other stages. Evaluate it "
+            "before, outside of the loss: zf.evaluate(apply)(state.teacher, batch)."
+        )
+
+
+@dataclass
+class _Passage:
+    """One microbatch in one chunk, from forward to backward."""
+
+    owner: Pass
+    run: ChunkRun
+    loss: Tensor | None = None
+    seed: Tensor | None = None
+    backward: SplitBackward | None = None
+
+
+class _Step(PipelineStage):
+    """One ``value_and_grad`` of this rank."""
+
+    def __init__(
+        self,
+        running: Context,
+        asked: Gradients,
+        schedule: Schedule,
+        ranks: Group,
+        own: dict[int, Tensor],
+    ) -> None:
+        self.asked, n = asked, schedule.microbatches
+        batches = list(microbatches(asked, n, own, exact=True))
+        where = schedule.rank_of, schedule.actions, ranks, ("loss", running.asked)
+        super().__init__(running, asked.loss_fn, asked.params, batches, *where)
+        if not isinstance(self._returned()[0], Mean):
+            next(microbatches(asked, n, own))  # raises where the mean of means is no mean
+        self.call = running.differentiated
+        running.differentiated += n
+        self.losses = Losses(communication(running).everyone, n)
+        self.row = schedule.actions[self.me]
+        self.ends_with = {k: i for kind, i, k in self.row if kind in "BW"}
+        self.sums = {k: UnitSums() for k, rank in enumerate(self.rank_of) if rank == self.me}
+        self.root = UnitSums()
+        self.parts: dict[tuple[int, int], _Passage] = {}
+        self.finished: list[Pass] = []
+        self.auxes: list[Any] = []
+
+    def close(self) -> None:
+        """Let go of everything, also where an action has raised."""
+        for part in self.parts.values():
+            part.owner.close()
+        for owner in (*self.finished, self.base):
+            owner.close()
+
+    def gradients(self) -> tuple[tuple[Tensor, Any], Tree]:
+        """The result, alike on all stages but for the parts of gradients that they have."""
+        do = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
+        self.lend()
+        for kind, i, k in self.row:
+            self.wire.post_ahead()
+            do[kind](i, k)
+        self._take_back()
+        self.wire.finish()
+        results: dict[tuple[int, int], Pending] = {}
+        for owner in (*self.finished, self._root_pass()):
+            owner.finish()
+            results.update(owner.results)
+        grads = self.source.gradients(results)
+        loss, factor, aux = self._told()
+        if factor is not None:
+            grads = tree.map(linear_map(partial(times, factor=factor)), grads)
+        return (loss, aux), grads
+
+    # What stages send
+
+    def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[StageMessage]:
+        yield from super()._sent_behind(kind, i, k, rank)
+        plan = self.plans[i]
+        if kind in "BI":
+            for source, labels in returned_by(plan, k).items():
+                specs = tuple(plan.receives(k)[label][1] for label in labels)
+                yield StageMessage(("B", i, k, source), rank, self.rank_of[source], specs)
+
+    def messages(self, rank: int) -> Iterator[StageMessage]:
+        yield from super().messages(rank)
+        for u, (home, guests) in self.lent.items():
+            if rank in guests and self.source.runs[u].info.trainable:
+                yield StageMessage(("back", u, rank), rank, home, tuple(self._summed(u)))
+
+    # Actions
+
+    def _new(self, i: int, k: int) -> tuple[Pass, Source]:
+        sums = SumsOfPass(self.root, self.sums[k], last=self.ends_with[k] == i)
+        owner = new_pass(self.running, sums)
+        source = self.take_part(owner)
+        self.hold(source)
+        layers = [] if self.keeps else [(source.index, u) for u in self.layers(k)]
+        order: Sequence[tuple[int, int]] = [*layers, *reversed(layers)]
+        for transform in self.running.transforms:
+            order = transform.foresee(order, owner)
+        owner.plan.order = order
+        return owner, source
+
+    def _forward(self, i: int, k: int) -> None:
+        owner, source = self._new(i, k)
+        part = self.parts[i, k] = _Passage(owner, self.run_of(i, k, source))
+        drawn = partial(randomness, call=self.call + i)
+        with self.within(owner) as running, drawn(running), torch.enable_grad():
+            out = part.run.run(self.fn, source.tree, *self.batches[i])
+            owner.computed()
+            if k == self.last:
+                self._lose(part, out)
+        self.send_on(i, k, part.run.outs)
+
+    def _lose(self, part: _Passage, out: Any) -> None:
+        """What the last chunk returns: a loss, perhaps with more."""
+        loss, aux = split_aux(out, self.asked.has_aux)
+        part.loss, seed, _ = self.losses(loss)
+        part.seed = seeded(seed, self.asked.seed, part.loss)
+        check_depends(part.loss)
+        self.auxes.append(detached(aux))
+
+    def _seeds(self, i: int, k: int) -> tuple[list[Tensor], list[Any]]:
+        """Where backward of a chunk begins, and with what."""
+        part, plan = self.parts[i, k], self.plans[i]
+        outs: list[Tensor] = [] if part.loss is None else [part.loss]
+        seeds: list[Any] = [] if part.loss is None else [part.seed]
+        for to in sent_by(plan, k):
+            labels = returned_by(plan, to).get(k, [])
+            grads = self.wire.receive(("B", i, to, k)) if labels else []
+            for label, grad in zip(labels, grads, strict=True):
+                if (out := part.run.outs[label]).requires_grad:
+                    outs.append(out)
+                    seeds.append(grad)
+        return outs, seeds
+
+    def _backward(self, i: int, k: int) -> None:
+        part = self.parts[i, k]
+        outs, seeds = self._seeds(i, k)
+        inputs = part.run.inputs
+        wanted = [x for x in inputs.values() if x.requires_grad]
+        found = part.owner.go_back(outs, seeds, wanted) if outs else ()
+        grads = {id(x): g for x, g in zip(wanted, found, strict=False)}
+        self._reply(i, k, {label: grads.get(id(x)) for label, x in inputs.items()})
+        self._done(i, k)
+
+    def _inputs(self, i: int, k: int) -> None:
+        part = self.parts[i, k]
+        outs, seeds = self._seeds(i, k)
+        inputs = part.run.inputs
+        part.backward = SplitBackward(outs, list(inputs.values()), [part.owner.tick])
+        grads = part.backward.of_inputs(seeds)
+        self._reply(i, k, dict(zip(inputs, grads, strict=True)))
+        part.run.outs, part.run.inputs, part.loss = {}, {}, None
+
+    def _weights(self, i: int, k: int) -> None:
+        backward = self.parts[i, k].backward
+        assert backward is not None
+        backward.of_weights()
+        self._done(i, k)
+
+    def _reply(self, i: int, k: int, grads: Mapping[Label, Tensor | None]) -> None:
+        """Gradients of what a chunk has received go to those who sent it."""
+        given = self.parts[i, k].run.inputs
+        for source, labels in returned_by(self.plans[i], k).items():
+            rows = [(given[label], grads.get(label)) for label in labels]
+            filled = [torch.zeros_like(x) if g is None else g for x, g in rows]
+            self.wire.send(("B", i, k, source), filled)
+
+    def _done(self, i: int, k: int) -> None:
+        owner = self.parts.pop((i, k)).owner
+        if owner.holding:
+            owner.close()
+        else:
+            self.finished.append(owner)
+
+    # The end
+
+    def _take_back(self) -> None:
+        """Gradients of lent units come home."""
+        for u, (home, guests) in self.lent.items():
+            key = (self.source.index, u)
+            for guest in guests if self.source.runs[u].info.trainable else ():
+                if guest == self.me:
+                    kept = self.root.kept.pop(key, None) or [
+                        torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+                        for spec in self._summed(u)
+                    ]
+                    self.wire.send(("back", u, guest), kept)
+                elif home == self.me:
+                    self.root.add(key, self.wire.receive(("back", u, guest)))
+
+    def _summed(self, u: int) -> list[Any]:
+        """What a unit's gradients look like where they are summed."""
+        flats, dtype = self.layout.flats, self.running.memo.get("reduce dtype")
+        trainable = self.source.runs[u].info.trainable
+        return [flat_spec(flats[f].length, dtype or flats[f].dtype, self.device) for f in trainable]
+
+    def _root_pass(self) -> Pass:
+        """The pass in which gradients of what is outside of layers leave."""
+        owner = new_pass(self.running, SumsOfPass(self.root))
+        self.take_part(owner)
+        return owner
+
+    def _returned(self) -> tuple[Any, Any]:
+        """The loss, and what is returned beside it, as the rehearsal found them."""
+        return split_aux(self.plans[-1].result, self.asked.has_aux)
+
+    def _told(self) -> tuple[Tensor, Any, Any]:
+        """The loss, what gradients are to be multiplied by (if anything), and aux: of the last
+        stage, on all of them."""
+        loss, aux = self._returned()
+        exact = isinstance(loss, Mean)
+        like: Any = loss.total if isinstance(loss, Mean) else loss
+        factor = replace(like, dtype=torch.float64) if exact else None
+        source, mine = self.rank_of[self.last], None
+        if source == self.me:
+            its = self.losses.correction() if exact else None
+            its = None if its is None else torch.as_tensor(its, dtype=torch.float64)
+            mine = self.losses.mean(), its, mean_of_aux(self.auxes)
+        loss, known, aux = broadcast(self.ranks, source, mine, (like, factor, aux), "loss")
+        if known is not None and on_host(known):
+            known = None if (value := number(known)) == 1.0 else value
+        return loss, known, aux

@@ -1,0 +1,119 @@
+"""What stages send each other in one step: known beforehand, so that nothing is asked.
+
+Every stage knows what each other one sends it, and in which order. It posts receives ahead in that
+order; whatever it needs next is there as soon as it has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zfunc.ranks.comm import Group
+from zfunc.ranks.point_to_point import connect, receive, send
+from zfunc.ranks.transfers import TensorSpec
+from zfunc.rehearsal.plans import Spec
+
+__all__ = ["StageMessage", "Wire"]
+
+Key = tuple[Any, ...]
+AHEAD = 2  # receives from one stage that are posted before they are needed
+
+
+@dataclass(frozen=True)
+class StageMessage:
+    """Some tensors from one stage to another.
+
+    Attributes:
+        key: what they are; the same on both.
+        source, to: the stages.
+        specs: what the tensors look like.
+    """
+
+    key: Key
+    source: int
+    to: int
+    specs: tuple[Spec, ...]
+
+    @property
+    def label(self) -> str:
+        """The name in errors and ledgers."""
+        kind, *where = self.key
+        names = {"F": "forward", "B": "backward", "lend": "lend", "back": "return"}
+        return f"{names[kind]} {' '.join(map(str, where[:2]))}"
+
+
+class Wire:
+    """This stage's messages in one step.
+
+    Args:
+        ranks: the stages.
+        messages: all that a stage sends, in order.
+        connected: directions in which messages have gone before; more are added.
+    """
+
+    def __init__(
+        self,
+        ranks: Group,
+        messages: Callable[[int], Iterable[StageMessage]],
+        connected: set[tuple[int, int]],
+    ) -> None:
+        self.ranks = ranks
+        every = [[*messages(rank)] for rank in range(ranks.size)]
+        self.sent = {m.key: m for m in every[ranks.rank]}
+        self.coming = {
+            rank: deque(m for m in row if m.to == ranks.rank)
+            for rank, row in enumerate(every)
+            if rank != ranks.rank
+        }
+        self.source_of = {m.key: m.source for row in self.coming.values() for m in row}
+        self.posted: dict[Key, tuple[int, Any]] = {}
+        self.here: dict[Key, list[Tensor]] = {}  # between chunks of this stage
+        self.under_way: list[Any] = []
+        ways = {(m.source, m.to) for row in every for m in row if m.source != m.to}
+        if new := sorted(ways - connected):
+            connect(ranks, new)
+            connected.update(new)
+
+    def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Start to send what is to be sent under ``key``; it must not be written to again."""
+        message = self.sent[key]
+        if message.to == self.ranks.rank:
+            self.here[key] = [x.detach() for x in tensors]
+            return
+        given = [x.detach() for x in tensors]
+        self.under_way.append(send(self.ranks, given, message.to, label=message.label))
+
+    def receive(self, key: Key) -> list[Tensor]:
+        """What was sent under ``key``."""
+        if key in self.here:
+            return self.here.pop(key)
+        source = self.source_of[key]
+        while key not in self.posted:
+            self._post(source)
+        found: list[Tensor] = self.posted.pop(key)[1].wait()
+        return found
+
+    def post_ahead(self) -> None:
+        """Post the next receives of each stage."""
+        for source, coming in self.coming.items():
+            waiting = sum(rank == source for rank, _ in self.posted.values())
+            for _ in range(min(AHEAD - waiting, len(coming))):
+                self._post(source)
+
+    def _post(self, source: int) -> None:
+        message = self.coming[source].popleft()
+        likes = [TensorSpec(tuple(spec.shape), spec.dtype) for spec in message.specs]
+        device = message.specs[0].device
+        handle = receive(self.ranks, likes, source, device=device, label=message.label)
+        self.posted[message.key] = source, handle
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been taken."""
+        for handle in self.under_way:
+            handle.wait()
+        self.under_way.clear()

@@ -1,0 +1,112 @@
+"""Which part of a model each chunk of a pipeline has.
+
+Layers are divided in the order in which they are defined, or, where an example of a batch was
+given, in that in which they run. What is outside of all layers goes with the layer before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from zfunc.errors import CompositionError, PlacementError
+from zfunc.schedules.partition import balanced_cuts, checked_cuts
+from zfunc.trees.nodes import NAMESPACE, Layers, Tree, opened, part_of
+
+__all__ = ["Partition", "chunks_of_leaves"]
+
+Partition = str | tuple[int, ...]
+"""``"flops"``, ``"parameters"``, or at which layers chunks begin and end: ``(0, 3, 6)``."""
+
+
+def chunks_of_leaves(params: Tree, chunks: int, partition: Partition) -> tuple[int, ...]:
+    """The chunk of each leaf, by leaf index.
+
+    Args:
+        params: the full tree, or a rank's parts of split leaves.
+        chunks: how many there are.
+        partition: by what they are balanced.
+
+    Raises:
+        PlacementError: there are fewer layers than chunks.
+        CompositionError: the given cuts are none.
+    """
+    tree = opened(params)
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    numbered = optree.tree_unflatten(spec, list(range(len(leaves))))
+    items = list(_defined(numbered))
+    layers = [some for kind, some in items if kind == "layer"]
+    if len(layers) < chunks:
+        raise PlacementError(
+            f"the parameters have {len(layers)} layers (zf.Layers), and a pipeline divides them "
+            f"into {chunks} chunks. Take fewer ranks along pipe, fewer chunks, or mark layers: "
+            "zf.functionalize does so for the lists of blocks in a module."
+        )
+    weights = [sum(_weight(leaves[i], partition) for i in some) for some in layers]
+    after = _behind_the_last(items)
+    weights[-1] += sum(_weight(leaves[i], partition) for i in after)
+    if isinstance(partition, str):
+        cuts = balanced_cuts(weights, chunks)
+    else:
+        cuts = checked_cuts(partition, len(layers), chunks)
+    found, at, layer = [0] * len(leaves), 0, -1
+    for kind, some in items:
+        if kind == "layer":
+            layer += 1
+            while layer >= cuts[at + 1]:
+                at += 1
+        for i in some:
+            found[i] = at
+    return tuple(found)
+
+
+def _defined(node: Any) -> Iterator[tuple[str, list[int]]]:
+    """Layers and other leaves, as lists of leaf indices, in the order of their definition."""
+    if isinstance(node, Layers):
+        for layer in node:
+            yield "layer", optree.tree_leaves(layer, none_is_leaf=True, namespace=NAMESPACE)
+    elif isinstance(node, int):
+        yield "leaf", [node]
+    elif isinstance(node, dict):  # optree sorts its keys
+        for child in node.values():
+            yield from _defined(child)
+    else:
+        children, *_ = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
+        for child in children:
+            yield from _defined(child)
+
+
+def _behind_the_last(items: Sequence[tuple[str, list[int]]]) -> list[int]:
+    """The leaves defined behind all layers: heads, but no tables."""
+    last = max(i for i, (kind, _) in enumerate(items) if kind == "layer")
+    return [j for kind, some in items[last + 1 :] for j in some]
+
+
+def _weight(leaf: Any, partition: Partition) -> int:
+    """What a leaf counts: its elements; to balance work, those of matrices alone."""
+    if not isinstance(leaf, Tensor):
+        return 0
+    part = part_of(leaf)
+    shape = leaf.shape if part is None or part.split is None else part.split.full(leaf.shape)
+    return 0 if partition == "flops" and len(shape) < 2 else math.prod(shape)
+
+
+def check_partition(partition: Any) -> Partition:
+    """A partition as a user wrote it.
+
+    Raises:
+        CompositionError: it is none.
+    """
+    if partition in ("flops", "parameters"):
+        return str(partition)
+    cuts = () if isinstance(partition, str) else tuple(partition)
+    if not cuts or not all(type(x) is int for x in cuts):
+        raise CompositionError(
+            f'partition={partition!r}: expected "flops", "parameters", or the layers at which '
+            "chunks begin and end, such as [0, 3, 6]."
+        )
+    return cuts

@@ -1,0 +1,59 @@
+"""What the last stage of a pipeline computes, told to all of them: one loss, one aux."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.ranks.comm import Group
+from zfunc.rehearsal.plans import Spec
+from zfunc.trees.nodes import NAMESPACE
+
+__all__ = ["broadcast"]
+
+ALIGNMENT = 16  # bytes: a view of any dtype begins there
+
+
+def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> Any:
+    """A tree of one stage on all stages; its tensors travel as one.
+
+    Args:
+        source: which stage has it.
+        value: the tree, there; ignored elsewhere.
+        like: the tree with a :class:`Spec` in the place of each tensor, the same on all stages.
+    """
+    options: Any = {"none_is_leaf": True, "namespace": NAMESPACE}
+    specs, structure = optree.tree_flatten(like, is_leaf=lambda x: isinstance(x, Spec), **options)
+    if ranks.size == 1 or not any(isinstance(spec, Spec) for spec in specs):
+        return value if ranks.rank == source else like
+    tensors = [spec for spec in specs if isinstance(spec, Spec)]
+    places, total = _places(tensors)
+    buffer = torch.zeros(total, dtype=torch.uint8, device=tensors[0].device)
+    views = [
+        buffer[at : at + spec.nbytes].view(spec.dtype).view(spec.shape)
+        for spec, at in zip(tensors, places, strict=True)
+    ]
+    if ranks.rank == source:
+        leaves: list[Any] = structure.flatten_up_to(value)
+        mine = [x for x in leaves if isinstance(x, Tensor)]
+        with torch.no_grad():
+            for view, x in zip(views, mine, strict=True):
+                view.copy_(x)
+    ranks.broadcast(buffer, source, label=label).wait()
+    if ranks.rank == source:
+        return value
+    found = iter(views)
+    return structure.unflatten([next(found) if isinstance(s, Spec) else s for s in specs])
+
+
+def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:
+    """Where each tensor begins, and how many bytes there are."""
+    places, at = [], 0
+    for spec in specs:
+        places.append(at)
+        at += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, at

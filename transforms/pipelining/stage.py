@@ -1,0 +1,257 @@
+"""One stage while microbatches go through its chunks: what it knows beforehand, has, and sends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.engine import context
+from zfunc.engine.communication import communication
+from zfunc.engine.context import Context
+from zfunc.engine.differentiation import new_pass
+from zfunc.engine.hooks import Pending
+from zfunc.engine.passes import Pass
+from zfunc.engine.recomputation import taken
+from zfunc.engine.sources import Source
+from zfunc.engine.unit_info import Ready, UnitInfo, gather
+from zfunc.engine.unit_runs import UnitRun
+from zfunc.layout.layout import Layout
+from zfunc.layout.readable import Readable
+from zfunc.ranks.comm import Group
+from zfunc.rehearsal.chunk_run import ChunkRun
+from zfunc.rehearsal.plans import Label, Rehearsed, Spec
+from zfunc.rehearsal.rehearsal import rehearse
+from zfunc.transforms.pipelining.messages import StageMessage, Wire
+from zfunc.trees.nodes import NAMESPACE
+
+__all__ = ["PipelineStage", "flat_spec", "returned_by", "sent_by"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Rows = Sequence[Sequence[tuple[str, int, int]]]
+
+
+class PipelineStage:
+    """This rank's part of one loss, or of one function that is evaluated.
+
+    Args:
+        running: the context of the call.
+        fn: the function of parameters, as the user wrote it.
+        params: the placed tree.
+        batches: the other arguments of each microbatch.
+        rank_of: which stage has which chunk.
+        actions: for each stage what it does: kind, microbatch, chunk.
+        ranks: the stages.
+        name: which function of the step it is, for what is remembered.
+    """
+
+    def __init__(
+        self,
+        running: Context,
+        fn: Callable[..., Any],
+        params: Readable,
+        batches: Sequence[Arguments],
+        rank_of: Sequence[int],
+        actions: Rows,
+        ranks: Group,
+        name: Any,
+    ) -> None:
+        self.running, self.fn, self.params, self.batches = running, fn, params, batches
+        self.rank_of, self.actions, self.ranks = rank_of, actions, ranks
+        self.me, self.last, self.layout = ranks.rank, len(rank_of) - 1, params.layout
+        self.device = next(x.device for x in params.held() if x is not None)
+        self.keeps = not communication(running).gathers_anew
+        self.base = new_pass(running)
+        self.source = self.take_part(self.base)
+        chunks = _chunks_of_layers(self.layout)
+        self.plans = [self._rehearsed(name, chunks, *each) for each in batches]
+        self.lent = self._lent()
+        connected = running.memo.setdefault("connected", set())
+        self.wire = Wire(ranks, self.messages, connected)
+        self._raw: dict[int, list[Tensor]] = {}
+
+    def take_part(self, owner: Pass) -> Source:
+        """The parameters in a pass."""
+        group = communication(self.running).group
+        return owner.add(self.layout, self.params, group, cut=True, differentiated=True)
+
+    # What is known before anything runs
+
+    def _rehearsed(
+        self, name: Any, chunks: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Rehearsed:
+        """What the rehearsal of a microbatch found; remembered by the shapes of its arguments."""
+        memo = self.running.memo.setdefault("rehearsed", {})
+        key = (name, self.layout, _signature((args, kwargs)))
+        if key not in memo:
+            memo[key] = rehearse(self.fn, self.layout, args, kwargs, chunks, self.device)
+        found: Rehearsed = memo[key]
+        return found
+
+    def _lent(self) -> dict[int, tuple[int, list[int]]]:
+        """Units outside of layers that other stages use than their own: its rank, and theirs."""
+        found = {}
+        for u, unit in enumerate(self.layout.units):
+            if self.layout.layer_of_unit[u] >= 0:
+                continue
+            home, leaves = self.rank_of[unit.chunk], frozenset(unit.slots)
+            using = {
+                self.rank_of[k]
+                for plan in self.plans
+                for k in range(len(self.rank_of))
+                if plan.roots(k) & leaves
+            }
+            if guests := sorted(using - {home}):
+                found[u] = home, guests
+        return found
+
+    def messages(self, rank: int) -> Iterator[StageMessage]:
+        """All that a stage sends, in the order in which it does."""
+        flats = self.layout.flats
+        for u, (home, guests) in self.lent.items():
+            specs = [flat_spec(flats[f].length, flats[f].dtype, self.device)
+                     for f in self.layout.units[u].flats]  # fmt: skip
+            for guest in guests if home == rank else ():
+                yield StageMessage(("lend", u, guest), rank, guest, tuple(specs))
+        for kind, i, k in self.actions[rank]:
+            yield from self._sent_behind(kind, i, k, rank)
+
+    def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[StageMessage]:
+        plan = self.plans[i]
+        if kind == "F":
+            for to, labels in sent_by(plan, k).items():
+                specs = tuple(plan.receives(to)[label][1] for label in labels)
+                yield StageMessage(("F", i, k, to), rank, self.rank_of[to], specs)
+
+    # Units that enter once
+
+    def lend(self) -> None:
+        """Units that other stages use, too, go to them before anything else."""
+        runs = self.source.runs
+        mine = [u for u, (home, _) in self.lent.items() if home == self.me]
+        under_way = {u: gather(Ready(runs[u].stored), runs[u].info) for u in mine}
+        for u in mine:
+            self._raw[u] = under_way[u].wait()
+            for guest in self.lent[u][1]:
+                self.wire.send(("lend", u, guest), self._raw[u])
+        own = [u for u, unit in enumerate(self.layout.units)
+               if self.rank_of[unit.chunk] == self.me and u not in self.lent]  # fmt: skip
+        if self.keeps:
+            self.source.start([runs[u] for u in own])
+
+    def entered(self, u: int) -> list[Tensor]:
+        """The values of a unit that enters once; of another stage's as it was lent."""
+        run = self.source.runs[u]
+        if run.values is None and u in self.lent:
+            if self.me in self.lent[u][1]:
+                self._raw[u] = self.wire.receive(("lend", u, self.me))
+            value: Pending = Ready(self._raw.pop(u))
+            for hook in run.hooks:
+                value = value if hook is gather else hook(value, run.info)
+            run.values = value.wait()
+        return run.acquire() if run.values is None else run.values
+
+    def hold(self, source: Source) -> None:
+        """Let units that enter once have the same values in this pass as in all others."""
+        for u, run in enumerate(source.runs):
+            if self.keeps or self.layout.layer_of_unit[u] < 0:
+                run.hooks = (partial(self._enters, run),)
+
+    def _enters(self, run: UnitRun, value: Pending, unit: UnitInfo) -> Pending:
+        run.stored = self.entered(unit.index)
+        return Ready(run.stored)
+
+    def layers(self, k: int) -> list[int]:
+        """The units of a chunk's layers."""
+        of = self.layout.layer_of_unit
+        return [u for u, unit in enumerate(self.layout.units) if unit.chunk == k and of[u] >= 0]
+
+    # One microbatch in one chunk
+
+    @contextmanager
+    def within(self, owner: Pass) -> Iterator[Context]:
+        """The context of one microbatch: a copy, so that what is computed again in backward
+        finds it as it was."""
+        running = copy.copy(self.running)
+        running.passes = [owner]
+        token = context.push(running)
+        try:
+            with taken():
+                yield running
+        finally:
+            context.pop(token)
+
+    def run_of(self, i: int, k: int, source: Source) -> ChunkRun:
+        """What a microbatch does in a chunk; to be run."""
+
+        plan, come = self.plans[i], dict[Label, Tensor]()
+
+        def receive(label: Label, spec: Spec) -> Tensor:
+            if label not in come:  # all that a chunk sends another one travels together
+                sender = plan.receives(k)[label][0]
+                labels = sent_by(plan, sender)[k]
+                come.update(zip(labels, self.wire.receive(("F", i, sender, k)), strict=True))
+            return come.pop(label)
+
+        return ChunkRun(plan, k, receive, partial(_enter_roots, source))
+
+    def send_on(self, i: int, k: int, outs: Mapping[Label, Tensor]) -> None:
+        """What later chunks need of a chunk."""
+        for to, labels in sent_by(self.plans[i], k).items():
+            self.wire.send(("F", i, k, to), [outs[label] for label in labels])
+
+
+def _enter_roots(source: Source, leaves: frozenset[int]) -> dict[int, Tensor]:
+    """The leaves outside of layers that a chunk uses, entered."""
+    slots, layout = source.layout.slots, source.layout
+    units = {layout.unit_of_flat[slot.flat] for i in leaves if (slot := slots[i]) is not None}
+    found: dict[int, Tensor] = {}
+    for u in sorted(units):
+        found.update(source.runs[u].leaves())
+    return found
+
+
+def flat_spec(length: int, dtype: torch.dtype, device: torch.device) -> Spec:
+    """A flat on its way."""
+    return Spec((length,), dtype, device, False, (1,))
+
+
+def sent_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
+    """By chunk what it needs of chunk ``k``, in one order on all ranks."""
+    found: dict[int, list[Label]] = {}
+    for label, to in plan.sends(k):
+        found.setdefault(to, []).append(label)
+    return dict(sorted(found.items()))
+
+
+def returned_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
+    """By chunk of which of its values chunk ``k`` returns gradients."""
+    found: dict[int, list[Label]] = {}
+    for label, (source, spec) in plan.receives(k).items():
+        if spec.needs_grad:
+            found.setdefault(source, []).append(label)
+    return dict(sorted(found.items()))
+
+
+def _chunks_of_layers(layout: Layout) -> tuple[int, ...]:
+    """The chunk of each layer of a tree that stages have."""
+    units = layout.units_of_layers
+    return tuple(layout.units[own[0]].chunk if own else 0 for own in units)
+
+
+def _signature(arguments: Any) -> tuple[Any, ...]:
+    """What a rehearsal depends on: shapes and dtypes of tensors, and all that is plain."""
+    leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True, namespace=NAMESPACE)
+    rows: list[Any] = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            rows.append((tuple(x.shape), x.dtype, x.device))
+        else:
+            rows.append(x if isinstance(x, bool | int | float | str) else type(x))
+    return spec, tuple(rows)

@@ -1,0 +1,258 @@
+"""``pipeline``: stages that have different layers, and microbatches that go through them.
+
+Law: ``pipeline(f, n)(s, b) == accumulate(f, n)(s, b)``, for every schedule, any number of stages,
+at every ZeRO stage: bitwise where ranks along ``data`` are one and no leaf is used by two stages,
+up to the rounding of sums otherwise.
+
+The loss is the user's own. Each rank runs it for each microbatch and each chunk of layers that it
+has; layers of other chunks are skipped (:mod:`zfunc.rehearsal`), and what they would have given is
+received where it is needed.
+
+Source: Huang et al., GPipe, 2018; Narayanan et al., PipeDream and Megatron-LM, 2019 and 2021; Qi et
+al., Zero Bubble Pipeline Parallelism, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from zfunc.engine.context import Context
+from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Traffic
+from zfunc.engine.meshed import Meshed
+from zfunc.engine.order import Order
+from zfunc.engine.step import Differentiate, Transform, transform_of
+from zfunc.engine.unit_info import UnitInfo
+from zfunc.errors import CompositionError
+from zfunc.layout.readable import Readable
+from zfunc.layout.stages import Stages
+from zfunc.ranks.axes import alone, group
+from zfunc.ranks.comm import Group
+from zfunc.ranks.meshes import Mesh, laid_out
+from zfunc.ranks.world import world_size
+from zfunc.rehearsal.ghosts import RUN
+from zfunc.schedules.catalogue import schedule as made
+from zfunc.schedules.pipeline_schedule import Schedule
+from zfunc.transforms.accumulation import accumulated
+from zfunc.transforms.microbatches import own_leaves
+from zfunc.transforms.pipelining.description import described
+from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated
+from zfunc.transforms.pipelining.gradients import pipelined
+from zfunc.transforms.pipelining.partition import Partition, check_partition, chunks_of_leaves
+from zfunc.transforms.sharding import Shard
+from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
+
+__all__ = ["Pipeline", "pipeline"]
+
+NAME = "pipeline"
+EXCLUDED = {
+    "accumulate": "pipeline cuts a batch into microbatches itself: leave out accumulate, and give "
+    "their number as microbatches=.",
+    "compress_grads": "compress_grads packs gradients for all ranks that share a state, and under "
+    "pipeline those of a layer go to the ranks of its stage alone. Leave out one of them.",
+}
+
+
+@dataclass(frozen=True)
+class Pipeline(Meshed):
+    """See :func:`pipeline`."""
+
+    microbatches: int = 1
+    schedule: Any = "1f1b"
+    chunks: int = 2
+    partition: Partition = "flops"
+    pipe: int | None = None
+    mesh: Mesh | None = None
+    axis: str = "pipe"
+    example: Any = field(default=None, compare=False, repr=False)
+    shard: Shard | None = field(default=None, compare=False, repr=False)
+    position: ClassVar[int] = Order.PIPELINE
+    by_unit: ClassVar[bool] = True
+    represents: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = True
+    name: ClassVar[str] = NAME
+
+    def __repr__(self) -> str:
+        how = self.schedule if isinstance(self.schedule, str) else "..."
+        return f"pipeline(microbatches={self.microbatches}, schedule={how!r})"
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        return {} if self.pipe is None else {self.axis: self.pipe}
+
+    @property
+    def averages(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.shard.averages if self.shard is not None else ()
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether there may be several stages."""
+        return self.mesh is not None and dict(self.mesh.axes).get(self.axis, 1) != 1
+
+    @property
+    def group(self) -> Group:
+        """The stages.
+
+        Raises:
+            CompositionError: there are several ranks, and nobody said how many are stages.
+        """
+        if self.mesh is None:
+            if world_size() > 1:
+                raise CompositionError(
+                    f"pipeline over how many of the {world_size()} ranks? Give pipe=2, say, or "
+                    "mesh=zf.mesh(data=..., pipe=...)."
+                )
+            return alone()
+        return group(self.mesh, self.axis)
+
+    @property
+    def plan(self) -> Schedule:
+        """What each stage does, in which order."""
+        return made(self.schedule, self.group.size, self.microbatches, self.chunks)
+
+    def beside(self, others: Sequence[Transform]) -> Pipeline:
+        for other in others:
+            if other.name in EXCLUDED:
+                raise CompositionError(EXCLUDED[other.name])
+            if other.name == "offload" and getattr(other, "to", "") == "disk":
+                raise CompositionError(
+                    "beside pipeline a state is in memory: each stage has its own layers of it "
+                    'alone. Leave out offload, or take offload(to="cpu").'
+                )
+        shard: Any = next((x for x in others if isinstance(x, Shard)), None)
+        if shard is not None:
+            return replace(self, shard=None)
+        whole = Shard(stage=0, mesh=self.mesh, by=(self.name, repr(self)))
+        return replace(self, shard=whole.beside([self, *others]))
+
+    # How the state is represented
+
+    def stages(self, params: Tree, ranks: Group) -> Stages:
+        """Which of some ranks have which leaves of a params tree."""
+        rank_of, mesh = self.plan.rank_of, laid_out(self.mesh)
+        chunks = chunks_of_leaves(params, len(rank_of), self.partition)
+        at = [mesh.coordinates(member)[self.axis] for member in ranks.members]
+        holders = tuple(tuple(i for i, place in enumerate(at) if place == rank) for rank in rank_of)
+        return Stages(chunks, holders)
+
+    def place(self, state: Any) -> Any:
+        return state if self.shard is None else self.shard.place(state)
+
+    def unplace(self, state: Any) -> Any:
+        return state if self.shard is None else self.shard.unplace(state)
+
+    def check(self, state: Any) -> None:
+        if self.shard is not None:
+            self.shard.check(state)
+
+    # One call
+
+    def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
+        if self.shard is None:
+            return call(state, args, kwargs)
+        return self.shard.guard(call, state, args, kwargs)
+
+    def configure(self, running: Context, state: Any) -> None:
+        running.notes[NAME] = own_leaves(state)
+        if self.shard is not None:
+            self.shard.configure(running, state)
+
+    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
+        run: Any = RUN.get()
+        if run is None:
+            return call
+        return lambda *xs, **kw: run.layer(call, info, xs, kw)
+
+    def leave(self, value: Pending, unit: UnitInfo) -> Pending:
+        return value if self.shard is None else self.shard.leave(value, unit)
+
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        own: dict[int, Tensor] = running.notes[NAME]
+        if self.group.size == 1:
+            return lambda asked: accumulated(call, running, asked, self.microbatches, own)
+
+        def run(asked: Gradients) -> Any:
+            return pipelined(running, asked, self.plan, self.group, own)
+
+        return run
+
+    def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
+        def run(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
+            if self.group.size == 1 or not can_be_staged(params, (args, kwargs)):
+                return call(fn, params, args, kwargs)
+            where = self.plan.rank_of, self.group
+            return evaluated(running, fn, params, args, kwargs, *where)
+
+        return run
+
+    def finish(self, old: Any, out: Any) -> Any:
+        return out if self.shard is None else self.shard.finish(old, out)
+
+    # What it says of itself
+
+    def expect(self, state: Any, memo: dict[Any, Any]) -> None:
+        if self.shard is not None:
+            self.shard.expect(state, memo)
+        nodes = [x for x in leaves_in(state, OPAQUE) if isinstance(x, Readable)]
+        memo[NAME] = next((node.layout for node in nodes if node.layout.layers), None)
+
+    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
+        return Traffic(known=self.group.size == 1)
+
+    def describe(self, memo: Mapping[Any, Any]) -> list[str]:
+        if self.group.size == 1:
+            return [f"pipeline: one stage, {self.microbatches} microbatches one after the other"]
+        plan = next(
+            (x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None
+        )
+        name = self.schedule if isinstance(self.schedule, str) else "its own schedule"
+        return described(self.plan, name, self.partition, memo.get(NAME), plan)
+
+
+@transform_of
+def pipeline(
+    microbatches: int,
+    schedule: Any = "1f1b",
+    chunks: int = 2,
+    partition: Any = "flops",
+    *,
+    pipe: int | None = None,
+    mesh: Mesh | None = None,
+    axis: str = "pipe",
+    example: Any = None,
+) -> Pipeline:
+    """Give the ranks of a mesh axis different layers, and send microbatches through them.
+
+    Call it as ``pipeline(step, 8)`` or as the decorator ``@pipeline(microbatches=8)``. The step,
+    its loss and the model stay as they are. Beside ``shard`` each stage's part of the state is cut
+    over the ranks along ``data``, at any ZeRO stage; alone it is whole on them (stage 0).
+
+    Args:
+        microbatches: into how many parts a batch is cut.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb"``, ``"zbv"``, a
+            :class:`~zfunc.Schedule`, or a function of (ranks, microbatches) that makes one.
+        chunks: how many parts of the model each rank has under ``"interleaved"``.
+        partition: what the parts of the model are balanced by, ``"flops"`` or ``"parameters"``; or
+            at which layers they begin and end.
+        pipe: the number of stages, where no mesh is given; data fills the rest.
+        mesh: the ranks by named axes (``zf.mesh(data=2, pipe=2)``).
+        axis: the mesh axis along which ranks have different layers.
+        example: a batch, tensors or shapes, by which the parts are balanced.
+
+    Returns:
+        A :class:`~zfunc.Step`. Every stage passes the same rows of a batch (``step.local_batch``).
+
+    Raises:
+        ValueError: a number that is not positive.
+        CompositionError: the step has a pipeline already, or accumulates beside it; a schedule or
+            a partition that is none.
+        PlacementError: when a state is placed: it has fewer layers than there are parts.
+    """
+    for name, value in (("microbatches", microbatches), ("chunks", chunks), ("pipe", pipe or 1)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
+    how = (microbatches, schedule, chunks, check_partition(partition), pipe, mesh, axis, example)
+    return Pipeline(*how)

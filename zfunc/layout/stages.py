@@ -1,0 +1,65 @@
+"""Trees of which each stage of a pipeline has its own layers: who has which unit.
+
+The flats of such a tree are cut over the ranks of all stages together. A unit has length on the
+ranks of its own stage alone, and none on the others, so that norms, optimizers and files find each
+element once, as they do in any sharded tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zfunc.layout.layout import ALIGN, Layout
+from zfunc.ranks.comm import Group
+
+__all__ = ["Stages", "cuts_among", "spread"]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """In which chunk of a model each leaf is, and which ranks have that chunk.
+
+    Attributes:
+        chunk_of: by leaf index.
+        holders: by chunk the ranks that share its leaves, as indices into the layout's group.
+    """
+
+    chunk_of: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+
+def spread(length: int, world: int, holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Cuts of a flat that a few of ``world`` ranks share evenly.
+
+    >>> spread(100, 4, (2, 3))
+    (0, 0, 0, 64, 128)
+    """
+    part = -(-length // (ALIGN * len(holders))) * ALIGN
+    cuts = [0]
+    for rank in range(world):
+        cuts.append(cuts[-1] + (part if rank in holders else 0))
+    return tuple(cuts)
+
+
+def cuts_among(layout: Layout, flat: int, ranks: Group) -> tuple[int, ...]:
+    """How a flat is cut over some of the layout's ranks; all zeros if they have nothing of it.
+
+    ``ranks`` are those that a unit is gathered among: all of the layout's, or those of one stage.
+    """
+    cuts = layout.flats[flat].cuts
+    if ranks.size + 1 == len(cuts):
+        return cuts
+    key = ("cuts among", flat, ranks.members, ranks.rank)
+    if key not in layout._memo:
+        everyone = layout.ranks
+        at = [
+            everyone.members.index(member)
+            for member in ranks.members or (everyone.members[everyone.rank],)
+        ]
+        sizes = [cuts[i + 1] - cuts[i] for i in at]
+        found = [0]
+        for size in sizes:
+            found.append(found[-1] + size)
+        layout._memo[key] = tuple(found)
+    among: tuple[int, ...] = layout._memo[key]
+    return among

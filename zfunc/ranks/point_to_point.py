@@ -1,0 +1,200 @@
+"""Messages from one rank of a group to another: ``send`` and ``receive``.
+
+Both return at once, with a handle. Receives may be posted long before anything is sent, and much
+may be sent before it is asked for: a send waits for nobody. But ``wait()`` of a send may last until
+its receive has been posted, so a rank that waits for what it sends posts its receives first.
+
+In one direction, from a rank to another, the n-th send belongs to the n-th receive, in whatever
+order their handles are waited for. Each message tells its label, shapes and dtypes, and a receive
+that expects others raises. Autograd does not see messages.
+
+How a message travels: between threads it is copied once. Between processes on one host, what has up
+to 16 MiB goes through shared memory in one piece, copied in by the sender and out by the receiver.
+What is larger, or for another host, goes over gloo, straight from and to the tensors' memory; small
+tensors of one message go together. On GPUs NCCL moves it, with a communicator for each direction,
+which :func:`connect` makes.
+
+A ledger counts a message where it is sent: under ``"send"`` the bytes of its tensors and no more,
+and one header. Setting up (connections, and the names of labels, once to each peer) is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import DesyncError
+from zfunc.ranks.comm import Group, Handle
+from zfunc.ranks.connected import ConnectedGroup
+from zfunc.ranks.mailboxes import OwnMessages
+from zfunc.ranks.transfers import Direction, TensorSpec, TransferHandle
+
+__all__ = ["Like", "connect", "message_bytes", "receive", "send"]
+
+Like = Tensor | TensorSpec
+
+
+def send(
+    ranks: Group, tensors: Tensor | Sequence[Tensor], to: int, *, label: str = ""
+) -> Handle[None]:
+    """Send tensors to a rank, in one message. The tensors belong to it until ``wait()`` returns.
+
+    A handle that is let go of is no loss: the group keeps the tensors until they have left.
+    Whatever is sent arrives in new memory, so the sender may overwrite its own. A rank may send to
+    itself. That is how a pipeline of one rank works.
+
+    Args:
+        ranks: the group.
+        tensors: of one device; any shapes, strides and dtypes, none of them on meta or sparse.
+            They are copied first where they are not contiguous.
+        to: a rank of the group.
+        label: names the message in errors and ledgers. The receiver gives the same.
+
+    Returns:
+        A handle. ``wait()`` returns nothing, when the tensors may change. On a GPU the current
+        stream waits, not the host. It does not mean that anything was received.
+
+    Raises:
+        ValueError: no such rank, or a tensor that cannot be sent.
+        DeviceError: the tensors are on a GPU, and :func:`connect` has not named this direction.
+        DesyncError: the group has failed; from ``wait()``, the receiver is gone.
+
+    >>> from zfunc.ranks.axes import alone
+    >>> coming = receive(alone(), TensorSpec((2,), torch.float32), 0, label="x")
+    >>> send(alone(), torch.tensor([1.0, 2.0]), 0, label="x").wait()
+    >>> coming.wait()
+    [tensor([1., 2.])]
+    """
+    where = f"send({label!r})"
+    _check_rank(ranks, where, "to", to)
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    parts = [_plain(where, i, x) for i, x in enumerate(given)]
+    devices = {x.device for x in parts}
+    if len(devices) > 1:
+        raise ValueError(f"{where}: its tensors are on {sorted(map(str, devices))}, expected one")
+    what = _described(tuple(_spec(x) for x in parts), _kind(devices.pop() if devices else None))
+    if isinstance(ranks, ConnectedGroup):
+        return ranks.send(label, what, parts, to)
+    return TransferHandle(_own(ranks).put(label, what, parts), None)
+
+
+def receive(
+    ranks: Group,
+    like: Like | Sequence[Like],
+    source: int,
+    *,
+    device: torch.device | str | None = None,
+    label: str = "",
+) -> Handle[list[Tensor]]:
+    """Receive what a rank sends, in one message; ``wait()`` returns new tensors.
+
+    A receive may be posted as long before the send as there is memory for what comes. One that is
+    posted and never waited for takes its message all the same.
+
+    Args:
+        ranks: the group.
+        like: the shapes and dtypes that come, as tensors (on any device, meta too) or specs.
+        source: a rank of the group.
+        device: where the tensors are sent from and go to; by default the world's.
+        label: names the message in errors. The sender gives the same.
+
+    Returns:
+        A handle. ``wait()`` returns a list of contiguous tensors, each with memory of its own.
+
+    Raises:
+        ValueError: no such rank.
+        DeviceError: the device is a GPU, and :func:`connect` has not named this direction.
+        DesyncError: the group has failed; from ``wait()``, the sender sends something else, is
+            silent or gone.
+    """
+    where = f"receive({label!r})"
+    _check_rank(ranks, where, "source", source)
+    given = [like] if isinstance(like, Tensor | TensorSpec) else list(like)
+    specs = tuple(x if isinstance(x, TensorSpec) else _spec(x) for x in given)
+    at = ranks._world.device if device is None else torch.device(device)
+    what = _described(specs, _kind(at if specs else None))
+    if isinstance(ranks, ConnectedGroup):
+        return ranks.receive(label, what, specs, at, source)
+    return TransferHandle(_own(ranks).get(label, what), None)
+
+
+def connect(ranks: Group, directions: Sequence[Direction], *, label: str = "connect") -> None:
+    """Prepare for messages; all ranks of the group call it, with the same directions in one order.
+
+    On GPUs it makes the communicators, one for each direction, in the order that is given. Ranks
+    that made them when they first met would wait for each other in circles. Elsewhere it only
+    compares what the ranks say. It blocks, and is for setting up, not for a step. It is called once
+    more after ``zf.recover_world()``, which ends all communicators.
+
+    Args:
+        ranks: the group.
+        directions: pairs of ranks of the group, ``(from, to)``.
+        label: names the exchange in errors and ledgers.
+
+    Raises:
+        ValueError: no such ranks.
+        DesyncError: another rank gives other directions.
+    """
+    asked = [(int(source), int(to)) for source, to in directions]
+    for source, to in asked:
+        _check_rank(ranks, f"connect({label!r})", "from", source)
+        _check_rank(ranks, f"connect({label!r})", "to", to)
+    for rank, theirs in enumerate(ranks.exchange(asked, label=label)):
+        if theirs != asked:
+            raise DesyncError(
+                f"connect({label!r}): rank {ranks.rank} gives the directions {asked}, but rank "
+                f"{rank} gives {theirs}. All ranks have to give the same, in one order"
+            )
+    if isinstance(ranks, ConnectedGroup):
+        ranks.connect(asked)
+
+
+def message_bytes(like: Like | Sequence[Like]) -> int:
+    """The bytes that a message of these tensors has, as the ledger counts them.
+
+    >>> message_bytes([torch.zeros(3), TensorSpec((5,), torch.bool)])
+    17
+    """
+    given = [like] if isinstance(like, Tensor | TensorSpec) else list(like)
+    return sum(x.nbytes for x in given)
+
+
+def _check_rank(ranks: Group, where: str, name: str, rank: int) -> None:
+    if not 0 <= rank < ranks.size:
+        raise ValueError(f"{where}: {name}={rank}, expected 0 to {ranks.size - 1}, of {ranks}")
+
+
+def _plain(where: str, i: int, x: Tensor) -> Tensor:
+    """A tensor as contiguous memory, which is its own if that is possible."""
+    if x.layout is not torch.strided or x.is_meta:
+        kind = "on meta, without data" if x.is_meta else f"of layout {x.layout}"
+        raise ValueError(f"{where}: tensor {i}, {_spec(x)}, is {kind}: send its dense values")
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _spec(x: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(x.shape), x.dtype)
+
+
+def _kind(device: torch.device | None) -> str:
+    """Where a message goes from and to; one without tensors has no device."""
+    return "cpu" if device is None else device.type
+
+
+@lru_cache(maxsize=4096)
+def _described(specs: tuple[TensorSpec, ...], kind: str) -> tuple[str, ...]:
+    """The tensors of a message, alike on both ranks."""
+    texts = tuple(map(str, specs))
+    return texts if kind == "cpu" or not texts else (*texts, f"on {kind}")
+
+
+def _own(ranks: Group) -> OwnMessages:
+    """The messages that a rank that is alone in its group sends itself."""
+    key = "messages to itself", ranks
+    made: OwnMessages | None = ranks._world.memo.get(key)
+    if made is None:
+        made = ranks._world.memo[key] = OwnMessages()
+    return made

@@ -1,0 +1,11 @@
+"""A whole loss without a number, and the run of one part of it.
+
+Layers are dealt out to chunks. A rehearsal runs the loss on ghosts, tensors that have a shape and
+no memory, and finds what each chunk needs of others. A run of one chunk computes its layers, and
+has ghosts in the place of what others compute.
+
+In the order of reading: ``results`` (the tensors in a layer's arguments and results), ``plans``
+(what a rehearsal has found), ``shapes`` (what an operation gives, from shapes alone),
+``ghosts`` (a tensor that is elsewhere), ``known`` (operations that ask for more than shapes),
+``rehearsal``, ``chunk_run``. ``work`` counts operations.
+"""

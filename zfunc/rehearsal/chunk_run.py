@@ -1,0 +1,348 @@
+"""One microbatch through one chunk: the loss runs, and only the chunk's layers compute.
+
+Before the first of them there are ghosts. The values that the chunk needs arrive, each in the
+place of its ghost, when layers meet that. Behind the last of them there are ghosts again, until the
+values that others need have been met; then the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.engine import context
+from zfunc.engine.hooks import LayerInfo
+from zfunc.errors import CompositionError
+from zfunc.rehearsal import known
+from zfunc.rehearsal.ghosts import (
+    RUN,
+    Ghost,
+    Recipe,
+    become,
+    form_of,
+    ghost_leaves,
+    ghost_like,
+    in_function,
+    named,
+    settle,
+)
+from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
+from zfunc.rehearsal.results import flattened, replaced
+from zfunc.rehearsal.shapes import shape_with
+from zfunc.rehearsal.sites import site
+from zfunc.trees.nodes import Tree
+
+__all__ = ["ChunkRun", "Done"]
+
+assert known  # what it knows of single functions holds here, too
+
+
+class Done(BaseException):
+    """A chunk has computed all that it has to; no ``except Exception`` in a model may keep it."""
+
+
+class _Entrance(torch.autograd.Function):
+    """A received value, in the same memory: it may be written to, which a leaf may not."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _ones(x: Tensor) -> Tensor:
+    """A tensor of that shape, of which a random function makes something."""
+    return torch.ones(x.shape, dtype=x.dtype, device=x.device)
+
+
+class ChunkRun:
+    """One microbatch through one chunk. See ``ghosts.GhostRun``.
+
+    Args:
+        plan: what the rehearsal of this microbatch's shapes has found.
+        chunk: which one.
+        receive: gives the value of a label, from another chunk; it may wait.
+        enter_roots: the leaves outside layers with these indices, differentiable.
+
+    Attributes:
+        outs: what others need of this chunk, by label.
+        inputs: what was received, by label; where a gradient goes, a leaf of the graph.
+    """
+
+    def __init__(
+        self,
+        plan: Rehearsed,
+        chunk: int,
+        receive: Callable[[Label, Spec], Tensor],
+        enter_roots: Callable[[frozenset[int]], Mapping[int, Tensor]],
+    ) -> None:
+        self.plan, self.chunk, self.receive, self.enter_roots = plan, chunk, receive, enter_roots
+        self.active, self.within, self.over = False, -1, False
+        self.at = {call.index: n for n, call in enumerate(plan.calls)}
+        self.roots: dict[int, Any] = ghost_leaves(
+            plan.layout, plan.device, plan.compute, plan.layout.root_leaves
+        )
+        self.entered: frozenset[int] = frozenset()
+        self.wanted = dict(plan.receives(chunk))
+        self.inputs: dict[Label, Tensor] = {}
+        self.outs: dict[Label, Tensor] = {}
+        self.to_send = {label for label, _ in plan.sends(chunk)}
+        self.stop = plan.last_call(chunk)
+        self.last = chunk == plan.chunks - 1
+        self.next = 0
+        self.error: BaseException | None = None
+
+    @property
+    def inside(self) -> bool:
+        return self.within >= 0
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        tree_of: Callable[[dict[int, Any]], Tree],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the loss as far as this chunk goes.
+
+        Args:
+            fn: what was rehearsed.
+            tree_of: the params tree, given the leaves outside layers by index.
+            args, kwargs: its other arguments.
+
+        Returns:
+            What ``fn`` returns, in the last chunk; else None.
+
+        Raises:
+            CompositionError: it does something else than in the rehearsal.
+        """
+        if self.chunk == 0:
+            self._activate()
+        token = RUN.set(self)
+        try:
+            out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
+        except Done:
+            out = None
+        finally:
+            RUN.reset(token)
+            self.roots = {}
+        if self.error is not None:
+            raise self.error
+        self._check()
+        return self._result(out) if self.last else None
+
+    def _check(self) -> None:
+        if self.over or (self.last and self.next == len(self.plan.calls)):
+            if not (lacking := self.to_send - self.outs.keys()):
+                return
+            n = min(lacking)[0]
+            raise self._differs(f"layer {self.plan.calls[n].name} was not given what it was then")
+        raise self._differs(f"the loss returned when it was the turn of {self._expected()}")
+
+    def _expected(self) -> str:
+        if self.next < len(self.plan.calls):
+            return f"layer {self.plan.calls[self.next].name}"
+        return "the end of the loss"
+
+    def _result(self, out: Any) -> Any:
+        leaves, _ = flattened(out)
+        for x in leaves:
+            if type(x) is Ghost:
+                self.used("the result of the loss", [x], False, False)
+        return out
+
+    # --- what operations tell ---
+
+    def used(self, func: Any, ghosts: Sequence[Ghost], light: bool, below: bool) -> bool:
+        if not self.active:
+            return False
+        for g in ghosts:
+            if type(g) is Ghost and g.light and g.recipe and (g.leaves or set()) <= self.entered:
+                self._make(g, g.recipe, bool(g.leaves) and (below or in_function()))
+        rest = [g for g in ghosts if type(g) is Ghost]
+        if not rest:
+            return True
+        if light and all(g.light for g in rest):
+            return False
+        what = func if isinstance(func, str) else f"{named(func)} at {site()}"
+        raise self._differs(f"{what} uses a value of shape {list(rest[0].shape)} of another stage")
+
+    def _make(self, g: Ghost, recipe: Recipe, lost: bool) -> None:
+        """A value made of parameters alone, where it is used."""
+        if lost:
+            raise self._fail(
+                f"a value made of parameters outside the layers was given to a "
+                f"torch.autograd.Function, or to torch.func, at {site()}, in another stage of the "
+                "pipeline than where it was made: its gradient would be lost. Make it where it is "
+                "used."
+            )
+        become(g, recipe.made())
+
+    def counted(self, flops: int) -> None:
+        """Work is counted in the rehearsal."""
+
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Draw as much: what this chunk draws later comes from the same place in the stream."""
+        if "scaled_dot_product" in named(func) and not (*args[4:5], kwargs.get("dropout_p", 0))[0]:
+            return
+        args, kwargs = replaced((args, kwargs), _ones)
+        with torch.no_grad():
+            func(*args, **kwargs)
+
+    def writes(self, func: Any, x: Ghost) -> None:
+        """What may be written to was found in the rehearsal."""
+
+    def overwrote(self, x: Tensor, was: Tensor) -> None:
+        """The loss runs on what is its own."""
+
+    def refused(self, message: str) -> BaseException:
+        return self._fail(message)
+
+    def _fail(self, message: str) -> CompositionError:
+        error = CompositionError(message)
+        self.error = self.error or error
+        return error
+
+    def _differs(self, what: str) -> CompositionError:
+        return self._fail(
+            f"stage {self.chunk} of a pipeline: {what}, unlike in the rehearsal of this batch's "
+            "shapes. Which layers run, and on what, may depend on shapes and on what no rank "
+            "computes, and on nothing else: decide inside of a layer, or for all microbatches."
+        )
+
+    # --- layers ---
+
+    def layer(
+        self, call: Callable[..., Any], info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]
+    ) -> Any:
+        """What the ``layer`` hook comes to."""
+        n = self.at.get(info.index)
+        if n is None or self.inside:
+            return call(*xs, **kw)
+        plan = self.plan.calls[n]
+        if n < self.next and plan.chunk == self.chunk:  # once more, in backward
+            return call(*xs, **kw)
+        if self.over:
+            raise Done
+        ins, _ = flattened((xs, kw))
+        self._compare(n, plan, info, ins)
+        self._meet(n, "in", ins)
+        if plan.chunk == self.chunk:
+            return self._compute(n, call, xs, kw)
+        return self._skip(n, plan, ins)
+
+    def _compare(self, n: int, plan: Called, info: LayerInfo, ins: Sequence[Any]) -> None:
+        name = "unknown" if info.key is None else self.plan.layout.layers[info.key[1]].name
+        if n != self.next:
+            raise self._differs(f"layer {name} runs, and it was the turn of {self._expected()}")
+        if info.key is None or info.key[1] != plan.layer:
+            raise self._differs(f"layer {name} runs in the place of layer {plan.name}")
+        if len(ins) != plan.arguments:
+            raise self._differs(
+                f"layer {plan.name} got {len(ins)} arguments, and not {plan.arguments}"
+            )
+        self.next += 1
+
+    def _compute(
+        self, n: int, call: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]
+    ) -> Any:
+        if not self.active:
+            self._activate()
+        self.within = n
+        try:
+            out = call(*xs, **kw)
+        finally:
+            self.within = -1
+        self._meet(n, "out", flattened(out)[0])
+        return out
+
+    def _skip(self, n: int, plan: Called, ins: Sequence[Any]) -> Any:
+        self.active = False
+        if n >= self.stop and not self.last and plan.chunk > self.chunk:
+            self.over = True
+            raise Done
+        running = context.current()
+        if running is not None:
+            running.layer_calls += plan.inside
+        for p in plan.writes:
+            self._written(ins[p], plan.chunk)
+        outs = [self._stands_for(x, plan.chunk, ins) for x in plan.results]
+        self._meet(n, "out", outs)
+        return plan.rebuild(outs)
+
+    def _stands_for(self, x: Any, chunk: int, ins: Sequence[Any]) -> Any:
+        if type(x) is Same:
+            return ins[x.position]
+        if type(x) is Spec:
+            form = shape_with(x.shape, x.stride, x.dtype)
+            return ghost_like(form, x.device, chunk, x.needs_grad)
+        return x
+
+    def _written(self, x: Any, chunk: int) -> None:
+        """An argument that the layer, which does not run here, would have written to."""
+        if isinstance(x, Tensor) and type(x) is not Ghost and chunk < self.chunk:
+            become(x, ghost_like(form_of(x), x.device, chunk, x.requires_grad))
+
+    # --- values that come and go ---
+
+    def _meet(self, n: int, side: str, leaves: Sequence[Any]) -> None:
+        for p, x in enumerate(leaves):
+            label = (n, side, p)
+            settle(x)
+            if label in self.wanted and type(x) is Ghost:
+                self._take(label, x)
+            if label in self.to_send and label not in self.outs:
+                self.outs[label] = self._sendable(label, x)
+
+    def _sendable(self, label: Label, x: Any) -> Tensor:
+        name = self.plan.calls[label[0]].name
+        if not isinstance(x, Tensor) or type(x) is Ghost:
+            raise self._differs(f"layer {name} has no value to send ({label})")
+        to = next(to for found, to in self.plan.sends(self.chunk) if found == label)
+        spec = self.plan.receives(to)[label][1]
+        if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+            raise self._differs(
+                f"layer {name} has a value of shape {list(x.shape)} and {x.dtype}, and not of "
+                f"{list(spec.shape)} and {spec.dtype}"
+            )
+        if x.requires_grad and not spec.needs_grad:
+            raise self._differs(f"a value at layer {name} has a gradient")
+        return x
+
+    def _activate(self) -> None:
+        """Leaves outside layers come."""
+        self.active = True
+        uses = self.plan.roots(self.chunk)
+        for i, leaf in self.enter_roots(uses).items() if uses else ():
+            if i not in uses:
+                continue
+            if self.next == 0:
+                self.roots[i] = leaf
+            else:
+                self._replace(self.roots[i], leaf)
+        self.entered = uses
+
+    def _replace(self, ghost: Ghost, leaf: Tensor) -> None:
+        new = leaf.view_as(leaf)
+        new.__dict__.update({k: x for k, x in leaf.__dict__.items() if k.startswith("_zfunc")})
+        become(ghost, new)
+
+    def _take(self, label: Label, ghost: Ghost) -> None:
+        """What has been sent comes as soon as its ghost is met: code before the first layer of
+        this chunk may want to keep it, for a region that backward runs again."""
+        _, spec = self.wanted.pop(label)
+        x = self.receive(label, spec).detach()
+        if spec.needs_grad:
+            x.requires_grad_()
+        self.inputs[label] = x
+        become(ghost, _Entrance.apply(x) if spec.needs_grad else x.detach())

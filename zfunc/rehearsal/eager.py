@@ -1,0 +1,52 @@
+"""Compiled functions run as they are written, while shapes alone are asked for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["uncompiled"]
+
+_lock = threading.Lock()
+_open = 0
+_before: Any = None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """A block in which ``torch.compile`` compiles nothing, in no thread.
+
+    Ghosts are no tensors that a compiler knows, and compiling for shapes that are asked for once
+    would not pay. In a process that has compiled nothing it is free.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _open, _before
+    import torch
+
+    with _lock:
+        _open += 1
+        if _open == 1:
+            _before = torch.compiler.set_stance("force_eager")
+            _before.__enter__()
+
+
+def _leave() -> None:
+    global _open, _before
+    with _lock:
+        _open -= 1
+        if _open == 0:
+            _before.__exit__(None, None, None)
+            _before = None

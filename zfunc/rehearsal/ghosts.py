@@ -1,0 +1,435 @@
+"""A tensor that is elsewhere: it has a shape, a dtype and a device, and no memory.
+
+Functions of torch take ghosts and give ghosts. The run that is under way is told which ones they
+use. Where the numbers are needed there is an error that says so; where they have come, the ghost
+becomes a tensor with them, and whoever had the ghost has that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from zfunc.errors import CompositionError
+from zfunc.layout.layout import Layout
+from zfunc.rehearsal.plans import Label, Spec
+from zfunc.rehearsal.results import flattened
+from zfunc.rehearsal.shapes import Arguments, Fresh, Given, Outcome, Shape, outcome, shape_of
+from zfunc.rehearsal.sites import site
+
+__all__ = [
+    "RULES",
+    "RUN",
+    "Ghost",
+    "GhostMemory",
+    "GhostRun",
+    "Recipe",
+    "become",
+    "computed",
+    "form_of",
+    "ghost_leaves",
+    "ghost_like",
+    "in_function",
+    "named",
+    "refusal",
+    "settle",
+]
+
+
+class GhostRun(Protocol):
+    """What is under way: a rehearsal, or the run of a chunk.
+
+    Attributes:
+        chunk: whose layers run now, or ran last.
+        inside: whether a layer runs now.
+    """
+
+    chunk: int
+
+    @property
+    def inside(self) -> bool: ...
+
+    def used(self, func: Any, ghosts: Sequence[Ghost], light: bool, below: bool) -> bool:
+        """An operation is about to use ghosts.
+
+        Args:
+            func: the operation.
+            ghosts: those among its arguments.
+            light: whether what it gives can be made again from parameters alone.
+            below: whether autograd is above it already.
+
+        Returns:
+            Whether they have become tensors: then it is called again.
+        """
+
+    def counted(self, flops: int) -> None:
+        """An operation takes that much work."""
+
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """An operation outside layers draws random numbers, where it is computed."""
+
+    def writes(self, func: Any, x: Ghost) -> None:
+        """An operation writes to a ghost."""
+
+    def overwrote(self, x: Tensor, was: Tensor) -> None:
+        """A tensor became a ghost, since an operation on ghosts writes to it."""
+
+    def refused(self, message: str) -> BaseException:
+        """The error for an operation that cannot be done without numbers."""
+
+
+RUN: ContextVar[GhostRun | None] = ContextVar("zfunc_rehearsal_run", default=None)
+
+
+class GhostMemory:
+    """Stands for what views share. ``version`` counts writes; ``chunk`` is whose was the last."""
+
+    __slots__ = ("chunk", "version")
+
+    def __init__(self) -> None:
+        self.version, self.chunk = 0, -1
+
+
+class Recipe(NamedTuple):
+    """How a value is made of parameters alone: a call, and which tensor of its result it is."""
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    place: int
+    recorded: bool
+
+    def made(self) -> Tensor:
+        """The value, from what the arguments are now."""
+        with torch.set_grad_enabled(self.recorded):
+            out = self.func(*self.args, **self.kwargs)
+        return out if isinstance(out, Tensor) else _tensors(out)[self.place]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [x for part in tree for x in _tensors(part)] if isinstance(tree, tuple | list) else []
+
+
+class Ghost(Tensor):
+    """A tensor that is elsewhere.
+
+    Attributes:
+        form: its shape, strides and dtype.
+        maker: the chunk that computes it.
+        needs: whether it may have a gradient.
+        leaves: of which parameters it was made, if of these alone; ``None`` of anything else.
+        recipe: how; ``None`` of a parameter itself.
+        label: where layers met it first, and how often its memory had been written then.
+        memory: shared with its views.
+        version: how often that had been written to when it was made.
+    """
+
+    form: Shape
+    maker: int
+    needs: bool
+    leaves: frozenset[int] | None
+    recipe: Recipe | None
+    label: tuple[Label, int] | None
+    memory: GhostMemory
+    version: int
+
+    @property
+    def light(self) -> bool:
+        """Whether it is made of parameters alone, or of nothing: anyone can make it again."""
+        return self.leaves is not None and self.version == self.memory.version
+
+    @property
+    def home(self) -> int:
+        """The chunk that has its value: that of whoever made it, or wrote to it last."""
+        return max(self.maker, self.memory.chunk)
+
+    @property
+    def known_as(self) -> Label | None:
+        """Its label, if it has not been written to since."""
+        if self.label is None or self.label[1] != self.memory.version:
+            return None
+        return self.label[0]
+
+    @property
+    def spec(self) -> Spec:
+        """All that others have to know of it."""
+        form = self.form
+        return Spec(form.shape, form.dtype, self.device, self.needs, form.stride)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        rule = RULES.get(func)
+        if rule is not None:
+            return rule(func, args, kwargs or {})
+        return computed(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = RULES.get(func.overloadpacket)
+        if rule is not None:
+            return rule(func, args, kwargs or {})
+        return computed(func, args, kwargs or {}, below=True)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Ghost({list(self.form.shape)}, {self.form.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def ghost_like(
+    form: Shape,
+    device: torch.device,
+    maker: int,
+    needs: bool = False,
+    leaves: frozenset[int] | None = None,
+    recipe: Recipe | None = None,
+    memory: GhostMemory | None = None,
+) -> Ghost:
+    """A new ghost."""
+    new = Tensor._make_wrapper_subclass(
+        Ghost, form.shape, strides=form.stride, dtype=form.dtype, device=device
+    )
+    own = new.__dict__
+    own["form"], own["maker"], own["label"] = form, maker, None
+    own["needs"] = needs and (form.dtype.is_floating_point or form.dtype.is_complex)
+    own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or GhostMemory()
+    own["version"] = own["memory"].version
+    made: Ghost = new
+    return made
+
+
+def ghost_leaves(
+    layout: Layout, device: torch.device, compute: torch.dtype | None, indices: Iterable[int]
+) -> dict[int, Any]:
+    """A ghost for each of some leaves of a layout.
+
+    Args:
+        layout: which leaves.
+        device: where they would be.
+        compute: the dtype in which floating-point ones enter; by default their own.
+        indices: of those that are wanted.
+    """
+    found: dict[int, Any] = {}
+    for i in indices:
+        if (slot := layout.slots[i]) is not None:
+            flat = layout.flats[slot.flat]
+            short = compute is not None and flat.dtype.is_floating_point
+            meta = torch.empty(slot.own, dtype=compute if short else flat.dtype, device="meta")
+            ghost = ghost_like(shape_of(meta), device, -1, flat.trainable, frozenset((i,)))
+            found[i] = layout.marked(slot, ghost)
+    return found
+
+
+def settle(x: Any) -> Any:
+    """``x``; a ghost that is made of nothing (zeros like another one) becomes a tensor."""
+    if type(x) is Ghost and x.recipe is not None and x.light and not x.leaves:
+        for y in flattened((x.recipe.args, x.recipe.kwargs))[0]:
+            settle(y)
+        become(x, x.recipe.made())
+    return x
+
+
+def become(x: Tensor, new: Tensor) -> None:
+    """Let ``x`` be what ``new`` is, and the other way round: whoever has ``x`` has that.
+
+    Raises:
+        CompositionError: autograd or a view holds on to one of them.
+    """
+    if _holders(x) > 1 or _holders(new) > 1:
+        raise CompositionError(
+            f"a tensor of shape {list(x.shape)} that is computed, or written to, by another stage "
+            f"of a pipeline is held by autograd or has views, at {site()}. Give layers a tensor of "
+            "its own, x.clone(), and do not write to views of one."
+        )
+    x.__class__, new.__class__ = new.__class__, x.__class__
+    x.__dict__, new.__dict__ = new.__dict__, x.__dict__
+    torch._C._swap_tensor_impl(x, new)
+
+
+def _holders(x: Any) -> int:
+    """How many hold on to a tensor below Python."""
+    return int(x._use_count())
+
+
+def form_of(x: Tensor) -> Shape:
+    """The shape of a tensor or a ghost."""
+    return x.form if type(x) is Ghost else shape_of(x)
+
+
+def in_function() -> bool:
+    """Within ``autograd.Function.forward``, the one place that turns off forward-mode AD alone.
+
+    Gradients are not recorded there, and nevertheless the results have some.
+    """
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) -> Any:
+    """What a function gives for ghosts, and perhaps tensors: ghosts.
+
+    Args:
+        func, args, kwargs: the call.
+        below: whether autograd is above it already.
+    """
+    given = Arguments(func, args, kwargs, form_of)
+    ghosts = [x for x in given.tensors if type(x) is Ghost]
+    run = RUN.get()
+    light = not (run is None or below or run.inside) and _is_light(func, ghosts)
+    if run is not None and run.used(func, ghosts, light, below):
+        return func(*args, **kwargs)
+    if not below and torch.is_autocast_enabled(ghosts[0].device.type):
+        with DisableTorchFunctionSubclass():  # the dispatcher knows what autocast means
+            return func(*args, **kwargs)
+    found = _found(func, args, kwargs, given)
+    if run is not None and found.flops:
+        run.counted(found.flops)
+    if run is not None and not below and not run.inside and _draws(func):
+        run.draws(func, args, kwargs)
+    if found.writes:
+        if light and run is not None:  # what is written is made here, and not once more
+            run.used(func, ghosts, False, below)
+            light = False
+        _write(run, func, given.tensors, found)
+    return _results(run, func, args, kwargs, given, found, ghosts, light)
+
+
+def _is_light(func: Any, ghosts: Sequence[Ghost]) -> bool:
+    return all(g.light for g in ghosts) and not (in_function() or _draws(func))
+
+
+def _draws(func: Any) -> bool:
+    """Whether it draws random numbers: it would draw others a second time."""
+    name = getattr(func, "__name__", "")
+    return any(part in name for part in _RANDOM)
+
+
+_RANDOM = (
+    "drop",
+    "rand",
+    "bernoulli",
+    "normal_",
+    "uniform",
+    "exponential",
+    "multinomial",
+    "rrelu",
+    "poisson",
+    "gumbel",
+    "lstm",
+    "gru",
+    "rnn",
+    "multi_head_attention",
+    "scaled_dot_product",
+    "geometric_",
+    "cauchy",
+)
+
+
+def _found(func: Any, args: Any, kwargs: dict[str, Any], given: Arguments) -> Outcome:
+    try:
+        return outcome(func, args, kwargs, given, form_of)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
+            raise
+        raise refusal(func, str(error).splitlines()[0]) from error
+
+
+def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Outcome) -> None:
+    chunk = -1 if run is None else run.chunk
+    for i in found.writes:
+        x = tensors[i]
+        if type(x) is not Ghost:
+            if x._is_view():
+                raise refusal(func, "it writes into a part of a tensor that is here")
+            was = ghost_like(shape_of(x), x.device, chunk, torch.is_grad_enabled())
+            become(x, was)
+            if run is not None:
+                run.overwrote(x, was)
+            continue
+        if run is not None:
+            run.writes(func, x)
+        x.memory.version, x.memory.chunk = x.memory.version + 1, max(chunk, x.home)
+
+
+def _results(
+    run: GhostRun | None,
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    given: Arguments,
+    found: Outcome,
+    ghosts: Sequence[Ghost],
+    light: bool,
+) -> Any:
+    tensors, device = given.tensors, given.device or ghosts[0].device
+    chunk, recorded = -1 if run is None else run.chunk, torch.is_grad_enabled()
+    # What a Function's forward detaches, or computes without a graph, has a gradient all the same.
+    kept = in_function() or (recorded and func not in DETACHING)
+    needs = kept and any(map(_needs, tensors))
+    leaves = frozenset[int]().union(*(g.leaves or () for g in ghosts)) if light else None
+    place = -1
+
+    def make(x: Given | Fresh) -> Tensor:
+        nonlocal place
+        place += 1
+        if isinstance(x, Given):
+            return tensors[x.index]
+        of = tensors[x.memory] if x.memory >= 0 else None
+        memory = of.memory if type(of) is Ghost else None
+        recipe = Recipe(func, args, kwargs, place, recorded) if light else None
+        return ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
+
+    return found.results(make)
+
+
+def _needs(x: Tensor) -> bool:
+    return x.needs if type(x) is Ghost else x.requires_grad
+
+
+def refusal(func: Any, why: str) -> BaseException:
+    """The error for an operation that cannot be done without numbers."""
+    run = RUN.get()
+    message = f"{named(func)} at {site()} met a value that another stage of a pipeline has: {why}"
+    return CompositionError(message) if run is None else run.refused(message)
+
+
+def named(func: Any) -> str:
+    """An operation's name."""
+    if (schema := getattr(func, "_schema", None)) is not None:
+        return str(schema.name)
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    return str(name)
+
+
+# --- what needs no numbers, and special cases -----------------------------------------------------
+
+_PROPERTIES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_mps"
+_PROPERTIES += " is_quantized is_nested is_xpu is_xla is_mkldnn is_leaf itemsize nbytes"
+_METHODS = "size dim numel nelement ndimension element_size get_device is_floating_point is_complex"
+_METHODS += " stride is_contiguous storage_offset is_signed is_inference is_conj is_neg __len__"
+_METHODS += " __hash__ has_names is_same_size dim_order"
+_FUNCTIONS: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
+METADATA: frozenset[Any] = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)]
+    + [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)]
+    + _FUNCTIONS
+)
+DETACHING = frozenset([Tensor.detach, torch.detach, Tensor.data.__get__])  # type: ignore[attr-defined]
+RULES: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {}
+"""Functions that need more than shapes, or less: ``zfunc.rehearsal.known`` fills it."""

@@ -1,0 +1,126 @@
+"""What a rehearsal has found: which layers run, and what goes from chunk to chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from zfunc.layout.layout import Layout
+from zfunc.rehearsal.results import Rebuild
+
+__all__ = ["Called", "Label", "Rehearsed", "Same", "Spec"]
+
+Label = tuple[int, str, int]
+"""A value, by where layers first meet it: which call of a layer, counted from 0, ``"in"`` or
+``"out"``, and its position among the flattened arguments or results."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its numbers; ``needs_grad``: whether it may have a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Same:
+    """A result of a layer that is one of its arguments: the flattened one at ``position``."""
+
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Called:
+    """One call of a layer.
+
+    Attributes:
+        name: the layer's, for messages.
+        layer: its index in the layout's ``layers``.
+        chunk: which chunk runs it.
+        index: its number among all calls of ``zf.layer`` in the loss.
+        inside: how many calls of ``zf.layer`` there are within it.
+        arguments: how many leaves its arguments have.
+        results: a leaf each: a ``Spec``, a ``Same``, or what is no tensor.
+        rebuild: makes the structure of them.
+        writes: positions of arguments that it writes to in place.
+    """
+
+    name: str
+    layer: int
+    chunk: int
+    index: int
+    inside: int
+    arguments: int
+    results: tuple[Any, ...]
+    rebuild: Rebuild
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsed:
+    """What a loss does, by shapes alone: alike on all ranks, and never changed.
+
+    Attributes:
+        calls: each call of a layer, in order.
+        crossing: for each chunk what it needs of others: label -> (from which chunk, what).
+        uses: for each chunk the indices of the leaves outside layers that it uses.
+        result: what the loss returned, with a ``Spec`` for each tensor.
+        flops: operations of each call in forward, two for a multiplication and an addition, in
+            products, convolutions and attention.
+        flops_outside: the same outside layers, by chunk.
+        layout, device, compute: of the parameters: where they are, and in which dtype they enter.
+    """
+
+    calls: tuple[Called, ...]
+    crossing: tuple[Mapping[Label, tuple[int, Spec]], ...]
+    uses: tuple[frozenset[int], ...]
+    result: Any
+    flops: tuple[int, ...]
+    flops_outside: tuple[int, ...]
+    layout: Layout
+    device: torch.device
+    compute: torch.dtype | None
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return len(self.crossing)
+
+    def receives(self, chunk: int) -> Mapping[Label, tuple[int, Spec]]:
+        """The values that a chunk needs, from which chunk; in one order on all ranks."""
+        return self.crossing[chunk]
+
+    def sends(self, chunk: int) -> tuple[tuple[Label, int], ...]:
+        """The values that a chunk gives, and to which chunk, in the order of these."""
+        return self._sends[chunk]
+
+    def roots(self, chunk: int) -> frozenset[int]:
+        """The leaves outside layers that a chunk uses."""
+        return self.uses[chunk]
+
+    def last_call(self, chunk: int) -> int:
+        """The last call that a run of a chunk comes to: of a layer of its own, or one that shows
+        a value that it gives."""
+        own = [n for n, call in enumerate(self.calls) if call.chunk == chunk]
+        return max([*own, *(label[0] for label, _ in self.sends(chunk))])
+
+    @cached_property
+    def _sends(self) -> tuple[tuple[tuple[Label, int], ...], ...]:
+        rows: list[list[tuple[Label, int]]] = [[] for _ in self.crossing]
+        for to, row in enumerate(self.crossing):
+            for label, (source, _) in row.items():
+                rows[source].append((label, to))
+        return tuple(map(tuple, rows))

@@ -1,0 +1,471 @@
+"""The whole loss on ghosts: nothing is sent, drawn, kept or changed.
+
+It finds which layers run in which order, what each returns, and which values one chunk computes and
+another one uses. All ranks find the same, for nothing but shapes decides: so they know without a
+message what will come, from whom, and of which shape.
+
+Layers run on ghosts, too. If one looks at numbers (a router of experts), all is done again,
+and then each layer computes, on numbers made up for it, what its results are like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zfunc.engine import context
+from zfunc.engine.context import Context
+from zfunc.engine.hooks import LayerInfo
+from zfunc.engine.primitives import Ref
+from zfunc.engine.step import Transform
+from zfunc.errors import CompositionError
+from zfunc.layout.layout import Layout
+from zfunc.ranks.comm import Group
+from zfunc.ranks.keys import scope
+from zfunc.rehearsal.eager import uncompiled
+from zfunc.rehearsal.ghosts import (
+    RUN,
+    Ghost,
+    become,
+    form_of,
+    ghost_leaves,
+    ghost_like,
+    named,
+    settle,
+)
+from zfunc.rehearsal.known import nothing_sent
+from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
+from zfunc.rehearsal.results import flattened, replaced
+from zfunc.rehearsal.sites import site
+from zfunc.rehearsal.work import Counting
+from zfunc.trees.nodes import Tree
+
+__all__ = ["GhostRef", "Seam", "outer_tree", "rehearse"]
+
+
+def rehearse(
+    fn: Callable[..., Any],
+    layout: Layout,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    chunk_of: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Rehearsed:
+    """Run ``fn(params, *args, **kwargs)`` on the shapes of parameters.
+
+    Args:
+        fn: a loss, or any pure function of a tree whose layers run through ``zf.layer``.
+        layout: of the parameters.
+        args, kwargs: its other arguments; real tensors are as on every stage. None is changed.
+        chunk_of: for each of the layout's layers the chunk that it is in; all in one by default.
+        device: where parameters will be.
+
+    Returns:
+        What each chunk needs, gives and uses, and what the function returns.
+
+    Raises:
+        CompositionError: code outside layers looks at numbers that another stage has, or writes
+            to its batch; a layer comes behind one of a later chunk; a chunk has no layer that runs.
+    """
+    chunks = list(chunk_of) if chunk_of is not None else [0] * len(layout.layers)
+    rest = args, dict(kwargs or {})
+    try:
+        return _Rehearsal(layout, chunks, torch.device(device), invents=False).run(fn, *rest)
+    except _Looked:
+        return _Rehearsal(layout, chunks, torch.device(device), invents=True).run(fn, *rest)
+
+
+class _Looked(BaseException):
+    """A layer wants to know numbers; no ``except Exception`` in a model may keep it."""
+
+
+class Seam(Transform):
+    """Sends layers through what is under way."""
+
+    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
+        """A run decides what becomes of the layer."""
+
+        def through(*xs: Any, **kw: Any) -> Any:
+            run: Any = RUN.get()
+            return call(*xs, **kw) if run is None else run.layer(call, info, xs, kw)
+
+        return through
+
+
+class GhostRef(Ref):
+    """A layer's parameters where they are not."""
+
+    def __init__(self, layout: Layout, layer: int, params: Tree, differentiated: bool) -> None:
+        self.layout, self.span, self.layer = layout, layout.layers[layer], layer
+        self.params, self.differentiated = params, differentiated
+
+    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        return fn(self.params, *xs, **kw)
+
+    def force(self) -> Tree:
+        return self.params
+
+    def told(self, info: LayerInfo) -> LayerInfo:
+        return replace(info, key=(None, self.layer))
+
+    def __repr__(self) -> str:
+        return f"GhostRef({self.span.name})"
+
+
+def outer_tree(layout: Layout, layers: Sequence[Any], root: Mapping[int, Any]) -> Tree:
+    """The tree for a loss: something for each layer, and leaves outside of them by index."""
+    if not layout.layers and layout.spec.is_leaf():
+        return root.get(0)
+    items: list[Any] = []
+    at, k = 0, 0
+    while at < len(layout.slots) or k < len(layers):
+        if k < len(layers) and layout.layers[k].start == at:
+            items.append(layers[k])
+            at, k = layout.layers[k].stop, k + 1
+        else:
+            items.append(root.get(at))
+            at += 1
+    return optree.tree_unflatten(layout.outer, items)
+
+
+class _Silence(TorchFunctionMode):
+    """A block in which collectives of real tensors send nothing, either."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Group._issue:
+            return nothing_sent(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Rehearsal:
+    """One run of the whole loss. See ``ghosts.GhostRun``."""
+
+    def __init__(
+        self, layout: Layout, chunk_of: Sequence[int], device: torch.device, invents: bool
+    ) -> None:
+        self.layout, self.chunk_of, self.device, self.invents = layout, chunk_of, device, invents
+        self.chunk, self.within = 0, -1
+        self.calls: list[Called] = []
+        self.crossing: list[dict[Label, tuple[int, Spec]]] = [{} for _ in range(self.chunks)]
+        self.uses: list[set[int]] = [set() for _ in range(self.chunks)]
+        self.flops, self.flops_outside = [0], [0] * self.chunks
+        self.invented: list[tuple[Tensor, Tensor]] = []
+        self.overwritten: list[tuple[Tensor, Tensor]] = []
+        self.error: BaseException | None = None
+        self.layer_of = {
+            i: k for k, layer in enumerate(layout.layers) for i in range(layer.start, layer.stop)
+        }
+
+    @property
+    def chunks(self) -> int:
+        return max(self.chunk_of, default=0) + 1
+
+    @property
+    def inside(self) -> bool:
+        return self.within >= 0
+
+    # --- the whole of it ---
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Rehearsed:
+        running = context.current() or Context()
+        every = range(len(self.layout.slots))
+        leaves = ghost_leaves(self.layout, self.device, running.compute, every)
+        tree = outer_tree(self.layout, self._refs(leaves), leaves)
+        given, copies = _copied((args, kwargs))
+        tokens = context.push(_beside(running)), RUN.set(self)
+        try:
+            with torch.enable_grad(), scope(0), uncompiled(), _Silence():
+                out = fn(tree, *given[0], **given[1])
+                if self.error is not None:
+                    raise self.error
+                out = self._returned(out)
+        finally:
+            RUN.reset(tokens[1])
+            context.pop(tokens[0])
+            for x, was in reversed(self.overwritten):
+                become(x, was)
+        self._check(copies)
+        return Rehearsed(
+            calls=tuple(self.calls),
+            crossing=tuple(self.crossing),
+            uses=tuple(map(frozenset, self.uses)),
+            result=out,
+            flops=tuple(self.flops[: len(self.calls)]),
+            flops_outside=tuple(self.flops_outside),
+            layout=self.layout,
+            device=self.device,
+            compute=running.compute,
+        )
+
+    def _refs(self, leaves: Mapping[int, Any]) -> list[GhostRef]:
+        refs = []
+        for k, layer in enumerate(self.layout.layers):
+            row = [leaves.get(i) for i in range(layer.start, layer.stop)]
+            params = optree.tree_unflatten(layer.spec, row)
+            trains = any(x.needs for x in row if x is not None)
+            refs.append(GhostRef(self.layout, k, params, trains))
+        return refs
+
+    def _returned(self, out: Any) -> Any:
+        leaves, rebuild = flattened(out)
+        for x in leaves:
+            if type(x) is Ghost:
+                self._use(x, "the result of the loss")
+        return rebuild([_spec(x) if isinstance(x, Tensor) else x for x in leaves])
+
+    def _check(self, copies: Sequence[Tensor]) -> None:
+        if any(x._version for x in copies):
+            raise CompositionError(
+                "the loss writes to its batch in place, and would do so once for each stage of a "
+                "pipeline. Let it write to a copy: x.clone()."
+            )
+        lacking = set(range(self.chunks)) - {call.chunk for call in self.calls}
+        if lacking and self.layout.layers:
+            k = min(lacking)
+            names = [self.layout.layers[i].name for i, c in enumerate(self.chunk_of) if c == k]
+            raise CompositionError(
+                f"no layer of stage {k} of the pipeline runs in this loss ({', '.join(names[:5])}):"
+                " it would have nothing to do. Take fewer stages, or cut elsewhere."
+            )
+
+    # --- what operations tell ---
+
+    def used(self, func: Any, ghosts: Sequence[Ghost], light: bool, below: bool) -> bool:
+        if self.invents and self.inside and not below:
+            for g in ghosts:
+                if type(g) is Ghost:  # not one that stands twice among the arguments
+                    self._use(g, func)
+                    self._invent(g)
+            return True
+        if not light:
+            for g in ghosts:
+                self._use(g, func)
+        return False
+
+    def counted(self, flops: int) -> None:
+        if self.inside:
+            self.flops[self.within] += flops
+        else:
+            self.flops_outside[self.chunk] += flops
+
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Nothing is drawn in a rehearsal."""
+
+    def writes(self, func: Any, x: Ghost) -> None:
+        if not self.inside and not x.light and x.home != self.chunk:
+            raise self._fail(
+                f"{named(func)} at {site()}, outside the layers and behind some of stage "
+                f"{self.chunk} of a pipeline, writes to a value of an earlier one, stage {x.home}. "
+                "Let it give a new tensor: x = x + y."
+            )
+
+    def overwrote(self, x: Tensor, was: Tensor) -> None:
+        self.overwritten.append((x, was))
+
+    def refused(self, message: str) -> BaseException:
+        if self.inside and not self.invents:
+            return _Looked()
+        self.error = self.error or CompositionError(message)
+        return self.error
+
+    def _use(self, g: Ghost, func: Any) -> None:
+        if g.light:
+            self._use_leaves(g.leaves or frozenset())
+        elif g.home != self.chunk:
+            self._cross(g, func)
+
+    def _use_leaves(self, leaves: frozenset[int]) -> None:
+        for i in leaves - self.uses[self.chunk]:
+            k = self.layer_of.get(i)
+            if k is None:
+                self.uses[self.chunk].add(i)
+            elif not self.inside or k != self.calls[self.within].layer:
+                slot = self.layout.slots[i]
+                raise self._fail(
+                    f"{'' if slot is None else slot.path} is a parameter of layer "
+                    f"{self.layout.layers[k].name}, and is read outside of its call at {site()}, "
+                    "where another stage of the pipeline may be. Read it inside of the layer, or "
+                    "keep it outside of all layers."
+                )
+
+    def _cross(self, g: Ghost, func: Any) -> None:
+        label = g.known_as
+        if label is None:
+            what = func if isinstance(func, str) else f"{named(func)} at {site()}"
+            raise self._fail(
+                f"{what}, in stage {self.chunk} of a pipeline, uses a value of shape "
+                f"{list(g.form.shape)} computed in stage {g.home} that no layer was given. Pass it "
+                "to the layers as an argument, or compute it inside of them."
+            )
+        self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
+
+    def _fail(self, message: str) -> CompositionError:
+        error = CompositionError(message)
+        self.error = self.error or error
+        return error
+
+    # --- layers ---
+
+    def layer(
+        self, call: Callable[..., Any], info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]
+    ) -> Any:
+        """What the ``layer`` hook comes to."""
+        if info.key is None or info.key[0] is not None or self.inside:
+            return call(*xs, **kw)
+        n, index = len(self.calls), info.key[1]
+        ins, _ = flattened((xs, kw))
+        self._label(n, "in", ins)
+        self._begin(info, index)
+        before = [_version(x) for x in ins]
+        running = context.current()
+        assert running is not None
+        counted = running.layer_calls
+        self.within = n
+        try:
+            out = self._invented(call, xs, kw) if self.invents else call(*xs, **kw)
+        finally:
+            self.within = -1
+        outs, rebuild = flattened(out)
+        new = self._results(ins, outs)
+        self._label(n, "out", new)
+        writes = tuple(p for p, x in enumerate(ins) if _version(x) != before[p])
+        for p in writes:
+            if type(ins[p]) is not Ghost:
+                self._elsewhere(ins[p])
+        self.calls[n] = replace(
+            self.calls[n],
+            inside=running.layer_calls - counted,
+            arguments=len(ins),
+            results=tuple(_kept(x, ins) for x in new),
+            rebuild=rebuild,
+            writes=writes,
+        )
+        return rebuild(new)
+
+    def _elsewhere(self, x: Tensor) -> None:
+        """A tensor that a layer has written to: only its stage knows what is in it."""
+        was = ghost_like(form_of(x), x.device, self.chunk, x.requires_grad)
+        become(x, was)
+        self.overwrote(x, was)
+
+    def _begin(self, info: LayerInfo, index: int) -> None:
+        chunk, name = self.chunk_of[index], self.layout.layers[index].name
+        if self.calls and chunk < self.chunk:
+            raise self._fail(
+                f"layer {name}, of stage {chunk} of the pipeline, runs behind layer "
+                f"{self.calls[-1].name} of stage {self.chunk}. Layers must run in the order of "
+                "their stages: cut elsewhere, or put layers that share parameters into one stage."
+            )
+        self.chunk = chunk
+        self.calls.append(Called(name, index, chunk, info.index, 0, 0, (), _no_rebuild, ()))
+        self.flops.append(0)
+
+    def _label(self, n: int, side: str, leaves: Sequence[Any]) -> None:
+        for p, x in enumerate(leaves):
+            if type(settle(x)) is not Ghost:
+                continue
+            if x.light and x.recipe is not None:  # from here on it is a value of this chunk
+                self._use(x, "")
+                x.maker, x.leaves, x.recipe = self.chunk, None, None
+            if not x.light and x.known_as is None:
+                x.label = (n, side, p), x.memory.version
+
+    def _results(self, ins: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+        """A layer's results: what it made is a ghost, whatever it is made of."""
+        given = {id(x) for x in ins}
+        return [
+            ghost_like(form_of(x), x.device, self.chunk, x.requires_grad)
+            if isinstance(x, Tensor) and type(x) is not Ghost and id(x) not in given
+            else x
+            for x in outs
+        ]
+
+    # --- numbers that are made up ---
+
+    def _invented(self, call: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        with Counting() as counting:
+            try:
+                out = call(*xs, **kw)
+                out = replaced(out, self._emptied)
+            finally:
+                self._forget()
+        self.counted(counting.flops)
+        return out
+
+    def _forget(self) -> None:
+        for x, was in reversed(self.invented):
+            written = x._version > 0
+            become(x, was)
+            if written and type(x) is Ghost:
+                x.memory.version, x.memory.chunk = x.memory.version + 1, self.chunk
+        self.invented.clear()
+
+    def _invent(self, g: Ghost) -> None:
+        generator = torch.Generator(g.device).manual_seed(0)
+        if g.dtype.is_floating_point or g.dtype.is_complex:
+            wide = torch.rand(g.shape, generator=generator, device=g.device)
+            new = (wide * 0.1).to(g.dtype)
+        else:
+            new = torch.zeros(g.shape, dtype=g.dtype, device=g.device)
+        marks = {k: x for k, x in g.__dict__.items() if k.startswith("_zfunc")}
+        new.__dict__.update(marks)
+        become(g, new)
+        self.invented.append((g, new))
+
+    def _emptied(self, x: Tensor) -> Tensor:
+        """A ghost of what a layer has returned; of what it was given, that itself."""
+        if type(x) is Ghost or any(x is y for y, _ in self.invented):
+            return x
+        return ghost_like(form_of(x), x.device, self.chunk, True)
+
+
+def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
+    raise AssertionError("a layer that has not returned")
+
+
+def _version(x: Any) -> Any:
+    if type(x) is Ghost:
+        return x.memory.version
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else None
+
+
+def _kept(x: Any, ins: Sequence[Any]) -> Any:
+    """What is known of a layer's result when it does not run."""
+    position = next((p for p, y in enumerate(ins) if y is x), None)
+    if position is not None and not isinstance(x, int | float | str | None):
+        return Same(position)
+    return x.spec if type(x) is Ghost else x
+
+
+def _spec(x: Tensor) -> Spec:
+    if type(x) is Ghost:
+        return x.spec
+    return Spec(tuple(x.shape), x.dtype, x.device, x.requires_grad, x.stride())
+
+
+def _copied(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Arguments that may be written to, and the copies that are among them."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(x: Tensor) -> Tensor:
+        if type(x) is not Tensor or x.requires_grad:
+            return x
+        return copies.setdefault(id(x), x.clone())
+
+    return replaced(tree, copy), list(copies.values())
+
+
+def _beside(running: Context) -> Context:
+    """The context of a rehearsal: the step's, without randomness; layers come here."""
+    transforms = (Seam(), *running.transforms)
+    return replace(
+        running, transforms=transforms, layer_calls=0, layer_scope=None, passes=list(running.passes)
+    )

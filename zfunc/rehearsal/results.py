@@ -1,0 +1,89 @@
+"""The leaves of what layers take and give.
+
+Besides containers that ``optree`` knows, dataclasses and kinds of dicts (a ``ModelOutput`` of
+Hugging Face) are seen into. Everything else is one leaf: a cache, say, which layers change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from zfunc.trees.nodes import OPAQUE
+
+__all__ = ["Rebuild", "flattened", "replaced"]
+
+Rebuild = Callable[[Sequence[Any]], Any]
+"""A function from leaves to the structure that they were in."""
+
+PLAIN = frozenset([Tensor, type(None), int, float, bool, str, bytes])
+
+
+def flattened(tree: Any) -> tuple[list[Any], Rebuild]:
+    """The leaves, ``None`` being one, and how they go together.
+
+    >>> leaves, rebuild = flattened((1, {"a": [2, None]}))
+    >>> leaves, rebuild([5, 6, 7])
+    ([1, 2, None], (5, {'a': [6, 7]}))
+    """
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    if all(type(x) in PLAIN for x in leaves):
+        return leaves, lambda new: optree.tree_unflatten(spec, new)
+    if not any(map(_is_record, leaves)):
+        return leaves, lambda new: optree.tree_unflatten(spec, new)
+    found: list[Any] = []
+    parts: list[tuple[int, Rebuild]] = []
+    for x in leaves:
+        inner, rebuilt = _seen_into(x) if _is_record(x) else ([x], _first)
+        found += inner
+        parts.append((len(inner), rebuilt))
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        rest = iter(new)
+        items = [rebuilt([next(rest) for _ in range(count)]) for count, rebuilt in parts]
+        return optree.tree_unflatten(spec, items)
+
+    return found, rebuild
+
+
+def _first(new: Sequence[Any]) -> Any:
+    return new[0]
+
+
+def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
+    """The tree with each of its tensors replaced."""
+    leaves, rebuild = flattened(tree)
+    return rebuild([new(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def _is_record(x: Any) -> bool:
+    return isinstance(x, Mapping) or (is_dataclass(x) and not isinstance(x, type))
+
+
+def _seen_into(record: Any) -> tuple[list[Any], Rebuild]:
+    """The leaves of a dataclass or a kind of dict, and how another is made with other ones."""
+    items = dict(_items(record))
+    leaves, rebuild = flattened(list(items.values()))
+    empty = _with(record, dict.fromkeys(items))
+    return leaves, lambda new: _with(empty, dict(zip(items, rebuild(new), strict=True)))
+
+
+def _with(record: Any, values: Mapping[Any, Any]) -> Any:
+    made = copy.copy(record)
+    for key, value in values.items():
+        if isinstance(made, Mapping):
+            made[key] = value  # type: ignore[index]
+        else:
+            object.__setattr__(made, key, value)
+    return made
+
+
+def _items(record: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(record, Mapping):
+        return iter(record.items())
+    return ((f.name, getattr(record, f.name)) for f in fields(record) if hasattr(record, f.name))

@@ -1,0 +1,103 @@
+"""Zero bubble schedules: backward in halves, and gradients of weights where a rank would be idle.
+
+Penghui Qi, Xinyi Wan, Guangxing Huang, Min Lin, Zero Bubble Pipeline Parallelism, 2023.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from zfunc.schedules.actions import Action
+from zfunc.schedules.checks import as_count
+from zfunc.schedules.list_scheduling import ListScheduling, Preference
+from zfunc.schedules.pipeline_schedule import Schedule
+
+__all__ = ["zb", "zbv"]
+
+
+def zb(ranks: int, microbatches: int) -> Schedule:
+    """Zero bubble with one chunk on each rank, and no rank holds more than P microbatches.
+
+    Rank r goes P - r forwards ahead, and its W comes r microbatches behind its I. With P ranks, M
+    microbatches and F, I and W that take 1 each it ends after 3M + P - 1, or 2M + 2P - 1 if M < P.
+    Nothing can end earlier: the last rank starts after P - 1 and has work for 3M. It is also
+    through with forward and I of all microbatches after P - 1 + 2M at the earliest, and then I has
+    P - 1 ranks to go, and W follows on the first one. So (P - 1) / (3M + P - 1) is idle if M >= P.
+
+    Raises:
+        ScheduleError: a number is less than 1.
+
+    >>> round(zb(4, 8).bubble(), 4), zb(4, 8).in_flight()
+    (0.1111, (4.0, 4.0, 4.0, 4.0))
+    >>> print(zb(2, 3).picture())
+    rank 0 |F0-F1-...I0-W0-F2-I1-W1-I2-W2-
+    rank 1 |...F0-I0-F1-I1-W0-F2-I2-W1-W2-
+    """
+    return _zb(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"))
+
+
+@cache
+def _zb(ranks: int, microbatches: int) -> Schedule:
+    rows = []
+    for r in range(ranks):
+        f, i, w = ([Action(kind, j, r) for j in range(microbatches)] for kind in "FIW")
+        row = f[: ranks - r]
+        for j in range(microbatches):
+            row += [i[j], *w[j - r : j - r + 1]] if j >= r else [i[j]]
+            row += f[ranks - r + j : ranks - r + j + 1]
+        rows.append((*row, *w[max(0, microbatches - r) :]))
+    return Schedule(tuple(range(ranks)), microbatches, tuple(rows))
+
+
+def zbv(ranks: int, microbatches: int) -> Schedule:
+    """Zero bubble with two chunks on each rank: down the ranks, and up again.
+
+    Rank r owns chunks r and 2P - 1 - r, so the first rank has the beginning and the end of a model.
+    No rank holds more than 2P chunks, which is what the first one holds under 1F1B. Where F, I and
+    W of a chunk take the same time as little is idle as can be, (P - 1) / (6M + P - 1), from M = P
+    on, with a few exceptions that take a unit of time or two more.
+
+    Some orders are tried, and the shortest is kept.
+
+    Raises:
+        ScheduleError: a number is less than 1.
+
+    >>> round(zbv(4, 8).bubble(), 4), zbv(4, 8).in_flight()
+    (0.0588, (4.0, 4.0, 4.0, 4.0))
+    >>> zbv(4, 8).rank_of
+    (0, 1, 2, 3, 3, 2, 1, 0)
+    """
+    return _zbv(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"))
+
+
+@cache
+def _zbv(ranks: int, microbatches: int) -> Schedule:
+    rank_of = (*range(ranks), *reversed(range(ranks)))
+    room, bound = [2 * ranks] * ranks, _zbv_bound(ranks, microbatches)
+    # What has been seen to be best, in this order.
+    choices = (_by("FIW"), 0), (_by("FIW"), 1), (_by("IFW"), 0)
+    found: list[ListScheduling] = []
+    for prefer, spare in choices:
+        listed = ListScheduling(rank_of, microbatches, "FIW", room, prefer, spare)
+        if listed.run():
+            found.append(listed)
+        if found and found[-1].makespan() <= bound:
+            break
+    best = min(found, key=ListScheduling.makespan)
+    return Schedule(rank_of, microbatches, tuple(map(tuple, best.rows)))
+
+
+def _by(order: str) -> Preference:
+    """Kinds in this order, then earlier microbatches, then earlier chunks."""
+    return lambda kind, i, k: (order.index(kind), i, k)
+
+
+def _zbv_bound(ranks: int, microbatches: int) -> int:
+    """No order of a V ends earlier, if F, I and W take 1.
+
+    The last rank starts after P - 1. The first one has nothing but its first chunk's forwards to do
+    until 2P - 1; when it is through with the second chunk's F and I, I passes 2P - 1 chunks more,
+    and W follows.
+    """
+    p, m = ranks, microbatches
+    return max(6 * m + p - 1, 5 * m + 2 * p - 1, 2 * m + 4 * p - 1)
