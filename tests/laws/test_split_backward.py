@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
-from tests.unit.split_backwards import Piece, check, largest_difference, split, whole
+from tests.unit.split_backwards import Handed, Piece, check, largest_difference, split, whole
 
 D = torch.float64
 N = 3  # rows and columns of what random graphs compute with
@@ -83,18 +83,34 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor | Sequence[Tensor]]] = {
 
 
 @st.composite
-def programs(draw: st.DrawFn, names: Sequence[str]) -> Callable[[], Piece]:
-    """Random operations on inputs, weights and what has come of them; anything is an output."""
+def programs(
+    draw: st.DrawFn, names: Sequence[str], come: list[Any] | None = None
+) -> Callable[[], Piece]:
+    """Random operations on inputs, weights and what has come of them; anything is an output.
+
+    Args:
+        come: where units of one or two weights hand over their gradients, behind one empty end.
+    """
     inputs, weights = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     count = draw(st.integers(1, 12))
     pick = st.integers(0, 10**6)
     steps = [(draw(st.sampled_from(names)), draw(pick), draw(pick)) for _ in range(count)]
     picked = draw(st.lists(pick, min_size=1, max_size=4))
-    also = draw(st.lists(pick, max_size=1))
+    also = draw(st.lists(pick, max_size=1)) if come is None else []
+    cut = draw(st.integers(0, weights))
 
     def make() -> Piece:
         torch.manual_seed(0)
         leaves = [torch.randn(N, N, dtype=D).requires_grad_() for _ in range(inputs + weights)]
+        end = torch.zeros(0, requires_grad=True)
+        if come is not None:
+            for name, unit in (
+                ("a", slice(inputs, inputs + cut)),
+                ("b", slice(inputs + cut, None)),
+            ):
+                if leaves[unit]:
+                    found = Handed.apply(end, name, come, *(x.detach() for x in leaves[unit]))  # type: ignore[no-untyped-call]
+                    leaves[unit] = [found] if isinstance(found, Tensor) else [*found]
         values = [*leaves]
         for name, a, b in steps:
             # What has just been computed is drawn more often: deep graphs.
@@ -104,7 +120,9 @@ def programs(draw: st.DrawFn, names: Sequence[str]) -> Callable[[], Piece]:
             found = OPERATIONS[name](x, y)
             values += [found] if isinstance(found, Tensor) else [*found]
         outs = [values[-1 - k % len(values)] for k in picked]
-        ends = [*leaves[inputs:], *(values[k % len(values)] for k in also)]
+        ends = (
+            [*leaves[inputs:], *(values[k % len(values)] for k in also)] if come is None else [end]
+        )
         return outs, leaves[:inputs], ends
 
     return make
@@ -132,6 +150,27 @@ def test_random_graphs_with_checkpoints(make: Callable[[], Piece]) -> None:
     assert largest_difference(got.inputs, expected.inputs) <= 1e-12
     assert largest_difference(got.ends, expected.ends) <= 1e-12
     assert got.first + got.second == expected.first  # the forward of what is computed again, too
+
+
+UNITS: list[Any] = []
+
+
+@settings(max_examples=150)
+@given(programs([*OPERATIONS, "again"], UNITS))
+def test_random_graphs_of_units(make: Callable[[], Piece]) -> None:
+    """Each unit is handed its gradients once, and the whole of them."""
+    UNITS.clear()
+    expected = whole(make)
+    before = sorted(UNITS, key=lambda unit: str(unit[0]))
+    UNITS.clear()
+    got = split(make)
+    after = sorted(UNITS, key=lambda unit: str(unit[0]))
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert len({name for name, _ in after}) == len(after)
+    for (_, row), (_, other) in zip(after, before, strict=True):
+        assert largest_difference(row, other) <= 1e-12
+    assert largest_difference(got.inputs, expected.inputs) <= 1e-12
+    assert got.first + got.second == expected.first
 
 
 OPERATIONS["again"] = _again

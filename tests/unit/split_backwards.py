@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfunc.engine.split_backward import SplitBackward
@@ -16,6 +17,22 @@ from zfunc.engine.split_backward import SplitBackward
 Piece = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Any]]
 NAMES = "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution", "linear"
 WITHIN = 1e-12
+
+
+class Handed(torch.autograd.Function):
+    """Weights that come in behind an end without elements; gradients are handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, end: Tensor, name: str, into: list[Any], *leaves: Tensor) -> Any:
+        ctx.name, ctx.into = name, into
+        ctx.set_materialize_grads(False)
+        return leaves if len(leaves) > 1 else leaves[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.into.append((ctx.name, grads))
+        return (None,) * (3 + len(grads))
 
 
 class Products(TorchDispatchMode):

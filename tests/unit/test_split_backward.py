@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit.split_backwards import Piece, check, seeds_of, split, whole
+from tests.unit.split_backwards import Handed, Piece, check, seeds_of, split, whole
 from zfunc.engine.split_backward import SplitBackward
 from zfunc.errors import BackwardError
 
@@ -321,22 +321,6 @@ def check_equal(make: Callable[[], Piece], expected: Any) -> Any:
     return got
 
 
-class Handed(torch.autograd.Function):
-    """Weights that come in behind an end without elements; gradients are handed over."""
-
-    @staticmethod
-    def forward(ctx: Any, end: Tensor, name: str, into: list[Any], *leaves: Tensor) -> Any:
-        ctx.name, ctx.into = name, into
-        ctx.set_materialize_grads(False)
-        return leaves if len(leaves) > 1 else leaves[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.into.append((ctx.name, grads))
-        return (None,) * (3 + len(grads))
-
-
 @pytest.mark.parametrize("shape", [(), (0,)])
 def test_gradients_are_handed_over_on_the_way(shape: tuple[int, ...]) -> None:
     """Once for each unit of weights, all of its leaves; with an empty end unit by unit."""
@@ -453,3 +437,61 @@ def test_outputs_that_no_gradient_has_come_for() -> None:
     dw, dv = back.of_weights()
     assert dx is not None and dw is not None and dv is None
     assert torch.equal(dx, seed @ w.t()) and torch.equal(dw, x.t() @ seed)
+
+
+@pytest.mark.parametrize("shape", [(), (0,)])
+def test_units_behind_one_end_of_which_one_is_checkpointed(shape: tuple[int, ...]) -> None:
+    """Autograd that runs towards an end runs all that leads to it: units must still leave once."""
+    come: list[Any] = []
+    end = torch.zeros(shape, requires_grad=True)
+
+    def make() -> Piece:
+        x = leaf(3, 4)
+        y: Tensor = x
+        for i in range(3):
+            w, v = Handed.apply(end, i, come, leaf(4, 4).detach(), leaf(4).detach())
+            again = i == 1
+
+            def layer(y: Tensor, w: Tensor, v: Tensor) -> Tensor:
+                return F.rms_norm(torch.tanh(y @ w), (4,), v) @ w
+
+            y = checkpoint(layer, y, w, v, use_reentrant=False) if again else layer(y, w, v)
+        return [y], [x], [end]
+
+    expected = whole(make)
+    before, come[:] = [*come], []
+    got = split(make)
+    assert [name for name, _ in come] == [name for name, _ in before]
+    for (_, row), (_, other) in zip(come, before, strict=True):
+        for a, b in zip(row, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert got.first + got.second == expected.first
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+def test_weights_made_in_a_checkpointed_region(inputs: bool) -> None:
+    """What has been computed again serves the way to inputs and all branches, at once."""
+    runs: list[int] = []
+    come: list[Any] = []
+    end = torch.zeros(0, requires_grad=True)
+
+    def region(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        runs.append(1)
+        return torch.tanh(x), w.exp(), v.exp()
+
+    def make() -> Piece:
+        x, w, v = leaf(3, 4), leaf(4, 4).detach(), leaf(4, 4, seed=1).detach()
+        w, v = Handed.apply(end, 0, come, w), Handed.apply(end, 1, come, v)
+        y, made, other = checkpoint(region, x, w, v, use_reentrant=False)
+        if not inputs:
+            return [made.sin(), other.sin()], [], [end]
+        return [y @ made, other.sin()], [x], [end]
+
+    expected = whole(make)
+    once, before, runs[:], come[:] = len(runs), sorted(come, key=lambda c: c[0]), [], []
+    got = split(make)
+    assert len(runs) == once == 2
+    assert got.first + got.second == expected.first
+    for (name, row), (other, rows) in zip(sorted(come, key=lambda c: c[0]), before, strict=True):
+        assert name == other
+        torch.testing.assert_close(row[0], rows[0], rtol=1e-12, atol=1e-12)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Branch", "Edge", "Node", "Ways", "edge_of", "is_function", "is_product", "saved_by"]
+__all__ = ["Branch", "Edge", "Node", "Ways", "edge_of", "is_function", "is_matmul", "is_product"]
+__all__ += ["saved_by"]
 
 Node = Any  # torch's type of it knows little of what it has
 Edge = tuple[Node, int]
@@ -27,6 +28,7 @@ PRODUCTS = (
     *("Vdot", "Linear", "Matmul", "Trilinear", "Convolution", "ConvolutionOverrideable", "ConvTbc"),
     *("ConvDepthwise2D", "ConvDepthwise3D"),
 )
+MATMULS = "Mm", "Addmm", "Bmm", "Baddbmm"
 # They compute the gradients of all operands together, with products in it.
 AT_ONCE = "ScaledDotProduct", "Attention", "Rnn", "Lstm", "Solve", "Linalg", "Ormqr"
 
@@ -38,8 +40,9 @@ class Branch:
     Attributes:
         ends: indices of the ends that they lead to.
         hooked: whether what one of them has saved can be had once only.
-        early: whether they must run in one go with the way to inputs, because of that or because
-            what leads to them computes all of its gradients at once.
+        early: whether they must run in one go with the way to inputs: because of that, because
+            what leads to them computes all of its gradients at once, or because they share an end
+            with others that must.
     """
 
     ends: set[int] = field(default_factory=set)
@@ -94,8 +97,7 @@ class Ways:
 
     def early_ends(self) -> list[int]:
         """Indices of the ends whose gradients come with those of the inputs."""
-        branches = {*self._branches.values()}
-        return sorted({*self.known, *(k for x in branches if x.early for k in x.ends)})
+        return sorted({*self.known, *self._early()})
 
     def _on_way(self, edge: Edge) -> bool:
         return edge in self._goals or edge[0] in self.way
@@ -147,8 +149,8 @@ class Ways:
             aside = self._aside.get(node)
             if aside and not is_function(node) and (_kind(node).at_once or _once_only(node)):
                 for _, edge in aside:
-                    if (found := self.branch(edge)) is not None:
-                        found.early = True
+                    if (into := self.branch(edge)) is not None:
+                        into.early = True
         branches = {*self._branches.values()}
         while late := {x for x in branches if not x.early and not x.ends.isdisjoint(self._early())}:
             for branch in late:  # autograd that runs towards an end runs all that leads there
@@ -218,6 +220,11 @@ def is_product(node: Node) -> bool:
     return _kind(node).product
 
 
+def is_matmul(node: Node) -> bool:
+    """Whether it is a product of matrices: one operand's gradient takes nothing but the other."""
+    return _kind(node).matmul
+
+
 def saved_by(node: Node) -> Iterator[Any]:
     """What a node has saved: torch's ``SavedTensor``, each with the hooks that it went through."""
     for name in _kind(node).saved:
@@ -234,6 +241,7 @@ class _Kind:
     def __init__(self, node: Node) -> None:
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
         self.product = name in PRODUCTS and not is_function(node)
+        self.matmul = name in MATMULS and self.product
         self.at_once = any(word in name for word in AT_ONCE)
         self.saved = [name for name in dir(type(node)) if name.startswith("_raw_saved")]
 

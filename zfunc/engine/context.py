@@ -17,6 +17,7 @@ __all__ = [
     "ENDING",
     "PLACING",
     "RECOMPUTED",
+    "WEIGHTS_UNREAD",
     "Context",
     "current",
     "pop",
@@ -76,6 +77,11 @@ class Context(Memory):
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
 """Of a layer whose activations are not kept: ``"first"`` in its forward pass, ``"again"``
 when backward runs it anew, empty elsewhere."""
+
+WEIGHTS_UNREAD: ContextVar[bool] = ContextVar("zfunc_weights_unread", default=False)
+"""Whether a node that asks for a weight that it has saved will not read it: a product of matrices
+whose gradient of the weight is computed, for which it takes the activation alone, asks for both. It
+may be given anything of the weight's shape."""
 
 PLACING: ContextVar[Any] = ContextVar("zfunc_placing", default=None)
 """The step whose ``place`` or ``init`` is running."""

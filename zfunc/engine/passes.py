@@ -95,7 +95,7 @@ class Pass:
     most_in_flight: int = 0
 
     def __post_init__(self) -> None:
-        self.tick = torch.zeros((), requires_grad=True)
+        self.tick = torch.zeros(0, requires_grad=True)  # without a value: see SplitBackward
         self.ends: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
 
     def add(

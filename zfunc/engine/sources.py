@@ -18,7 +18,7 @@ from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
 from zfunc.engine.unit_info import UnitInfo
-from zfunc.engine.unit_runs import Running, UnitRun, redeem
+from zfunc.engine.unit_runs import Activation, Running, UnitRun, redeem
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of
 from zfunc.layout.readable import Readable
@@ -80,8 +80,7 @@ class LayerRef(Ref):
             ticket = run.pack(x)
             if ticket is not x:
                 return ticket
-        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
-        return x if x.grad_fn is None else x.detach()
+        return Activation(x)
 
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]

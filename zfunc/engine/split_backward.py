@@ -40,9 +40,11 @@ from zfunc.engine.branches import (
     Ways,
     edge_of,
     is_function,
+    is_matmul,
     is_product,
     saved_by,
 )
+from zfunc.engine.context import WEIGHTS_UNREAD
 from zfunc.errors import BackwardError
 
 __all__ = ["SplitBackward"]
@@ -276,8 +278,12 @@ class _Parted:
     def compute(self) -> None:
         """Ask the node for what leads into branches, where nothing else is asked for."""
         assert self.grads is not None
-        found = self.node(*(None if x is None else x.get() for x in self.grads))
-        self.grads = None
+        grads, self.grads = [None if x is None else x.get() for x in self.grads], None
+        token = WEIGHTS_UNREAD.set(is_matmul(self.node))
+        try:
+            found = self.node(*grads)
+        finally:
+            WEIGHTS_UNREAD.reset(token)
         for at, edge, branch in self.leaving:
             if found[at] is not None:
                 self.found.append(_Kept(branch, edge, _fitting(found[at], edge)))

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from zfunc.engine.context import RECOMPUTED
+from zfunc.engine.context import RECOMPUTED, WEIGHTS_UNREAD
 from zfunc.engine.hooks import Pending
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.engine.versions import check, versions
@@ -24,7 +24,17 @@ from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.replicated import Replicated
 
-__all__ = ["AGAIN", "ENTER", "LEAVE", "RELEASE", "Running", "UnitRun", "dense", "redeem"]
+__all__ = [
+    "AGAIN",
+    "ENTER",
+    "LEAVE",
+    "RELEASE",
+    "Activation",
+    "Running",
+    "UnitRun",
+    "dense",
+    "redeem",
+]
 
 ENTER, AGAIN, RELEASE, LEAVE = "enter", "again", "release", "leave"  # what happens to a unit
 BYTES_ON_A_GPU = 2**30  # that may be under way at once
@@ -436,7 +446,13 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Stands for a saved tensor inside a unit's entered memory."""
+    """Stands for a saved tensor inside a unit's entered memory.
+
+    Attributes:
+        repeatable: that it may be redeemed twice; the unit enters once for all of its tickets.
+    """
+
+    repeatable: ClassVar[bool] = True
 
     run: UnitRun
     value: int
@@ -447,6 +463,9 @@ class Ticket:
     height: int
 
     def redeem(self) -> Tensor:
+        if WEIGHTS_UNREAD.get() and self.dtype.is_floating_point:
+            where = self.run.device
+            return torch.full((), torch.nan, dtype=self.dtype, device=where).expand(self.shape)
         if (accord := self.run.owner.accord) is not None:
             accord.passed(self.height)
         full = self.run.acquire_again()[self.value]
@@ -455,9 +474,27 @@ class Ticket:
         return full.as_strided(self.shape, self.stride, self.offset)
 
 
-def redeem(x: Any) -> Tensor:
-    """The unpack hook: the tensor behind a ticket, or the tensor itself."""
-    return x.redeem() if isinstance(x, Ticket) else x
+class Activation:
+    """A saved tensor that can be let go of before the node that has saved it."""
+
+    __slots__ = ("tensor",)
+    repeatable: ClassVar[bool] = True
+
+    def __init__(self, x: Tensor) -> None:
+        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
+        self.tensor: Tensor | None = x if x.grad_fn is None else x.detach()
+
+    def redeem(self) -> Tensor:
+        assert self.tensor is not None, "backward ran twice through what has been used up"
+        return self.tensor
+
+    def forget(self) -> None:
+        self.tensor = None
+
+
+def redeem(x: Ticket | Activation) -> Tensor:
+    """The unpack hook: the tensor behind a ticket, or what was saved."""
+    return x.redeem()
 
 
 class _Enter(torch.autograd.Function):
