@@ -236,10 +236,11 @@ class _Step(PipelineStage):
         part = self.parts[i, k]
         outs, seeds = self._seeds(i, k)
         inputs = part.run.inputs
-        part.backward = SplitBackward(outs, list(inputs.values()), [part.owner.tick])
+        goals = [*inputs.values(), *part.run.begins.values()]
+        part.backward = SplitBackward(outs, goals, [part.owner.tick])
         grads = part.backward.of_inputs(seeds)
-        self._reply(i, k, dict(zip(inputs, grads, strict=True)))
-        part.run.outs, part.run.inputs, part.loss = {}, {}, None
+        self._reply(i, k, dict(zip(inputs, grads, strict=False)))
+        part.run.outs, part.run.inputs, part.run.begins, part.loss = {}, {}, {}, None
 
     def _weights(self, i: int, k: int) -> None:
         backward = self.parts[i, k].backward

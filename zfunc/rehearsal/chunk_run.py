@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zfunc.engine import context
 from zfunc.engine.hooks import LayerInfo
@@ -77,6 +78,8 @@ class ChunkRun:
     Attributes:
         outs: what others need of this chunk, by label.
         inputs: what was received, by label; where a gradient goes, a leaf of the graph.
+        begins: where gradients go on to what was computed here before the first layer; of a chunk
+            that has received nothing that has one.
     """
 
     def __init__(
@@ -96,10 +99,12 @@ class ChunkRun:
         self.wanted = dict(plan.receives(chunk))
         self.inputs: dict[Label, Tensor] = {}
         self.outs: dict[Label, Tensor] = {}
+        self.begins: dict[Any, GradientEdge] = {}
         self.to_send = {label for label, _ in plan.sends(chunk)}
         self.places: dict[tuple[int, str], list[Label]] = {}
         for label in (*self.wanted, *self.to_send):
             self.places.setdefault(label[:2], []).append(label)
+        self.first = next((n for n, call in enumerate(plan.calls) if call.chunk == chunk), -1)
         self.stop = plan.last_call(chunk)
         self.last = chunk == plan.chunks - 1
         self.next = 0
@@ -261,6 +266,8 @@ class ChunkRun:
     ) -> Any:
         if not self.active:
             self._activate()
+        if n == self.first and not any(x.requires_grad for x in self.inputs.values()):
+            self._begin(flattened((xs, kw))[0])
         self.within = n
         try:
             out = call(*xs, **kw)
@@ -268,6 +275,12 @@ class ChunkRun:
             self.within = -1
         self._meet(n, "out", flattened(out)[0])
         return out
+
+    def _begin(self, given: Sequence[Any]) -> None:
+        for x in given:
+            if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
+                edge = get_gradient_edge(x)
+                self.begins[edge.node, edge.output_nr] = edge
 
     def _skip(self, n: int, plan: Called, ins: Sequence[Any]) -> Any:
         self.active = False
