@@ -127,6 +127,7 @@ class _Step(PipelineStage):
         self.losses = Losses(communication(running).everyone, n)
         self.row = schedule.actions[self.me]
         self.ends_with = {k: i for kind, i, k in self.row if kind in "BW"}
+        self.whole = {(i, k) for kind, i, k in self.row if kind == "B"}  # not in two parts
         self.sums = {k: UnitSums() for k, rank in enumerate(self.rank_of) if rank == self.me}
         self.root = UnitSums()
         self.parts: dict[tuple[int, int], _Passage] = {}
@@ -180,6 +181,7 @@ class _Step(PipelineStage):
     def _new(self, i: int, k: int) -> tuple[Pass, Source]:
         sums = SumsOfPass(self.root, self.sums[k], last=self.ends_with[k] == i)
         owner = new_pass(self.running, sums)
+        owner.adds = owner.adds and (i, k) in self.whole
         source = self.take_part(owner)
         self.hold(source)
         layers = [] if self.keeps else [(source.index, u) for u in self.layers(k)]

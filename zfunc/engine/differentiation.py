@@ -309,6 +309,7 @@ def new_pass(running: Context, collector: Collector | None = None) -> Pass:
     if collector is not None:
         leaving.append(collector)
     leaving.sort(key=lambda t: -t.position)
+    first = bool(leaving) and leaving[0] is collector  # nothing becomes of gradients before
     return Pass(
         before=[t.enter for t in entering if t.before_gather],
         after=[t.enter for t in entering if not t.before_gather],
@@ -317,7 +318,8 @@ def new_pass(running: Context, collector: Collector | None = None) -> Pass:
         running=running,
         waiting={} if collector is None else collector.waiting,
         holding=collector is not None and collector.holding,
-        take=collector.take if collector is not None and leaving[0] is collector else None,
+        take=collector.take if collector is not None and first else None,
+        adds=collector is not None and first and collector.holding,
         spill=over.spill,
     )
 

@@ -18,7 +18,7 @@ with which parameters enter, and leave again behind a layer. A tree is in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ class Pass:
         waiting: units whose gradients an earlier pass kept back for this one.
         holding: whether the gradients of this one are kept back.
         take: the sum of a unit to which its gradients are added on the spot, if there is one.
+        adds: whether autograd itself may add them, in :meth:`go_back`.
         idle: units that no rank uses in this pass, by a common decision.
         memory, place: where, and under which name, a pass leaves the script of the next one.
         accord: how the ranks agree on what comes next; ``None`` on one rank.
@@ -87,6 +88,7 @@ class Pass:
     waiting: Mapping[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     holding: bool = False
     take: Callable[[Any], list[Tensor] | None] | None = None
+    adds: bool = False
     idle: set[tuple[int, int]] = field(default_factory=set)
     memory: dict[Any, Any] | None = None
     place: Any = None
@@ -195,7 +197,8 @@ class Pass:
 
         Args:
             outs: where it begins, and with which ``seeds``.
-            inputs: further tensors, whose gradients are returned; None for those not reached.
+            inputs: further ends of the graph, whose gradients are returned; None for those not
+                reached.
 
         An end's hook is there for this long, behind those of the loss function, which may ask for
         gradients by itself, too.
@@ -203,8 +206,13 @@ class Pass:
         hooks = [end.register_hook(leave) for end, leave in self.ends]
         try:
             ends = [*inputs, self.tick, *(end for end, _ in self.ends)]
-            grads = torch.autograd.grad(outs, ends, seeds, allow_unused=True)
-            return grads[: len(inputs)]
+            if not self.adds:
+                return torch.autograd.grad(outs, ends, seeds, allow_unused=True)[: len(inputs)]
+            with ExitStack() as stack:
+                runs = (run for source in self.sources for run in source.runs if run.adding)
+                leaves = [x for run in runs for x in stack.enter_context(run.added())]
+                torch.autograd.backward(outs, seeds, inputs=[*ends, *leaves])
+            return tuple(x.grad for x in inputs)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -9,8 +9,10 @@ autograd Functions carry their unit with them, so that backward may run on a thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -53,6 +55,7 @@ class Running(Protocol):
         holding: whether gradients are kept back for a later pass.
         waiting: gradients that an earlier pass kept back for this one.
         take: the sum of a unit to which its gradients are added on the spot, if there is one.
+        adds: whether autograd itself may add them.
         lingering: units that are kept for a neighbour's sake.
     """
 
@@ -65,6 +68,7 @@ class Running(Protocol):
     holding: bool
     waiting: Mapping[tuple[int, int], Any]
     take: Callable[[UnitInfo], list[Tensor] | None] | None
+    adds: bool
     lingering: list[UnitRun]
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
@@ -103,6 +107,7 @@ class UnitRun:
         touched: whether backward has it.
         served: its layers that have run since it entered.
         partial: gradients that have come, by trainable leaf.
+        adding: of each entry whose gradients autograd adds to sums the trainable leaves.
         is_end: whether what enters is an end of the graph, which autograd comes to as soon as
             it can: not where units are gathered once more, since ranks on other paths could not
             tell when its gradient comes.
@@ -133,6 +138,7 @@ class UnitRun:
     touched: bool = False
     served: set[int] = field(default_factory=set)
     partial: list[Tensor | None] | None = None
+    adding: list[list[Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         layout, index = self.info.layout, self.info.index
@@ -250,13 +256,28 @@ class UnitRun:
             if again:
                 return self._stand_ins(views)
             self.tracked = tracked
-            if tracked:
+            if tracked and self._can_add:
+                self.adding.append([v for v, on in zip(views, self.live, strict=True) if on])
+                for view in self.adding[-1]:
+                    view.requires_grad_()
+            elif tracked:
                 self.open += 1
                 if self.owner.accord is not None:
                     self.owner.accord.entered(self)
                 views = self._tracked(views)
             self.entered = self._marked(views)
         return self.entered
+
+    @property
+    def _can_add(self) -> bool:
+        """Whether leaves may enter as ends of the graph that are nothing else: nobody has to know
+        when, and whether, their gradients come."""
+        owner, layout = self.owner, self.info.layout
+        if not owner.adds or self.is_end or self.foreign or owner.accord is not None:
+            return False
+        watched = owner.running is not None and owner.running.reached is not None
+        slots = (slot for i in self.info.trainable for slot in layout.by_flat[i])
+        return not watched and self.flat and all(slot.code is None for slot in slots)
 
     def _marked(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
         """The entered leaves by leaf index; those of a split tree say what they are parts of."""
@@ -418,6 +439,42 @@ class UnitRun:
             row, grads = grads[:count], grads[count:]
             flats.append(layout.pack(i, row, take))
             del row
+        return flats
+
+    @contextmanager
+    def added(self) -> Iterator[Iterable[Tensor]]:
+        """A block in which autograd adds gradients to what earlier passes have kept, each as soon
+        as it comes; it is given the leaves. Those of several entries are added to each other
+        first."""
+        entries, self.adding = self.adding, []
+        one, sums, fresh = len(entries) == 1, None, False
+        if one:
+            sums = None if self.owner.take is None else self.owner.take(self.info)
+            fresh, sums = sums is None, sums or self._nothing(entries[0])
+            parts = self.info.layout.parts_of(self.info.trainable, sums)
+            for leaf, part in zip(entries[0], parts, strict=True):
+                leaf.grad = part
+        before = versions(sums or ())
+        yield chain.from_iterable(entries)
+        if not one:
+            for leaves in reversed(entries):  # as backward comes to them
+                row = [None if x.grad is None else dense(x.grad) for x in leaves]
+                old = self.partial
+                self.partial = row if old is None else [*map(_add, old, row)]
+            if any(x is not None for x in self.partial or ()):
+                self.part(self.packed())
+            self.partial = None
+        elif sums is not None and not (fresh and before and versions(sums) == before):
+            self.part(sums)  # unless no gradient has come
+
+    def _nothing(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Flats of zeros for the gradients of some leaves."""
+        layout, take = self.info.layout, pool().take if self.info.layout.along is None else empty
+        flats, at = [], 0
+        for i in self.info.trainable:
+            like = leaves[at]
+            flats.append(take(layout.flats[i].length, like.dtype, like.device).zero_())
+            at += len(layout.by_flat[i])
         return flats
 
     def part(self, flats: list[Tensor]) -> None:

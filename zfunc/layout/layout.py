@@ -413,11 +413,15 @@ class Layout:
     def add(
         self, flats: Sequence[int], sums: Sequence[Tensor], leaves: Sequence[Tensor | None]
     ) -> None:
-        """Add leaves (in the order of ``by_flat``, flat by flat) to full flats; ``None`` is zero."""
-        parts = [part for i, full in zip(flats, sums, strict=True) for part in self._parts(i, full)]
+        """Add leaves (in the order of ``by_flat``, flat by flat) to full flats; None is zero."""
+        parts = self.parts_of(flats, sums)
         pairs = [(part, x) for part, x in zip(parts, leaves, strict=True) if x is not None]
         if pairs:
             torch._foreach_add_([part for part, _ in pairs], [x for _, x in pairs])
+
+    def parts_of(self, flats: Sequence[int], full: Sequence[Tensor]) -> list[Tensor]:
+        """The memory of each leaf in some full flats, in the order of ``by_flat``, flat by flat."""
+        return [part for i, x in zip(flats, full, strict=True) for part in self._parts(i, x)]
 
     def _concatenated(self, flat: int, leaves: Sequence[Tensor | None], full: Tensor) -> bool:
         """Fill a full flat in one operation of a CPU; false, with nothing done, if that can't be.
