@@ -8,7 +8,6 @@ from typing import Any
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.plans import Rehearsed
 from zfunc.schedules.pipeline_schedule import Schedule
-from zfunc.transforms.pipelining.stage import returned_by, sent_by
 
 __all__ = ["described"]
 
@@ -64,10 +63,10 @@ def _messages(schedule: Schedule, plan: Rehearsed) -> Iterator[str]:
     """What one microbatch sends from stage to stage, forward and backward."""
     sizes: dict[tuple[int, int], int] = {}
     for k, rank in enumerate(schedule.rank_of):
-        for to, labels in sent_by(plan, k).items():
+        for to, labels in plan.sent_by(k).items():
             nbytes = sum(plan.receives(to)[label][1].nbytes for label in labels)
             _count(sizes, rank, schedule.rank_of[to], nbytes)
-        for to, labels in returned_by(plan, k).items():
+        for to, labels in plan.returned_by(k).items():
             nbytes = sum(plan.receives(k)[label][1].nbytes for label in labels)
             _count(sizes, rank, schedule.rank_of[to], nbytes)
     rows = [f"{a} to {b} {n:,}" for (a, b), n in sorted(sizes.items())]

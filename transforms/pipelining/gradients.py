@@ -41,7 +41,7 @@ from zfunc.transforms.accumulation import Losses, UnitSums, mean_of_aux, times
 from zfunc.transforms.microbatches import microbatches
 from zfunc.transforms.pipelining.messages import StageMessage
 from zfunc.transforms.pipelining.results import broadcast
-from zfunc.transforms.pipelining.stage import PipelineStage, flat_spec, returned_by, sent_by
+from zfunc.transforms.pipelining.stage import PipelineStage, flat_spec
 from zfunc.transforms.pipelining.sums import SumsOfPass
 from zfunc.trees import tree
 from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in
@@ -166,7 +166,7 @@ class _Step(PipelineStage):
         yield from super()._sent_behind(kind, i, k, rank)
         plan = self.plans[i]
         if kind in "BI":
-            for source, labels in returned_by(plan, k).items():
+            for source, labels in plan.returned_by(k).items():
                 specs = tuple(plan.receives(k)[label][1] for label in labels)
                 yield StageMessage(("B", i, k, source), rank, self.rank_of[source], specs)
 
@@ -215,8 +215,8 @@ class _Step(PipelineStage):
         part, plan = self.parts[i, k], self.plans[i]
         outs: list[Tensor] = [] if part.loss is None else [part.loss]
         seeds: list[Any] = [] if part.loss is None else [part.seed]
-        for to in sent_by(plan, k):
-            labels = returned_by(plan, to).get(k, [])
+        for to in plan.sent_by(k):
+            labels = plan.returned_by(to).get(k, [])
             grads = self.wire.receive(("B", i, to, k)) if labels else []
             for label, grad in zip(labels, grads, strict=True):
                 if (out := part.run.outs[label]).requires_grad:
@@ -253,7 +253,7 @@ class _Step(PipelineStage):
     def _reply(self, i: int, k: int, grads: Mapping[Label, Tensor | None]) -> None:
         """Gradients of what a chunk has received go to those who sent it."""
         given = self.parts[i, k].run.inputs
-        for source, labels in returned_by(self.plans[i], k).items():
+        for source, labels in self.plans[i].returned_by(k).items():
             rows = [(given[label], grads.get(label)) for label in labels]
             filled = [torch.zeros_like(x) if g is None else g for x, g in rows]
             self.wire.send(("B", i, k, source), filled)

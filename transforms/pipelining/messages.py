@@ -7,7 +7,7 @@ order; whatever it needs next is there as soon as it has come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,18 +52,17 @@ class Wire:
 
     Args:
         ranks: the stages.
-        messages: all that a stage sends, in order.
+        every: of each stage all that it sends, in order.
         connected: directions in which messages have gone before; more are added.
     """
 
     def __init__(
         self,
         ranks: Group,
-        messages: Callable[[int], Iterable[StageMessage]],
+        every: Sequence[Sequence[StageMessage]],
         connected: set[tuple[int, int]],
     ) -> None:
         self.ranks = ranks
-        every = [[*messages(rank)] for rank in range(ranks.size)]
         self.sent = {m.key: m for m in every[ranks.rank]}
         self.coming = {
             rank: deque(m for m in row if m.to == ranks.rank)

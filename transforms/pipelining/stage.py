@@ -31,7 +31,7 @@ from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["PipelineStage", "flat_spec", "returned_by", "sent_by"]
+__all__ = ["PipelineStage", "flat_spec"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Rows = Sequence[Sequence[tuple[str, int, int]]]
@@ -71,9 +71,13 @@ class PipelineStage:
         self.source = self.take_part(self.base)
         chunks = _chunks_of_layers(self.layout)
         self.plans = [self._rehearsed(name, chunks, *each) for each in batches]
-        self.lent = self._lent()
-        connected = running.memo.setdefault("connected", set())
-        self.wire = Wire(ranks, self.messages, connected)
+        known = running.memo.setdefault("messages", {})
+        key = (name, ranks.size, *map(id, self.plans))  # which the memo keeps
+        self.lent, messages = known.get(key) or (self._lent(), None)
+        if messages is None:
+            messages = [[*self.messages(rank)] for rank in range(ranks.size)]
+            known[key] = self.lent, messages
+        self.wire = Wire(ranks, messages, running.memo.setdefault("connected", set()))
         self._raw: dict[int, list[Tensor]] = {}
 
     def take_part(self, owner: Pass) -> Source:
@@ -125,7 +129,7 @@ class PipelineStage:
     def _sent_behind(self, kind: str, i: int, k: int, rank: int) -> Iterator[StageMessage]:
         plan = self.plans[i]
         if kind == "F":
-            for to, labels in sent_by(plan, k).items():
+            for to, labels in plan.sent_by(k).items():
                 specs = tuple(plan.receives(to)[label][1] for label in labels)
                 yield StageMessage(("F", i, k, to), rank, self.rank_of[to], specs)
 
@@ -195,7 +199,7 @@ class PipelineStage:
         def receive(label: Label, spec: Spec) -> Tensor:
             if label not in come:  # all that a chunk sends another one travels together
                 sender = plan.receives(k)[label][0]
-                labels = sent_by(plan, sender)[k]
+                labels = plan.sent_by(sender)[k]
                 come.update(zip(labels, self.wire.receive(("F", i, sender, k)), strict=True))
             return come.pop(label)
 
@@ -203,7 +207,7 @@ class PipelineStage:
 
     def send_on(self, i: int, k: int, outs: Mapping[Label, Tensor]) -> None:
         """What later chunks need of a chunk."""
-        for to, labels in sent_by(self.plans[i], k).items():
+        for to, labels in self.plans[i].sent_by(k).items():
             self.wire.send(("F", i, k, to), [outs[label] for label in labels])
 
 
@@ -220,23 +224,6 @@ def _enter_roots(source: Source, leaves: frozenset[int]) -> dict[int, Tensor]:
 def flat_spec(length: int, dtype: torch.dtype, device: torch.device) -> Spec:
     """A flat on its way."""
     return Spec((length,), dtype, device, False, (1,))
-
-
-def sent_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
-    """By chunk what it needs of chunk ``k``, in one order on all ranks."""
-    found: dict[int, list[Label]] = {}
-    for label, to in plan.sends(k):
-        found.setdefault(to, []).append(label)
-    return dict(sorted(found.items()))
-
-
-def returned_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
-    """By chunk of which of its values chunk ``k`` returns gradients."""
-    found: dict[int, list[Label]] = {}
-    for label, (source, spec) in plan.receives(k).items():
-        if spec.needs_grad:
-            found.setdefault(source, []).append(label)
-    return dict(sorted(found.items()))
 
 
 def _chunks_of_layers(layout: Layout) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -107,6 +107,14 @@ class Rehearsed:
         """The values that a chunk gives, and to which chunk, in the order of these."""
         return self._sends[chunk]
 
+    def sent_by(self, chunk: int) -> Mapping[int, Sequence[Label]]:
+        """By chunk what it needs of this one, in one order on all ranks."""
+        return self._sent[chunk]
+
+    def returned_by(self, chunk: int) -> Mapping[int, Sequence[Label]]:
+        """By chunk of which of its values this one returns gradients."""
+        return self._returned[chunk]
+
     def roots(self, chunk: int) -> frozenset[int]:
         """The leaves outside layers that a chunk uses."""
         return self.uses[chunk]
@@ -124,3 +132,21 @@ class Rehearsed:
             for label, (source, _) in row.items():
                 rows[source].append((label, to))
         return tuple(map(tuple, rows))
+
+    @cached_property
+    def _sent(self) -> tuple[Mapping[int, list[Label]], ...]:
+        return tuple(_by_chunk((to, label) for label, to in row) for row in self._sends)
+
+    @cached_property
+    def _returned(self) -> tuple[Mapping[int, list[Label]], ...]:
+        return tuple(
+            _by_chunk((source, label) for label, (source, spec) in row.items() if spec.needs_grad)
+            for row in self.crossing
+        )
+
+
+def _by_chunk(pairs: Iterable[tuple[int, Label]]) -> dict[int, list[Label]]:
+    found: dict[int, list[Label]] = {}
+    for chunk, label in pairs:
+        found.setdefault(chunk, []).append(label)
+    return dict(sorted(found.items()))
