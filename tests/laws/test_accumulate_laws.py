@@ -181,8 +181,14 @@ class Before(zf.Transform):
 before = zf.transform_of(Before)
 
 
-SUMMED = ["stack", "mixed dtypes", "tiny leaves", "unused", "checkpoint", "a layer twice", "albert"]
-SUMMED += ["untracked first", "layers return weights", "gradient penalty", "frozen", "no layer used"]
+SUMMED = ["stack", "frozen", "mixed dtypes", "tiny leaves", "unused", "checkpoint", "a layer twice"]
+SUMMED += [
+    "albert",
+    "untracked first",
+    "layers return weights",
+    "gradient penalty",
+    "no layer used",
+]
 
 
 @pytest.mark.parametrize("name", SUMMED)
