@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from zfunc.buffers.readings import number, on_host
 from zfunc.engine.communication import communication
@@ -127,7 +128,9 @@ class _Step(PipelineStage):
         self.losses = Losses(communication(running).everyone, n)
         self.row = schedule.actions[self.me]
         self.ends_with = {k: i for kind, i, k in self.row if kind in "BW"}
-        self.whole = {(i, k) for kind, i, k in self.row if kind == "B"}  # not in two parts
+        # Microbatches whose gradients find those of others there, and come in one part.
+        begins_with = {k: i for kind, i, k in reversed(self.row) if kind in "BW"}
+        self.adding = {(i, k) for kind, i, k in self.row if kind == "B" and begins_with[k] != i}
         self.sums = {k: UnitSums() for k, rank in enumerate(self.rank_of) if rank == self.me}
         self.root = UnitSums()
         self.parts: dict[tuple[int, int], _Passage] = {}
@@ -181,7 +184,7 @@ class _Step(PipelineStage):
     def _new(self, i: int, k: int) -> tuple[Pass, Source]:
         sums = SumsOfPass(self.root, self.sums[k], last=self.ends_with[k] == i)
         owner = new_pass(self.running, sums)
-        owner.adds = owner.adds and (i, k) in self.whole
+        owner.adds = owner.adds and (i, k) in self.adding
         source = self.take_part(owner)
         self.hold(source)
         layers = [] if self.keeps else [(source.index, u) for u in self.layers(k)]
@@ -238,7 +241,7 @@ class _Step(PipelineStage):
         part = self.parts[i, k]
         outs, seeds = self._seeds(i, k)
         inputs = part.run.inputs
-        goals = [*inputs.values(), *part.run.begins.values()]
+        goals: list[Tensor | GradientEdge] = [*inputs.values(), *part.run.begins.values()]
         part.backward = SplitBackward(outs, goals, [part.owner.tick])
         grads = part.backward.of_inputs(seeds)
         self._reply(i, k, dict(zip(inputs, grads, strict=False)))

@@ -71,12 +71,13 @@ class PipelineStage:
         self.source = self.take_part(self.base)
         chunks = _chunks_of_layers(self.layout)
         self.plans = [self._rehearsed(name, chunks, *each) for each in batches]
-        known = running.memo.setdefault("messages", {})
+        self.lent: dict[int, tuple[int, list[int]]]
+        known: dict[Any, Any] = running.memo.setdefault("messages", {})
         key = (name, ranks.size, *map(id, self.plans))  # which the memo keeps
-        self.lent, messages = known.get(key) or (self._lent(), None)
-        if messages is None:
-            messages = [[*self.messages(rank)] for rank in range(ranks.size)]
-            known[key] = self.lent, messages
+        if key not in known:
+            self.lent = self._lent()
+            known[key] = self.lent, [[*self.messages(rank)] for rank in range(ranks.size)]
+        self.lent, messages = known[key]
         self.wire = Wire(ranks, messages, running.memo.setdefault("connected", set()))
         self._raw: dict[int, list[Tensor]] = {}
 
