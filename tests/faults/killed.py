@@ -37,14 +37,27 @@ def state(step: int) -> dict[str, Any]:
     return {"p": {"w": w}, "note": f"step {step}", "step": step}
 
 
-def consistent(root: Path, least: int, most: int) -> int:
+def in_layers(step: int) -> dict[str, Any]:
+    """The same of a model of three layers."""
+    full = state(step)
+    return {**full, "p": {**full["p"], "blocks": zf.Layers([{"b": full["p"]["w"][:9]}] * 3)}}
+
+
+def consistent(root: Path, how: str, least: int, most: int) -> int:
     """The step that is restored: one of those that were saved, whole, and not too old."""
-    got = zf.restore(root, state(0))
+    made = full(how)
+    got = zf.restore(root, made(0))
     n = int(got["step"])
     assert least <= n <= most, (least, n, most)
-    assert torch.equal(got["p"]["w"], state(n)["p"]["w"])
+    for mine, theirs in zip(zf.tree.leaves(got["p"]), zf.tree.leaves(made(n)["p"]), strict=True):
+        assert torch.equal(mine, theirs)
     assert got["note"] == f"step {n}"
     return n
+
+
+def full(how: str) -> Callable[[int], dict[str, Any]]:
+    """What is saved, whole."""
+    return in_layers if how == "pipe" else state
 
 
 def split(step: int, ranks: int) -> dict[str, Any]:
@@ -62,8 +75,17 @@ def on_a_mesh(step: int) -> dict[str, Any]:
     return {**full, "p": placed["params"]}
 
 
+def in_stages(step: int) -> dict[str, Any]:
+    """Layers on two stages, each sharded over the rest of the ranks."""
+    full, mesh = in_layers(step), zf.mesh(data=-1, pipe=2)
+    wrapped = zf.pipeline(zf.Step(lambda state: (state, {})), 1, mesh=mesh)
+    placed = zf.shard(wrapped, stage=3, mesh=mesh).place({"params": full["p"], "step": step})
+    return {**full, "p": placed["params"]}
+
+
 def saved(root: Path, step: int, block: bool, ranks: int, how: str = "") -> None:
     made: dict[str, Any] = {"split": partial(split, ranks=ranks), "mesh": on_a_mesh}
+    made["pipe"] = in_stages
 
     def body() -> None:
         here = made.get(how, state)
@@ -107,10 +129,10 @@ def at_every_call(root: Path, how: str, ranks: int) -> dict[str, int]:
     """Save, killed before the first call, the second, ... until a save gets through.
 
     ``again``: it is always the same step, the only one that there is. ``split``: ranks have parts
-    of rows. ``mesh``: they do, as steps place them, on two replicas.
+    of rows. ``mesh``: they do, as steps place them, on two replicas. ``pipe``: they have layers.
     """
     zf_step, kills = 1, 0
-    assert os.waitpid(forked(lambda: first(root)), 0)[1] == 0
+    assert os.waitpid(forked(lambda: first(root, how)), 0)[1] == 0
     while True:
         this = zf_step + (how != "again")
 
@@ -119,15 +141,15 @@ def at_every_call(root: Path, how: str, ranks: int) -> dict[str, int]:
             saved(root, this, how != "background", ranks, how)
 
         status = os.waitpid(forked(child), 0)[1]
-        zf_step = consistent(root, zf_step, this)
+        zf_step = consistent(root, how, zf_step, this)
         if not os.WIFSIGNALED(status):
             assert status == 0 and zf_step == this
             return {"kills": kills, "step": zf_step}
         kills += 1
 
 
-def first(root: Path) -> None:
-    zf.save(root, state(1))
+def first(root: Path, how: str = "") -> None:
+    zf.save(root, full(how)(1))
 
 
 def at_random(root: Path, seconds: float, rng: random.Random) -> dict[str, int]:
@@ -147,7 +169,7 @@ def at_random(root: Path, seconds: float, rng: random.Random) -> dict[str, int]:
         status = os.waitpid(pid, 0)[1]
         assert os.WIFSIGNALED(status), f"a saver failed: {status}"
         kills += 1
-        step = consistent(root, step, step + 10_000)
+        step = consistent(root, "", step, step + 10_000)
     return {"kills": kills, "step": step}
 
 

@@ -28,6 +28,7 @@ def killed(*words: Any) -> dict[str, Any]:
 
 
 HOWS = [*product(["block", "background", "again", "split"], [1, 2]), ("mesh", 4)]
+HOWS += [("pipe", 2), ("pipe", 4)]
 
 
 @pytest.mark.parametrize(("how", "ranks"), HOWS)

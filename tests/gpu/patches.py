@@ -47,7 +47,9 @@ def _put_back(place: Any, name: str, had: Any) -> None:
 def _patches(cuda: Cuda) -> list[Patch]:
     from zfunc.kernels import dispatch
 
-    rows: list[Patch] = [(Tensor, name, value) for name, value in transfers.methods(cuda).items()]
+    methods = transfers.methods(cuda)
+    rows: list[Patch] = [(Tensor, name, value) for name, value in methods.items()]
+    rows += _ghosts(methods)
     rows += [(torch, name, value) for name, value in transfers.makers(cuda).items()]
     rows += [(torch.cuda, name, value) for name, value in _module(cuda).items()]
     rows += [(torch.accelerator, name, value) for name, value in _accelerator(cuda).items()]
@@ -63,6 +65,22 @@ def _patches(cuda: Cuda) -> list[Patch]:
 
         rows.append((JITFunction, "run", launchers.launched(cuda, JITFunction.run)))
     return rows
+
+
+def _ghosts(methods: dict[str, Any]) -> list[Patch]:
+    """Ghosts know torch's names by identity: they know the pretended ones, too."""
+    from zfunc.rehearsal import ghosts, known
+
+    assert known
+    asked = {x.__get__ if isinstance(x, property) else x: name for name, x in methods.items()}
+    true = {name: getattr(Tensor, name) for name in methods}
+    true = {name: x if callable(x) else x.__get__ for name, x in true.items()}
+    metadata = {x for x, name in asked.items() if true[name] in ghosts.METADATA}
+    rules = {x: ghosts.RULES[true[name]] for x, name in asked.items() if true[name] in ghosts.RULES}
+    return [
+        (ghosts, "METADATA", ghosts.METADATA | metadata),
+        (ghosts, "RULES", {**ghosts.RULES, **rules}),
+    ]
 
 
 def _engine(cuda: Cuda) -> Callable[..., Any]:

@@ -85,10 +85,10 @@ def _joined(p: Any, x: Tensor, first: Tensor) -> Tensor:
     return block(p, x) + first
 
 
-def gpt(tied: bool) -> Model:
+def gpt(tied: bool, depth: int = 6) -> Model:
     from zfunc.language import gpt as model
 
-    config = model.GPTConfig(vocab=13, width=16, depth=6, heads=2, tied=tied)
+    config = model.GPTConfig(vocab=13, width=16, depth=depth, heads=2, tied=tied)
     params = tree.map(lambda x: x.double(), model.init(config, zf.random.key(3)))
     params = tree.map(lambda x: x + numbers(x.shape, x.numel(), F64, 0.02), params)
 
@@ -105,33 +105,33 @@ def texts(i: int, words: int, n: int = 24) -> Tensor:
     return torch.randint(words, (n, 9 if i % 3 else 12), generator=generator)
 
 
-# Unmodified modules of Hugging Face: kind, configuration, how many layers; padded texts.
+# Unmodified modules of Hugging Face: kind, configuration; padded texts.
 
-TEXT = {**architectures.TEXT, "num_hidden_layers": 5}
-GROUPED = {**architectures.GROUPED, "num_hidden_layers": 5}
 MODULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", GROUPED),
-    "tied llama": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2LMHeadModel", {**architectures.GPT, **architectures.STILL, "n_layer": 5}),
-    "qwen3": ("Qwen3ForCausalLM", GROUPED),
-    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "sliding_window": 4}),
-    "bert": ("BertForMaskedLM", {**architectures.ENCODER, "num_hidden_layers": 5}),
-    "t5": (
-        "T5ForConditionalGeneration",
-        {**architectures.T5, "num_layers": 4, "num_decoder_layers": 3},
-    ),
-    "vit": (
-        "ViTForImageClassification",
-        {**architectures.VISION, **architectures.IMAGES, "num_hidden_layers": 5},
-    ),
+    "llama": ("LlamaForCausalLM", architectures.GROUPED),
+    "tied llama": ("LlamaForCausalLM", {**architectures.GROUPED, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", {**architectures.GPT, **architectures.STILL}),
+    "qwen3": ("Qwen3ForCausalLM", architectures.GROUPED),
+    "gemma2": ("Gemma2ForCausalLM", {**architectures.GROUPED, "sliding_window": 4}),
+    "bert": ("BertForMaskedLM", architectures.ENCODER),
+    "t5": ("T5ForConditionalGeneration", architectures.T5),
+    "vit": ("ViTForImageClassification", {**architectures.VISION, **architectures.IMAGES}),
 }
 
 
-def module(name: str) -> Model:
+def of_layers(name: str, n: int) -> dict[str, int]:
+    """The part of the configuration that says how many layers there are."""
+    if name == "t5":
+        return {"num_layers": n - n // 2, "num_decoder_layers": n // 2}
+    return {"n_layer" if name == "gpt2" else "num_hidden_layers": n}
+
+
+def module(name: str, layers: int | None = None) -> Model:
     """An unmodified module in float64, with a loss from float64 logits."""
     kind, settings = MODULES[name]
+    depth = of_layers(name, layers or (7 if name == "t5" else 5))
     torch.manual_seed(0)
-    made = widened(spread(architectures.built(kind, **settings)))
+    made = widened(spread(architectures.built(kind, **{**settings, **depth})))
     model = zf.functionalize(made)
 
     def loss(params: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -143,7 +143,7 @@ def module(name: str) -> Model:
     return Model(model.params, loss, partial(inputs, name), tied)
 
 
-def inputs(name: str, i: int, n: int = 24) -> dict[str, Tensor]:
+def inputs(name: str, i: int, n: int = 24, masks: bool = True) -> dict[str, Tensor]:
     """A padded batch; every third one is longer."""
     generator = torch.Generator().manual_seed(i)
     if name == "vit":
@@ -153,9 +153,11 @@ def inputs(name: str, i: int, n: int = 24) -> dict[str, Tensor]:
     ids = texts(i, architectures.VOCAB, n)
     mask = torch.ones_like(ids)
     mask[1::3, -2:] = 0
-    more = {"decoder_input_ids": ids.flip(1)[:, 2:]} if name == "t5" else {}
+    more = {"attention_mask": mask} if masks else {}
+    if name == "t5":
+        more["decoder_input_ids"] = ids.flip(1)[:, 2:]
     labels = ids[:, 2:] if name == "t5" else ids
-    return {"input_ids": ids, "attention_mask": mask, **more, "labels": labels}
+    return {"input_ids": ids, **more, "labels": labels}
 
 
 MODELS: dict[str, Callable[[], Model]] = {

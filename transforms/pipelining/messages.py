@@ -85,7 +85,15 @@ class Wire:
             self.here[key] = [x.detach() for x in tensors]
             return
         given = [x.detach() for x in tensors]
+        self._let_go()
         self.under_way.append(send(self.ranks, given, message.to, label=message.label))
+
+    def _let_go(self) -> None:
+        """What has left is not held until the end of the step."""
+        over = [handle for handle in self.under_way if handle.done]
+        self.under_way = [handle for handle in self.under_way if handle not in over]
+        for handle in over:
+            handle.wait()  # at once, and raises where its receiver is gone
 
     def receive(self, key: Key) -> list[Tensor]:
         """What was sent under ``key``."""

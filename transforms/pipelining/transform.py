@@ -251,12 +251,15 @@ def pipeline(
 
     Raises:
         ValueError: a number that is not positive.
-        CompositionError: the step has a pipeline already, or accumulates beside it; a schedule or
-            a partition that is none.
+        CompositionError: the step has a pipeline already, or accumulates beside it; a partition
+            that is none.
+        ScheduleError: a schedule that cannot run.
         PlacementError: when a state is placed: it has fewer layers than there are parts.
     """
     for name, value in (("microbatches", microbatches), ("chunks", chunks), ("pipe", pipe or 1)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
+    if isinstance(schedule, Schedule):
+        schedule.check()  # on one rank, too, where nobody follows it
     how = (microbatches, schedule, chunks, check_partition(partition), pipe, mesh, axis, example)
     return Pipeline(*how)

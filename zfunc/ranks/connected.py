@@ -319,18 +319,21 @@ class ConnectedGroup(Group):
     def _fail(self, error: DesyncError) -> None:
         """Give up: ranks that disagree cannot go on together.
 
-        What already runs on the device would wait for ever, in whichever communicator it is: so
-        those of all groups of the world are stopped.
+        So all groups of the world fail. Whoever waits for this rank in another group hears why, and
+        what already runs on the device, in whichever communicator, would wait for ever.
         """
+        self._give_up(error)
+        for group in self._connected():
+            group._transport.abort()
+            if group._failure is None:
+                group._give_up(error)
+
+    def _give_up(self, error: DesyncError) -> None:
         self._failure = error
         if self._transport.in_rounds(None):  # partners far away wait for what would come next
             for handle in self._unfinished():
                 handle._abandon(error)
         self._transport.leave(error)
-        for group in self._connected():
-            if group._transport.abort() and group._failure is None:
-                group._failure = error
-                group._transport.leave(error)
 
     def _connected(self) -> list[ConnectedGroup]:
         return [group for group in self._world.groups if isinstance(group, ConnectedGroup)]

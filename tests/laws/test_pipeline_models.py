@@ -1,0 +1,114 @@
+"""Models under ``pipeline``, against ``accumulate``: every two of all that may differ.
+
+``--whole``: all 12,960 combinations.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import zfunc as zf
+from tests.laws.cases import assert_near, assert_same
+from tests.laws.covering import Covering
+from tests.laws.pipeline_covering import pairwise_rows
+from tests.laws.pipelines import MODULES, TX, Model, gpt, inputs, module, texts
+from zfunc.schedules import SCHEDULES
+
+pytest.importorskip("transformers")
+
+NAMES = ("gpt", *MODULES)
+
+
+class Case(NamedTuple):
+    """What may differ. ``lengths``: whether the second batch has another length."""
+
+    name: str
+    schedule: str
+    pipe: int
+    data: int
+    stage: int
+    microbatches: int
+    masks: bool
+    lengths: bool
+
+    @property
+    def chunks(self) -> int:
+        return self.pipe * (2 if self.schedule in ("interleaved", "zbv") else 1)
+
+    def __str__(self) -> str:
+        more = "-masks" * self.masks + "-lengths" * self.lengths
+        where = f"{self.pipe}x{self.data}-stage{self.stage}-{self.microbatches}{more}"
+        return f"{self.name}-{self.schedule}-{where}"
+
+
+AXES = (NAMES, tuple(SCHEDULES), (2, 3, 4), (1, 2), (0, 1, 2, 3), (3, 4, 8), *[(False, True)] * 2)
+
+
+def cost(row: Any) -> float:
+    """Ghosts run before and behind each chunk's own layers."""
+    case = Case(*row)
+    return case.chunks * case.data * case.microbatches
+
+
+CASES = [Case(*row) for row in (product(*AXES) if Covering.whole else pairwise_rows(AXES, cost))]
+
+
+@cache
+def model_of(name: str, layers: int) -> Model:
+    return gpt(False, layers) if name == "gpt" else module(name, layers)
+
+
+def batch(case: Case, i: int) -> Any:
+    """One row for each rank along data in each microbatch."""
+    n, at = case.microbatches * case.data, i if case.lengths else 3 * i
+    if case.name == "gpt":
+        return texts(at, 13, n)
+    return inputs(case.name, at, n, case.masks)
+
+
+def run(case: Case, staged: bool) -> Any:
+    """Metrics of two steps, and the full state behind them."""
+    model = model_of(case.name, max(4, case.chunks))
+    step = zf.train_step(model.loss, TX)
+    if staged:
+        mesh = zf.mesh(data=case.data, pipe=case.pipe)
+        step = zf.pipeline(step, case.microbatches, schedule=case.schedule, mesh=mesh)
+        step = zf.shard(step, stage=case.stage, mesh=mesh)
+    else:
+        step = zf.accumulate(step, case.microbatches)
+    state, metrics = step.place(zf.TrainState.create(model.params, TX, key=7)), []
+    for i in range(2):
+        given = batch(case, i)
+        state, out = step(state, step.local_batch(given) if staged else given)
+        metrics.append(out)
+    return metrics, step.unplace(state)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stages_end_where_one_process_does(case: Case) -> None:
+    wanted = run(case, staged=False)
+    found = zf.simulate(case.pipe * case.data)(lambda: run(case, staged=True))()
+    tied = model_of(case.name, max(4, case.chunks)).tied
+    for mine in found:
+        assert_same(mine, found[0])
+        if case.data == 1 and not tied:
+            assert_same(mine, wanted)
+        else:
+            assert_near(mine, wanted, 1e-9)
+
+
+def test_the_covering_leaves_no_pair_out() -> None:
+    for a, b in product(range(len(AXES)), repeat=2):
+        if a < b:
+            assert {(row[a], row[b]) for row in CASES} == {*product(AXES[a], AXES[b])}
+
+
+def test_every_model_has_a_batch_of_another_length() -> None:
+    case = next(c for c in CASES if c.lengths and c.name == "llama")
+    first, second = (batch(case, i)["input_ids"] for i in range(2))
+    assert first.shape[1] != second.shape[1] and not torch.equal(first[:, :9], second)
