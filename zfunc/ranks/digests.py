@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from zfunc.trees.kinds import FORESEEN
 from zfunc.trees.zeros import is_unmade
 
 __all__ = ["as_bytes", "digest_of_all", "digests", "mixed_digest"]
@@ -101,6 +102,8 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def _digest(x: Tensor) -> str:
+    if FORESEEN.get() and x.numel() > SMALL:
+        return f"{x.numel():032x}"  # it has no values
     if not is_unmade(x):
         return xxhash.xxh3_128_hexdigest(as_bytes(x.contiguous()))
     total, one = xxhash.xxh3_128(), x.as_strided((1,), (1,))
