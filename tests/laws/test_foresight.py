@@ -123,3 +123,50 @@ def test_a_tensor_of_the_caller_is_never_written() -> None:
 
     zf.foresee(step, {"params": torch.zeros(4)}, torch.zeros(4), ranks=1)
     assert not seen.any() and not large.any()
+
+
+LLAMA = {
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES if Covering.whole else [3])
+def test_an_unmodified_llama_on_meta_is_that_of_simulated_ranks(stage: int) -> None:
+    """Its rotary tables are on meta, too."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**LLAMA)
+    ids, tx = torch.randint(300, (6, 17)), STEPS["plain"].tx
+
+    def made() -> tuple[Any, Any]:
+        model = zf.functionalize(transformers.AutoModelForCausalLM.from_config(config))
+
+        def loss(params: Any, ids: Tensor) -> Tensor:
+            return model.apply(params, input_ids=ids, labels=ids, use_cache=False).loss
+
+        step = zf.shard(zf.train_step(loss, tx), stage=stage, unit_bytes=1 << 17)
+        return zf.remat(step), zf.TrainState.create(model.params, tx)
+
+    def body() -> Any:
+        step, state = real
+        state, ledgers = step.place(state), []
+        size, rows = zf.tree.size_bytes(state), step.local_batch(ids)
+        for _ in range(2):
+            with zf.comm.ledger() as sent:
+                state, _ = step(state, rows)
+            ledgers.append(sent)
+        return *ledgers, size
+
+    real = made()
+    first, steady, size = zf.simulate(3)(body)()[1]
+    with torch.device("meta"):
+        step, state = made()
+    told = zf.foresee(step, state, ids[:2], ranks=3, rank=1, device="cpu")
+    for counted in COUNTED:
+        assert getattr(told.first, counted) == getattr(first, counted), counted
+        assert getattr(told.sent, counted) == getattr(steady, counted), counted
+    assert told.state_bytes == size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from tests.laws.covering import Covering
+from tests.laws.foreseen_steps import STEPS, batch
+from tests.unit.live_bytes import Peak
 from zfunc import optim
 from zfunc.foresight.assumptions import ForesightError
 from zfunc.foresight.pageless import pageless
@@ -163,6 +166,21 @@ def test_the_peak_is_that_of_living_storages() -> None:
     assert seen.peak_bytes == 12 + 3 * 4 * n + 4
     assert max(live for _, live in seen.timeline) == seen.peak_bytes
     assert all(0 <= row <= len(seen.rows) for row, _ in seen.timeline)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "remat", "bf16", "accumulate", "all of them", "lamb"])
+def test_the_peak_is_the_counted_one_of_a_real_step(wrap: str) -> None:
+    """Up to constants of a few bytes that the real one made in an earlier step."""
+    case = STEPS[wrap]
+    step, rows = case.step(3, 1), batch(1)
+    state, _ = step(step.place(case.state()), rows)
+    gc.collect()
+    with Peak() as real:
+        for x in (*zf.tree.leaves(state), rows):
+            x.view(-1)  # it counts what it has seen
+        step(state, rows)
+    told = zf.foresee(case.step(3, 1), case.state(), rows, ranks=1, device="cpu")
+    assert abs(told.peak_bytes - real.bytes) <= 4096
 
 
 def test_a_pageless_tensor_is_an_ordinary_one() -> None:

@@ -77,9 +77,9 @@ def outside(step: Step, device: str) -> list[Assumption]:
 
 
 def place() -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor of this room."""
+    """``file:line`` of the innermost frame that is neither torch's nor of what watches calls."""
     frame: FrameType | None = sys._getframe(1)
-    below = (_TORCH, str(_OWN / "foresight"))
+    below = (_TORCH, str(_OWN / "foresight"), str(_OWN / "engine" / "products"))
     while frame is not None and frame.f_code.co_filename.startswith(below):
         frame = frame.f_back
     if frame is None:

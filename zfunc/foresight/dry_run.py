@@ -106,11 +106,13 @@ class DryRun(TorchDispatchMode):
                 StepRow("wait", start.name, label=start.label, axis=start.axis, number=number)
             )
 
-    def arrived(self, written: Sequence[Tensor], fill: Callable[[], Any]) -> None:
-        storages = self.storages
-        for x in written:
+    def arrived(
+        self, written: Sequence[Tensor], given: Sequence[Tensor], fill: Callable[[], Any]
+    ) -> None:
+        storages, every = self.storages, [*written, *given]
+        for x in every:
             storages.seen(x)
-        if any(storages.is_absent(x) or storages.is_callers(x) or _large(x) for x in written):
+        if any(storages.is_absent(x) or storages.is_callers(x) or _large(x) for x in every):
             self._overwrite(written)
             return
         self._silent = True
@@ -153,7 +155,7 @@ class DryRun(TorchDispatchMode):
         flat, spec = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if any(x.is_meta for x in tensors):
-            if all(x.is_meta for x in tensors):
+            if all(x.is_meta for x in tensors) and not _leaves_meta(func, kwargs):
                 return func(*args, **kwargs)
             flat = [
                 self._with_memory(x) if isinstance(x, Tensor) and x.is_meta else x for x in flat
@@ -330,6 +332,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes."""
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
     return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+
+
+def _leaves_meta(func: Any, kwargs: Any) -> bool:
+    """Whether a constant on meta is asked for where numbers are."""
+    device = kwargs.get("device")
+    return func._opname == "_to_copy" and device is not None and device.type != "meta"
 
 
 def _large(x: Tensor) -> bool:

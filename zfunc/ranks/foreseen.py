@@ -34,8 +34,16 @@ class Arrivals(Protocol):
     def waited(self, number: int) -> None:
         """It is over."""
 
-    def arrived(self, written: Sequence[Tensor], fill: Callable[[], Any]) -> None:
-        """Peers have written these tensors; ``fill`` does it as if they were like this rank."""
+    def arrived(
+        self, written: Sequence[Tensor], given: Sequence[Tensor], fill: Callable[[], Any]
+    ) -> None:
+        """Peers have written these tensors.
+
+        Args:
+            written: which.
+            given: what this rank has sent for it.
+            fill: writes them as peers would that are like this rank; it needs values of ``given``.
+        """
 
 
 class Absent(Transport):
@@ -62,12 +70,17 @@ class Absent(Transport):
         return self._told.issued(call, self._axis, self.size, nbytes)
 
     def _steps(
-        self, call: Collective, nbytes: int, written: Sequence[Tensor], fill: Callable[[], Any]
+        self,
+        call: Collective,
+        nbytes: int,
+        written: Sequence[Tensor],
+        given: Sequence[Tensor],
+        fill: Callable[[], Any],
     ) -> Steps[Any]:
         number = self.issue(call, nbytes)
         yield
         self._told.waited(number)
-        self._told.arrived(written, fill)
+        self._told.arrived(written, given, fill)
 
     def all_gather(self, call: Collective, full: Tensor, cuts: Sequence[int]) -> Steps[Tensor]:
         def fill() -> None:
@@ -76,7 +89,7 @@ class Absent(Transport):
                 if peer != self.rank:
                     _copy(own, full[start:end])
 
-        yield from self._steps(call, full.nbytes, [full], fill)
+        yield from self._steps(call, full.nbytes, [full], [full], fill)
         return full
 
     def reduce_scatter(
@@ -85,11 +98,11 @@ class Absent(Transport):
         own = full[cuts[self.rank] : cuts[self.rank + 1]]
         total = torch.empty_like(own) if out is None else out
         fill = lambda: total.copy_(own).mul_(self.size)  # noqa: E731
-        yield from self._steps(call, full.nbytes, [total], fill)
+        yield from self._steps(call, full.nbytes, [total], [full], fill)
         return total
 
     def all_reduce(self, call: Collective, flat: Tensor) -> Steps[Tensor]:
-        yield from self._steps(call, flat.nbytes, [flat], lambda: flat.mul_(self.size))
+        yield from self._steps(call, flat.nbytes, [flat], [flat], lambda: flat.mul_(self.size))
         return flat
 
     def all_to_all(
@@ -102,16 +115,16 @@ class Absent(Transport):
             for part in parts:
                 _copy(own, part)
 
-        yield from self._steps(call, sum(x.nbytes for x in chunks), parts, fill)
+        yield from self._steps(call, sum(x.nbytes for x in chunks), parts, [own], fill)
         return parts
 
     def broadcast(self, call: Collective, flat: Tensor, src: int) -> Steps[Tensor]:
         written = [] if src == self.rank else [flat]
-        yield from self._steps(call, flat.nbytes, written, lambda: None)
+        yield from self._steps(call, flat.nbytes, written, [flat], lambda: None)
         return flat
 
     def exchange(self, call: Collective, data: bytes) -> Steps[list[bytes]]:
-        yield from self._steps(call, len(data), [], lambda: None)
+        yield from self._steps(call, len(data), [], [], lambda: None)
         return [data] * self.size
 
 
@@ -150,7 +163,7 @@ class Foretold(Transfer[list[Tensor]]):
 
     def wait(self) -> list[Tensor]:
         self._told.waited(self._number)
-        self._told.arrived(self._parts, lambda: [part.fill_(1) for part in self._parts])
+        self._told.arrived(self._parts, [], lambda: [part.fill_(1) for part in self._parts])
         return self._parts
 
 
