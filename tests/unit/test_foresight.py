@@ -112,6 +112,23 @@ def test_attention_is_counted_whole_also_under_a_causal_mask() -> None:
         assert seen.flops.causal == "whole"
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_low_bits_change_no_flops(bits: int) -> None:
+    """Nor is a large weight in memory as it was."""
+    shape = GPTConfig(vocab=130, width=128, depth=2, heads=4)
+    params, ids = gpt.init(shape, zf.random.key(0)), torch.zeros(2, 16, dtype=torch.int64)
+
+    def predict(params: Any, ids: Tensor) -> Any:
+        return gpt.apply(params, ids, shape)
+
+    low = alone(zf.quantize(predict, bits=bits), params, ids)
+    whole = alone(
+        lambda state, ids: (state, predict(state["params"], ids)), {"params": params}, ids
+    )
+    assert low.flops.total == whole.flops.total
+    assert low.state_bytes < whole.state_bytes / 2
+
+
 SHAPE = GPTConfig(vocab=130, width=72, depth=3, heads=4)
 TX = optim.adamw(1e-3)
 

@@ -4,12 +4,13 @@ The step is run as one rank of many, on ordinary tensors that have addresses and
 them. Nothing is sent. In the order of reading: ``prediction`` (``foresee``), ``inputs`` (what it
 begins with), ``dry_run`` (operations without arithmetic), ``geometry`` (the shapes that they result
 in), ``storages`` (what lives, and what is known of it), ``pageless`` (memory that is only
-addresses), ``rows`` (what was done), ``assumptions`` (what had to be guessed). The world that has
-one rank is ``zfunc.ranks.foreseen``.
+addresses), ``attention`` (as a GPU does it), ``rows`` (what was done), ``layer_names`` (where),
+``flops`` (how much it is), ``assumptions`` (what had to be guessed). The world that has one rank is
+``zfunc.ranks.foreseen``.
 """
 
-from zfunc.foresight.assumptions import Assumption
+from zfunc.foresight.assumptions import Assumption, ForesightError
 from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.rows import StepRow
 
-__all__ = ["Assumption", "Foreseen", "SentBytes", "StepRow", "foresee"]
+__all__ = ["Assumption", "Foreseen", "ForesightError", "SentBytes", "StepRow", "foresee"]

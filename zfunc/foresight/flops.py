@@ -119,6 +119,10 @@ FORMULAS: dict[str, Formula] = {
         ("addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "_addmm_activation", "addmv"),
         lambda args, out: _product(args[1], args[2] if args[2].dim() > 1 else args[2][:, None]),
     ),
+    **dict.fromkeys(
+        ("_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm"),
+        lambda args, out: _product(args[0], out[0]),
+    ),
     **dict.fromkeys(("dot", "vdot"), lambda args, out: 2 * int(args[0].numel())),
     "convolution": lambda args, out: _convolution(args[0], args[1], args[6], out[0]),
     "convolution_backward": _convolution_backward,
