@@ -28,6 +28,7 @@ from torch import Tensor
 from zfunc.kernels.devices import AMD, gpu
 from zfunc.kernels.llvm import host, say_missing
 from zfunc.kernels.operators import KernelError
+from zfunc.trees.kinds import FORESEEN, kind
 
 __all__ = [
     "AMD",
@@ -56,6 +57,10 @@ KNOWN = (*FLOATS, *BYTES)  # to machine code
 # Triton's interpreter keeps the program that it is at in a global: one launch at a time.
 _interpreter = threading.RLock()
 _forced: ContextVar[Route | None] = ContextVar("kernels_route", default=None)
+
+Instead = Callable[[str, list[Tensor], Callable[[], None]], None]
+INSTEAD: ContextVar[Instead | None] = ContextVar("kernels_instead", default=None)
+"""Called in the place of a kernel where a step is foreseen: its name, its tensors and its twin."""
 
 
 @dataclass(frozen=True)
@@ -196,18 +201,18 @@ def _lacking(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str 
 
 def _obstacle(kernel: Kernel, tensors: list[Tensor], how: dict[str, Any]) -> str | None:
     """Why Triton cannot take these tensors; ``None`` if it can."""
-    if not installed():
+    if not installed() and not FORESEEN.get():
         return "Triton is not installed"
     for x in tensors:
         if x.dtype not in kernel.dtypes:
             return f"its Triton kernel does not take {x.dtype}"
     if how and (reason := kernel.limit(**how)):
         return reason
-    return None if tensors[0].is_cuda else f"tensors are on {tensors[0].device.type}"
+    return None if kind(tensors[0].device) == "cuda" else f"tensors are on {tensors[0].device.type}"
 
 
 def _on_cpu(tensors: list[Tensor]) -> bool:
-    return all(x.device.type == "cpu" for x in tensors)
+    return all(kind(x.device) == "cpu" for x in tensors)
 
 
 def in_float32(*tensors: Tensor, **how: Any) -> str | None:
@@ -294,6 +299,9 @@ def run(name: str, *args: Any, **kw: Any) -> None:
     route = choose(name, *tensors, **kw).route
     if route == "torch":
         kernel.twin(*args, **kw)
+        return
+    if (instead := INSTEAD.get()) is not None:
+        instead(name, tensors, lambda: kernel.twin(*args, **kw))
         return
     if route == "llvm":
         _imported(kernel.machine)(*args, **kw)

@@ -32,6 +32,7 @@ from zfunc.kernels.operators import (
     undifferentiated,
     wide,
 )
+from zfunc.trees.kinds import kind
 
 __all__ = ["Clip", "norm_clip", "sum_squares"]
 
@@ -118,7 +119,7 @@ def twin(x: Tensor, squares: Tensor, finite: Tensor) -> None:
         square = (v * v).sum()
         squares += square
         # The elements themselves are looked at where their squares alone could be the reason.
-        if x.device.type != "cpu" or not square.isfinite():
+        if kind(x.device) != "cpu" or not square.isfinite():
             finite &= part.isfinite().all()
 
 

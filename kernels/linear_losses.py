@@ -28,6 +28,7 @@ from zfunc.kernels.losses import Reduction, check, check_classes, reduced
 from zfunc.kernels.losses_torch import Terms
 from zfunc.kernels.operators import KernelError, looped, operator, together, wide
 from zfunc.kernels.tracing import in_graph
+from zfunc.trees.kinds import kind
 
 __all__ = ["check_product", "in_chunks", "linear_cross_entropy", "scale_of", "scaled"]
 
@@ -172,7 +173,7 @@ def rows_of_a_chunk(rows: int, classes: int, itemsize: int) -> int:
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """A product of 16-bit matrices that is not rounded to 16 bits where that can be had."""
-    if not a.is_cuda:
+    if kind(a.device) != "cuda":
         return a.float() @ b.float()
     return a @ b if torch.version.hip else torch.mm(a, b, out_dtype=torch.float32)
 

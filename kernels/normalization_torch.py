@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zfunc.kernels.operators import wide
 from zfunc.kernels.pieces_torch import row_pieces
+from zfunc.trees.kinds import kind
 
 __all__ = [
     "Form",
@@ -154,7 +155,7 @@ def _around_zero(mean: Tensor, scale: Tensor) -> bool:
     Torch's kernel then keeps the digits of a row less its mean; further out they are taken before.
     Where looking makes the host wait they always are.
     """
-    return mean.device.type == "cpu" and bool((mean.abs() * scale).amax() <= NEAR)
+    return kind(mean.device) == "cpu" and bool((mean.abs() * scale).amax() <= NEAR)
 
 
 def backward_formula(

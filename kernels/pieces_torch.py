@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.trees.kinds import kind
+
 __all__ = ["element_pieces", "row_pieces"]
 
 PIECE = 1 << 17  # elements for each thread: 512 KiB of float32, of which some are open at a time
@@ -28,7 +30,7 @@ def row_pieces(*matrices: Tensor | None) -> Iterator[tuple[Any, ...]]:
     assert first is not None
     rows, width = first.shape
     step = rows
-    if first.device.type == "cpu":
+    if kind(first.device) == "cpu":
         step = max(FEWEST, PIECE * torch.get_num_threads() // max(width, 1))
     if step >= rows:
         yield matrices

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from zfunc.trees.kinds import kind
+
 __all__ = [
     "BLOCK",
     "SMALL",
@@ -71,7 +73,7 @@ class Joined:
 
 def _copies(flat: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     """The parts of a buffer, in memory of their own: who keeps or saves one, keeps that one."""
-    if flat.device.type == "cpu":
+    if kind(flat.device) == "cpu":
         copied: list[Tensor] = torch.ops.aten.split_with_sizes_copy(flat, sizes)
         return copied
     parts = flat.split(sizes)
@@ -146,7 +148,7 @@ class Launch:
 
     def add(self, row: Row) -> None:
         """Another buffer ``(param, grad, *moments)``."""
-        size, on_cpu = row[0].numel(), row[0].device.type == "cpu"
+        size, on_cpu = row[0].numel(), kind(row[0].device) == "cpu"
         whole = not size % BLOCK
         small = size <= SMALL and not (on_cpu and whole)
         if small or not all(x.is_contiguous() for x in row):

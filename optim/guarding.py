@@ -18,6 +18,7 @@ from zfunc.optim.rates import started
 from zfunc.optim.updates import Moved
 from zfunc.ranks.comm import Group
 from zfunc.trees import memory, tree
+from zfunc.trees.kinds import kind
 from zfunc.trees.nodes import leaves_in
 from zfunc.trees.reduction import compressing, linear_map
 from zfunc.trees.unitwise import known_norm, streams
@@ -91,7 +92,7 @@ def _stays_on_device(grads: Tree) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return (
-        any(isinstance(x, Tensor) and x.is_cuda for x in leaves_in(grads))
+        any(isinstance(x, Tensor) and kind(x.device) == "cuda" for x in leaves_in(grads))
         and not compressing()  # what is left of one step goes into the next
         and not streams(grads)
     )

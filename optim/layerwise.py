@@ -21,6 +21,7 @@ from zfunc.optim.paces import Paces
 from zfunc.optim.rates import Rate, at, plain, started
 from zfunc.optim.updates import Moved
 from zfunc.trees import tree
+from zfunc.trees.kinds import kind
 from zfunc.trees.nodes import NAMESPACE, Placed
 from zfunc.trees.squares import wide
 
@@ -155,7 +156,8 @@ def scaled(step: Tree, ratios: Tree, rate: Number, like: Tree) -> Tree:
 def _gpu(params: Tree) -> torch.device | None:
     """Where parameters on a GPU are: trust ratios stay there, and nobody waits for them."""
     held = [y for _, x in nodes(params) for y in (x.held() if isinstance(x, Placed) else [x])]
-    return next((x.device for x in held if isinstance(x, Tensor) and x.is_cuda), None)
+    devices = [x.device for x in held if isinstance(x, Tensor)]
+    return next((device for device in devices if kind(device) == "cuda"), None)
 
 
 def _retrace(

@@ -14,6 +14,7 @@ from torch import Tensor
 from zfunc import kernels
 from zfunc.kernels import Packed, dispatch
 from zfunc.quant.low_bit import LowBit
+from zfunc.trees.kinds import kind
 
 __all__ = ["Words", "packed", "product", "readable", "takes"]
 
@@ -39,7 +40,7 @@ def kernel_of(weight: LowBit) -> str:
 
 def takes(x: Tensor, weight: LowBit) -> bool:
     """Whether the dispatch has a kernel for this product here."""
-    if x.is_cpu and dispatch.forced() != "triton":
+    if kind(x.device) == "cpu" and dispatch.forced() != "triton":
         return False  # what the dispatch would say, without the time that it takes
     if _odd(weight) or x.device != weight.device:
         return False

@@ -16,6 +16,7 @@ from zfunc.kernels import dispatch, panels
 from zfunc.kernels.panels import Panels, Rounded
 from zfunc.quant.large_pages import into_large_pages
 from zfunc.quant.low_bit import LowBit
+from zfunc.trees.kinds import FORESEEN
 
 __all__ = ["holds", "product", "several", "takes"]
 
@@ -32,6 +33,7 @@ def takes(x: Tensor, weight: LowBit) -> bool:
     if (
         dispatch.forced() not in (None, "llvm")
         or type(x) not in _PLAIN
+        or FORESEEN.get()
         or torch.compiler.is_compiling()
     ):
         return False

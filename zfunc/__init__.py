@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
+    from zfunc.foresight.prediction import Foreseen, foresee
     from zfunc.language.generation import generate
     from zfunc.layout.splits import Cut
     from zfunc.modules.functional import Functional, functionalize
@@ -88,6 +89,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "engine.state": ("TrainState",),
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
+    "foresight.prediction": ("Foreseen", "foresee"),
     "language.generation": ("generate",),
     "layout.splits": ("Cut",),
     "modules.functional": ("Functional", "functionalize"),
@@ -119,6 +121,7 @@ __all__ = [
     "DesyncError",
     "DeviceError",
     "DonatedStateError",
+    "Foreseen",
     "Functional",
     "LayerInfo",
     "Layers",
@@ -146,6 +149,7 @@ __all__ = [
     "errors",
     "evaluate",
     "export_safetensors",
+    "foresee",
     "full",
     "functionalize",
     "generate",

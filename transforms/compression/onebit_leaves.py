@@ -22,6 +22,7 @@ from zfunc.buffers.copies import uploaded
 from zfunc.kernels.dispatch import choose
 from zfunc.kernels.onebit import onebit_bytes
 from zfunc.kernels.onebit_llvm import mean_pieces, pack_pieces, unpack_pieces
+from zfunc.trees.kinds import FORESEEN
 
 if TYPE_CHECKING:
     from zfunc.transforms.compression.exchange import Codec
@@ -284,7 +285,9 @@ def _groups(spans: Sequence[Span], codec: Codec, group: int) -> Iterator[Span]:
 
 def _by_machine(kernel: str, *tensors: Tensor) -> bool:
     """Whether machine code of the CPU takes these, as it would take one group after the other."""
-    return choose(kernel, *tensors).route == "llvm" and all(x.is_contiguous() for x in tensors)
+    if FORESEEN.get() or choose(kernel, *tensors).route != "llvm":
+        return False
+    return all(x.is_contiguous() for x in tensors)
 
 
 def _taken(x: Tensor, spans: tuple[Span, ...]) -> Tensor:

@@ -30,6 +30,7 @@ from zfunc.ranks.comm import Handle
 from zfunc.ranks.digests import as_bytes, mixed_digest
 from zfunc.ranks.meshes import SHARED, Mesh, laid_out
 from zfunc.ranks.world import current, on_renewal
+from zfunc.trees.kinds import FORESEEN
 from zfunc.trees.tree import dotted
 
 __all__ = ["look_anew", "with_same_rows"]
@@ -153,7 +154,9 @@ class _Watch:
     def _differ(self, sums: Handle[Tensor]) -> Tensor:
         """Whether ranks of some part have other rows, 0-d."""
         total, squares = sums.wait().view(-1, 2).unbind(1)
-        return (total * total != self.ways * squares).any()
+        differ = (total * total != self.ways * squares).any()
+        # Nobody knows what ranks have that are not there.
+        return torch.zeros_like(differ) if FORESEEN.get() else differ
 
     def _note(self, differ: Tensor) -> None:
         """Remember it until the host can know, which is at once where there is no device."""

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, ParamSpec, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from zfunc.engine import batches, context
+from zfunc.engine import context
 from zfunc.engine.collector import collector_waits
 from zfunc.engine.context import Context
 from zfunc.engine.entries import admitted, copied, first_leaf, first_placed, held_bytes, key_of
@@ -286,7 +286,9 @@ class Step:
         >>> Step(len).local_batch([torch.arange(4)])
         [tensor([0, 1, 2, 3])]
         """
-        return batches.local_batch(batch, self.mesh)
+        from zfunc.engine.batches import local_batch  # for this alone
+
+        return local_batch(batch, self.mesh)
 
     # One call
 

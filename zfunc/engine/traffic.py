@@ -25,13 +25,14 @@ from zfunc.ranks.routes import (
     reduce_scatter_bytes,
 )
 from zfunc.ranks.world import current
+from zfunc.trees.kinds import kind
 
 __all__ = ["added", "gathered", "joined", "reduced"]
 
 
 def added(traffic: Traffic, purpose: str, nbytes: int, ranks: Group, each: int = 1) -> None:
     """One collective more: what this rank sends, and ``each`` header to a neighbour."""
-    told = ring if current().device.type == "cuda" else neighbours  # beside NCCL
+    told = ring if kind(current().device) == "cuda" else neighbours  # beside NCCL
     traffic.add(purpose, nbytes, ranks.axis, each * len(told(ranks.rank, ranks.size)))
 
 
@@ -99,6 +100,6 @@ def reduced(
 
 def _all_reduce(traffic: Traffic, nbytes: int, size: int, ranks: Group) -> None:
     sent = all_reduce_bytes(nbytes // size, size, ranks.rank, ranks.size)
-    on_gpu = current().device.type == "cuda"
+    on_gpu = kind(current().device) == "cuda"
     each = 1 if on_gpu else headers_each("all_reduce", nbytes, ranks.size)
     added(traffic, "reduce gradients", sent, ranks, each)

@@ -25,6 +25,7 @@ from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.replicated import Replicated
+from zfunc.trees.kinds import kind
 
 __all__ = [
     "AGAIN",
@@ -168,7 +169,7 @@ class UnitRun:
 
     def limit(self, on_a_host: int) -> int:
         """How many bytes may be under way at once."""
-        on_host = self.device is None or self.device.type == "cpu"
+        on_host = self.device is None or kind(self.device) == "cpu"
         return on_a_host if on_host else BYTES_ON_A_GPU
 
     def start(self) -> None:

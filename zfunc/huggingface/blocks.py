@@ -13,6 +13,7 @@ from zfunc import kernels
 from zfunc.kernels import Packed, dispatch
 from zfunc.quant import kernel_products
 from zfunc.quant.qtensor import QTensor
+from zfunc.trees.kinds import kind
 
 __all__ = ["ACTIVATIONS", "Slots", "added", "bias", "packed"]
 
@@ -35,7 +36,7 @@ def packed(name: str | None, x: Tensor, slots: Sequence[Slots], **how: Any) -> l
     :func:`zfunc.kernels.use` asks for their twins, or for Triton in its interpreter.
     """
     forced = dispatch.forced()
-    if x.is_cpu and forced in (None, "llvm"):
+    if kind(x.device) == "cpu" and forced in (None, "llvm"):
         return None
     weights = [_packed(x, p["weight"], forced) for p in slots]
     first = weights[0]

@@ -18,6 +18,7 @@ from zfunc.kernels import dispatch
 from zfunc.kernels.losses import Reduction
 from zfunc.layout.splits import Part
 from zfunc.operators.conjugates import gathered
+from zfunc.trees.kinds import kind
 from zfunc.trees.nodes import part_of
 
 __all__ = ["cross_entropy", "gelu", "norm", "rotate", "split_of", "turned", "whole"]
@@ -85,6 +86,6 @@ def _taken(name: str, x: Tensor) -> bool:
     forced = dispatch.forced()
     if forced == "torch":
         return True
-    if forced != "triton" and (x.device.type == "cpu" or x.numel() < FEW):
+    if forced != "triton" and (kind(x.device) == "cpu" or x.numel() < FEW):
         return False
     return kernels.choose(name, x).route == "triton"

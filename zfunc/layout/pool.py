@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from zfunc.ranks import world
+from zfunc.trees.kinds import kind
 
 __all__ = ["Pool", "empty", "pool"]
 
+HOST = torch.device("cpu")
 WORTHWHILE = 1 << 20  # bytes; smaller blocks malloc recycles itself
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private, so perhaps absent
 
@@ -33,7 +35,7 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
         """An uninitialised 1-D tensor of ``numel`` elements."""
         nbytes = numel * dtype.itemsize
-        plain = _use_count is None or (device is not None and device.type != "cpu")
+        plain = _use_count is None or kind(device or HOST) != "cpu"
         if plain or nbytes < WORTHWHILE:
             return empty(numel, dtype, device)
         row = self._buffers.setdefault(nbytes, [])

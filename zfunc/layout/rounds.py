@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zfunc.layout.layout import Flat
 from zfunc.ranks.comm import Group, Handle
+from zfunc.trees.kinds import kind
 
 __all__ = ["ReplicaSum", "Rounds", "in_rounds"]
 
@@ -28,7 +29,7 @@ def in_rounds(spec: Flat, device: torch.device, replicated: bool) -> bool:
     if spec.whole or size == 1 or replicated:
         return replicated and not spec.whole and size > 1
     least = WORTHWHILE_OF_TWO if size == 2 else WORTHWHILE
-    return device.type == "cpu" and spec.length * spec.dtype.itemsize > least
+    return kind(device) == "cpu" and spec.length * spec.dtype.itemsize > least
 
 
 class ReplicaSum:

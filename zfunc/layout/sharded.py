@@ -35,6 +35,7 @@ from zfunc.layout.streaming import OfFlats
 from zfunc.ranks.axes import alone
 from zfunc.ranks.axes import group as group_of
 from zfunc.ranks.comm import Group
+from zfunc.trees.kinds import kind
 from zfunc.trees.memory import current
 from zfunc.trees.nodes import Box, Tree, carry, gone, opened, register, spent
 from zfunc.trees.squares import Segments, square_sum
@@ -277,7 +278,7 @@ class Sharded(OfFlats, Readable):
         for i, x in enumerate(self.flats):
             if x is None or not self.layout.counted(i, rank):
                 continue
-            alone = x.numel() > TOGETHER and x.device.type == "cpu"
+            alone = x.numel() > TOGETHER and kind(x.device) == "cpu"
             together.setdefault((x.dtype, x.device, i if alone else -1), []).append(i)
         for some in together.values():
             indices, bounds = self._rows_of(tuple(some), rank)

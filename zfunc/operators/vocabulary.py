@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from zfunc.layout.splits import Runs, Split
 from zfunc.operators.parts import found, refused
 from zfunc.operators.stream import in_parts_of, positions
+from zfunc.trees.kinds import kind
 
 __all__ = ["embed", "local_indices"]
 
@@ -84,7 +85,7 @@ def _check_ids(ids: Tensor, size: int) -> None:
     if ids.is_meta or not ids.numel():
         return
     right = ((ids >= 0) & (ids < size)).all()
-    if ids.device.type != "cpu":
+    if kind(ids.device) != "cpu":
         torch._assert_async(right)
     elif not right:
         wrong = ids[(ids < 0) | (ids >= size)]

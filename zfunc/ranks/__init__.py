@@ -14,6 +14,7 @@ plain data. Behind them are:
 - ``connected``: a group of several ranks. ``transport``: what moves data for it. ``routes``: who
   sends what to whom. ``adjacency``: who checks whose headers
 - ``simulation``: ranks that are threads
+- ``foreseen``: ranks that are not there, but for one
 - ``distributed``, ``devices``, ``launching``, ``listening``: ranks that are processes
 - ``gloo``, ``halving``, ``control_channel``, ``shared_memory``, ``scratch``: between hosts
 - ``nccl``: between GPUs

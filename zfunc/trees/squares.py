@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.trees.kinds import kind
+
 __all__ = ["Segments", "square_sum", "square_sums", "wide", "wide_dtype", "zeros"]
 
 BLOCK = 64
@@ -78,7 +80,7 @@ def _alone(x: Tensor) -> Tensor:
 
 def _together(xs: Sequence[Tensor]) -> Tensor:
     """:func:`square_sums` of tensors of one dtype on one kind of device."""
-    if xs[0].device.type != "cpu":
+    if kind(xs[0].device) != "cpu":
         return _norms(xs).square_()
     sizes = [x.numel() for x in xs]
     large = [i for i, n in enumerate(sizes) if n > LARGE]
@@ -151,7 +153,7 @@ class Segments:
         tensor([16.,  4.])
         """
         usual = all(
-            flat.device.type == "cpu" and flat.is_contiguous() and not flat.numel() % BLOCK
+            kind(flat.device) == "cpu" and flat.is_contiguous() and not flat.numel() % BLOCK
             for flat in flats
         )
         if not usual or self._crooked or _special(flats):

@@ -40,7 +40,8 @@ class _Unmade(TorchFunctionMode):
 
 def begun(tx: Any, params: Tree) -> Any:
     """``tx.init(params)``, whose zeros take no memory."""
-    watched = _get_current_dispatch_mode() is not None  # every operation of it, by step.init
+    mode = _get_current_dispatch_mode()
+    watched = getattr(mode, "every_operation", mode is not None)  # by step.init
     if watched or torch.is_inference_mode_enabled():  # whose tensors do not say who wrote to them
         return tx.init(params)
     try:

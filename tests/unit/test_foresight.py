@@ -1,0 +1,324 @@
+"""``zf.foresee``: what is counted, what is guessed, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zfunc as zf
+from tests.laws.covering import Covering
+from tests.laws.foreseen_steps import STEPS, batch
+from tests.unit.live_bytes import Peak
+from zfunc import optim
+from zfunc.foresight.assumptions import ForesightError
+from zfunc.foresight.pageless import pageless
+from zfunc.language import gpt
+from zfunc.language.gpt import GPTConfig
+
+WIDE = {"params": {"w": torch.zeros(100, 100)}}
+
+
+def alone(fn: Any, state: Any = WIDE, x: Any = None, **how: Any) -> Any:
+    """What is foreseen of a function of a state, on one rank."""
+    x = torch.zeros(80, 100) if x is None else x
+    return zf.foresee(fn, state, x, **{"ranks": 1, "device": "cpu", **how})
+
+
+# FLOPs
+
+
+class LeNet(nn.Module):
+    """LeNet-5 with its last convolution as one; 28x28 padded by 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)),
+            *(nn.Conv2d(16, 120, 5), nn.Tanh()),
+        )
+        self.classes = nn.Sequential(nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.classes(self.features(x).flatten(1)), 1)
+
+
+def forward_of(module: nn.Module, x: Tensor) -> Any:
+    model = zf.functionalize(module)
+    state = {"params": model.params}
+    return alone(lambda s, x: (s, model.apply(s["params"], x)), state, x)
+
+
+def test_the_flops_of_lenet() -> None:
+    module = LeNet()
+    assert sum(p.numel() for p in module.parameters()) == 61_706
+    seen = forward_of(module, torch.zeros(1024, 1, 28, 28))
+    assert seen.flops.total == 853_032_960 == 2 * 426_516_480
+    # What a profiler reports that adds up whatever operators write: biases of convolutions, inputs
+    # of pools and a softmax besides.
+    biases = sum(x.elements for x in seen.rows if x.name == "convolution")
+    pools = sum(x.elements for x in seen.rows if x.name == "avg_pool2d") * 4
+    softmax = seen.flops.not_counted["_softmax"]
+    assert (biases, pools, softmax) == (6_578_176, 6_455_296, 10_240)
+    assert seen.flops.total + biases + pools + softmax == 866_076_672
+
+
+def test_the_flops_of_a_linear_layer() -> None:
+    module = nn.Linear(10, 10)
+    assert sum(p.numel() for p in module.parameters()) == 110
+    assert forward_of(module, torch.zeros(1, 10)).flops.total == 200
+
+
+def counted_by_torch(run: Any) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_forward_and_backward_as_torch_counts_them(transposed: bool) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    module = kind(6, 8, (3, 5), stride=2, padding=1)
+    x = torch.randn(4, 6, 12, 14)
+
+    def step(state: Any, x: Tensor) -> Any:
+        loss, grads = zf.value_and_grad(lambda p: torch.func.functional_call(module, p, x).sum())(
+            state["params"]
+        )
+        return {"params": grads}, loss
+
+    state = {"params": dict(module.named_parameters())}
+    expected = counted_by_torch(lambda: module(x).sum().backward())
+    assert alone(step, state, x).flops.total == expected
+
+
+def test_attention_is_counted_whole_also_under_a_causal_mask() -> None:
+    q = torch.zeros(2, 3, 64, 16)
+
+    def step(state: Any, x: Tensor) -> Any:
+        return state, F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    for device in ("cpu", "cuda"):
+        seen = alone(step, WIDE, q, device=device)
+        assert seen.flops.total == 4 * 2 * 3 * 64 * 64 * 16
+        assert seen.flops.causal == "whole"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_low_bits_change_no_flops(bits: int) -> None:
+    """Nor is a large weight in memory as it was."""
+    shape = GPTConfig(vocab=130, width=128, depth=2, heads=4)
+    params, ids = gpt.init(shape, zf.random.key(0)), torch.zeros(2, 16, dtype=torch.int64)
+
+    def predict(params: Any, ids: Tensor) -> Any:
+        return gpt.apply(params, ids, shape)
+
+    low = alone(zf.quantize(predict, bits=bits), params, ids)
+    whole = alone(
+        lambda state, ids: (state, predict(state["params"], ids)), {"params": params}, ids
+    )
+    assert low.flops.total == whole.flops.total
+    assert low.state_bytes < whole.state_bytes / 2
+
+
+SHAPE = GPTConfig(vocab=130, width=72, depth=3, heads=4)
+TX = optim.adamw(1e-3)
+
+
+def trained(wrap: Any = lambda step: step, stage: int = 3, **how: Any) -> Any:
+    """What is foreseen of a GPT's step on four ranks."""
+    step = wrap(zf.train_step(lambda p, ids: gpt.loss(p, ids, SHAPE), TX))
+    step = zf.shard(step, stage=stage, unit_bytes=1 << 17)
+    state = zf.TrainState.create(gpt.init(SHAPE, zf.random.key(0)), TX)
+    return zf.foresee(step, state, torch.zeros(4, 17, dtype=torch.int64), **{"ranks": 4, **how})
+
+
+def test_flops_by_layer_and_phase() -> None:
+    plain, recomputed = trained().flops, trained(zf.remat).flops
+    assert set(plain.by_layer) == {"", "blocks.0", "blocks.1", "blocks.2"}
+    assert plain.by_layer.total() == plain.by_operator.total() == plain.total
+    assert plain.by_layer["blocks.0"] == plain.by_layer["blocks.2"]
+    assert set(plain.by_phase) == {"forward", "backward"}
+    assert recomputed.total - plain.total == recomputed.by_phase["recomputed"]
+    layers = recomputed.by_layer.total() - recomputed.by_layer[""]
+    assert layers > plain.by_layer.total() - plain.by_layer[""]
+
+
+# Memory
+
+
+def test_large_tensors_hold_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def step(state: Any, x: Tensor) -> Any:
+        return {"params": {"w": state["params"]["w"] * 2.0 + 1.0}}, x.sum()
+
+    seen = alone(step, {"params": {"w": torch.empty(1 << 36, device="meta")}})
+    assert seen.state_bytes == 4 << 36
+    assert seen.peak_bytes >= 3 * (4 << 36)  # old, doubled, new
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_the_peak_is_that_of_living_storages() -> None:
+    n = 1 << 16
+
+    def step(state: Any, x: Tensor) -> Any:
+        a = x + 1.0
+        b = a * 2.0
+        del a
+        c = b.view(-1)[: n // 2]  # shares b's memory
+        d = torch.cat([c, c])
+        return state, d.sum()
+
+    seen = alone(step, {"params": {"w": torch.zeros(3)}}, torch.zeros(n))
+    # the state, x, a and b; then the state, x, b, d and its sum
+    assert seen.peak_bytes == 12 + 3 * 4 * n + 4
+    assert max(live for _, live in seen.timeline) == seen.peak_bytes
+    assert all(0 <= row <= len(seen.rows) for row, _ in seen.timeline)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "remat", "bf16", "accumulate", "all of them", "lamb"])
+def test_the_peak_is_the_counted_one_of_a_real_step(wrap: str) -> None:
+    """Up to constants of a few bytes that the real one made in an earlier step."""
+    case = STEPS[wrap]
+    step, rows = case.step(3, 1), batch(1)
+    state, _ = step(step.place(case.state()), rows)
+    gc.collect()
+    with Peak() as real:
+        for x in (*zf.tree.leaves(state), rows):
+            x.view(-1)  # it counts what it has seen
+        step(state, rows)
+    told = zf.foresee(case.step(3, 1), case.state(), rows, ranks=1, device="cpu")
+    assert abs(told.peak_bytes - real.bytes) <= 4096
+
+
+def test_a_pageless_tensor_is_an_ordinary_one() -> None:
+    x = pageless((3, 1 << 23), (1 << 23, 1), torch.float32)
+    assert type(x) is Tensor and x.is_contiguous() and x.data_ptr() and x.device.type == "cpu"
+    x[1, 5] = 2.0
+    assert x.sum() == 2.0
+
+
+# What is guessed
+
+
+def test_values_that_are_read_are_listed_with_their_place() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        total = x.sum()
+        scale = 1.0 if total.item() > 3 else 2.0
+        return {"params": {"w": state["params"]["w"] * scale}}, total
+
+    guess, *_ = alone(step).assumptions
+    assert __file__.rpartition("/")[2] in guess.place and "float32[]" in guess.what
+
+
+def test_values_that_are_known_are_no_guesses() -> None:
+    """Of a small tensor of the state, through views and in place."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        count = state["count"] + 1
+        assert int(count) >= 8 and bool((count.view(1) > 7).all())
+        return {**state, "count": count}, x.sum()
+
+    assert alone(step, {**WIDE, "count": torch.tensor(7)}).assumptions[:-1] == ()
+
+
+def test_shapes_that_depend_on_values_are_refused_by_name() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        return state, x[x > 0].sum()
+
+    with pytest.raises(ForesightError, match=r"index|nonzero"):
+        alone(step)
+
+
+def test_an_operator_without_shapes_is_refused_by_name() -> None:
+    library = torch.library.Library("zfunc_test_foresight", "FRAGMENT")
+    library.define("shapeless(Tensor x) -> Tensor")
+    library.impl("shapeless", lambda x: x + 1, "CPU")
+
+    def step(state: Any, x: Tensor) -> Any:
+        return state, torch.ops.zfunc_test_foresight.shapeless(x)
+
+    with pytest.raises(ForesightError, match=r"shapeless.*no kernel for the meta device"):
+        alone(step)
+
+
+# What does not fit
+
+
+def test_a_batch_that_does_not_fit_raises_what_the_step_raises() -> None:
+    with pytest.raises(ForesightError, match=r"mm .*\[8, 99\], \[100, 100\].*test_foresight.py"):
+        alone(lambda s, x: (s, x @ s["params"]["w"]), WIDE, torch.zeros(8, 99))
+
+
+def test_a_rank_or_a_device_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match=r"rank=4, expected 0 to 3"):
+        trained(rank=4)
+    with pytest.raises(ValueError, match="device='tpu'"):
+        trained(device="tpu")
+    with pytest.raises(ValueError, match="steps=1"):
+        trained(steps=1)
+
+
+def test_a_mesh_for_a_step_that_names_none() -> None:
+    replicated = trained(mesh=zf.mesh(replica=2))
+    assert set(replicated.sent.by_axis) > {"data", "replica"}
+    assert replicated.state_bytes > trained().state_bytes
+
+
+def test_meshes_that_do_not_fit() -> None:
+    def on(step: Any) -> Any:
+        return zf.shard(step, stage=3, mesh=zf.mesh(replica=2))
+
+    step = on(zf.train_step(lambda p, x: (x @ p["w"]).sum(), TX))
+    state, x = zf.TrainState.create({"w": torch.zeros(100, 100)}, TX), torch.zeros(8, 100)
+    with pytest.raises(zf.CompositionError, match="mesh"):
+        zf.foresee(step, state, x, ranks=8, mesh=zf.mesh(replica=4))
+    zf.foresee(step, state, x, ranks=8, mesh=zf.mesh(data=4, replica=2))  # the same
+    with pytest.raises(ValueError, match="needs a multiple of 2 ranks, this world has 7"):
+        zf.foresee(step, state, x, ranks=7)
+    with pytest.raises(zf.CompositionError, match="lays ranks out"):
+        zf.foresee(lambda s, x: (s, x), WIDE, x, ranks=8, mesh=zf.mesh(data=8))
+
+
+def test_what_is_on_disk_is_refused() -> None:
+    with pytest.raises(zf.CompositionError, match="disk"):
+        trained(lambda step: zf.offload(step, to="disk", path="/nowhere"))
+
+
+# A cluster
+
+
+def test_175_billion_parameters_on_1024_ranks() -> None:
+    """With 4 of 96 layers, unless all are asked for."""
+    depth = 96 if Covering.whole else 4
+    shape = GPTConfig(vocab=51200, width=12288, depth=depth, heads=96)
+    step = zf.train_step(lambda p, ids: gpt.loss(p, ids, shape), TX)
+    step = zf.precision(zf.donate(zf.shard(step, stage=3)), compute=torch.bfloat16)
+
+    def state() -> Any:
+        return zf.TrainState.create(gpt.init(shape, zf.random.key(0)), TX)
+
+    ids = torch.zeros(8, 1025, dtype=torch.int64)
+    seen = zf.foresee(zf.remat(step), state, ids, ranks=1024, rank=5)
+    count = sum(x.numel() for x in zf.tree.leaves(gpt.shapes(shape)))
+    assert seen.state_bytes == pytest.approx(14 * count / 1024, rel=1e-3)
+    # Narayanan et al. 2021, for forward; flash attention takes 5 products in backward, not 4. What
+    # is recomputed ends before the last product of a layer, whose result nobody needs.
+    tokens, h, s, v = 8 * 1024, 12288, 1024, 51200
+    products, scores = 24 * tokens * depth * h * h, 4 * tokens * depth * s * h
+    head = 2 * tokens * h * v
+    assert seen.flops.by_phase == {
+        "forward": products + scores + head,
+        "backward": 2 * products + scores * 5 // 2 + 2 * head,
+        "recomputed": products * 2 // 3 + scores,
+    }
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20

@@ -1,0 +1,64 @@
+"""What a dry run begins with: a state and a batch of the same geometry, which nobody else has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from zfunc.foresight.pageless import pageless
+from zfunc.foresight.storages import SMALL, SMALL_BYTES, Storages, whole
+from zfunc.trees.nodes import NAMESPACE
+
+__all__ = ["without_values"]
+
+
+def without_values(given: Any, storages: Storages) -> Any:
+    """A tree for a dry run: large tensors without values, small ones with those that they have.
+
+    Args:
+        given: a tree whose tensors are real or on meta, or a function without arguments that
+            makes one. What shares memory there shares it here.
+    """
+    if callable(given) and not isinstance(given, nn.Module):
+        given = given()
+    made: dict[int, Tensor] = {}
+    return optree.tree_map(
+        lambda x: _instead(x, made, storages) if isinstance(x, Tensor) else x,
+        given,
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+def _instead(x: Tensor, made: dict[int, Tensor], storages: Storages) -> Tensor:
+    if storages.has_made(x):
+        return x
+    if x.layout is not torch.strided:
+        raise TypeError(f"a tensor of layout {x.layout} cannot be foreseen: give dense ones.")
+    key = x.untyped_storage()._cdata
+    if key not in made:
+        made[key] = _memory(x, storages)
+    data = made[key].view(x.dtype) if made[key].dtype != x.dtype else made[key]
+    out = data.as_strided(x.size(), x.stride(), x.storage_offset())
+    return nn.Parameter(out, x.requires_grad) if isinstance(x, nn.Parameter) else _as(x, out)
+
+
+def _as(x: Tensor, out: Tensor) -> Tensor:
+    return out.requires_grad_() if x.requires_grad and x.is_leaf else out
+
+
+def _memory(x: Tensor, storages: Storages) -> Tensor:
+    """What stands for a whole storage, 1-D."""
+    nbytes = x.untyped_storage().nbytes()
+    out = pageless((nbytes // x.itemsize,), (1,), x.dtype)
+    storages.made(out)
+    if nbytes <= SMALL_BYTES and x.numel() <= SMALL and not x.is_meta:
+        out.copy_(whole(x))
+        return out
+    storages.wrote(out)
+    if nbytes <= SMALL_BYTES and not x.dtype.is_floating_point:
+        out.zero_()  # counters begin there
+    return out

@@ -1,0 +1,238 @@
+"""``foresee``: what a step holds and sends as one rank of many, without running its arithmetic."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from zfunc.engine.meshed import Meshed
+from zfunc.engine.step import Step, as_step
+from zfunc.errors import CompositionError
+from zfunc.foresight.assumptions import Assumption, outside
+from zfunc.foresight.attention import as_on_a_gpu
+from zfunc.foresight.dry_run import DryRun
+from zfunc.foresight.flops import Flops, summed
+from zfunc.foresight.inputs import without_values
+from zfunc.foresight.layer_names import named
+from zfunc.foresight.rows import StepRow
+from zfunc.kernels.dispatch import INSTEAD
+from zfunc.ranks.accounting import Ledger, ledger
+from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
+from zfunc.ranks.meshes import Mesh
+from zfunc.ranks.world import World
+from zfunc.trees import tree
+
+__all__ = ["Foreseen", "SentBytes", "foresee"]
+
+KINDS = ("cpu", "cuda")
+
+
+@dataclass
+class SentBytes(Ledger):
+    """A ledger that also counts calls by kind and by axis."""
+
+    calls_by_kind: Counter[str] = field(default_factory=Counter)
+    calls_by_axis: Counter[str] = field(default_factory=Counter)
+
+    def record(self, kind: str, label: str, axis: str, payload: int, headers: int) -> None:
+        super().record(kind, label, axis, payload, headers)
+        self.calls_by_kind[kind] += 1
+        self.calls_by_axis[axis] += 1
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What one rank of many holds, sends and computes; printed it is a summary.
+
+    Attributes:
+        ranks, rank: the world, and which of its ranks this is.
+        state_bytes: of its part of the state.
+        sent: what it sends in a steady step, the last one that was traced.
+        first: what it sends in the first one.
+        peak_bytes: the most bytes of tensors alive in the steady step, the state included.
+        place_peak_bytes: the same while the state is placed, the full one included.
+        flops: what it computes in the steady step.
+        rows: the operations of the steady step, and what is sent between them.
+        timeline: ``(number of the row, bytes alive)``, of the steady step.
+        assumptions: what all this rests on.
+    """
+
+    ranks: int
+    rank: int
+    state_bytes: int
+    sent: SentBytes
+    first: SentBytes
+    peak_bytes: int
+    place_peak_bytes: int
+    flops: Flops
+    rows: tuple[StepRow, ...] = field(repr=False)
+    timeline: tuple[tuple[int, int], ...] = field(repr=False)
+    assumptions: tuple[Assumption, ...]
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{name} {_told(n)}" for name, n in self.sent.by_kind.most_common() if n)
+        lines = [
+            f"rank {self.rank} of {self.ranks} holds {_told(self.state_bytes)} of the state",
+            f"a step holds at most {_told(self.peak_bytes)}, place {_told(self.place_peak_bytes)}",
+            f"it sends {_told(self.sent.total_bytes)} in {self.sent.calls} calls: {kinds}",
+            f"it computes {self.flops.total / 1e12:.4g} TFLOPs "
+            f"(attention under a causal mask counted {self.flops.causal})",
+            *(f"assumed: {assumption}" for assumption in self.assumptions),
+        ]
+        return "\n".join(lines)
+
+
+def _told(nbytes: int) -> str:
+    """Bytes as text.
+
+    >>> _told(2_500_000)
+    '2.5 MB'
+    """
+    size, unit = float(nbytes), "B"
+    for larger in ("KB", "MB", "GB", "TB", "PB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.4g} {unit}"
+
+
+def foresee(
+    step: Any,
+    make_state: Any,
+    batch: Any,
+    ranks: int = 1024,
+    rank: int = 0,
+    device: str = "cuda",
+    mesh: Mesh | None = None,
+    steps: int = 2,
+) -> Foreseen:
+    """Run a step as one rank of many, on tensors that have addresses and no memory.
+
+    The step is the real one, with its transforms, hooks, branches and collectives. Only arithmetic
+    on large tensors is left out.
+
+    Args:
+        step: a step, or a function ``(state, batch) -> (state, metrics)``.
+        make_state: the full state, or a function that makes it. Its tensors may be on meta. What
+            is real is neither copied nor changed: shapes, dtypes and small values are used.
+        batch: what this one rank would pass to the step, likewise.
+        ranks: how many ranks there are.
+        rank: which of them.
+        device: the kind of device that they compute on, ``"cpu"`` or ``"cuda"``.
+        mesh: how they are laid out, for a step that does not say so.
+        steps: how many are traced; the last one is steady.
+
+    Raises:
+        ValueError: no such rank or device; the mesh does not cover the ranks; fewer than 2 steps.
+        CompositionError: the step has another mesh, or takes none.
+        ForesightError: a shape depends on values, or an operator has no kernel for meta tensors.
+
+    >>> import zfunc as zf
+    >>> def step(state, batch):
+    ...     loss = lambda p, b: (b @ p["w"]).square().mean()
+    ...     loss, grads = zf.value_and_grad(loss)(state["params"], batch)
+    ...     new = zf.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    ...     return {"params": new}, {"loss": loss}
+    >>> state = {"params": {"w": torch.empty(1 << 15, 1 << 15, device="meta")}}
+    >>> seen = foresee(zf.shard(step, stage=3), state, torch.empty(8, 1 << 15), ranks=1024)
+    >>> seen.state_bytes == 4 << 20, seen.sent.calls
+    (True, 3)
+    """
+    _check(ranks, rank, device, steps)
+    step, run = _on(as_step(step), mesh, ranks), DryRun()
+    _check_storage(step)
+    step = named(step, run.layers) if ranks > 1 else step  # alone, layers need not be told apart
+    world = ForeseenWorld(rank, ranks, device, run)
+    with _alone(run), foreseeing(world), as_on_a_gpu(), run:
+        state = step.place(without_values(make_state, run.storages))
+        place_peak, sent = run.storages.peak, []
+        given = without_values(batch, run.storages)
+        inference = any(t.of_params for t in step.transforms)
+        for _ in range(steps):
+            gc.collect()
+            run.begin()
+            run.guesses.clear()
+            with _counted(world) as counts:
+                out = step(state, given)
+            sent.append(counts)
+            state = state if inference else out[0] if isinstance(out, tuple) and out else out
+            del out
+        size = tree.size_bytes(state)
+    return Foreseen(
+        ranks=ranks,
+        rank=rank,
+        state_bytes=size,
+        sent=sent[-1],
+        first=sent[0],
+        peak_bytes=run.storages.peak,
+        place_peak_bytes=place_peak,
+        flops=summed(run.rows),
+        rows=tuple(run.rows),
+        timeline=tuple(run.storages.timeline),
+        assumptions=(*run.guesses.listed(), *outside(step, device)),
+    )
+
+
+def _check(ranks: int, rank: int, device: str, steps: int) -> None:
+    if not 0 <= rank < ranks:
+        raise ValueError(f"foresee: rank={rank}, expected 0 to {ranks - 1}, of ranks={ranks}.")
+    if device not in KINDS:
+        raise ValueError(f"foresee: device={device!r}, expected one of {', '.join(KINDS)}.")
+    if steps < 2:
+        raise ValueError(f"foresee: steps={steps}, expected 2 or more: the first is not steady.")
+
+
+def _check_storage(step: Step) -> None:
+    if any(getattr(t, "to", None) == "disk" for t in step.transforms):
+        raise CompositionError(
+            f"foresee: {step!r} keeps its state on disk, and would write files there. Foresee it "
+            'with offload(to="cpu"), which sends the same.'
+        )
+
+
+def _on(step: Step, mesh: Mesh | None, ranks: int) -> Step:
+    """The step on this mesh, if it says none itself."""
+    if mesh is None:
+        return step
+    mine = step.mesh
+    if mine is not None and mine.given:
+        if mine.closed(ranks) == mesh.closed(ranks):
+            return step
+        raise CompositionError(f"foresee: the step has {mine}, and mesh= is {mesh}: leave one out.")
+    at = next((i for i, t in enumerate(step.transforms) if isinstance(t, Meshed)), None)
+    if at is None:
+        raise CompositionError(
+            f"foresee: no transform of {step!r} lays ranks out, so mesh={mesh} would change "
+            "nothing: wrap it in zf.shard, zf.split or zf.pipeline."
+        )
+    given = list(step.transforms)
+    on_it: Any = given[at]
+    given[at] = replace(on_it, mesh=mesh)
+    return replace(step, transforms=tuple(t.on_mesh(given) for t in given))
+
+
+@contextmanager
+def _alone(run: DryRun) -> Iterator[None]:
+    """Leave generators of random numbers as they were, and launch no kernel."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(run.restore_generators)
+        stack.callback(INSTEAD.reset, INSTEAD.set(run.kernel))
+        yield
+
+
+@contextmanager
+def _counted(world: World) -> Iterator[SentBytes]:
+    sent = SentBytes()
+    world.ledgers.append(sent)
+    try:
+        with ledger():  # what is under way is sent before it closes
+            yield sent
+    finally:
+        world.ledgers[:] = [other for other in world.ledgers if other is not sent]

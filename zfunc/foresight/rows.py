@@ -1,0 +1,42 @@
+"""What a step does, in its own order: operations, and what is sent between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["StepRow"]
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One operation, the start of a collective or a message, or the wait for one.
+
+    Attributes:
+        kind: ``"compute"``, ``"start"`` or ``"wait"``.
+        name: the operator's, or ``"all_gather"``, ``"send"``, ...
+        layer: the layer that it belongs to; ``""`` outside of all.
+        phase: ``"forward"``, ``"backward"``, ``"recomputed"`` or ``""``.
+        flops: see :mod:`zfunc.foresight.flops`.
+        read, written: bytes of tensors.
+        elements: how many it writes.
+        shapes: of the tensors that it is given.
+        dtype: of the first of them.
+        label, axis: of what is sent.
+        number: the same for a start and its wait; else 0.
+    """
+
+    kind: str
+    name: str
+    layer: str = ""
+    phase: str = ""
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    elements: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype | None = None
+    label: str = ""
+    axis: str = ""
+    number: int = 0

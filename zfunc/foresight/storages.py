@@ -1,0 +1,110 @@
+"""What is known of the storages of a dry run: which live, how many bytes, what values they have.
+
+Values are *known* (computed as they are), *assumed* (computed from a guess), or *absent*: a large
+storage that nobody has filled. A storage that was there before belongs to the caller: it is read,
+and never written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+
+__all__ = ["SMALL", "Storages"]
+
+SMALL = 1 << 12  # elements; up to here values are computed
+SMALL_BYTES = 8 * SMALL
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor's storage, which it may have in parts or several times."""
+    return x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+
+
+class Storages:
+    """The storages that operations of a dry run have touched.
+
+    Attributes:
+        live: bytes of those that the run has made and that somebody holds.
+        peak: the most of them since :meth:`begin`.
+        timeline: since then, ``(number of the row, bytes)`` at each change.
+        row: the number of the operation under way.
+        hidden: whether what is made now takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.peak = self.row = self.hidden = 0
+        self.timeline: list[tuple[int, int]] = []
+        self._nbytes: dict[int, int] = {}  # of those that the run has made
+        self._callers: set[int] = set()
+        self._absent: set[int] = set()
+        self._assumed: set[int] = set()
+
+    def begin(self) -> None:
+        """Count the peak anew."""
+        self.peak, self.row, self.timeline = self.live, 0, [(0, self.live)]
+
+    def made(self, x: Tensor) -> None:
+        """The run has made this tensor, or a view of what it has made."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._nbytes or key in self._callers:
+            return
+        self._nbytes[key] = 0 if self.hidden else storage.nbytes()
+        self._changed(self._nbytes[key])
+        weakref.finalize(storage, self._freed, key).atexit = False
+
+    def seen(self, x: Tensor) -> None:
+        """An operation reads this tensor: what the run has not made is the caller's."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._nbytes and key not in self._callers:
+            self._callers.add(key)
+            weakref.finalize(storage, self._forgotten, key).atexit = False
+
+    def has_made(self, x: Tensor) -> bool:
+        """Whether the run has made it."""
+        return x.untyped_storage()._cdata in self._nbytes
+
+    def is_callers(self, x: Tensor) -> bool:
+        """Whether it was there before."""
+        return x.untyped_storage()._cdata in self._callers
+
+    def wrote(self, x: Tensor) -> None:
+        """It has been overwritten by what nobody knows: small storages are assumed to be ones."""
+        storage = x.untyped_storage()
+        if storage.nbytes() <= SMALL_BYTES and storage._cdata not in self._callers:
+            whole(x).fill_(1)
+            self._assumed.add(storage._cdata)
+        else:
+            self._absent.add(storage._cdata)
+
+    def assume(self, xs: Iterable[Tensor]) -> None:
+        """Their values follow from a guess."""
+        for x in xs:
+            self._assumed.add(x.untyped_storage()._cdata)
+
+    def is_absent(self, x: Tensor) -> bool:
+        """Whether it has no values."""
+        return x.untyped_storage()._cdata in self._absent
+
+    def is_assumed(self, x: Tensor) -> bool:
+        """Whether its values follow from a guess."""
+        return x.untyped_storage()._cdata in self._assumed
+
+    def _changed(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        if nbytes:
+            self.timeline.append((self.row, self.live))
+
+    def _freed(self, key: int) -> None:
+        self._changed(-self._nbytes.pop(key))
+        self._absent.discard(key)
+        self._assumed.discard(key)
+
+    def _forgotten(self, key: int) -> None:
+        for kept in (self._callers, self._absent, self._assumed):
+            kept.discard(key)
