@@ -14,6 +14,7 @@ import torch
 from zfunc.trees.memory import RUNNING, Memory
 
 __all__ = [
+    "CALLED",
     "ENDING",
     "PLACING",
     "RECOMPUTED",
@@ -76,6 +77,9 @@ class Context(Memory):
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
 """Of a layer whose activations are not kept: ``"first"`` in its forward pass, ``"again"``
 when backward runs it anew, empty elsewhere."""
+
+CALLED: ContextVar[Any] = ContextVar("zfunc_called", default=None)
+"""What is called in the place of a user's function where some layers of a loss are elsewhere."""
 
 PLACING: ContextVar[Any] = ContextVar("zfunc_placing", default=None)
 """The step whose ``place`` or ``init`` is running."""
