@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -19,6 +19,7 @@ __all__ = [
     "PLACING",
     "RECOMPUTED",
     "Context",
+    "Placing",
     "current",
     "pop",
     "push",
@@ -82,7 +83,14 @@ CALLED: ContextVar[Any] = ContextVar("zfunc_called", default=None)
 """What is called in the place of a user's function where some layers of a loss are elsewhere."""
 
 PLACING: ContextVar[Any] = ContextVar("zfunc_placing", default=None)
-"""The step whose ``place`` or ``init`` is running."""
+"""A :class:`Placing`, while a step's ``place`` or ``init`` is running."""
+
+
+class Placing(NamedTuple):
+    """What is being placed: by which step, and the full state, perhaps without data."""
+
+    step: Any
+    state: Any
 
 
 def current() -> Context | None:

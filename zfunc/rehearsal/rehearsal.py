@@ -175,6 +175,7 @@ class _Rehearsal:
         self.crossing: list[dict[Label, tuple[int, Spec]]] = [{} for _ in range(self.chunks)]
         self.uses: list[set[int]] = [set() for _ in range(self.chunks)]
         self.flops, self.flops_outside = [0], [0] * self.chunks
+        self.flops_between = [0]
         self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.error: BaseException | None = None
@@ -224,6 +225,7 @@ class _Rehearsal:
             result=out,
             flops=tuple(self.flops[: len(self.calls)]),
             flops_outside=tuple(self.flops_outside),
+            flops_between=tuple(self.flops_between),
             layout=self.layout,
             device=self.device,
             compute=running.compute,
@@ -287,6 +289,7 @@ class _Rehearsal:
             self.flops[self.within] += flops
         else:
             self.flops_outside[self.chunk] += flops
+            self.flops_between[-1] += flops
 
     def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Nothing is drawn in a rehearsal."""
@@ -425,6 +428,7 @@ class _Rehearsal:
         self.chunk, self.failed = chunk, -1
         self.calls.append(Called(name, index, chunk, info.index, 0, 0, (), _no_rebuild, ()))
         self.flops.append(0)
+        self.flops_between.append(0)
 
     def _label(self, n: int, side: str, leaves: Sequence[Any]) -> None:
         for p, x in enumerate(leaves):
