@@ -44,7 +44,7 @@ from zfunc.transforms.pipelining.gradients import pipelined
 from zfunc.transforms.pipelining.measuring import Measured, measured
 from zfunc.transforms.pipelining.partition import Partition, check_partition, parts_of
 from zfunc.transforms.sharding import Shard
-from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
+from zfunc.trees.nodes import OPAQUE, Placed, Tree, leaves_in
 
 __all__ = ["Pipeline", "pipeline"]
 
@@ -206,12 +206,23 @@ class Pipeline(Meshed):
             return lambda asked: accumulated(call, running, asked, self.microbatches, own)
 
         def run(asked: Gradients) -> Any:
+            if RUN.get() is not None:
+                raise CompositionError(
+                    "zf.value_and_grad was called within a loss under pipeline, of which no stage "
+                    "has all. Within a layer torch.func.grad, or torch.autograd.grad, does it."
+                )
             return pipelined(running, asked, self.plan, self.group, own)
 
         return run
 
     def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
         def run(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
+            if RUN.get() is not None and isinstance(params, Placed):
+                raise CompositionError(
+                    "zf.evaluate was called on a placed tree (a teacher, say) within a loss under "
+                    "pipeline, and layers of the tree are on other stages. Evaluate it before, and "
+                    "give the loss what it returns, in the batch."
+                )
             if self.group.size == 1 or not can_be_staged(params, (args, kwargs)):
                 return call(fn, params, args, kwargs)
             where = self.plan.rank_of, self.group

@@ -61,6 +61,22 @@ class _Entrance(torch.autograd.Function):
         return grad
 
 
+PLAIN = (bool, int, float, complex, str)
+
+
+def _stands(then: Any, x: Any) -> bool:
+    """Whether what a layer returned in the rehearsal stands for what it returns."""
+    if isinstance(x, Tensor):
+        return isinstance(then, Spec | Same)
+    if isinstance(then, Spec):
+        return False
+    return not isinstance(x, PLAIN) or type(then) is Same or x == then or x != x
+
+
+def _told(x: Any) -> str:
+    return repr(x) if isinstance(x, PLAIN) else f"a {type(x).__name__}"
+
+
 def _as_it_is(fn: Any) -> Any:
     """What is called for a function."""
     return fn
@@ -308,10 +324,25 @@ class ChunkRun:
         outs, _ = flattened(out)
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_numbers(outs)
+        self._compare_results(n, outs)
         self.failed = -1
         self._watch(n, outs)
         self._meet(n, "out", outs)
         return out
+
+    def _compare_results(self, n: int, outs: Sequence[Any]) -> None:
+        """What other stages take a layer to return, since they have not run it."""
+        plan = self.plan.calls[n]
+        if len(outs) != len(plan.results):
+            raise self._differs(
+                f"layer {plan.name} returned {len(outs)} values, and not {len(plan.results)}"
+            )
+        for x, then in zip(outs, plan.results, strict=True):
+            if not _stands(then, x):
+                raise self._differs(
+                    f"layer {plan.name} returned {_told(x)}, and {_told(then)} then. What depends "
+                    "on numbers is to be a tensor"
+                )
 
     def _watch(self, n: int, outs: Sequence[Any]) -> None:
         """Let backward tell when it comes to this layer, in case that it fails there."""

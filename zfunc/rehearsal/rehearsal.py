@@ -26,6 +26,7 @@ from zfunc.engine.primitives import Ref
 from zfunc.engine.step import Transform
 from zfunc.errors import CompositionError, ZfuncError
 from zfunc.layout.layout import Layout
+from zfunc.ranks.comm import Group
 from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.keys import scope
 from zfunc.rehearsal.eager import uncompiled
@@ -150,9 +151,11 @@ class _Silence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is ConnectedGroup._issue:
-            return nothing_sent(*args, **(kwargs or {}))
         run = RUN.get()
+        if func is ConnectedGroup._issue:
+            if isinstance(run, _Rehearsal):
+                run.check_group(args[0])
+            return nothing_sent(*args, **(kwargs or {}))
         if isinstance(run, _Rehearsal) and run.invents:
             return run.traced(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -359,6 +362,16 @@ class _Rehearsal:
             )
         self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
 
+    def check_group(self, ranks: Group) -> None:
+        """Nothing that all stages have to take part in: each is somewhere else in the loss."""
+        stages = self.layout.ranks.members
+        if self.chunks > 1 and len(stages) > 1 and set(stages) <= set(ranks.members):
+            raise self._fail(
+                f"at {site()} the loss gathers, or sums, over all stages of a pipeline, and each "
+                "of them is somewhere else in it. Did it read a placed tree from outside, "
+                "state.params? Use the parameters that it is given, and read others before."
+            )
+
     def _fail(self, message: str) -> CompositionError:
         error = CompositionError(message)
         self.error = self.error or error
@@ -423,7 +436,8 @@ class _Rehearsal:
             raise self._fail(
                 f"layer {name}, of stage {chunk} of the pipeline, runs behind layer "
                 f"{self.calls[-1].name} of stage {self.chunk}. Layers must run in the order of "
-                "their stages: cut elsewhere, or put layers that share parameters into one stage."
+                "their stages. Give pipeline an example= of a batch: then they are divided in the "
+                "order in which they run. Or cut elsewhere: one that runs twice has one stage."
             )
         self.chunk, self.failed = chunk, -1
         self.calls.append(Called(name, index, chunk, info.index, 0, 0, (), _no_rebuild, ()))
