@@ -263,7 +263,7 @@ def test_what_a_step_says_of_its_stages() -> None:
         ways = [label for label in sent if label.startswith(("forward", "backward"))]
         assert sum(sent[label] for label in ways) == 4 * 288  # 6 rows of 6 numbers, each way
         assert f"{'gradients' if rank else 'values'} between stages 1152" in after
-        assert "bytes between stages, of a microbatch: 0 to 1 288, 1 to 0 288" in after
+        assert "of a microbatch: 0 to 1 288 in 1 message, 1 to 0 288 in 1 message" in after
 
 
 # What makes no sense

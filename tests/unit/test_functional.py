@@ -180,3 +180,17 @@ def test_layers_run_through_the_primitive(monkeypatch: pytest.MonkeyPatch) -> No
     f = functionalize(module)
     assert torch.equal(f.apply(f.params, X), torch.zeros(5, 2))
     assert calls == [("0", ["bias", "weight"], 1), ("1", [], 1), ("2", ["bias", "weight"], 1)]
+
+
+def test_params_come_in_the_order_in_which_a_module_defines_them() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.late = nn.Embedding(5, 4), nn.Linear(4, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.alone, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.blocks[1](self.blocks[0](self.late(self.table(x)))))
+
+    assert list(functionalize(Model()).params) == ["table", "late", "blocks", "alone", "head"]

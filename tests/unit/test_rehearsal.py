@@ -13,6 +13,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,14 +388,14 @@ def test_other_arguments_are_named() -> None:
 
 
 def test_a_ghost_says_what_it_is() -> None:
-    seen: list[Any] = []
+    seen = SimpleNamespace()  # of lists it would have copies of its own
 
     def fn(p: Any, ids: Tensor) -> Tensor:
-        seen.append(p["embed"])
+        seen.x = p["embed"]
         return through(p, ids)
 
     rehearsed(fn)
-    x = seen[0]
+    x = seen.x
     assert type(x) is Ghost and isinstance(x, Tensor)
     assert repr(x) == "Ghost([11, 6], torch.float64)" == f"{x}"
     assert (x.shape, x.dtype, x.device.type, x.is_meta) == ((11, 6), torch.float64, "cpu", False)
@@ -500,15 +501,15 @@ def test_split_leaves_are_rehearsed_without_a_message(sequence: bool) -> None:
 
 
 def test_a_plan_holds_no_tensor_of_its_rehearsal() -> None:
-    seen: list[Any] = []
+    seen = SimpleNamespace()
 
     def fn(p: Any, ids: Tensor) -> Tensor:
-        seen.extend([weakref.ref(p["embed"]), weakref.ref(ids)])
+        seen.refs = [weakref.ref(p["embed"]), weakref.ref(ids)]
         return LOSSES["a_dataclass"](p, ids)
 
     plan = rehearsed(fn, 2, (IDS.clone(),))
     gc.collect()
-    assert plan.chunks == 2 and [x() for x in seen] == [None, None]
+    assert plan.chunks == 2 and [x() for x in seen.refs] == [None, None]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

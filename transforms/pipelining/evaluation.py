@@ -52,20 +52,27 @@ def _run(stage: PipelineStage) -> Any:
     out = None
     stage.lend()
     for _, i, k in stage.actions[stage.me]:
-        stage.wire.post_ahead()
-        owner = new_pass(stage.running)
-        owner.evaluating = True
-        try:
-            source = stage.take_part(owner)
-            stage.hold(source)
-            owner.plan.order = [(source.index, u) for u in stage.layers(k)]
-            run = stage.run_of(i, k, source)
-            with stage.within(owner), torch.no_grad():
-                out = run.run(stage.fn, source.tree, *stage.batches[i])
-                owner.computed()
-            stage.send_on(i, k, run.outs)
-            owner.finish()
-        finally:
-            owner.close()
+        with stage.telling(("F", i, k)):
+            out = _of_chunk(stage, i, k)
     stage.wire.finish()
+    return out
+
+
+def _of_chunk(stage: PipelineStage, i: int, k: int) -> Any:
+    """What the last chunk returns; the others return nothing, and send."""
+    stage.wire.post_ahead()
+    owner = new_pass(stage.running)
+    owner.evaluating = True
+    try:
+        source = stage.take_part(owner)
+        stage.hold(source)
+        owner.plan.order = [(source.index, u) for u in stage.layers(k)]
+        run = stage.run_of(i, k, source)
+        with stage.within(owner), torch.no_grad():
+            out = run.run(stage.fn, source.tree, *stage.batches[i])
+            owner.computed()
+        stage.send_on(i, k, run.outs)
+        owner.finish()
+    finally:
+        owner.close()
     return out

@@ -149,8 +149,9 @@ class _Step(PipelineStage):
         do = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
         self.lend()
         for kind, i, k in self.row:
-            self.wire.post_ahead()
-            do[kind](i, k)
+            with self.telling((kind, i, k)):
+                self.wire.post_ahead()
+                do[kind](i, k)
         self._take_back()
         self.wire.finish()
         results: dict[tuple[int, int], Pending] = {}

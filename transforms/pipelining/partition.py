@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import optree
@@ -15,21 +17,38 @@ from torch import Tensor
 
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.schedules.partition import balanced_cuts, checked_cuts
+from zfunc.transforms.pipelining.measuring import Measured
 from zfunc.trees.nodes import NAMESPACE, Layers, Tree, opened, part_of
 
-__all__ = ["Partition", "chunks_of_leaves"]
+__all__ = ["Partition", "Parts", "check_partition", "parts_of"]
 
 Partition = str | tuple[int, ...]
 """``"flops"``, ``"parameters"``, or at which layers chunks begin and end: ``(0, 3, 6)``."""
 
 
-def chunks_of_leaves(params: Tree, chunks: int, partition: Partition) -> tuple[int, ...]:
-    """The chunk of each leaf, by leaf index.
+@dataclass(frozen=True)
+class Parts:
+    """Which chunk of a model each leaf is in.
+
+    Attributes:
+        chunk_of: by leaf index.
+        weights: of each chunk, by which they are balanced.
+    """
+
+    chunk_of: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+def parts_of(
+    params: Tree, chunks: int, partition: Partition, work: Measured | None = None
+) -> Parts:
+    """The parts into which a model is divided.
 
     Args:
         params: the full tree, or a rank's parts of split leaves.
         chunks: how many there are.
         partition: by what they are balanced.
+        work: of its layers, if that is known.
 
     Raises:
         PlacementError: there are fewer layers than chunks.
@@ -37,8 +56,7 @@ def chunks_of_leaves(params: Tree, chunks: int, partition: Partition) -> tuple[i
     """
     tree = opened(params)
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    numbered = optree.tree_unflatten(spec, list(range(len(leaves))))
-    items = list(_defined(numbered))
+    items = list(_defined(optree.tree_unflatten(spec, list(range(len(leaves))))))
     layers = [some for kind, some in items if kind == "layer"]
     if len(layers) < chunks:
         raise PlacementError(
@@ -46,22 +64,59 @@ def chunks_of_leaves(params: Tree, chunks: int, partition: Partition) -> tuple[i
             f"into {chunks} chunks. Take fewer ranks along pipe, fewer chunks, or mark layers: "
             "zf.functionalize does so for the lists of blocks in a module."
         )
-    weights = [sum(_weight(leaves[i], partition) for i in some) for some in layers]
-    after = _behind_the_last(items)
-    weights[-1] += sum(_weight(leaves[i], partition) for i in after)
+    known = work if work is not None and work.structure == spec else None
+    order = _order(layers, known)
+    weights = _sizes(leaves, items, partition) if known is None else _flops(layers, known)
+    row = [weights[i] for i in order]
     if isinstance(partition, str):
-        cuts = balanced_cuts(weights, chunks)
+        cuts = balanced_cuts(row, chunks)
     else:
         cuts = checked_cuts(partition, len(layers), chunks)
-    found, at, layer = [0] * len(leaves), 0, -1
+    of_layer = [0] * len(layers)
+    for chunk, (low, high) in enumerate(pairwise(cuts)):
+        for i in order[low:high]:
+            of_layer[i] = chunk
+    heavy = tuple(sum(row[low:high]) for low, high in pairwise(cuts))
+    return Parts(_with_the_rest(len(leaves), items, of_layer), heavy)
+
+
+def _with_the_rest(
+    count: int, items: Sequence[tuple[str, list[int]]], of_layer: Sequence[int]
+) -> tuple[int, ...]:
+    """The chunk of each leaf: outside of layers that of the layer before it."""
+    found, at, layer = [0] * count, 0, 0
     for kind, some in items:
         if kind == "layer":
-            layer += 1
-            while layer >= cuts[at + 1]:
-                at += 1
+            at, layer = of_layer[layer], layer + 1
         for i in some:
             found[i] = at
     return tuple(found)
+
+
+def _order(layers: Sequence[list[int]], work: Measured | None) -> list[int]:
+    """Layers in the order in which they run, if that is known; what does not run stays behind the
+    layer that is defined before it."""
+    if work is None:
+        return list(range(len(layers)))
+    when = {start: n for n, start in enumerate(work.order)}
+    keys, last = [], -1
+    for layer in layers:
+        last = when.get(layer[0], last) if layer else last
+        keys.append(last)
+    return sorted(range(len(layers)), key=lambda i: keys[i])
+
+
+def _flops(layers: Sequence[list[int]], work: Measured) -> list[int]:
+    return [work.flops.get(layer[0], 0) if layer else 0 for layer in layers]
+
+
+def _sizes(
+    leaves: Sequence[Any], items: Sequence[tuple[str, list[int]]], partition: Partition
+) -> list[int]:
+    layers = [some for kind, some in items if kind == "layer"]
+    weights = [sum(_weight(leaves[i], partition) for i in some) for some in layers]
+    weights[-1] += sum(_weight(leaves[i], partition) for i in _behind_the_last(items))
+    return weights
 
 
 def _defined(node: Any) -> Iterator[tuple[str, list[int]]]:

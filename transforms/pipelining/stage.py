@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
 from zfunc.rehearsal.rehearsal import rehearse
+from zfunc.transforms.pipelining.failures import telling
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
 
@@ -70,7 +72,7 @@ class PipelineStage:
         self.base = new_pass(running)
         self.source = self.take_part(self.base)
         chunks = _chunks_of_layers(self.layout)
-        self.plans = [self._rehearsed(name, chunks, *each) for each in batches]
+        self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
         self.lent: dict[int, tuple[int, list[int]]]
         known: dict[Any, Any] = running.memo.setdefault("messages", {})
         key = (name, ranks.size, *map(id, self.plans))  # which the memo keeps
@@ -80,6 +82,8 @@ class PipelineStage:
         self.lent, messages = known[key]
         self.wire = Wire(ranks, messages, running.memo.setdefault("connected", set()))
         self._raw: dict[int, list[Tensor]] = {}
+        self.runs: weakref.WeakValueDictionary[tuple[int, int], ChunkRun]
+        self.runs = weakref.WeakValueDictionary()
 
     def take_part(self, owner: Pass) -> Source:
         """The parameters in a pass."""
@@ -89,13 +93,19 @@ class PipelineStage:
     # What is known before anything runs
 
     def _rehearsed(
-        self, name: Any, chunks: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: Any,
+        chunks: tuple[int, ...],
+        i: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Rehearsed:
         """What the rehearsal of a microbatch found; remembered by the shapes of its arguments."""
         memo = self.running.memo.setdefault("rehearsed", {})
         key = (name, self.layout, _signature((args, kwargs)))
         if key not in memo:
-            memo[key] = rehearse(self.fn, self.layout, args, kwargs, chunks, self.device)
+            about = f"microbatch {i}"
+            memo[key] = rehearse(self.fn, self.layout, args, kwargs, chunks, self.device, about)
         found: Rehearsed = memo[key]
         return found
 
@@ -179,6 +189,10 @@ class PipelineStage:
 
     # One microbatch in one chunk
 
+    def telling(self, action: tuple[str, int, int]) -> AbstractContextManager[None]:
+        """A block that is one action of this stage: its errors say so, on all ranks."""
+        return telling(self.runs, action, self.me, self.rank_of.count(self.me))
+
     @contextmanager
     def within(self, owner: Pass) -> Iterator[Context]:
         """The context of one microbatch: a copy, so that what is computed again in backward
@@ -204,7 +218,8 @@ class PipelineStage:
                 come.update(zip(labels, self.wire.receive(("F", i, sender, k)), strict=True))
             return come.pop(label)
 
-        return ChunkRun(plan, k, receive, partial(_enter_roots, source))
+        made = self.runs[i, k] = ChunkRun(plan, k, receive, partial(_enter_roots, source))
+        return made
 
     def send_on(self, i: int, k: int, outs: Mapping[Label, Tensor]) -> None:
         """What later chunks need of a chunk."""

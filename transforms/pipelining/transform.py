@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zfunc.engine.context import Context
+from zfunc.engine.context import PLACING, Context, current
 from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Traffic
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
-from zfunc.errors import CompositionError
+from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.readable import Readable
 from zfunc.layout.stages import Stages
 from zfunc.ranks.axes import alone, group
@@ -38,16 +38,18 @@ from zfunc.schedules.catalogue import schedule as made
 from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
-from zfunc.transforms.pipelining.description import described
+from zfunc.transforms.pipelining.description import balanced_by, described
 from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated
 from zfunc.transforms.pipelining.gradients import pipelined
-from zfunc.transforms.pipelining.partition import Partition, check_partition, chunks_of_leaves
+from zfunc.transforms.pipelining.measuring import Measured, measured
+from zfunc.transforms.pipelining.partition import Partition, check_partition, parts_of
 from zfunc.transforms.sharding import Shard
-from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
+from zfunc.trees.nodes import OPAQUE, Placed, Tree, leaves_in
 
 __all__ = ["Pipeline", "pipeline"]
 
 NAME = "pipeline"
+WEIGHTS = "weights of chunks"
 EXCLUDED = {
     "accumulate": "pipeline cuts a batch into microbatches itself: leave out accumulate, and give "
     "their number as microbatches=.",
@@ -137,10 +139,39 @@ class Pipeline(Meshed):
     def stages(self, params: Tree, ranks: Group) -> Stages:
         """Which of some ranks have which leaves of a params tree."""
         rank_of, mesh = self.plan.rank_of, laid_out(self.mesh)
-        chunks = chunks_of_leaves(params, len(rank_of), self.partition)
+        work = self._work(ranks) if self.by_example else None
+        parts = parts_of(params, len(rank_of), self.partition, work)
+        if (placing := PLACING.get()) is not None:
+            placing.step._memo().setdefault(WEIGHTS, {})[len(parts.chunk_of)] = parts.weights
         at = [mesh.coordinates(member)[self.axis] for member in ranks.members]
         holders = tuple(tuple(i for i, place in enumerate(at) if place == rank) for rank in rank_of)
-        return Stages(chunks, holders)
+        return Stages(parts.chunk_of, holders)
+
+    @property
+    def by_example(self) -> bool:
+        """Whether parts are balanced by the work on an example."""
+        return self.example is not None and self.partition == "flops"
+
+    def _work(self, ranks: Group) -> Measured | None:
+        """What layers do on the example; looked at once.
+
+        Raises:
+            PlacementError: the ranks were given examples of other shapes.
+        """
+        placing, running = PLACING.get(), current()
+        memo = placing.step._memo() if placing else running.memo if running else {}
+        key = "work of layers", id(self.example)
+        if key not in memo and placing is not None:
+            found = measured(placing.step.fn, placing.state, self.example)
+            rows = ranks.exchange([found.order, *found.flops.items()], label="work of layers")
+            if any(row != rows[0] for row in rows):
+                raise PlacementError(
+                    "pipeline(example=...): its layers do other work on some ranks than on others, "
+                    "so these would divide the model otherwise. Give all ranks an example of the "
+                    "same shapes."
+                )
+            memo[key] = self.example, found
+        return memo[key][1] if key in memo else None
 
     def place(self, state: Any) -> Any:
         return state if self.shard is None else self.shard.place(state)
@@ -179,12 +210,23 @@ class Pipeline(Meshed):
             return lambda asked: accumulated(call, running, asked, self.microbatches, own)
 
         def run(asked: Gradients) -> Any:
+            if RUN.get() is not None:
+                raise CompositionError(
+                    "zf.value_and_grad was called within a loss under pipeline, of which no stage "
+                    "has all. Within a layer torch.func.grad, or torch.autograd.grad, does it."
+                )
             return pipelined(running, asked, self.plan, self.group, own)
 
         return run
 
     def evaluate(self, call: Callable[..., Any], running: Context) -> Callable[..., Any]:
         def run(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
+            if RUN.get() is not None and isinstance(params, Placed):
+                raise CompositionError(
+                    "zf.evaluate was called on a placed tree (a teacher, say) within a loss under "
+                    "pipeline, and layers of the tree are on other stages. Evaluate it before, and "
+                    "give the loss what it returns, in the batch."
+                )
             if self.group.size == 1 or not can_be_staged(params, (args, kwargs)):
                 return call(fn, params, args, kwargs)
             where = self.plan.rank_of, self.group
@@ -213,7 +255,11 @@ class Pipeline(Meshed):
             (x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None
         )
         name = self.schedule if isinstance(self.schedule, str) else "its own schedule"
-        return described(self.plan, name, self.partition, memo.get(NAME), plan)
+        layout = memo.get(NAME)
+        how = balanced_by(self.partition, self.by_example)
+        weights = None if layout is None else memo.get(WEIGHTS, {}).get(len(layout.slots))
+        sums = memo.get("reduce dtype")
+        return described(self.plan, f"{name}, {how}", layout, plan, weights, sums)
 
 
 @transform_of
@@ -244,7 +290,9 @@ def pipeline(
         pipe: the number of stages, where no mesh is given; data fills the rest.
         mesh: the ranks by named axes (``zf.mesh(data=2, pipe=2)``).
         axis: the mesh axis along which ranks have different layers.
-        example: a batch, tensors or shapes, by which the parts are balanced.
+        example: a batch, by which ``"flops"`` balances: tensors, or what has a shape and a dtype
+            (``torch.empty(8, 512, dtype=torch.int64, device="meta")``). Without one the elements
+            of matrices count, those of a head too, and those of a table do not.
 
     Returns:
         A :class:`~zfunc.Step`. Every stage passes the same rows of a batch (``step.local_batch``).
@@ -254,7 +302,8 @@ def pipeline(
         CompositionError: the step has a pipeline already, or accumulates beside it; a partition
             that is none.
         ScheduleError: a schedule that cannot run.
-        PlacementError: when a state is placed: it has fewer layers than there are parts.
+        PlacementError: when a state is placed: it has fewer layers than there are parts, or ranks
+            were given other examples.
     """
     for name, value in (("microbatches", microbatches), ("chunks", chunks), ("pipe", pipe or 1)):
         if type(value) is not int or value < 1:

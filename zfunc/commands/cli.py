@@ -28,6 +28,7 @@ from zfunc.commands.training import Run, train_rank
 from zfunc.files.locking import hold
 from zfunc.language.corpus import SOURCES, Corpus, entropies, read_corpus
 from zfunc.language.gpt import GPTConfig
+from zfunc.schedules.catalogue import SCHEDULES, schedule
 
 __all__ = ["main", "parser", "run_of", "train"]
 
@@ -106,6 +107,12 @@ def _add_transforms(group: Any) -> None:
     option("--stage", stage, type=int, choices=range(4), default=Run.stage)
     shared = "ranks that share the work of each layer, by its heads; the others have other rows"
     option("--tensor", shared, type=_positive, metavar="T", default=Run.tensor)
+    stages = "stages, ranks that have different layers; a batch goes through them in microbatches"
+    option("--pipe", stages, type=_positive, metavar="P", default=Run.pipe)
+    names = tuple(SCHEDULES)
+    option("--schedule", "what stages do when", choices=names, default=Run.schedule)
+    parts = "microbatches of the stages; by default 4 for each stage"
+    option("--microbatches", parts, type=_positive, metavar="N")
     tiers = ("none", "cpu", "disk")
     option("--offload", "where the state lives", choices=tiers, default=Run.offload)
     methods = ("onebit", "zero_one", "int8", "int4")
@@ -158,14 +165,17 @@ def run_of(found: argparse.Namespace) -> Run:
     world = int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
     if world and found.ranks not in (None, world):
         raise ValueError(f"--ranks {found.ranks} under torchrun with {world}: leave --ranks out")
-    ranks = world or found.ranks or torch.cuda.device_count() or max(2, found.tensor)
-    _check_tensor(found, ranks)
-    parts = ranks // found.tensor * found.accumulate
+    together = found.tensor * found.pipe
+    ranks = world or found.ranks or torch.cuda.device_count() or max(2, together)
+    _check_mesh(found, ranks)
+    microbatches = _microbatches(found)
+    many = microbatches or found.accumulate
+    parts = ranks // together * many
     batch = found.batch or -(-Run.batch // parts) * parts
     if batch % parts:
         raise ValueError(
-            f"--batch {batch} does not split over {ranks // found.tensor} ranks of "
-            f"{found.accumulate} microbatch(es): expected a multiple of {parts}, such as "
+            f"--batch {batch} does not split over {ranks // together} ranks of "
+            f"{many} microbatch(es): expected a multiple of {parts}, such as "
             f"{-(-batch // parts) * parts}"
         )
     if found.drop is not None and not 0 < found.drop <= 1:
@@ -175,24 +185,54 @@ def run_of(found: argparse.Namespace) -> Run:
     same = {
         name: getattr(found, name)
         for name in Run.__dataclass_fields__
-        if name not in ("model", "ranks", "batch", "resume")
+        if name not in ("model", "ranks", "batch", "resume", "microbatches")
     }
     # Under torchrun --max-restarts the job that comes back goes on with what it had.
     resume = found.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return Run(model=GPTConfig(**shape), ranks=ranks, batch=batch, resume=resume, **same)
+    how = {"ranks": ranks, "batch": batch, "resume": resume, "microbatches": microbatches}
+    return Run(model=GPTConfig(**shape), **how, **same)
 
 
-def _check_tensor(found: argparse.Namespace, ranks: int) -> None:
-    tensor = found.tensor
+def _microbatches(found: argparse.Namespace) -> int | None:
+    """Of the stages; ``None`` where there is no pipeline.
+
+    Raises:
+        ValueError: there are more parts of the model than blocks, or what else asks for something
+            that stages do not have.
+    """
+    if found.pipe == 1 and found.microbatches is None:
+        return None
+    if found.accumulate > 1:
+        raise ValueError(
+            f"--accumulate {found.accumulate} with stages, which cut a batch themselves: leave it "
+            f"out, and give --microbatches {found.accumulate}"
+        )
+    if found.pipe > 1 and (found.compress or found.offload == "disk"):
+        what = f"--compress {found.compress}" if found.compress else "--offload disk"
+        raise ValueError(f"{what} with --pipe {found.pipe}: stages do without. Leave out one.")
+    many = found.microbatches or 4 * found.pipe
+    chunks = schedule(found.schedule, found.pipe, many).chunks
+    if chunks > found.depth:
+        raise ValueError(
+            f"--pipe {found.pipe} with --schedule {found.schedule} takes a model apart into "
+            f"{chunks}, and it has --depth {found.depth} blocks. Take fewer stages, or more blocks."
+        )
+    return int(many)
+
+
+def _check_mesh(found: argparse.Namespace, ranks: int) -> None:
+    tensor, pipe = found.tensor, found.pipe
     if tensor > found.heads:
         raise ValueError(
             f"--tensor {tensor} with --heads {found.heads}: each rank needs a head. Take at most "
             f"--tensor {found.heads}, or more heads."
         )
-    if ranks % tensor:
+    if ranks % (tensor * pipe):
+        told = [f"--tensor {tensor}"] * (tensor > 1) + [f"--pipe {pipe}"] * (pipe > 1)
+        parts = tensor * pipe
         raise ValueError(
-            f"--tensor {tensor} does not divide {ranks} ranks: expected a multiple of {tensor}, "
-            f"such as {-(-ranks // tensor) * tensor} (--ranks, or what torchrun starts)"
+            f"{' with '.join(told)} does not divide {ranks} ranks: expected a multiple of {parts}, "
+            f"such as {-(-ranks // parts) * parts} (--ranks, or what torchrun starts)"
         )
 
 

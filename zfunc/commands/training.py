@@ -53,6 +53,9 @@ class Run:
     resume: bool = False
     stage: int = 3
     tensor: int = 1
+    pipe: int = 1
+    schedule: str = "1f1b"
+    microbatches: int | None = None
     offload: str = "cpu"
     compress: str | None = None
     drop: float | None = None
@@ -73,8 +76,8 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks: those that share each layer, and data over the rest."""
-        return zf.mesh(tensor=self.tensor)
+        """The ranks: those that share each layer, stages, and data over the rest."""
+        return zf.mesh(tensor=self.tensor, pipe=self.pipe)
 
 
 def make_step(run: Run, tx: Any) -> Callable[..., Any]:
@@ -98,6 +101,8 @@ def transformed(step: Callable[..., Any], run: Run) -> Any:
     step = zf.donate(zf.shard(step, stage=run.stage))
     if run.tensor > 1:
         step = zf.split(step, rules=gpt.rules(run.model), tensor=run.tensor)
+    if run.microbatches is not None:
+        step = zf.pipeline(step, run.microbatches, run.schedule, pipe=run.pipe)
     if run.offload != "none":
         path = run.out / "offload" if run.offload == "disk" else None
         step = zf.offload(step, to=run.offload, path=path)
@@ -255,7 +260,9 @@ def _announce(console: Console, run: Run, corpus: Corpus, state: Any) -> None:
 
 
 def _shared(run: Run) -> str:
-    return f" ({run.tensor} share each layer)" if run.tensor > 1 else ""
+    told = [f"{run.tensor} share each layer"] if run.tensor > 1 else []
+    told += [f"{run.pipe} stages, {run.schedule}"] if run.pipe > 1 else []
+    return f" ({'; '.join(told)})" if told else ""
 
 
 def _conclude(

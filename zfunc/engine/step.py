@@ -437,7 +437,7 @@ class Step:
         return placed
 
     def _placed(self, state: Any) -> Any:
-        token = context.PLACING.set(self)
+        token = context.PLACING.set(context.Placing(self, state))
         try:
             for transform in reversed(self.transforms):
                 state = transform.place(state)

@@ -28,6 +28,7 @@ from zfunc.errors import PlacementError
 from zfunc.modules.binding import Template, TemplatePool, skeleton
 from zfunc.modules.module_checks import check_module
 from zfunc.modules.parameters import Parameters
+from zfunc.modules.rehearsed import rehearsed
 from zfunc.modules.split_modules import check_outputs
 from zfunc.modules.split_params import splitting_of
 from zfunc.modules.swapping import misfit
@@ -120,7 +121,8 @@ class Functional:
         mode = self._train if train is None else train
         pool, ranks = self._parts(params)
         watched = pool.dropout.watched(entered) if mode is None else _UNWATCHED
-        with pool.lend() as template, watched, _alone(pool, entered), taken(template):
+        lent, around = pool.lend(), _alone(pool, entered)
+        with lent as template, watched, around, taken(template), rehearsed(template):
             _bind(template, entered, sources, mode, ranks)
             out = _call(template, args, kwargs)
             return (out, _restored(template.new_buffers(), sources, given)) if mutable else out

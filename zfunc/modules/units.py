@@ -81,13 +81,15 @@ class ModuleUnit:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Static: no tensors, picklable. ``stacks`` gives each ``Layers``' path and length."""
+    """Static: no tensors, picklable. ``stacks`` gives each ``Layers``' path and length, ``order``
+    the paths of these and of the root's leaves as the module defines them."""
 
     root: tuple[TensorInfo, ...]
     units: tuple[ModuleUnit, ...]
     buffers: tuple[TensorInfo, ...]
     stacks: dict[Path, int]
     singles: frozenset[Path]
+    order: tuple[Path, ...] = ()
 
     def tree(self, tensors: dict[str, Tensor]) -> Any:
         """The params tree with these tensors, by name, at its leaves.
@@ -104,11 +106,13 @@ class Anatomy:
 
     def _nested(self, values: Mapping[str, Any]) -> Any:
         top: dict[str | int, Any] = {}
-        for path, length in self.stacks.items():
+        root = {leaf.path: values[leaf.name] for leaf in self.root}
+        for path in self.order:
+            if path in root:
+                _insert(top, path, root[path])
+                continue
             kind = SingleLayer if path in self.singles else Layers
-            _insert(top, path, kind({} for _ in range(length)))
-        for leaf in self.root:
-            _insert(top, leaf.path, values[leaf.name])
+            _insert(top, path, kind({} for _ in range(self.stacks[path])))
         for unit in self.units:
             for leaf in unit.leaves:
                 _insert(node_at(top, (*unit.stack, unit.index)), leaf.path, values[leaf.name])
@@ -315,6 +319,7 @@ def dissect(module: nn.Module, units: Choice = None) -> Anatomy:
     root: list[TensorInfo] = []
     leaves: dict[int, list[TensorInfo]] = {owner: [] for owner in home}
     shared: dict[int, list[TensorInfo]] = {owner: [] for owner in home}
+    order: dict[Path, None] = {}
     for found in census.params.values():
         _check(found.name, found.tensor)
         owner = next(iter(found.owners))
@@ -323,8 +328,10 @@ def dissect(module: nn.Module, units: Choice = None) -> Anatomy:
             assert owner is not None
             path = tuple(found.name.removeprefix(prefix).split("."))
             leaves[owner].append(_leaf(found, path))
+            order[places[home[owner]][0]] = None
             continue
         root.append(_leaf(found, _root_path(found.name, stacks)))
+        order[root[-1].path] = None
         for owner in found.owners - {None}:
             shared[owner].append(root[-1])  # type: ignore[index]
 
@@ -343,6 +350,7 @@ def dissect(module: nn.Module, units: Choice = None) -> Anatomy:
         buffers=buffers,
         stacks=stacks,
         singles=frozenset(places[n][0] for n in names if places[n][0] == tuple(n.split("."))),
+        order=(*order, *(stack for stack in stacks if stack not in order)),
     )
 
 

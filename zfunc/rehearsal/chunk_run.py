@@ -8,6 +8,7 @@ values that others need have been met; then the run ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zfunc.engine import context
 from zfunc.engine.hooks import LayerInfo
-from zfunc.errors import CompositionError
+from zfunc.errors import CompositionError, NonFiniteError
 from zfunc.rehearsal import known
 from zfunc.rehearsal.ghosts import (
     RUN,
@@ -59,6 +60,48 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+PLAIN = (bool, int, float, complex, str)
+
+
+def _stands(then: Any, x: Any) -> bool:
+    """Whether what a layer returned in the rehearsal stands for what it returns."""
+    if isinstance(x, Tensor):
+        return isinstance(then, Spec | Same)
+    if isinstance(then, Spec):
+        return False
+    return not isinstance(x, PLAIN) or type(then) is Same or x == then or x != x
+
+
+def _told(x: Any) -> str:
+    return repr(x) if isinstance(x, PLAIN) else f"a {type(x).__name__}"
+
+
+def _as_it_is(fn: Any) -> Any:
+    """What is called for a function."""
+    return fn
+
+
+def _come_to(back: list[int], n: int, grads: Any) -> None:
+    """A hook of a node of autograd: backward has come to a call."""
+    back[:] = [n]
+
+
+def _check_numbers(outs: Sequence[Any]) -> None:
+    """Under ``torch.autograd.set_detect_anomaly``, which looks for NaN in backward itself.
+
+    Raises:
+        NonFiniteError: there is one in what a layer returns.
+    """
+    for position, x in enumerate(outs):
+        if not isinstance(x, Tensor) or type(x) is Ghost or not x.is_floating_point():
+            continue
+        if many := int(x.detach().isnan().sum()):
+            raise NonFiniteError(
+                f"{many} of {x.numel()} numbers of its result {position}, of shape "
+                f"{list(x.shape)}, are NaN; no layer before it gave one."
+            )
 
 
 def _ones(x: Tensor) -> Tensor:
@@ -107,12 +150,23 @@ class ChunkRun:
         self.first = next((n for n, call in enumerate(plan.calls) if call.chunk == chunk), -1)
         self.stop = plan.last_call(chunk)
         self.last = chunk == plan.chunks - 1
-        self.next = 0
+        self.next, self.failed = 0, -1
+        self.back: list[int] = []  # to which call backward has come; it holds no tensors
         self.error: BaseException | None = None
 
     @property
     def inside(self) -> bool:
         return self.within >= 0
+
+    @property
+    def place(self) -> str:
+        """Where forward has failed, or backward has come to, for messages."""
+        n = self.back[0] if self.back else self.failed
+        if n >= 0:
+            return f"layer {self.plan.calls[n].name} (call {n})"
+        if self.next == 0:
+            return "before the first layer"
+        return f"behind layer {self.plan.calls[self.next - 1].name} (call {self.next - 1})"
 
     def run(
         self,
@@ -136,13 +190,14 @@ class ChunkRun:
         """
         if self.chunk == 0:
             self._activate()
-        token = RUN.set(self)
+        tokens = RUN.set(self), context.CALLED.set(_as_it_is)
         try:
             out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
         except Done:
             out = None
         finally:
-            RUN.reset(token)
+            context.CALLED.reset(tokens[1])
+            RUN.reset(tokens[0])
             self.roots = {}
         if self.error is not None:
             raise self.error
@@ -268,12 +323,18 @@ class ChunkRun:
             self._activate()
         if n == self.first and not any(x.requires_grad for x in self.inputs.values()):
             self._begin(flattened((xs, kw))[0])
-        self.within = n
+        self.within, self.failed = n, n
         try:
             out = call(*xs, **kw)
         finally:
             self.within = -1
-        self._meet(n, "out", flattened(out)[0])
+        outs, _ = flattened(out)
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            _check_numbers(outs)
+        self._compare_results(n, outs)
+        self.failed = -1
+        self._watch(n, outs)
+        self._meet(n, "out", outs)
         return out
 
     def _begin(self, given: Sequence[Any]) -> None:
@@ -281,6 +342,27 @@ class ChunkRun:
             if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
                 edge = get_gradient_edge(x)
                 self.begins[edge.node, edge.output_nr] = edge
+
+    def _compare_results(self, n: int, outs: Sequence[Any]) -> None:
+        """What other stages take a layer to return, since they have not run it."""
+        plan = self.plan.calls[n]
+        if len(outs) != len(plan.results):
+            raise self._differs(
+                f"layer {plan.name} returned {len(outs)} values, and not {len(plan.results)}"
+            )
+        for x, then in zip(outs, plan.results, strict=True):
+            if not _stands(then, x):
+                raise self._differs(
+                    f"layer {plan.name} returned {_told(x)}, and {_told(then)} then. What depends "
+                    "on numbers is to be a tensor"
+                )
+
+    def _watch(self, n: int, outs: Sequence[Any]) -> None:
+        """Let backward tell when it comes to this layer, in case that it fails there."""
+        back = self.back
+        for x in outs:
+            if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
+                x.grad_fn.register_prehook(partial(_come_to, back, n))
 
     def _skip(self, n: int, plan: Called, ins: Sequence[Any]) -> Any:
         self.active = False
@@ -317,7 +399,10 @@ class ChunkRun:
                 settle(x)
         for label in self.places.get((n, side), ()):
             x = leaves[label[2]] if label[2] < len(leaves) else None
-            if label in self.wanted and type(x) is Ghost:
+            if label in self.wanted:
+                if type(x) is not Ghost:
+                    name = self.plan.calls[n].name
+                    raise self._differs(f"layer {name} was not given what it was then")
                 self._take(label, x)
             if label in self.to_send and label not in self.outs:
                 self.outs[label] = self._sendable(label, x)

@@ -46,10 +46,12 @@ class GhostRun(Protocol):
 
     Attributes:
         chunk: whose layers run now, or ran last.
+        within: the call of a layer that runs now, or -1.
         inside: whether a layer runs now.
     """
 
     chunk: int
+    within: int
 
     @property
     def inside(self) -> bool: ...
@@ -140,6 +142,7 @@ class Ghost(Tensor):
         label: where layers met it first, and how often its memory had been written then.
         memory: shared with its views.
         version: how often that had been written to when it was made.
+        within: the call of a layer in which it was made, and which alone has it; else -1.
     """
 
     form: Shape
@@ -150,6 +153,7 @@ class Ghost(Tensor):
     label: tuple[Label, int] | None
     memory: GhostMemory
     version: int
+    within: int
 
     @property
     def light(self) -> bool:
@@ -225,7 +229,7 @@ def ghost_like(
     own["form"], own["maker"], own["label"] = form, maker, None
     own["tracked"] = needs
     own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or GhostMemory()
-    own["version"] = own["memory"].version
+    own["version"], own["within"] = own["memory"].version, -1
     made: Ghost = new
     return made
 
@@ -407,7 +411,9 @@ def _results(
         of = tensors[x.memory] if x.memory >= 0 else None
         memory = of.memory if type(of) is Ghost else None
         recipe = Recipe(func, args, kwargs, place, recorded) if light else None
-        return ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
+        made = ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
+        made.within = -1 if run is None else run.within
+        return made
 
     return found.results(make)
 

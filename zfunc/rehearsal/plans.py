@@ -81,6 +81,7 @@ class Rehearsed:
         flops: operations of each call in forward, two for a multiplication and an addition, in
             products, convolutions and attention.
         flops_outside: the same outside layers, by chunk.
+        flops_between: the same before the first call, and behind each of them.
         layout, device, compute: of the parameters: where they are, and in which dtype they enter.
     """
 
@@ -90,6 +91,7 @@ class Rehearsed:
     result: Any
     flops: tuple[int, ...]
     flops_outside: tuple[int, ...]
+    flops_between: tuple[int, ...]
     layout: Layout
     device: torch.device
     compute: torch.dtype | None

@@ -24,11 +24,13 @@ from zfunc.engine.context import Context
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.primitives import Ref
 from zfunc.engine.step import Transform
-from zfunc.errors import CompositionError
+from zfunc.errors import CompositionError, ZfuncError
 from zfunc.layout.layout import Layout
+from zfunc.ranks.comm import Group
 from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.keys import scope
 from zfunc.rehearsal.eager import uncompiled
+from zfunc.rehearsal.failures import located
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
@@ -40,8 +42,10 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.known import nothing_sent
+from zfunc.rehearsal.own_copies import OwnCopies
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
 from zfunc.rehearsal.results import flattened, replaced
+from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
 from zfunc.trees.nodes import Tree
@@ -56,6 +60,7 @@ def rehearse(
     kwargs: Mapping[str, Any] | None = None,
     chunk_of: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
+    about: str = "a batch",
 ) -> Rehearsed:
     """Run ``fn(params, *args, **kwargs)`` on the shapes of parameters.
 
@@ -65,6 +70,7 @@ def rehearse(
         args, kwargs: its other arguments; real tensors are as on every stage. None is changed.
         chunk_of: for each of the layout's layers the chunk that it is in; all in one by default.
         device: where parameters will be.
+        about: what is rehearsed, for messages.
 
     Returns:
         What each chunk needs, gives and uses, and what the function returns.
@@ -72,13 +78,18 @@ def rehearse(
     Raises:
         CompositionError: code outside layers looks at numbers that another stage has, or writes
             to its batch; a layer comes behind one of a later chunk; a chunk has no layer that runs.
+        Exception: whatever a layer raises on these shapes; the message says which one.
     """
     chunks = list(chunk_of) if chunk_of is not None else [0] * len(layout.layers)
-    rest = args, dict(kwargs or {})
+    rest, at = (args, dict(kwargs or {})), torch.device(device)
     try:
-        return _Rehearsal(layout, chunks, torch.device(device), invents=False).run(fn, *rest)
+        return _Rehearsal(layout, chunks, at, False, about).run(fn, *rest)
     except _Looked:
-        return _Rehearsal(layout, chunks, torch.device(device), invents=True).run(fn, *rest)
+        return _Rehearsal(layout, chunks, at, True, about).run(fn, *rest)
+
+
+MADE_UP = "_zfunc_made_up"
+"""The name under which a tensor has the call of a layer in which its numbers were made up."""
 
 
 class _Looked(BaseException):
@@ -140,8 +151,13 @@ class _Silence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        run = RUN.get()
         if func is ConnectedGroup._issue:
+            if isinstance(run, _Rehearsal):
+                run.check_group(args[0])
             return nothing_sent(*args, **(kwargs or {}))
+        if isinstance(run, _Rehearsal) and run.invents:
+            return run.traced(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -149,14 +165,20 @@ class _Rehearsal:
     """One run of the whole loss. See ``ghosts.GhostRun``."""
 
     def __init__(
-        self, layout: Layout, chunk_of: Sequence[int], device: torch.device, invents: bool
+        self,
+        layout: Layout,
+        chunk_of: Sequence[int],
+        device: torch.device,
+        invents: bool,
+        about: str,
     ) -> None:
         self.layout, self.chunk_of, self.device, self.invents = layout, chunk_of, device, invents
-        self.chunk, self.within = 0, -1
+        self.chunk, self.within, self.failed, self.about = 0, -1, -1, about
         self.calls: list[Called] = []
         self.crossing: list[dict[Label, tuple[int, Spec]]] = [{} for _ in range(self.chunks)]
         self.uses: list[set[int]] = [set() for _ in range(self.chunks)]
         self.flops, self.flops_outside = [0], [0] * self.chunks
+        self.flops_between = [0]
         self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.error: BaseException | None = None
@@ -180,14 +202,20 @@ class _Rehearsal:
         leaves = ghost_leaves(self.layout, self.device, running.compute, every)
         tree = outer_tree(self.layout, self._refs(leaves), leaves)
         given, copies = _copied((args, kwargs))
-        tokens = context.push(_beside(running)), RUN.set(self)
+        own = OwnCopies()
+        tokens = context.push(_beside(running)), RUN.set(self), context.CALLED.set(own.of)
         try:
-            with torch.enable_grad(), scope(0), uncompiled(), _Silence():
-                out = fn(tree, *given[0], **given[1])
+            with torch.enable_grad(), scope(0), uncompiled(), silent(), _Silence():
+                out = own.of(fn)(tree, *given[0], **given[1])
                 if self.error is not None:
                     raise self.error
                 out = self._returned(out)
+        except Exception as error:
+            if (found := self._located(error)) is error:
+                raise
+            raise found from error
         finally:
+            context.CALLED.reset(tokens[2])
             RUN.reset(tokens[1])
             context.pop(tokens[0])
             for x, was in reversed(self.overwritten):
@@ -200,10 +228,19 @@ class _Rehearsal:
             result=out,
             flops=tuple(self.flops[: len(self.calls)]),
             flops_outside=tuple(self.flops_outside),
+            flops_between=tuple(self.flops_between),
             layout=self.layout,
             device=self.device,
             compute=running.compute,
         )
+
+    def _located(self, error: Exception) -> Exception:
+        """An error of a layer says which one it is; all ranks have the same."""
+        if isinstance(error, ZfuncError) or self.failed < 0:
+            return error
+        call = self.calls[self.failed]
+        place = f"stage {call.chunk} of the pipeline, layer {call.name} (call {self.failed})"
+        return located(error, f"in a rehearsal, on the shapes of {self.about}: {place}")
 
     def _refs(self, leaves: Mapping[int, Any]) -> list[GhostRef]:
         refs = []
@@ -255,6 +292,7 @@ class _Rehearsal:
             self.flops[self.within] += flops
         else:
             self.flops_outside[self.chunk] += flops
+            self.flops_between[-1] += flops
 
     def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Nothing is drawn in a rehearsal."""
@@ -277,10 +315,27 @@ class _Rehearsal:
         return self.error
 
     def _use(self, g: Ghost, func: Any) -> None:
+        if 0 <= g.within != self.within:
+            self._use_kept(g.within, g.home)
         if g.light:
             self._use_leaves(g.leaves or frozenset())
         elif g.home != self.chunk:
             self._cross(g, func)
+
+    def _use_kept(self, n: int, chunk: int) -> None:
+        """A value that a layer has left somewhere, and did not return."""
+        if chunk == self.chunk and (self.inside or self.chunk == self.chunks - 1):
+            return  # whoever runs this has run that layer
+        if self.chunks > 1:
+            raise self._kept_by(n, f"is used at {site()}")
+
+    def _kept_by(self, n: int, how: str) -> CompositionError:
+        name = self.calls[n].name
+        return self._fail(
+            f"a value that layer {name} has kept (in a list, as an attribute, by a hook) {how}, in "
+            f"stage {self.chunk} of a pipeline: stages that do not run the layer have none. Let "
+            "the layer return it."
+        )
 
     def _use_leaves(self, leaves: frozenset[int]) -> None:
         for i in leaves - self.uses[self.chunk]:
@@ -307,6 +362,16 @@ class _Rehearsal:
             )
         self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
 
+    def check_group(self, ranks: Group) -> None:
+        """Nothing that all stages have to take part in: each is somewhere else in the loss."""
+        stages = self.layout.ranks.members
+        if self.chunks > 1 and len(stages) > 1 and set(stages) <= set(ranks.members):
+            raise self._fail(
+                f"at {site()} the loss gathers, or sums, over all stages of a pipeline, and each "
+                "of them is somewhere else in it. Did it read a placed tree from outside, "
+                "state.params? Use the parameters that it is given, and read others before."
+            )
+
     def _fail(self, message: str) -> CompositionError:
         error = CompositionError(message)
         self.error = self.error or error
@@ -321,9 +386,12 @@ class _Rehearsal:
         if info.key is None or info.key[0] is not None or self.inside:
             return call(*xs, **kw)
         n, index = len(self.calls), info.key[1]
-        ins, _ = flattened((xs, kw))
+        ins, remake = flattened((xs, kw))
         self._label(n, "in", ins)
         self._begin(info, index)
+        own = {id(x): _alias(x, n) for x in ins if type(x) is Ghost}
+        if own:
+            xs, kw = remake([own.get(id(x), x) for x in ins])
         before = [_version(x) for x in ins]
         running = context.current()
         assert running is not None
@@ -331,10 +399,16 @@ class _Rehearsal:
         self.within = n
         try:
             out = self._invented(call, xs, kw) if self.invents else call(*xs, **kw)
+        except Exception:
+            self.failed = n
+            raise
         finally:
             self.within = -1
         outs, rebuild = flattened(out)
-        new = self._results(ins, outs)
+        given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
+        new = self._results(ins, [given.get(id(x), x) for x in outs])
+        for alias in own.values():
+            alias.maker, alias.label, alias.leaves, alias.recipe = self.chunk, None, None, None
         self._label(n, "out", new)
         writes = tuple(p for p, x in enumerate(ins) if _version(x) != before[p])
         for p in writes:
@@ -362,16 +436,20 @@ class _Rehearsal:
             raise self._fail(
                 f"layer {name}, of stage {chunk} of the pipeline, runs behind layer "
                 f"{self.calls[-1].name} of stage {self.chunk}. Layers must run in the order of "
-                "their stages: cut elsewhere, or put layers that share parameters into one stage."
+                "their stages. Give pipeline an example= of a batch: then they are divided in the "
+                "order in which they run. Or cut elsewhere: one that runs twice has one stage."
             )
-        self.chunk = chunk
+        self.chunk, self.failed = chunk, -1
         self.calls.append(Called(name, index, chunk, info.index, 0, 0, (), _no_rebuild, ()))
         self.flops.append(0)
+        self.flops_between.append(0)
 
     def _label(self, n: int, side: str, leaves: Sequence[Any]) -> None:
         for p, x in enumerate(leaves):
             if type(settle(x)) is not Ghost:
                 continue
+            if x.within >= 0 and self.chunks > 1:
+                raise self._kept_by(x.within, "is given to another one")
             if x.light and x.recipe is not None:  # from here on it is a value of this chunk
                 self._use(x, "")
                 x.maker, x.leaves, x.recipe = self.chunk, None, None
@@ -379,14 +457,19 @@ class _Rehearsal:
                 x.label = (n, side, p), x.memory.version
 
     def _results(self, ins: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-        """A layer's results: what it made is a ghost, whatever it is made of."""
-        given = {id(x) for x in ins}
-        return [
-            ghost_like(form_of(x), x.device, self.chunk, x.requires_grad)
-            if isinstance(x, Tensor) and type(x) is not Ghost and id(x) not in given
-            else x
-            for x in outs
-        ]
+        """A layer's results: what it made is a new ghost, whatever it is made of."""
+        known = {id(x): x for x in ins}
+        for x in outs:
+            if isinstance(x, Tensor) and id(x) not in known:
+                known[id(x)] = self._result(x)
+        return [known.get(id(x), x) for x in outs]
+
+    def _result(self, x: Tensor) -> Tensor:
+        if type(x) is not Ghost:
+            return ghost_like(form_of(x), x.device, self.chunk, x.requires_grad)
+        if x.light:
+            return x
+        return ghost_like(x.form, x.device, x.maker, x.tracked, memory=x.memory)
 
     # --- numbers that are made up ---
 
@@ -398,6 +481,19 @@ class _Rehearsal:
             finally:
                 self._forget()
         self.counted(counting.flops)
+        return out
+
+    def traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of tensors: what is made of numbers that were made up is, too."""
+        given = [x for x in flattened((args, kwargs))[0] if isinstance(x, Tensor)]
+        calls = {n for x in given if (n := x.__dict__.get(MADE_UP)) is not None}
+        for n in calls - {self.within}:
+            self._use_kept(n, self.calls[n].chunk)
+        out = func(*args, **kwargs)
+        known = set(map(id, given))
+        for x in flattened(out)[0] if calls and self.inside else ():
+            if isinstance(x, Tensor) and type(x) is not Ghost and id(x) not in known:
+                x.__dict__[MADE_UP] = self.within
         return out
 
     def _forget(self) -> None:
@@ -417,6 +513,7 @@ class _Rehearsal:
             new = torch.zeros(g.shape, dtype=g.dtype, device=g.device)
         marks = {k: x for k, x in g.__dict__.items() if k.startswith("_zfunc")}
         new.__dict__.update(marks)
+        new.__dict__[MADE_UP] = self.within
         become(g, new)
         self.invented.append((g, new))
 
@@ -429,6 +526,16 @@ class _Rehearsal:
 
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
     raise AssertionError("a layer that has not returned")
+
+
+def _alias(x: Ghost, n: int) -> Ghost:
+    """A ghost for the time of one call, with the same memory: what a layer does with it, other
+    than to return it, is no one else's."""
+    made = ghost_like(x.form, x.device, x.maker, x.tracked, x.leaves, x.recipe, x.memory)
+    made.label, made.version, made.within = x.label, x.version, n
+    marks = {key: value for key, value in x.__dict__.items() if key.startswith("_zfunc")}
+    made.__dict__.update(marks)
+    return made
 
 
 def _version(x: Any) -> Any:

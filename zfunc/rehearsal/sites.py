@@ -16,7 +16,8 @@ __all__ = ["site"]
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = Path(zfunc.engine.__file__).parents[1]
 _PYTHON = sysconfig.get_path("stdlib")
-_BELOW = (_TORCH, *(str(_OWN / room) for room in ("rehearsal", "engine", "modules", "operators")))
+_ROOMS = ("rehearsal", "engine", "modules", "operators", "layout", "ranks", "trees")
+_BELOW = (_TORCH, *(str(_OWN / room) for room in _ROOMS))
 
 
 def site() -> str:

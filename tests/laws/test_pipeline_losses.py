@@ -1,0 +1,361 @@
+"""What people write in losses and steps: the numbers of one process, or an error that says why.
+
+Nothing in between: each of these ran somewhere else in a pipeline than it looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import zfunc as zf
+from tests.laws.cases import assert_near, numbers
+from tests.laws.pipelines import F64, TX, Model, rows
+from zfunc import optim, tree
+
+Loss = Callable[[Any, Any], Any]
+
+
+def params() -> Any:
+    def matrices(seed: int, n: int) -> Any:
+        return zf.Layers([{"w": numbers((6, 6), seed + i, F64, 0.4)} for i in range(n)])
+
+    first, scale = numbers((6, 6), 1, F64, 0.4), numbers((6,), 2, F64, 1.0)
+    return {"first": {"w": first}, "blocks": matrices(10, 4), "more": matrices(20, 2), "s": scale}
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"])
+
+
+def through(p: Any, x: Any, fn: Callable[..., Any] = layer) -> Any:
+    return zf.scan(fn, p["more"], zf.scan(fn, p["blocks"], x))
+
+
+def end(x: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(x.sum(1, keepdim=True), batch["y"])
+
+
+def base(p: Any, batch: Any) -> Tensor:
+    return end(through(p, layer(p["first"], batch["x"])) * p["s"], batch)
+
+
+def layers_twice(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for each in p["blocks"]:
+        x = zf.layer(layer, each, zf.layer(layer, each, x))
+    return end(zf.scan(layer, p["more"], x), batch)
+
+
+def outputs_twice(p: Any, batch: Any) -> Tensor:
+    x, outs = batch["x"], []
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(layer, each, x)
+        outs.append(x)
+    more = outs[0].mean() * outs[0].square().mean() + outs[2].sum() * 0.1
+    return end(x, batch) + more + (outs[1] * outs[1] * outs[4]).mean()
+
+
+def closing_over_an_early_value(p: Any, batch: Any) -> Tensor:
+    early = x = zf.layer(layer, p["blocks"][0], batch["x"])
+    for each in (*p["blocks"][1:], *p["more"]):
+        x = zf.layer(lambda q, x: layer(q, x) + early, each, x)
+    return end(x, batch)
+
+
+def closing_over_a_parameter(p: Any, batch: Any) -> Tensor:
+    scale = p["s"]
+    return end(through(p, batch["x"], lambda q, x: layer(q, x) * scale), batch)
+
+
+def structures(p: Any, batch: Any) -> Tensor:
+    def fn(q: Any, given: Any) -> Any:
+        y = layer(q, given[0])
+        return y, {"a": given[1]["a"] + y.square(), "none": None}
+
+    x, more = through(p, (batch["x"], {"a": batch["x"] * 0, "none": None}), fn)
+    return end(x, batch) + more["a"].mean()
+
+
+def written_in_place(p: Any, batch: Any) -> Tensor:
+    x = zf.scan(lambda q, x: layer(q, x).mul_(0.9), p["blocks"], batch["x"]) + 0
+    x.add_(1.0)
+    return end(
+        zf.scan(lambda q, x: x.add_(torch.tanh(x.clone() @ q["w"])), p["more"], x * 1), batch
+    )
+
+
+def a_layer_that_does_not_run(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for i, each in enumerate(p["blocks"]):
+        x = x if i == 1 else zf.layer(layer, each, x)
+    return end(zf.scan(layer, p["more"], x), batch)
+
+
+def integers(p: Any, batch: Any) -> Tensor:
+    x, count = batch["x"], 0
+    for each in (*p["blocks"], *p["more"]):
+        x, count = zf.layer(lambda q, x, n: (layer(q, x), (x > 0).sum(1) + n), each, x, count)
+    return end(x + count[:, None] * 0.01, batch)
+
+
+def penalties_of_roots(p: Any, batch: Any) -> Tensor:
+    more = p["first"]["w"].square().sum() + p["s"].square().sum()
+    return base(p, batch) + 0.01 * more
+
+
+def checkpointed(p: Any, batch: Any) -> Tensor:
+    return end(
+        through(p, batch["x"], lambda q, x: checkpoint(layer, q, x, use_reentrant=False)), batch
+    )
+
+
+def detached(p: Any, batch: Any) -> Tensor:
+    x = zf.scan(layer, p["blocks"], batch["x"])
+    x = zf.scan(layer, p["more"], x.detach() * x)
+    return end(x, batch) + 0.1 * (x.detach() * x).sum()
+
+
+def numbers_of_the_batch(p: Any, batch: Any) -> Tensor:
+    many = float(batch["x"].abs().mean())
+
+    def fn(q: Any, x: Tensor, number: float) -> Tensor:
+        return layer(q, x) * number
+
+    x = batch["x"]
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(fn, each, x, many)
+    return end(x, batch) * many
+
+
+RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_value]
+RIGHT += [closing_over_a_parameter, structures, written_in_place, a_layer_that_does_not_run]
+RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb", "zbv"])
+@pytest.mark.parametrize("loss", RIGHT, ids=lambda loss: loss.__name__)
+def test_losses_that_are_right(loss: Loss, schedule: str) -> None:
+    model = Model(params(), loss, rows)
+    wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=2)
+    found = zf.simulate(2)(
+        lambda: model.trained(lambda f: zf.pipeline(f, 3, schedule, pipe=2), steps=2)
+    )()
+    for run in found:
+        assert_near(run, wanted, 1e-9)
+
+
+# What stages cannot do
+
+
+def in_a_loop(p: Any, batch: Any) -> Tensor:
+    return end(through(p, through(p, batch["x"])), batch)
+
+
+def from_the_last_to_the_first(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for each in reversed([*p["blocks"], *p["more"]]):
+        x = zf.layer(layer, each, x)
+    return end(x, batch)
+
+
+def another_layers_weight(p: Any, batch: Any) -> Tensor:
+    other = p["blocks"][0]
+    return end(through(p, batch["x"], lambda q, x: layer(q, x) + x @ other["w"]), batch)
+
+
+def penalties_of_layers(p: Any, batch: Any) -> Tensor:
+    return base(p, batch) + sum(each["w"].square().sum() for each in p["blocks"])
+
+
+def sums_of_early_values(p: Any, batch: Any) -> Tensor:
+    x, total = batch["x"], 0
+    for each in (*p["blocks"], *p["more"]):
+        x, part = zf.layer(lambda q, x: (layer(q, x), x.sum()), each, x)
+        total = total + part
+    return end(x, batch) + total
+
+
+def a_gradient_in_the_loss(p: Any, batch: Any) -> Tensor:
+    w = p["first"]["w"]
+    (grad,) = torch.autograd.grad((batch["x"] @ w).square().mean(), w, create_graph=True)
+    return base(p, batch) + grad.square().sum()
+
+
+def value_and_grad_in_the_loss(p: Any, batch: Any) -> Tensor:
+    _, grad = zf.value_and_grad(lambda w, x: (x @ w).square().mean())(p["first"]["w"], batch["x"])
+    return base(p, batch) + grad.square().sum()
+
+
+def a_branch_on_numbers(p: Any, batch: Any) -> Tensor:
+    x = zf.scan(layer, p["blocks"], batch["x"])
+    return end(zf.scan(layer, p["more"], x * 2 if x.max() > 0 else x), batch)
+
+
+def layers_by_the_batch(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for i, each in enumerate(p["blocks"]):
+        x = x if i == 1 and batch["x"][0, 0] == rows(0)["x"][0, 0] else zf.layer(layer, each, x)
+    return end(zf.scan(layer, p["more"], x), batch)
+
+
+def a_number_of_a_layer(p: Any, batch: Any) -> Tensor:
+    x, total = batch["x"], 0.0
+    for each in (*p["blocks"], *p["more"]):
+        x, number = zf.layer(lambda q, x: (layer(q, x), float(x.detach().sum())), each, x)
+        total += number
+    return end(x, batch) * total
+
+
+def a_number_of_the_batch_from_a_layer(p: Any, batch: Any) -> Tensor:
+    x, total, many = batch["x"], 0.0, float(batch["x"].sum())
+    for each in (*p["blocks"], *p["more"]):
+        x, number = zf.layer(lambda q, x: (layer(q, x), many), each, x)
+        total += number
+    return end(x, batch) * total
+
+
+def writing_to_the_batch(p: Any, batch: Any) -> Tensor:
+    batch["x"].mul_(0.5)
+    return base(p, batch)
+
+
+WRONG: list[tuple[Loss, str]] = [
+    (in_a_loop, "example= of a batch"),
+    (from_the_last_to_the_first, "example= of a batch"),
+    (another_layers_weight, r"blocks\.0\.w is a parameter of layer blocks\.0"),
+    (penalties_of_layers, r"read outside of its call"),
+    (sums_of_early_values, "that no layer was given"),
+    (a_gradient_in_the_loss, "no stage has the whole way"),
+    (value_and_grad_in_the_loss, r"value_and_grad was called within a loss"),
+    (a_branch_on_numbers, "it looks at its numbers"),
+    (layers_by_the_batch, "in the place of layer"),
+    (a_number_of_a_layer, "What depends on numbers is to be a tensor"),
+    (a_number_of_the_batch_from_a_layer, "What depends on numbers is to be a tensor"),
+    (writing_to_the_batch, r"x\.clone\(\)"),
+]
+
+
+@pytest.mark.parametrize(("loss", "text"), WRONG, ids=lambda x: getattr(x, "__name__", ""))
+def test_losses_that_are_refused(loss: Loss, text: str) -> None:
+    model = Model(params(), loss, rows)
+    with pytest.raises(zf.CompositionError, match=text):
+        zf.simulate(2, timeout=20)(
+            lambda: model.trained(lambda f: zf.pipeline(f, 3, pipe=2), steps=1)
+        )()
+
+
+# Steps
+
+
+def updated(state: Any, grads: Any) -> Any:
+    updates, opt_state = TX.update(grads, state.opt_state, state.params)
+    new = optim.apply_updates(state.params, updates)
+    return state.replace(params=new, opt_state=opt_state, step=state.step + 1)
+
+
+def two_losses(state: Any, batch: Any) -> Any:
+    def other(p: Any, batch: Any) -> Tensor:
+        return 0.5 * layers_twice(p, batch) + p["s"].square().sum()
+
+    first, grads = zf.value_and_grad(base)(state.params, batch)
+    second, more = zf.value_and_grad(other)(state.params, batch)
+    return updated(state, tree.map(torch.add, grads, more)), (first, second)
+
+
+def with_a_teacher(state: Any, batch: Any) -> Any:
+    """One that is evaluated before, and is no part of what is differentiated."""
+    wanted = zf.evaluate(lambda p, batch: through(p, batch["x"]))(state.params, batch)
+
+    def once(p: Any, batch: Any) -> Tensor:
+        x = through(p, layer(p["first"], batch["x"]))
+        return end(x, batch) + (x - batch["wanted"]).square().mean()
+
+    value, grads = zf.value_and_grad(once)(state.params, {**batch, "wanted": wanted})
+    return updated(state, grads), value
+
+
+def reading_the_state(state: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any) -> Tensor:
+        return base(p, batch) + state.params["s"].square().sum()
+
+    value, grads = zf.value_and_grad(loss)(state.params, batch)
+    return updated(state, grads), value
+
+
+def evaluating_within(state: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any) -> Tensor:
+        wanted = zf.evaluate(lambda q, x: through(q, x))(state.params, batch["x"])
+        return base(p, batch) + wanted.mean()
+
+    value, grads = zf.value_and_grad(loss)(state.params, batch)
+    return updated(state, grads), value
+
+
+def a_second_tree(state: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, teacher: Any) -> Tensor:
+        return base(p, batch) + through(teacher, batch["x"]).mean()
+
+    value, grads = zf.value_and_grad(loss)(state.params, batch, state.params)
+    return updated(state, grads), value
+
+
+def run(fn: Any, wrap: Callable[..., Any]) -> Any:
+    step = wrap(fn)
+    state = step.place(zf.TrainState.create(params(), TX))
+    out = []
+    for i in range(2):
+        state, metrics = step(state, rows(i))
+        out.append(metrics)
+    return out, step.unplace(state).params
+
+
+@pytest.mark.parametrize("fn", [two_losses, with_a_teacher])
+def test_steps_that_are_right(fn: Any) -> None:
+    wanted = run(fn, lambda f: zf.accumulate(f, 3))
+    for found in zf.simulate(2)(run)(fn, lambda f: zf.pipeline(f, 3, "zb", pipe=2)):
+        assert_near(found, wanted, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (reading_the_state, r"a placed tree from outside, state\.params"),
+        (evaluating_within, "Evaluate it before"),
+        (a_second_tree, "a second placed tree"),
+    ],
+)
+@pytest.mark.parametrize(("data", "stage"), [(1, 0), (2, 3)])
+def test_steps_that_are_refused(fn: Any, text: str, data: int, stage: int) -> None:
+    def wrap(f: Any) -> Any:
+        return zf.shard(zf.pipeline(f, 3, mesh=zf.mesh(data=data, pipe=2)), stage=stage)
+
+    with pytest.raises(zf.CompositionError, match=text):
+        zf.simulate(2 * data, timeout=20)(run)(fn, wrap)
+
+
+def test_fewer_layers_and_schedules_that_cannot_run() -> None:
+    """What is wrong with a schedule is said when a state is placed, on every rank."""
+    from zfunc.schedules.in_turn import one_f_one_b
+
+    good = one_f_one_b(2, 3)
+    row = good.actions[1]
+    stuck = zf.Schedule(good.rank_of, 3, (good.actions[0], (row[1], row[0], *row[2:])))
+    twice = zf.Schedule(good.rank_of, 3, (good.actions[0], (*row, row[0])))
+    short = zf.Schedule(good.rank_of, 3, (good.actions[0], row[:-1]))
+    for schedule, text in (
+        (stuck, "waits for ever"),
+        (twice, "twice"),
+        (short, "missing"),
+        (one_f_one_b(2, 4), "4 microbatches"),
+        (lambda ranks, n: 3, "returns int"),
+    ):
+        step = zf.pipeline(zf.train_step(base, TX), 3, schedule, pipe=2)
+        with pytest.raises(zf.errors.ScheduleError, match=text):
+            zf.simulate(2)(lambda step=step: step.place(zf.TrainState.create(params(), TX)))()

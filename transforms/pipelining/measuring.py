@@ -1,0 +1,124 @@
+"""How much work each layer is on an example of a batch, found before a state is placed.
+
+The step's function runs as far as its ``value_and_grad``, and the loss that it gives that is
+rehearsed on the shapes of the parameters. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from zfunc.engine import context
+from zfunc.engine.context import Context
+from zfunc.engine.hooks import Gradients
+from zfunc.engine.step import Differentiate, Transform
+from zfunc.errors import CompositionError
+from zfunc.layout.cutting import make_layout
+from zfunc.rehearsal.plans import Rehearsed
+from zfunc.rehearsal.rehearsal import rehearse
+from zfunc.trees.nodes import NAMESPACE, leaves_in, opened
+
+__all__ = ["Measured", "measured"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The work of each layer of a tree, by the index of its first leaf.
+
+    Attributes:
+        structure: of the tree.
+        flops: in forward, with what runs behind the layer, and before it if it runs first.
+        order: which layers run, by when they do so first.
+    """
+
+    structure: Any
+    flops: Mapping[int, int]
+    order: tuple[int, ...]
+
+
+def measured(fn: Callable[..., Any], state: Any, example: Any) -> Measured:
+    """What a step's layers do on an example.
+
+    Args:
+        fn: the function ``fn(state, batch)`` that is wrapped.
+        state: a full state; its tensors may have no data.
+        example: a batch: tensors, or what has a ``shape`` and a ``dtype``.
+
+    Raises:
+        CompositionError: the step cannot be run on it as far as its ``value_and_grad``.
+        Exception: whatever the loss raises on these shapes.
+    """
+    asked = _asked(fn, state, optree.tree_map(_filled, example, namespace=NAMESPACE))
+    params = opened(asked.params)
+    device = next(
+        (x.device for x in leaves_in(params) if isinstance(x, Tensor)), torch.device("cpu")
+    )
+    device = torch.get_default_device() if device.type == "meta" else device
+    given = asked.loss_fn, make_layout(params), asked.args, asked.kwargs
+    plan = rehearse(*given, device=device, about="the example")
+    structure = optree.tree_structure(params, none_is_leaf=True, namespace=NAMESPACE)
+    return Measured(structure, *_by_layer(plan))
+
+
+def _by_layer(plan: Rehearsed) -> tuple[dict[int, int], tuple[int, ...]]:
+    starts = [plan.layout.layers[call.layer].start for call in plan.calls]
+    found = dict.fromkeys(starts, 0)
+    for n, start in enumerate(starts):
+        found[start] += plan.flops[n] + plan.flops_between[n + 1]
+    if starts:
+        found[starts[0]] += plan.flops_between[0]
+    return found, tuple(found)
+
+
+class _Found(BaseException):
+    """The step has come to its ``value_and_grad``; no ``except Exception`` in it may keep it."""
+
+    def __init__(self, asked: Gradients) -> None:
+        super().__init__()
+        self.asked = asked
+
+
+class _Stop(Transform):
+    """Ends a step where it differentiates."""
+
+    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
+        def run(asked: Gradients) -> Any:
+            raise _Found(asked)
+
+        return run
+
+
+def _asked(fn: Callable[..., Any], state: Any, batch: Any) -> Gradients:
+    token = context.push(Context(transforms=(_Stop(),)))
+    try:
+        fn(state, batch)
+    except _Found as found:
+        return found.asked
+    except Exception as error:
+        raise CompositionError(
+            f"pipeline(example=...): the step raised {type(error).__name__} on the example before "
+            f"its value_and_grad: {error}. Give what the step gets as its second argument, tensors "
+            "or torch.empty(shape, dtype=..., device='meta'); or leave the example out."
+        ) from error
+    finally:
+        context.pop(token)
+    raise CompositionError(
+        "pipeline(example=...): the step never called zf.value_and_grad on the example, so nothing "
+        "is known of its work. Leave the example out, or give partition=."
+    )
+
+
+def _filled(x: Any) -> Any:
+    """A leaf of the example as a real tensor: zeros where it has a shape alone."""
+    if isinstance(x, Tensor) and not x.is_meta:
+        return x
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if isinstance(dtype, torch.dtype) and shape is not None:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return x

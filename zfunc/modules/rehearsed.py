@@ -1,0 +1,92 @@
+"""A module of which some layers are elsewhere, on another stage of a pipeline, or on shapes alone.
+
+A user's hooks of a layer run with it: where it does not run they do not, either. In a rehearsal
+they, and methods that a user wrote, leave no trace in Python's state. A library's hooks, which
+collect what layers return, see what stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from zfunc.engine.context import CALLED
+from zfunc.modules.binding import Template
+
+__all__ = ["rehearsed"]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def rehearsed(template: Template) -> AbstractContextManager[None]:
+    """Around a call of a template: where layers may be elsewhere."""
+    called = CALLED.get()
+    return _NOTHING if called is None else _changed(template, called)
+
+
+@contextmanager
+def _changed(template: Template, called: Callable[[Any], Any]) -> Iterator[None]:
+    forwards = list(template.forwards)
+    before = [
+        (hooks, dict(hooks))
+        for part in template.modules.values()
+        for hooks in (part._forward_pre_hooks, part._forward_hooks)
+        if hooks
+    ]
+    parts = [part for part in template.modules.values() if "forward" not in part.__dict__]
+    own = [(part, made) for part in parts if (made := _method(part, called)) is not None]
+    try:
+        for hooks, was in before:
+            hooks.update({key: called(hook) for key, hook in was.items()})
+        for part, made in own:
+            part.__dict__["forward"] = made
+        for i, unit in enumerate(template.anatomy.units):
+            part = template.modules[unit.module]
+            template.forwards[i] = _hooked(part, called(forwards[i]))
+        yield
+    finally:
+        template.forwards[:] = forwards
+        for part, _ in own:
+            del part.__dict__["forward"]
+        for hooks, was in before:
+            hooks.clear()
+            hooks.update(was)
+
+
+def _method(part: nn.Module, called: Callable[[Any], Any]) -> MethodType | None:
+    """The copy of a method that a user wrote, if there is one."""
+    made = called(type(part).forward)
+    return None if made is type(part).forward else MethodType(made, part)
+
+
+def _hooked(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward between the hooks that a user gave it, which are taken from it."""
+    before, behind = _taken(part._forward_pre_hooks), _taken(part._forward_hooks)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for key, hook in before.items():
+            if key in part._forward_pre_hooks_with_kwargs:
+                found = hook(part, args, kwargs)
+                args, kwargs = (args, kwargs) if found is None else found
+            elif (found := hook(part, args)) is not None:
+                args = found if isinstance(found, tuple) else (found,)
+        out = forward(*args, **kwargs)
+        for key, hook in behind.items():
+            named = (kwargs,) if key in part._forward_hooks_with_kwargs else ()
+            found = hook(part, args, *named, out)
+            out = out if found is None else found
+        return out
+
+    return call if before or behind else forward
+
+
+def _taken(hooks: dict[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
+    if not hooks:
+        return {}
+    from zfunc.rehearsal.own_copies import is_users  # only where stages have a model
+
+    return {key: hooks.pop(key) for key, hook in tuple(hooks.items()) if is_users(hook)}

@@ -1,0 +1,126 @@
+"""Functions whose Python state is their own: a rehearsal calls these, and leaves no trace.
+
+A hook that counts, or keeps what it has seen, is to have seen what was computed, and no ghosts. So
+what a user's function reaches through its closure, its defaults and the globals that it names is
+copied: lists, dicts, sets, numbers, and other such functions. Everything else is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+import zfunc.engine
+
+__all__ = ["OwnCopies", "is_users"]
+
+CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+MANY = 1000  # what is larger is copied, and not what is in it
+_LIBRARIES = (
+    str(Path(torch.__file__).parents[1]),
+    str(Path(zfunc.engine.__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+    "<frozen",
+)
+
+
+class OwnCopies:
+    """Copies that belong together: what two functions share, their copies share."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+        self._kept: list[Any] = []  # what was copied, so that no other object has its id
+        self._globals: dict[int, dict[str, Any]] = {}
+
+    def of(self, x: Any) -> Any:
+        """A copy of a user's function or container; anything else is itself."""
+        if id(x) in self._made:
+            return self._made[id(x)]
+        kind = type(x)
+        if kind is FunctionType:
+            return self._function(x) if is_users(x) else x
+        if kind is MethodType:
+            return MethodType(self.of(x.__func__), x.__self__)
+        if kind is functools.partial:
+            made = functools.partial(self.of(x.func), *x.args, **x.keywords)
+            return self._keep(x, made)
+        return self._container(x) if kind in CONTAINERS else x
+
+    def _keep(self, x: Any, made: Any) -> Any:
+        self._made[id(x)] = made
+        self._kept.append(x)
+        return made
+
+    def _container(self, x: Any) -> Any:
+        made = self._keep(x, x.copy())
+        if len(x) > MANY:
+            return made
+        if isinstance(x, dict):
+            for key, value in tuple(x.items()):
+                made[key] = self.of(value)
+        elif isinstance(x, list):
+            made[:] = [self.of(value) for value in x]
+        return made
+
+    def _function(self, fn: FunctionType) -> FunctionType:
+        around, cells = self._around(fn), tuple(self._cell(c) for c in fn.__closure__ or ())
+        made = FunctionType(fn.__code__, around, fn.__name__, None, cells)
+        self._keep(fn, made)
+        functools.update_wrapper(made, fn)
+        del made.__wrapped__  # type: ignore[attr-defined]
+        made.__dict__.update(fn.__dict__)
+        if fn.__defaults__ is not None:
+            made.__defaults__ = tuple(map(self.of, fn.__defaults__))
+        if fn.__kwdefaults__ is not None:
+            made.__kwdefaults__ = {key: self.of(x) for key, x in fn.__kwdefaults__.items()}
+        for cell, new in zip(fn.__closure__ or (), cells, strict=True):
+            if _is_filled(cell) and not _is_filled(new):
+                new.cell_contents = self.of(cell.cell_contents)
+        for name in _names(fn.__code__):
+            if name in fn.__globals__:
+                around[name] = self.of(fn.__globals__[name])
+        return made
+
+    def _around(self, fn: FunctionType) -> dict[str, Any]:
+        """The globals of copies from the same module: one for all of them."""
+        key = id(fn.__globals__)
+        if key not in self._globals:
+            self._globals[key] = dict(fn.__globals__)
+        return self._globals[key]
+
+    def _cell(self, cell: CellType) -> CellType:
+        made: CellType = self._made.get(id(cell)) or self._keep(cell, CellType())
+        return made
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The globals that a function, and what is defined in it, may name."""
+    yield from code.co_names
+    for x in code.co_consts:
+        if isinstance(x, CodeType):
+            yield from _names(x)
+
+
+def is_users(fn: Any) -> bool:
+    """Whether a function, a method, or an object that can be called is no library's."""
+    if isinstance(fn, functools.partial):
+        return is_users(fn.func)
+    if isinstance(fn, MethodType):
+        return is_users(fn.__func__)
+    called = fn if isinstance(fn, FunctionType) else type(fn).__call__
+    code = getattr(called, "__code__", None)
+    return code is not None and not code.co_filename.startswith(_LIBRARIES)
