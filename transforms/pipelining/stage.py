@@ -31,7 +31,7 @@ from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["PipelineStage", "flat_spec", "returned_by", "sent_by"]
+__all__ = ["PipelineStage", "chunks_of_layers", "flat_spec", "returned_by", "sent_by"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Rows = Sequence[Sequence[tuple[str, int, int]]]
@@ -69,7 +69,7 @@ class PipelineStage:
         self.keeps = not communication(running).gathers_anew
         self.base = new_pass(running)
         self.source = self.take_part(self.base)
-        chunks = _chunks_of_layers(self.layout)
+        chunks = chunks_of_layers(self.layout)
         self.plans = [self._rehearsed(name, chunks, *each) for each in batches]
         self.lent = self._lent()
         connected = running.memo.setdefault("connected", set())
@@ -239,7 +239,7 @@ def returned_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
     return dict(sorted(found.items()))
 
 
-def _chunks_of_layers(layout: Layout) -> tuple[int, ...]:
+def chunks_of_layers(layout: Layout) -> tuple[int, ...]:
     """The chunk of each layer of a tree that stages have."""
     units = layout.units_of_layers
     return tuple(layout.units[own[0]].chunk if own else 0 for own in units)
