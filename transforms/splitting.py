@@ -86,7 +86,7 @@ class Splitting(Meshed):
     example: Any = field(default=None, compare=False, repr=False)
     sequence: bool = False
     roles: Roles = ROLES
-    sharded: bool = False  # shard keeps the state's parts
+    sharded: bool = False  # shard, perhaps that of a pipeline, keeps the state's parts
     of_params: bool = False  # the state is a params tree itself
     plans: dict[Any, SplitPlan] = field(default_factory=dict, compare=False, repr=False)
     choose: Choose | None = field(default=None, compare=False, repr=False)
@@ -141,7 +141,7 @@ class Splitting(Meshed):
             self,
             choose=getattr(pipeline, "choose", None),
             roles=getattr(shard, "roles", self.roles),
-            sharded=shard is not None,
+            sharded=shard is not None or getattr(pipeline, "has_stages", False),
             of_params=self.of_params or any(other.of_params for other in others),
         )
 

@@ -1,4 +1,4 @@
-"""``zf.generate`` and ``zfunc generate --tensor --pipe`` on real gloo ranks: one process's texts."""
+"""``zf.generate`` and ``zfunc generate --tensor --pipe`` on gloo ranks: texts of one process."""
 
 from __future__ import annotations
 

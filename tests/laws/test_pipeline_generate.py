@@ -22,6 +22,7 @@ from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.language import gpt, staged_generation
 from zfunc.language.gpt_decoding import GPTDecoder
 from zfunc.quant.qtensor import QTensor
+from zfunc.ranks.accounting import ledger
 from zfunc.trees import tree
 
 pytest.importorskip("transformers")
@@ -67,6 +68,12 @@ def hugging(kind: str, **more: Any) -> Any:
     return widened(spread(built(kind, **{**GROUPED, "num_hidden_layers": 4, **more})))
 
 
+def mixtral() -> Any:
+    made = hugging("MixtralForCausalLM", num_local_experts=3)
+    made.set_experts_implementation("eager")  # torch's grouped products know no float64
+    return made
+
+
 MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "gpt": hand,
     "llama": module(lambda: llama(8, 4, intermediate_size=52, num_hidden_layers=4)),
@@ -74,7 +81,7 @@ MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "gpt2": module(lambda: gpt2(n_head=6, n_embd=48, n_layer=4)),
     "gemma2": module(lambda: hugging("Gemma2ForCausalLM", sliding_window=4)),
     "mistral": module(lambda: hugging("MistralForCausalLM", sliding_window=4)),
-    "mixtral": module(lambda: hugging("MixtralForCausalLM", num_local_experts=3)),
+    "mixtral": module(mixtral),
     "uncached": module(lambda: Plain().double()),
 }
 FORMS: dict[str, dict[str, Any]] = {
@@ -147,7 +154,8 @@ def test_texts_and_outputs_are_those_of_one_process(name: str, form: str, pipe: 
                 same, theirs = x.to_bytes(), theirs.to_bytes()
             assert torch.equal(same, theirs)
         out = logits_of(predict(placed, ids()))
-        return texts(decoder, placed, name != "uncached"), out, zf.tree.size_bytes(placed)
+        filled = zf.tree.size_bytes(placed) - 64 * 8 * len(placed.flats)  # up to so many elements
+        return texts(decoder, placed, name != "uncached"), out, filled
 
     runs = zf.simulate(pipe)(rank)()
     for mine, out, _ in runs:
@@ -156,8 +164,7 @@ def test_texts_and_outputs_are_those_of_one_process(name: str, form: str, pipe: 
         )
         assert float((out - logits).abs().max()) < 1e-9 * float(logits.abs().max())
         assert torch.equal(out, runs[0][1])
-    sizes = [size for *_, size in runs]
-    assert sum(sizes) <= 1.1 * zf.tree.size_bytes(held) + 64 * 16 * pipe
+    assert sum(size for *_, size in runs) <= zf.tree.size_bytes(held)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
@@ -211,6 +218,34 @@ def test_texts_of_a_state_in_training(stage: int | None) -> None:
         return texts(decoder, state.params)
 
     for mine in zf.simulate(2 if stage is None else 4)(rank)():
+        assert all(map(torch.equal, mine, expected))
+
+
+def split(step: Any) -> Any:
+    return zf.split(step, rules=gpt.rules(CONFIG), tensor=2)
+
+
+BESIDE: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "precision": (lambda step: zf.precision(step, torch.bfloat16), 2),
+    "offload": (lambda step: zf.offload(step, to="cpu"), 2),
+    "split": (split, 4),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_texts_of_a_state_in_training_beside(name: str) -> None:
+    wrap, ranks = BESIDE[name]
+    decoder, _, full = MODELS["gpt"]()
+    params, tx = zf.tree.map(lambda x: x.float(), full), optim.adamw(0.05)
+    step = zf.train_step(lambda p, batch: gpt.loss(p, batch, CONFIG), tx)
+    one = wrap(step) if name == "precision" else zf.Step(step)
+    expected = texts(decoder, one.place(zf.TrainState.create(params, tx)).params)
+
+    def rank() -> list[Tensor]:
+        mine = zf.pipeline(wrap(step), 2, pipe=2)
+        return texts(decoder, mine.place(zf.TrainState.create(params, tx)).params)
+
+    for mine in zf.simulate(ranks)(rank)():
         assert all(map(torch.equal, mine, expected))
 
 
@@ -296,7 +331,7 @@ def test_a_rank_has_its_stage_and_what_is_lent() -> None:
     def rank() -> Any:
         placed = predict_of("gpt", "full", pipe=2).place(params)
         mine = sum(x.nbytes for x in placed.flats)
-        with zf.ledger() as sent:
+        with ledger() as sent:
             zf.generate(decoder, placed, ids(4), max_new_tokens=NEW)
         return mine, dict(sent.bytes)
 
@@ -401,7 +436,7 @@ def test_files_checkpoints_and_initialisers_make_a_stages_part(
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    _model, apply, params = MODELS["llama"]()
+    model, apply, params = MODELS["llama"]()
 
     def raised(run: Callable[[], Any], kind: Any = PlacementError) -> str:
         with pytest.raises(kind) as error:
@@ -413,6 +448,10 @@ def test_what_makes_no_sense_is_refused() -> None:
     said = raised(lambda: zf.pipeline(apply, 2, pipe=2)(params, ids()))
     assert "pipeline" in said
     step = zf.pipeline(apply, 2, pipe=2)
+    assert "stage 1 of a pipeline was given other texts" in raised(
+        lambda: zf.generate(model, step.place(params), ids() + zf.rank(), max_new_tokens=2)
+    )
+    assert "rows" in raised(lambda: step(step.place(params), ids() + zf.rank()))
     assert "layers" in raised(
         lambda: zf.pipeline(apply, 2, pipe=2, schedule="interleaved", chunks=4).place(params)
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import optree
@@ -144,7 +144,8 @@ def forward(
 
 def _parts(given: Arguments, n: int) -> list[Arguments]:
     """The arguments in up to ``n`` parts along dim 0, or all in one that cannot be cut."""
-    leaves, spec = optree.tree_flatten(given, none_is_leaf=True, namespace=NAMESPACE)
+    tree: Any = given
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     rows = {len(x) for x in tensors if x.ndim}
     rest = [x for x in leaves if not isinstance(x, Tensor)]
@@ -154,16 +155,17 @@ def _parts(given: Arguments, n: int) -> list[Arguments]:
     if any(True for value in (*given[0], *given[1].values()) for _ in mislaid(value, size)):
         return [given]
     cuts = even_cuts(size, min(n, size))
-    return [
-        optree.tree_unflatten(
-            spec, [x[a:b] if isinstance(x, Tensor) and x.ndim else x for x in leaves]
-        )
-        for a, b in itertools.pairwise(cuts)
-    ]
+
+    def part(a: int, b: int) -> Any:
+        rows = (x[a:b] if isinstance(x, Tensor) and x.ndim else x for x in leaves)
+        return optree.tree_unflatten(spec, list(rows))
+
+    return [part(a, b) for a, b in pairwise(cuts)]
 
 
 def _rows(given: Arguments) -> int:
-    leaves = optree.tree_leaves(given, none_is_leaf=True, namespace=NAMESPACE)
+    tree: Any = given
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
     return next(len(x) for x in leaves if isinstance(x, Tensor) and x.ndim)
 
 

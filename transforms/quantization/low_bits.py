@@ -59,11 +59,8 @@ class LowBits(Transform):
                 )
         split = next((other for other in others if other.name == "split"), None)
         pipeline = next((other for other in others if other.name == "pipeline"), None)
-        how = {
-            "cutter": getattr(split, "cutter", None),
-            "choose": getattr(pipeline, "choose", None),
-        }
-        return replace(self, **how)
+        choose = getattr(pipeline, "choose", None)
+        return replace(self, cutter=getattr(split, "cutter", None), choose=choose)
 
     def place(self, state: Any) -> Any:
         form = self.format

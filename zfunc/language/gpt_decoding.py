@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,8 +154,8 @@ class GPTDecoder:
             allowed = allowed & real[:, None, None]
             at = (real.long().cumsum(1) - 1).clamp_min(0)[:, positions]
             turn = cos[at][:, None], sin[at][:, None]
-        how = {"positions": positions, "turn": turn, "features": self._features}
-        block = partial(_block, allowed=allowed, room=cache.length, **how)
+        how: dict[str, Any] = {"positions": positions, "turn": turn, "features": self._features}
+        block: Any = partial(_block, allowed=allowed, room=cache.length, **how)
         for p, memory in zip(params["blocks"], cache.blocks, strict=True):
             x = zf.layer(block, p, x, memory)
         x = F.layer_norm(x[:, -1], (self.config.width,), params["norm"])

@@ -11,6 +11,7 @@ number of positions, of which a mask says which are filled.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,8 +149,20 @@ def without_memory(layer: Any, used: int) -> Any:
     new.is_initialized = False
     if not isinstance(new, PrefixLayer):
         new.cumulative_length = torch.tensor(used)
+        new.lazy_initialization = partial(_make_room, new)
     count(new, used)
     return new
+
+
+def _make_room(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
+    """What a static layer does at its first tokens, with room of their kind: shapes alone if they
+    are no more."""
+    layer.dtype, layer.device = key_states.dtype, key_states.device
+    layer.keys, layer.values = (
+        x.new_zeros(*x.shape[:2], layer.max_cache_len, x.shape[3])
+        for x in (key_states, value_states)
+    )
+    layer.is_initialized = True
 
 
 COUNTED = frozenset({PrefixLayer, StaticLayer, StaticSlidingWindowLayer})

@@ -11,21 +11,22 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.language.decoding import StagedDecoder
-from zfunc.ranks.comm import even_cuts
+from zfunc.language.decoding import Decoder, StagedDecoder
+from zfunc.ranks.comm import Group, even_cuts
+from zfunc.ranks.digests import digests
 from zfunc.rehearsal.plans import Called, Rehearsed, Same, Spec
 from zfunc.transforms.pipelining.repeated import RepeatedStage, repeated
 
 __all__ = ["comes_apart", "staged_columns"]
 
 
-def comes_apart(decoder: Any) -> bool:
+def comes_apart(decoder: Decoder) -> TypeGuard[StagedDecoder]:
     """Whether stages can have the layers of a decoder's model, and of its caches."""
     if not isinstance(decoder, StagedDecoder):
         return False
@@ -92,8 +93,12 @@ def staged_columns(
         choose: what the last stage does with logits.
         count: how many tokens at most.
         ends: tokens that end a text; once all texts have ended nothing follows.
+
+    Raises:
+        PlacementError: stages were given other texts, on all ranks.
     """
     with repeated(decoder.write, params) as stage:
+        _check_alike(stage.ranks, [*parts, ends, *([] if mask is None else [mask])], count)
         texts = StagedTexts(decoder, stage, choose, ends)
         texts.start(parts, mask, count)
         texts.take_in(parts)
@@ -106,6 +111,16 @@ def staged_columns(
             if all(group.have_ended(n + 1, ends) for group in texts.groups):
                 texts.end()
                 return
+
+
+def _check_alike(ranks: Group, given: Sequence[Tensor], count: int) -> None:
+    told = [(tuple(x.shape), found) for x, found in zip(given, digests(given), strict=True)]
+    every = ranks.exchange((told, count), label="texts")
+    if other := next((rank for rank, theirs in enumerate(every) if theirs != every[0]), 0):
+        raise PlacementError(
+            f"stage {other} of a pipeline was given other texts, masks, numbers of tokens or stops "
+            "than stage 0: stages continue the same texts. Give all of them the same ones."
+        )
 
 
 class StagedTexts:
