@@ -154,8 +154,11 @@ def test_texts_and_outputs_are_those_of_one_process(name: str, form: str, pipe: 
                 same, theirs = x.to_bytes(), theirs.to_bytes()
             assert torch.equal(same, theirs)
         out = logits_of(predict(placed, ids()))
-        filled = zf.tree.size_bytes(placed) - 64 * 8 * len(placed.flats)  # up to so many elements
-        return texts(decoder, placed, name != "uncached"), out, filled
+        layout, me = placed.layout, zf.rank()
+        mine = [layout.flats[i] for unit in layout.units if unit.chunk == me for i in unit.flats]
+        assert zf.tree.size_bytes(placed) == sum(x.length * x.dtype.itemsize for x in mine)
+        every = sum(x.length * x.dtype.itemsize for x in layout.flats)
+        return texts(decoder, placed, name != "uncached"), out, (zf.tree.size_bytes(placed), every)
 
     runs = zf.simulate(pipe)(rank)()
     for mine, out, _ in runs:
@@ -164,7 +167,7 @@ def test_texts_and_outputs_are_those_of_one_process(name: str, form: str, pipe: 
         )
         assert float((out - logits).abs().max()) < 1e-9 * float(logits.abs().max())
         assert torch.equal(out, runs[0][1])
-    assert sum(size for *_, size in runs) <= zf.tree.size_bytes(held)
+    assert sum(mine for *_, (mine, _) in runs) == runs[0][2][1]  # each element is on one rank
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
@@ -333,7 +336,7 @@ def test_a_rank_has_its_stage_and_what_is_lent() -> None:
         mine = sum(x.nbytes for x in placed.flats)
         with ledger() as sent:
             zf.generate(decoder, placed, ids(4), max_new_tokens=NEW)
-        return mine, dict(sent.bytes)
+        return mine, {k: n for k, n in sent.by_kind.items() if n and k != "header"}
 
     with gathers_counted() as gathered:
         runs = zf.simulate(2)(rank)()

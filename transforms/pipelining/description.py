@@ -10,7 +10,18 @@ from zfunc.rehearsal.plans import Rehearsed
 from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.pipelining.stage import returned_by, sent_by
 
-__all__ = ["described"]
+__all__ = ["described", "predicts"]
+
+
+def predicts(
+    microbatches: int, partition: Any, rank_of: Sequence[int], layout: Layout | None
+) -> list[str]:
+    """Lines about a pipeline in inference."""
+    line = (
+        f"pipeline: up to {microbatches} microbatches through {max(rank_of) + 1} stages, "
+        f"partition by {partition}"
+    )
+    return [line, *([] if layout is None else _stages(rank_of, layout, None))]
 
 
 def described(

@@ -47,7 +47,7 @@ from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
 from zfunc.transforms.of_params import of_params
-from zfunc.transforms.pipelining.description import described
+from zfunc.transforms.pipelining.description import described, predicts
 from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated, predicted
 from zfunc.transforms.pipelining.gradients import pipelined
 from zfunc.transforms.pipelining.partition import Partition, check_partition, chunks_of_leaves
@@ -245,6 +245,8 @@ class Pipeline(Meshed):
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         if self.group.size == 1:
             return [f"pipeline: one stage, {self.microbatches} microbatches one after the other"]
+        if self.of_params:
+            return predicts(self.microbatches, self.partition, self.plan.rank_of, memo.get(NAME))
         plan = next(
             (x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None
         )
