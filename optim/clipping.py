@@ -10,9 +10,11 @@ from torch import Tensor
 from zfunc.optim.base import EmptyState, GradientTransformation
 from zfunc.optim.rates import plain, symbolic
 from zfunc.optim.updates import Scaled, scale
+from zfunc.trees import tree
+from zfunc.trees.reduction import reduced
 from zfunc.trees.unitwise import known_norm
 
-__all__ = ["clip_by_global_norm"]
+__all__ = ["clip", "clip_by_global_norm"]
 
 Tree = Any
 
@@ -52,3 +54,22 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     return GradientTransformation(
         lambda params: EmptyState(), update, additive=lazily, checked=True, unfit=None
     )
+
+
+def clip(max_delta: float) -> GradientTransformation:
+    """Each element brought into ``[-max_delta, max_delta]``; a NaN stays one.
+
+    Raises:
+        ValueError: ``max_delta`` is not positive.
+
+    >>> tx = clip(1.0)
+    >>> tx.update({"w": torch.tensor([3.0, -0.5])}, EmptyState())[0]
+    {'w': tensor([ 1.0000, -0.5000])}
+    """
+    if not max_delta > 0:
+        raise ValueError(f"max_delta is {max_delta}; what elements are clipped to is positive.")
+
+    def update(grads: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        return tree.map(lambda g: g.clamp(-max_delta, max_delta), reduced(grads)), state
+
+    return GradientTransformation(lambda params: EmptyState(), update, checked=True, unfit=None)

@@ -33,6 +33,13 @@ ELEMENTWISE = {
     "adam": optim.adam(optim.linear(0.1, 0.0, 9)),
     "adamw": optim.adamw(0.1, weight_decay=0.3, mask=no_bias),
     "lion": optim.lion(0.1, weight_decay=0.3, mask=no_bias),
+    "rmsprop": optim.rmsprop(0.01, centered=True, eps=0.1, momentum=0.9, bias_correction=True),
+    "adagrad": optim.chain(optim.clip(0.5), optim.adagrad(0.1)),
+    "nadamw": optim.nadamw(0.1, weight_decay=0.3, mask=no_bias),
+    "radam": optim.radam(0.1, b2=0.9),
+    "lookahead": optim.lookahead(optim.lion(0.1), 2, 0.5),
+    "every second": optim.MultiSteps(optim.adamw(0.1), 2),
+    "injected": optim.inject_hyperparams(optim.adamw)(0.1, weight_decay=0.3, mask=no_bias),
     "masked": optim.chain(optim.masked(optim.adamw(0.1), no_bias), optim.ema(0.5)),
     "multi": optim.multi_transform(
         {"x": optim.adamw(0.1), "y": optim.sgd(0.1, momentum=0.9)},

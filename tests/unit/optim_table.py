@@ -30,6 +30,14 @@ TABLE = {
     "skipping": optim.skip_nonfinite(optim.adamw(0.01), max_consecutive=3),
     "smoothed": optim.chain(optim.sgd(0.1), optim.ema(0.9)),
     "decayed": optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.1)),
+    "rmsprop": optim.rmsprop(0.01, centered=True, eps=1e-3, momentum=0.9, nesterov=True),
+    "adagrad": optim.chain(optim.clip(1.0), optim.adagrad(0.1)),
+    "nadamw": optim.nadamw(SCHEDULE, weight_decay=0.1),
+    "radam": optim.radam(0.01, b2=0.9),
+    "lion_scaled": optim.chain(optim.scale_by_lion(), optim.scale(-0.01)),
+    "lookahead": optim.lookahead(optim.adamw(0.01), 2, 0.5),
+    "every_second": optim.MultiSteps(optim.adamw(0.01), lambda update: 1 + update % 2),
+    "injected": optim.inject_hyperparams(optim.adamw)(SCHEDULE, weight_decay=0.1),
     "none": optim.chain(),
 }
 ALL = pytest.mark.parametrize("tx", TABLE.values(), ids=TABLE.keys())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.imports import imports
@@ -20,16 +19,12 @@ from zfunc.errors import CompositionError, ScheduleError
 from zfunc.schedules import (
     SCHEDULES,
     Action,
-    Message,
-    PlannedAction,
     Schedule,
     balanced_cuts,
     checked_cuts,
     gpipe,
     interleaved,
-    messages,
     one_f_one_b,
-    programs,
     schedule,
     zb,
     zbv,
@@ -313,8 +308,6 @@ def test_other_broken_schedules_are_named(made: Schedule, told: str) -> None:
     for refuse in (made.check, made.timeline, made.makespan, made.bubble, made.picture):
         with pytest.raises(ScheduleError, match=told):
             refuse()
-    with pytest.raises(ScheduleError, match=told):
-        messages(made)
 
 
 def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
@@ -349,8 +342,6 @@ def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
         (lambda: gpipe(2, 2).timeline(message=-1.0), "message from chunk 0 to chunk 1 takes -1"),
         (lambda: gpipe(2, 2).check([(1, 0)]), r"crossing \(1, 0\)"),
         (lambda: gpipe(2, 2).check([(0, 2)]), r"crossing \(0, 2\)"),
-        (lambda: messages(gpipe(3, 2), returning=[(0, 2)]), r"return over \(0, 2\)"),
-        (lambda: programs(gpipe(2, 2), ahead=-1), "ahead is -1"),
         (lambda: schedule("2f2b", 2, 2), "gpipe, 1f1b, interleaved, zb, zbv"),
         (lambda: schedule(gpipe(2, 3), 2, 2), "for 2 ranks and 3 microbatches"),
         (lambda: schedule(gpipe(3, 2), 2, 2), "for 3 ranks and 2 microbatches"),
@@ -400,162 +391,6 @@ def test_what_is_held_between_i_and_w() -> None:
     assert made.in_flight(between=1.5) == (2.5, 3.0)
     assert made.in_flight(between=0.0) == (2.0, 1.0)
     assert gpipe(2, 3).in_flight(between=7.0) == (3.0, 3.0)
-
-
-# --- messages ---
-
-
-def drain(
-    plans: tuple[tuple[PlannedAction, ...], ...],
-    channel: Callable[[Message], object],
-    blocking: bool,
-) -> list[list[Message]]:
-    """Run programs on ranks whose transport matches messages by their order, as NCCL does.
-
-    Of each channel a rank has a queue. A message is over once it is the first on both sides.
-    """
-    hosts = [deque(_ops(plan)) for plan in plans]
-    queues: dict[tuple[int, object], deque[Message]] = {}
-    posted: list[list[Message]] = [[] for _ in plans]
-    over: set[Message] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, ops in enumerate(hosts):
-            while ops:
-                what, message = ops[0]
-                if what == "wait" and message not in over:
-                    break
-                if what == "post":
-                    queues.setdefault((rank, channel(message)), deque()).append(message)
-                    posted[rank].append(message)
-                ops.popleft()
-                moved = True
-                if what == "post" and message.sender == rank and blocking:
-                    ops.appendleft(("wait", message))
-        for (_, name), queue in queues.items():
-            while queue:
-                ends = [queues.get((r, name)) for r in queue[0][-2:]]
-                if not all(q and q[0] == queue[0] for q in ends):
-                    break
-                over.add(queue[0])
-                for q in ends:
-                    assert q is not None
-                    q.popleft()
-                moved = True
-    assert not any(hosts), "ranks wait for ever"
-    assert not any(queues.values())
-    return posted
-
-
-def _ops(plan: Iterable[PlannedAction]) -> Iterable[tuple[str, Message]]:
-    for planned in plan:
-        yield from (("post", x) for x in planned.posts)
-        yield from (("wait", x) for x in planned.needs)
-        yield from (("post", x) for x in planned.sends)
-
-
-CHANNELS: dict[str, Callable[[Message], object]] = {
-    "one": lambda m: 0,
-    "by kind": lambda m: m.kind,
-    "by direction": lambda m: m.sender < m.receiver,
-    "by pair": lambda m: (m.sender, m.receiver),
-}
-
-
-def check_messages(made: Schedule, seed: int, zero: bool = False) -> None:
-    chance = random.Random(seed)
-    crossings = sorted({*crossings_of(chance, made.chunks), *neighbours(made)})
-    returning = [x for x in crossings if x in neighbours(made) or chance.random() < 0.5]
-    cost = (lambda *x: 0.0) if zero else random_cost(seed)
-    message = chance.choice([0.0, 0.0, 0.7])
-    found = messages(made, cost, message, crossings, returning)
-    when = made.timeline(cost, message, crossings, returning)
-    ends = [when[_maker(m, made)][1] for m in found]
-    assert ends == sorted(ends)
-    wanted = {
-        Message(kind, i, *(x[::turn]), *(made.rank_of[k] for k in x[::turn]))
-        for kind, turn, pairs in (("forward", 1, crossings), ("backward", -1, returning))
-        for x in pairs
-        for i in range(made.microbatches)
-        if made.rank_of[x[0]] != made.rank_of[x[1]]
-    }
-    assert len(found) == len(wanted) and {*found} == wanted
-    for ahead, channel, blocking in product((0, 1, 99), CHANNELS.values(), (False, True)):
-        plans = programs(made, cost, message, crossings, returning, ahead)
-        assert [tuple(x.action for x in plan) for plan in plans] == [*made.actions]
-        posted = drain(plans, channel, blocking)
-        for rank, row in enumerate(posted):
-            assert row == [m for m in found if rank in (m.sender, m.receiver)]
-        check_places(plans)
-
-
-def _maker(m: Message, made: Schedule) -> Action:
-    """The action that makes what a message carries."""
-    kinds = "F" if m.kind == "forward" else "BI"
-    row = made.actions[m.sender]
-    return next(x for x in row if x[1:] == (m.microbatch, m.source) and x.kind in kinds)
-
-
-def check_places(plans: tuple[tuple[PlannedAction, ...], ...]) -> None:
-    """Messages are around the actions that make and need them."""
-    for rank, plan in enumerate(plans):
-        for planned in plan:
-            kind, i, k = planned.action
-            for m in planned.needs:
-                assert (m.microbatch, m.target, m.receiver) == (i, k, rank)
-                assert m.kind == ("forward" if kind == "F" else "backward") and kind in "FBI"
-            for m in planned.sends:
-                assert (m.microbatch, m.source, m.sender) == (i, k, rank)
-                assert m.kind == ("forward" if kind == "F" else "backward") and kind in "FBI"
-
-
-@settings(max_examples=60)
-@given(schedules(), st.integers(0, 999), st.booleans())
-def test_messages_in_one_order_always_arrive(made: Schedule, seed: int, zero: bool) -> None:
-    check_messages(made, seed, zero)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("ranks", "m"), [(1, 3), (2, 5), (4, 3), (4, 8)])
-def test_messages_of_schedules_with_names(name: str, ranks: int, m: int) -> None:
-    check_messages(schedule(name, ranks, m), seed=m)
-
-
-def test_a_queue_in_another_order_is_a_deadlock() -> None:
-    """The transport of these tests can see what it is to see."""
-    plans = programs(one_f_one_b(2, 3))
-    late = [x._replace(posts=x.posts[::-1]) for x in plans[1]]
-    with pytest.raises(AssertionError, match="wait for ever"):
-        drain((plans[0], tuple(late)), CHANNELS["one"], blocking=False)
-
-
-def test_values_that_skip_chunks_go_straight_to_their_users() -> None:
-    found = messages(gpipe(4, 1), crossings=[(0, 1), (1, 2), (2, 3), (0, 3)], returning=[(0, 3)])
-    assert [tuple(m)[0:1] + tuple(m)[2:4] for m in found] == [
-        ("forward", 0, 1),
-        ("forward", 0, 3),
-        ("forward", 1, 2),
-        ("forward", 2, 3),
-        ("backward", 3, 0),
-    ]
-    turn = messages(zbv(2, 1))  # the second and third chunk are one rank's
-    assert [(m.source, m.target) for m in turn] == [(0, 1), (2, 3), (3, 2), (1, 0)]
-    assert messages(schedule("zbv", 1, 4)) == ()
-
-
-def test_receives_are_posted_ahead_as_far_as_asked() -> None:
-    held = []
-    for ahead in (0, 1, 2, 99):
-        most = 0
-        for plan in programs(one_f_one_b(4, 8), ahead=ahead):
-            open_now = 0
-            for planned in plan:
-                open_now += len(planned.posts)
-                most = max(most, open_now)
-                open_now -= len(planned.needs)
-        held.append(most)
-    assert held == sorted(held) and held[0] < held[-1]
 
 
 # --- pictures ---

@@ -178,9 +178,11 @@ class Replicated(Box):
         return boxed(self.layout, new)
 
     def holding(self, node: Any) -> Any:
-        if isinstance(node, Sharded) and node.layout.axis == ():
+        if not isinstance(node, Sharded) or node.layout.axis != ():
+            return node
+        if node.layout is (mine := whole(self.layout)) or node.layout == mine:
             return Replicated(self.layout, flats=node.flats)
-        return node
+        return self.boxed(Replicated(node.layout, flats=node.flats).tree)  # of some of the leaves
 
     def cut(self, layout: Layout, rank: int) -> list[Tensor | None] | None:
         if self.layout != layout or (flats := self.flats) is None:

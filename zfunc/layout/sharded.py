@@ -140,16 +140,22 @@ class Sharded(OfFlats, Readable):
         return cut(make_layout(plain, world=1), plain, 0)
 
     def recut(self, layout: Layout) -> Sharded:
-        """The same tree restricted to the leaves of ``layout``.
+        """The same tree restricted to the leaves of ``layout``, cut as that says.
 
         Raises:
             PlacementError: ``layout`` is no restriction of this tree's.
         """
         if layout is self.layout or layout == self.layout:
             return self
-        pieces = self.pieces()
+        pieces, rank = self.pieces(), self.group.rank
         mine = {slot.index: slot for slot in self.layout.present}
-        rank = self.group.rank
+        if self.layout.axis == () and layout.axis != ():  # all is here, some asked for
+            rank, every = layout.ranks.rank, pieces
+            pieces = {i: x[:0] for i, x in every.items()}
+            for flat in range(len(layout.flats)):
+                for slot, a, b, offset in layout.segments(flat, rank):
+                    if slot.index in every:
+                        pieces[slot.index] = every[slot.index][offset : offset + b - a]
         flats: list[Tensor | None] = []
         for i, slots in enumerate(layout.by_flat):
             if not slots and not self.layout.by_flat[i] and self.flats[i] is None:

@@ -207,10 +207,17 @@ class Split:
         every = x.new_empty(ends[-1])
         mine = x.detach().contiguous().view(-1)
         ranks.all_gather(every, mine, cuts=ends, label=label).wait()
-        full = x.new_empty(self.full(x.shape))
-        for rank, (start, stop) in enumerate(pairwise(ends)):
-            part, at = every[start:stop].view(self.shape(full.shape, rank)), 0
-            for low, high in self.runs[rank]:
+        shapes = [self.shape(self.full(x.shape), rank) for rank in range(self.ways)]
+        return self.joined(
+            [every[a:b].view(s) for (a, b), s in zip(pairwise(ends), shapes, strict=True)]
+        )
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The full leaf from all parts."""
+        full = parts[0].new_empty(self.full(parts[0].shape))
+        for part, runs in zip(parts, self.runs, strict=True):
+            at = 0
+            for low, high in runs:
                 target = full.narrow(self.dim, low, high - low)
                 target.copy_(part.narrow(self.dim, at, high - low))
                 at += high - low

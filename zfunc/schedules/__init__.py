@@ -3,8 +3,8 @@
 In the order of reading: ``actions`` (what a rank can do and what that needs), ``checks`` and
 ``timelines`` (whether it can run, and when each action does), ``drawing``, ``pipeline_schedule``
 (the value itself). Then those that have names: ``in_turn``, ``list_scheduling`` and
-``zero_bubble``, and ``catalogue``, which finds the one that is meant. ``messaging`` has what ranks
-send, in one order for all of them, and ``partition`` where a row of layers is cut into stages.
+``zero_bubble``, and ``catalogue``, which finds the one that is meant. ``partition`` says where a
+row of layers is cut into stages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from zfunc.schedules.actions import UNIT, Action
 from zfunc.schedules.catalogue import SCHEDULES, ScheduleLike, schedule
 from zfunc.schedules.in_turn import gpipe, interleaved, one_f_one_b
-from zfunc.schedules.messaging import Message, PlannedAction, messages, programs
 from zfunc.schedules.partition import balanced_cuts, checked_cuts
 from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.schedules.zero_bubble import zb, zbv
@@ -21,17 +20,13 @@ __all__ = [
     "SCHEDULES",
     "UNIT",
     "Action",
-    "Message",
-    "PlannedAction",
     "Schedule",
     "ScheduleLike",
     "balanced_cuts",
     "checked_cuts",
     "gpipe",
     "interleaved",
-    "messages",
     "one_f_one_b",
-    "programs",
     "schedule",
     "zb",
     "zbv",
