@@ -139,7 +139,8 @@ def repeated(fn: Callable[..., Any], params: Readable) -> Iterator[RepeatedStage
     running = context.current()
     if running is None or not any(x.name == "pipeline" for x in running.transforms):
         within = group(params.layout.mesh, rest) if rest else alone()
-        over = Communication(group=within, gathers_anew=within.size > 1)
+        # One unit at a time beside what a rank has: memory is why parameters are cut.
+        over = Communication(group=within, gathers_anew=within.size > 1, prefetch=0)
         running = Context(transforms=(Seam(),), by_unit=True, notes={Communication: over})
     token = context.push(running)
     try:
