@@ -28,6 +28,8 @@ __all__ = ["known", "quantize_files", "read_files", "shapes_of"]
 PathLike = str | os.PathLike[str]
 MakeCutter = Callable[..., Cutter]
 """``(params, grains) -> Cutter``: how such params are split, by shapes alone."""
+Choose = Callable[[Tree], Callable[[str], bool]]
+"""``params -> (name -> bool)``: of which leaves of such params this rank has anything."""
 
 
 def quantize_files(
@@ -40,6 +42,7 @@ def quantize_files(
     dynamic: bool,
     model: Functional,
     cutter: MakeCutter | None = None,
+    choose: Choose | None = None,
 ) -> Tree:
     """The params of a functionalized module, read from files and quantised leaf by leaf.
 
@@ -48,7 +51,7 @@ def quantize_files(
             ``quant.save`` wrote, which is taken as it is.
         bits, group_size, symmetric, include, dynamic: as for ``quantize_tree``.
         model: the module; the files' names are those of its ``state_dict``.
-        cutter: see :func:`read_files`.
+        cutter, choose: see :func:`read_files`.
 
     Returns:
         A tree like ``model.params``; leaves that stay plain have the model's dtype.
@@ -68,10 +71,12 @@ def quantize_files(
         if name not in chosen:
             return x
         whole = form.fitted(shapes[name][0 if name in turned else -1])
+        if x.is_meta:
+            return QTensor.absent(x, form, name in turned).grouped(whole)
         return QTensor.quantize(x, form, name in turned, name).grouped(whole)
 
     if cutter is None:
-        return read_files(path, model, low)
+        return read_files(path, model, low, choose=choose)
     grains = {
         name: whole.group_size
         for name in chosen
@@ -83,7 +88,7 @@ def quantize_files(
         inner = split.dim == (0 if name in turned else len(shapes[name]) - 1)
         return name not in chosen or not inner or name in grains
 
-    return read_files(path, model, low, lambda params: cutter(params, grains), alone)
+    return read_files(path, model, low, lambda params: cutter(params, grains), alone, choose)
 
 
 def read_files(
@@ -92,6 +97,7 @@ def read_files(
     make: Callable[[str, Tensor], Tensor] = lambda name, x: x,
     cutter: MakeCutter | None = None,
     alone: Callable[[str, Split], bool] = lambda name, split: True,
+    choose: Choose | None = None,
 ) -> Tree:
     """The params of a functionalized module from files, one tensor in full at a time.
 
@@ -102,6 +108,7 @@ def read_files(
         cutter: takes this rank's parts; of leaves that are split only these are read, and kept.
         alone: ``(name, split)``, whether ``make`` of a part is the part of what it makes of all;
             else all of the leaf is read.
+        choose: of which leaves this rank has anything. Others are not read, and are on ``meta``.
 
     Raises:
         CheckpointError: files are missing or damaged, or lack a tensor of the model.
@@ -110,10 +117,19 @@ def read_files(
     prefix = getattr(model._pool.skeleton, "base_model_prefix", "") or ""
     called = {leaf.name: _called(leaf, source, path, prefix) for leaf in anatomy.leaves}
     parts = None if cutter is None else cutter(shapes_of(model))
+    wanted = (lambda name: True) if choose is None else choose(shapes_of(model))
     tensors: dict[str, Any] = {}
     for leaf in anatomy.leaves:
         name, split = leaf.name, None if parts is None else parts.splits.get(leaf.name)
-        if parts is None:
+        if not wanted(name):
+            shape = (
+                leaf.shape
+                if split is None or parts is None
+                else split.shape(leaf.shape, parts.rank)
+            )
+            own = make(name, torch.empty(shape, dtype=leaf.dtype, device="meta"))
+            tensors[name] = own if parts is None else parts.marked(name, own)
+        elif parts is None:
             tensors[name] = make(name, source.read(called[name])).to(leaf.dtype)
         elif split is None or not alone(name, split):
             full = make(name, source.read(called[name])).to(leaf.dtype)
@@ -133,8 +149,8 @@ def known(model: Functional | None, path: PathLike) -> Functional:
     if model is None:
         raise PlacementError(
             f"place({os.fspath(path)!r}): to read parameters from files the model must be "
-            "known. Quantise its apply: zf.quantize(zf.functionalize(model).apply, bits=8), or "
-            "split it: zf.split(model.apply, model)."
+            "known. Quantise its apply: zf.quantize(zf.functionalize(model).apply, bits=8), "
+            "split it: zf.split(model.apply, model), or give it stages: zf.pipeline(model.apply)."
         )
     return model
 

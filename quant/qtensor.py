@@ -10,7 +10,7 @@ multiplied with.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as torch_pytree
@@ -19,7 +19,7 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.quant import grids, packing, products
 from zfunc.quant.grids import Format, Grid
-from zfunc.quant.low_bit import LowBit
+from zfunc.quant.low_bit import Code, LowBit, matrix_shape
 from zfunc.quant.overrides import METADATA, routed
 from zfunc.ranks.comm import Group
 
@@ -77,6 +77,15 @@ class QTensor(LowBit):
         data = (packing.pack(codes) if form.packed else codes).contiguous()
         form = replace(form.fitted(codes.shape[1]), shared=1)  # a scale for each row from now on
         return QTensor(data, grid.scale, grid.zero, form, like.shape, like.dtype, transposed)
+
+    @staticmethod
+    def absent(x: Tensor, form: Format, transposed: bool = False) -> QTensor:
+        """What :meth:`quantize` makes of a tensor like ``x``, on ``meta``: shapes, no values."""
+        rows = matrix_shape(x.shape, transposed)
+        form = replace(form.fitted(rows[1]), shared=1)
+        code = Code(QTensor, form, rows, x.shape, x.dtype, transposed)
+        made: Any = code.read(torch.empty(code.bytes, dtype=torch.uint8, device="meta"))
+        return cast(QTensor, made)
 
     def summand(self, x: Tensor, ranks: Group) -> Tensor:
         return products.summand(x, self, ranks)

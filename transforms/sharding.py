@@ -45,7 +45,7 @@ from zfunc.layout.pool import empty, pool
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.rounds import ReplicaSum, Rounds, in_rounds
-from zfunc.layout.sharded import Sharded, cut
+from zfunc.layout.sharded import Sharded, cut, present
 from zfunc.layout.stages import Stages
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group, Handle
@@ -75,6 +75,9 @@ class Staged(Protocol):
 
     def stages(self, params: Tree, ranks: Group) -> Stages:
         """Which of some ranks have which leaves of a params tree."""
+
+    def read(self, params: Any) -> Tree:
+        """Params of which each rank has read what it needs, where files are given."""
 
 
 @dataclass(frozen=True)
@@ -237,11 +240,12 @@ class Shard(Meshed):
 
     def place(self, state: Any) -> Any:
         if self.of_tree:
+            state = state if self.staged is None else self.staged.read(state)
             check_same(self.deciding, {"params": state})
             if not self.cuts_params:
                 return state
             params = opened(state)  # of which split has taken parts
-            return cut(self.layout(params), params, self.group.rank, True)
+            return present(cut(self.layout(params), params, self.group.rank, True))
         entries = Entries(state)
         names = self.roles.found("params", entries, self.name)
         for name, _ in self.roles:

@@ -32,15 +32,13 @@ from torch import Tensor
 from zfunc.buffers.heap import return_freed
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
-from zfunc.engine.differentiation import is_evaluated
 from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.hooks import Gradients, Pending
-from zfunc.engine.inference import Inference
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
 from zfunc.engine.same_rows import look_anew, with_same_rows
-from zfunc.engine.step import Differentiate, Step, Transform, Wrap, transform_of
+from zfunc.engine.step import Differentiate, Transform, Wrap, transform_of
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutter import Cutter
@@ -55,13 +53,13 @@ from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.operators.randomness import apart
 from zfunc.probing.plans import plan_of
-from zfunc.quant.choice import module_of
-from zfunc.quant.model_files import known, read_files
+from zfunc.quant.model_files import Choose, known, read_files
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digests
 from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, world_size
+from zfunc.transforms.of_params import of_params
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, OPAQUE, Lazy, Tree, leaves_in, part_of
 from zfunc.trees.tree import dotted
@@ -88,9 +86,10 @@ class Splitting(Meshed):
     example: Any = field(default=None, compare=False, repr=False)
     sequence: bool = False
     roles: Roles = ROLES
-    sharded: bool = False  # shard keeps the state's parts
+    sharded: bool = False  # shard, perhaps that of a pipeline, keeps the state's parts
     of_params: bool = False  # the state is a params tree itself
     plans: dict[Any, SplitPlan] = field(default_factory=dict, compare=False, repr=False)
+    choose: Choose | None = field(default=None, compare=False, repr=False)
 
     position: ClassVar[int] = Order.SPLIT
     by_unit: ClassVar[bool] = True
@@ -137,10 +136,12 @@ class Splitting(Meshed):
 
     def beside(self, others: Sequence[Transform]) -> Splitting:
         shard = next((x for x in others if x.name == "shard"), None)
+        pipeline = next((x for x in others if x.name == "pipeline"), None)
         return replace(
             self,
+            choose=getattr(pipeline, "choose", None),
             roles=getattr(shard, "roles", self.roles),
-            sharded=shard is not None,
+            sharded=shard is not None or getattr(pipeline, "has_stages", False),
             of_params=self.of_params or any(other.of_params for other in others),
         )
 
@@ -191,7 +192,8 @@ class Splitting(Meshed):
     def _placed_params(self, params: Any) -> Replicated:
         """This rank's parts, as they are: in memory of their own, and in no flats."""
         if isinstance(params, str | os.PathLike):
-            params = read_files(params, known(self.model, params), cutter=self.cutter)
+            how: Any = {"cutter": self.cutter, "choose": self.choose}
+            params = read_files(params, known(self.model, params), **how)
         keys, leaves, spec = optree.tree_flatten_with_path(
             params, none_is_leaf=True, namespace=NAMESPACE
         )
@@ -472,23 +474,8 @@ def _with_plan(wrap: Wrap[P]) -> Planning[P]:
     return cast(Planning[P], wrap)
 
 
-def _of_params(wrap: Wrap[P]) -> Wrap[P]:
-    """Functions of parameters are split, too: a model's ``apply``, and what ``evaluate`` made."""
-    make: Callable[..., Splitting] = wrap.__wrapped__  # type: ignore[attr-defined]
-
-    @functools.wraps(wrap)
-    def either(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
-        if step is None:
-            return lambda fn: either(fn, *args, **kwargs)
-        if isinstance(step, Step) or not (module_of(step) or is_evaluated(step)):
-            return wrap(step, *args, **kwargs)
-        return Step(Inference(step)).wrap(replace(make(*args, **kwargs), of_params=True))
-
-    return cast(Wrap[P], either)
-
-
 @_with_plan
-@_of_params
+@of_params
 @transform_of
 def split(
     model: Functional | None = None,

@@ -11,7 +11,7 @@ from zfunc.layout.layout import Layout
 from zfunc.rehearsal.plans import Rehearsed
 from zfunc.schedules.pipeline_schedule import Schedule
 
-__all__ = ["balanced_by", "described"]
+__all__ = ["balanced_by", "described", "predicts"]
 
 
 def balanced_by(partition: Any, by_example: bool) -> str:
@@ -23,6 +23,17 @@ def balanced_by(partition: Any, by_example: bool) -> str:
     if by_example:
         return "partition by the FLOPs of an example"
     return "partition by the elements of matrices (for FLOPs give example=)"
+
+
+def predicts(
+    microbatches: int, partition: Any, rank_of: Sequence[int], layout: Layout | None
+) -> list[str]:
+    """Lines about a pipeline in inference."""
+    line = (
+        f"pipeline: up to {microbatches} microbatches through {max(rank_of) + 1} stages, "
+        f"partition by {partition}"
+    )
+    return [line, *([] if layout is None else _stages(rank_of, layout, None))]
 
 
 def described(

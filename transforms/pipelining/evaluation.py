@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import optree
 import torch
+from torch import Tensor
 
+from zfunc.engine.batches import is_plain, mislaid
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import new_pass
 from zfunc.layout.readable import Readable
-from zfunc.ranks.comm import Group
+from zfunc.ranks.comm import Group, even_cuts
+from zfunc.ranks.keys import is_key
+from zfunc.rehearsal.plans import Rehearsed, Spec
+from zfunc.rehearsal.results import flattened
 from zfunc.transforms.pipelining.results import broadcast
 from zfunc.transforms.pipelining.stage import PipelineStage
-from zfunc.trees.nodes import PLACED, Placed, leaves_in
+from zfunc.trees.nodes import NAMESPACE, PLACED, Placed, leaves_in
 
-__all__ = ["can_be_staged", "evaluated"]
+__all__ = ["can_be_staged", "evaluated", "forward", "forward_rows", "predicted"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def can_be_staged(params: Any, arguments: Any) -> bool:
@@ -29,38 +38,91 @@ def evaluated(
     running: Context,
     fn: Callable[..., Any],
     params: Readable,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    given: Arguments,
     rank_of: Sequence[int],
     ranks: Group,
 ) -> Any:
     """``fn(params, *args, **kwargs)`` without gradients, the same on all stages."""
-    rows = [
-        [("F", 0, k) for k, its in enumerate(rank_of) if its == rank] for rank in range(ranks.size)
-    ]
     name = "evaluate", running.evaluated
     running.evaluated += 1
-    stage = PipelineStage(running, fn, params, [(args, kwargs)], rank_of, rows, ranks, name)
+    rows = forward_rows(rank_of, ranks.size, 1)
+    stage = PipelineStage(running, fn, params, [given], rank_of, rows, ranks, name)
+    outs = _run(stage)
+    return broadcast(ranks, rank_of[-1], outs and outs[0], stage.plans[0].result, "evaluated")
+
+
+def predicted(
+    running: Context,
+    fn: Callable[..., Any],
+    params: Readable,
+    given: Arguments,
+    rank_of: Sequence[int],
+    ranks: Group,
+    microbatches: int,
+) -> Any:
+    """The same, where ``fn`` computes each row of a batch by itself: in microbatches.
+
+    What the results hold beside tensors and plain values, a cache, is ``None``.
+    """
+    name = "evaluate", running.evaluated
+    running.evaluated += 1
+
+    def stage_of(batches: Sequence[Arguments]) -> PipelineStage:
+        rows = forward_rows(rank_of, ranks.size, len(batches))
+        return PipelineStage(running, fn, params, batches, rank_of, rows, ranks, name)
+
+    parts = _parts(given, microbatches)
+    stage = stage_of([given])
+    full = stage.plans[0].result
+    if len(parts) > 1:
+        stage.base.close()
+        cut = stage_of(parts)
+        if all(
+            _has_rows(plan, rows, full)
+            for plan, rows in zip(cut.plans, map(_rows, parts), strict=True)
+        ):
+            stage = cut
+        else:
+            cut.base.close()
+            stage = stage_of([given])
+    outs = _run(stage)
+    return broadcast(ranks, rank_of[-1], outs and _joined(outs), _told(full), "evaluated")
+
+
+def forward_rows(
+    rank_of: Sequence[int], ranks: int, microbatches: int
+) -> list[list[tuple[str, int, int]]]:
+    """For each stage what it computes, in one order on all: no stage waits for ever.
+
+    Where a stage has several chunks, as many microbatches as there are stages go through one of
+    them before the next one begins.
+    """
+    every = [("F", i, k) for i in range(microbatches) for k in range(len(rank_of))]
+    every.sort(key=lambda row: (row[1] // ranks, row[2], row[1]))
+    return [[row for row in every if rank_of[row[2]] == rank] for rank in range(ranks)]
+
+
+def _run(stage: PipelineStage) -> list[Any]:
+    """What the last stage has computed of each microbatch; nothing on others."""
+    outs: list[Any] = []
     try:
-        out = _run(stage)
+        stage.lend()
+        for _, i, k in stage.actions[stage.me]:
+            stage.wire.post_ahead()
+            with stage.telling(("F", i, k)):
+                out = forward(stage, i, k, *stage.batches[i])
+            if k == stage.last:
+                outs.append(out)
+        stage.wire.finish()
     finally:
         stage.base.close()
-    return broadcast(ranks, rank_of[-1], out, stage.plans[0].result, "evaluated")
+    return outs
 
 
-def _run(stage: PipelineStage) -> Any:
-    out = None
-    stage.lend()
-    for _, i, k in stage.actions[stage.me]:
-        with stage.telling(("F", i, k)):
-            out = _of_chunk(stage, i, k)
-    stage.wire.finish()
-    return out
-
-
-def _of_chunk(stage: PipelineStage, i: int, k: int) -> Any:
-    """What the last chunk returns; the others return nothing, and send."""
-    stage.wire.post_ahead()
+def forward(
+    stage: PipelineStage, i: int, k: int, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> Any:
+    """A microbatch in a chunk, without gradients; what the function returns, in the last one."""
     owner = new_pass(stage.running)
     owner.evaluating = True
     try:
@@ -69,10 +131,77 @@ def _of_chunk(stage: PipelineStage, i: int, k: int) -> Any:
         owner.plan.order = [(source.index, u) for u in stage.layers(k)]
         run = stage.run_of(i, k, source)
         with stage.within(owner), torch.no_grad():
-            out = run.run(stage.fn, source.tree, *stage.batches[i])
+            out = run.run(stage.fn, source.tree, tuple(args), kwargs)
             owner.computed()
         stage.send_on(i, k, run.outs)
         owner.finish()
+        return out
     finally:
         owner.close()
-    return out
+
+
+# --- microbatches --------------------------------------------------------------------------------
+
+
+def _parts(given: Arguments, n: int) -> list[Arguments]:
+    """The arguments in up to ``n`` parts along dim 0, or all in one that cannot be cut."""
+    tree: Any = given
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    rows = {len(x) for x in tensors if x.ndim}
+    rest = [x for x in leaves if not isinstance(x, Tensor)]
+    if len(rows) != 1 or 0 in rows or any(map(is_key, tensors)) or not all(map(is_plain, rest)):
+        return [given]
+    size = rows.pop()
+    if any(True for value in (*given[0], *given[1].values()) for _ in mislaid(value, size)):
+        return [given]
+    cuts = even_cuts(size, min(n, size))
+
+    def part(a: int, b: int) -> Any:
+        rows = (x[a:b] if isinstance(x, Tensor) and x.ndim else x for x in leaves)
+        return optree.tree_unflatten(spec, list(rows))
+
+    return [part(a, b) for a, b in pairwise(cuts)]
+
+
+def _rows(given: Arguments) -> int:
+    tree: Any = given
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return next(len(x) for x in leaves if isinstance(x, Tensor) and x.ndim)
+
+
+def _has_rows(plan: Rehearsed, rows: int, full: Any) -> bool:
+    """Whether a microbatch's results are rows of those of the whole batch."""
+    mine, theirs = flattened(plan.result, Spec)[0], flattened(full, Spec)[0]
+    if len(mine) != len(theirs):
+        return False
+    for a, b in zip(mine, theirs, strict=True):
+        if isinstance(a, Spec) != isinstance(b, Spec):
+            return False
+        if isinstance(a, Spec) and not (a.shape[:1] == (rows,) and a.shape[1:] == b.shape[1:]):
+            return False
+    return True
+
+
+def _joined(outs: Sequence[Any]) -> Any:
+    """The results of all microbatches as one."""
+    every = [flattened(out) for out in outs]
+    columns = zip(*(leaves for leaves, _ in every), strict=True)
+    return every[0][1](
+        [
+            torch.cat(column)
+            if isinstance(column[0], Tensor) and len(column) > 1
+            else _kept(column[0])
+            for column in columns
+        ]
+    )
+
+
+def _told(result: Any) -> Any:
+    leaves, rebuild = flattened(result, Spec)
+    return rebuild([_kept(x) for x in leaves])
+
+
+def _kept(x: Any) -> Any:
+    """What is the same on all stages; a cache is not."""
+    return x if isinstance(x, Tensor | Spec) or is_plain(x) else None

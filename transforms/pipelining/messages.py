@@ -44,6 +44,7 @@ class StageMessage:
         """The name in errors and ledgers."""
         kind, *where = self.key
         names = {"F": "forward", "B": "backward", "lend": "lend", "back": "return"}
+        names["answer"] = "answer"
         return f"{names[kind]} {' '.join(map(str, where[:2]))}"
 
 
@@ -110,6 +111,12 @@ class Wire:
         for source, coming in self.coming.items():
             waiting = sum(rank == source for rank, _ in self.posted.values())
             for _ in range(min(AHEAD - waiting, len(coming))):
+                self._post(source)
+
+    def post_all(self) -> None:
+        """Post all receives that are left."""
+        for source, coming in self.coming.items():
+            while coming:
                 self._post(source)
 
     def _post(self, source: int) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import optree
 import torch
-from torch import Tensor
 
 from zfunc.ranks.comm import Group
 from zfunc.rehearsal.plans import Spec
-from zfunc.trees.nodes import NAMESPACE
+from zfunc.rehearsal.results import flattened
 
 __all__ = ["broadcast"]
 
@@ -26,8 +24,7 @@ def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> A
         value: the tree, there; ignored elsewhere.
         like: the tree with a :class:`Spec` in the place of each tensor, the same on all stages.
     """
-    options: Any = {"none_is_leaf": True, "namespace": NAMESPACE}
-    specs, structure = optree.tree_flatten(like, is_leaf=lambda x: isinstance(x, Spec), **options)
+    specs, rebuild = flattened(like, Spec)
     if ranks.size == 1 or not any(isinstance(spec, Spec) for spec in specs):
         return value if ranks.rank == source else like
     tensors = [spec for spec in specs if isinstance(spec, Spec)]
@@ -38,8 +35,8 @@ def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> A
         for spec, at in zip(tensors, places, strict=True)
     ]
     if ranks.rank == source:
-        leaves: list[Any] = structure.flatten_up_to(value)
-        mine = [x for x in leaves if isinstance(x, Tensor)]
+        rows = zip(specs, flattened(value)[0], strict=True)
+        mine = [x for spec, x in rows if isinstance(spec, Spec)]
         with torch.no_grad():
             for view, x in zip(views, mine, strict=True):
                 view.copy_(x)
@@ -47,7 +44,7 @@ def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> A
     if ranks.rank == source:
         return value
     found = iter(views)
-    return structure.unflatten([next(found) if isinstance(s, Spec) else s for s in specs])
+    return rebuild([next(found) if isinstance(spec, Spec) else spec for spec in specs])
 
 
 def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:

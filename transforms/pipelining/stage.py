@@ -33,7 +33,7 @@ from zfunc.transforms.pipelining.failures import telling
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["PipelineStage", "flat_spec"]
+__all__ = ["PipelineStage", "chunks_of_layers", "flat_spec", "returned_by", "sent_by"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Rows = Sequence[Sequence[tuple[str, int, int]]]
@@ -71,7 +71,7 @@ class PipelineStage:
         self.keeps = not communication(running).gathers_anew
         self.base = new_pass(running)
         self.source = self.take_part(self.base)
-        chunks = _chunks_of_layers(self.layout)
+        chunks = chunks_of_layers(self.layout)
         self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
         self.lent: dict[int, tuple[int, list[int]]]
         known: dict[Any, Any] = running.memo.setdefault("messages", {})
@@ -242,7 +242,24 @@ def flat_spec(length: int, dtype: torch.dtype, device: torch.device) -> Spec:
     return Spec((length,), dtype, device, False, (1,))
 
 
-def _chunks_of_layers(layout: Layout) -> tuple[int, ...]:
+def sent_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
+    """By chunk what it needs of chunk ``k``, in one order on all ranks."""
+    found: dict[int, list[Label]] = {}
+    for label, to in plan.sends(k):
+        found.setdefault(to, []).append(label)
+    return dict(sorted(found.items()))
+
+
+def returned_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
+    """By chunk of which of its values chunk ``k`` returns gradients."""
+    found: dict[int, list[Label]] = {}
+    for label, (source, spec) in plan.receives(k).items():
+        if spec.needs_grad:
+            found.setdefault(source, []).append(label)
+    return dict(sorted(found.items()))
+
+
+def chunks_of_layers(layout: Layout) -> tuple[int, ...]:
     """The chunk of each layer of a tree that stages have."""
     units = layout.units_of_layers
     return tuple(layout.units[own[0]].chunk if own else 0 for own in units)

@@ -14,10 +14,13 @@ al., Zero Bubble Pipeline Parallelism, 2023.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import optree
+import torch
 from torch import Tensor
 
 from zfunc.engine.context import PLACING, Context, current
@@ -27,8 +30,13 @@ from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import CompositionError, PlacementError
+from zfunc.layout.cutting import make_layout
+from zfunc.layout.layout import whole
 from zfunc.layout.readable import Readable
+from zfunc.layout.replicated import Replicated
 from zfunc.layout.stages import Stages
+from zfunc.modules.functional import Functional
+from zfunc.quant.model_files import known, read_files
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import Mesh, laid_out
@@ -38,13 +46,16 @@ from zfunc.schedules.catalogue import schedule as made
 from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
-from zfunc.transforms.pipelining.description import balanced_by, described
-from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated
+from zfunc.transforms.of_params import of_params
+from zfunc.transforms.pipelining.description import balanced_by, described, predicts
+from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated, predicted
 from zfunc.transforms.pipelining.gradients import pipelined
 from zfunc.transforms.pipelining.measuring import Measured, measured
 from zfunc.transforms.pipelining.partition import Partition, check_partition, parts_of
 from zfunc.transforms.sharding import Shard
-from zfunc.trees.nodes import OPAQUE, Placed, Tree, leaves_in
+from zfunc.trees import tree
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Box, Placed, Tree, leaves_in
+from zfunc.trees.tree import dotted
 
 __all__ = ["Pipeline", "pipeline"]
 
@@ -72,6 +83,8 @@ class Pipeline(Meshed):
     example: Any = field(default=None, compare=False, repr=False)
     shard: Shard | None = field(default=None, compare=False, repr=False)
     plans: dict[int, Schedule] = field(default_factory=dict, init=False, compare=False, repr=False)
+    of_params: bool = False  # the state is a params tree itself
+    applied: Functional | None = field(default=None, compare=False, repr=False)
     position: ClassVar[int] = Order.PIPELINE
     by_unit: ClassVar[bool] = True
     represents: ClassVar[bool] = True
@@ -128,11 +141,12 @@ class Pipeline(Meshed):
                     "beside pipeline a state is in memory: each stage has its own layers of it "
                     'alone. Leave out offload, or take offload(to="cpu").'
                 )
+        alike = replace(self, of_params=self.of_params or any(x.of_params for x in others))
         shard: Any = next((x for x in others if isinstance(x, Shard)), None)
         if shard is not None:
-            return replace(self, shard=None)
-        whole = Shard(stage=0, mesh=self.mesh, by=(self.name, repr(self)))
-        return replace(self, shard=whole.beside([self, *others]))
+            return replace(alike, shard=None)
+        uncut = Shard(stage=0, mesh=self.mesh, by=(self.name, repr(self)))
+        return replace(alike, shard=uncut.beside([alike, *others]))
 
     # How the state is represented
 
@@ -150,7 +164,8 @@ class Pipeline(Meshed):
     @property
     def by_example(self) -> bool:
         """Whether parts are balanced by the work on an example."""
-        return self.example is not None and self.partition == "flops"
+        given = self.example is not None and self.partition == "flops"
+        return given and not self.of_params  # an example is one of a step's batches
 
     def _work(self, ranks: Group) -> Measured | None:
         """What layers do on the example; looked at once.
@@ -173,8 +188,32 @@ class Pipeline(Meshed):
             memo[key] = self.example, found
         return memo[key][1] if key in memo else None
 
+    def choose(self, params: Tree) -> Callable[[str], bool]:
+        """Of which leaves of such params this rank's stage has something, by their paths.
+
+        Args:
+            params: the full tree, or its shapes.
+        """
+        rank_of, me = self.plan.rank_of, self.group.rank
+        chunks = parts_of(params, len(rank_of), self.partition).chunk_of
+        keys, _, _ = optree.tree_flatten_with_path(params, none_is_leaf=True, namespace=NAMESPACE)
+        rows = zip(keys, chunks, strict=True)
+        mine = {dotted(*key) for key, chunk in rows if rank_of[chunk] == me}
+        return mine.__contains__
+
+    def read(self, params: Any) -> Tree:
+        """Params of which this rank has read its stage's leaves, where files are given."""
+        if not isinstance(params, str | os.PathLike):
+            return params
+        return read_files(params, known(self.applied, params), choose=self.choose)
+
     def place(self, state: Any) -> Any:
-        return state if self.shard is None else self.shard.place(state)
+        state = self.read(state) if self.of_params else state
+        placed = state if self.shard is None else self.shard.place(state)
+        if not self.of_params or isinstance(placed, Placed | Box):
+            return placed
+        own = tree.map(torch.clone, placed)  # of one stage
+        return Replicated(whole(make_layout(own, by=(self.name, repr(self)))), own)
 
     def unplace(self, state: Any) -> Any:
         return state if self.shard is None else self.shard.unplace(state)
@@ -229,8 +268,10 @@ class Pipeline(Meshed):
                 )
             if self.group.size == 1 or not can_be_staged(params, (args, kwargs)):
                 return call(fn, params, args, kwargs)
-            where = self.plan.rank_of, self.group
-            return evaluated(running, fn, params, args, kwargs, *where)
+            where, n = (self.plan.rank_of, self.group), self.microbatches
+            if self.of_params:
+                return predicted(running, fn, params, (args, kwargs), *where, n)
+            return evaluated(running, fn, params, (args, kwargs), *where)
 
         return run
 
@@ -251,6 +292,8 @@ class Pipeline(Meshed):
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         if self.group.size == 1:
             return [f"pipeline: one stage, {self.microbatches} microbatches one after the other"]
+        if self.of_params:
+            return predicts(self.microbatches, self.partition, self.plan.rank_of, memo.get(NAME))
         plan = next(
             (x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None
         )
@@ -262,6 +305,7 @@ class Pipeline(Meshed):
         return described(self.plan, f"{name}, {how}", layout, plan, weights, sums)
 
 
+@of_params
 @transform_of
 def pipeline(
     microbatches: int,
@@ -280,8 +324,16 @@ def pipeline(
     its loss and the model stay as they are. Beside ``shard`` each stage's part of the state is cut
     over the ranks along ``data``, at any ZeRO stage; alone it is whole on them (stage 0).
 
+    For inference it takes a function of parameters in place of a step: a model's ``apply``,
+    ``zf.quantize(model.apply, ...)``, or a function that ``zf.evaluate`` was given.
+    ``predict.place(params)`` takes the full parameters, or the path of safetensors files, of which
+    each rank reads its stage's leaves alone. ``predict(params, ids)`` runs stage by stage, and all
+    ranks get what it returns; caches among it stay where they are, and are ``None``.
+    ``zf.generate`` takes the placed parameters, too.
+
     Args:
-        microbatches: into how many parts a batch is cut.
+        microbatches: into how many parts a batch is cut; in inference at most, where all tensors
+            that go in, and all that come out, have its rows along dim 0.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb"``, ``"zbv"``, a
             :class:`~zfunc.Schedule`, or a function of (ranks, microbatches) that makes one.
         chunks: how many parts of the model each rank has under ``"interleaved"``.

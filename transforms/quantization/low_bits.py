@@ -23,7 +23,7 @@ from zfunc.modules.functional import Functional
 from zfunc.quant.choice import Include, fixed, module_of
 from zfunc.quant.grids import Format
 from zfunc.quant.low_bit import Code
-from zfunc.quant.model_files import MakeCutter, known, quantize_files
+from zfunc.quant.model_files import Choose, MakeCutter, known, quantize_files
 from zfunc.quant.qtensor import QTensor
 from zfunc.quant.trees import dequantize_tree, format_of, quantize_tree
 from zfunc.trees.nodes import NAMESPACE, OPAQUE, Box, leaves_in
@@ -39,6 +39,7 @@ class LowBits(Transform):
     include: Include = None
     model: Functional | None = field(default=None, repr=False)
     cutter: MakeCutter | None = field(default=None, repr=False, compare=False)
+    choose: Choose | None = field(default=None, repr=False, compare=False)
 
     position: ClassVar[int] = Order.LOW_BITS
     represents: ClassVar[bool] = True
@@ -50,21 +51,23 @@ class LowBits(Transform):
 
     def beside(self, others: Any) -> Transform:
         for other in others:
-            if other.name not in ("shard", "split"):
+            if other.name not in ("pipeline", "shard", "split"):
                 raise CompositionError(
                     f"quantize(bits={self.format.bits}) is for inference, {other.name} for "
                     "training steps. To train into low bits write "
                     f"quantize(step, start_bits=16, target_bits={self.format.bits})."
                 )
         split = next((other for other in others if other.name == "split"), None)
-        return replace(self, cutter=getattr(split, "cutter", None))
+        pipeline = next((other for other in others if other.name == "pipeline"), None)
+        choose = getattr(pipeline, "choose", None)
+        return replace(self, cutter=getattr(split, "cutter", None), choose=choose)
 
     def place(self, state: Any) -> Any:
         form = self.format
         how = form.bits, form.group_size, form.symmetric, self.include
         if isinstance(state, str | os.PathLike):
             more: Any = {"dynamic": form.dynamic, "model": known(self.model, state)}
-            return quantize_files(state, *how, **more, cutter=self.cutter)
+            return quantize_files(state, *how, **more, cutter=self.cutter, choose=self.choose)
         return _copied(quantize_tree(state, *how, dynamic=form.dynamic, model=self.model))
 
     def unplace(self, state: Any) -> Any:

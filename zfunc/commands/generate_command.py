@@ -56,6 +56,8 @@ def add_generate(commands: Any) -> None:
     held("--dtype", choices=tuple(DTYPES), help="of all else; by default as stored")
     held("--tensor", metavar="T", type=int, default=1, help="ranks that share each layer: local "
          "processes, or those that torchrun started (1)")  # fmt: skip
+    held("--pipe", metavar="P", type=int, default=1, help="ranks that have different layers, "
+         "processes as for --tensor (1)")  # fmt: skip
     held("--device", type=torch.device, help="cpu, cuda, cuda:1, ...; by default a GPU if any")
 
 
@@ -81,12 +83,12 @@ def _generate_command(command: argparse.ArgumentParser, found: argparse.Namespac
 
 
 def _start(found: argparse.Namespace, prompt: str, storage: Storage) -> None:
-    """Continue the text here, or on as many ranks as are to share each layer."""
+    """Continue the text here, or on as many ranks as are to share the model."""
     given = argparse.Namespace(**{k: v for k, v in vars(found).items() if k != "command"})
-    if found.tensor > 1 and "RANK" not in os.environ:
-        zf.launch(_run, given, prompt, storage, nprocs=found.tensor)
+    if storage.ranks > 1 and "RANK" not in os.environ:
+        zf.launch(_run, given, prompt, storage, nprocs=storage.ranks)
         return
-    if found.tensor > 1:
+    if storage.ranks > 1:
         zf.init()
     _run(given, prompt, storage)
 
@@ -101,15 +103,18 @@ def _check(found: argparse.Namespace) -> None:
         raise ValueError("--dynamic rounds the inputs of 8-bit weights: add --bits 8")
     if found.tensor < 1:
         raise ValueError(f"--tensor {found.tensor}: expected how many ranks share each layer")
-    if found.tensor > 1 and "RANK" in os.environ:
+    if found.pipe < 1:
+        raise ValueError(f"--pipe {found.pipe}: expected how many ranks have different layers")
+    if found.tensor * found.pipe > 1 and "RANK" in os.environ:
         _check_ranks(found, int(os.environ.get("WORLD_SIZE", 1)))
 
 
 def _check_ranks(found: argparse.Namespace, world: int) -> None:
-    if world % found.tensor:
-        raise ValueError(
-            f"--tensor {found.tensor} under torchrun with {world} ranks: expected a multiple of it"
-        )
+    asked = {"tensor": found.tensor, "pipe": found.pipe}
+    if world % (found.tensor * found.pipe):
+        told = " ".join(f"--{name} {size}" for name, size in asked.items() if size > 1)
+        some = "it" if 1 in asked.values() else f"{found.tensor * found.pipe}"
+        raise ValueError(f"{told} under torchrun with {world} ranks: expected a multiple of {some}")
     if found.prompt in (None, "-"):
         raise ValueError("ranks of torchrun cannot all read standard input: give --prompt TEXT")
 
@@ -134,7 +139,8 @@ def _storage(found: argparse.Namespace) -> Storage:
         raise ValueError(f"--device {device}: torch sees no GPU here")
     dtype = None if found.dtype is None else DTYPES[found.dtype]
     group = found.group_size or None
-    return Storage(found.bits, group, found.dynamic, dtype, device, found.tensor)
+    sizes = found.tensor, found.pipe
+    return Storage(found.bits, group, found.dynamic, dtype, device, *sizes)
 
 
 @torch.no_grad()
@@ -144,7 +150,8 @@ def _run(found: argparse.Namespace, prompt: str, storage: Storage) -> None:
     console = Console(file=sys.stderr if first else io.StringIO(), highlight=False)
     model = open_text_model(found.model, storage)
     size = f"{si(zf.tree.size_bytes(model.params))}B"
-    ranks = f" on each of {storage.tensor} ranks" if storage.tensor > 1 else ""
+    ranks = f" on the first of {storage.ranks} ranks" if storage.pipe > 1 else ""
+    ranks = ranks or (f" on each of {storage.tensor} ranks" if storage.tensor > 1 else "")
     console.print(f"[dim]{escape(model.said)}, {size}{ranks}[/dim]", soft_wrap=True)
     before = model.encode(prompt)
     ids = torch.tensor([before], device=storage.device)

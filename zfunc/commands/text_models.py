@@ -53,7 +53,8 @@ class Storage:
         dynamic: whether products round their inputs to 8 bits too.
         dtype: of what stays unrounded; None: as in the files.
         device: where.
-        tensor: how many ranks have parts of them.
+        tensor: how many ranks have parts of each layer.
+        pipe: how many have other layers.
     """
 
     bits: int | None = None
@@ -62,6 +63,12 @@ class Storage:
     dtype: torch.dtype | None = None
     device: torch.device = CPU
     tensor: int = 1
+    pipe: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have the model together."""
+        return self.tensor * self.pipe
 
     @property
     def format(self) -> Format | None:
@@ -70,6 +77,8 @@ class Storage:
 
     def held(self, x: Tensor) -> Tensor:
         """A leaf, rounded already or not, where and as it is to lie."""
+        if x.is_meta:  # another stage's
+            return x if self.dtype is None else x.to(self.dtype)
         return x.to(self.device) if self.dtype is None else x.to(self.device, self.dtype)
 
 
@@ -194,7 +203,7 @@ def _our_params(path: Path, home: Path, config: GPTConfig, storage: Storage) -> 
     kind_of(where)  # says what a checkpoint is, if there is none
     source = open_source(where)
     prefix = "params." if any(name.startswith("params.") for name in source.tensors) else ""
-    form, wanted = storage.format, accepts(None)
+    form, rounded = storage.format, accepts(None)
 
     def read(name: str, guide: Tensor) -> Tensor:
         found = source.tensors.get(prefix + name)
@@ -204,35 +213,37 @@ def _our_params(path: Path, home: Path, config: GPTConfig, storage: Storage) -> 
                 f"{where} does not fit {home / CONFIG}: {name} should have shape "
                 f"{list(guide.shape)}, the checkpoint has {there}."
             )
-        x = source.read(prefix + name)
-        if form is not None and wanted(name, x.ndim):
-            x = QTensor.quantize(x, form, False, name)
+        x = source.read(prefix + name) if mine(name) else guide
+        if form is not None and rounded(name, x.ndim):
+            x = QTensor.absent(x, form) if x.is_meta else QTensor.quantize(x, form, False, name)
         held = storage.held(x)
         return held if parts is None else parts.local(name, held, copy=True)
 
-    size = None if form is None else form.group_size
-    split = _our_split(config, size, storage) if storage.tensor > 1 else None
-    parts = None if split is None else split.transforms[0].cutter(like)
+    step = _our_step(config, None if form is None else form.group_size, storage)
+    by_name = {transform.name: transform for transform in getattr(step, "transforms", ())}
+    parts = by_name["split"].cutter(like) if storage.tensor > 1 else None
+    mine = by_name["pipeline"].choose(like) if storage.pipe > 1 else lambda name: True
     params = zf.tree.map_with_path(read, like)
-    params = params if split is None else split.place(params)
+    params = params if storage.ranks == 1 else step.place(params)
     step = "" if source.step is None else f"step {source.step}, "
     return params, f"{step}weights in {form or 'full precision'}"
 
 
-def _our_split(config: GPTConfig, group_size: int | None, storage: Storage) -> Any:
-    """What places parts of the parameters, of which these many weights of a row share a scale."""
-    rules = gpt.rules(config, group_size)
+def _our_step(config: GPTConfig, group_size: int | None, storage: Storage) -> Any:
+    """What places a rank's parameters, of which these many weights of a row share a scale."""
     apply = zf.evaluate(partial(gpt.apply, config=config))
-    return zf.split(apply, rules=rules, tensor=storage.tensor)
+    if storage.tensor > 1:
+        apply = zf.split(apply, rules=gpt.rules(config, group_size), tensor=storage.tensor)
+    return apply if storage.pipe == 1 else zf.pipeline(apply, storage.pipe, pipe=storage.pipe)
 
 
 def _our_parts(config: GPTConfig, params: Any, storage: Storage) -> Any:
-    """This rank's parts of parameters that were read in full."""
-    if storage.tensor == 1:
+    """This rank's part of parameters that were read in full."""
+    if storage.ranks == 1:
         return params
     sizes = {x.format.group_size for x in zf.tree.leaves(params) if isinstance(x, QTensor)}
     common = math.lcm(*(size for size in sizes if size)) if any(sizes) else None
-    return _our_split(config, common, storage).place(params)
+    return _our_step(config, common, storage).place(params)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
@@ -242,9 +253,9 @@ def _theirs(path: Path, home: Path, document: dict[str, Any], storage: Storage) 
     model = _functional(home, storage)
     if file := _low_bit_file(path, storage):
         params, how = quant.load(file, like=model), f"as {file.name} has them"
-        if storage.tensor > 1:
-            params = zf.split(model.apply, model, tensor=storage.tensor).place(params)
-    elif storage.tensor > 1:
+        if storage.ranks > 1:
+            params = _their_step(model.apply, model, storage).place(params)
+    elif storage.ranks > 1:
         params, how = _their_parts(path, model, storage)
     elif storage.bits is None:
         params, how = read_files(path, model), "full precision"
@@ -259,7 +270,9 @@ def _theirs(path: Path, home: Path, document: dict[str, Any], storage: Storage) 
             model=model,
         )
         how = f"{storage.format}"
-    params = zf.tree.map(storage.held, params)
+    # A stage's flats are bytes, or of the model's dtype already.
+    held = storage.held if storage.pipe == 1 else (lambda x: x.to(storage.device))
+    params = zf.tree.map(held, params)
     encode, decode = _words(home)
     return TextModel(
         decoder=model,
@@ -272,13 +285,20 @@ def _theirs(path: Path, home: Path, document: dict[str, Any], storage: Storage) 
 
 
 def _their_parts(path: Path, model: Any, storage: Storage) -> tuple[Any, str]:
-    """This rank's parts of the parameters, of which it reads no others."""
+    """This rank's part of the parameters, of which it reads no other."""
     apply = model.apply
     if storage.bits is not None:
         how: Any = {"group_size": storage.group_size, "dynamic": storage.dynamic}
         apply = zf.quantize(apply, bits=storage.bits, **how)
-    params = zf.split(apply, model, tensor=storage.tensor).place(path)
+    params = _their_step(apply, model, storage).place(path)
     return params, "full precision" if storage.bits is None else f"{storage.format}"
+
+
+def _their_step(apply: Any, model: Any, storage: Storage) -> Any:
+    """What places a rank's parameters."""
+    if storage.tensor > 1:
+        apply = zf.split(apply, model, tensor=storage.tensor)
+    return apply if storage.pipe == 1 else zf.pipeline(apply, storage.pipe, pipe=storage.pipe)
 
 
 def _functional(home: Path, storage: Storage) -> Any:

@@ -55,6 +55,7 @@ from zfunc.trees.tree import check_alive, dotted
 __all__ = [
     "check_depends",
     "checked",
+    "computed_in",
     "detached",
     "evaluate",
     "is_evaluated",
@@ -505,7 +506,7 @@ def _evaluated(
     running.passes.append(owner)
     token = context.push(running)
     try:
-        with torch.no_grad(), products(_computed_in(params)):
+        with torch.no_grad(), products(computed_in(params)):
             tree, args, kwargs = _entered_arguments((params, args, kwargs))
             owner.plan.order = [run.key for source in owner.sources for run in source.runs]
             out = fn(tree, *args, **kwargs)
@@ -518,7 +519,7 @@ def _evaluated(
         context.pop(token)
 
 
-def _computed_in(params: Tree) -> torch.dtype | None:
+def computed_in(params: Tree) -> torch.dtype | None:
     """The 16-bit dtype of parameters that ``precision`` placed, or None."""
     dtypes = {x.dtype for x in held_in(params) if x.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= SHORT else None

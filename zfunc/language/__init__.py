@@ -5,5 +5,5 @@ decoder, which keeps keys and values of all tokens in a cache. On a GPU that ste
 CUDA graph where it can be.
 
 In the order of reading: ``gpt_layers``, ``gpt``, ``corpus``, ``decoding``, ``kv_cache``,
-``gpt_decoding``, ``sampling``, ``generation``, ``decoding_graph``.
+``gpt_decoding``, ``sampling``, ``generation``, ``staged_generation``, ``decoding_graph``.
 """

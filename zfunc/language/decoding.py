@@ -27,6 +27,7 @@ __all__ = [
     "CacheStep",
     "Decoder",
     "HuggingFaceDecoder",
+    "StagedDecoder",
     "TensorStep",
     "UncachedDecoder",
     "bound",
@@ -64,6 +65,27 @@ class Decoder(Protocol):
 
         Raises:
             ValueError: the cache has no room for them.
+        """
+
+
+@runtime_checkable
+class StagedDecoder(Decoder, Protocol):
+    """A decoder whose model stages of a pipeline can run, each of which has some layers.
+
+    Layers keep what they have to keep in objects that they are given.
+    """
+
+    def write(self, params: Any, cache: Any, tokens: Tensor) -> Tensor:
+        """The logits of ``step``; layers that run keep what is theirs in this very cache."""
+
+    def behind(self, cache: Any, tokens: Tensor) -> Any:
+        """The same memory behind these tokens, which somebody has written into it."""
+
+    def unfilled(self, cache: Any) -> Any:
+        """A cache that is as far as this one and has no memory, for a run on shapes alone.
+
+        Raises:
+            PlacementError: it is of a kind that does not come apart into stages.
         """
 
 
@@ -170,6 +192,13 @@ class HuggingFaceCache:
         )
 
 
+def kv_cache() -> Any:
+    """Layers of caches; it takes transformers, which not everybody has."""
+    from zfunc.language import kv_cache
+
+    return kv_cache
+
+
 def _copied(layer: Any, **changed: Any) -> Any:
     new = copy.copy(layer)
     new.__dict__.update(changed)
@@ -218,15 +247,34 @@ class HuggingFaceDecoder:
     def start(self, batch: int, length: int, mask: Tensor | None) -> HuggingFaceCache:
         from transformers import StaticCache
 
-        from zfunc.language.kv_cache import prefix_layers
-
         shell = StaticCache(config=self._functional.config, max_cache_len=length)
-        return HuggingFaceCache(shell, tuple(prefix_layers(shell.layers, length)), mask, length)
+        layers = kv_cache().prefix_layers(shell.layers, length)
+        return HuggingFaceCache(shell, tuple(layers), mask, length)
 
     def step(
         self, params: Any, cache: HuggingFaceCache, tokens: Tensor
     ) -> tuple[Tensor, HuggingFaceCache]:
         return self._step(partial(self._functional.apply, params, train=False), cache, tokens)
+
+    def write(self, params: Any, cache: HuggingFaceCache, tokens: Tensor) -> Tensor:
+        for layer in cache.layers:  # a stage that has two parts of the model comes twice
+            kv_cache().count(layer, cache.used)
+        past = cache.filled_with(list(cache.layers))
+        apply = partial(self._functional.apply, params, train=False)
+        return self._continued(apply, cache, past, tokens)
+
+    def behind(self, cache: HuggingFaceCache, tokens: Tensor) -> HuggingFaceCache:
+        used = cache.used + tokens.shape[1]
+        for layer in cache.layers:
+            kv_cache().pass_by(layer, used)
+        return replace(cache, used=used)
+
+    def unfilled(self, cache: HuggingFaceCache) -> HuggingFaceCache:
+        known = kv_cache().COUNTED
+        if other := sorted({type(x).__name__ for x in cache.layers if type(x) not in known}):
+            raise PlacementError(f"its cache has layers of other kinds: {', '.join(other)}")
+        layers = (kv_cache().without_memory(layer, cache.used) for layer in cache.layers)
+        return replace(cache, layers=tuple(layers))
 
     @contextmanager
     def held(self, params: Any) -> Iterator[BoundStep]:
@@ -236,6 +284,15 @@ class HuggingFaceDecoder:
     def _step(
         self, call: Callable[..., Any], cache: HuggingFaceCache, tokens: Tensor
     ) -> tuple[Tensor, HuggingFaceCache]:
+        past = cache.filled_with([_copied(layer) for layer in cache.layers])
+        logits = self._continued(call, cache, past, tokens)
+        used = cache.used + tokens.shape[1]
+        return logits, replace(cache, layers=tuple(past.layers), used=used)
+
+    def _continued(
+        self, call: Callable[..., Any], cache: HuggingFaceCache, past: Any, tokens: Tensor
+    ) -> Tensor:
+        """The last logits of tokens behind what ``past`` has, a cache of transformers."""
         check_room(cache.used, tokens.shape[1], cache.length)
         stop = cache.used + tokens.shape[1]
         positions = torch.arange(cache.used, stop, device=tokens.device).expand(len(tokens), -1)
@@ -246,20 +303,20 @@ class HuggingFaceDecoder:
             # As long as the cache, since some models (ALiBi) take the number of keys from it.
             taken = positions.new_ones(len(tokens), stop) if taken is None else taken
             taken = F.pad(taken, (0, cache.length - stop))
-        past = cache.filled_with([_copied(layer) for layer in cache.layers])
-        logits = self._logits(call, tokens, past, taken, position_ids=positions)
-        return logits, replace(cache, layers=tuple(past.layers), used=stop)
+        return self._logits(call, tokens, past, taken, position_ids=positions)
 
     def _single(self, call: Callable[..., Any], cache: HuggingFaceCache, length: int) -> TensorStep:
         if not cache.has_prefixes:
             kinds = sorted({type(layer).__name__ for layer in cache.layers})
             raise PlacementError(f"its cache has layers of other kinds: {', '.join(kinds)}")
-        from zfunc.language.kv_cache import CapturableLayer
 
         def single(tokens: Tensor, position: Tensor) -> Tensor:
             rows = position.repeat(len(tokens))
             past = cache.filled_with(
-                [CapturableLayer(layer, position, rows, length) for layer in cache.layers]
+                [
+                    kv_cache().CapturableLayer(layer, position, rows, length)
+                    for layer in cache.layers
+                ]
             )
             taken = (torch.arange(length, device=tokens.device) <= position).expand(len(tokens), -1)
             positions = rows[:, None]
@@ -320,7 +377,16 @@ class UncachedDecoder:
         return torch.zeros(batch, 0, dtype=torch.int64)
 
     def step(self, params: Any, cache: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        ids = torch.cat([cache.to(tokens.device), tokens], dim=1)
+        return self.write(params, cache, tokens), self.behind(cache, tokens)
+
+    def behind(self, cache: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([cache.to(tokens.device), tokens], dim=1)
+
+    def unfilled(self, cache: Tensor) -> Tensor:
+        return cache
+
+    def write(self, params: Any, cache: Tensor, tokens: Tensor) -> Tensor:
+        ids = self.behind(cache, tokens)
         try:
             out = self._functional.apply(params, ids, train=False)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -337,4 +403,4 @@ class UncachedDecoder:
                 f"{self._functional!r} returned {type(out).__name__} for ids of shape "
                 f"{tuple(ids.shape)}; expected logits [b, t, vocab]."
             )
-        return logits[:, -1], ids
+        return logits[:, -1]

@@ -14,7 +14,9 @@ from zfunc.engine.differentiation import evaluate
 from zfunc.language.decoding import CacheStep, Decoder, bound, decoder_of
 from zfunc.language.decoding_graph import graphed
 from zfunc.language.sampling import check_sampling, next_token
+from zfunc.language.staged_generation import comes_apart, staged_columns
 from zfunc.ranks import random
+from zfunc.transforms.pipelining.repeated import stages_of
 
 __all__ = ["generate"]
 
@@ -90,25 +92,37 @@ def generate(
         )
     prompt, mask = _aligned(ids, attention_mask, max_new_tokens)
     keys = None if key is None else _keys(key, prompt, mask)
+    every = slice(None)
     ends = torch.tensor([stop] if isinstance(stop, int) else list(stop), device=ids.device).long()
 
-    def choose(logits: Tensor, n: int) -> Tensor:
-        folded = keys and [random.fold_in(k, n) for k in keys]
+    def choose(logits: Tensor, n: int, rows: slice = every) -> Tensor:
+        folded = keys and [random.fold_in(k, n) for k in keys[rows]]
         return next_token(logits, temperature, top_k, top_p, folded).to(ids.device)
 
-    def run(entered: Any) -> Tensor:
-        out, cache = [ids], decoder.start(len(ids), prompt.shape[1] + max_new_tokens, mask)
-        with bound(decoder, entered) as step:
-            single = graphed(step, params, ids.device, max_new_tokens - 1, capture)
-            for part in prompt.split(CHUNK, dim=1):
-                logits, cache = step(cache, part)
-            for column in _columns(single, logits, cache, choose, max_new_tokens, ends):
-                out.append(column)
-                if stream is not None:
-                    stream(column[:, 0])
+    def collected(columns: Iterator[Tensor]) -> Tensor:
+        out = [ids]
+        for column in columns:
+            out.append(column)
+            if stream is not None:
+                stream(column[:, 0])
         return torch.cat(out, dim=1)
 
-    out = evaluate(run)(params) if max_new_tokens else ids.clone()
+    def run(entered: Any) -> Tensor:
+        cache = decoder.start(len(ids), prompt.shape[1] + max_new_tokens, mask)
+        with bound(decoder, entered) as step:
+            single = graphed(step, params, ids.device, max_new_tokens - 1, capture)
+            for part in parts:
+                logits, cache = step(cache, part)
+            return collected(_columns(single, logits, cache, choose, max_new_tokens, ends))
+
+    parts = prompt.split(CHUNK, dim=1)
+    if not max_new_tokens:
+        out = ids.clone()
+    elif capture is not True and stages_of(params) and comes_apart(decoder):
+        how: Any = (choose, max_new_tokens, ends)
+        out = collected(staged_columns(decoder, params, parts, mask, *how))
+    else:
+        out = evaluate(run)(params)
     return out[0] if alone else out
 
 

@@ -18,9 +18,25 @@ from zfunc.huggingface import blocks
 from zfunc.language.decoding import BoundStep, TensorStep, check_room
 from zfunc.language.gpt import GPTConfig, Params, hidden, rotations
 from zfunc.language.gpt_layers import rotate, split_of, whole
-from zfunc.trees.nodes import part_of
 
-__all__ = ["GPTCache", "GPTDecoder"]
+__all__ = ["BlockMemory", "GPTCache", "GPTDecoder"]
+
+
+class BlockMemory:
+    """Keys and values ``[b, h, length, d]`` of one block, of this rank's heads: from its first
+    tokens on."""
+
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        self.keys, self.values = keys, values
+
+    def put(self, k: Tensor, v: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Write ``[b, h, t, d]`` at ``[t]`` positions of ``length``; all keys and values."""
+        if self.keys is None or self.values is None:
+            shape = (*k.shape[:2], length, k.shape[3])
+            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+        return self.keys.index_copy_(2, positions, k), self.values.index_copy_(2, positions, v)
 
 
 @dataclass(frozen=True)
@@ -28,22 +44,28 @@ class GPTCache:
     """What a GPT has seen of ``b`` texts: a cache of static size.
 
     Attributes:
-        keys, values: one ``[b, h, length, d]`` tensor for each block, of this rank's heads.
-        rotations: cosines and sines of all positions, ``[length, d / 2]``.
+        blocks: what each block keeps.
+        length: of the whole cache, in positions.
         mask: ``[b, length]`` bool, False at padding (left of each text), or None.
         used: positions that are taken.
+        rotations: cosines and sines of all positions, ``[length, d / 2]``, once they are known.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    rotations: tuple[Tensor, Tensor]
+    blocks: tuple[BlockMemory, ...]
+    length: int
     mask: Tensor | None
     used: int = 0
+    rotations: tuple[Tensor, Tensor] | None = None
 
     @property
-    def length(self) -> int:
-        """Of the whole cache, in positions."""
-        return len(self.rotations[0])
+    def keys(self) -> tuple[Tensor | None, ...]:
+        """Those of each block."""
+        return tuple(block.keys for block in self.blocks)
+
+    @property
+    def values(self) -> tuple[Tensor | None, ...]:
+        """Those of each block."""
+        return tuple(block.values for block in self.blocks)
 
     def advanced(self) -> GPTCache:
         """The same memory, when somebody has written one more token into it."""
@@ -54,10 +76,12 @@ zf.tree.register(
     GPTCache,
     lambda cache: (
         (cache.keys, cache.values, cache.rotations, cache.mask),
-        cache.used,
+        (cache.length, cache.used),
         ("keys", "values", "rotations", "mask"),
     ),
-    lambda used, children: replace(GPTCache(*children), used=used),
+    lambda static, children: GPTCache(
+        tuple(map(BlockMemory, *children[:2])), static[0], children[3], static[1], children[2]
+    ),
 )
 
 
@@ -80,19 +104,28 @@ class GPTDecoder:
     def vocab(self) -> int:
         return self.config.vocab
 
-    def start(self, batch: int, length: int, mask: Tensor | None) -> tuple[int, int, Any]:
-        """The promise of a cache: its dtype and device are those of the first parameters."""
-        return batch, length, mask
+    def start(self, batch: int, length: int, mask: Tensor | None) -> GPTCache:
+        """A cache whose blocks make room when they first have something to keep."""
+        return GPTCache(tuple(BlockMemory() for _ in range(self.config.depth)), length, mask)
 
-    def step(self, params: Params, cache: Any, tokens: Tensor) -> tuple[Tensor, GPTCache]:
+    def step(self, params: Params, cache: GPTCache, tokens: Tensor) -> tuple[Tensor, GPTCache]:
         """Take ``[b, t]`` tokens in; logits ``[b, vocab]`` behind the last, and the cache."""
-        if not isinstance(cache, GPTCache):
-            cache = self._empty(params, zf.embed(tokens[:, :1], params["embed"]), *cache)
+        if cache.rotations is None:
+            turns = rotations(cache.length, self._features, params["embed"])
+            cache = replace(cache, rotations=turns)
+        return self.write(params, cache, tokens), self.behind(cache, tokens)
+
+    def behind(self, cache: GPTCache, tokens: Tensor) -> GPTCache:
+        return replace(cache, used=cache.used + tokens.shape[1])
+
+    def unfilled(self, cache: GPTCache) -> GPTCache:
+        return replace(cache, blocks=tuple(BlockMemory() for _ in cache.blocks))
+
+    def write(self, params: Params, cache: GPTCache, tokens: Tensor) -> Tensor:
         check_room(cache.used, tokens.shape[1], cache.length)
         stop = cache.used + tokens.shape[1]
         positions = torch.arange(cache.used, stop, device=tokens.device)
-        logits = self._logits(params, cache, stop, tokens, positions)
-        return logits, replace(cache, used=stop)
+        return self._logits(params, cache, stop, tokens, positions)
 
     @contextmanager
     def held(self, params: Params) -> Iterator[BoundStep]:
@@ -112,7 +145,8 @@ class GPTDecoder:
         allowed = (past <= positions[:, None])[None, None]
         if self.window is not None:
             allowed = allowed & (past > positions[:, None] - self.window)
-        cos, sin = cache.rotations
+        turns = cache.rotations or rotations(cache.length, self._features, params["embed"])
+        cos, sin = turns
         if cache.mask is None:
             turn = cos[positions], sin[positions]
         else:
@@ -120,11 +154,10 @@ class GPTDecoder:
             allowed = allowed & real[:, None, None]
             at = (real.long().cumsum(1) - 1).clamp_min(0)[:, positions]
             turn = cos[at][:, None], sin[at][:, None]
-        block = partial(
-            _block, positions=positions, turn=turn, features=self._features, allowed=allowed
-        )
-        for p, keys, values in zip(params["blocks"], cache.keys, cache.values, strict=True):
-            x = zf.layer(block, p, x, keys, values)
+        how: dict[str, Any] = {"positions": positions, "turn": turn, "features": self._features}
+        block: Any = partial(_block, allowed=allowed, room=cache.length, **how)
+        for p, memory in zip(params["blocks"], cache.blocks, strict=True):
+            x = zf.layer(block, p, x, memory)
         x = F.layer_norm(x[:, -1], (self.config.width,), params["norm"])
         return whole(zf.column(x, params["embed"] if self.config.tied else params["head"]))
 
@@ -132,36 +165,22 @@ class GPTDecoder:
     def _features(self) -> int:
         return self.config.width // self.config.heads
 
-    def _heads(self, params: Params) -> int:
-        """How many heads this rank has: what its part of a block makes, not the configuration."""
-        if part_of(params["embed"]) is None or not self.config.depth:
-            return self.config.heads
-        rows: int = zf.layer(lambda p: len(p["qkv"]), params["blocks"][0])
-        return rows // (3 * self._features)
-
-    def _empty(self, params: Params, like: Tensor, batch: int, length: int, mask: Any) -> GPTCache:
-        c = self.config
-        shape = (batch, self._heads(params), length, self._features)
-        keys, values = (tuple(like.new_zeros(shape) for _ in range(c.depth)) for _ in range(2))
-        return GPTCache(keys, values, rotations(length, shape[3], like), mask)
-
 
 def _block(
     params: Params,
     x: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    memory: BlockMemory,
     positions: Tensor,
     turn: tuple[Tensor, Tensor],
     features: int,
     allowed: Tensor,
+    room: int,
 ) -> Tensor:
     """A block on tokens ``[b, t, w]`` at these positions, with keys and values written in place."""
     qkv = zf.column(F.layer_norm(x, x.shape[-1:], params["norm1"]), params["qkv"])
     q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, d=features)
     length = allowed.shape[-1]
-    keys = keys.index_copy_(2, positions, rotate(k, turn))[:, :, :length]
-    values = values.index_copy_(2, positions, v)[:, :, :length]
+    keys, values = (x[:, :, :length] for x in memory.put(rotate(k, turn), v, positions, room))
     y = F.scaled_dot_product_attention(rotate(q, turn), keys, values, attn_mask=allowed)
     rows = _added(x.flatten(0, 1), rearrange(y, "b h t d -> (b t) (h d)"), params["out"])
     rows = _added(rows, hidden(params, rows), params["down"])

@@ -10,13 +10,23 @@ number of positions, of which a mask says which are filled.
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
-__all__ = ["CapturableLayer", "PrefixLayer", "prefix_layers"]
+__all__ = [
+    "COUNTED",
+    "CapturableLayer",
+    "PrefixLayer",
+    "count",
+    "pass_by",
+    "prefix_layers",
+    "without_memory",
+]
 
 
 class PrefixLayer(CacheLayerMixin):
@@ -38,8 +48,7 @@ class PrefixLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.keys, self.values = (
-            torch.zeros(*x.shape[:2], self.length, x.shape[3], dtype=x.dtype, device=x.device)
-            for x in (key_states, value_states)
+            x.new_zeros(*x.shape[:2], self.length, x.shape[3]) for x in (key_states, value_states)
         )
         self.is_initialized = True
 
@@ -114,6 +123,50 @@ class CapturableLayer(PrefixLayer):
     def get_seq_length(self) -> Any:
         """0-d, on the device: whoever makes a number of Python of it cannot be captured."""
         return self.position[0]
+
+
+def count(layer: Any, used: int) -> None:
+    """Let a layer whose kind is in :data:`COUNTED` have so many positions taken."""
+    if isinstance(layer, PrefixLayer):
+        layer.used = used
+        return
+    layer.cumulative_length.fill_(used)
+    if isinstance(layer, StaticSlidingWindowLayer):
+        layer.cumulative_length_int = used
+
+
+def pass_by(layer: Any, used: int) -> None:
+    """The same; a layer that has no memory yet is another stage's, and needs none."""
+    if not layer.is_initialized:
+        layer.is_initialized = True
+    count(layer, used)
+
+
+def without_memory(layer: Any, used: int) -> Any:
+    """A layer that makes room anew, with so many positions taken."""
+    new = copy.copy(layer)
+    new.keys = new.values = None
+    new.is_initialized = False
+    if not isinstance(new, PrefixLayer):
+        new.cumulative_length = torch.tensor(used)
+        new.lazy_initialization = partial(_make_room, new)
+    count(new, used)
+    return new
+
+
+def _make_room(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
+    """What a static layer does at its first tokens, with room of their kind: shapes alone if they
+    are no more."""
+    layer.dtype, layer.device = key_states.dtype, key_states.device
+    layer.keys, layer.values = (
+        x.new_zeros(*x.shape[:2], layer.max_cache_len, x.shape[3])
+        for x in (key_states, value_states)
+    )
+    layer.is_initialized = True
+
+
+COUNTED = frozenset({PrefixLayer, StaticLayer, StaticSlidingWindowLayer})
+"""Kinds of layers of which is known how far they are."""
 
 
 def prefix_layers(layers: list[Any], length: int) -> list[Any]:

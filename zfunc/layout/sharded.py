@@ -40,7 +40,7 @@ from zfunc.trees.memory import current
 from zfunc.trees.nodes import Box, Tree, carry, gone, opened, register, spent
 from zfunc.trees.squares import Segments, square_sum
 
-__all__ = ["Sharded", "cut", "replaced", "summed"]
+__all__ = ["Sharded", "cut", "present", "replaced", "summed"]
 
 TOGETHER = 1 << 16  # elements up to which a CPU squares a flat beside others
 
@@ -421,6 +421,20 @@ def cut(layout: Layout, tree: Tree, rank: int, copy: bool = False) -> Sharded:
     if isinstance(tree, Box) and not copy and (own := tree.cut(layout, rank)) is not None:
         return Sharded(layout, own)
     return Sharded(layout, cut_flats(layout, opened(tree), rank, copy))
+
+
+def present(node: Sharded) -> Sharded:
+    """The node, of which other ranks' leaves were on ``meta``: all its flats are in one place."""
+    here = [x for x in node.flats if x is not None and not x.is_meta]
+    if not here or len(here) == len(node.flats):
+        return node
+    return Sharded(
+        node.layout,
+        [
+            here[0].new_empty(0, dtype=x.dtype) if x is not None and x.is_meta and not len(x) else x
+            for x in node.flats
+        ],
+    )
 
 
 def replaced(layout: Layout, flats: Sequence[Tensor | None], tree: Tree) -> Tree:

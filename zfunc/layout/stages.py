@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zfunc.layout.layout import ALIGN, Layout
 from zfunc.ranks.comm import Group
 
-__all__ = ["Stages", "cuts_among", "spread"]
+__all__ = ["Stages", "cuts_among", "ranks_of_chunks", "spread"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,25 @@ def spread(length: int, world: int, holders: tuple[int, ...]) -> tuple[int, ...]
     for rank in range(world):
         cuts.append(cuts[-1] + (part if rank in holders else 0))
     return tuple(cuts)
+
+
+def ranks_of_chunks(layout: Layout) -> tuple[int, ...] | None:
+    """Which stage of a pipeline has each chunk of a placed tree; None of one without stages.
+
+    Stages are ranks of the first axis over which such a tree is cut, and the others those over
+    which a stage's part of it is.
+    """
+    if layout.axis == () or layout.mesh is None or not any(unit.chunk for unit in layout.units):
+        return None
+    axis = layout.axis if isinstance(layout.axis, str) else layout.axis[0]
+    members, found = layout.ranks.members, dict[int, int]()
+    for unit in layout.units:
+        cuts = next((x.cuts for i in unit.flats if (x := layout.flats[i]).length), ())
+        holder = next((i for i in range(len(cuts) - 1) if cuts[i + 1] > cuts[i]), None)
+        if holder is not None:
+            found[unit.chunk] = layout.mesh.coordinates(members[holder])[axis]
+    chunks = range(max(unit.chunk for unit in layout.units) + 1)
+    return tuple(found[k] for k in chunks) if len(found) == len(chunks) else None
 
 
 def cuts_among(layout: Layout, flat: int, ranks: Group) -> tuple[int, ...]:

@@ -23,20 +23,24 @@ Rebuild = Callable[[Sequence[Any]], Any]
 """A function from leaves to the structure that they were in."""
 
 
-def flattened(tree: Any) -> tuple[list[Any], Rebuild]:
+def flattened(tree: Any, leaf: type | tuple[()] = ()) -> tuple[list[Any], Rebuild]:
     """The leaves, ``None`` being one, and how they go together.
+
+    Args:
+        tree: what a layer takes or gives.
+        leaf: a kind of dataclass that is a leaf itself.
 
     >>> leaves, rebuild = flattened((1, {"a": [2, None]}))
     >>> leaves, rebuild([5, 6, 7])
     ([1, 2, None], (5, {'a': [6, 7]}))
     """
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
-    if not any(map(_is_record, leaves)):
+    if not any(_is_record(x, leaf) for x in leaves):
         return leaves, lambda new: optree.tree_unflatten(spec, new)
     found: list[Any] = []
     parts: list[tuple[int, Rebuild]] = []
     for x in leaves:
-        inner, rebuilt = _seen_into(x) if _is_record(x) else ([x], _first)
+        inner, rebuilt = _seen_into(x, leaf) if _is_record(x, leaf) else ([x], _first)
         found += inner
         parts.append((len(inner), rebuilt))
 
@@ -58,9 +62,9 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
     return rebuild([new(x) if isinstance(x, Tensor) else x for x in leaves])
 
 
-def _is_record(x: Any) -> bool:
+def _is_record(x: Any, leaf: type | tuple[()]) -> bool:
     kind: Any = type(x)
-    return _are_records(kind) and not isinstance(x, type)
+    return _are_records(kind) and not isinstance(x, type) and not isinstance(x, leaf)
 
 
 @functools.cache
@@ -68,10 +72,10 @@ def _are_records(kind: Any) -> bool:
     return issubclass(kind, Mapping) or is_dataclass(kind)
 
 
-def _seen_into(record: Any) -> tuple[list[Any], Rebuild]:
+def _seen_into(record: Any, leaf: type | tuple[()]) -> tuple[list[Any], Rebuild]:
     """The leaves of a dataclass or a kind of dict, and how another is made with other ones."""
     items = dict(_items(record))
-    leaves, rebuild = flattened(list(items.values()))
+    leaves, rebuild = flattened(list(items.values()), leaf)
     empty = _with(record, dict.fromkeys(items))
     return leaves, lambda new: _with(empty, dict(zip(items, rebuild(new), strict=True)))
 

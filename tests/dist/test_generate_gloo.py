@@ -1,4 +1,4 @@
-"""``zf.generate`` and ``zfunc generate --tensor`` on real gloo ranks: the texts of one process."""
+"""``zf.generate`` and ``zfunc generate --tensor --pipe`` on gloo ranks: texts of one process."""
 
 from __future__ import annotations
 
@@ -50,23 +50,31 @@ def text_of_rank(model: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("bits", "ranks"),
-    [([], 4), (["--bits", "8", "--group-size", "8"], 2), (["--bits", "4"], 2)],
+    ("bits", "ways", "ranks"),
+    [
+        ([], "--tensor 2", 4),
+        (["--bits", "8", "--group-size", "8"], "--tensor 2", 2),
+        (["--bits", "4"], "--tensor 2", 2),
+        ([], "--pipe 2", 2),
+        (["--bits", "8", "--group-size", "8"], "--pipe 2 --tensor 2", 4),
+        (["--bits", "4"], "--pipe 2", 2),
+    ],
 )
-def test_ranks_write_the_text_of_one(run: Path, bits: list[str], ranks: int) -> None:
+def test_ranks_write_the_text_of_one(run: Path, bits: list[str], ways: str, ranks: int) -> None:
     one = text_of_rank(run, *bits)
-    words = ["--tensor", "2", *bits]
+    words = [*ways.split(), *bits]
     first, *others = zf.launch(text_of_rank, run, *words, nprocs=ranks, timeout=120)
     assert first == one and len(one) > 3
     assert others == [""] * (ranks - 1)
 
 
-def test_the_command_starts_its_ranks(run: Path) -> None:
+@pytest.mark.parametrize(("way", "where"), [("tensor", "each"), ("pipe", "the first")])
+def test_the_command_starts_its_ranks(run: Path, way: str, where: str) -> None:
     one = text_of_rank(run, "--bits", "8", "--group-size", "8")
-    words = [*WORDS, "--bits", "8", "--group-size", "8", "--tensor", "2"]
+    words = [*WORDS, "--bits", "8", "--group-size", "8", f"--{way}", "2"]
     command = [sys.executable, "-m", "zfunc", "generate", str(run), *words]
     told = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    assert told.stdout == one and "on each of 2 ranks" in " ".join(told.stderr.split())
+    assert told.stdout == one and f"on {where} of 2 ranks" in " ".join(told.stderr.split())
 
 
 def test_what_does_not_fit_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,19 +108,23 @@ def texts(model: Any, params: Any) -> list[Tensor]:
 LOW: Any = {"bits": 8, "group_size": 8, "dynamic": True}
 
 
-def ranks_texts(folder: Path | None) -> list[Tensor]:
+def ranks_texts(folder: Path | None, way: str) -> list[Tensor]:
     model = llama()
     fn = model.apply if folder is None else zf.quantize(model.apply, **LOW)
-    return texts(model, zf.split(fn, model, tensor=2).place(folder or model.params))
+    predict = zf.split(fn, model, tensor=2) if way == "split" else zf.pipeline(fn, 2, pipe=2)
+    return texts(model, predict.place(folder or model.params))
 
 
+@pytest.mark.parametrize("way", ["split", "pipeline"])
 @pytest.mark.parametrize("low", [False, True])
-def test_models_of_hugging_face_go_on_as_in_one_process(tmp_path: Path, low: bool) -> None:
+def test_models_of_hugging_face_go_on_as_in_one_process(
+    tmp_path: Path, low: bool, way: str
+) -> None:
     model = llama()
     params = model.params
     if low:
         zf.export_safetensors(tmp_path, params)
         params = zf.quantize(model.apply, **LOW).place(tmp_path)
     expected = texts(model, params)
-    for mine in zf.launch(ranks_texts, tmp_path if low else None, nprocs=2, timeout=120):
+    for mine in zf.launch(ranks_texts, tmp_path if low else None, way, nprocs=2, timeout=120):
         assert all(map(torch.equal, mine, expected))
