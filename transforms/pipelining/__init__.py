@@ -1,3 +1,6 @@
-"""``pipeline``: ranks have different layers. Read ``transform`` (what it is), ``partition`` (who
-what), then ``passes`` (one ``value_and_grad``), ``sums`` and ``traffic`` (what goes where).
+"""``pipeline``: ranks have different layers.
+
+Read ``transform`` (what it is), ``measuring`` and ``partition`` (who has what), then ``gradients``
+(one ``value_and_grad``) on ``stage``, with ``messages`` and ``sums`` (what goes where).
+``failures`` says where something went wrong.
 """
