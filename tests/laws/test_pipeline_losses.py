@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
@@ -338,6 +338,53 @@ def test_steps_that_are_refused(fn: Any, text: str, data: int, stage: int) -> No
 
     with pytest.raises(zf.CompositionError, match=text):
         zf.simulate(2 * data, timeout=20)(run)(fn, wrap)
+
+
+def sequence() -> nn.Module:
+    """Layers without parameters at the beginning, in the middle and at the end."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Tanh(), *(x for _ in range(4) for x in (nn.Linear(6, 6), nn.GELU())))
+    return made.double()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("example", [None, {"x": torch.empty(24, 6, device="meta", dtype=F64)}])
+def test_layers_without_parameters(schedule: str, example: Any) -> None:
+    model = zf.functionalize(sequence())
+    full = model.params
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return model.apply(p, batch["x"]).square().mean()
+
+    case = Model(full, loss, rows)
+    wanted = case.trained(lambda f: zf.accumulate(f, 3), steps=2)
+    how = {"schedule": schedule, "pipe": 2, "example": example}
+    for found in zf.simulate(2)(
+        lambda: case.trained(lambda f: zf.pipeline(f, 3, **how), steps=2)
+    )():
+        assert_near(found, wanted, 1e-9)
+
+
+def test_a_module_that_two_stages_would_share() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.blocks[3] = self.blocks[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for each in self.blocks:
+                x = torch.tanh(each(x))
+            return x
+
+    model = zf.functionalize(Sharing().double())
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return model.apply(p, batch["x"]).square().mean()
+
+    case = Model(model.params, loss, rows)
+    with pytest.raises(zf.CompositionError, match=r"layer blocks\.0, of stage 0 .* has one stage"):
+        zf.simulate(2)(lambda: case.trained(lambda f: zf.pipeline(f, 3, pipe=2)))()
 
 
 def test_fewer_layers_and_schedules_that_cannot_run() -> None:

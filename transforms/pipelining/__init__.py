@@ -1,4 +1,7 @@
-"""``pipeline``: ranks have different layers. Read ``transform`` (what it is), ``partition`` (who
-has what), ``stage`` and ``messages`` (what goes where), then ``gradients`` (one ``value_and_grad``)
-and ``sums``; ``evaluation`` (no gradients), and ``repeated`` (a token after the other).
+"""``pipeline``: ranks have different layers.
+
+Read ``transform`` (what it is), ``measuring`` and ``partition`` (who has what), then ``gradients``
+(one ``value_and_grad``) on ``stage``, with ``messages`` and ``sums`` (what goes where).
+``failures`` says where something went wrong. ``evaluation`` runs without gradients, and ``repeated``
+a token after the other.
 """

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from zfunc.errors import DesyncError
+from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.world import current
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.failures import located
@@ -50,7 +51,8 @@ def telling(
             place += f", {run.place}"
         told = f"{place}: {type(error).__name__}: {error}"
         for group in tuple(current().groups):
-            group.stop(DesyncError(told))
+            if isinstance(group, ConnectedGroup):
+                group.fail(DesyncError(told))
         found = located(error, place)
         if found is error:
             raise

@@ -14,12 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.engine import context
-from zfunc.engine.context import Context
-from zfunc.engine.hooks import Gradients
-from zfunc.engine.step import Differentiate, Transform
-from zfunc.errors import CompositionError
 from zfunc.layout.cutting import make_layout
+from zfunc.rehearsal.first_loss import first_asked
 from zfunc.rehearsal.plans import Rehearsed
 from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.trees.nodes import NAMESPACE, leaves_in, opened
@@ -54,7 +50,7 @@ def measured(fn: Callable[..., Any], state: Any, example: Any) -> Measured:
         CompositionError: the step cannot be run on it as far as its ``value_and_grad``.
         Exception: whatever the loss raises on these shapes.
     """
-    asked = _asked(fn, state, optree.tree_map(_filled, example, namespace=NAMESPACE))
+    asked = first_asked(fn, state, optree.tree_map(_filled, example, namespace=NAMESPACE))
     params = opened(asked.params)
     device = next(
         (x.device for x in leaves_in(params) if isinstance(x, Tensor)), torch.device("cpu")
@@ -74,44 +70,6 @@ def _by_layer(plan: Rehearsed) -> tuple[dict[int, int], tuple[int, ...]]:
     if starts:
         found[starts[0]] += plan.flops_between[0]
     return found, tuple(found)
-
-
-class _Found(BaseException):
-    """The step has come to its ``value_and_grad``; no ``except Exception`` in it may keep it."""
-
-    def __init__(self, asked: Gradients) -> None:
-        super().__init__()
-        self.asked = asked
-
-
-class _Stop(Transform):
-    """Ends a step where it differentiates."""
-
-    def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
-        def run(asked: Gradients) -> Any:
-            raise _Found(asked)
-
-        return run
-
-
-def _asked(fn: Callable[..., Any], state: Any, batch: Any) -> Gradients:
-    token = context.push(Context(transforms=(_Stop(),)))
-    try:
-        fn(state, batch)
-    except _Found as found:
-        return found.asked
-    except Exception as error:
-        raise CompositionError(
-            f"pipeline(example=...): the step raised {type(error).__name__} on the example before "
-            f"its value_and_grad: {error}. Give what the step gets as its second argument, tensors "
-            "or torch.empty(shape, dtype=..., device='meta'); or leave the example out."
-        ) from error
-    finally:
-        context.pop(token)
-    raise CompositionError(
-        "pipeline(example=...): the step never called zf.value_and_grad on the example, so nothing "
-        "is known of its work. Leave the example out, or give partition=."
-    )
 
 
 def _filled(x: Any) -> Any:

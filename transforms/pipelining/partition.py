@@ -20,14 +20,14 @@ from zfunc.schedules.partition import balanced_cuts, checked_cuts
 from zfunc.transforms.pipelining.measuring import Measured
 from zfunc.trees.nodes import NAMESPACE, Layers, Tree, opened, part_of
 
-__all__ = ["Partition", "Parts", "check_partition", "parts_of"]
+__all__ = ["Division", "Partition", "check_partition", "parts_of"]
 
 Partition = str | tuple[int, ...]
 """``"flops"``, ``"parameters"``, or at which layers chunks begin and end: ``(0, 3, 6)``."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class Division:
     """Which chunk of a model each leaf is in.
 
     Attributes:
@@ -41,7 +41,7 @@ class Parts:
 
 def parts_of(
     params: Tree, chunks: int, partition: Partition, work: Measured | None = None
-) -> Parts:
+) -> Division:
     """The parts into which a model is divided.
 
     Args:
@@ -77,7 +77,7 @@ def parts_of(
         for i in order[low:high]:
             of_layer[i] = chunk
     heavy = tuple(sum(row[low:high]) for low, high in pairwise(cuts))
-    return Parts(_with_the_rest(len(leaves), items, of_layer), heavy)
+    return Division(_with_the_rest(len(leaves), items, of_layer), heavy)
 
 
 def _with_the_rest(

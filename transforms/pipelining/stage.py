@@ -260,9 +260,20 @@ def returned_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
 
 
 def chunks_of_layers(layout: Layout) -> tuple[int, ...]:
-    """The chunk of each layer of a tree that stages have."""
-    units = layout.units_of_layers
-    return tuple(layout.units[own[0]].chunk if own else 0 for own in units)
+    """The chunk of each layer of a tree that stages have.
+
+    One without parameters (an activation in an ``nn.Sequential``) is where the one before it is.
+    """
+    found: dict[int, int] = {}
+    stacks: dict[str, list[int]] = {}
+    for k, layer in enumerate(layout.layers):
+        stacks.setdefault(layer.name.rpartition(".")[0], []).append(k)
+    for row in stacks.values():
+        known = [(k, layout.units[own[0]].chunk) for k in row if (own := layout.units_of_layers[k])]
+        for k in row:
+            before = [chunk for other, chunk in known if other <= k]
+            found[k] = before[-1] if before else known[0][1] if known else 0
+    return tuple(found[k] for k in range(len(layout.layers)))
 
 
 def _signature(arguments: Any) -> tuple[Any, ...]:

@@ -191,7 +191,7 @@ def make_layout(
     flats: list[Flat] = []
     units: list[Unit] = []
     for name, members in _groups(layers, root, sizes, unit_bytes, merge, first, stages):
-        chunk = 0 if stages is None else stages.chunk_of[members[0]]
+        chunk = stages.chunk_of[members[0]] if stages is not None and members else 0
         kinds: dict[tuple[Any, ...], list[int]] = {}
         kind: tuple[Any, ...]
         for i in members:

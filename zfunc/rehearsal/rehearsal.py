@@ -364,8 +364,8 @@ class _Rehearsal:
 
     def check_group(self, ranks: Group) -> None:
         """Nothing that all stages have to take part in: each is somewhere else in the loss."""
-        stages = self.layout.ranks.members
-        if self.chunks > 1 and len(stages) > 1 and set(stages) <= set(ranks.members):
+        staged = any(unit.chunk for unit in self.layout.units)
+        if staged and set(self.layout.ranks.members) <= set(ranks.members):
             raise self._fail(
                 f"at {site()} the loss gathers, or sums, over all stages of a pipeline, and each "
                 "of them is somewhere else in it. Did it read a placed tree from outside, "
