@@ -85,6 +85,7 @@ class Wire:
             self.here[key] = [x.detach() for x in tensors]
             return
         given = [x.detach() for x in tensors]
+        self._let_go()
         self.under_way.append(send(self.ranks, given, message.to, label=message.label))
 
     def receive(self, key: Key) -> list[Tensor]:
@@ -110,6 +111,13 @@ class Wire:
         device = message.specs[0].device
         handle = receive(self.ranks, likes, source, device=device, label=message.label)
         self.posted[message.key] = source, handle
+
+    def _let_go(self) -> None:
+        """Keep nothing of what has left."""
+        over = [handle for handle in self.under_way if handle.done]
+        self.under_way = [handle for handle in self.under_way if handle not in over]
+        for handle in over:
+            handle.wait()  # says what was wrong
 
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""
