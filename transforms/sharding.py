@@ -270,7 +270,7 @@ class Shard(Meshed):
 
     def _whole_or_cut(self, cutting: bool, layout: Layout, node: Tree, rank: int) -> Tree:
         placing, lies = PLACING.get(), layout if cutting else whole(layout)
-        for transform in placing.step.transforms if placing is not None else ():
+        for transform in placing.transforms if placing is not None else ():
             if (held := transform.hold(lies, node)) is not None:
                 return held
         return cut(layout, node, rank, copy=True) if cutting else packed(layout, node)

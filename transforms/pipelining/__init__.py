@@ -2,6 +2,6 @@
 
 Read ``transform`` (what it is), ``measuring`` and ``partition`` (who has what), then ``gradients``
 (one ``value_and_grad``) on ``stage``, with ``messages`` and ``sums`` (what goes where).
-``failures`` says where something went wrong. ``evaluation`` runs without gradients, and ``repeated``
-a token after the other.
+``failures`` says where something went wrong. ``evaluation`` runs without gradients, ``repeated`` a
+token after the other.
 """

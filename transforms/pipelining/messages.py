@@ -126,13 +126,6 @@ class Wire:
         handle = receive(self.ranks, likes, source, device=device, label=message.label)
         self.posted[message.key] = source, handle
 
-    def _let_go(self) -> None:
-        """Keep nothing of what has left."""
-        over = [handle for handle in self.under_way if handle.done]
-        self.under_way = [handle for handle in self.under_way if handle not in over]
-        for handle in over:
-            handle.wait()  # says what was wrong
-
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""
         for handle in self.under_way:

@@ -156,7 +156,7 @@ class Pipeline(Meshed):
         work = self._work(ranks) if self.by_example else None
         parts = parts_of(params, len(rank_of), self.partition, work)
         if (placing := PLACING.get()) is not None:
-            placing.step._memo().setdefault(WEIGHTS, {})[len(parts.chunk_of)] = parts.weights
+            placing._memo().setdefault(WEIGHTS, {})[len(parts.chunk_of)] = parts.weights
         at = [mesh.coordinates(member)[self.axis] for member in ranks.members]
         holders = tuple(tuple(i for i, place in enumerate(at) if place == rank) for rank in rank_of)
         return Stages(parts.chunk_of, holders)
@@ -174,10 +174,10 @@ class Pipeline(Meshed):
             PlacementError: the ranks were given examples of other shapes.
         """
         placing, running = PLACING.get(), current()
-        memo = placing.step._memo() if placing else running.memo if running else {}
+        memo = placing._memo() if placing else running.memo if running else {}
         key = "work of layers", id(self.example)
         if key not in memo and placing is not None:
-            found = measured(placing.step.fn, placing.state, self.example)
+            found = measured(placing.fn, memo["placing"], self.example)
             rows = ranks.exchange([found.order, *found.flops.items()], label="work of layers")
             if any(row != rows[0] for row in rows):
                 raise PlacementError(

@@ -7,20 +7,17 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from zfunc.trees.memory import RUNNING, Memory
 
 __all__ = [
-    "CALLED",
     "ENDING",
     "PLACING",
     "RECOMPUTED",
-    "WEIGHTS_UNREAD",
     "Context",
-    "Placing",
     "current",
     "pop",
     "push",
@@ -80,23 +77,8 @@ RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")
 """Of a layer whose activations are not kept: ``"first"`` in its forward pass, ``"again"``
 when backward runs it anew, empty elsewhere."""
 
-WEIGHTS_UNREAD: ContextVar[bool] = ContextVar("zfunc_weights_unread", default=False)
-"""Whether a node that asks for a weight that it has saved will not read it: a product of matrices
-whose gradient of the weight is computed, for which it takes the activation alone, asks for both. It
-may be given anything of the weight's shape."""
-
-CALLED: ContextVar[Any] = ContextVar("zfunc_called", default=None)
-"""What is called in the place of a user's function where some layers of a loss are elsewhere."""
-
 PLACING: ContextVar[Any] = ContextVar("zfunc_placing", default=None)
-"""A :class:`Placing`, while a step's ``place`` or ``init`` is running."""
-
-
-class Placing(NamedTuple):
-    """What is being placed: by which step, and the full state, perhaps without data."""
-
-    step: Any
-    state: Any
+"""The step whose ``place`` or ``init`` is running."""
 
 
 def current() -> Context | None:

@@ -41,8 +41,7 @@ class Collector(Protocol):
     def waiting(self) -> Mapping[tuple[int, int], Any]: ...
 
     def take(self, unit: Any) -> list[Tensor] | None:
-        """The sum that is kept of a unit, to which its gradients are added on the spot before they
-        leave; asked for only where no hook comes before."""
+        """The sum of a unit to which gradients are added on the spot, if no hook comes before."""
 
     def leave(self, value: Pending, unit: Any) -> Pending | None: ...
 

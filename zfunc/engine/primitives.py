@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import Tensor
 from zfunc.engine.hooks import LayerInfo
 from zfunc.trees.nodes import Lazy, register
 
-__all__ = ["Mean", "Ref"]
+__all__ = ["CALLED", "Mean", "Ref"]
+
+CALLED: ContextVar[Any] = ContextVar("zfunc_called", default=None)
+"""What is called in the place of a user's function where some layers of a loss are elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from zfunc.engine.branches import (
     is_product,
     saved_by,
 )
-from zfunc.engine.context import WEIGHTS_UNREAD
+from zfunc.engine.unit_runs import WEIGHTS_UNREAD
 from zfunc.errors import BackwardError
 
 __all__ = ["SplitBackward"]

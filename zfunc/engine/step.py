@@ -437,12 +437,13 @@ class Step:
         return placed
 
     def _placed(self, state: Any) -> Any:
-        token = context.PLACING.set(context.Placing(self, state))
+        token, self._memo()["placing"] = context.PLACING.set(self), state
         try:
             for transform in reversed(self.transforms):
                 state = transform.place(state)
         finally:
             context.PLACING.reset(token)
+            del self._memo()["placing"]
         return state if any(t.represents for t in self.transforms) else copied(state)
 
     def unplace(self, state: Any) -> Any:

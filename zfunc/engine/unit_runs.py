@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Protocol
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from zfunc.engine.context import RECOMPUTED, WEIGHTS_UNREAD
+from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import Pending
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.engine.versions import check, versions
@@ -32,12 +33,18 @@ __all__ = [
     "ENTER",
     "LEAVE",
     "RELEASE",
+    "WEIGHTS_UNREAD",
     "Activation",
     "Running",
     "UnitRun",
     "dense",
     "redeem",
 ]
+
+WEIGHTS_UNREAD: ContextVar[bool] = ContextVar("zfunc_weights_unread", default=False)
+"""Whether a node that asks for a weight that it has saved will not read it: a product of matrices
+whose gradient of the weight is computed, for which it takes the activation alone, asks for both. It
+may be given anything of the weight's shape."""
 
 ENTER, AGAIN, RELEASE, LEAVE = "enter", "again", "release", "leave"  # what happens to a unit
 BYTES_ON_A_GPU = 2**30  # that may be under way at once

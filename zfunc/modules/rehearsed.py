@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from zfunc.engine.context import CALLED
+from zfunc.engine.primitives import CALLED
 from zfunc.modules.binding import Template
 
 __all__ = ["rehearsed"]

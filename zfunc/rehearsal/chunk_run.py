@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zfunc.engine import context
 from zfunc.engine.hooks import LayerInfo
+from zfunc.engine.primitives import CALLED
 from zfunc.errors import CompositionError, NonFiniteError
 from zfunc.rehearsal import known
 from zfunc.rehearsal.ghosts import (
@@ -190,13 +191,13 @@ class ChunkRun:
         """
         if self.chunk == 0:
             self._activate()
-        tokens = RUN.set(self), context.CALLED.set(_as_it_is)
+        tokens = RUN.set(self), CALLED.set(_as_it_is)
         try:
             out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
         except Done:
             out = None
         finally:
-            context.CALLED.reset(tokens[1])
+            CALLED.reset(tokens[1])
             RUN.reset(tokens[0])
             self.roots = {}
         if self.error is not None:
@@ -322,7 +323,7 @@ class ChunkRun:
         if not self.active:
             self._activate()
         if n == self.first and not any(x.requires_grad for x in self.inputs.values()):
-            self._begin(flattened((xs, kw))[0])
+            xs, kw = self._begun(xs, kw)
         self.within, self.failed = n, n
         try:
             out = call(*xs, **kw)
@@ -337,11 +338,22 @@ class ChunkRun:
         self._meet(n, "out", outs)
         return out
 
-    def _begin(self, given: Sequence[Any]) -> None:
-        for x in given:
+    def _begun(self, xs: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments of the first layer, behind nodes of which nobody else knows.
+
+        Backward stops there and goes on from there later. Hooks on an argument, the layer's own
+        and those from before, stand on either side, and so run once.
+        """
+        leaves, rebuild = flattened((xs, kw))
+        behind: dict[int, Tensor] = {}
+        for x in leaves:
             if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
-                edge = get_gradient_edge(x)
+                stop = x.view_as(x)
+                edge = get_gradient_edge(stop)
                 self.begins[edge.node, edge.output_nr] = edge
+                behind[id(x)] = stop.view_as(stop)
+        args: tuple[Any, Any] = rebuild([behind.get(id(x), x) for x in leaves])
+        return args
 
     def _compare_results(self, n: int, outs: Sequence[Any]) -> None:
         """What other stages take a layer to return, since they have not run it."""

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from zfunc.engine import context
 from zfunc.engine.context import Context
 from zfunc.engine.hooks import LayerInfo
-from zfunc.engine.primitives import Ref
+from zfunc.engine.primitives import CALLED, Ref
 from zfunc.engine.step import Transform
 from zfunc.errors import CompositionError, ZfuncError
 from zfunc.layout.layout import Layout
@@ -203,7 +203,7 @@ class _Rehearsal:
         tree = outer_tree(self.layout, self._refs(leaves), leaves)
         given, copies = _copied((args, kwargs))
         own = OwnCopies()
-        tokens = context.push(_beside(running)), RUN.set(self), context.CALLED.set(own.of)
+        tokens = context.push(_beside(running)), RUN.set(self), CALLED.set(own.of)
         try:
             with torch.enable_grad(), scope(0), uncompiled(), silent(), _Silence():
                 out = own.of(fn)(tree, *given[0], **given[1])
@@ -215,7 +215,7 @@ class _Rehearsal:
                 raise
             raise found from error
         finally:
-            context.CALLED.reset(tokens[2])
+            CALLED.reset(tokens[2])
             RUN.reset(tokens[1])
             context.pop(tokens[0])
             for x, was in reversed(self.overwritten):

@@ -1,4 +1,4 @@
-"""Which kind of device a rank computes on: what depends on it asks here."""
+"""Which kind of device a rank computes on, or stands for where a step is foreseen."""
 
 from contextvars import ContextVar
 
@@ -7,7 +7,6 @@ import torch
 __all__ = ["FORESEEN", "kind"]
 
 FORESEEN: ContextVar[str] = ContextVar("zfunc_foreseen", default="")
-"""What a CPU without values stands for, where a step is foreseen (``zfunc.foresight``)."""
 
 
 def kind(device: torch.device) -> str:

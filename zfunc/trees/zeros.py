@@ -40,8 +40,7 @@ class _Unmade(TorchFunctionMode):
 
 def begun(tx: Any, params: Tree) -> Any:
     """``tx.init(params)``, whose zeros take no memory."""
-    mode = _get_current_dispatch_mode()
-    watched = getattr(mode, "every_operation", mode is not None)  # by step.init
+    watched = getattr(mode := _get_current_dispatch_mode(), "every_operation", mode is not None)
     if watched or torch.is_inference_mode_enabled():  # whose tensors do not say who wrote to them
         return tx.init(params)
     try:
