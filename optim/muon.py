@@ -279,8 +279,8 @@ def _in_layers(params: Tree) -> set[str]:
         if isinstance(node, Layers):
             inner = [(name, tuple(x.shape)) for name, x in tree.flatten_names(node).items()]
         else:
-            layout: Layout | None = getattr(node, "layout", None)  # of what is placed
-            inner = [] if layout is None else _layered(layout)
+            layout = getattr(node, "layout", None)  # of what is placed; torch's of a tensor
+            inner = _layered(layout) if isinstance(layout, Layout) else []
         found |= {dotted(*key, name) for name, shape in inner if len(shape) in (2, 3)}
     return found
 
