@@ -184,7 +184,8 @@ class _Operation:
         if self.is_.packet is aten._to_copy:  # Tensor.to and its like never come here to move
             self.kwargs.pop("device", None)
             return None, pin
-        if asked is None:
+        # Autograd clones a gradient so, and names its device as torch sees it here.
+        if asked is None or self.is_.packet is aten.new_empty_strided:
             return None, pin
         if asked.type == "cuda":
             self.kwargs["device"] = torch.device("cpu")

@@ -147,12 +147,12 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         zf.quantize(lambda p, x: x, bits=8).place(tmp_path)
 
 
-MORE: dict[str, Any] = {"accumulate": {"n": 2}, "pipeline": {"microbatches": 2}}
+MORE: dict[str, Any] = {"accumulate": {"n": 2}}
 
 
 def test_training_transforms_are_told_apart() -> None:
     step = zf.train_step(lambda p, b: p["w"].sum(), zf.optim.sgd(0.1))
-    training = sorted({*transforms.__all__} - {"shard", "split", "quantize"})
+    training = sorted({*transforms.__all__} - {"shard", "split", "pipeline", "quantize"})
     for wrap in (functools.partial(getattr(zf, name), **MORE.get(name, {})) for name in training):
         for make in (
             lambda f, w=wrap: zf.quantize(w(f), bits=8),
