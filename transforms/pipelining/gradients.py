@@ -242,9 +242,13 @@ class _Step(PipelineStage):
         part = self.parts[i, k]
         outs, seeds = self._seeds(i, k)
         inputs = part.run.inputs
-        goals: list[Tensor | GradientEdge] = [*inputs.values(), *part.run.begins.values()]
+        begins = [*part.run.begins.values()]
+        goals: list[Tensor | GradientEdge] = [*inputs.values(), *(edge for edge, _ in begins)]
         part.backward = SplitBackward(outs, goals, [part.owner.tick])
         grads = part.backward.of_inputs(seeds)
+        for _, x in begins:
+            if x._backward_hooks:  # they have run, and backward goes on from here
+                x._backward_hooks.clear()
         self._reply(i, k, dict(zip(inputs, grads, strict=False)))
         part.run.outs, part.run.inputs, part.run.begins, part.loss = {}, {}, {}, None
 

@@ -122,8 +122,8 @@ class ChunkRun:
     Attributes:
         outs: what others need of this chunk, by label.
         inputs: what was received, by label; where a gradient goes, a leaf of the graph.
-        begins: where gradients go on to what was computed here before the first layer; of a chunk
-            that has received nothing that has one.
+        begins: where gradients go on to what was computed here before the first layer, and the
+            tensors there; of a chunk that has received nothing that has a gradient.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ChunkRun:
         self.wanted = dict(plan.receives(chunk))
         self.inputs: dict[Label, Tensor] = {}
         self.outs: dict[Label, Tensor] = {}
-        self.begins: dict[Any, GradientEdge] = {}
+        self.begins: dict[Any, tuple[GradientEdge, Tensor]] = {}
         self.to_send = {label for label, _ in plan.sends(chunk)}
         self.places: dict[tuple[int, str], list[Label]] = {}
         for label in (*self.wanted, *self.to_send):
@@ -323,7 +323,7 @@ class ChunkRun:
         if not self.active:
             self._activate()
         if n == self.first and not any(x.requires_grad for x in self.inputs.values()):
-            xs, kw = self._begun(xs, kw)
+            self._begin(flattened((xs, kw))[0])
         self.within, self.failed = n, n
         try:
             out = call(*xs, **kw)
@@ -338,22 +338,11 @@ class ChunkRun:
         self._meet(n, "out", outs)
         return out
 
-    def _begun(self, xs: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments of the first layer, behind nodes of which nobody else knows.
-
-        Backward stops there and goes on from there later. Hooks on an argument, the layer's own
-        and those from before, stand on either side, and so run once.
-        """
-        leaves, rebuild = flattened((xs, kw))
-        behind: dict[int, Tensor] = {}
-        for x in leaves:
+    def _begin(self, given: Sequence[Any]) -> None:
+        for x in given:
             if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
-                stop = x.view_as(x)
-                edge = get_gradient_edge(stop)
-                self.begins[edge.node, edge.output_nr] = edge
-                behind[id(x)] = stop.view_as(stop)
-        args: tuple[Any, Any] = rebuild([behind.get(id(x), x) for x in leaves])
-        return args
+                edge = get_gradient_edge(x)
+                self.begins[edge.node, edge.output_nr] = edge, x
 
     def _compare_results(self, n: int, outs: Sequence[Any]) -> None:
         """What other stages take a layer to return, since they have not run it."""
