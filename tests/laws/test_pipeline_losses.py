@@ -388,7 +388,7 @@ def test_a_module_that_two_stages_would_share() -> None:
 
 
 def test_fewer_layers_and_schedules_that_cannot_run() -> None:
-    """What is wrong with a schedule is said when a state is placed, on every rank."""
+    """What is wrong with a schedule is said before anything runs: at once where it is a value."""
     from zfunc.schedules.in_turn import one_f_one_b
 
     good = one_f_one_b(2, 3)
@@ -403,6 +403,6 @@ def test_fewer_layers_and_schedules_that_cannot_run() -> None:
         (one_f_one_b(2, 4), "4 microbatches"),
         (lambda ranks, n: 3, "returns int"),
     ):
-        step = zf.pipeline(zf.train_step(base, TX), 3, schedule, pipe=2)
         with pytest.raises(zf.errors.ScheduleError, match=text):
+            step = zf.pipeline(zf.train_step(base, TX), 3, schedule, pipe=2)
             zf.simulate(2)(lambda step=step: step.place(zf.TrainState.create(params(), TX)))()
