@@ -391,6 +391,10 @@ def test_fewer_layers_and_schedules_that_cannot_run() -> None:
     """What is wrong with a schedule is said before anything runs: at once where it is a value."""
     from zfunc.schedules.in_turn import one_f_one_b
 
+    def placed(schedule: Any) -> None:
+        step = zf.pipeline(zf.train_step(base, TX), 3, schedule, pipe=2)
+        zf.simulate(2)(lambda: step.place(zf.TrainState.create(params(), TX)))()
+
     good = one_f_one_b(2, 3)
     row = good.actions[1]
     stuck = zf.Schedule(good.rank_of, 3, (good.actions[0], (row[1], row[0], *row[2:])))
@@ -404,5 +408,4 @@ def test_fewer_layers_and_schedules_that_cannot_run() -> None:
         (lambda ranks, n: 3, "returns int"),
     ):
         with pytest.raises(zf.errors.ScheduleError, match=text):
-            step = zf.pipeline(zf.train_step(base, TX), 3, schedule, pipe=2)
-            zf.simulate(2)(lambda step=step: step.place(zf.TrainState.create(params(), TX)))()
+            placed(schedule)
