@@ -29,7 +29,6 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty
 from zfunc.layout.splits import Part, Split, mark
 from zfunc.ranks.axes import alone
@@ -280,63 +279,6 @@ class Layout:
                     rows.append((slot, a - low, b - low, a - slot.start))
             self._memo[key] = rows
         return self._memo[key]
-
-    def counted(self, flat: int, rank: int) -> list[tuple[Slot, int, int, int]]:
-        """Those ``segments`` of which this rank has all that counts when ranks add up.
-
-        What several ranks hold counts where the first of them holds it; leaves of which only some
-        elements do are in ``counted_partly``.
-        """
-        if self.along is None:
-            return [] if self.flats[flat].whole and rank else self.segments(flat, rank)
-        return self._counted(flat, rank)[0]
-
-    def counted_partly(self, flat: int, rank: int) -> list[tuple[Slot, Tensor]]:
-        """Leaves of which some elements count on this rank: where in its flat these lie."""
-        return [] if self.along is None else self._counted(flat, rank)[1]
-
-    def _counted(self, flat: int, rank: int) -> tuple[list[Any], list[Any]]:
-        first, mine = not (self.flats[flat].whole and rank), self.parts.rank
-        key = ("counted", flat, rank, mine)
-        if key not in self._memo:
-            full, some = [], []
-            for slot, a, b, offset in self.segments(flat, rank) if first else ():
-                if slot.split is None:
-                    full += [(slot, a, b, offset)] if mine == 0 else []
-                elif not slot.split.shared:
-                    full.append((slot, a, b, offset))
-                else:
-                    numbers = torch.arange(slot.numel).view(slot.shape)
-                    owned = torch.tensor(slot.split.owned(mine), dtype=torch.long)
-                    at = numbers.index_select(slot.split.dim, owned).flatten()
-                    at = at[(at >= offset) & (at < offset + b - a)] - offset + a
-                    some += [(slot, at)] if len(at) else []
-            self._memo[key] = full, some
-        found: tuple[list[Any], list[Any]] = self._memo[key]
-        return found
-
-    def counting(self, flat: int, rank: int) -> list[tuple[Slot, int]]:
-        """The leaves of which what this rank has counts when ranks add up: as one of how many.
-
-        Raises:
-            PlacementError: several ranks have some elements of a leaf, and not each as many.
-        """
-        if self.along is None:
-            return [] if self.flats[flat].whole and rank else [(s, 1) for s in self.by_flat[flat]]
-        first, found = not (self.flats[flat].whole and rank), []
-        for slot in self.by_flat[flat] if first else ():
-            if slot.split is None:
-                found += [(slot, 1)] if self.parts.rank == 0 else []
-                continue
-            held = {len(ranks) for ranks in slot.split.holders} if slot.split.shared else {1}
-            if len(held) > 1:
-                raise PlacementError(
-                    f"{slot.path} is split so that some of its elements are on {min(held)} ranks "
-                    f"and others on {max(held)}, which this optimizer cannot sum over. Leave it "
-                    f"whole: rules={{{slot.path!r}: None}}."
-                )
-            found.append((slot, held.pop()))
-        return found
 
     def counts(self, index: int, leaf: Tensor) -> Tensor:
         """Those elements of this rank's part of a leaf that count when ranks with parts add up."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from zfunc.buffers.uploads import on_device
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout.arriving import begun
+from zfunc.layout.counting import counted, counted_partly, shares
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.layout.leaves import freeze
@@ -245,7 +246,7 @@ class Sharded(OfFlats, Readable):
     def totals(self, parts: Mapping[str, Tensor], shape: tuple[int, ...] = ()) -> Tree:
         partial = {}
         for i in range(len(self.flats)):
-            for slot, share in self.layout.counting(i, self.group.rank):
+            for slot, share in shares(self.layout, i, self.group.rank):
                 if slot.path in parts:
                     part = parts[slot.path]
                     partial[slot.index] = part if share == 1 else part / share
@@ -276,7 +277,7 @@ class Sharded(OfFlats, Readable):
         rank, out = self.group.rank, []
         together: dict[Any, list[int]] = {}
         for i, x in enumerate(self.flats):
-            if x is None or not self.layout.counted(i, rank):
+            if x is None or not counted(self.layout, i, rank):
                 continue
             alone = x.numel() > TOGETHER and kind(x.device) == "cpu"
             together.setdefault((x.dtype, x.device, i if alone else -1), []).append(i)
@@ -289,7 +290,7 @@ class Sharded(OfFlats, Readable):
     def _partly(self) -> Iterator[tuple[int, Tensor]]:
         """Of leaves that count here in part: whose, and these elements."""
         for i, x in enumerate(self.flats):
-            for slot, at in () if x is None else self.layout.counted_partly(i, self.group.rank):
+            for slot, at in () if x is None else counted_partly(self.layout, i, self.group.rank):
                 assert x is not None
                 yield slot.index, x.index_select(0, on_device(at, x.device))
 
@@ -297,7 +298,7 @@ class Sharded(OfFlats, Readable):
         """Whose pieces this rank has in some flats, and where."""
         key = ("squares", flats, rank)
         if key not in self.layout._memo:
-            rows = [self.layout.counted(i, rank) for i in flats]
+            rows = [counted(self.layout, i, rank) for i in flats]
             indices = tuple(slot.index for row in rows for slot, *_ in row)
             bounds = tuple(tuple((a, b) for _, a, b, _ in row) for row in rows)
             self.layout._memo[key] = indices, Segments(bounds)
@@ -312,7 +313,7 @@ class Sharded(OfFlats, Readable):
             return {i: x for row, sums in parts for i, x in zip(row, sums.unbind(), strict=True)}
         out = {i: f(x) for i, x in self._partly()}
         for i, x in enumerate(self.flats):
-            for slot, a, b, _ in () if x is None else self.layout.counted(i, self.group.rank):
+            for slot, a, b, _ in () if x is None else counted(self.layout, i, self.group.rank):
                 assert x is not None
                 out[slot.index] = f(x[a:b])
         return out
