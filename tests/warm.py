@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -137,6 +138,7 @@ def _serve(line: int) -> str:
     import zfunc as zf
 
     zf.shard, zf.train_step, zf.optim.adamw  # noqa: B018
+    importlib.import_module("torch._dynamo")  # by the first checkpointed layer, for a second
     # A process takes over its parent's locks by its environment, when it imports this.
     assert "zfunc.files.locking" not in sys.modules
     gc.collect()

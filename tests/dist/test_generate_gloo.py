@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -49,32 +50,45 @@ def text_of_rank(model: Path, *words: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("bits", "ways", "ranks"),
-    [
-        ([], "--tensor 2", 4),
-        (["--bits", "8", "--group-size", "8"], "--tensor 2", 2),
-        (["--bits", "4"], "--tensor 2", 2),
-        ([], "--pipe 2", 2),
-        (["--bits", "8", "--group-size", "8"], "--pipe 2 --tensor 2", 4),
-        (["--bits", "4"], "--pipe 2", 2),
-    ],
-)
-def test_ranks_write_the_text_of_one(run: Path, bits: list[str], ways: str, ranks: int) -> None:
-    one = text_of_rank(run, *bits)
-    words = [*ways.split(), *bits]
-    first, *others = zf.launch(text_of_rank, run, *words, nprocs=ranks, timeout=120)
-    assert first == one and len(one) > 3
-    assert others == [""] * (ranks - 1)
+LOW_BITS: dict[str, list[str]] = {
+    "16": [],
+    "8": ["--bits", "8", "--group-size", "8"],
+    "4": ["--bits", "4"],
+}
+# Of each world: bits, and what its ranks share.
+WAYS = {
+    2: [("8", "--tensor 2"), ("4", "--tensor 2"), ("16", "--pipe 2"), ("4", "--pipe 2")],
+    4: [("16", "--tensor 2"), ("8", "--pipe 2 --tensor 2")],
+}
 
 
-@pytest.mark.parametrize(("way", "where"), [("tensor", "each"), ("pipe", "the first")])
-def test_the_command_starts_its_ranks(run: Path, way: str, where: str) -> None:
-    one = text_of_rank(run, "--bits", "8", "--group-size", "8")
-    words = [*WORDS, "--bits", "8", "--group-size", "8", f"--{way}", "2"]
+def texts_of_rank(model: Path, ranks: int) -> list[str]:
+    return [text_of_rank(model, *ways.split(), *LOW_BITS[bits]) for bits, ways in WAYS[ranks]]
+
+
+@pytest.mark.parametrize("ranks", WAYS)
+def test_ranks_write_the_text_of_one(run: Path, ranks: int) -> None:
+    first, *others = zf.launch(texts_of_rank, run, ranks, nprocs=ranks, timeout=120)
+    for (bits, ways), text in zip(WAYS[ranks], first, strict=True):
+        one = text_of_rank(run, *LOW_BITS[bits])
+        assert text == one and len(one) > 3, (bits, ways)
+    assert others == [[""] * len(first)] * (ranks - 1)
+
+
+def test_the_command_starts_its_ranks(run: Path) -> None:
+    """As users start it, and where all that a process imports is new."""
+    one = text_of_rank(run, *LOW_BITS["8"])
+    words = [*WORDS, *LOW_BITS["8"], "--tensor", "2"]
     command = [sys.executable, "-m", "zfunc", "generate", str(run), *words]
     told = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    assert told.stdout == one and f"on {where} of 2 ranks" in " ".join(told.stderr.split())
+    assert told.stdout == one and "on each of 2 ranks" in " ".join(told.stderr.split())
+
+
+def test_the_command_starts_its_stages(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = text_of_rank(run, *LOW_BITS["8"])
+    assert cli.main(["generate", str(run), *WORDS, *LOW_BITS["8"], "--pipe", "2"]) == 0
+    out, said = capfd.readouterr()
+    assert out == one and "on the first of 2 ranks" in " ".join(said.split())
 
 
 def test_what_does_not_fit_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,23 +122,24 @@ def texts(model: Any, params: Any) -> list[Tensor]:
 LOW: Any = {"bits": 8, "group_size": 8, "dynamic": True}
 
 
-def ranks_texts(folder: Path | None, way: str) -> list[Tensor]:
-    model = llama()
-    fn = model.apply if folder is None else zf.quantize(model.apply, **LOW)
-    predict = zf.split(fn, model, tensor=2) if way == "split" else zf.pipeline(fn, 2, pipe=2)
-    return texts(model, predict.place(folder or model.params))
+CASES = list(itertools.product(["split", "pipeline"], [False, True]))
 
 
-@pytest.mark.parametrize("way", ["split", "pipeline"])
-@pytest.mark.parametrize("low", [False, True])
-def test_models_of_hugging_face_go_on_as_in_one_process(
-    tmp_path: Path, low: bool, way: str
-) -> None:
+def ranks_texts(folder: Path) -> list[list[Tensor]]:
+    """In each case: each rank imports transformers, which takes longer than all of them."""
+    model, found = llama(), []
+    for way, low in CASES:
+        fn = zf.quantize(model.apply, **LOW) if low else model.apply
+        predict = zf.split(fn, model, tensor=2) if way == "split" else zf.pipeline(fn, 2, pipe=2)
+        found.append(texts(model, predict.place(folder if low else model.params)))
+    return found
+
+
+def test_models_of_hugging_face_go_on_as_in_one_process(tmp_path: Path) -> None:
     model = llama()
-    params = model.params
-    if low:
-        zf.export_safetensors(tmp_path, params)
-        params = zf.quantize(model.apply, **LOW).place(tmp_path)
-    expected = texts(model, params)
-    for mine in zf.launch(ranks_texts, tmp_path if low else None, way, nprocs=2, timeout=120):
-        assert all(map(torch.equal, mine, expected))
+    zf.export_safetensors(tmp_path, model.params)
+    low_bit = zf.quantize(model.apply, **LOW).place(tmp_path)
+    expected = {low: texts(model, low_bit if low else model.params) for low in (False, True)}
+    for rank, mine in enumerate(zf.launch(ranks_texts, tmp_path, nprocs=2, timeout=120)):
+        for (way, low), found in zip(CASES, mine, strict=True):
+            assert all(map(torch.equal, found, expected[low])), (way, low, rank)

@@ -19,6 +19,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 import zfunc as zf
 from tests.faults.test_desync import start_ranks
 from tests.laws.cases import regression
+from tests.laws.covering import pairs
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
 from zfunc.errors import DesyncError
@@ -99,9 +100,7 @@ BEFORE = [
 IN = [gather, reduce, broadcast, exchange, barrier]
 
 
-@pytest.mark.parametrize("slow", [False, True])
-@pytest.mark.parametrize("then", IN)
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(("before", "then", "slow"), pairs(BEFORE, IN, (False, True)))
 def test_a_rank_that_returns_early_is_noticed_in_whatever_the_others_wait(
     before: Callable[[Group], None], then: Callable[[Group], None], slow: bool
 ) -> None:

@@ -42,7 +42,7 @@ def batch(i: int) -> Any:
     return up(zf.local_batch(NOISY.batch(i)))
 
 
-def run(wrap: Wrap, tx: Any, steps: int = STEPS) -> tuple[list[Any], Any, list[Report]]:
+def run(wrap: Wrap, tx: Any, steps: int = STEPS - 1) -> tuple[list[Any], Any, list[Report]]:
     """Metrics, the last state, and what was asked of the device in each step."""
     step, state = made(wrap, tx)
     metrics, reports = [], []

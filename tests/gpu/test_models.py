@@ -114,10 +114,6 @@ def _on_two_axes(stage: int) -> float:
     return float(mine.metrics[-1]["loss"])
 
 
-def test_a_mesh_of_two_axes() -> None:
-    assert len(set(ranks.launch(_on_two_axes, 3, nprocs=4))) <= 2
-
-
 def _on_replicas(stage: int) -> float:
     def wrap(step: Any) -> Any:
         mesh = zf.mesh(replica=2, data=2)
@@ -132,10 +128,22 @@ def _on_replicas(stage: int) -> float:
     return float(mine.metrics[-1]["loss"])
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_replicas(stage: int) -> None:
+def _on_both_meshes() -> tuple[float, list[float]]:
+    losses = []
+    for stage in range(4):
+        try:
+            losses.append(_on_replicas(stage))
+        except BaseException as error:
+            error.add_note(f"at stage {stage} on replicas")
+            raise
+    return _on_two_axes(3), losses
+
+
+def test_meshes_of_two_axes() -> None:
     """No race between the streams of two communicators, and no rank in another order."""
-    assert len(set(ranks.launch(_on_replicas, stage, nprocs=4))) == 1
+    split, replicas = zip(*ranks.launch(_on_both_meshes, nprocs=4), strict=True)
+    assert len(set(split)) <= 2
+    assert all(losses == replicas[0] for losses in replicas)
 
 
 def _chosen() -> tuple[str, str, str]:

@@ -18,6 +18,7 @@ from tests.gpu.ranks import launch
 from tests.gpu.record import Report
 from tests.gpu.training import Model, Trained, gpt_model, trained
 from tests.laws.cases import ADAMW, assert_same, train
+from tests.laws.covering import pairs
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES
 from zfunc import optim
@@ -522,9 +523,9 @@ def moved(step: Any, tx: Any, trainable: Any) -> tuple[Report, int]:
     return active().take(), trained_bytes
 
 
-@pytest.mark.parametrize("tx", [ADAMW, CLIP], ids=["adamw", "clip"])
-@pytest.mark.parametrize("what", [BOTH, ("opt_state",)], ids=["both", "opt_state"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "what", "tx"), pairs(STAGES, (BOTH, ("opt_state",)), (ADAMW, CLIP))
+)
 def test_what_is_trained_comes_down_once_and_goes_up_once(
     stage: int | None, what: Any, tx: Any
 ) -> None:

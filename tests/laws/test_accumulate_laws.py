@@ -24,6 +24,7 @@ from tests.laws.cases import (
     trained,
 )
 from tests.laws.cases import alone as alone_
+from tests.laws.covering import pairs, places, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, forward, mean_square, stack, stack_loss
@@ -49,16 +50,15 @@ def accumulated(case: Case, n: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_equals_the_big_batch(name: str) -> None:
+@pytest.mark.parametrize(("name", "turn"), turns(ALL))
+def test_equals_the_big_batch(name: str, turn: int) -> None:
     case = ALL[name]
     reference = alone_(case, steps=3)
     n = 2 if name == "uneven batch" else 3
-    for stage in STAGES:
-        for ranks, donated in ((1, True), (2, False)):
-            how = {"stage": stage, "steps": 3, "unit_bytes": 600, "donated": donated}
-            runs = cut_up(accumulated(case, n), ranks, **how)
-            assert_like_alone(runs, reference, case.tolerance)
+    for stage, ranks in places(turn, (1, 2)):
+        how = {"stage": stage, "steps": 3, "unit_bytes": 600, "donated": ranks == 1}
+        runs = cut_up(accumulated(case, n), ranks, **how)
+        assert_like_alone(runs, reference, case.tolerance)
     metrics, state = alone_(accumulated(case, n), steps=3)
     assert_near(metrics, reference[0], case.tolerance)
     assert_near(state, reference[1], case.tolerance)
@@ -136,9 +136,7 @@ def wide_loss(p: Any, x: Tensor) -> Tensor:
     return zf.scan(lambda q, x: torch.tanh(x @ q["w"]), p["blocks"], x).square().mean()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("rematted", [False, True])
+@pytest.mark.parametrize(("stage", "ranks", "rematted"), pairs(STAGES, (2, 3), (False, True)))
 def test_reductions_per_update(stage: int, ranks: int, rematted: bool) -> None:
     """One at stages 0 and 1, one for each microbatch at 2 and 3, as ``describe`` computes."""
 

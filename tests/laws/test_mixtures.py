@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from tests.laws.cases import regression
+from tests.laws.covering import STAGES, pairs
 from tests.laws.models import block, mean_square, stack, stack_loss
 from zfunc import optim
 
@@ -153,9 +154,7 @@ def alone(name: str) -> Any:
 
 # Switch's router converts itself in each call (`Module.to`), which looks at `.grad`.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("unit_bytes", [WHOLE, SPLIT])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "stage", "unit_bytes"), pairs(MODELS, STAGES, (WHOLE, SPLIT)))
 def test_ranks_that_route_to_other_experts(name: str, stage: int, unit_bytes: int) -> None:
     found, params, _ = alone(name)
     near = 1e-4 if name == "switch" else 1e-8

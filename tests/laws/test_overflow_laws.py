@@ -10,6 +10,7 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, regression, trained
+from tests.laws.covering import pairs
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import forward, stack
 from tests.laws.test_precision_laws import F16, F32, STAGES, cast_loss, wrapped
@@ -27,9 +28,14 @@ def spoiled(leaf: str, value: float) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("leaf", ["first.b", "blocks.1.w", "head.w"])
-@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize(
+    ("stage", "leaf", "value"),
+    pairs(
+        (None, *STAGES),
+        ("first.b", "blocks.1.w", "head.w"),
+        (float("nan"), float("inf")),
+    ),
+)
 def test_an_overflow_anywhere_leaves_the_step_out_everywhere(
     stage: int | None, leaf: str, value: float
 ) -> None:

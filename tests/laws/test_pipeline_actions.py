@@ -18,12 +18,14 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import numbers
+from tests.laws.covering import Covering
 from tests.laws.models import block, dense, mean_square
 from tests.laws.pipelines import F64, TX, model_of
 from zfunc.schedules import SCHEDULES, Schedule, schedule
 
 NAMES = list(SCHEDULES)
-COUNTS = (1, 2, 3, 5, 8)  # of microbatches: fewer than ranks, and no multiples of them
+# Of microbatches: fewer than ranks, as many, and no multiples of them.
+COUNTS = (1, 2, 3, 5, 8) if Covering.whole else (1, 2, 3, 5)
 OF_CHUNK = 2  # layers
 WIDTH, ROWS, ITEM = 6, 2, 8
 PADDING = 512  # at most, behind a unit

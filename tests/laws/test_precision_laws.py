@@ -21,7 +21,7 @@ from tests.laws.cases import (
     train,
     trained,
 )
-from tests.laws.covering import turns
+from tests.laws.covering import pairs, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import forward, mean_square, stack
@@ -76,24 +76,30 @@ def wrapped(step: Any, stage: int | None, donated: bool = False, roles: Any = No
     return zf.donate(step) if donated else step
 
 
-@pytest.mark.parametrize("case", [CAST, FROZEN], ids=["stack", "frozen"])
-@pytest.mark.parametrize("how", [{}, {"compute": F16, "loss_scale": 1024.0}], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [None, *STAGES])
-def test_one_rank_is_the_plain_loop_bitwise(case: Case, how: Any, stage: int | None) -> None:
+LOW: dict[str, dict[str, Any]] = {"bf16": {}, "fp16": {"compute": F16, "loss_scale": 1024.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "stage", "donated"),
+    pairs(("stack", "frozen"), LOW, (None, *STAGES), (False, True)),
+)
+def test_one_rank_is_the_plain_loop_bitwise(
+    name: str, low: str, stage: int | None, donated: bool
+) -> None:
+    case, how = FROZEN if name == "frozen" else CAST, LOW[low]
     losses, expected = by_hand(
         case, compute=how.get("compute", BF16), scale=how.get("loss_scale", 1.0)
     )
-    for donated in (False, True):
 
-        def body(donated: bool = donated) -> Any:
-            step = wrapped(zf.precision(case.step(ADAMW), **how), stage, donated)
-            metrics, state = train(step, step.place(case.state(ADAMW, F32)), case, 4, F32)
-            assert {x.dtype for x in tree.leaves(state.params)} == {how.get("compute", BF16)}
-            return [float(m["loss"]) for m in metrics], step.unplace(state)
+    def body() -> Any:
+        step = wrapped(zf.precision(case.step(ADAMW), **how), stage, donated)
+        metrics, state = train(step, step.place(case.state(ADAMW, F32)), case, 4, F32)
+        assert {x.dtype for x in tree.leaves(state.params)} == {how.get("compute", BF16)}
+        return [float(m["loss"]) for m in metrics], step.unplace(state)
 
-        found, state = zf.simulate(1)(body)()[0]
-        assert found == losses
-        assert_same(state, expected)
+    found, state = zf.simulate(1)(body)()[0]
+    assert found == losses
+    assert_same(state, expected)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

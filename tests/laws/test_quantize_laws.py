@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.laws.cases import (
     train,
     trained,
 )
+from tests.laws.covering import pairs
 from tests.laws.models import CASES, forward, stack, stack_loss
 from zfunc import optim, quant
 from zfunc.quant.fake import Grouping, fake_quantize
@@ -73,19 +75,29 @@ def test_the_loss_sees_rounded_weights_and_the_optimizer_does_not() -> None:
     assert_near(step.unplace(state).params, expected, 1e-12)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_every_world_and_stage_rounds_alike(rounding: str, symmetric: bool) -> None:
-    how = {**FAST, "rounding": rounding, "symmetric": symmetric, "mix_rate": 0.3}
-    metrics, state, schedule = quantized(**how)[0]
+def mixed(rounding: str, symmetric: bool) -> dict[str, Any]:
+    return {**FAST, "rounding": rounding, "symmetric": symmetric, "mix_rate": 0.3}
+
+
+@cache
+def mixed_alone(rounding: str, symmetric: bool) -> Any:
+    return quantized(**mixed(rounding, symmetric))[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "rounding", "symmetric"),
+    pairs(range(4), (1, 2, 3), ("nearest", "stochastic"), (True, False)),
+)
+def test_every_world_and_stage_rounds_alike(
+    stage: int, ranks: int, rounding: str, symmetric: bool
+) -> None:
+    metrics, state, schedule = mixed_alone(rounding, symmetric)
     assert schedule["bits"].unique().tolist() == [3]
-    for stage in range(4):
-        for ranks in (1, 2, 3):
-            shard = {"stage": stage, "unit_bytes": 64, "persist_below": 4 * (stage == 3)}
-            for theirs, its, carried in quantized(ranks, shard=shard, **how):
-                assert_near(theirs, metrics, 1e-9)
-                assert_near(its, state, 1e-9)
-                assert_near(carried, schedule, 1e-9)
+    shard = {"stage": stage, "unit_bytes": 64, "persist_below": 4 * (stage == 3)}
+    for theirs, its, carried in quantized(ranks, shard=shard, **mixed(rounding, symmetric)):
+        assert_near(theirs, metrics, 1e-9)
+        assert_near(its, state, 1e-9)
+        assert_near(carried, schedule, 1e-9)
 
 
 def test_stochastic_rounding_depends_on_the_key_alone() -> None:

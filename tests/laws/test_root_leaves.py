@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import numbers
+from tests.laws.covering import STAGES, pairs
 from zfunc import optim, tree
 from zfunc.layout.cutting import ALONE, make_layout
 
@@ -105,27 +107,30 @@ def batch(i: int) -> dict[str, Tensor]:
     return {"ids": ids}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+TX = optim.adamw(0.01)
+
+
+def trained(step: Any, state: Any, mine: Callable[[Any], Any]) -> Any:
+    for i in range(4):
+        state, _ = step(state, mine(batch(i)))
+    return zf.full(state.params)
+
+
+@cache
+def alone(loss: Loss) -> Any:
+    return trained(zf.train_step(loss, TX), zf.TrainState.create(params(), TX), lambda b: b)
+
+
+@pytest.mark.parametrize(("loss", "stage", "accumulate"), pairs(LOSSES, STAGES, (1, 2)))
 def test_it_is_the_plain_step(loss: Loss, stage: int, accumulate: int) -> None:
-    tx = optim.adamw(0.01)
-
-    def run(step: Any, state: Any, mine: Callable[[Any], Any]) -> Any:
-        for i in range(4):
-            state, _ = step(state, mine(batch(i)))
-        return zf.full(state.params)
-
-    expected = run(zf.train_step(loss, tx), zf.TrainState.create(params(), tx), lambda b: b)
-
     def body() -> Any:
-        step = zf.shard(zf.train_step(loss, tx), stage=stage)
+        step = zf.shard(zf.train_step(loss, TX), stage=stage)
         if accumulate > 1:
             step = zf.accumulate(step, accumulate)
-        return run(step, step.place(zf.TrainState.create(params(), tx)), zf.local_batch)
+        return trained(step, step.place(zf.TrainState.create(params(), TX)), zf.local_batch)
 
     for found in zf.simulate(2)(body)():
-        for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
+        for a, b in zip(tree.leaves(found), tree.leaves(alone(loss)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from tests.laws.cases import regression
+from tests.laws.covering import STAGES, pairs
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
 
@@ -279,9 +280,7 @@ def test_every_optimizer_in_one_process(case: str) -> None:
 UNITS = "experts.*"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", ["adamw", "labels"])
+@pytest.mark.parametrize(("case", "stage", "ranks"), pairs(("adamw", "labels"), STAGES, (1, 2, 3)))
 def test_stages_and_ranks(case: str, stage: int, ranks: int) -> None:
     def body() -> None:
         compare(run_of(case, stage, units=UNITS if ranks == 3 else None), case)
@@ -313,14 +312,12 @@ WRAPS: dict[str, tuple[list[Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("what", WRAPS)
-def test_under_other_transforms(what: str, stage: int) -> None:
+@pytest.mark.parametrize(("what", "stage", "case"), pairs(WRAPS, STAGES, ("clipped", "labels")))
+def test_under_other_transforms(what: str, stage: int, case: str) -> None:
     wraps, ranks = WRAPS[what]
 
     def body() -> None:
-        for case in ("clipped", "labels"):
-            compare(run_of(case, stage, wraps, units=UNITS), case)
+        compare(run_of(case, stage, wraps, units=UNITS), case)
 
     zf.simulate(ranks)(body)()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zfunc as zf
+from tests.laws.covering import pairs
 from tests.laws.split_layers import RULES, loss_fn, trained
 from tests.laws.test_optim_laws import EVERY
 from zfunc import optim
@@ -34,19 +35,24 @@ OPTIMIZERS: dict[str, Any] = EVERY | {
 pytestmark = pytest.mark.filterwarnings("ignore:.*(chooses none|is that of none):UserWarning")
 
 
+SHAPES = ((2, 2), (1, 3))  # data and tensor ranks
+ROWS = pairs(OPTIMIZERS, range(4), SHAPES, (False, True))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("shape", [(2, 2), (1, 3)], ids=["2x2", "1x3"])
-def test_it_is_that_of_one_process(name: str, shape: tuple[int, int]) -> None:
-    tx, mesh = OPTIMIZERS[name], zf.mesh(data=shape[0], tensor=shape[1])
+def test_it_is_that_of_one_process(name: str) -> None:
+    tx = OPTIMIZERS[name]
     plain = zf.train_step(loss_fn, tx)
     (want, moments), _ = trained(plain, tx, 3)
-    for stage in range(4):
+    for _, stage, shape, donated in (row for row in ROWS if row[0] == name):
+        mesh = zf.mesh(data=shape[0], tensor=shape[1])
         step = zf.shard(zf.split(zf.train_step(loss_fn, tx), rules=RULES), stage=stage, mesh=mesh)
-        for one in (step, zf.donate(step)):
-            for (found, state), _ in zf.simulate(math.prod(shape))(trained)(one, tx, 3):
-                assert found.keys() == want.keys()
-                for path, x in want.items():
-                    torch.testing.assert_close(found[path], x, rtol=1e-9, atol=1e-9, msg=path)
-                assert {path: x.shape for path, x in state.items()} == {
-                    path: x.shape for path, x in moments.items()
-                }
+        step = zf.donate(step) if donated else step
+        for (found, state), _ in zf.simulate(math.prod(shape))(trained)(step, tx, 3):
+            assert found.keys() == want.keys()
+            for path, x in want.items():
+                where = f"{path}, stage {stage}, {shape}, donated: {donated}"
+                torch.testing.assert_close(found[path], x, rtol=1e-9, atol=1e-9, msg=where)
+            assert {path: x.shape for path, x in state.items()} == {
+                path: x.shape for path, x in moments.items()
+            }

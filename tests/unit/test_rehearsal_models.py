@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 import zfunc as zf
+from tests.laws.covering import pairs
 from tests.unit import in_chunks
 from tests.unit.in_chunks import whole, worst
 from zfunc.language import gpt
@@ -110,9 +111,7 @@ def dealt(loss: Any, params: Any, given: Any, chunks: int) -> list[int]:
     return [order.index(k) * chunks // len(order) for k in range(len(layout.layers))]
 
 
-@pytest.mark.parametrize("length", [12, 9])
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "chunks", "length"), pairs(MODELS, (2, 3, 4), (12, 9)))
 def test_a_model_in_chunks_is_the_model(name: str, chunks: int, length: int) -> None:
     model, given = made(name), batch(name, length)
     more = {} if name in ("vit", "albert") or "bert" in name else {"use_cache": False}

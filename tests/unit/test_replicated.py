@@ -14,6 +14,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 import zfunc as zf
+from tests.laws.covering import pairs
 from tests.unit.live_bytes import Peak
 from tests.unit.peaks import needs_peaks
 from zfunc import optim
@@ -90,9 +91,7 @@ def test_other_containers_and_a_single_tensor() -> None:
         _ = whole(plain)["tail"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("tx", [TX, optim.sgd(0.1)], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "tx", "ranks"), pairs((0, 1, 2), (TX, optim.sgd(0.1)), (1, 2)))
 def test_what_is_written_to_its_containers_counts(stage: int, tx: Any, ranks: int) -> None:
     """As in the user's own dict: of new parameters and gradients, at the top and deep inside."""
 
@@ -295,9 +294,7 @@ def test_leaves_that_were_read_are_spent_with_their_flats(stage: int, ranks: int
     zf.simulate(ranks)(run)()
 
 
-@pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "ranks", "donated"), pairs((0, 1, 2), (1, 2), (False, True)))
 def test_parts_are_trained_by_themselves(stage: int, ranks: int, donated: bool) -> None:
     """A part, and leaves that were picked one by one: both are cut like the whole."""
 
@@ -330,10 +327,10 @@ def test_parts_are_trained_by_themselves(stage: int, ranks: int, donated: bool) 
     zf.simulate(ranks)(run)()
 
 
-@pytest.mark.parametrize("whole_units", [False, True])
-@pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "ranks", "donated", "whole_units"),
+    pairs((0, 1, 2), (1, 2), (False, True), (False, True)),
+)
 def test_a_selected_part_is_trained(
     stage: int, ranks: int, donated: bool, whole_units: bool
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_train_tensor import curve, near, run_of, text
+from tests.unit.test_train_tensor import curve, in_float64, near, run_of, text
 from zfunc.commands import cli
 
 __all__ = ["near", "text"]  # fixtures
@@ -32,6 +32,7 @@ def test_stages_do_not_change_the_curve(
     assert curve(some, ranks) == pytest.approx(one, rel=near)
 
 
+@in_float64
 def test_a_run_goes_on_under_other_stages(text: Path, tmp_path: Path, near: float) -> None:
     """Saved by two stages, resumed by tensor ranks, then by four stages, then by one process."""
     whole = curve(run_of(text, tmp_path / "whole", f"{FOUR} --ranks 1"), 1)

@@ -1,0 +1,29 @@
+"""``covering.pairs``: every two values of any two axes, in few rows."""
+
+from __future__ import annotations
+
+import doctest
+from itertools import combinations, product
+
+import pytest
+
+from tests.laws import covering
+from tests.laws.covering import Covering, pairs
+
+
+@pytest.mark.parametrize("sizes", [(21, 4, 2, 2), (2, 4, 2), (3, 3, 3, 3), (2, 2, 2, 2, 2), (5,)])
+def test_no_pair_is_left_out(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Covering, "whole", False)
+    axes = [[f"{k}:{i}" for i in range(size)] for k, size in enumerate(sizes)]
+    rows = pairs(*axes)
+    for a, b in combinations(range(len(axes)), 2):
+        assert {(row[a], row[b]) for row in rows} == {*product(axes[a], axes[b])}
+    most, second, *_ = sorted([*sizes, 1], reverse=True)
+    assert len(rows) <= 1.5 * most * second
+    monkeypatch.setattr(Covering, "whole", True)
+    assert pairs(*axes) == [*product(*axes)]
+
+
+def test_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Covering, "whole", False)
+    assert doctest.testmod(covering).failed == 0
