@@ -10,7 +10,6 @@ from zfunc.foresight.watch import TimedRow
 __all__ = ["Cost", "by_module", "by_operator", "covered"]
 
 
-
 @dataclass
 class Cost:
     """What a part of a step costs: a module with all that is in it, or an operator.

@@ -7,6 +7,7 @@ in between.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,30 +18,40 @@ __all__ = ["EventTimes", "HostTimes", "Times"]
 class Times(Protocol):
     """Takes times of one step."""
 
+    def begin(self) -> None:
+        """The step begins."""
+
     def now(self, on_gpu: bool) -> Any:
         """A mark of this moment, or of where the GPU's stream will be."""
 
-    def seconds(self, mark: Any) -> float:
-        """When that was, from the beginning of the step; asked once the step is over."""
+    def end(self) -> float:
+        """The step is over: its seconds, once the device is through with it."""
 
-    def finish(self) -> None:
-        """The step is over: wait until the device has done it."""
+    def seconds(self, mark: Any) -> float:
+        """When that was, from the beginning of the step; asked behind its end."""
 
 
 class HostTimes:
-    """Of operations that are done when they return."""
+    """Of operations that are done when they return.
 
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
+    Args:
+        clock: gives seconds.
+    """
 
-    def now(self, on_gpu: bool) -> float:
-        return time.perf_counter()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._begin = clock, 0.0
 
-    def seconds(self, mark: float) -> float:
-        return mark - self._begin
+    def begin(self) -> None:
+        self._begin = self._clock()
 
-    def finish(self) -> None:
-        return
+    def now(self, on_gpu: bool) -> Any:
+        return self._clock()
+
+    def end(self) -> float:
+        return self._clock() - self._begin
+
+    def seconds(self, mark: Any) -> float:
+        return float(mark - self._begin)
 
 
 class EventTimes(HostTimes):
@@ -49,23 +60,28 @@ class EventTimes(HostTimes):
     What is taken of the host counts from where the device was told to begin.
     """
 
-    def __init__(self) -> None:
+    _first: Any = None
+
+    def begin(self) -> None:
         torch.cuda.synchronize()  # nothing of an earlier step is left
-        self._first: Any = self._event()
-        super().__init__()
+        self._first = _event()
+        super().begin()
 
     def now(self, on_gpu: bool) -> Any:
-        return self._event() if on_gpu else time.perf_counter()
+        return _event() if on_gpu else super().now(on_gpu)
+
+    def end(self) -> float:
+        last = _event()
+        torch.cuda.synchronize()
+        return self.seconds(last)
 
     def seconds(self, mark: Any) -> float:
         if isinstance(mark, float):
             return super().seconds(mark)
         return float(self._first.elapsed_time(mark)) / 1e3
 
-    def finish(self) -> None:
-        torch.cuda.synchronize()
 
-    def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

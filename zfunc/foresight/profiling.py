@@ -8,7 +8,7 @@ the step is over, whether it fails or not.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from zfunc.ranks import world
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, PLACED, Box, Placed, carry, leaves_in
 
-__all__ = ["profile"]
+__all__ = ["profile", "watching"]
 
 
 def profile(step: Any, state: Any, batch: Any, depth: int = 3, warmup: int = 2) -> Profile:
@@ -67,20 +67,16 @@ def profile(step: Any, state: Any, batch: Any, depth: int = 3, warmup: int = 2) 
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         mine = _own(step, state)
         inference = any(t.of_params for t in step.transforms)
-        times: Callable[[], Times] = EventTimes if on_gpu else HostTimes
-        watch = Watch(times(), on_gpu)
-        watched, sent = named(step, watch.layers), _Sent(watch)
-        plain = 0.0
+        times: Times = EventTimes() if on_gpu else HostTimes()
+        watch = Watch(times, on_gpu)
+        watched, plain = named(step, watch.layers), 0.0
         for _ in range(warmup):
-            gc.collect()
-            plain, out = _timed(times(), on_gpu, watched, mine, batch)
-            mine = mine if inference else _next(mine, out)
+            plain, out = _timed(times, watched, mine, batch)
+            mine = mine if inference or not isinstance(out, tuple) else out[0]
             del out
-        gc.collect()
         watch.homes, size = _homes(mine), tree.size_bytes(mine)
-        watch.times = times()
-        with _booked(sent), modules_named(watch.layers), watch:
-            seconds, out = _timed(watch.times, on_gpu, watched, mine, batch)
+        with watching(watch) as sent:
+            seconds, out = _timed(times, watched, mine, batch)
         del out
     rows = _updates(watch.rows())
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -145,10 +141,6 @@ def _own(step: Step, state: Any) -> Any:
     return copied(state)
 
 
-def _next(state: Any, out: Any) -> Any:
-    return out[0] if isinstance(out, tuple) and out else out
-
-
 def _homes(state: Any) -> dict[int, str]:
     """The addresses of plain parameters, and their paths."""
     params = entry(state, "params")
@@ -178,13 +170,12 @@ def _sizes(params: Any) -> dict[str, int]:
 # The step
 
 
-def _timed(times: Times, on_gpu: bool, step: Step, state: Any, batch: Any) -> tuple[float, Any]:
+def _timed(times: Times, step: Step, state: Any, batch: Any) -> tuple[float, Any]:
     """The seconds of a step, and what it returns."""
-    begin = times.now(on_gpu)
+    gc.collect()
+    times.begin()
     out = step(state, batch)
-    end = times.now(on_gpu)
-    times.finish()
-    return times.seconds(end) - times.seconds(begin), out
+    return times.end(), out
 
 
 class _Sent(SentBytes):
@@ -200,11 +191,13 @@ class _Sent(SentBytes):
 
 
 @contextmanager
-def _booked(sent: SentBytes) -> Iterator[None]:
-    ledgers = world.current().ledgers
+def watching(watch: Watch) -> Iterator[SentBytes]:
+    """A block in which all that this rank does is noted; the ledger of what it sends."""
+    sent, ledgers = _Sent(watch), world.current().ledgers
     ledgers.append(sent)
     try:
-        yield
+        with modules_named(watch.layers), watch:
+            yield sent
     finally:
         ledgers[:] = [other for other in ledgers if other is not sent]
 
