@@ -12,7 +12,7 @@ from zfunc.commands import cli
 from zfunc.commands.text_models import write_config
 from zfunc.language.gpt import GPTConfig
 
-TINY = "profile --batch 2 --context 8 --warmup 1".split()
+TINY = ["profile", "--batch", "2", "--context", "8", "--warmup", "1"]
 
 
 @pytest.fixture(autouse=True)
