@@ -1,12 +1,12 @@
 """Foresight: what a step costs, on machines that are not here and on the one that is.
 
-To foresee a step it is run as one rank of many, on ordinary tensors that have addresses and no memory behind
-them. Nothing is sent. In the order of reading: ``prediction`` (``foresee``), ``inputs`` (what it
-begins with), ``dry_run`` (operations without arithmetic), ``geometry`` (the shapes that they result
-in), ``storages`` (what lives, and what is known of it), ``pageless`` (memory that is only
-addresses), ``attention`` (as a GPU does it), ``rows`` (what was done), ``layer_names`` (where),
-``flops`` (how much it is), ``assumptions`` (what had to be guessed), ``schemas`` (what an operator says of
-itself). The world that has one rank is ``zfunc.ranks.foreseen``.
+To foresee a step it is run as one rank of many, on ordinary tensors that have addresses and no
+memory behind them. Nothing is sent. In the order of reading: ``prediction`` (``foresee``),
+``inputs`` (what it begins with), ``dry_run`` (operations without arithmetic), ``geometry`` (the
+shapes that they result in), ``schemas`` (what an operator says of itself), ``storages`` (what
+lives, and what is known of it), ``pageless`` (memory that is only addresses), ``attention`` (as a
+GPU does it), ``rows`` (what was done), ``layer_names`` (where), ``flops`` (how much it is),
+``assumptions`` (what had to be guessed). The world that has one rank is ``zfunc.ranks.foreseen``.
 
 To profile it, it is run as it is: ``profiling`` (``profile``), ``watch`` (operation by operation),
 ``op_times`` (when), ``module_names`` (where, in layers and outside), ``own_flops`` (of our own

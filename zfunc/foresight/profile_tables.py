@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from zfunc.foresight.costs import Cost
-
-if TYPE_CHECKING:
-    from zfunc.foresight.profiles import Profile
+from zfunc.foresight.flops import CAUSAL
+from zfunc.foresight.peaks import Peak
+from zfunc.foresight.prediction import SentBytes
 
 __all__ = ["as_html", "as_text"]
 
@@ -22,18 +23,51 @@ MOST = 12  # operators that are shown
 FEW = 0.001  # of the time: operators below are left out
 
 
-def as_text(seen: Profile) -> str:
+class Figures(Protocol):
+    """What is shown of a :class:`~zfunc.foresight.profiles.Profile`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def unwatched_seconds(self) -> float: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+    @property
+    def sent(self) -> SentBytes: ...
+    @property
+    def peak(self) -> Peak: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def attributed(self) -> float: ...
+    @property
+    def modules(self) -> Mapping[str, Cost]: ...
+    @property
+    def operators(self) -> Mapping[str, Cost]: ...
+
+
+def as_text(seen: Figures) -> str:
     """As ``print`` shows it."""
     return "\n".join(line.rstrip() for line in _drawn(seen).export_text().splitlines())
 
 
-def as_html(seen: Profile) -> str:
+def as_html(seen: Figures) -> str:
     """As a notebook shows it."""
     code = '<pre style="font-family:monospace;line-height:1.2">{code}</pre>'
     return _drawn(seen).export_html(inline_styles=True, code_format=code)
 
 
-def _drawn(seen: Profile) -> Console:
+def _drawn(seen: Figures) -> Console:
     console = Console(file=io.StringIO(), width=WIDTH, record=True, color_system=None)
     console.print("\n".join(_head(seen)), soft_wrap=True, highlight=False)
     console.print(_modules(seen))
@@ -41,7 +75,7 @@ def _drawn(seen: Profile) -> Console:
     return console
 
 
-def _head(seen: Profile) -> list[str]:
+def _head(seen: Figures) -> list[str]:
     whole, peak = seen.modules[""], seen.peak
     known = peak.flops_per_second
     at_best = "unknown" if known is None else f"{told(known)}FLOP/s"
@@ -59,7 +93,7 @@ def _head(seen: Profile) -> list[str]:
         f"{seen.attributed:.1%} of it within operators",
         f"{loss}, {told(whole.macs)}MACs; {back}{update}",
         f"all in all {told(whole.flops)}FLOPs (attention under a causal mask counted "
-        f"{seen.flops.causal}), {told(whole.flops / seen.seconds)}FLOP/s{of_it}",
+        f"{CAUSAL}), {told(whole.flops / seen.seconds)}FLOP/s{of_it}",
         f"the peak: {at_best}, {peak.source}",
     ]
 
@@ -68,7 +102,7 @@ FLOPS = ("FLOPs forward", "backward", "recomputed")
 COST = ("moved", "time", "%", "FLOP/s")
 
 
-def _modules(seen: Profile) -> Table:
+def _modules(seen: Figures) -> Table:
     table = _table("module", "parameters", *FLOPS, "MACs", "kept", *COST)
     for name, cost in seen.modules.items():
         level = name.count(".") + 1 if name else 0
@@ -80,7 +114,7 @@ def _modules(seen: Profile) -> Table:
     return table
 
 
-def _operators(seen: Profile) -> Table:
+def _operators(seen: Figures) -> Table:
     table, rest = _table("operator", "calls", *FLOPS, *COST), Cost()
     for i, (name, cost) in enumerate(seen.operators.items()):
         if i < MOST and cost.seconds >= FEW * seen.seconds:
@@ -104,7 +138,7 @@ def _flops(cost: Cost) -> list[str]:
     return [_some(cost.forward), _some(cost.backward), _some(cost.recomputed)]
 
 
-def _cost(seen: Profile, cost: Cost) -> list[str]:
+def _cost(seen: Figures, cost: Cost) -> list[str]:
     share = f"{cost.seconds / seen.seconds:.1%}"
     rate = _some(cost.flops_per_second)
     return [_some(cost.bytes_moved, "B"), _time(cost.seconds), share, rate]
