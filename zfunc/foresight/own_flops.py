@@ -27,7 +27,7 @@ class _Geometry:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OwnCall:
     """A call of an operator: its name, and its arguments with geometries for tensors."""
 
     name: str
@@ -39,14 +39,14 @@ class OwnFlops:
     """Asked during a step, and answered behind it: an operator is taken apart once."""
 
     def __init__(self) -> None:
-        self._known: dict[_Call, int] = {}
+        self._known: dict[_OwnCall, int] = {}
 
-    def asked(self, func: Any, args: Any, kwargs: Any) -> _Call:
+    def asked(self, func: Any, args: Any, kwargs: Any) -> _OwnCall:
         """What to ask :meth:`of` of a call."""
         flat, spec = pytree.tree_flatten((args, kwargs))
-        return _Call(func._schema.name, tuple(map(_geometry, flat)), spec)
+        return _OwnCall(func._schema.name, tuple(map(_geometry, flat)), spec)
 
-    def of(self, call: _Call) -> int:
+    def of(self, call: _OwnCall) -> int:
         """The FLOPs of what its twin in torch does."""
         if call not in self._known:
             self._known[call] = _inside(call)
@@ -57,7 +57,7 @@ def _geometry(x: Any) -> Any:
     return _Geometry(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
-def _inside(call: _Call) -> int:
+def _inside(call: _OwnCall) -> int:
     run = DryRun()
     flat = [
         torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
