@@ -49,6 +49,8 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.foresight.prediction import Foreseen, foresee
+    from zfunc.foresight.profiles import Profile
+    from zfunc.foresight.profiling import profile
     from zfunc.language.generation import generate
     from zfunc.layout.splits import Cut
     from zfunc.modules.functional import Functional, functionalize
@@ -90,6 +92,8 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
     "foresight.prediction": ("Foreseen", "foresee"),
+    "foresight.profiles": ("Profile",),
+    "foresight.profiling": ("profile",),
     "language.generation": ("generate",),
     "layout.splits": ("Cut",),
     "modules.functional": ("Functional", "functionalize"),
@@ -129,6 +133,7 @@ __all__ = [
     "Mesh",
     "NonFiniteError",
     "PlacementError",
+    "Profile",
     "Schedule",
     "Sharded",
     "Step",
@@ -167,6 +172,7 @@ __all__ = [
     "pmean",
     "precision",
     "preemption",
+    "profile",
     "psum",
     "quant",
     "quantize",

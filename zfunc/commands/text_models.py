@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zfunc as zf
 from zfunc import quant
@@ -32,7 +32,17 @@ from zfunc.quant.grids import Format
 from zfunc.quant.model_files import quantize_files, read_files
 from zfunc.quant.qtensor import QTensor
 
-__all__ = ["DTYPES", "LOW_BIT", "Storage", "TextModel", "open_text_model", "write_config"]
+__all__ = [
+    "DTYPES",
+    "LOW_BIT",
+    "Storage",
+    "TextModel",
+    "causal_module",
+    "open_text_model",
+    "our_shape",
+    "read_config",
+    "write_config",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
@@ -124,9 +134,35 @@ def open_text_model(path: Path, storage: Storage) -> TextModel:
         CheckpointError: there is no model, or a part of it is missing, damaged or misfits.
         PlacementError: it is no causal language model.
     """
+    home, document = read_config(path)
+    if (shape := our_shape(home, document)) is not None:
+        return _ours(path, home, *shape, storage)
+    return _theirs(path, home, document, storage)
+
+
+def read_config(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder with the ``config.json`` that belongs to a path, and what is in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     home = _home(path)
-    document = _document(home / CONFIG)
-    return (_ours if document.get("model_type") == OURS else _theirs)(path, home, document, storage)
+    return home, _document(home / CONFIG)
+
+
+def our_shape(home: Path, document: dict[str, Any]) -> tuple[GPTConfig, int] | None:
+    """Of a configuration of the built-in GPT its shape and context; ``None`` of another one.
+
+    Raises:
+        CheckpointError: it lacks something.
+    """
+    if document.get("model_type") != OURS:
+        return None
+    try:
+        config = GPTConfig(**{name: document[name] for name in SHAPE if name in document})
+        return config, int(document["context"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{home / CONFIG} describes no GPT: {error!r}.") from None
 
 
 def _home(path: Path) -> Path:
@@ -177,12 +213,7 @@ def _low_bit_file(path: Path, storage: Storage) -> Path | None:
 # --- the built-in GPT ---------------------------------------------------------------------------
 
 
-def _ours(path: Path, home: Path, document: dict[str, Any], storage: Storage) -> TextModel:
-    try:
-        config = GPTConfig(**{name: document[name] for name in SHAPE if name in document})
-        context = int(document["context"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{home / CONFIG} describes no GPT: {error!r}.") from None
+def _ours(path: Path, home: Path, config: GPTConfig, context: int, storage: Storage) -> TextModel:
     params, origin = _our_params(path, home, config, storage)
     return TextModel(
         decoder=GPTDecoder(config, window=context),
@@ -303,6 +334,19 @@ def _their_step(apply: Any, model: Any, storage: Storage) -> Any:
 
 def _functional(home: Path, storage: Storage) -> Any:
     """The model of a configuration, without memory for its parameters."""
+    with without_parameters():
+        module = causal_module(home, storage.dtype)
+    model = zf.functionalize(module.eval())
+    buffers = {name: x.to(storage.device) for name, x in model.buffers.items()}
+    return dataclasses.replace(model, buffers=buffers)
+
+
+def causal_module(home: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """The module of a configuration of Hugging Face, as it is made: no weights are read.
+
+    Raises:
+        PlacementError: transformers is not installed, or makes no such model of it.
+    """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -312,16 +356,13 @@ def _functional(home: Path, storage: Storage) -> Any:
         ) from None
     try:
         config = AutoConfig.from_pretrained(home, local_files_only=True)
-        how = {} if storage.dtype is None else {"dtype": storage.dtype}
-        with without_parameters():
-            module = AutoModelForCausalLM.from_config(config, **how)
+        how = {} if dtype is None else {"dtype": dtype}
+        made: nn.Module = AutoModelForCausalLM.from_config(config, **how)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise PlacementError(
             f"{home / CONFIG}: transformers makes no causal language model of it: {error!s:.400}"
         ) from None
-    model = zf.functionalize(module.eval())
-    buffers = {name: x.to(storage.device) for name, x in model.buffers.items()}
-    return dataclasses.replace(model, buffers=buffers)
+    return made
 
 
 def _words(home: Path) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:

@@ -11,7 +11,6 @@ whoever reads such a value has read a guess, which is written down.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from zfunc.foresight.geometry import Geometries, Made, Results, Returned
 from zfunc.foresight.layer_names import CurrentLayer
 from zfunc.foresight.pageless import pageless
 from zfunc.foresight.rows import StepRow
+from zfunc.foresight.schemas import ALLOCATES, SHARES, is_composite, written_by
 from zfunc.foresight.storages import SMALL, Storages
 from zfunc.kernels.operators import RUNS
 from zfunc.ranks.transport import Collective
@@ -35,10 +35,6 @@ __all__ = ["DryRun"]
 aten = torch.ops.aten
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 READS = (aten._local_scalar_dense.default, aten.equal.default)  # the host learns a value
-ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
-SHARES = frozenset(
-    {"_unsafe_view", "lift_fresh", "set_", "resize_"}
-)  # no view, and the same memory
 
 
 class DryRun(TorchDispatchMode):
@@ -148,7 +144,7 @@ class DryRun(TorchDispatchMode):
         if (inside := RUNS.get(func._schema.name)) is not None:  # an operator of ours
             with self:
                 return inside(*args, **kwargs)
-        if _is_composite(func):  # it comes so in inference mode: who knows what it shares?
+        if is_composite(func):  # it comes so in inference mode: who knows what it shares?
             with self:
                 whole = func is aten.scaled_dot_product_attention.default
                 return (attention if whole else func.decompose)(*args, **kwargs)
@@ -184,7 +180,7 @@ class DryRun(TorchDispatchMode):
         tensors: Sequence[Tensor],
         results: Results | None,
     ) -> Any:
-        storages, written = self.storages, _written(func, args, kwargs)
+        storages, written = self.storages, written_by(func, args, kwargs)
         absent = any(storages.is_absent(x) or _large(x) for x in tensors)
         if absent or func._opname in FUSED or any(storages.is_callers(x) for x in written):
             if results is None:
@@ -297,7 +293,7 @@ class DryRun(TorchDispatchMode):
         if func._opname in ALLOCATES:
             return
         made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        changed = made or _written(func, args, kwargs)
+        changed = made or written_by(func, args, kwargs)
         layer, phase = self.layers.here()
         row = StepRow(
             "compute",
@@ -312,26 +308,6 @@ class DryRun(TorchDispatchMode):
             dtype=tensors[0].dtype if tensors else None,
         )
         self._add(row)
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    )
-
-
-@cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes: their positions and names."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple((i, x.name) for i, x in arguments if x.alias_info and x.alias_info.is_write)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call writes."""
-    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
-    return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
 
 
 def _leaves_meta(func: Any, kwargs: Any) -> bool:

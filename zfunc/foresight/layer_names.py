@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -19,7 +20,8 @@ __all__ = ["CurrentLayer", "named"]
 class CurrentLayer:
     """Where a program is.
 
-    Backward runs node by node; the number of a node tells which operation of forward made it.
+    Backward runs node by node. Nodes are numbered in the order of forward, so the number of one
+    tells in which layer it was made.
 
     Attributes:
         layer: the innermost layer that computes in forward, or ``""``.
@@ -27,21 +29,30 @@ class CurrentLayer:
 
     def __init__(self) -> None:
         self.layer = ""
-        self._layers: dict[int, str] = {}  # by the number of a node
+        self._numbers: list[int] = []  # of the first node behind each change of the layer
+        self._layers: list[str] = []
 
     def begin(self) -> None:
         """Forget nodes of earlier steps."""
+        self._numbers.clear()
         self._layers.clear()
+
+    def move(self, layer: str) -> str:
+        """Go to a layer; returns the one before."""
+        before, self.layer = self.layer, layer
+        if torch._C._current_autograd_node() is None:  # what is recomputed has nodes of no use
+            self._numbers.append(torch._C._autograd._get_sequence_nr())
+            self._layers.append(layer)
+        return before
 
     def here(self) -> tuple[str, str]:
         """The layer and the phase of the operation that is under way."""
         node: Any = torch._C._current_autograd_node()
         again = RECOMPUTED.get() == "again"
-        if node is not None and not again:
-            return self._layers.get(node._sequence_nr(), ""), "backward"
-        if torch.is_grad_enabled() or self.layer:
-            self._layers[torch._C._autograd._get_sequence_nr() - 1] = self.layer
-        return self.layer, "recomputed" if again else "forward"
+        if node is None or again:
+            return self.layer, "recomputed" if again else "forward"
+        made = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._layers[made] if made >= 0 else "", "backward"
 
 
 @dataclass(frozen=True)
@@ -53,14 +64,14 @@ class LayerNames(Transform):
     current: CurrentLayer = field(compare=False)
 
     def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
-        name = info.name if info.stack is None else f"{info.stack}.{info.depth}"
+        name = info.place if info.name.isdigit() else info.name
 
         def run(*xs: Any, **kw: Any) -> Any:
-            outer, self.current.layer = self.current.layer, name
+            outer = self.current.move(name)
             try:
                 return call(*xs, **kw)
             finally:
-                self.current.layer = outer
+                self.current.move(outer)
 
         return run
 

@@ -1,0 +1,125 @@
+"""What parts of a step cost: sums over rows, by module and by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from zfunc.foresight.watch import TimedRow
+
+__all__ = ["Cost", "by_module", "by_operator", "covered"]
+
+
+@dataclass
+class Cost:
+    """What a part of a step costs: a module with all that is in it, or an operator.
+
+    Attributes:
+        parameters: of all ranks together.
+        calls: of operators.
+        forward, backward, recomputed, update: FLOPs (:mod:`zfunc.foresight.flops`); ``update`` are
+            those behind the last backward.
+        bytes_moved: that operators read and write; what a cache saves is not known.
+        kept_bytes: of what forward has made and is there when backward begins.
+        seconds: within operators.
+        forward_seconds, backward_seconds: the parts of it; what is recomputed counts as backward.
+    """
+
+    parameters: int = 0
+    calls: int = 0
+    forward: int = 0
+    backward: int = 0
+    recomputed: int = 0
+    update: int = 0
+    bytes_moved: int = 0
+    kept_bytes: int = 0
+    seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+    @property
+    def update_seconds(self) -> float:
+        """What is neither forward nor backward."""
+        return self.seconds - self.forward_seconds - self.backward_seconds
+
+    @property
+    def flops(self) -> int:
+        """All of them."""
+        return self.forward + self.backward + self.recomputed + self.update
+
+    @property
+    def macs(self) -> int:
+        """Multiplications with an addition in forward: half of its FLOPs."""
+        return self.forward // 2
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOPs by the time within operators."""
+        return self.flops / self.seconds if self.seconds > 0 else 0.0
+
+    def add(self, row: TimedRow) -> None:
+        """One more operation."""
+        self.calls += 1
+        setattr(self, row.phase, getattr(self, row.phase) + row.flops)
+        self.bytes_moved += row.read + row.written
+        self.seconds += row.seconds
+        if row.phase == "forward":
+            self.forward_seconds += row.seconds
+        elif row.phase != "update":
+            self.backward_seconds += row.seconds
+
+    def join(self, other: Cost) -> None:
+        """All that another costs, besides."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def by_module(
+    rows: Iterable[TimedRow], parameters: Mapping[str, int], kept: Mapping[str, int]
+) -> dict[str, Cost]:
+    """By dotted name, ``""`` being the whole step: each has what is in its modules.
+
+    >>> rows = [TimedRow("compute", "mm", "blocks.0", "forward", flops=8)]
+    >>> {name: cost.forward for name, cost in by_module(rows, {"blocks.0.w": 4}, {}).items()}
+    {'': 8, 'blocks': 8, 'blocks.0': 8}
+    """
+    found: dict[str, Cost] = {"": Cost()}
+    for row in rows:
+        for name in _around(row.layer):
+            found.setdefault(name, Cost()).add(row)
+    for layer, nbytes in kept.items():
+        for name in _around(layer):
+            found.setdefault(name, Cost()).kept_bytes += nbytes
+    for path, count in parameters.items():
+        for name in _around(path.rpartition(".")[0]):
+            found.setdefault(name, Cost()).parameters += count
+    met = {name: i for i, name in enumerate(found)}  # in this order, and each within its module
+    return dict(sorted(found.items(), key=lambda item: [met[x] for x in _around(item[0])]))
+
+
+def by_operator(rows: Iterable[TimedRow]) -> dict[str, Cost]:
+    """By the operator's name, the one that takes most time first."""
+    found: dict[str, Cost] = {}
+    for row in rows:
+        found.setdefault(row.name, Cost()).add(row)
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+
+
+def covered(rows: Iterable[TimedRow]) -> float:
+    """The seconds in which one of these is under way.
+
+    >>> covered([TimedRow("compute", "mm", begin=begin, seconds=2.0) for begin in (0.0, 1.0, 5.0)])
+    5.0
+    """
+    total, end = 0.0, 0.0
+    for row in sorted(rows, key=lambda row: row.begin):
+        stop = row.begin + row.seconds
+        total += max(0.0, stop - max(row.begin, end))
+        end = max(end, stop)
+    return total
+
+
+def _around(name: str) -> list[str]:
+    """A dotted name, and those of all that it is in."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:i]) for i in range(len(parts) + 1)]

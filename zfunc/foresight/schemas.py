@@ -1,0 +1,36 @@
+"""What an operator's schema says: whether it is made of others, and which arguments it writes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["ALLOCATES", "SHARES", "is_composite", "written_by"]
+
+ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
+SHARES = frozenset({"_unsafe_view", "lift_fresh", "set_", "resize_"})  # no view, and its memory
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether autograd knows the operator only by those that it calls."""
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes: their positions and names."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, x.name) for i, x in arguments if x.alias_info and x.alias_info.is_write)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call writes."""
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
