@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
+    from zfunc.foresight.clusters import Cluster
     from zfunc.foresight.prediction import Foreseen, foresee
     from zfunc.language.generation import generate
     from zfunc.layout.splits import Cut
@@ -89,6 +90,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "engine.state": ("TrainState",),
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
+    "foresight.clusters": ("Cluster",),
     "foresight.prediction": ("Foreseen", "foresee"),
     "language.generation": ("generate",),
     "layout.splits": ("Cut",),
@@ -116,6 +118,7 @@ _ROOMS = ("kernels", "optim", "quant", "transforms")
 __all__ = [
     "BackwardError",
     "CheckpointError",
+    "Cluster",
     "CompositionError",
     "Cut",
     "DesyncError",

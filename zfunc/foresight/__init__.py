@@ -7,10 +7,25 @@ in), ``storages`` (what lives, and what is known of it), ``pageless`` (memory th
 addresses), ``attention`` (as a GPU does it), ``rows`` (what was done), ``layer_names`` (where),
 ``flops`` (how much it is), ``assumptions`` (what had to be guessed). The world that has one rank is
 ``zfunc.ranks.foreseen``.
+
+How long it takes: ``clusters`` (where), ``presets`` (published numbers), ``operation_times`` and
+``links`` (how long each row takes), ``clocks`` (which wait for which), ``timing`` (the answer).
 """
 
 from zfunc.foresight.assumptions import Assumption, ForesightError
+from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.rows import StepRow
+from zfunc.foresight.timing import Span, Timing
 
-__all__ = ["Assumption", "Foreseen", "ForesightError", "SentBytes", "StepRow", "foresee"]
+__all__ = [
+    "Assumption",
+    "Cluster",
+    "Foreseen",
+    "ForesightError",
+    "SentBytes",
+    "Span",
+    "StepRow",
+    "Timing",
+    "foresee",
+]

@@ -310,6 +310,7 @@ class DryRun(TorchDispatchMode):
             elements=sum(x.numel() for x in changed),
             shapes=tuple(tuple(x.shape) for x in tensors),
             dtype=tensors[0].dtype if tensors else None,
+            causal=_is_causal(func, args, kwargs),
         )
         self._add(row)
 
@@ -332,6 +333,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes."""
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
     return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+
+
+@cache
+def _causal_at(func: Any) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else -1
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    at = _causal_at(func)
+    return at >= 0 and bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
 
 
 def _leaves_meta(func: Any, kwargs: Any) -> bool:
