@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
+    from zfunc.foresight.choices import Plan
     from zfunc.foresight.clusters import Cluster
     from zfunc.foresight.prediction import Foreseen, foresee
     from zfunc.language.generation import generate
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.ranks.launching import init, launch
     from zfunc.ranks.simulation import simulate
     from zfunc.schedules.pipeline_schedule import Schedule
+    from zfunc.training.planning import plan
     from zfunc.training.recipe import train_step
     from zfunc.training.stopping import preemption
     from zfunc.training.world_recovery import recover_world
@@ -91,6 +93,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
     "foresight.clusters": ("Cluster",),
+    "foresight.choices": ("Plan",),
     "foresight.prediction": ("Foreseen", "foresee"),
     "language.generation": ("generate",),
     "layout.splits": ("Cut",),
@@ -102,6 +105,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "ranks.launching": ("init", "launch"),
     "ranks.simulation": ("simulate",),
     "schedules.pipeline_schedule": ("Schedule",),
+    "training.planning": ("plan",),
     "training.recipe": ("train_step",),
     "training.stopping": ("preemption",),
     "training.world_recovery": ("recover_world",),
@@ -132,6 +136,7 @@ __all__ = [
     "Mesh",
     "NonFiniteError",
     "PlacementError",
+    "Plan",
     "Schedule",
     "Sharded",
     "Step",
@@ -167,6 +172,7 @@ __all__ = [
     "offload",
     "optim",
     "pipeline",
+    "plan",
     "pmean",
     "precision",
     "preemption",

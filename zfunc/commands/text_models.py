@@ -32,7 +32,15 @@ from zfunc.quant.grids import Format
 from zfunc.quant.model_files import quantize_files, read_files
 from zfunc.quant.qtensor import QTensor
 
-__all__ = ["DTYPES", "LOW_BIT", "Storage", "TextModel", "open_text_model", "write_config"]
+__all__ = [
+    "DTYPES",
+    "LOW_BIT",
+    "Storage",
+    "TextModel",
+    "module_of",
+    "open_text_model",
+    "write_config",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
@@ -301,8 +309,14 @@ def _their_step(apply: Any, model: Any, storage: Storage) -> Any:
     return apply if storage.pipe == 1 else zf.pipeline(apply, storage.pipe, pipe=storage.pipe)
 
 
-def _functional(home: Path, storage: Storage) -> Any:
-    """The model of a configuration, without memory for its parameters."""
+def module_of(home: Path, dtype: torch.dtype | None) -> Any:
+    """The module of a configuration, without memory for its parameters.
+
+    Raises:
+        PlacementError: transformers is not there, or makes no causal language model of it.
+    """
+    if not (home / CONFIG).is_file():
+        raise PlacementError(f"{home} has no {CONFIG}: give the folder of a model.")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -312,14 +326,18 @@ def _functional(home: Path, storage: Storage) -> Any:
         ) from None
     try:
         config = AutoConfig.from_pretrained(home, local_files_only=True)
-        how = {} if storage.dtype is None else {"dtype": storage.dtype}
+        how = {} if dtype is None else {"dtype": dtype}
         with without_parameters():
-            module = AutoModelForCausalLM.from_config(config, **how)
+            return AutoModelForCausalLM.from_config(config, **how)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise PlacementError(
             f"{home / CONFIG}: transformers makes no causal language model of it: {error!s:.400}"
         ) from None
-    model = zf.functionalize(module.eval())
+
+
+def _functional(home: Path, storage: Storage) -> Any:
+    """The function of a module, without memory for its parameters."""
+    model = zf.functionalize(module_of(home, storage.dtype).eval())
     buffers = {name: x.to(storage.device) for name, x in model.buffers.items()}
     return dataclasses.replace(model, buffers=buffers)
 

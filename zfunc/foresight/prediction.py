@@ -23,6 +23,7 @@ from zfunc.foresight.flops import Flops, summed
 from zfunc.foresight.inputs import without_values
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.rows import StepRow
+from zfunc.foresight.texts import bytes_text as _told
 from zfunc.foresight.timing import Timing
 from zfunc.kernels.dispatch import INSTEAD
 from zfunc.ranks.accounting import Ledger, ledger
@@ -125,20 +126,6 @@ class Foreseen:
             *(f"assumed: {assumption}" for assumption in self.assumptions),
         ]
         return "\n".join(lines)
-
-
-def _told(nbytes: int) -> str:
-    """Bytes as text.
-
-    >>> _told(2_500_000)
-    '2.5 MB'
-    """
-    size, unit = float(nbytes), "B"
-    for larger in ("KB", "MB", "GB", "TB", "PB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.4g} {unit}"
 
 
 def foresee(
