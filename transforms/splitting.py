@@ -15,6 +15,7 @@ Parallelism, 2019, section 3.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import math
@@ -28,6 +29,7 @@ from typing import Any, ClassVar, ParamSpec, Protocol, cast
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zfunc.buffers.heap import return_freed
 from zfunc.engine.agreement import check_same
@@ -174,7 +176,11 @@ class Splitting(Meshed):
         ways, grained = self.group.size, frozenset((grains or {}).items())
         with _PLANNING:  # ranks that are threads
             if (ways, grained) not in self.plans:
-                self.plans[ways, grained] = plan_of(self.model, ways, **how)
+                # It is tried with numbers, also where a step is foreseen, which has none.
+                with _disable_current_modes():
+                    self.plans[ways, grained] = contextvars.Context().run(
+                        plan_of, self.model, ways, **how
+                    )
                 return_freed()  # of the numbers that it tried
         plan = self.plans[ways, grained]
         parts = (plan.splits, plan.roles, plan.attributes, plan.norms, plan.once)

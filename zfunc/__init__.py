@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
     from zfunc.files.pretrained import export_safetensors, import_safetensors
+    from zfunc.foresight.choices import Plan
+    from zfunc.foresight.clusters import Cluster
     from zfunc.foresight.prediction import Foreseen, foresee
     from zfunc.foresight.profiles import Profile
     from zfunc.foresight.profiling import profile
@@ -61,6 +63,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.ranks.launching import init, launch
     from zfunc.ranks.simulation import simulate
     from zfunc.schedules.pipeline_schedule import Schedule
+    from zfunc.training.planning import plan
     from zfunc.training.recipe import train_step
     from zfunc.training.stopping import preemption
     from zfunc.training.world_recovery import recover_world
@@ -91,6 +94,8 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "engine.state": ("TrainState",),
     "files.checkpoint": ("checkpoints", "restore", "save"),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
+    "foresight.clusters": ("Cluster",),
+    "foresight.choices": ("Plan",),
     "foresight.prediction": ("Foreseen", "foresee"),
     "foresight.profiles": ("Profile",),
     "foresight.profiling": ("profile",),
@@ -104,6 +109,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "ranks.launching": ("init", "launch"),
     "ranks.simulation": ("simulate",),
     "schedules.pipeline_schedule": ("Schedule",),
+    "training.planning": ("plan",),
     "training.recipe": ("train_step",),
     "training.stopping": ("preemption",),
     "training.world_recovery": ("recover_world",),
@@ -120,6 +126,7 @@ _ROOMS = ("kernels", "optim", "quant", "transforms")
 __all__ = [
     "BackwardError",
     "CheckpointError",
+    "Cluster",
     "CompositionError",
     "Cut",
     "DesyncError",
@@ -133,6 +140,7 @@ __all__ = [
     "Mesh",
     "NonFiniteError",
     "PlacementError",
+    "Plan",
     "Profile",
     "Schedule",
     "Sharded",
@@ -169,6 +177,7 @@ __all__ = [
     "offload",
     "optim",
     "pipeline",
+    "plan",
     "pmean",
     "precision",
     "preemption",

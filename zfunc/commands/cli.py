@@ -1,4 +1,4 @@
-"""The command line: ``zfunc train``, ``generate``, ``convert``, ``profile``, ``doctor``.
+"""The command line: ``zfunc train``, ``generate``, ``plan``, ``profile``, ``convert``, ``doctor``.
 
 Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry it out start here.
 """
@@ -22,6 +22,7 @@ import zfunc as zf
 from zfunc.commands.convert_command import add_convert
 from zfunc.commands.doctor_command import add_doctor
 from zfunc.commands.generate_command import add_generate
+from zfunc.commands.plan_command import add_plan
 from zfunc.commands.profile_command import add_profile
 from zfunc.commands.report import draw_curve, print_error, read_rows
 from zfunc.commands.text_models import DTYPES, LOW_BIT
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     _add_train(commands)
     add_generate(commands)
+    add_plan(commands)
     add_convert(commands)
     add_profile(commands)
     add_doctor(commands)

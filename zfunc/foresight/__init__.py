@@ -12,23 +12,35 @@ To profile it, it is run as it is: ``profiling`` (``profile``), ``watch`` (opera
 ``op_times`` (when), ``module_names`` (where, in layers and outside), ``own_flops`` (of our own
 operators), ``costs`` (sums), ``peaks`` (what a device can do), ``profiles`` and ``profile_tables``
 (what is shown).
+
+How long it takes: ``clusters`` (where), ``presets`` (published numbers), ``operation_times`` and
+``links`` (how long each row takes), ``clocks`` (which wait for which), ``timing`` (the answer).
+``choices`` compares steps, ``sentences`` writes them down, ``texts`` figures.
 """
 
 from zfunc.foresight.assumptions import Assumption, ForesightError
+from zfunc.foresight.choices import Choice, Plan
+from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.profiles import Profile
 from zfunc.foresight.profiling import profile
 from zfunc.foresight.rows import StepRow
+from zfunc.foresight.timing import Span, Timing
 from zfunc.foresight.watch import TimedRow
 
 __all__ = [
     "Assumption",
+    "Choice",
+    "Cluster",
     "Foreseen",
     "ForesightError",
+    "Plan",
     "Profile",
     "SentBytes",
+    "Span",
     "StepRow",
     "TimedRow",
+    "Timing",
     "foresee",
     "profile",
 ]

@@ -14,7 +14,7 @@ import zfunc.errors
 from zfunc.engine.step import Step
 from zfunc.errors import ZfuncError
 
-__all__ = ["Assumption", "ForesightError", "Guesses", "outside"]
+__all__ = ["Assumption", "ForesightError", "Guesses", "allowance", "outside"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = Path(zfunc.errors.__file__).parent
@@ -62,13 +62,23 @@ class Guesses:
         return [Assumption(where, what, n) for (where, what), n in self._found.items()]
 
 
+CONTEXT, BUFFERS, FRAGMENTS = 1 << 30, 1 << 30, 0.05
+"""Of a GPU's memory: for the CUDA context and libraries, for NCCL, and a share of the peak."""
+
+
+def allowance(peak_bytes: int, device: str) -> int:
+    """Bytes to leave free for what is no tensor: a guess, unmeasured."""
+    return CONTEXT + BUFFERS + int(FRAGMENTS * peak_bytes) if device == "cuda" else 0
+
+
 def outside(step: Step, device: str) -> list[Assumption]:
     """What is not in the figures of a step, with an allowance for it."""
     if device != "cuda":
         return [Assumption("", "outside of the count: libraries, threads and connections")]
     found = [
-        "outside of the count: the CUDA context and what libraries hold there (allow 1 GiB), "
-        "buffers of NCCL (allow 1 GiB), fragmentation (allow 5 % of the peak); a guess, unmeasured",
+        "outside of the count: the CUDA context and what libraries hold there (allow "
+        f"{CONTEXT >> 30} GiB), buffers of NCCL (allow {BUFFERS >> 30} GiB), fragmentation (allow "
+        f"{100 * FRAGMENTS:.0f} % of the peak); a guess, unmeasured",
         "kernels of Triton are foreseen as their twins in torch, compiled layers as eager ones",
     ]
     if any(t.name == "offload" for t in step.transforms):

@@ -306,8 +306,20 @@ class DryRun(TorchDispatchMode):
             elements=sum(x.numel() for x in changed),
             shapes=tuple(tuple(x.shape) for x in tensors),
             dtype=tensors[0].dtype if tensors else None,
+            causal=_is_causal(func, args, kwargs),
         )
         self._add(row)
+
+
+@cache
+def _causal_at(func: Any) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else -1
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    at = _causal_at(func)
+    return at >= 0 and bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
 
 
 def _leaves_meta(func: Any, kwargs: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,14 +13,18 @@ import torch
 
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.step import Step, as_step
-from zfunc.errors import CompositionError
+from zfunc.errors import CompositionError, DeviceError
 from zfunc.foresight.assumptions import Assumption, outside
 from zfunc.foresight.attention import as_on_a_gpu
+from zfunc.foresight.clocks import replay
+from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.flops import Flops, summed
 from zfunc.foresight.inputs import without_values
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.rows import StepRow
+from zfunc.foresight.texts import bytes_text as _told
+from zfunc.foresight.timing import Timing
 from zfunc.kernels.dispatch import INSTEAD
 from zfunc.ranks.accounting import Ledger, ledger
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
@@ -61,6 +65,8 @@ class Foreseen:
         rows: the operations of the steady step, and what is sent between them.
         timeline: ``(number of the row, bytes alive)``, of the steady step.
         assumptions: what all this rests on.
+        device: the kind of device that was foreseen.
+        groups: the ranks along each axis of the mesh.
     """
 
     ranks: int
@@ -74,6 +80,40 @@ class Foreseen:
     rows: tuple[StepRow, ...] = field(repr=False)
     timeline: tuple[tuple[int, int], ...] = field(repr=False)
     assumptions: tuple[Assumption, ...]
+    device: str = "cuda"
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    def time(self, cluster: Cluster) -> Timing:
+        """How long a steady step takes on a cluster: its rows on clocks.
+
+        Args:
+            cluster: where; ranks fill one node after the other.
+
+        Raises:
+            DeviceError: the step was foreseen on another kind of device, or the cluster lacks
+                devices or a link that it needs.
+
+        >>> import zfunc as zf
+        >>> step = zf.shard(lambda s, x: (s, (x @ s["params"]["w"]).sum()), stage=3)
+        >>> wide = {"params": {"w": torch.empty(8192, 8192, device="meta")}}
+        >>> seen = foresee(step, wide, torch.empty(64, 8192, device="meta"), ranks=16)
+        >>> seen.time(zf.Cluster.preset("h100", gpus=16)).binds
+        'communication'
+        """
+        self._check_on(cluster)
+        return replay(self.rows, cluster, self.groups)
+
+    def _check_on(self, cluster: Cluster) -> None:
+        if cluster.kind != self.device:
+            raise DeviceError(
+                f"the step was foreseen with device={self.device!r}, and the cluster's are "
+                f"{cluster.kind!r} ({cluster.device}): foresee it with device={cluster.kind!r}."
+            )
+        if cluster.gpus < self.ranks:
+            raise DeviceError(
+                f"the step was foreseen on {self.ranks} ranks, and the cluster has "
+                f"{cluster.gpus} devices: give gpus={self.ranks}, or foresee fewer ranks."
+            )
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {_told(n)}" for name, n in self.sent.by_kind.most_common() if n)
@@ -86,20 +126,6 @@ class Foreseen:
             *(f"assumed: {assumption}" for assumption in self.assumptions),
         ]
         return "\n".join(lines)
-
-
-def _told(nbytes: int) -> str:
-    """Bytes as text.
-
-    >>> _told(2_500_000)
-    '2.5 MB'
-    """
-    size, unit = float(nbytes), "B"
-    for larger in ("KB", "MB", "GB", "TB", "PB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.4g} {unit}"
 
 
 def foresee(
@@ -176,6 +202,8 @@ def foresee(
         rows=tuple(run.rows),
         timeline=tuple(run.storages.timeline),
         assumptions=(*run.guesses.listed(), *outside(step, device)),
+        device=device,
+        groups={group.axis: group.members for group in world.groups if group.members},
     )
 
 

@@ -25,6 +25,7 @@ class StepRow:
         dtype: of the first of them.
         label, axis: of what is sent.
         number: the same for a start and its wait; else 0.
+        causal: attention of each query to the keys before it.
     """
 
     kind: str
@@ -40,3 +41,4 @@ class StepRow:
     label: str = ""
     axis: str = ""
     number: int = 0
+    causal: bool = False

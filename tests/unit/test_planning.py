@@ -1,0 +1,146 @@
+"""``zf.plan``: steps foreseen, the line to write, and what is missing where none fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zfunc as zf
+from zfunc import optim
+from zfunc.commands.cli import main
+from zfunc.foresight.choices import differing
+from zfunc.foresight.sentences import sentence
+
+TX = optim.adamw(1e-3)
+SIDE = 4096
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ params["w"]).square().mean()
+
+
+STEP = zf.train_step(loss, TX)
+RULES = {"w": zf.Cut(1)}
+
+
+def state() -> Any:
+    return zf.TrainState.create({"w": torch.empty(SIDE, SIDE, device="meta")}, TX)
+
+
+def rows(n: int = 64) -> torch.Tensor:
+    return torch.empty(n, SIDE, device="meta")
+
+
+def planned(memory: int = 40 << 30, **how: Any) -> zf.Plan:
+    cluster = zf.Cluster.preset("a100-40", gpus=8, memory=memory)
+    return zf.plan(lambda **given: zf.shard(STEP, **given), state, rows(), cluster, **how)
+
+
+WRITTEN = {
+    "shard": lambda s: zf.shard(s, stage=1, unit_bytes=1 << 20),
+    "on a mesh": lambda s: zf.accumulate(zf.shard(s, mesh=zf.mesh(data=4, replica=2)), 4),
+    "dtypes": lambda s: zf.precision(s, compute=torch.float16, reduce=torch.bfloat16),
+    "stages": lambda s: zf.remat(zf.pipeline(s, 4, "zbv", pipe=2)),
+    "rules": lambda s: zf.shard(zf.split(s, rules=RULES, tensor=2), stage=0),
+    "layers": lambda s: zf.donate(zf.drop_layers(s, 0.4)),
+    "host": lambda s: zf.offload(zf.shard(s), what=("opt_state",), buffers=2),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_sentence_makes_the_step_again(name: str) -> None:
+    step = WRITTEN[name](STEP)
+    names = {"zf": zf, "torch": torch, "step": STEP, "rules": RULES}
+    assert eval(sentence(step), names).transforms == step.transforms
+
+
+def test_each_row_is_what_foresee_says() -> None:
+    found = planned(over={"stage": [0, 3]})
+    for row in found.rows:
+        step = zf.shard(STEP, stage=row.given["stage"])
+        seen = zf.foresee(step, state(), rows(8), ranks=8)
+        assert (row.peak_bytes, row.state_bytes) == (seen.peak_bytes, seen.state_bytes)
+        assert row.sent_bytes == seen.sent.total_bytes
+        assert row.seconds == float(seen.time(found.cluster))
+
+
+def test_the_best_is_the_fastest_that_fits() -> None:
+    found = planned(over={"stage": [0, 1, 3]})
+    assert len(found.rows) == 3
+    assert found.best is not None and found.best.seconds == min(r.seconds for r in found.rows)
+    peaks = {row.given["stage"]: row.peak_bytes for row in found.rows}
+    tight = planned(int(1.05 * peaks[3]) + (2 << 30) + 4096, over={"stage": [0, 1, 3]})
+    assert [row.fits for row in tight.rows] == [True, False, False]
+    assert tight.best is not None and tight.best.given == {"stage": 3}
+
+
+def test_what_is_missing_where_nothing_fits() -> None:
+    found = planned(memory=1 << 30, over={"stage": [1, 3]})
+    assert found.best is None
+    least = max(row.spare_bytes for row in found.rows)
+    assert least < 0 and f"{-least / 1e9:.4g} GB are missing" in found.verdict
+    assert found.verdict in str(found)
+
+
+def test_a_choice_that_cannot_run_is_a_row_that_says_why() -> None:
+    found = planned(over={"stage": [3, 7]})
+    assert [bool(row.error) for row in found.rows] == [False, True]
+    assert found.rows[1].given == {"stage": 7} and "7" in found.rows[1].error
+
+
+def test_a_batch_with_fewer_rows_than_ranks_is_told() -> None:
+    cluster = zf.Cluster.preset("h100", gpus=8)
+    found = zf.plan(lambda: zf.shard(STEP), state, rows(4), cluster)
+    assert "4 rows cannot be cut over 8 ranks" in found.verdict
+
+
+def test_rows_are_plain_in_json(tmp_path: Path) -> None:
+    found = planned(over={"stage": [3], "mesh": [None, zf.mesh(replica=2)]})
+    told = json.loads(found.save(tmp_path / "plan.json").read_text())
+    assert [row["peak_bytes"] for row in told] == [row.peak_bytes for row in found.rows]
+    assert {row["given"]["mesh"] for row in told} == {None, "mesh(replica=2, data=-1)"}
+
+
+def test_stages_that_differ() -> None:
+    assert differing(zf.mesh(pipe=4, data=2), 8) == [0, 2, 6]
+    assert differing(zf.mesh(pipe=2), 8) == [0, 4]
+    assert differing(zf.mesh(tensor=2), 8) == [0]
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({}, "give step_of"),
+        ({"step_of": zf.shard, "batch": 0, "cluster": 0}, "make_state is missing"),
+        ({"step_of": zf.shard, "make_state": 0, "cluster": 0}, "batch is missing"),
+        ({"model": 0, "batch": 0, "cluster": 0, "over": {}}, "go with step_of"),
+    ],
+)
+def test_arguments_that_are_missing(how: Any, what: str) -> None:
+    with pytest.raises(TypeError, match=what):
+        zf.plan(**how)
+
+
+def test_the_command_plans_a_model_of_which_there_is_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    config.save_pretrained(tmp_path)
+    out = tmp_path / "plan.json"
+    given = ["--cluster", "h100", "--gpus", "4", "--batch", "8", "--seq", "32", "--trials", "2"]
+    assert main(["plan", "--model", str(tmp_path), *given, "--json", str(out)]) == 0
+    assert "best: zf." in capsys.readouterr().out
+    assert len(json.loads(out.read_text())) == 2
+    assert main(["plan", "--model", str(tmp_path / "nosuch"), *given]) == 1
+    assert "config.json" in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""``Foreseen.time``: rows on clocks, by hand; and the clusters that they are for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zfunc as zf
+from tests.laws.foreseen_steps import STEPS, batch
+from zfunc.errors import DeviceError
+from zfunc.foresight.clocks import replay
+from zfunc.foresight.clusters import Cluster
+from zfunc.foresight.rows import StepRow
+
+# One second is a byte of memory, and so it is of a link: two ranks send half of what they gather.
+PLAIN = Cluster(
+    device="by hand",
+    gpus=2,
+    memory=1,
+    peak_flops={"float32": 1.0},
+    memory_bandwidth=1.0,
+    multiprocessors=1,
+    nvlink=0.5,
+    nic=0.0,
+    pcie=0.0,
+    stream=1.0,
+    link_share=1.0,
+    gap=0.0,
+    dispatch=0.0,
+    latency=0.0,
+    hop=0.0,
+)
+GROUPS = {"data": (0, 1)}
+GATHER = StepRow("start", "all_gather", written=4, axis="data", number=1)
+WAIT = StepRow("wait", "all_gather", axis="data", number=1)
+
+
+def product(seconds: int) -> StepRow:
+    return StepRow("compute", "copy_", read=seconds)
+
+
+def parts(*rows: StepRow, on: Cluster = PLAIN) -> dict[str, float]:
+    took = replay(rows, on, GROUPS)
+    assert sum(took.parts.values()) == pytest.approx(float(took))
+    return dict(took.parts)
+
+
+def test_a_collective_runs_beside_two_products() -> None:
+    """Of its 4 s, 3 are beside the second product."""
+    took = replay([product(2), GATHER, product(3), WAIT, product(1)], PLAIN, GROUPS)
+    assert (took.seconds, took.parts) == (7.0, {"compute": 6.0, "communication": 1.0})
+    assert [span[3:] for span in took.lanes] == [(0, 2), (2, 4), (2, 3), (6, 1)]
+    assert took.busy == {"compute": 6.0, "node": 4.0} and took.binds == "compute"
+
+
+def test_what_is_waited_for_at_once_is_beside_nothing() -> None:
+    assert parts(product(2), GATHER, WAIT, product(3)) == {"compute": 5.0, "communication": 4.0}
+
+
+def test_collectives_of_one_link_take_turns() -> None:
+    second = replace(GATHER, number=2)
+    assert replay([GATHER, second, product(5)], PLAIN, GROUPS).seconds == 8.0
+
+
+def test_what_nobody_waits_for_has_to_end_too() -> None:
+    assert parts(product(1), GATHER) == {"compute": 1.0, "communication": 4.0}
+
+
+def test_a_device_waits_for_a_slow_host() -> None:
+    slow = replace(PLAIN, dispatch=2.0)
+    assert parts(product(1), product(1), on=slow) == {"compute": 2.0, "host": 3.0}
+    assert replay([product(1)] * 2, replace(slow, kind="cpu"), GROUPS).seconds == 6.0
+
+
+def test_a_sum_for_all_goes_around_twice() -> None:
+    assert parts(replace(GATHER, name="all_reduce")) == {"communication": 8.0}
+
+
+def test_whoever_sends_a_message_does_not_wait() -> None:
+    sent = replace(GATHER, name="send")
+    got = replace(GATHER, name="receive")
+    over = [replace(WAIT, name=name) for name in ("send", "receive")]
+    assert parts(sent, over[0], product(9)) == {"compute": 9.0}
+    assert parts(got, over[1], product(9)) == {"communication": 8.0, "compute": 9.0}
+
+
+def test_ranks_of_a_node_share_its_way_out() -> None:
+    """Four ranks in two nodes: half of the bytes come in through the two of a node together."""
+    four = replace(PLAIN, gpus=4, gpus_per_node=2, nic=0.25, network_hop=0.0)
+    took = replay([GATHER], four, {"data": (0, 1, 2, 3)})
+    assert took.seconds == 4.0 and took.lanes[0].lane == "network"
+    assert replay([GATHER], four, {"data": (0, 2)}).seconds == 8.0
+
+
+@cache
+def foreseen(ranks: int = 4, n: int = 1) -> Any:
+    step = zf.accumulate(STEPS["plain"].step(3, ranks), n)
+    return zf.foresee(step, STEPS["plain"].state(), torch.cat([batch(1)] * n), ranks=ranks)
+
+
+def test_slower_links_take_longer_and_microbatches_as_long_as_each_other() -> None:
+    fast = Cluster.preset("a100-80", gpus=4)
+    slow = replace(fast, nvlink=1e6)
+    one, two, three, four = (float(foreseen(n=n).time(slow)) for n in (1, 2, 3, 4))
+    assert four - three == pytest.approx(three - two) and two > one > foreseen().time(fast).seconds
+    assert foreseen().time(slow).binds == "communication"
+
+
+def test_the_lanes_are_a_trace(tmp_path: Path) -> None:
+    took = foreseen().time(Cluster.preset("h100", gpus=4))
+    events = json.loads(took.chrome(tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert len(drawn) == len(took.lanes)
+    assert max(e["ts"] + e["dur"] for e in drawn) == pytest.approx(1e6 * took.seconds, rel=0.01)
+    assert "optimistic" in str(took)
+
+
+def test_a_cluster_is_a_file_and_back(tmp_path: Path) -> None:
+    mine = Cluster.preset("mi250x", gpus=64, nic=1e9, peak_flops={"float8_e4m3fn": 1e15})
+    assert Cluster.load(mine.save(tmp_path / "mine.json")) == mine
+    assert Cluster.load(tmp_path / "mine.json", gpus=8).gpus == 8
+    assert mine.peak("float16") == 191.5e12 and mine.peak("float8_e4m3fn") == 1e15
+
+
+@pytest.mark.parametrize("name", ["a100-40", "a100-80", "h100", "h200", "mi100", "mi250x"])
+def test_presets_are_clusters(name: str) -> None:
+    mine = Cluster.preset(name, gpus=16)
+    assert mine.nodes == 16 // mine.gpus_per_node and 0 < mine.nic < mine.nvlink
+    assert mine.peak("bfloat16") > 2 * mine.peak("float32") > 2 * mine.memory_bandwidth
+    assert "link_share" in mine.guessed
+
+
+def test_unknown_names_are_told_with_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match="no 'a100'; there are a100-40, a100-80, h100"):
+        Cluster.preset("a100", gpus=8)
+    with pytest.raises(ValueError, match="no field nvlnk; there are device, gpus, memory"):
+        Cluster.preset("h100", gpus=8, nvlnk=1.0)
+    with pytest.raises(ValueError, match="product=2, expected a share"):
+        Cluster.preset("h100", gpus=8, product=2)
+
+
+def test_a_link_that_is_not_there_is_named() -> None:
+    alone = Cluster.preset("h100", gpus=16, nic=0)
+    told = foreseen(4)
+    assert told.time(alone).seconds > 0
+    with pytest.raises(DeviceError, match="along 'data' are on 2 nodes of 2.*give nic="):
+        told.time(replace(alone, gpus_per_node=2))
+    with pytest.raises(DeviceError, match="has no link within one: give nvlink= or pcie="):
+        told.time(replace(alone, nvlink=0, pcie=0))
+
+
+def test_a_cluster_that_is_too_small_or_of_another_kind_is_refused() -> None:
+    with pytest.raises(DeviceError, match="4 ranks, and the cluster has 2 devices: give gpus=4"):
+        foreseen(4).time(Cluster.preset("h100", gpus=2))
+    with pytest.raises(DeviceError, match="foreseen with device='cuda'.*device='cpu'"):
+        foreseen(4).time(replace(Cluster.preset("h100", gpus=4), kind="cpu"))
+
+
+def test_a_calibration_is_of_the_same_device(tmp_path: Path) -> None:
+    mine = Cluster.preset("h100", gpus=64)
+    found = replace(mine, gpus=1, stream=0.5, calibrated="on 2026-11-25")
+    path = found.save(tmp_path / "calibration.json")
+    better = mine.measured_by(path)
+    assert (better.stream, better.gpus, better.guessed) == (0.5, 64, ())
+    with pytest.raises(DeviceError, match="a calibration of 'NVIDIA H100.*zfunc calibrate"):
+        Cluster.preset("a100-80", gpus=64).measured_by(path)
+    with pytest.raises(DeviceError, match="no calibration, but published"):
+        mine.measured_by(mine)

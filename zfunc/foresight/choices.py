@@ -1,0 +1,242 @@
+"""What one way to write a step costs on a cluster, and a table of several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from zfunc.engine.batches import local_batch, mapped
+from zfunc.engine.step import Step, as_step
+from zfunc.errors import ZfuncError
+from zfunc.foresight.assumptions import allowance
+from zfunc.foresight.clusters import Cluster
+from zfunc.foresight.prediction import Foreseen, foresee
+from zfunc.foresight.sentences import sentence
+from zfunc.foresight.texts import bytes_text
+from zfunc.foresight.timing import told
+from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
+from zfunc.ranks.meshes import Mesh
+from zfunc.schedules.catalogue import schedule
+
+__all__ = ["Choice", "Plan", "differing", "ordered", "tried"]
+
+REFUSED = (ZfuncError, ValueError)  # a choice that makes no sense, or is too small for it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to write a step, and what it costs; the worst of the ranks that differ.
+
+    Attributes:
+        given: the keywords that ``step_of`` had.
+        sentence: the line to write, around ``step``.
+        error: why it cannot run; then nothing else is known.
+        fits: whether a rank's memory holds it.
+        spare_bytes: what is left of a rank's memory; below 0 what is missing. Allowances for what
+            is not tensors (``assumptions``) are taken off.
+        peak_bytes, state_bytes, sent_bytes, flops: of one step of a rank.
+        seconds: that a step takes.
+        binds: what most of them are for: ``"compute"``, or what is waited for; ``"bubble"`` is
+            other stages.
+        rank: which has the highest peak.
+    """
+
+    given: Mapping[str, Any] = field(hash=False)
+    sentence: str = ""
+    error: str = ""
+    fits: bool = False
+    spare_bytes: int = 0
+    peak_bytes: int = 0
+    state_bytes: int = 0
+    sent_bytes: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+    binds: str = ""
+    rank: int = 0
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """What plans go by, smaller is better: it fits, then seconds, else what is missing."""
+        if self.error:
+            return 2, 0.0
+        return (0, self.seconds) if self.fits else (1, -float(self.spare_bytes))
+
+
+def tried(
+    make: Callable[[], Any], make_state: Any, batch: Any, cluster: Cluster, given: Mapping[str, Any]
+) -> Choice:
+    """Foresee a step on each rank that differs.
+
+    Args:
+        make: returns a step, or a function ``(state, batch) -> (state, metrics)``.
+        make_state: as for ``foresee``.
+        batch: of all ranks together.
+        cluster: how many ranks, and what they have.
+        given: what it was made of.
+    """
+    line = ""
+    try:
+        step = as_step(make())
+        line = sentence(step)
+        ranks = differing(step.mesh, cluster.gpus)
+        seen = [_on_rank(step, make_state, batch, cluster, rank) for rank in ranks]
+        times = [each.time(cluster) for each in seen]
+        idle = _bubble(step, cluster.gpus)
+    except REFUSED as error:
+        return Choice(dict(given), line, str(error).partition("\n")[0])
+    worst = max(seen, key=lambda each: each.peak_bytes)
+    slowest = max(times, key=float)
+    spare = cluster.memory - worst.peak_bytes - allowance(worst.peak_bytes, cluster.kind)
+    return Choice(
+        given=dict(given),
+        sentence=line,
+        fits=spare >= 0,
+        spare_bytes=spare,
+        peak_bytes=worst.peak_bytes,
+        state_bytes=max(each.state_bytes for each in seen),
+        sent_bytes=max(each.sent.total_bytes for each in seen),
+        flops=max(each.flops.total for each in seen),
+        seconds=float(slowest) / (1 - idle),
+        binds="bubble" if idle > max(slowest.parts.values()) / float(slowest) else slowest.binds,
+        rank=worst.rank,
+    )
+
+
+def differing(mesh: Mesh | None, ranks: int) -> list[int]:
+    """Ranks of which no two do the same: of a pipeline the first stages and the last one.
+
+    Along other axes the first rank has the most of what does not divide.
+
+    >>> from zfunc.ranks.meshes import mesh
+    >>> differing(mesh(data=2, pipe=4), 8), differing(None, 8)
+    ([0, 2, 6], [0])
+    """
+    if mesh is None or mesh.closed(ranks).sizes.get("pipe", 1) == 1:
+        return [0]
+    stages = mesh.closed(ranks).members("pipe", 0)
+    return sorted({stages[0], stages[1], stages[-1]})
+
+
+def _bubble(step: Step, ranks: int) -> float:
+    """The share of the time in which a stage waits for others, if all are equal."""
+    found: Any = next((t for t in step.transforms if t.name == "pipeline"), None)
+    stages = 1 if step.mesh is None else step.mesh.closed(ranks).sizes.get("pipe", 1)
+    if found is None or stages == 1:
+        return 0.0
+    return schedule(found.schedule, stages, found.microbatches, found.chunks).bubble()
+
+
+def _on_rank(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> Foreseen:
+    with foreseeing(ForeseenWorld(rank, cluster.gpus, cluster.kind, None)):
+        rows = local_batch(batch, step.mesh)
+    own = mapped(_apart, rows, lambda encodings: encodings)
+    return foresee(step, make_state, own, cluster.gpus, rank, cluster.kind)
+
+
+def _apart(x: Any) -> Any:
+    """A tensor that has no memory of other ranks' rows."""
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that was tried, the best first; printed it is a table.
+
+    Attributes:
+        rows: what was tried.
+        cluster: for which it was.
+        notes: what the figures rest on.
+    """
+
+    rows: tuple[Choice, ...]
+    cluster: Cluster = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest that fits; None if nothing does."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in a sentence."""
+        if self.best is not None:
+            return f"best: {self.best.sentence}"
+        held = [row for row in self.rows if not row.error]
+        if not held:
+            first = self.rows[0].error if self.rows else "nothing was tried"
+            return f"nothing can run: {first}"
+        least = max(held, key=lambda row: row.spare_bytes)
+        return (
+            f"nothing fits {bytes_text(self.cluster.memory)} a device: "
+            f"{bytes_text(-least.spare_bytes)} are missing for {least.sentence}"
+        )
+
+    def table(self) -> Table:
+        """For rich."""
+        found = Table(title=f"{self.cluster.gpus} x {self.cluster.device}", title_justify="left")
+        for name in ("time", "fits", "left", "peak", "sent", "bound by", "sentence"):
+            found.add_column(
+                name, overflow="fold", justify="left" if name == "sentence" else "right"
+            )
+        for row in self.rows:
+            found.add_row(*_cells(row))
+        return found
+
+    def __str__(self) -> str:
+        notes = "".join(f"\nassumed: {note}" for note in self.notes)
+        return f"{self._printed(120).export_text().rstrip()}\n{self.verdict}{notes}"
+
+    def _repr_html_(self) -> str:
+        form = "<pre>{code}</pre>"
+        return self._printed(140).export_html(inline_styles=True, code_format=form)
+
+    def _printed(self, width: int) -> Console:
+        console = Console(width=width, record=True, file=StringIO())
+        console.print(self.table())
+        return console
+
+    def json(self) -> str:
+        """All rows as JSON."""
+        return json.dumps([_plain(row) for row in self.rows], indent=1)
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``json()``; returns the path."""
+        Path(path).write_text(self.json() + "\n")
+        return Path(path)
+
+
+def ordered(rows: Sequence[Choice]) -> tuple[Choice, ...]:
+    """The best first."""
+    return tuple(sorted(rows, key=lambda row: row.cost))
+
+
+def _cells(row: Choice) -> list[str]:
+    if row.error:
+        return ["", "no", "", "", "", "", f"{row.sentence or dict(row.given)}: {row.error}"]
+    return [
+        told(row.seconds),
+        "yes" if row.fits else "no",
+        bytes_text(row.spare_bytes),
+        bytes_text(row.peak_bytes),
+        bytes_text(row.sent_bytes),
+        row.binds,
+        row.sentence,
+    ]
+
+
+def _plain(row: Choice) -> dict[str, Any]:
+    given = {name: x if _is_plain(x) else repr(x) for name, x in row.given.items()}
+    return {**asdict(row), "given": given}
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, bool | int | float | str | None)

@@ -1,0 +1,83 @@
+"""Which links a collective or a message goes over, and how long it takes there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from zfunc.errors import DeviceError
+from zfunc.foresight.clusters import Cluster
+from zfunc.foresight.rows import StepRow
+
+__all__ = ["LinkTimes"]
+
+MESSAGES = ("send", "receive")
+LARGE = 1 << 20  # bytes; what is smaller goes through a tree, not around a ring
+
+
+class LinkTimes:
+    """Seconds of rows of kind ``"start"``.
+
+    Args:
+        cluster: where ranks fill one node after the other.
+        groups: the ranks along each axis.
+    """
+
+    def __init__(self, cluster: Cluster, groups: Mapping[str, tuple[int, ...]]) -> None:
+        self.cluster = cluster
+        self._spread = {axis: self._over_nodes(axis, ranks) for axis, ranks in groups.items()}
+
+    def lane(self, row: StepRow) -> str:
+        """The link that is busy meanwhile: ``"network"`` or ``"node"``."""
+        return "network" if self._spread[row.axis][0] > 1 else "node"
+
+    def of(self, row: StepRow) -> float:
+        """How long it takes.
+
+        A ring moves all bytes but a rank's own through each of its links, within a node and
+        between nodes at the same time. A sum that everybody gets goes around twice.
+        """
+        nodes, local = self._spread[row.axis]
+        ranks, cluster = nodes * local, self.cluster
+        if ranks == 1:
+            return 0.0
+        inside, across = self._inside(), cluster.nic * cluster.link_share
+        if row.name in MESSAGES:
+            return cluster.latency + row.written / (across if nodes > 1 else inside)
+        longest = row.written * (local - 1) / local / inside if local > 1 else 0.0
+        if nodes > 1:
+            longest = max(longest, row.written * (nodes - 1) / nodes / (local * across))
+        rounds = 2 if row.name == "all_reduce" else 1
+        return cluster.latency + rounds * (longest + self._through(nodes, ranks, row.written))
+
+    def _through(self, nodes: int, ranks: int, nbytes: int) -> float:
+        """What the first byte takes to all ranks: around a ring, or down a tree if it is small."""
+        hop, network = self.cluster.hop, self.cluster.network_hop
+        if nbytes > LARGE:
+            return (ranks - nodes) * hop + (nodes - 1) * network
+        return math.log2(ranks / nodes) * hop + math.log2(nodes) * network
+
+    def _inside(self) -> float:
+        return (self.cluster.nvlink or self.cluster.pcie) * self.cluster.link_share
+
+    def _over_nodes(self, axis: str, ranks: tuple[int, ...]) -> tuple[int, int]:
+        """Over how many nodes ranks are, and how many of them are in one.
+
+        Raises:
+            DeviceError: there is no link between them.
+        """
+        cluster = self.cluster
+        nodes = Counter(rank // cluster.gpus_per_node for rank in ranks)
+        if len(nodes) > 1 and not cluster.nic:
+            raise DeviceError(
+                f"ranks along {axis!r} are on {len(nodes)} nodes of {cluster.gpus_per_node}, and "
+                "the cluster has no link between nodes: give nic= in bytes per second, or a mesh "
+                "whose axes stay within a node."
+            )
+        if max(nodes.values()) > 1 and not self._inside():
+            raise DeviceError(
+                f"ranks along {axis!r} share a node, and the cluster has no link within one: give "
+                "nvlink= or pcie= in bytes per second."
+            )
+        return len(nodes), max(nodes.values())

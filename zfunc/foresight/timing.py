@@ -1,0 +1,98 @@
+"""What a step takes on a cluster, what binds it, and what is busy when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Span", "Timing"]
+
+
+class Span(NamedTuple):
+    """Something that keeps a lane busy.
+
+    Attributes:
+        lane: ``"compute"``, ``"host"``, ``"node"`` or ``"network"`` (links), ``"up"``, ``"down"``
+            (copies from and to the host), ``"disk"``.
+        name: the operation's or the collective's.
+        layer: that it belongs to; the label of a collective.
+        start, seconds: when and how long.
+    """
+
+    lane: str
+    name: str
+    layer: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a step takes; ``float(timing)`` are its seconds.
+
+    Attributes:
+        seconds: from the first operation to the end of the last.
+        parts: what the device does in them, which sum up to them: ``"compute"``; else it waits
+            for ``"communication"``, the ``"host"``, ``"copies"`` or the ``"disk"``.
+        busy: seconds that each lane is busy, whether anybody waits for it or not.
+        lanes: what is done when, in the order in which it was asked for.
+        notes: what the answer rests on, and what is not in it.
+    """
+
+    seconds: float
+    parts: Mapping[str, float] = field(hash=False)
+    busy: Mapping[str, float] = field(hash=False)
+    lanes: tuple[Span, ...] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        return self.seconds
+
+    @property
+    def binds(self) -> str:
+        """The largest of the parts."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def __str__(self) -> str:
+        shares = ", ".join(
+            f"{name} {told(x)}" for name, x in sorted(self.parts.items(), key=lambda p: -p[1]) if x
+        )
+        head = f"a step takes {told(self.seconds)}, bound by {self.binds}: {shares}"
+        return "\n".join([head, *(f"assumed: {note}" for note in self.notes)])
+
+    def chrome(self, path: str | Path) -> Path:
+        """Write the lanes as a trace for chrome://tracing or Perfetto; returns the path."""
+        names = {lane: i for i, lane in enumerate(dict.fromkeys(span.lane for span in self.lanes))}
+        heads = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": lane}}
+            for lane, i in names.items()
+        ]
+        events = [
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": 0,
+                "tid": names[span.lane],
+                "ts": 1e6 * span.start,
+                "dur": 1e6 * span.seconds,
+                "args": {"layer": span.layer},
+            }
+            for span in self.lanes
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": [*heads, *events]}))
+        return Path(path)
+
+
+def told(seconds: float) -> str:
+    """Seconds as text.
+
+    >>> told(0.0123)
+    '12.3 ms'
+    """
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
