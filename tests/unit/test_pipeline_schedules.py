@@ -386,9 +386,9 @@ def test_whatever_says_which_schedule_is_meant() -> None:
 
 
 def test_what_is_held_between_i_and_w() -> None:
-    made = zb(2, 3)  # rank 1 has its second I before its first W
+    made = zb(2, 3)  # rank 0 has no halves, rank 1 has its second I before its first W
     assert made.in_flight() == (2.0, 2.0)
-    assert made.in_flight(between=1.5) == (2.5, 3.0)
+    assert made.in_flight(between=1.5) == (2.0, 3.0)
     assert made.in_flight(between=0.0) == (2.0, 1.0)
     assert gpipe(2, 3).in_flight(between=7.0) == (3.0, 3.0)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zfunc.engine import context
+from zfunc.engine.common_leaves import CommonLeaves
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import new_pass
@@ -72,6 +73,7 @@ class PipelineStage:
         self.base = new_pass(running)
         self.source = self.take_part(self.base)
         chunks = chunks_of_layers(self.layout)
+        self._found: list[tuple[Any, Rehearsed]] = []
         self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
         self.lent: dict[int, tuple[int, list[int]]]
         known: dict[Any, Any] = running.memo.setdefault("messages", {})
@@ -82,6 +84,7 @@ class PipelineStage:
         self.lent, messages = known[key]
         self.wire = Wire(ranks, messages, running.memo.setdefault("connected", set()))
         self._raw: dict[int, list[Tensor]] = {}
+        self._common: dict[int, CommonLeaves] = {}
         self.runs: weakref.WeakValueDictionary[tuple[int, int], ChunkRun]
         self.runs = weakref.WeakValueDictionary()
 
@@ -101,13 +104,17 @@ class PipelineStage:
         kwargs: dict[str, Any],
     ) -> Rehearsed:
         """What the rehearsal of a microbatch found; remembered by the shapes of its arguments."""
-        memo = self.running.memo.setdefault("rehearsed", {})
-        key = (name, self.layout, _signature((args, kwargs)))
+        shapes = _signature((args, kwargs))
+        for then, found in self._found:  # most are alike, and a layout is long to compare
+            if then == shapes:
+                return found
+        memo: dict[Any, Rehearsed] = self.running.memo.setdefault("rehearsed", {})
+        key = (name, self.layout, shapes)
         if key not in memo:
             about = f"microbatch {i}"
             memo[key] = rehearse(self.fn, self.layout, args, kwargs, chunks, self.device, about)
-        found: Rehearsed = memo[key]
-        return found
+        self._found.append((shapes, memo[key]))
+        return memo[key]
 
     def _lent(self) -> dict[int, tuple[int, list[int]]]:
         """Units outside of layers that other stages use than their own: its rank, and theirs."""
@@ -177,6 +184,7 @@ class PipelineStage:
         for u, run in enumerate(source.runs):
             if self.keeps or self.layout.layer_of_unit[u] < 0:
                 run.hooks = (partial(self._enters, run),)
+                run.common = self._common.setdefault(u, CommonLeaves())
 
     def _enters(self, run: UnitRun, value: Pending, unit: UnitInfo) -> Pending:
         run.stored = self.entered(unit.index)

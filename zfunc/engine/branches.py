@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -212,7 +213,7 @@ def edge_of(x: Tensor | GradientEdge) -> Edge | None:
 
 def is_function(node: Node) -> bool:
     """Whether the node is that of a ``torch.autograd.Function``, which computes everything."""
-    return isinstance(node, BackwardCFunction)
+    return _kind(node).function
 
 
 def is_product(node: Node) -> bool:
@@ -240,20 +241,21 @@ class _Kind:
 
     def __init__(self, node: Node) -> None:
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-        self.product = name in PRODUCTS and not is_function(node)
+        self.function = isinstance(node, BackwardCFunction)
+        self.product = name in PRODUCTS and not self.function
         self.matmul = name in MATMULS and self.product
         self.at_once = any(word in name for word in AT_ONCE)
         self.saved = [name for name in dir(type(node)) if name.startswith("_raw_saved")]
 
 
-_KINDS: dict[Any, _Kind] = {}
+# Types of nodes are few, but for those of Functions that a user makes anew each time.
+_KINDS: WeakKeyDictionary[type, _Kind] = WeakKeyDictionary()
 
 
 def _kind(node: Node) -> _Kind:
-    key = BackwardCFunction if is_function(node) else type(node)
-    found = _KINDS.get(key)
+    found = _KINDS.get(type(node))
     if found is None:
-        found = _KINDS[key] = _Kind(node)
+        found = _KINDS[type(node)] = _Kind(node)
     return found
 
 

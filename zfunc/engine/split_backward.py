@@ -275,8 +275,12 @@ class _Parted:
         self.grads: list[_Unwritten | None] | None = None
         self.found: list[_Kept] = []
 
-    def compute(self) -> None:
-        """Ask the node for what leads into branches, where nothing else is asked for."""
+    def compute(self, shapes: dict[Node, list[tuple[int, ...]]]) -> None:
+        """Ask the node for what leads into branches, where nothing else is asked for.
+
+        Args:
+            shapes: those of the gradients that come to a node, of nodes that were looked at.
+        """
         assert self.grads is not None
         grads, self.grads = [None if x is None else x.get() for x in self.grads], None
         token = WEIGHTS_UNREAD.set(is_matmul(self.node))
@@ -284,13 +288,12 @@ class _Parted:
             found = self.node(*grads)
         finally:
             WEIGHTS_UNREAD.reset(token)
-        shapes: dict[Node, Any] = {}
         for at, edge, branch in self.leaving:
             if found[at] is not None:
                 if (into := edge[0]) not in shapes:
-                    shapes[into] = into._input_metadata
-                shape = shapes[into][edge[1]].shape
-                self.found.append(_Kept(branch, edge, _fitting(found[at], shape)))
+                    shapes[into] = [tuple(x.shape) for x in into._input_metadata]
+                grad = _fitting(found[at], shapes[into][edge[1]])
+                self.found.append(_Kept(branch, edge, grad))
         _drop(self.node)
 
     def into(self, branch: Branch) -> list[tuple[Edge, Tensor]]:
@@ -328,8 +331,9 @@ def _compute(parted: Sequence[_Parted]) -> None:
     start = torch.zeros((), requires_grad=True)
 
     def call(_: Tensor) -> None:
+        shapes: dict[Node, list[tuple[int, ...]]] = {}
         for x in waiting:
-            x.compute()
+            x.compute(shapes)
 
     edges = dict.fromkeys(edge for x in waiting for _, edge, _ in x.leaving)
     start.register_hook(call)
@@ -337,9 +341,9 @@ def _compute(parted: Sequence[_Parted]) -> None:
     torch.autograd.grad(start, goals, torch.ones(()), allow_unused=True)
 
 
-def _fitting(grad: Tensor, shape: Sequence[int]) -> Tensor:
+def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The sum over dimensions along which the operand was repeated, as autograd takes it."""
-    return grad if grad.shape == shape else grad.sum_to_size(tuple(shape))
+    return grad if grad.shape == shape else grad.sum_to_size(shape)
 
 
 def _drop(node: Node) -> None:

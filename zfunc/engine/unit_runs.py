@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from zfunc.engine.common_leaves import CommonLeaves, add_into
 from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import Pending
 from zfunc.engine.unit_info import Ready, UnitInfo
@@ -116,6 +117,7 @@ class UnitRun:
         served: its layers that have run since it entered.
         partial: gradients that have come, by trainable leaf.
         adding: of each entry whose gradients autograd adds to sums the trainable leaves.
+        common: what such entries of other passes have entered, if all have the same values.
         is_end: whether what enters is an end of the graph, which autograd comes to as soon as
             it can: not where units are gathered once more, since ranks on other paths could not
             tell when its gradient comes.
@@ -147,6 +149,7 @@ class UnitRun:
     served: set[int] = field(default_factory=set)
     partial: list[Tensor | None] | None = None
     adding: list[list[Tensor]] = field(default_factory=list)
+    common: CommonLeaves | None = None
 
     def __post_init__(self) -> None:
         layout, index = self.info.layout, self.info.index
@@ -260,21 +263,32 @@ class UnitRun:
                 self.owner.accord.happens(ENTER, self, tracked and not again)
             values = self.acquire()
             self.seen = values, versions(values)
-            views = self._views(values)
             if again:
-                return self._stand_ins(views)
+                return self._stand_ins(self._views(values))
             self.tracked = tracked
-            if tracked and self._can_add:
-                self.adding.append([v for v, on in zip(views, self.live, strict=True) if on])
-                for view in self.adding[-1]:
-                    view.requires_grad_()
-            elif tracked:
+            adds = tracked and self._can_add
+            views = self._added_to(values) if adds else self._views(values)
+            if tracked and not adds:
                 self.open += 1
                 if self.owner.accord is not None:
                     self.owner.accord.entered(self)
                 views = self._tracked(views)
             self.entered = self._marked(views)
         return self.entered
+
+    def _added_to(self, values: list[Tensor]) -> list[Tensor]:
+        """Leaves to whose gradients autograd adds: those of other passes, but for a second entry
+        in this one, whose gradients are added to the first one's."""
+        common = None if self.adding else self.common
+        usable = common is not None and common.usable
+        views = common.leaves if common is not None and usable else self._views(values)
+        self.adding.append([v for v, on in zip(views, self.live, strict=True) if on])
+        if not usable:
+            for view in self.adding[-1]:
+                view.requires_grad_()
+        if common is not None and not usable:
+            common.leaves, common.sums = views, []
+        return views
 
     @property
     def _can_add(self) -> bool:
@@ -459,9 +473,11 @@ class UnitRun:
         if one:
             sums = None if self.owner.take is None else self.owner.take(self.info)
             fresh, sums = sums is None, sums or self._nothing(entries[0])
-            parts = self.info.layout.parts_of(self.info.trainable, sums)
-            for leaf, part in zip(entries[0], parts, strict=True):
-                leaf.grad = part
+            add_into(sums, entries[0], self.info.layout, self.info.trainable, self.common)
+        elif self.common is not None:  # other passes have left something there
+            self.common.sums = []
+            for x in entries[0] if entries else ():
+                x.grad = None
         before = versions(sums or ())
         yield chain.from_iterable(entries)
         if not one:

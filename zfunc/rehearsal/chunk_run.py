@@ -51,12 +51,9 @@ class _Entrance(torch.autograd.Function):
     """A received value, in the same memory: it may be written to, which a leaf may not."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        # No `setup_context`: torch looks up the signature of such a function at each call.
         return x.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ __all__ = ["zb", "zbv"]
 def zb(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble with one chunk on each rank, and no rank holds more than P microbatches.
 
-    Rank r goes P - r forwards ahead, and its W comes r microbatches behind its I. With P ranks, M
-    microbatches and F, I and W that take 1 each it ends after 3M + P - 1, or 2M + 2P - 1 if M < P.
+    Rank r goes P - r forwards ahead, and its W comes r microbatches behind its I. On the first rank
+    they come together, as one B. With P ranks, M microbatches and F, I and W that take 1 each, B 2,
+    it ends after 3M + P - 1, or 2M + 2P - 1 if M < P.
     Nothing can end earlier: the last rank starts after P - 1 and has work for 3M. It is also
     through with forward and I of all microbatches after P - 1 + 2M at the earliest, and then I has
     P - 1 ranks to go, and W follows on the first one. So (P - 1) / (3M + P - 1) is idle if M >= P.
@@ -30,7 +31,7 @@ def zb(ranks: int, microbatches: int) -> Schedule:
     >>> round(zb(4, 8).bubble(), 4), zb(4, 8).in_flight()
     (0.1111, (4.0, 4.0, 4.0, 4.0))
     >>> print(zb(2, 3).picture())
-    rank 0 |F0-F1-...I0-W0-F2-I1-W1-I2-W2-
+    rank 0 |F0-F1-...B0----F2-B1----B2----
     rank 1 |...F0-I0-F1-I1-W0-F2-I2-W1-W2-
     """
     return _zb(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"))
@@ -43,9 +44,12 @@ def _zb(ranks: int, microbatches: int) -> Schedule:
         f, i, w = ([Action(kind, j, r) for j in range(microbatches)] for kind in "FIW")
         row = f[: ranks - r]
         for j in range(microbatches):
-            row += [i[j], *w[j - r : j - r + 1]] if j >= r else [i[j]]
+            if r == 0:
+                row.append(Action("B", j, r))
+            else:
+                row += [i[j], *w[j - r : j - r + 1]] if j >= r else [i[j]]
             row += f[ranks - r + j : ranks - r + j + 1]
-        rows.append((*row, *w[max(0, microbatches - r) :]))
+        rows.append((*row, *w[max(0, microbatches - r) : microbatches if r else 0]))
     return Schedule(tuple(range(ranks)), microbatches, tuple(rows))
 
 
