@@ -76,7 +76,11 @@ def test_the_table_of_families_says_what_fell() -> None:
     table.rows.append(Row("blt", said="too large"))
     assert "1 families compared: 1 have 90 %" in str(table)
     assert "Not compared, 1: blt (too large)." in str(table) and not table.wrong
-    table.rows += [Row("llama", 0.5, "why", published="same"), Row("mamba", 0.0), Row("doge", 0.0, wrong="1e-3")]
+    table.rows += [
+        Row("llama", 0.5, "why", published="same"),
+        Row("mamba", 0.0),
+        Row("doge", 0.0, wrong="1e-3"),
+    ]
     assert table.wrong == ["doge", "llama"]
     assert "1 have a plan of their own in transformers: 1 of these say the same" in str(table)
     again = Table(ways=4, kv=1)

@@ -307,10 +307,10 @@ class Table:
         lines = ["| family | of its layers' parameters split | left whole | plan of its own |"]
         lines += ["|---|---|---|---|"]
         lines += [str(x) for x in self.compared]
+        wrong, same = sum(bool(x.wrong) for x in self.rows), [x for x in own if x.published == SAME]
         lines += ["", f"{len(self.compared)} families compared: {most} have 90 % of their layers' "]
-        lines[-1] += f"parameters split or more, {sum(bool(x.wrong) for x in self.rows)} are wrong. "
-        lines[-1] += f"{len(own)} have a plan of their own in transformers: "
-        lines[-1] += f"{sum(x.published == SAME for x in own)} of these say the same as the plan here."
+        lines[-1] += f"parameters split or more, {wrong} are wrong. {len(own)} have a plan of "
+        lines[-1] += f"their own in transformers: {len(same)} of these say the same."
         if unmade:
             told = "; ".join(f"{x.family} ({x.said})" for x in unmade)
             lines += ["", f"{UNMADE}, {len(unmade)}: {told}."]
