@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import zfunc as zf
 from tests.laws.planned import check, share_split
+from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.plans import plan_of
@@ -94,6 +95,14 @@ def sizes_of(base: Any, kv: int) -> dict[str, Any]:
     return found
 
 
+def _takes(config: type[Any], key: str, value: Any) -> bool:
+    try:
+        config(**{key: value})
+    except Exception:  # it follows from others, say
+        return False
+    return True
+
+
 def _known(base: Any, key: str) -> Any:
     try:
         return getattr(base, key, None)
@@ -115,7 +124,8 @@ def configurations(kind: type[Any], kv: int, strict: bool) -> Iterator[Any]:
     sizes = sizes_of(base, kv)
     without: list[set[str]] = [set(), {"head_dim"}, {*TYPES}, {*TYPES, "head_dim"}]
     without += [] if strict else [{*KV}, {*KV, "head_dim"}]
-    for wide, left in product((48, 64), without):
+    refused = {key for key, x in sizes.items() if not _takes(kind.config_class, key, x)}
+    for wide, left in [*product((48, 64), without), (48, refused), (64, refused)]:
         each = {key: wide if key in WIDE.split() else x for key, x in sizes.items()}
         try:
             yield kind.config_class(**{key: x for key, x in each.items() if key not in left})
@@ -221,6 +231,8 @@ def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
             check(model, plan, batch)
     except Unmade as reason:
         return Row(family, said=str(reason))
+    except PlacementError as error:
+        return Row(family, 0.0, f"no plan: {error}")
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         return Row(family, 0.0, wrong=f"{type(error).__name__}: {first}")
