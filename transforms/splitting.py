@@ -73,6 +73,15 @@ Rules = tuple[tuple[str, Cut | None], ...]
 # that is copied into one stands beside it at the peak of a step.
 ALONE = 1 << 20
 _PLANNING = Lock()
+PLAINLY = (
+    "a split leaf was used by a plain product, or its counterpart is not split. Compute with split "
+    "leaves by zf.column, zf.row, zf.embed and zf.cross_entropy, or leave them whole "
+    "(rules={...: None})."
+)
+ON_POSITIONS = (
+    "split(sequence=True) cuts the stream along positions, of which each rank has some. The loss "
+    "is to be that of zf.cross_entropy, which puts them together, or of zf.column's outputs."
+)
 
 
 @dataclass(frozen=True)
@@ -285,19 +294,23 @@ class Splitting(Meshed):
             MESH.set(self.mesh.closed())
 
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
-        """Where the stream is cut gradients add up over ranks, and each begins with 1 / T."""
-        ranks = self.group
-        if not self.adds_up:
+        """Where the stream is cut gradients add up over ranks, and each begins with 1 / T.
+
+        Losses of the first step are kept until :meth:`finish`.
+        """
+        ranks, first = self.group, "split alike" not in running.memo
+        if not self.adds_up and (ranks.size == 1 or not first):
             return call
 
         def run(asked: Gradients) -> Any:
-            share = torch.tensor(1.0 / ranks.size, dtype=torch.float64)
-            seed = share if asked.seed is None else asked.seed * share.to(asked.seed)
-            loss_fn = functools.partial(_drawing_apart, asked.loss_fn, running, ranks)
-            out, grads = call(replace(asked, loss_fn=loss_fn, seed=seed))
-            if "losses alike" not in running.memo:
-                _check_losses(ranks, out[0])
-                running.memo["losses alike"] = True
+            if self.adds_up:
+                share = torch.tensor(1.0 / ranks.size, dtype=torch.float64)
+                seed = share if asked.seed is None else asked.seed * share.to(asked.seed)
+                loss_fn = functools.partial(_drawing_apart, asked.loss_fn, running, ranks)
+                asked = replace(asked, loss_fn=loss_fn, seed=seed)
+            out, grads = call(asked)
+            if first:
+                running.notes.setdefault("losses", []).append(out[0].detach())
             return out, grads
 
         return run
@@ -322,7 +335,8 @@ class Splitting(Meshed):
         if self.of_params or running is None or self.group.size == 1:
             return out
         if "split alike" not in running.memo:
-            check_alike(self.group, out[0] if isinstance(out, tuple) and out else out)
+            state = out[0] if isinstance(out, tuple) and out else out
+            check_alike(self.group, state, running.notes.get("losses", []), self.adds_up)
             running.memo["split alike"] = True
         return out
 
@@ -427,26 +441,20 @@ def _drawing_apart(
         return loss_fn(*args, **kwargs)
 
 
-def _check_losses(ranks: Group, loss: Tensor) -> None:
-    """Raise ``PlacementError`` if ranks have computed different losses; a collective."""
-    every = ranks.exchange(digests([loss.detach()]), label="losses alike")
-    if any(theirs != every[0] for theirs in every):
-        raise PlacementError(
-            f"ranks of axis {ranks.axis!r} have computed different losses, this one {float(loss)}. "
-            "split(sequence=True) cuts the stream along positions, of which each rank has some: "
-            "the loss is to be that of zf.cross_entropy, which puts them together, or of "
-            "zf.column's outputs."
-        )
-
-
-def check_alike(ranks: Group, state: Any) -> None:
-    """Raise ``PlacementError`` if whole leaves have become different on the ranks; a collective.
+def check_alike(
+    ranks: Group, state: Any, losses: Sequence[Tensor] = (), on_positions: bool = False
+) -> None:
+    """Raise ``PlacementError`` if losses or whole leaves differ between ranks; a collective.
 
     They do where a product with a split leaf has no function that knows of it.
+
+    Args:
+        state: behind a step.
+        losses: of this rank, in that step.
+        on_positions: whether functions ran on positions of the stream.
     """
     nodes, spec = optree.tree_flatten(state, namespace=OPAQUE)
-    rows: list[str] = []
-    values: list[Tensor] = []
+    rows, values = ["a loss"] * len(losses), [*losses]
     for path, node in zip(spec.paths(), nodes, strict=True):
         if isinstance(node, Replicated | Sharded) and node.layout.along is not None:
             flat = node.standing() if isinstance(node, Replicated) else node
@@ -458,11 +466,10 @@ def check_alike(ranks: Group, state: Any) -> None:
     every = ranks.exchange(digests(values), label="split alike")
     for i, name in enumerate(rows):
         if len({theirs[i] for theirs in every}) > 1:
+            why = ON_POSITIONS if on_positions and i < len(losses) else PLAINLY
             raise PlacementError(
                 f"after this step {name}, which is whole on all ranks of axis {ranks.axis!r}, has "
-                "other values on some of them: a split leaf was used by a plain product, or its "
-                "counterpart is not split. Compute with split leaves by zf.column, zf.row, "
-                "zf.embed and zf.cross_entropy, or leave them whole (rules={...: None})."
+                f"other values on some of them: {why}"
             )
 
 

@@ -33,6 +33,7 @@ CASES = {**HAND_WRITTEN, **READY_MADE}
 NAMES = ["stack", "tiny leaves", "frozen", "unused", "uneven batch", "aux", "mixed dtypes"]
 NAMES += ["gan", "the head", "mean teacher"]
 STAGES = (0, 1, 2, 3)
+REPLICATED = {"stack": (0, 3), "uneven batch": (1,), "the head": (2,)}  # and at which stages
 
 
 def each_of(rows: list[tuple[str, int]]) -> list[Run]:
@@ -67,9 +68,9 @@ def test_real_ranks_end_where_one_process_does_and_simulated_ones_do() -> None:
 def replicas() -> dict[tuple[str, int], Run]:
     """Metrics, and the full state, of two replicas of two ranks each."""
     runs = {}
-    for name in ("stack", "uneven batch", "the head"):
+    for name, stages in REPLICATED.items():
         case = CASES[name]
-        for stage in (0, 3):
+        for stage in stages:
             mesh = zf.mesh(replica=2, data=2)
             step = zf.shard(
                 case.step(ADAMW), stage=stage, mesh=mesh, unit_bytes=600, roles=case.roles

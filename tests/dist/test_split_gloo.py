@@ -78,3 +78,24 @@ def test_a_llama_trains_as_on_simulated_ranks(ways: int, data: int) -> None:
     for mine, twin in zip(*on_both(split_llama, ways, data), strict=True):
         assert_near(mine, [want, want], 1e-9)
         assert_same(mine, twin)
+
+
+def families(ways: int, data: int) -> dict[tuple[str, int], Any]:
+    """Metrics and the full state of each family of the law of training, at each stage."""
+    from tests.laws import test_split_training as law
+
+    return {
+        (name, stage): law.trained(name, law.model_of(name).split(data, ways, stage))
+        for name in law.FAMILIES
+        for stage in (0, 1, 2, 3)
+    }
+
+
+@pytest.mark.parametrize(("ways", "data"), STAGES if Covering.whole else [])
+def test_families_train_as_in_one_process(ways: int, data: int) -> None:
+    law = pytest.importorskip("tests.laws.test_split_training")
+    runs = zf.launch(families, ways, data, nprocs=ways * data, timeout=1800)
+    for mine in runs:
+        for (name, stage), found in mine.items():
+            assert_near(found, law.alone(name), 1e-9, f"{name}, stage {stage}")
+            assert_same(found, runs[0][name, stage], f"{name}, stage {stage}")

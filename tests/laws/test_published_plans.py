@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from tests.laws.planned import model_of
+from zfunc.layout.splits import Cut
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.probing.plans import plan_of
 from zfunc.probing.published import STYLES, said_otherwise
@@ -78,3 +79,13 @@ def test_leaves_of_experts_and_tables() -> None:
         "experts.weight": "packed_colwise there, whole here",
     }
     assert said_otherwise(nn.Linear(2, 2), SplitPlan(2, {})) == {}
+
+
+def test_a_product_whose_weight_other_code_reads() -> None:
+    """As that of keys and values in DeepSeek-V2: it is split, and has no role."""
+    model: Any = nn.ModuleDict({"read": nn.Linear(2, 2, bias=False)})
+    plan = SplitPlan(2, {"read.weight": Cut(0).split((2, 2), 2)})
+    model._tp_plan = {"read": "colwise"}
+    assert said_otherwise(model, plan) == {}
+    model._tp_plan = {"read": "rowwise"}
+    assert said_otherwise(model, plan) == {"read": "rowwise there, whole here"}

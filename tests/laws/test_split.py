@@ -28,6 +28,7 @@ from tests.laws.split_steps import (
     SIZE,
     TX,
     WIDTH,
+    WORDS,
     Batch,
     alone,
     batch,
@@ -291,6 +292,25 @@ def test_a_plain_product_with_a_split_leaf_is_told_in_the_first_step() -> None:
         run(zf.train_step(loss, TX), on_mesh(2, 1, 1, rules=rules), steps=1)
 
     with pytest.raises(zf.PlacementError, match=r"whole on all ranks of axis 'tensor'.*zf\.column"):
+        zf.simulate(2)(body)()
+
+
+@pytest.mark.parametrize("names", [("up",), ("up", "down")])
+def test_a_product_that_is_missing_is_told_in_the_first_step(names: tuple[str, ...]) -> None:
+    """There is no whole leaf whose gradient would differ: the loss does."""
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        x = zf.column(F.embedding(batch["ids"], params["table"]), params["up"])
+        return (x @ params["down"].T if "down" in params else x).square().mean()
+
+    shapes = {"table": (WORDS, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+    start = {name: numbers(shapes[name], i) for i, name in enumerate(("table", *names))}
+    rules = {name: zf.Cut(i) for i, name in enumerate(names)}
+
+    def body() -> None:
+        run(zf.train_step(loss, TX), on_mesh(2, 1, 1, rules=rules), lambda: start, steps=1)
+
+    with pytest.raises(zf.PlacementError, match=r"a loss, which is whole on all ranks.*zf\.row"):
         zf.simulate(2)(body)()
 
 

@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import zfunc as zf
 from tests.laws.planned import check, share_split
+from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.plans import plan_of
@@ -94,6 +95,14 @@ def sizes_of(base: Any, kv: int) -> dict[str, Any]:
     return found
 
 
+def _takes(config: type[Any], key: str, value: Any) -> bool:
+    try:
+        config(**{key: value})
+    except Exception:  # it follows from others, say
+        return False
+    return True
+
+
 def _known(base: Any, key: str) -> Any:
     try:
         return getattr(base, key, None)
@@ -115,7 +124,8 @@ def configurations(kind: type[Any], kv: int, strict: bool) -> Iterator[Any]:
     sizes = sizes_of(base, kv)
     without: list[set[str]] = [set(), {"head_dim"}, {*TYPES}, {*TYPES, "head_dim"}]
     without += [] if strict else [{*KV}, {*KV, "head_dim"}]
-    for wide, left in product((48, 64), without):
+    refused = {key for key, x in sizes.items() if not _takes(kind.config_class, key, x)}
+    for wide, left in [*product((48, 64), without), (48, refused), (64, refused)]:
         each = {key: wide if key in WIDE.split() else x for key, x in sizes.items()}
         try:
             yield kind.config_class(**{key: x for key, x in each.items() if key not in left})
@@ -196,17 +206,20 @@ class Row:
         share: of its layers' parameters that is split, to 1 %; None if it could not be made.
         said: why not all, or why it could not be made.
         wrong: what differs from one process; empty if nothing does.
+        published: what the model's own plan, of transformers, says otherwise; empty if it has none.
     """
 
     family: str
     share: float | None = None
     said: str = ""
     wrong: str = ""
+    published: str = ""
 
     def __str__(self) -> str:
         share = "" if self.share is None else f"{self.share:.0%}"
-        said = (self.wrong or self.said).replace("|", "/")
-        return f"| {self.family} | {WRONG if self.wrong else share} | {said} |"
+        texts = [(self.wrong or self.said), self.published]
+        said, published = (text.replace("|", "/") for text in texts)
+        return f"| {self.family} | {WRONG if self.wrong else share} | {said} | {published} |"
 
 
 def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
@@ -218,15 +231,19 @@ def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
             check(model, plan, batch)
     except Unmade as reason:
         return Row(family, said=str(reason))
+    except PlacementError as error:
+        return Row(family, 0.0, f"no plan: {error}")
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         return Row(family, 0.0, wrong=f"{type(error).__name__}: {first}")
     share = round(share_split(model, plan), 2)
-    return Row(family, share, _reasons(plan.whole) if share < 0.9 else "")
+    said = _reasons(plan.whole) if share < 0.9 else ""
+    own = getattr(model._pool.skeleton, "_tp_plan", None)
+    return Row(family, share, said, published=(_reasons(plan.otherwise) or SAME) if own else "")
 
 
 def _reasons(whole: Mapping[str, str]) -> str:
-    """Each reason once, with the products of the first layer of which it is said."""
+    """Each reason once, with the submodules of the first layer of which it is said."""
     found: dict[str, list[str]] = {}
     for name, why in whole.items():
         last = ".".join(name.split(".")[-2:])
@@ -235,8 +252,8 @@ def _reasons(whole: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(names[:4])}: {why}" for why, names in found.items())[:400]
 
 
-WRONG, UNMADE = "**wrong**", "Not compared"
-ROW = re.compile(r"\| (\S+) \| (\d+%|\*\*wrong\*\*) \| (.*?) ?\|")
+WRONG, UNMADE, SAME = "**wrong**", "Not compared", "same"
+ROW = re.compile(r"\| (\S+) \| (\d+%|\*\*wrong\*\*) \| (.*?) ?\| (.*?) ?\|")
 
 
 def by_name(row: Row) -> str:
@@ -265,10 +282,10 @@ class Table:
         """The rows of a table that was written."""
         for line in text.splitlines():
             if found := ROW.fullmatch(line):
-                family, share, said = found.groups()
+                family, share, said, published = found.groups()
                 wrong = said if share == WRONG else ""
                 known = 0.0 if wrong else int(share.removesuffix("%")) / 100
-                self.rows.append(Row(family, known, "" if wrong else said, wrong))
+                self.rows.append(Row(family, known, "" if wrong else said, wrong, published))
         unmade = text.partition(UNMADE)[2].partition(": ")[2].strip().removesuffix(".")
         for told in unmade.split("; "):
             family, _, said = told.partition(" (")
@@ -298,10 +315,14 @@ class Table:
     def __str__(self) -> str:
         most = sum(x.share >= 0.9 for x in self.compared if x.share is not None)
         unmade = [x for x in self.rows if x.share is None]
-        lines = ["| family | of its layers' parameters split | left whole |", "|---|---|---|"]
+        own = [x for x in self.compared if x.published]
+        lines = ["| family | of its layers' parameters split | left whole | plan of its own |"]
+        lines += ["|---|---|---|---|"]
         lines += [str(x) for x in self.compared]
+        wrong, same = sum(bool(x.wrong) for x in self.rows), [x for x in own if x.published == SAME]
         lines += ["", f"{len(self.compared)} families compared: {most} have 90 % of their layers' "]
-        lines[-1] += f"parameters split or more, {sum(bool(x.wrong) for x in self.rows)} are wrong."
+        lines[-1] += f"parameters split or more, {wrong} are wrong. {len(own)} have a plan of "
+        lines[-1] += f"their own in transformers: {len(same)} of these say the same."
         if unmade:
             told = "; ".join(f"{x.family} ({x.said})" for x in unmade)
             lines += ["", f"{UNMADE}, {len(unmade)}: {told}."]
@@ -319,7 +340,9 @@ largest) and the norm of all gradients are those of one process. Written by
 on {date}, with {versions}.
 
 A part that stays whole is computed alike on all ranks: right, and slower than it might be. The
-reasons are those that `zf.split.plan` gives.
+reasons are those that `zf.split.plan` gives. A plan that transformers itself has for a family is
+compared with the one that is found: the last column says what differs, of those submodules and
+leaves of which that plan says that they are split.
 """
 
 

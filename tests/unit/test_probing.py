@@ -251,6 +251,7 @@ def test_kv_heads_that_are_fewer_than_ranks_stand_on_several() -> None:
 def test_numbers_that_a_module_keeps_are_divided() -> None:
     plan = plan_of(functional(lambda: Attention(HEADS, fused=True)), 2)
     assert plan.attributes["layers.0"] == {"heads": (3, 3), "kv": (3, 3)}
+    assert plan.numbers["layers.1.heads"] == HEADS
 
 
 def test_what_lies_between_is_split_by_its_use() -> None:

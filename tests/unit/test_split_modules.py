@@ -277,6 +277,9 @@ def test_a_plan_of_other_sizes() -> None:
         model._pool.split(replace(plan, splits=wrong), 0)
     with pytest.raises(CompositionError, match="no submodule tail"):
         model._pool.split(replace(plan, roles={"tail": Role.ROW}), 0)
+    numbers = {"head.in_features": 5, "blocks.0.down.in_features": 6}
+    with pytest.raises(CompositionError, match=r"its head.in_features is 4, and 5 in the model"):
+        model._pool.split(replace(plan, numbers=numbers), 0)
 
 
 WRONG: dict[str, tuple[dict[str, Split], dict[str, Role], str]] = {

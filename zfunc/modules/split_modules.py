@@ -19,7 +19,14 @@ from zfunc.layout.splits import Split
 from zfunc.modules.split_plans import Role, SplitPlan
 from zfunc.modules.units import Anatomy, TensorInfo
 
-__all__ = ["check_outputs", "check_plan", "local_anatomy", "local_skeleton", "split_homes"]
+__all__ = [
+    "check_outputs",
+    "check_plan",
+    "local_anatomy",
+    "local_skeleton",
+    "numbers_of",
+    "split_homes",
+]
 
 FURTHER = "output_attentions"  # outputs of layers that say something of each head
 
@@ -79,12 +86,32 @@ def split_homes(anatomy: Anatomy, plan: SplitPlan) -> Mapping[tuple[str, str], S
     }
 
 
+def numbers_of(module: nn.Module) -> dict[str, int]:
+    """By dotted names the integers that submodules keep as attributes.
+
+    >>> numbers_of(nn.Sequential(nn.Linear(2, 3)))
+    {'0.in_features': 2, '0.out_features': 3}
+    """
+    return {
+        f"{name}.{key}".removeprefix("."): x
+        for name, part in module.named_modules()
+        for key, x in vars(part).items()
+        if type(x) is int and not key.startswith("_")
+    }
+
+
 # --- what does not fit -------------------------------------------------------------------------
 
 
 def check_plan(module: nn.Module, anatomy: Anatomy, plan: SplitPlan) -> None:
     """Raise ``CompositionError`` if a plan is not one of this module; names what differs."""
     wrong = [*_foreign_leaves(anatomy, plan), *_foreign_parts(module, plan)]
+    kept = numbers_of(module)
+    wrong += [
+        f"its {name} is {kept[name]}, and {value} in the model that was planned"
+        for name, value in plan.numbers.items()
+        if kept.get(name, value) != value
+    ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CompositionError(

@@ -65,6 +65,8 @@ class SplitPlan:
         streams: by the name of a layer, how it runs on positions of the stream; others run on all.
         pointwise: names of submodules outside of layers that run on positions, too.
         uncut: by the name of a layer, why it does not.
+        numbers: by dotted names, integers that submodules of its model keep, as how many features
+            a head has: of another model of the same shapes the plan would be wrong.
     """
 
     ways: int
@@ -78,3 +80,4 @@ class SplitPlan:
     streams: Mapping[str, LayerStream] = field(default_factory=dict)
     pointwise: tuple[str, ...] = ()
     uncut: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)

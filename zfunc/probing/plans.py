@@ -12,6 +12,7 @@ import torch
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Split
 from zfunc.modules.functional import Functional
+from zfunc.modules.split_modules import numbers_of
 from zfunc.modules.split_plans import Role
 from zfunc.probing.calls import LayerKind, probed
 from zfunc.probing.flows import pairings
@@ -140,8 +141,9 @@ def plan_of(
     shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
     why = {name: its for name, its in why.items() if name not in splits and name not in roles}
     along = (norms, once, cut.layers, cut.pointwise, cut.uncut)
-    plan = ModulePlan(ways, splits, roles, attributes, why, inputs, *along, shapes)
-    return replace(plan, otherwise=said_otherwise(model._pool.skeleton, plan))
+    plan = ModulePlan(ways, splits, roles, attributes, why, inputs, *along, shapes=shapes)
+    module = model._pool.skeleton
+    return replace(plan, otherwise=said_otherwise(module, plan), numbers=numbers_of(module))
 
 
 def _of_kinds(

@@ -67,9 +67,15 @@ def _listed(names: list[str], styles: Mapping[str, object]) -> Iterator[tuple[st
 
 
 def _as_well(name: str, style: str, plan: SplitPlan) -> bool:
-    """Whether leaves that are whole there are in parts here, each one's gradient its own."""
-    whole = Role.BETWEEN in STYLES[style]
-    return whole and any(leaf.rpartition(".")[0] == name for leaf in plan.splits)
+    """Whether its leaves are in parts here without a role of its own.
+
+    Those that are whole there have gradients of their own then; a product's weight that other code
+    reads is split along the same dimension.
+    """
+    dims = {split.dim for leaf, split in plan.splits.items() if leaf.rpartition(".")[0] == name}
+    if Role.BETWEEN in STYLES[style]:
+        return bool(dims)
+    return name not in plan.roles and dims == {int(STYLES[style] <= ROWS)}
 
 
 def _here(role: Role | None) -> str:
