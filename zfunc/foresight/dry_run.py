@@ -162,6 +162,8 @@ class DryRun(TorchDispatchMode):
             ]
             args, kwargs = pytree.tree_unflatten(flat, spec)
             tensors = [x for x in flat if isinstance(x, Tensor)]
+        if _changes_to_meta(func, kwargs):
+            return func(*args, **kwargs)
         for x in tensors:
             self.storages.seen(x)
         if func.is_view or func._opname in SHARES:
@@ -338,6 +340,12 @@ def _leaves_meta(func: Any, kwargs: Any) -> bool:
     """Whether a constant on meta is asked for where numbers are."""
     device = kwargs.get("device")
     return func._opname == "_to_copy" and device is not None and device.type != "meta"
+
+
+def _changes_to_meta(func: Any, kwargs: Any) -> bool:
+    """Whether the shape of a tensor is asked for, without memory."""
+    device = kwargs.get("device")
+    return func._opname == "_to_copy" and device is not None and device.type == "meta"
 
 
 def _large(x: Tensor) -> bool:
