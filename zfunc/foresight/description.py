@@ -51,7 +51,8 @@ def describe(step: Step, memo: Mapping[Any, Any], batch: Any) -> Description:
         )
         lines += [f"  assumed: {assumption}" for assumption in seen.assumptions]
     out = Description("\n".join(lines))
-    out.state_bytes, out.sent_bytes = sum(held.values()), sent and sent.total_bytes
+    out.state_bytes = sum(held.values())
+    out.sent_bytes = None if sent is None else sent.total_bytes
     if seen is not None:
         out.peak_bytes, out.flops = seen.peak_bytes, seen.flops.total
     return out
