@@ -106,8 +106,8 @@ def join_deepspeed() -> None:
     ds.init_distributed("gloo", verbose=False)
 
 
-def zfunc(module: nn.Module, stage: int) -> Running:
-    """Our own step, in README's lines."""
+def zfunc_step(module: nn.Module, stage: int) -> tuple[Any, Any]:
+    """Our own step, in README's lines, and the full state that it begins with."""
     import zfunc as zf
     from zfunc import optim
 
@@ -118,7 +118,15 @@ def zfunc(module: nn.Module, stage: int) -> Running:
         return loss_of(model.apply(params, ids), ids)
 
     step = zf.donate(zf.shard(zf.train_step(loss_fn, tx), stage=stage))
-    state = step.place(zf.TrainState.create(model.params, tx))
+    return step, zf.TrainState.create(model.params, tx)
+
+
+def zfunc(module: nn.Module, stage: int) -> Running:
+    import zfunc as zf
+
+    step, full = zfunc_step(module, stage)
+    state = step.place(full)
+    del full
 
     def advance(ids: Tensor) -> Tensor:
         nonlocal state

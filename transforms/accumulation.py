@@ -75,10 +75,6 @@ class Accumulate(Transform):
         rows = [(memo["sources", i], memo["plan", "grad", i]) for i in range(calls)]
         for i in range(calls * self.n):
             memo["sources", i], memo["plan", "grad", i] = rows[i // self.n]
-            if (i + 1) % self.n:
-                memo["microbatch", i] = True
-                if memo.get("reduce once"):
-                    memo["left", i] = ()
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         how = (

@@ -142,9 +142,9 @@ class Captured:
         """See :meth:`zfunc.Step.local_batch`: it knows the step's mesh."""
         return self.step.local_batch(batch)
 
-    def describe(self) -> Any:
+    def describe(self, batch: Any = None) -> Any:
         """See :meth:`zfunc.Step.describe`."""
-        return self.step.describe()
+        return self.step.describe(batch)
 
     def close(self) -> None:
         """Let go of the graph and of what the step holds; the next call begins anew."""

@@ -29,14 +29,13 @@ from zfunc.engine.agreement import check_same
 from zfunc.engine.communication import Communication, communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.hooks import Pending, Traffic
+from zfunc.engine.hooks import Pending
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
 from zfunc.engine.same_rows import look_anew, with_same_rows
 from zfunc.engine.step import Transform, transform_of
-from zfunc.engine.traffic import gathered, joined, reduced
 from zfunc.engine.unit_info import UnitInfo, Waiting
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
@@ -465,25 +464,6 @@ class Shard(Meshed):
             ahead, leaving = (max(column) for column in zip(*most, strict=True))
             lines.append(f"under way at most: {ahead} bytes ahead, {leaving} of gradients")
         return lines
-
-    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
-        """What this rank sends for parameters and gradients in one step."""
-        traffic, call = Traffic(), 0
-        over = Communication(self.group, self.replicas, self.everyone)
-        while over.everyone.size > 1 and ("sources", call) in memo:
-            for i, (layout, cutting) in enumerate(memo["sources", call]):
-                plan = memo["plan", "grad", call]
-                entered = [unit for source, unit in plan if source == i]
-                if self.stage == 3:
-                    gathered(traffic, layout, entered, over.group, self._room)
-                left = [unit for source, unit in memo.get(("left", call), plan) if source == i]
-                if not memo.get("kept"):
-                    reduced(traffic, layout, cutting, left, over, memo.get("reduce dtype"))
-                whole = cutting and self.stage < 3 and ("microbatch", call) not in memo
-                if whole and not memo.get("gathered otherwise"):
-                    joined(traffic, layout, over.group)
-            call += 1
-        return traffic
 
 
 def _sources(memo: Mapping[Any, Any]) -> list[tuple[Layout, bool]]:

@@ -18,6 +18,11 @@ from zfunc.language.gpt import GPTConfig
 SHAPE = GPTConfig(vocab=130, width=72, depth=4, heads=4)
 CLIPPED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, weight_decay=0.1))
 Wrap = Callable[[Any], Any]
+# What is compared of two ledgers.
+COUNTED = (
+    *("by_kind", "by_label", "by_axis", "headers_by_label", "calls_by_label", "calls"),
+    *("total_bytes", "payload_bytes"),
+)
 
 
 def loss(params: Any, ids: Tensor) -> Tensor:

@@ -13,7 +13,10 @@ Row = tuple[Any, ...]
 
 
 def pairwise_rows(
-    axes: Sequence[Sequence[Any]], cost: Callable[[Row], float], tries: int = 60
+    axes: Sequence[Sequence[Any]],
+    cost: Callable[[Row], float],
+    tries: int = 60,
+    allowed: Callable[[Row], bool] = lambda row: True,
 ) -> list[Row]:
     """Few rows, the same ones whenever it is called.
 
@@ -21,6 +24,7 @@ def pairwise_rows(
         axes: the values of each axis.
         cost: of a row; what is dear comes where nothing else is left to try.
         tries: how many rows are drawn for each that is taken.
+        allowed: whether there is such a row; a pair in none of those drawn is left out.
 
     >>> rows = pairwise_rows([(0, 1), "ab", (True, False)], lambda row: 1.0)
     >>> len(rows) < 8, {(a, b) for a, b, _ in rows} == {(0, "a"), (0, "b"), (1, "a"), (1, "b")}
@@ -30,7 +34,11 @@ def pairwise_rows(
     left = {*_pairs_of(axes)}
     rows = []
     while left:
-        drawn = [_drawn(axes, chance.choice(sorted(left, key=repr)), chance) for _ in range(tries)]
+        pairs = [chance.choice(sorted(left, key=repr)) for _ in range(tries)]
+        drawn = [row for pair in pairs if allowed(row := _drawn(axes, pair, chance))]
+        if not drawn:
+            left.discard(pairs[0])
+            continue
         row = max(drawn, key=lambda row: len(left & {*_pairs(row)}) / cost(row))
         left -= {*_pairs(row)}
         rows.append(row)

@@ -57,7 +57,6 @@ def observed(stage: int, ranks: int) -> list[dict[str, int]]:
         step = zf.donate(zf.shard(zf.train_step(loss_fn, TX), stage=stage, unit_bytes=1 << 20))
         state = step.place(zf.TrainState.create(params(), TX))
         seen: dict[str, int] = {}
-        computed = step.describe().sent_bytes or 0
         for _ in range(3):
             with zf.comm.ledger() as led:
                 state, _ = step(state, zf.local_batch(batch()))
@@ -69,12 +68,6 @@ def observed(stage: int, ranks: int) -> list[dict[str, int]]:
                 "said": text.state_bytes or 0,
                 "sent": led.total_bytes,
                 "predicted": text.sent_bytes or 0,
-                "computed": computed,
-                "of params and gradients": sum(
-                    sent + led.headers_by_label[label]
-                    for label, sent in led.by_label.items()
-                    if label.split()[0] in ("gather", "reduce", "join")
-                ),
             }
         return seen
 
@@ -91,7 +84,6 @@ def test_state_and_traffic(stage: int, ranks: int) -> None:
         assert seen["opt_state"] == pytest.approx(8 * COUNT / moments_share, rel=0.02)
         assert seen["said"] == seen["all"]
         assert seen["sent"] == seen["predicted"]
-        assert seen["of params and gradients"] == seen["computed"]
         whole_trips = 4 * COUNT * (ranks - 1) / ranks
         if stage < 3:
             assert seen["sent"] == pytest.approx(2 * whole_trips, rel=0.02)
@@ -127,17 +119,19 @@ def test_persisted_leaves_are_what_theory_leaves_out() -> None:
 
 
 @pytest.mark.parametrize("ranks", [17, 20])
-def test_all_reduces_in_two_rounds_are_told_before_in_large_groups_too(ranks: int) -> None:
+def test_all_reduces_in_two_rounds_are_foreseen_in_large_groups_too(ranks: int) -> None:
     def loss(p: Any, batch: torch.Tensor) -> torch.Tensor:
         return ((batch @ p["w"]) ** 2).mean()
 
     def body() -> tuple[int, int | None]:
         step = zf.shard(zf.train_step(loss, TX), stage=0)
         state = step.place(zf.TrainState.create({"w": torch.ones(130, 150)}, TX))
-        step(state, torch.ones(2, 130))
+        batch = torch.ones(2, 130)
+        predicted = step.describe(batch).sent_bytes if not zf.rank() else None
+        step(state, batch)
         with zf.comm.ledger() as led:
-            step(state, torch.ones(2, 130))
-        return led.total_bytes, step.describe().sent_bytes
+            step(state, batch)
+        return led.total_bytes, predicted
 
-    for sent, predicted in zf.simulate(ranks)(body)():
-        assert sent == predicted
+    sent, predicted = zf.simulate(ranks)(body)()[0]
+    assert sent == predicted

@@ -87,8 +87,6 @@ def test_it_is_the_published_algorithm(stage: int, ranks: int) -> None:
                 state, _ = step(state, zf.local_batch(regression(i, F64)))
             seen.append(tree.flatten_names(zf.full(state.params)))
             assert step.describe().sent_bytes == led.total_bytes
-        payload = sum(n for label, n in led.by_label.items() if label.startswith("compress"))
-        assert f"compressed gradients: {payload} bytes" in str(step.describe())
         return seen, started
 
     runs = zf.simulate(ranks)(body)()

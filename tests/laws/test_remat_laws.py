@@ -185,28 +185,19 @@ def test_gathered_parameters_are_not_kept_either() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nothing_more_is_sent(ranks: int) -> None:
-    """Stage 3 gathers for backward anyway; and what ``describe`` computes is what is sent."""
+    """Stage 3 gathers for backward anyway."""
 
-    def body(rematted: bool) -> tuple[int, int, int]:
+    def body(rematted: bool) -> int:
         step = zf.shard(READY_MADE["stack"].step(ADAMW), stage=3, unit_bytes=600)
         step = zf.remat(step) if rematted else step
         state = step.place(READY_MADE["stack"].state(ADAMW, F64))
-        expected = step.describe().sent_bytes or 0
         for i in range(3):
             with zf.comm.ledger() as led:
                 state, _ = step(state, zf.local_batch(regression(i, F64)))
         assert step.describe().sent_bytes == led.total_bytes
-        paid = sum(
-            sent + led.headers_by_label[label]
-            for label, sent in led.by_label.items()
-            if label.split()[0] in ("gather", "reduce", "join")
-        )
-        return expected, paid, led.total_bytes
+        return led.total_bytes
 
-    with_, without = zf.simulate(ranks)(body)(True), zf.simulate(ranks)(body)(False)
-    for (expected, paid, total), (_, _, plain) in zip(with_, without, strict=True):
-        assert expected == paid
-        assert total == plain
+    assert zf.simulate(ranks)(body)(True) == zf.simulate(ranks)(body)(False)
 
 
 def noisy_loss(params: Any, batch: Any) -> Tensor:

@@ -227,17 +227,14 @@ def test_what_goes_between_replicas(shape: tuple[int, int], stage: int) -> None:
     def body() -> Any:
         step = zf.shard(WIDE.step(ADAMW), stage=stage, mesh=mesh)
         state = step.place(WIDE.state(ADAMW, F64))
-        told = step.describe()
-        assert told.sent_bytes is not None
+        told = step.describe(step.local_batch(WIDE.batch(0, F64)))
         for i in range(3):
             with zf.comm.ledger() as led:
                 state, _ = step(state, step.local_batch(WIDE.batch(i, F64)))
         assert step.describe().sent_bytes == led.total_bytes
         part = sum(flat.bounds(zf.rank() % shape[1])[1] - flat.bounds(zf.rank() % shape[1])[0]
                    for flat in state.params.layout.flats) * 8  # fmt: skip
-        own = ("loss", "sums of leaves")
-        late = sum(led.by_label[name] + led.headers_by_label[name] for name in own)
-        assert told.sent_bytes + late == led.total_bytes
+        assert told.sent_bytes == led.total_bytes
         return dict(led.by_axis), led.by_label, part, str(told), str(step.describe())
 
     for by_axis, by_label, part, before, after in zf.simulate(shape[0] * shape[1])(body)():
@@ -248,7 +245,7 @@ def test_what_goes_between_replicas(shape: tuple[int, int], stage: int) -> None:
         assert gathered == 2 * (shape[1] - 1) * part  # at stage 3 the one unit is kept for backward
         rest = by_axis["replica+data"]
         assert rest == sum(by_axis.values()) - by_axis["data"] - by_axis["replica"] <= 400  # losses
-        assert f"by axis: data {gathered}, replica {by_axis['replica']}" in before
+        assert f"replica {by_axis['replica']}" in before
         assert f"averaged over {shape[0]} replicas" in before and "replica+data" in after
         assert sum(by_label.values()) == sum(by_axis.values())
 
@@ -495,42 +492,3 @@ def test_evaluation_and_curvature_outside_a_step() -> None:
         assert found.keys() == alone_.keys()
         for name, value in alone_.items():
             assert float(found[name]) == pytest.approx(float(value), rel=1e-2), name
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["accumulate", "remat", "precision", "all"])
-def test_describe_foretells_what_is_sent(name: str, stage: int) -> None:
-    """Before the first step what parameters and gradients take; all of it after one."""
-    wraps = {
-        "accumulate": lambda f: zf.accumulate(f, 3),
-        "remat": zf.remat,
-        "precision": zf.precision,
-        "all": lambda f: zf.remat(zf.accumulate(zf.precision(zf.donate(f)), 3)),
-    }
-
-    def loss(params: Any, batch: Any) -> Tensor:  # every layer enters once, and in order
-        x = batch["x"].to(params["first"]["w"].dtype)
-        x = zf.scan(block, params["blocks"], block(params["first"], x))
-        return mean_square(x @ params["head"]["w"] + params["head"]["b"], batch["y"])
-
-    for shape in ((2, 2), (3, 1), (2, 3)):
-        mesh = zf.mesh(replica=shape[0], data=shape[1])
-
-        def body(mesh: zf.Mesh = mesh) -> None:
-            step = wraps[name](zf.train_step(loss, ADAMW))
-            step = zf.shard(step, stage=stage, mesh=mesh, unit_bytes=600)
-            state = step.place(zf.TrainState.create(stack(torch.float32), ADAMW, key=7))
-            told = step.describe()
-            for i in range(3):
-                with zf.comm.ledger() as led:
-                    batch = regression(i, torch.float32, rows=36)
-                    state, _ = step(state, step.local_batch(batch))
-            paid = sum(
-                sent + led.headers_by_label[label]
-                for label, sent in led.by_label.items()
-                if label.split()[0] in ("gather", "reduce", "join")
-            )
-            assert told.sent_bytes == paid, zf.rank()
-            assert step.describe().sent_bytes == led.total_bytes
-
-        zf.simulate(shape[0] * shape[1])(body)()

@@ -194,26 +194,21 @@ def test_what_is_sent_is_what_it_says(ranks: int) -> None:
 
     def body() -> None:
         step = wrapped(STACK, ADAMW)
-        told = zf.donate(step)  # never runs, so that it must compute what the next step sends
         state = step.place(STACK.state(ADAMW, F64))
         for t, kind in policy():
-            told.place(step.unplace(state))
             with zf.comm.ledger() as led:
                 state, _ = step(state, zf.local_batch(STACK.batch(t, F64)))
             assert step.describe().sent_bytes == led.total_bytes
-            sent, headers = {"reduce": 0, "compress": 0}, 0
+            sent = {"reduce": 0, "compress": 0}
             for label, n in led.by_label.items():
                 if label.split()[0] in sent:
                     sent[label.split()[0]] += n
-                    headers += led.headers_by_label[label]
-            assert told.describe().sent_bytes == sum(sent.values()) + headers, t
             if ranks == 1:
                 assert not any(sent.values())
                 continue
             signs = two_phases(state.aux["compress_grads"]["worker"]["params"].layout, ranks)
             assert bool(sent["reduce"]) == (kind == "dense"), t
             assert sent["compress"] == (signs if kind in ("compressed", "average") else 0), t
-            assert f"gradients or movements: {signs} bytes" in str(told.describe())
 
     zf.simulate(ranks)(body)()
 

@@ -289,9 +289,21 @@ def test_meshes_that_do_not_fit() -> None:
         zf.foresee(lambda s, x: (s, x), WIDE, x, ranks=8, mesh=zf.mesh(data=8))
 
 
-def test_what_is_on_disk_is_refused() -> None:
-    with pytest.raises(zf.CompositionError, match="disk"):
-        trained(lambda step: zf.offload(step, to="disk", path="/nowhere"))
+def test_more_ranks_than_a_mesh_holds() -> None:
+    with pytest.raises(ValueError, match="needs 6 ranks, this world has 12"):
+        trained(ranks=12, mesh=zf.mesh(replica=2, data=3))
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    """Nobody reduces their gradients."""
+    module = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+    module[0].requires_grad_(False)
+    model = zf.functionalize(module)
+    step = zf.train_step(lambda p, x: model.apply(p, x).square().mean(), TX)
+    state = zf.TrainState.create(model.params, TX)
+    seen = zf.foresee(zf.shard(step, stage=0), state, torch.zeros(8, 100), ranks=2)
+    reduced = sum(n for label, n in seen.sent.by_label.items() if label.startswith("reduce"))
+    assert reduced == pytest.approx(4 * (100 * 100 + 100), rel=0.02)  # with gaps between leaves
 
 
 # A cluster

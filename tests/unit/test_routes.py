@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from zfunc.engine import description
-from zfunc.engine.description import Traffic
-from zfunc.engine.traffic import added
 from zfunc.errors import DesyncError
 from zfunc.ranks import adjacency, routes
 from zfunc.ranks.accounting import Ledger
@@ -61,23 +57,6 @@ def test_a_broadcast_reaches_everybody_once(size: int) -> None:
 def test_sums_add_every_rank_once(size: int) -> None:
     words = routes.summed([Counter([rank]) for rank in range(size)])
     assert words == Counter(range(size))
-
-
-@pytest.mark.parametrize(
-    ("device", "size", "told"), [("cuda", 8, 2), ("cuda", 1, 0), ("cpu", 8, 7)]
-)
-def test_what_is_told_in_advance_counts_the_headers_that_go_out(
-    device: str, size: int, told: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a group's neighbours, which may be fewer than those of the world."""
-    monkeypatch.setattr(World, "device", torch.device(device))
-    sent, ranks = Traffic(), SimpleNamespace(rank=0, size=size, axis="data")
-    for nbytes in (100, 200, 300):
-        added(sent, "gather parameters", nbytes, ranks)  # type: ignore[arg-type]
-    transform = SimpleNamespace(traffic=lambda memo: sent)
-    parts, by_axis = description._sent([transform], {})  # type: ignore[list-item]
-    assert parts["headers"] == 3 * 16 * told
-    assert parts["gather parameters"] == by_axis["data"] == 600
 
 
 # Real groups: every rank a thread with a gloo context and channel of its own.

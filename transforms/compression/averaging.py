@@ -18,13 +18,13 @@ from zfunc.layout.sharded import Sharded
 from zfunc.optim import Moved
 from zfunc.transforms.compression.error_feedback import Call
 from zfunc.transforms.compression.estimated import Estimated
-from zfunc.transforms.compression.exchange import Codec, Gathered, Scattered, codecs_of, phase_bytes
-from zfunc.transforms.compression.low_rank import LowRankMean, LowRankPart, PowerSGD, rank_bytes
+from zfunc.transforms.compression.exchange import Codec, Gathered, Scattered, codecs_of
+from zfunc.transforms.compression.low_rank import LowRankMean, LowRankPart, PowerSGD
 from zfunc.trees.memory import reuse
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree
 from zfunc.trees.unreduced import Unreduced
 
-__all__ = ["averaged", "estimated", "scattered", "sent_bytes", "summed"]
+__all__ = ["averaged", "estimated", "scattered", "summed"]
 
 
 def averaged(call: Call, tree: Tree, momentum: bool = False) -> Tree:
@@ -261,22 +261,6 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
         first = Scattered(unit.group, codecs, x, dense.cuts, error, label)
         parts.append(_Part(first, unit.layout, i, unit.group.rank))
     return Waiting(parts)
-
-
-def sent_bytes(codec: Any, layout: Layout, stage: int, rank: int, size: int) -> list[int]:
-    """Bytes that ``rank`` of ``size`` sends for one params entry, a number for each collective."""
-    sent: list[int] = []
-    for i, spec in enumerate(layout.flats):
-        dense = dense_of(layout, i)
-        if not spec.trainable or spec.whole or not dense.length:
-            continue
-        if isinstance(codec, PowerSGD):
-            sent += rank_bytes(codec, layout, i, rank, size)
-            continue
-        dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
-        codecs = codecs_of(codec, layout, i)
-        sent += phase_bytes(codecs, dense.cuts, dtype, rank)[: 1 if stage else 2]
-    return sent
 
 
 def estimated(call: Call, grads: Tree, squares: Mapping[str, Tensor]) -> Tree:

@@ -20,9 +20,8 @@ from torch import Tensor
 from zfunc.layout.dense import dense_of
 from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group, Handle
-from zfunc.ranks.routes import all_gather_bytes
 
-__all__ = ["Codec", "Gathered", "Scattered", "codecs_of", "phase_bytes"]
+__all__ = ["Codec", "Gathered", "Scattered", "codecs_of"]
 
 
 class Codec(Protocol):
@@ -133,20 +132,6 @@ class Gathered:
         places = zip(first.codecs, pairwise(first.cuts), pairwise(self._cuts), strict=True)
         for codec, (a, b), (low, high) in places:
             codec.unpack_(data[low:high], out[a:b])
-
-
-def phase_bytes(
-    codec: Codec | Sequence[Codec], cuts: tuple[int, ...], dtype: torch.dtype, rank: int
-) -> tuple[int, int]:
-    """Bytes that ``rank`` sends in each phase.
-
-    >>> from zfunc.transforms.compression.onebit import OneBit
-    >>> phase_bytes(OneBit(), (0, 4096, 8192), torch.float32, 0)
-    (520, 520)
-    """
-    sizes = _sizes(_each(codec, cuts), cuts, dtype)
-    gathered = all_gather_bytes((0, *accumulate(sizes)), 1, rank, len(sizes))
-    return sum(sizes) - sizes[rank], gathered
 
 
 def _each(codec: Codec | Sequence[Codec], cuts: tuple[int, ...]) -> tuple[Codec, ...]:

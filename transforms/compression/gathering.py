@@ -29,7 +29,7 @@ from zfunc.transforms.compression.quantized import Int4, Int8
 from zfunc.trees.memory import reuse
 from zfunc.trees.nodes import Tree, spent
 
-__all__ = ["GATHERS", "Half", "before", "check_gather", "gathered_bytes", "joined"]
+__all__ = ["GATHERS", "Half", "before", "check_gather", "joined"]
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,3 @@ def _add(
     moved = torch.cat([each.unpack(data[c:d], b - a, dtype) for each, (a, b), (c, d) in rows])
     for slot, start in zip(dense.slots, dense.starts, strict=True):
         base[slot.start : slot.start + slot.numel] += moved[start : start + slot.numel]
-
-
-def gathered_bytes(codec: Codec, layout: Layout, rank: int) -> int:
-    """Bytes that ``rank`` sends for one params entry."""
-    total = 0
-    for i, spec in enumerate(layout.flats):
-        cuts = dense_of(layout, i).cuts
-        if spec.trainable and not spec.whole and cuts[-1]:
-            dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
-            mine = codecs_of(codec, layout, i)[rank]
-            total += mine.nbytes(cuts[rank + 1] - cuts[rank], dtype) * (layout.world - 1)
-    return total

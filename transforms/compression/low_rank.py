@@ -29,10 +29,9 @@ from torch import Tensor
 from zfunc.layout.dense import dense_of
 from zfunc.layout.layout import Layout, Slot
 from zfunc.layout.pool import pool
-from zfunc.ranks.routes import all_reduce_bytes
 from zfunc.transforms.compression.error_feedback import Call
 
-__all__ = ["LowRankMean", "LowRankPart", "PowerSGD", "bases_of", "rank_bytes"]
+__all__ = ["LowRankMean", "LowRankPart", "PowerSGD", "bases_of"]
 
 
 @dataclass(frozen=True)
@@ -162,14 +161,3 @@ class LowRankPart:
             self._mean.finish()
             self._part = self._mean.full[self._low : self._high].clone()
         return self._part
-
-
-def rank_bytes(codec: PowerSGD, layout: Layout, flat: int, rank: int, size: int) -> list[int]:
-    """Bytes that ``rank`` of ``size`` sends for one flat: first and second products."""
-    first = second = 0
-    for slot in dense_of(layout, flat).slots:
-        shape = codec.shape(slot)
-        first += slot.numel if shape is None else shape[0] * codec.rank
-        second += 0 if shape is None else shape[1] * codec.rank
-    wide = 8 if layout.flats[flat].dtype == torch.float64 else 4
-    return [all_reduce_bytes(count, wide, rank, size) for count in (first, second)]

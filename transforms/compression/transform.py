@@ -49,12 +49,11 @@ from zfunc.engine.carried import held, may_lose, may_stay, put, take
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
-from zfunc.engine.hooks import Gradients, Pending, Traffic
+from zfunc.engine.hooks import Gradients, Pending
 from zfunc.engine.order import Order
 from zfunc.engine.placement import homes_of
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform
-from zfunc.engine.traffic import added
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import CompositionError, NonFiniteError, PlacementError
 from zfunc.kernels import llvm
@@ -66,7 +65,6 @@ from zfunc.transforms.compression.averaging import (
     averaged,
     estimated,
     scattered,
-    sent_bytes,
     summed,
 )
 from zfunc.transforms.compression.error_feedback import Call, carried_on, fresh, is_finite, sums
@@ -75,7 +73,6 @@ from zfunc.transforms.compression.gathering import (
     GATHERS,
     before,
     check_gather,
-    gathered_bytes,
     joined,
 )
 from zfunc.transforms.compression.low_rank import PowerSGD, bases_of
@@ -410,14 +407,9 @@ class CompressGrads(Transform):
 
     def expect(self, state: Any, memo: dict[Any, Any]) -> None:
         carried, _ = take(state, NAME)
-        if carried is None:
-            if "said" not in memo:
-                memo["said"] = True
-                _log.warning("%r: one rank has nothing to send, and nothing is compressed", self)
-            return
-        memo["compressed"] = [node.layout for node in carried["worker"].values()]
-        memo["kept"] = bool(carried["frozen"])
-        memo["gathered otherwise"] = memo["kept"] and self.gather is not None
+        if carried is None and "said" not in memo:
+            memo["said"] = True
+            _log.warning("%r: one rank has nothing to send, and nothing is compressed", self)
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         when = "once second moments have settled" if self.codec.freezes else "from the start"
@@ -430,21 +422,7 @@ class CompressGrads(Transform):
         what = "gradients" if whole else "momentum (or what the optimizer averages)"
         alone = stage or isinstance(self.codec, PowerSGD)
         held = "4 bytes a parameter" + ("" if alone else f" and 4/{ranks} as an owner")
-        lines = [f"compress_grads: {self.method} {what} {when}; errors take {held}"]
-        if "compressed" in memo:
-            sent = self.traffic({**memo, "kept": True}).payload["compressed gradients"]
-            lines.append(f"compressed gradients: {sent} bytes sent per step, headers not counted")
-        return lines
-
-    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
-        traffic, rank = Traffic(), self.shard.group.rank if self.shard else 0
-        for layout in memo.get("compressed", ()) if memo.get("kept") else ():
-            for nbytes in sent_bytes(self.codec, layout, self.shard.stage, rank, self._ranks):
-                added(traffic, "compressed gradients", nbytes, self.shard.group)
-            if self.gather is not None:
-                nbytes = gathered_bytes(GATHERS[self.gather], layout, rank)
-                added(traffic, "compressed updates", nbytes, self.shard.group)
-        return traffic
+        return [f"compress_grads: {self.method} {what} {when}; errors take {held}"]
 
 
 class CompressedMean(Reduction):

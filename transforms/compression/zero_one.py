@@ -36,7 +36,7 @@ from zfunc.buffers.readings import Reading
 from zfunc.engine.carried import put, take
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
-from zfunc.engine.hooks import Gradients, Traffic
+from zfunc.engine.hooks import Gradients
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError
 from zfunc.optim import AdamState
@@ -234,21 +234,11 @@ class ZeroOneAdam(CompressGrads):
 
     # What it says of itself
 
-    def expect(self, state: Any, memo: dict[Any, Any]) -> None:
-        super().expect(state, memo)
-        carried, _ = take(state, NAME)
-        if carried is not None:
-            memo["kept"] = (kind := self._kind(carried)) != "dense"
-            memo["silent"] = kind == "local"
-
-    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
-        return Traffic() if memo.get("silent") else super().traffic(memo)
-
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         if self._ranks == 1:
             return super().describe(memo)
         codec, freeze = self.codec, f"after {self.freeze_step} steps"
-        lines = [
+        return [
             f"compress_grads: 0/1 Adam; second moments learn {codec.var_update_scaler} times in "
             "every step, then as often in every second, and so on, and freeze "
             + ("once they have settled" if self.freeze_step == "auto" else freeze),
@@ -256,11 +246,6 @@ class ZeroOneAdam(CompressGrads):
             f"{codec.local_step_scaler} steps, up to {codec.local_step_clipper})",
             f"errors, drift and momentum take 12 bytes a parameter and 4/{self._ranks} as an owner",
         ]
-        if "compressed" in memo:
-            loud = {**memo, "kept": True, "silent": False}
-            sent = self.traffic(loud).payload["compressed gradients"]
-            lines.append(f"compressed gradients or movements: {sent} bytes, headers not counted")
-        return lines
 
 
 class LocalMean(CompressedMean):

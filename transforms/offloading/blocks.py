@@ -23,7 +23,17 @@ from zfunc.buffers.pages import PAGE as ALIGN
 from zfunc.buffers.pages import aligned
 from zfunc.errors import CheckpointError, PlacementError
 
-__all__ = ["ALIGN", "BLOCK", "FileRegion", "Files", "aligned", "descriptor", "digest", "finished"]
+__all__ = [
+    "ALIGN",
+    "BLOCK",
+    "FileRegion",
+    "Files",
+    "NoFiles",
+    "aligned",
+    "descriptor",
+    "digest",
+    "finished",
+]
 
 T = TypeVar("T")
 
@@ -153,6 +163,28 @@ class Files:
         where = region.offset + block // n * BLOCK
         direct = os.O_DIRECT if self.direct[block % n] else 0
         return self.folders[block % n] / region.name, where, direct
+
+
+class NoFiles(Files):
+    """Files of a step that is foreseen: nothing is written, and all blocks are alike."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = tuple(folders)
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        return
+
+    def write(self, region: FileRegion, block: int, data: memoryview) -> int:
+        return 0
+
+    def read(self, region: FileRegion, block: int, into: memoryview) -> int:
+        return 0
+
+    def patch(self, region: FileRegion, at: int, data: memoryview) -> None:
+        return
+
+    def sync(self, name: str) -> None:
+        return
 
 
 @contextmanager

@@ -35,7 +35,16 @@ from zfunc.buffers.pages import FLIGHTS
 from zfunc.buffers.ring import Buffer, Ring
 from zfunc.errors import PlacementError
 from zfunc.ranks import world
-from zfunc.transforms.offloading.blocks import FileRegion, Files, aligned, finished, refused
+from zfunc.transforms.offloading.blocks import (
+    FileRegion,
+    Files,
+    NoFiles,
+    aligned,
+    descriptor,
+    finished,
+    refused,
+)
+from zfunc.trees.kinds import FORESEEN
 
 __all__ = ["Disk", "open_disk"]
 
@@ -216,6 +225,50 @@ class Disk:
                 elif found.name.startswith("spill-") and not self._made:
                     found.unlink(missing_ok=True)
 
+    def record(self, folder: str, data: bytes) -> None:
+        """Put a state's commit record on the device, in the place of the one before."""
+        path = self.folders[0] / folder / "index.json"
+        fresh = path.with_name("index.json.new")
+        try:
+            with descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+                with open(fd, "wb", closefd=False) as file:
+                    file.write(data)
+                os.fsync(fd)
+            os.replace(fresh, path)
+            with descriptor(path.parent, os.O_RDONLY) as fd:
+                os.fsync(fd)
+        except OSError as error:
+            raise refused(path, "write", len(data), error) from error
+
+
+class AbsentDisk(Disk):
+    """The folders of a step that is foreseen: nothing is made, read, written or deleted there."""
+
+    def open(self) -> None:
+        self.files, self.closed = NoFiles(self.folders), False
+
+    def close(self) -> None:
+        self.ring.clear()
+        self.closed = True
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(call(*args))
+        return done
+
+    def fresh(self) -> str:
+        self._made += 1
+        return f"place-{self._made:04d}"
+
+    def sweep(self) -> None:
+        self.dead.clear()
+
+    def forget(self) -> None:
+        """There is nothing."""
+
+    def record(self, folder: str, data: bytes) -> None:
+        """There is nowhere to."""
+
 
 def _make(folder: Path, anew: bool = False) -> None:
     try:
@@ -308,6 +361,9 @@ def open_disk(owner: Any, paths: Sequence[Path], buffers: int, left: bool = True
     disks = here.memo.setdefault("disks", weakref.WeakValueDictionary())
     disk: Disk | None = disks.get(paths)
     if disk is None or disk.owner != owner:
+        if FORESEEN.get():
+            disk = disks[paths] = AbsentDisk(owner, paths, here.rank, buffers)
+            return disk
         found = _left_behind(owner, paths, here.rank) if left else None
         disk = disks[paths] = found or Disk(owner, paths, here.rank, buffers)
         with _TAKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from zfunc.errors import CheckpointError
 from zfunc.layout.sharded import Sharded
-from zfunc.transforms.offloading.blocks import FileRegion, descriptor, finished, refused
+from zfunc.transforms.offloading.blocks import FileRegion, finished
 from zfunc.transforms.offloading.disk import Disk
 from zfunc.transforms.offloading.tree_storage import TreeStorage, sections
 
@@ -165,18 +164,8 @@ class DiskState:
             "generations": [asdict(generation) for generation in self.newest],
         }
         body = json.dumps(record, separators=(",", ":")).encode()
-        folder = self.disk.folders[0] / self.folder
-        path, fresh = folder / "index.json", folder / "index.json.new"
-        try:
-            with descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-                with open(fd, "wb", closefd=False) as file:
-                    file.write(xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body)
-                os.fsync(fd)
-            os.replace(fresh, path)
-            with descriptor(folder, os.O_RDONLY) as fd:
-                os.fsync(fd)
-        except OSError as error:
-            raise refused(path, "write", len(body), error) from error
+        head = xxhash.xxh3_128_hexdigest(body).encode()
+        self.disk.record(self.folder, head + b"\n" + body)
 
 
 def _holds(generation: Generation, slots: Mapping[str, int]) -> bool:

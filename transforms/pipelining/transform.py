@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.context import PLACING, Context, current
-from zfunc.engine.hooks import Gradients, LayerInfo, Pending, Traffic
+from zfunc.engine.hooks import Gradients, LayerInfo, Pending
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform, transform_of
@@ -285,9 +285,6 @@ class Pipeline(Meshed):
             self.shard.expect(state, memo)
         nodes = [x for x in leaves_in(state, OPAQUE) if isinstance(x, Readable)]
         memo[NAME] = next((node.layout for node in nodes if node.layout.layers), None)
-
-    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
-        return Traffic(known=self.group.size == 1)
 
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         if self.group.size == 1:

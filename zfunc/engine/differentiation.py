@@ -370,7 +370,6 @@ def _by_unit(
             owner.go_back([loss], [seed])
         owner.finish()
         running.memo[plan] = tuple(owner.plan.events)
-        running.memo["left", call] = tuple(owner.results)
         running.memo["most under way", call] = owner.plan.most_ahead, owner.most_in_flight
         running.memo["sources", call] = [(source.layout, source.cut) for source in sources]
         holding, results = owner.holding, owner.results

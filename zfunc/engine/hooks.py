@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +17,6 @@ __all__ = [
     "Gradients",
     "LayerInfo",
     "Pending",
-    "Traffic",
 ]
 
 Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
@@ -106,27 +104,13 @@ class Description(str):
 
     Attributes:
         state_bytes: bytes of the placed state on this rank; None before ``place``.
-        sent_bytes: bytes that this rank sends in one step, headers included; None
-            before ``place``.
+        sent_bytes: bytes that this rank sends in one step, headers included; None before it has
+            run, unless a batch was foreseen.
+        peak_bytes: the most bytes of tensors alive in a step; None unless a batch was foreseen.
+        flops: of a step; likewise.
     """
 
     state_bytes: int | None = None
     sent_bytes: int | None = None
-
-
-@dataclass
-class Traffic:
-    """Payload bytes that one rank sends, by purpose and by axis, and how many headers.
-
-    ``known`` is False where only a step that has run can tell.
-    """
-
-    payload: Counter[str] = field(default_factory=Counter)
-    by_axis: Counter[str] = field(default_factory=Counter)
-    headers: int = 0
-    known: bool = True
-
-    def add(self, purpose: str, nbytes: int, axis: str, headers: int) -> None:
-        self.payload[purpose] += nbytes
-        self.by_axis[axis] += nbytes
-        self.headers += headers
+    peak_bytes: int | None = None
+    flops: int | None = None

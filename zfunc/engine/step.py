@@ -34,7 +34,7 @@ from zfunc.engine import context
 from zfunc.engine.collector import collector_waits
 from zfunc.engine.context import Context
 from zfunc.engine.entries import admitted, copied, first_leaf, first_placed, held_bytes, key_of
-from zfunc.engine.hooks import Description, Gradients, LayerInfo, Pending, Traffic
+from zfunc.engine.hooks import Description, Gradients, LayerInfo, Pending
 from zfunc.engine.interrupts import Succession
 from zfunc.engine.order import Order
 from zfunc.engine.signs import listed, signs
@@ -44,7 +44,7 @@ from zfunc.ranks.accounting import ledger
 from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, unchecked
 from zfunc.trees import tree
-from zfunc.trees.nodes import Box, boxes_in, leaves_in
+from zfunc.trees.nodes import Box, boxes_in, leaves_in, outline
 from zfunc.trees.origins import let_go
 
 __all__ = ["Step", "Transform", "as_step", "transform_of"]
@@ -209,10 +209,6 @@ class Transform:
     def describe(self, memo: Mapping[Any, Any]) -> list[str]:
         """Lines for ``step.describe()``."""
         return []
-
-    def traffic(self, memo: Mapping[Any, Any]) -> Traffic:
-        """What one rank sends for this transform in one step."""
-        return Traffic()
 
     def release(self, step: Step) -> None:
         """Release what the transform holds for a step: files, locks, memory."""
@@ -437,13 +433,15 @@ class Step:
         return placed
 
     def _placed(self, state: Any) -> Any:
-        token, self._memo()["placing"] = context.PLACING.set(self), state
+        token, memo = context.PLACING.set(self), self._memo()
+        memo["placing"], memo["given"] = state, outline(state)
+        memo.setdefault("noted", {})["given"] = memo["given"]
         try:
             for transform in reversed(self.transforms):
                 state = transform.place(state)
         finally:
             context.PLACING.reset(token)
-            del self._memo()["placing"]
+            del memo["placing"]
         return state if any(t.represents for t in self.transforms) else copied(state)
 
     def unplace(self, state: Any) -> Any:
@@ -475,16 +473,16 @@ class Step:
             found = [part for state in found for part in transform.parts(state)]
         return found
 
-    def describe(self) -> Description:
+    def describe(self, batch: Any = None) -> Description:
         """What this step does and costs, as text (and as attributes of the text).
 
-        State and traffic are known once the step has placed a state. Until it has run,
-        the traffic is computed for one ``value_and_grad`` of all parameters; afterwards
-        it is that of the recorded path, which the next step takes again.
+        Bytes of the state are known once one is placed, those sent once the step has run. With
+        ``batch``, what this rank would pass to it, the step on the state that was placed last is
+        foreseen (``zf.foresee``): bytes sent, FLOPs, and the peak of tensors.
         """
-        from zfunc.engine.description import describe  # a room for this alone
+        from zfunc.foresight.description import describe  # for this alone
 
-        return describe(repr(self), self.transforms, self._memo())
+        return describe(self, self._memo(), batch)
 
     def close(self) -> None:
         """Release files, locks, rings and streams; the step can be used again."""

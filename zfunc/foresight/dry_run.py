@@ -25,7 +25,7 @@ from zfunc.foresight.geometry import Geometries, Made, Results, Returned
 from zfunc.foresight.layer_names import CurrentLayer
 from zfunc.foresight.pageless import pageless
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.schemas import ALLOCATES, SHARES, is_composite, written_by
+from zfunc.foresight.schemas import ALLOCATES, SHARES, is_causal, is_composite, written_by
 from zfunc.foresight.storages import SMALL, Storages
 from zfunc.kernels.operators import RUNS
 from zfunc.ranks.transport import Collective
@@ -158,6 +158,8 @@ class DryRun(TorchDispatchMode):
             ]
             args, kwargs = pytree.tree_unflatten(flat, spec)
             tensors = [x for x in flat if isinstance(x, Tensor)]
+        if _changes_to_meta(func, kwargs):
+            return func(*args, **kwargs)
         for x in tensors:
             self.storages.seen(x)
         if func.is_view or func._opname in SHARES:
@@ -306,26 +308,21 @@ class DryRun(TorchDispatchMode):
             elements=sum(x.numel() for x in changed),
             shapes=tuple(tuple(x.shape) for x in tensors),
             dtype=tensors[0].dtype if tensors else None,
-            causal=_is_causal(func, args, kwargs),
+            causal=is_causal(func, args, kwargs),
         )
         self._add(row)
-
-
-@cache
-def _causal_at(func: Any) -> int:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("is_causal") if "is_causal" in names else -1
-
-
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    at = _causal_at(func)
-    return at >= 0 and bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
 
 
 def _leaves_meta(func: Any, kwargs: Any) -> bool:
     """Whether a constant on meta is asked for where numbers are."""
     device = kwargs.get("device")
     return func._opname == "_to_copy" and device is not None and device.type != "meta"
+
+
+def _changes_to_meta(func: Any, kwargs: Any) -> bool:
+    """Whether the shape of a tensor is asked for, without memory."""
+    device = kwargs.get("device")
+    return func._opname == "_to_copy" and device is not None and device.type == "meta"
 
 
 def _large(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zfunc.foresight.pageless import pageless
 from zfunc.foresight.storages import SMALL, SMALL_BYTES, Storages, whole
-from zfunc.trees.nodes import NAMESPACE
+from zfunc.trees.nodes import NAMESPACE, carry
 
 __all__ = ["without_values"]
 
@@ -43,7 +43,8 @@ def _instead(x: Tensor, made: dict[int, Tensor], storages: Storages) -> Tensor:
         made[key] = _memory(x, storages)
     data = made[key].view(x.dtype) if made[key].dtype != x.dtype else made[key]
     out = data.as_strided(x.size(), x.stride(), x.storage_offset())
-    return nn.Parameter(out, x.requires_grad) if isinstance(x, nn.Parameter) else _as(x, out)
+    out = nn.Parameter(out, x.requires_grad) if isinstance(x, nn.Parameter) else _as(x, out)
+    return carry(out, x)
 
 
 def _as(x: Tensor, out: Tensor) -> Tensor:

@@ -172,7 +172,6 @@ def foresee(
     """
     _check(ranks, rank, device, steps)
     step, run = _on(as_step(step), mesh, ranks), DryRun()
-    _check_storage(step)
     step = named(step, run.layers) if ranks > 1 else step  # alone, layers need not be told apart
     world = ForeseenWorld(rank, ranks, device, run)
     with _alone(run), foreseeing(world), as_on_a_gpu(), run:
@@ -216,14 +215,6 @@ def _check(ranks: int, rank: int, device: str, steps: int) -> None:
         raise ValueError(f"foresee: steps={steps}, expected 2 or more: the first is not steady.")
 
 
-def _check_storage(step: Step) -> None:
-    if any(getattr(t, "to", None) == "disk" for t in step.transforms):
-        raise CompositionError(
-            f"foresee: {step!r} keeps its state on disk, and would write files there. Foresee it "
-            'with offload(to="cpu"), which sends the same.'
-        )
-
-
 def _on(step: Step, mesh: Mesh | None, ranks: int) -> Step:
     """The step on this mesh, if it says none itself."""
     if mesh is None:
@@ -251,6 +242,9 @@ def _alone(run: DryRun) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(run.restore_generators)
+        if not gc.get_freeze_count():  # what was there before need not be looked through
+            gc.freeze()
+            stack.callback(gc.unfreeze)
         stack.callback(INSTEAD.reset, INSTEAD.set(run.kernel))
         yield
 

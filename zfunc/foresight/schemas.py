@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["ALLOCATES", "SHARES", "is_composite", "written_by"]
+__all__ = ["ALLOCATES", "SHARES", "is_causal", "is_composite", "written_by"]
 
 ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 SHARES = frozenset({"_unsafe_view", "lift_fresh", "set_", "resize_"})  # no view, and its memory
@@ -34,3 +34,15 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes."""
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
     return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+
+
+@cache
+def _causal_at(func: Any) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else -1
+
+
+def is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is attention under a causal mask."""
+    at = _causal_at(func)
+    return at >= 0 and bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
