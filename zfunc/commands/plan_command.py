@@ -14,7 +14,7 @@ import zfunc as zf
 from zfunc.commands.report import print_error
 from zfunc.commands.text_models import causal_module
 from zfunc.errors import ZfuncError
-from zfunc.foresight.choices import Choice
+from zfunc.foresight.choices import PlanRow
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.presets import PRESETS
 from zfunc.foresight.timing import told
@@ -55,9 +55,9 @@ def _plan_command(found: argparse.Namespace) -> int:
             model = zf.functionalize(causal_module(found.model, None))
         ids = torch.empty(found.batch, found.seq, dtype=torch.int64, device="meta")
         with console.status("foreseeing the first step") as status:
-            tried: list[Choice] = []
+            tried: list[PlanRow] = []
 
-            def tell(row: Choice) -> None:
+            def tell(row: PlanRow) -> None:
                 tried.append(row)
                 best = min(tried, key=lambda x: x.cost)
                 done = f"{len(tried)} of at most {found.trials} steps foreseen"

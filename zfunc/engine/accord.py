@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.hooks import Pending
-from zfunc.engine.plans import Plan
+from zfunc.engine.plans import PassPlan
 from zfunc.engine.sources import Source
 from zfunc.engine.unit_runs import AGAIN, ENTER, LEAVE, RELEASE, UnitRun
 from zfunc.errors import DesyncError
@@ -80,7 +80,7 @@ class Script:
 class Members(Protocol):
     """What takes part in a pass (:class:`zfunc.engine.passes.Pass`)."""
 
-    plan: Plan
+    plan: PassPlan
     sources: list[Source]
     idle: set[Key]
     holding: bool

@@ -32,7 +32,7 @@ class Communication:
         mesh: how all ranks are laid out, if the step says so.
         averaged: its axes along which ranks have other rows of a batch.
         layout_for: plain params tree -> its layout, and whether gradients are cut.
-        prefetch, room: see :class:`zfunc.engine.plans.Plan`.
+        prefetch, room: see :class:`zfunc.engine.plans.PassPlan`.
         spill: see :class:`zfunc.engine.passes.Pass`.
         gathers_anew: whether units are gathered each time that they enter, and not kept.
         reduce_once: whether whole gradients are summed before they are reduced.

@@ -23,7 +23,7 @@ from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.hooks import Collector, Finish, Gradients
 from zfunc.engine.passes import Pass, enter
-from zfunc.engine.plans import Plan, there
+from zfunc.engine.plans import PassPlan, there
 from zfunc.engine.primitives import Mean, Ref
 from zfunc.engine.products import SHORT, products
 from zfunc.engine.recomputation import taken
@@ -315,7 +315,7 @@ def new_pass(running: Context, collector: Collector | None = None) -> Pass:
         before=[t.enter for t in entering if t.before_gather],
         after=[t.enter for t in entering if not t.before_gather],
         leave=[t.leave for t in leaving],
-        plan=Plan(prefetch=over.prefetch, room=over.room),
+        plan=PassPlan(prefetch=over.prefetch, room=over.room),
         running=running,
         waiting={} if collector is None else collector.waiting,
         holding=collector is not None and collector.holding,

@@ -29,7 +29,7 @@ from zfunc.engine import context
 from zfunc.engine.accord import Accord
 from zfunc.engine.communication import communication
 from zfunc.engine.hooks import LayerInfo, Pending
-from zfunc.engine.plans import Plan
+from zfunc.engine.plans import PassPlan
 from zfunc.engine.primitives import Ref
 from zfunc.engine.sources import Source
 from zfunc.engine.unit_info import Total, gather
@@ -75,7 +75,7 @@ class Pass:
     before: Sequence[Callable[..., Any]] = ()
     after: Sequence[Callable[..., Any]] = ()
     leave: Sequence[Callable[..., Any]] = ()
-    plan: Plan = field(default_factory=Plan)
+    plan: PassPlan = field(default_factory=PassPlan)
     running: Any = None
     spill: Callable[[Layout, bool], Any] | None = None
     sources: list[Source] = field(default_factory=list)

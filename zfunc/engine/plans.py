@@ -13,7 +13,7 @@ from typing import TypeVar
 from zfunc.engine.unit_runs import UnitRun
 from zfunc.layout.layout import Layout
 
-__all__ = ["Plan", "is_soon", "there", "there_and_back"]
+__all__ = ["PassPlan", "is_soon", "there", "there_and_back"]
 
 AHEAD_BYTES = 2**26  # of units that entered ahead, on a host: one is always there
 Key = tuple[int, int]  # which tree of the pass, and which unit of it
@@ -21,7 +21,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass
-class Plan:
+class PassPlan:
     """What is known of a pass before it runs, and how far it is.
 
     Attributes:

@@ -55,7 +55,7 @@ class Running(Protocol):
     """A pass as its trees and units see it (:class:`zfunc.engine.passes.Pass`).
 
     Attributes:
-        plan: in which order units are expected (:class:`zfunc.engine.plans.Plan`).
+        plan: in which order units are expected (:class:`zfunc.engine.plans.PassPlan`).
         accord: how the ranks agree on what comes next (:class:`zfunc.engine.accord.Accord`).
         running: the context of the call, if there is one.
         leave: the ``leave`` hooks.

@@ -19,7 +19,7 @@ How long it takes: ``clusters`` (where), ``presets`` (published numbers), ``oper
 """
 
 from zfunc.foresight.assumptions import Assumption, ForesightError
-from zfunc.foresight.choices import Choice, Plan
+from zfunc.foresight.choices import Plan, PlanRow
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.profiles import Profile
@@ -30,11 +30,11 @@ from zfunc.foresight.watch import TimedRow
 
 __all__ = [
     "Assumption",
-    "Choice",
     "Cluster",
     "Foreseen",
     "ForesightError",
     "Plan",
+    "PlanRow",
     "Profile",
     "SentBytes",
     "Span",

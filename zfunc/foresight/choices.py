@@ -26,13 +26,13 @@ from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
 from zfunc.ranks.meshes import Mesh
 from zfunc.schedules.catalogue import schedule
 
-__all__ = ["Choice", "Plan", "differing", "ordered", "tried"]
+__all__ = ["Plan", "PlanRow", "differing", "ordered", "tried"]
 
 REFUSED = (ZfuncError, ValueError)  # a choice that makes no sense, or is too small for it
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanRow:
     """One way to write a step, and what it costs; the worst of the ranks that differ.
 
     Attributes:
@@ -72,7 +72,7 @@ class Choice:
 
 def tried(
     make: Callable[[], Any], make_state: Any, batch: Any, cluster: Cluster, given: Mapping[str, Any]
-) -> Choice:
+) -> PlanRow:
     """Foresee a step on each rank that differs.
 
     Args:
@@ -91,11 +91,11 @@ def tried(
         times = [each.time(cluster) for each in seen]
         idle = _bubble(step, cluster.gpus)
     except REFUSED as error:
-        return Choice(dict(given), line, str(error).partition("\n")[0])
+        return PlanRow(dict(given), line, str(error).partition("\n")[0])
     worst = max(seen, key=lambda each: each.peak_bytes)
     slowest = max(times, key=float)
     spare = cluster.memory - worst.peak_bytes - allowance(worst.peak_bytes, cluster.kind)
-    return Choice(
+    return PlanRow(
         given=dict(given),
         sentence=line,
         fits=spare >= 0,
@@ -156,12 +156,12 @@ class Plan:
         notes: what the figures rest on.
     """
 
-    rows: tuple[Choice, ...]
+    rows: tuple[PlanRow, ...]
     cluster: Cluster = field(repr=False)
     notes: tuple[str, ...] = ()
 
     @property
-    def best(self) -> Choice | None:
+    def best(self) -> PlanRow | None:
         """The fastest that fits; None if nothing does."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
@@ -214,12 +214,12 @@ class Plan:
         return Path(path)
 
 
-def ordered(rows: Sequence[Choice]) -> tuple[Choice, ...]:
+def ordered(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
     """The best first."""
     return tuple(sorted(rows, key=lambda row: row.cost))
 
 
-def _cells(row: Choice) -> list[str]:
+def _cells(row: PlanRow) -> list[str]:
     if row.error:
         return ["", "no", "", "", "", "", f"{row.sentence or dict(row.given)}: {row.error}"]
     return [
@@ -233,7 +233,7 @@ def _cells(row: Choice) -> list[str]:
     ]
 
 
-def _plain(row: Choice) -> dict[str, Any]:
+def _plain(row: PlanRow) -> dict[str, Any]:
     given = {name: x if _is_plain(x) else repr(x) for name, x in row.given.items()}
     return {**asdict(row), "given": given}
 

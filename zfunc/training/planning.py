@@ -14,7 +14,7 @@ from torch import Tensor
 from zfunc import transforms
 from zfunc.engine.batches import has_rows, leaves_of
 from zfunc.engine.state import TrainState
-from zfunc.foresight.choices import Choice, Plan, ordered, tried
+from zfunc.foresight.choices import Plan, PlanRow, ordered, tried
 from zfunc.foresight.clusters import Cluster
 from zfunc.modules.functional import Functional
 from zfunc.optim import adamw
@@ -22,7 +22,7 @@ from zfunc.training.recipe import train_step
 
 __all__ = ["plan"]
 
-Told = Callable[[Choice], None]
+Told = Callable[[PlanRow], None]
 
 
 def plan(
@@ -81,7 +81,7 @@ def plan(
         what = f"{missing[0]} is missing" if missing else "over and make_state go with step_of"
         raise TypeError(f"plan: {what}.")
     assert cluster is not None
-    rows: list[Choice] = []
+    rows: list[PlanRow] = []
     attempts = (
         _usual(model, batch, cluster, trials)
         if model is not None
@@ -96,14 +96,14 @@ def plan(
 
 def _all_of(
     step_of: Any, make_state: Any, batch: Any, cluster: Cluster, over: Mapping[str, Iterable[Any]]
-) -> Iterator[Choice]:
+) -> Iterator[PlanRow]:
     for values in product(*over.values()):
         given = dict(zip(over, values, strict=True))
         yield tried(partial(step_of, **given), make_state, batch, cluster, given)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class UsualStep:
     """What is chosen without ``step_of``."""
 
     stage: int = 3
@@ -128,7 +128,7 @@ class Recipe:
             transforms.shard(step, stage=self.stage, unit_bytes=self.unit_bytes)
         )
 
-    def neighbours(self, cluster: Cluster, rows: int) -> Iterator[Recipe]:
+    def neighbours(self, cluster: Cluster, rows: int) -> Iterator[UsualStep]:
         """What differs in one thing, what helps most often first."""
         yield replace(self, remat=not self.remat)
         for factor in (2, 0.5):
@@ -154,14 +154,14 @@ class Recipe:
         return rows % (data * self.microbatches) == 0
 
 
-def _usual(model: Functional, batch: Any, cluster: Cluster, trials: int) -> Iterator[Choice]:
+def _usual(model: Functional, batch: Any, cluster: Cluster, trials: int) -> Iterator[PlanRow]:
     """From one recipe to the best of its neighbours, until none is better."""
     rows = next(x.shape[0] for _, x in leaves_of(batch) if has_rows(x))
     tx = adamw(1e-4)
     state = TrainState.create(model.params, tx)
-    known: dict[Recipe, Choice] = {}
+    known: dict[UsualStep, PlanRow] = {}
 
-    def attempt(recipe: Recipe) -> Choice:
+    def attempt(recipe: UsualStep) -> PlanRow:
         given = {**vars(recipe), "data": cluster.gpus // (recipe.tensor * recipe.pipe)}
         known[recipe] = tried(partial(recipe.step, model, tx), state, batch, cluster, given)
         return known[recipe]
@@ -180,9 +180,9 @@ def _usual(model: Functional, batch: Any, cluster: Cluster, trials: int) -> Iter
                 break
 
 
-def _first(cluster: Cluster, rows: int) -> Recipe:
+def _first(cluster: Cluster, rows: int) -> UsualStep:
     """Stage 3 with remat; parts of layers within a node where there are too few rows for data."""
-    recipe = Recipe(remat=True)
+    recipe = UsualStep(remat=True)
     while not recipe.possible(cluster, rows) and recipe.tensor < cluster.gpus_per_node:
         recipe = replace(recipe, tensor=recipe.tensor * 2)
     return recipe
