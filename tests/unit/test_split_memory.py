@@ -16,7 +16,9 @@ from tests.laws.split_steps import RULES, loss_of, ranks_of, run
 from tests.unit.live_bytes import Peak
 from tests.unit.peaks import measured, needs_peaks
 from zfunc import optim
+from zfunc.engine import passes
 from zfunc.layout.cutting import make_layout
+from zfunc.ranks.world import current
 from zfunc.transforms import splitting
 
 WIDTH, INNER, DEPTH, RANKS, ITEM = 512, 2048, 2, 2, 4
@@ -89,6 +91,31 @@ def test_how_leaves_lie_changes_no_bit(bytes_: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(splitting, "ALONE", bytes_)
     for mine, theirs in zip(ranks_of(2, 1, three_steps), usual, strict=True):
         assert_same(mine, theirs, f"leaves from {bytes_} bytes alone")
+
+
+def test_what_forward_left_free_is_given_back_before_gradients_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: dict[int, list[str]] = {0: [], 1: []}
+
+    def note(what: str) -> None:
+        noted[current().rank].append(what)
+
+    def noting(p: Any, x: Any) -> Tensor:
+        loss = loss_of(p, x)
+        note("forward")
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: note("backward"))
+        return loss
+
+    def step(state: Any, x: Any) -> Any:
+        metrics = {"before": zf.evaluate(noting)(state.params, x)}
+        metrics["loss"], _ = zf.value_and_grad(noting)(state.params, x)
+        return state, metrics
+
+    monkeypatch.setattr(passes, "return_freed", lambda: note("given back"))
+    ranks_of(2, 1, lambda: run(step, lambda f: zf.split(f, rules=RULES, tensor=2), steps=1))
+    assert noted[0] == noted[1] == ["forward", "forward", "given back", "backward"]
 
 
 FREEING = """

@@ -25,6 +25,7 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.sharded import Sharded
 from zfunc.ranks.comm import Group
+from zfunc.trees.kinds import kind
 from zfunc.trees.nodes import Tree, opened, register
 
 __all__ = ["LayerRef", "Source"]
@@ -125,6 +126,13 @@ class Source:
             UnitRun(owner, UnitInfo(layout, i, group, cut, index, owner.running), row, *of_tree)
             for i, row in enumerate(rows)
         ]
+
+    @property
+    def leaves_gaps(self) -> bool:
+        """Whether the host's C library keeps much of what forward frees: activations of split
+        leaves are small blocks, and freed ones between those in use stay in the heap."""
+        on_host = all(run.device is None or kind(run.device) == "cpu" for run in self.runs)
+        return self.layout.along is not None and self.differentiated and on_host
 
     @property
     def direct(self) -> bool:
