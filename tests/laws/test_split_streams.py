@@ -120,7 +120,7 @@ def loss_with(model: Any) -> Callable[[Any, Batch], Tensor]:
     def loss(params: Any, batch: Batch) -> Tensor:
         more = {}
         if "decoder_input_ids" in model.signature.parameters:
-            more["decoder_input_ids"] = batch["input_ids"].flip(0).repeat(1, 2)  # a longer one
+            more["decoder_input_ids"] = batch["input_ids"].flip(1).repeat(1, 2)  # longer ones
         logits = model.apply(params, **batch, **more).logits
         return F.cross_entropy(logits.flatten(0, 1), (logits.detach().argmin(-1)).flatten())
 

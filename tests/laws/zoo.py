@@ -227,12 +227,13 @@ def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
     try:
         with at_most(seconds):
             model, batch = made(kind, kv, strict=ways != 2)
-            plan = plan_of(model, ways)
+            try:
+                plan = plan_of(model, ways)
+            except PlacementError as error:
+                return Row(family, 0.0, f"no plan: {error}")
             check(model, plan, batch)
     except Unmade as reason:
         return Row(family, said=str(reason))
-    except PlacementError as error:
-        return Row(family, 0.0, f"no plan: {error}")
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         return Row(family, 0.0, wrong=f"{type(error).__name__}: {first}")
