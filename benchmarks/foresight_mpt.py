@@ -17,8 +17,7 @@ rests on, and ``python -m benchmarks.foresight --full`` compares with all blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ __all__ = ["Case", "NotForeseen", "case_of", "continued", "traced"]
 
 VOCAB = 50368
 DEVICES = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}
-STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+STAGES = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 PRECISIONS = {"amp_bf16": torch.bfloat16, "bf16": torch.bfloat16, "amp_fp16": torch.float16}
 FEW = (3, 4)  # blocks that are foreseen
 SHAPES = {  # width and blocks
@@ -55,34 +54,28 @@ class NotForeseen(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A row of a table of MPT's, without what was measured.
+    """A step of a GPT on ranks with some rows each, without what was measured.
 
     Attributes:
         device: name of a preset.
+        width, depth: features and blocks.
         micro: sequences in a microbatch of one rank; there are ``count`` microbatches.
+        stage: of ``shard``; ``hybrid`` cuts within nodes of 8 only.
         compute, reduce: dtypes.
     """
 
-    model: str
     device: str
+    width: int
+    depth: int
     gpus: int
     seq: int
     micro: int
     count: int
-    stage: int
-    remat: bool
-    compute: torch.dtype
-    reduce: torch.dtype
-
-    @property
-    def width(self) -> int:
-        """Features."""
-        return SHAPES[self.model][0]
-
-    @property
-    def depth(self) -> int:
-        """Blocks."""
-        return SHAPES[self.model][1]
+    stage: int = 3
+    hybrid: bool = False
+    remat: bool = False
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype = torch.float32
 
     @property
     def parameters(self) -> int:
@@ -91,10 +84,9 @@ class Case:
         return VOCAB * w + self.seq * w + self.depth * (12 * w * w + 13 * w) + 2 * w
 
     @property
-    def geometry(self) -> tuple[Any, ...]:
+    def geometry(self) -> Case:
         """What its rows depend on."""
-        sizes = (self.model, self.gpus, self.seq, self.micro, self.stage, self.remat)
-        return *sizes, self.compute, self.reduce
+        return replace(self, device="", depth=0, count=0)
 
 
 def case_of(row: Mapping[str, str]) -> Case:
@@ -119,17 +111,19 @@ def case_of(row: Mapping[str, str]) -> Case:
         raise NotForeseen(f"no mixed precision {row['MP Mode']!r}")
     if row.get("Activation CPUOffload", "False") == "True":
         raise NotForeseen("activations that are kept by the host")
-    low = PRECISIONS[precision]
     if row["MP Mode"] == "FULL":
         raise NotForeseen("parameters gathered in fp32 and cast by autocast")
+    low, (width, depth) = PRECISIONS[precision], SHAPES[model]
     case = Case(
-        model=model,
         device=device,
+        width=width,
+        depth=depth,
         gpus=int(row["# GPUs"]),
         seq=int(row["SeqLen (T)"]),
         micro=int(row["MicroBatchSize"]),
         count=int(row["GradAccum"]),
         stage=STAGES[strategy],
+        hybrid=strategy.startswith("HYBRID") and int(row["# GPUs"]) > 8,
         remat=row["Activation Checkpointing"] == "True",
         compute=low,
         reduce=torch.float32 if row["MP Mode"] == "DEFAULT" else low,
@@ -185,7 +179,8 @@ def traced(case: Case, depth: int, count: int) -> zf.Foreseen:
     """A step of the stand-in with so many blocks and microbatches, as rank 0."""
     tx, w = optim.adamw(1e-4), case.width
     unit = 4 * max(VOCAB * w + case.seq * w + 2 * w, 12 * w * w + 13 * w)
-    step: Any = zf.shard(zf.train_step(_loss, tx), stage=case.stage, unit_bytes=unit)
+    mesh = zf.mesh(replica=case.gpus // 8, data=8) if case.hybrid else None
+    step: Any = zf.shard(zf.train_step(_loss, tx), stage=case.stage, unit_bytes=unit, mesh=mesh)
     step = zf.precision(zf.donate(step), compute=case.compute, reduce=case.reduce)
     step = zf.remat(step) if case.remat else step
     step = zf.accumulate(step, count) if count > 1 else step

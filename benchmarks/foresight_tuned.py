@@ -1,7 +1,7 @@
 """The constants of ``benchmarks.foresight`` that were tuned, and on which rows.
 
 ``python -m benchmarks.foresight --tune`` finds them anew, on these rows alone. They stand for what
-the clocks do not know of MPT's software and of a device's power: they are no properties of a device.
+the clocks do not know of MPT's software and of a device's power: no device has such properties.
 """
 
 from __future__ import annotations
