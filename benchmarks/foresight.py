@@ -1,9 +1,9 @@
 """Step times that others have published, beside what ``Foreseen.time`` says of them.
 
-    python -m benchmarks.foresight                    # the tables in benchmarks/published
-    python -m benchmarks.foresight --rows FILE.csv    # any rows with the columns of mpt_measured.csv
-    python -m benchmarks.foresight --full             # all blocks of a model, beside few of them
-    python -m benchmarks.foresight --tune             # the tuned constants anew, on their rows alone
+    python -m benchmarks.foresight                # the tables in benchmarks/published
+    python -m benchmarks.foresight --rows FILE    # any rows with the columns of mpt_measured.csv
+    python -m benchmarks.foresight --full         # all blocks of a model, beside few of them
+    python -m benchmarks.foresight --tune         # the tuned constants anew, on their rows alone
 
 Four constants are tuned on six rows (``foresight_tuned.py``). All others are published
 (``zfunc/foresight/presets.py``) or guessed; each guess is halved and doubled, and the table says

@@ -1,4 +1,4 @@
-"""Rows of published tables, their stand-ins' rows on clocks, and constants tuned on some of them."""
+"""Rows of published tables, stand-ins for them on clocks, and constants tuned on some of them."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -165,6 +166,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[Timed]:
         a = torch.ones(m * unit, k * unit, device=device, dtype=dtype)
         b = torch.ones(k * unit, n * unit, device=device, dtype=dtype)
         out = a @ b
+        seconds = _seconds(partial(torch.mm, a, b, out=out), device)
         row = StepRow(
             *("compute", "mm"),
             flops=2 * a.shape[0] * a.shape[1] * b.shape[1],
@@ -173,7 +175,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[Timed]:
             shapes=(tuple(a.shape), tuple(b.shape)),
             dtype=dtype,
         )
-        found.append((row, _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)))
+        found.append((row, seconds))
     return found
 
 
@@ -192,7 +194,8 @@ def _fitted(cluster: Cluster, timed: Sequence[Timed], name: str) -> Cluster:
     """The share of the peak, and its ramp, with which formulas say best what was measured."""
     best, least = cluster, math.inf
     for ramp in RAMPS:
-        tried = replace(cluster, **{name: 1.0, f"{name}_ramp": float(ramp)}, memory_bandwidth=1e18)
+        how: dict[str, Any] = {name: 1.0, f"{name}_ramp": float(ramp)}
+        tried = replace(cluster, memory_bandwidth=1e18, **how)
         times = OperationTimes(tried)
         ratios = [
             (times.of(row) - tried.gap) / max(seconds - tried.gap, 1e-9) for row, seconds in timed
@@ -200,7 +203,7 @@ def _fitted(cluster: Cluster, timed: Sequence[Timed], name: str) -> Cluster:
         share = min(1.0, median(ratios))
         missed = sum(abs(math.log(ratio / share)) for ratio in ratios)
         if missed < least:
-            best, least = replace(cluster, **{name: share, f"{name}_ramp": float(ramp)}), missed
+            best, least = replace(cluster, **{**how, name: share}), missed
     return best
 
 
@@ -259,5 +262,5 @@ def _with_links(cluster: Cluster, device: torch.device) -> Cluster:
     latency, (large, longest) = found[0][1], found[-1]
     share = (over.size - 1) / over.size
     rate = large * share / max(longest - latency, 1e-9)
-    links = {"nvlink": rate, "link_share": 1.0, "latency": latency, "hop": 0.0}
+    links: dict[str, Any] = {"nvlink": rate, "link_share": 1.0, "latency": latency, "hop": 0.0}
     return replace(cluster, **links)
