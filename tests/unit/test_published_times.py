@@ -1,4 +1,4 @@
-"""``benchmarks.foresight``: which rows it takes, what it was tuned on, and how it continues them."""
+"""``benchmarks.foresight``: rows that it takes, what was tuned, how few blocks are continued."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_guesses_are_put_back() -> None:
             changed.append(
                 (change(cluster), operation_times.TILES, links.LARGE) != (cluster, *before)
             )
-        assert (operation_times.TILES, links.LARGE) == before, name
+        now = operation_times.TILES, links.LARGE
+        assert now == before, name
     assert len(changed) == 8 and all(changed)
 
 

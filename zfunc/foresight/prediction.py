@@ -26,6 +26,7 @@ from zfunc.foresight.rows import StepRow
 from zfunc.foresight.timing import Timing
 from zfunc.kernels.dispatch import INSTEAD
 from zfunc.ranks.accounting import Ledger, ledger
+from zfunc.ranks.comm import groups_of
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
 from zfunc.ranks.meshes import Mesh
 from zfunc.ranks.world import World
@@ -209,7 +210,7 @@ def foresee(
             state = state if inference else out[0] if isinstance(out, tuple) and out else out
             del out
         size = tree.size_bytes(state)
-    groups = {group.axis: group.members for group in world.groups if group.members}
+    groups = {group.axis: group.members for group in groups_of(world) if group.members}
     return Foreseen(
         ranks=ranks,
         rank=rank,
