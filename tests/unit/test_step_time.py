@@ -99,6 +99,22 @@ def test_ranks_of_a_node_share_its_way_out() -> None:
 
 
 @cache
+def test_what_is_offloaded_goes_beside_the_rest() -> None:
+    host = replace(PLAIN, pcie=2.0)
+    assert replay([product(3)], host, GROUPS, offloaded=4).parts == {"compute": 3.0}
+    took = replay([product(3)], host, GROUPS, offloaded=10)
+    assert took.parts == {"compute": 3.0, "copies": 2.0} and took.busy["down"] == 5.0
+    with pytest.raises(DeviceError, match="no link to the host: give pcie="):
+        replay([product(3)], PLAIN, GROUPS, offloaded=4)
+
+
+def test_stages_wait_as_their_schedule_says() -> None:
+    assert replay([product(3)], PLAIN, GROUPS, bubble=0.25).parts == {"compute": 3, "stages": 1}
+    case = STEPS["1f1b"]
+    told = zf.foresee(case.step(1, 2), case.state(), batch(2), ranks=2)
+    assert 0 < told.bubble < 0.5 and "stages wait" in str(told.time(Cluster.preset("h100", gpus=2)))
+
+
 def foreseen(ranks: int = 4, n: int = 1) -> Any:
     step = zf.accumulate(STEPS["plain"].step(3, ranks), n)
     return zf.foresee(step, STEPS["plain"].state(), torch.cat([batch(1)] * n), ranks=ranks)
@@ -149,7 +165,7 @@ def test_a_link_that_is_not_there_is_named() -> None:
     alone = Cluster.preset("h100", gpus=16, nic=0)
     told = foreseen(4)
     assert told.time(alone).seconds > 0
-    with pytest.raises(DeviceError, match="along 'data' are on 2 nodes of 2.*give nic="):
+    with pytest.raises(DeviceError, match=r"along 'data' are on 2 nodes of 2.*give nic="):
         told.time(replace(alone, gpus_per_node=2))
     with pytest.raises(DeviceError, match="has no link within one: give nvlink= or pcie="):
         told.time(replace(alone, nvlink=0, pcie=0))
@@ -158,7 +174,7 @@ def test_a_link_that_is_not_there_is_named() -> None:
 def test_a_cluster_that_is_too_small_or_of_another_kind_is_refused() -> None:
     with pytest.raises(DeviceError, match="4 ranks, and the cluster has 2 devices: give gpus=4"):
         foreseen(4).time(Cluster.preset("h100", gpus=2))
-    with pytest.raises(DeviceError, match="foreseen with device='cuda'.*device='cpu'"):
+    with pytest.raises(DeviceError, match=r"foreseen with device='cuda'.*device='cpu'"):
         foreseen(4).time(replace(Cluster.preset("h100", gpus=4), kind="cpu"))
 
 
@@ -168,7 +184,7 @@ def test_a_calibration_is_of_the_same_device(tmp_path: Path) -> None:
     path = found.save(tmp_path / "calibration.json")
     better = mine.measured_by(path)
     assert (better.stream, better.gpus, better.guessed) == (0.5, 64, ())
-    with pytest.raises(DeviceError, match="a calibration of 'NVIDIA H100.*zfunc calibrate"):
+    with pytest.raises(DeviceError, match=r"a calibration of 'NVIDIA H100.*zfunc calibrate"):
         Cluster.preset("a100-80", gpus=64).measured_by(path)
     with pytest.raises(DeviceError, match="no calibration, but published"):
         mine.measured_by(mine)

@@ -1,4 +1,4 @@
-"""The command line: ``zfunc train``, ``zfunc generate``, ``zfunc convert``, ``zfunc doctor``.
+"""The command line: ``zfunc train``, ``generate``, ``convert``, ``doctor``, ``calibrate``.
 
 ``cli`` parses arguments, and each command has a file. ``training`` is the job behind ``zfunc
 train``, to be read as a longer example. ``text_models`` opens models on disk. ``report`` has what

@@ -1,4 +1,5 @@
-"""The command line: ``zfunc train``, ``generate``, ``plan``, ``profile``, ``convert``, ``doctor``.
+"""The command line: ``zfunc train``, ``generate``, ``plan``, ``profile``, ``calibrate``, ``convert``,
+``doctor``.
 
 Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry it out start here.
 """
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
+from zfunc.commands.calibrate_command import add_calibrate
 from zfunc.commands.convert_command import add_convert
 from zfunc.commands.doctor_command import add_doctor
 from zfunc.commands.generate_command import add_generate
@@ -61,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add_convert(commands)
     add_profile(commands)
     add_doctor(commands)
+    add_calibrate(commands)
     return top
 
 

@@ -8,9 +8,10 @@ what it waits for, and these are the parts of the answer.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from zfunc.errors import DeviceError
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.links import LinkTimes
 from zfunc.foresight.operation_times import OperationTimes
@@ -35,7 +36,7 @@ class Clocks:
         self._host = self._device = 0.0
         self._free: defaultdict[str, float] = defaultdict(float)  # of links: when they are
         self._ends: dict[int, float] = {}  # of what was started, by its number
-        self._parts: Counter[str] = Counter()
+        self._parts: defaultdict[str, float] = defaultdict(float)
         self._spans: list[Span] = []
 
     def run(self, row: StepRow) -> None:
@@ -73,18 +74,35 @@ class Clocks:
             self._parts[part] += when - self._device
             self._device = when
 
-    def timing(self, notes: Iterable[str] = ()) -> Timing:
-        """What it took so far, until everything has ended."""
+    def end(self) -> None:
+        """Everything has ended."""
         self._stand_until(max(self._free.values(), default=0.0), "communication")
         self._stand_until(self._host, "host")
-        busy: Counter[str] = Counter()
+
+    def copy_beside(self, nbytes: int, rate: float) -> None:
+        """So many bytes have gone up from the host and down to it, beside all that there was."""
+        seconds = nbytes / rate
+        self._spans += [Span(lane, "offload", "", 0.0, seconds) for lane in ("up", "down")]
+        self._stand_until(seconds, "copies")
+
+    def wait_for_stages(self, bubble: float) -> None:
+        """Of the whole time this share is waiting for other stages."""
+        self._stand_until(self._device / (1 - bubble), "stages")
+
+    def timing(self, notes: Iterable[str] = ()) -> Timing:
+        """What it took."""
+        busy: defaultdict[str, float] = defaultdict(float)
         for span in self._spans:
             busy[span.lane] += span.seconds
         return Timing(self._device, dict(self._parts), dict(busy), tuple(self._spans), tuple(notes))
 
 
 def replay(
-    rows: Iterable[StepRow], cluster: Cluster, groups: Mapping[str, tuple[int, ...]]
+    rows: Iterable[StepRow],
+    cluster: Cluster,
+    groups: Mapping[str, tuple[int, ...]],
+    offloaded: int = 0,
+    bubble: float = 0.0,
 ) -> Timing:
     """How long rows take on a cluster.
 
@@ -92,6 +110,8 @@ def replay(
         rows: of a step, in its order.
         cluster: where.
         groups: the ranks along each axis that rows name.
+        offloaded: bytes that come from the host and go back to it within a step.
+        bubble: the share of a pipeline's time that its stages wait for each other.
 
     Raises:
         DeviceError: the cluster lacks a link that they need.
@@ -102,14 +122,21 @@ def replay(
     0.00111
     """
     clocks = Clocks(cluster, groups)
-    messages = False
     for row in rows:
         clocks.run(row)
-        messages = messages or row.name == "receive"
-    return clocks.timing(_notes(cluster, messages))
+    clocks.end()
+    if offloaded:
+        if not cluster.pcie:
+            raise DeviceError(
+                "the step is offloaded, and the cluster has no link to the host: give pcie= in "
+                "bytes per second."
+            )
+        clocks.copy_beside(offloaded, cluster.pcie * cluster.link_share)
+    clocks.wait_for_stages(bubble)
+    return clocks.timing(_notes(cluster, offloaded, bubble))
 
 
-def _notes(cluster: Cluster, messages: bool) -> list[str]:
+def _notes(cluster: Cluster, offloaded: int, bubble: float) -> list[str]:
     if cluster.calibrated:
         found = [f"{cluster.device}, measured {cluster.calibrated}"]
     else:
@@ -117,6 +144,8 @@ def _notes(cluster: Cluster, messages: bool) -> list[str]:
             f"{cluster.device}, from published peaks, which is optimistic: `zfunc calibrate` "
             f"measures one; guessed: {', '.join(cluster.guessed)}"
         ]
-    if messages:
-        found.append("waiting for other stages is not in it: their messages are there at once")
+    if offloaded:
+        found.append("what is offloaded goes up and down once, beside everything else")
+    if bubble:
+        found.append(f"stages wait {bubble:.0%} of the time, as their schedule says for equal ones")
     return found

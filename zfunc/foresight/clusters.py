@@ -37,7 +37,8 @@ class Cluster:
         nvlink: between devices of a node, whatever its maker calls it; 0 where there is only PCIe.
         nic: to other nodes; 0 if there is none.
         pcie: to the host.
-        drive_read, drive_write: of the drives that one device can use; 0 if there are none.
+        drive_read, drive_write: of the drives that one device can use; 0 if there are none. What
+            goes to them is not in the time.
         kind: ``"cuda"``, or ``"cpu"``, where operations take the host's own time.
         product: share of the peak that large products reach.
         product_ramp: length of the sums of a product that reaches half of it.

@@ -18,6 +18,7 @@ __all__ = ["OperationTimes"]
 # Rows and columns of the tiles that libraries of products have, and what a small one reaches of a
 # large one: it reads more of its operands for each product.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9), (64, 128, 0.75), (128, 64, 0.75))
+SPLITS = (1, 2, 3, 4, 6, 8)  # of long sums, where there are few tiles
 PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_int_mm", "addbmm"})
 BACKWARD = 63 / 73  # of attention, beside forward: Dao, FlashAttention-2, 2023
 LOOKUPS = frozenset({"embedding", "gather", "index_select", "index"})
@@ -62,13 +63,17 @@ class OperationTimes:
             return cluster.product
         a, b = whole[-2:]
         m, k, n = a[-2], a[-1], b[-1]
-        ramped = cluster.product * k / (k + cluster.product_ramp)
         if cluster.kind == "cpu":
-            return ramped
+            return cluster.product * k / (k + cluster.product_ramp)
         count = a[0] if len(a) == 3 else 1
-        return ramped * max(self._filled(count, m, n, tile) for tile in TILES)
+        return cluster.product * max(
+            self._filled(count * parts, m, n, tile) * k / (k + parts * cluster.product_ramp)
+            for tile in TILES
+            for parts in SPLITS
+        )
 
     def _filled(self, count: int, m: int, n: int, tile: tuple[int, int, float]) -> float:
+        """The share of rounds of tiles that is of use."""
         rows, columns, reached = tile
         tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
         rounds = math.ceil(tiles / self.cluster.multiprocessors)

@@ -27,9 +27,12 @@ from zfunc.foresight.texts import bytes_text as _told
 from zfunc.foresight.timing import Timing
 from zfunc.kernels.dispatch import INSTEAD
 from zfunc.ranks.accounting import Ledger, ledger
+from zfunc.ranks.comm import groups_of
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
 from zfunc.ranks.meshes import Mesh
 from zfunc.ranks.world import World
+from zfunc.schedules.catalogue import schedule
+from zfunc.transforms.pipelining.transform import Pipeline
 from zfunc.trees import tree
 
 __all__ = ["Foreseen", "SentBytes", "foresee"]
@@ -67,6 +70,8 @@ class Foreseen:
         assumptions: what all this rests on.
         device: the kind of device that was foreseen.
         groups: the ranks along each axis of the mesh.
+        offloaded: bytes of the state that are with the host between steps.
+        bubble: the share of a pipeline's time that stages wait, as its schedule says.
     """
 
     ranks: int
@@ -82,6 +87,8 @@ class Foreseen:
     assumptions: tuple[Assumption, ...]
     device: str = "cuda"
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    offloaded: int = 0
+    bubble: float = 0.0
 
     def time(self, cluster: Cluster) -> Timing:
         """How long a steady step takes on a cluster: its rows on clocks.
@@ -101,7 +108,7 @@ class Foreseen:
         'communication'
         """
         self._check_on(cluster)
-        return replay(self.rows, cluster, self.groups)
+        return replay(self.rows, cluster, self.groups, self.offloaded, self.bubble)
 
     def _check_on(self, cluster: Cluster) -> None:
         if cluster.kind != self.device:
@@ -189,6 +196,7 @@ def foresee(
             state = state if inference else out[0] if isinstance(out, tuple) and out else out
             del out
         size = tree.size_bytes(state)
+    groups = {group.axis: group.members for group in groups_of(world) if group.members}
     return Foreseen(
         ranks=ranks,
         rank=rank,
@@ -202,8 +210,18 @@ def foresee(
         timeline=tuple(run.storages.timeline),
         assumptions=(*run.guesses.listed(), *outside(step, device)),
         device=device,
-        groups={group.axis: group.members for group in world.groups if group.members},
+        groups=groups,
+        offloaded=size if any(t.name == "offload" for t in step.transforms) else 0,
+        bubble=_bubble(step, groups),
     )
+
+
+def _bubble(step: Step, groups: Mapping[str, tuple[int, ...]]) -> float:
+    pipe = next((t for t in step.transforms if isinstance(t, Pipeline)), None)
+    if pipe is None or pipe.axis not in groups:
+        return 0.0
+    stages = len(groups[pipe.axis])
+    return schedule(pipe.schedule, stages, pipe.microbatches, pipe.chunks).bubble()
 
 
 def _check(ranks: int, rank: int, device: str, steps: int) -> None:

@@ -15,8 +15,8 @@ class Span(NamedTuple):
     """Something that keeps a lane busy.
 
     Attributes:
-        lane: ``"compute"``, ``"host"``, ``"node"`` or ``"network"`` (links), ``"up"``, ``"down"``
-            (copies from and to the host), ``"disk"``.
+        lane: ``"compute"``, ``"node"`` or ``"network"`` (links), ``"up"`` or ``"down"`` (copies
+            from the host and to it).
         name: the operation's or the collective's.
         layer: that it belongs to; the label of a collective.
         start, seconds: when and how long.
@@ -36,7 +36,7 @@ class Timing:
     Attributes:
         seconds: from the first operation to the end of the last.
         parts: what the device does in them, which sum up to them: ``"compute"``; else it waits
-            for ``"communication"``, the ``"host"``, ``"copies"`` or the ``"disk"``.
+            for ``"communication"``, the ``"host"``, ``"copies"`` or other ``"stages"``.
         busy: seconds that each lane is busy, whether anybody waits for it or not.
         lanes: what is done when, in the order in which it was asked for.
         notes: what the answer rests on, and what is not in it.
