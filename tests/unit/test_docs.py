@@ -28,7 +28,7 @@ import zfunc as zf
 from zfunc import optim, transforms
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -80,9 +80,12 @@ def check(block: Block, got: str, page: Path) -> None:
     pytest.fail(f"{page.name}, line {block.line}:\n" + "\n".join(lines), pytrace=False)
 
 
+RUN = [page for page in PAGES if any(blocks(page))]
+
+
 # dynamo asks every tensor that it meets for its `grad`, also where torch warns of that (2.13)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
