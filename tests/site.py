@@ -1,4 +1,4 @@
-"""Examples in docstrings become blocks of code on the site.
+"""Docstrings as the site shows them: examples are blocks of code, roles plain names.
 
 In a docstring an example is a run of lines that begins with ``>>>``. Markdown would take these for
 quotations, so a run of them is fenced before a page is made of it.
@@ -11,12 +11,14 @@ from typing import Any
 
 import griffe
 
+ROLE = re.compile(r":\w+:(`)~?")
 EXAMPLE = re.compile(r"(?:^|(?<=\n\n))(>>> .*?)(?=\n\n(?!>>>)|\Z)", re.DOTALL)
 
 
 class Examples(griffe.Extension):
-    """Fences the examples of every docstring."""
+    """Rewrites every docstring before a page is made of it."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = EXAMPLE.sub(r"```pycon\n\1\n```", obj.docstring.value)
+            plain = ROLE.sub(r"\1", obj.docstring.value)
+            obj.docstring.value = EXAMPLE.sub(r"```pycon\n\1\n```", plain)

@@ -219,7 +219,7 @@ def test_the_cell_of(pair: tuple[str, str]):
 
 @pytest.mark.parametrize("name", [name for name in HEAD if name != "shard"])
 def test_the_cell_of_replicas_and(name: str):
-    head, rows = table(3)
+    head, rows = table(2)
     assert head == [name for name in HEAD if name != "shard"]
     cell, mesh = rows["replicas"][head.index(name)], zf.mesh(replica=2, data=2)
     for stage, (step, alone) in itertools.product(range(4), wrapped(name)):
@@ -264,7 +264,7 @@ BESIDE_SPLIT = SETTINGS | {
 @pytest.mark.parametrize("name", HEAD)
 def test_the_cell_of_split_and(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys.modules[__name__], "SETTINGS", BESIDE_SPLIT)
-    head, rows = table(4)
+    head, rows = table(3)
     assert head == HEAD
     cell, (how,) = rows["split"][head.index(name)], SETTINGS["split"]
     for step, alone in wrapped(name, fn=split_step):
@@ -287,7 +287,7 @@ def test_the_cell_of_split_and(name: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", HEAD)
 def test_the_cell_of_pipeline_and(name: str):
-    head, rows = table(5)
+    head, rows = table(4)
     assert head == HEAD
     cell, (how,) = rows["pipeline"][head.index(name)], SETTINGS["pipeline"]
     for step, alone in wrapped(name):
