@@ -3,6 +3,7 @@
 #   make test    the whole test suite, docstring examples included
 #   make gpu     on a machine with a GPU: kernels and steps are right there, and how fast they are
 #   make bench   zfunc against DDP, FSDP2 and (where installed) DeepSpeed, interleaved in one run
+#   make docs    the documentation as a site, in build/site
 #   make lint    ruff and mypy
 #   make wheel   sdist and wheel into dist/
 # Another interpreter: make test PYTHON=python3.12. More flags: make train ARGS="--stage 1".
@@ -14,7 +15,7 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: train test gpu bench lint format wheel clean
+.PHONY: train test gpu bench docs lint format wheel clean
 .DEFAULT_GOAL := test
 
 train: $(READY)
@@ -30,6 +31,9 @@ gpu: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
+
+docs: $(READY)
+	$(BIN)/zensical build --clean --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu --out gpu-results               # all stages, on the first GPU
     python -m benchmarks.gpu --only w4_mm decode --budget 120
     python -m benchmarks.gpu --dry-run                       # without one: small, on the twins
-    python -m benchmarks.gpu --predict                       # the table of docs/kernels.md
+    python -m benchmarks.gpu --predict                       # the table of gpu-predictions.md
 
 Stages: all kernels compiled ahead, by as many processes as there are cores; ceilings (what a copy
 and a bf16 product reach here: every share below is of these); transforms of torch with the real
@@ -18,8 +18,9 @@ the GPU, its driver, its clocks and temperature while it was busy and what held 
 Times are those of a CUDA graph of 20 calls that rotate through enough copies of their buffers to
 leave the cache, the median of 20 replays; two medians that differ by more than 2 % are flagged,
 and so is what cannot be captured: it was timed with the host's launches in it.
-Before any of it was run each row had a predicted share (``docs/kernels.md``); a row that misses it
-by more than 15 % either way is marked, to be looked at with ``ncu``.
+Before any of it was run each row had a predicted share
+(``docs/figures/gpu-predictions.md``); a row that misses it by more than 15 % either
+way is marked, to be looked at with ``ncu``.
 
 A dry run compiles for every target (sm_80, sm_90, sm_100, gfx90a, gfx942) what a run would launch,
 and prints no time at all: a CPU's says nothing of a GPU.

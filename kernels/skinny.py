@@ -17,7 +17,7 @@ MARLIN, 2024 (4-bit words in the order of the tensor cores).
 
 **Traffic** a weight: 2, 1, 0.5 and 1 bytes, and those of the scales. Operations: 2 M a weight, so
 bound by memory up to 16 rows on any GPU with tensor cores; what limits the 4-bit kind is the
-number of instructions (``docs/kernels.md``).
+number of instructions (``docs/figures/kernel-code.md``).
 """
 
 from __future__ import annotations

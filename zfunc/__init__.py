@@ -5,7 +5,7 @@
     for batch in data:
         state, metrics = step(state, batch)
 
-See ``docs/all-of-zfunc.md`` for the whole library on one page.
+See ``docs/tour.md`` for a tour of 15 minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md: what the machine code of every kernel says.
+"""The table of benchmarks/results/kernel-code.md: what the machine code of every kernel says.
 
 python -m tests.kernels.table --jobs 4
 """
@@ -48,7 +48,7 @@ def _one(task: tuple[int, str]) -> Code:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the table of docs/kernels.md.")
+    parser = argparse.ArgumentParser(description="Print the table of kernel-code.md.")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     jobs = parser.parse_args().jobs
     tasks = [(i, target) for target in TARGETS for i in range(len(ENTRIES))]

@@ -202,7 +202,7 @@ def _plain(w: kernels.Packed) -> torch.Tensor:
 
 
 def test_the_predicted_table_in_the_docs():
-    page = (ROOT / "docs" / "kernels.md").read_text()
+    page = (ROOT / "docs" / "figures" / "gpu-predictions.md").read_text()
     found = list(gpu.predictions())
     shown = page[page.index(found[0]) :].partition("\n\n")[0].splitlines()
     assert shown == found

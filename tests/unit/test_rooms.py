@@ -151,12 +151,6 @@ def test_the_table_of_the_order_of_transforms_is_theirs() -> None:
     assert [int(position) for position, _ in rows] == sorted(int(x) for x, _ in rows)
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
-def test_files_that_a_page_links_to_exist(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / link).exists(), link
-
-
 def test_files_that_are_named_on_how_it_is_built_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(r"`((?:zfunc|transforms|optim|kernels|tests)/[\w/.]+)`", page)
