@@ -25,8 +25,7 @@ from zfunc.buffers.readings import Reading, number, on_host, sent
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import checked
-from zfunc.engine.hooks import Gradients, Pending
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import Gradients, Order, Pending
 from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import Ready, UnitInfo

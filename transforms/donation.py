@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zfunc.engine.context import Context, current
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import Order
 from zfunc.engine.step import Transform, transform_of
 from zfunc.trees.memory import Donation, blank
 from zfunc.trees.nodes import Box, any_spent, boxes_in, held_in, spent

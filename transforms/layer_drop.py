@@ -27,9 +27,8 @@ from zfunc.buffers.readings import number
 from zfunc.engine import context
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
-from zfunc.engine.hooks import LayerInfo
+from zfunc.engine.hooks import LayerInfo, Order
 from zfunc.engine.keys import key_of
-from zfunc.engine.order import Order
 from zfunc.engine.passes import Pass
 from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError

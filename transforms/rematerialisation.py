@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zfunc.engine.hooks import LayerInfo
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import LayerInfo, Order
 from zfunc.engine.recomputation import Twice, cannot
 from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError

@@ -25,8 +25,7 @@ from zfunc.engine.carried import held, may_lose, put, take
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
-from zfunc.engine.hooks import Gradients
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import Gradients, Order
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.errors import CompositionError, DesyncError, PlacementError
 from zfunc.optim.base import present

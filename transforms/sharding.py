@@ -29,9 +29,8 @@ from zfunc.engine.agreement import check_same
 from zfunc.engine.communication import Communication, communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.hooks import Pending
+from zfunc.engine.hooks import Order, Pending
 from zfunc.engine.meshed import Meshed
-from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, reassembled, rejoined
 from zfunc.engine.plans import there_and_back
 from zfunc.engine.same_rows import look_anew, with_same_rows

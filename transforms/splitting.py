@@ -35,9 +35,8 @@ from zfunc.buffers.heap import return_freed
 from zfunc.engine.agreement import check_same
 from zfunc.engine.context import Context, current
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.hooks import Gradients, Pending
+from zfunc.engine.hooks import Gradients, Order, Pending
 from zfunc.engine.meshed import Meshed
-from zfunc.engine.order import Order
 from zfunc.engine.placement import Twins
 from zfunc.engine.same_rows import look_anew, with_same_rows
 from zfunc.engine.step import Differentiate, Transform, Wrap, transform_of

@@ -20,8 +20,8 @@ from torch import Tensor
 import zfunc as zf
 from zfunc import optim
 from zfunc.engine.batches import local_batch
+from zfunc.engine.hooks import Order
 from zfunc.engine.meshed import Meshed
-from zfunc.engine.order import Order
 from zfunc.ranks import comm, world
 from zfunc.ranks.axes import group
 from zfunc.ranks.collectives import axis_index, pmean, psum

@@ -49,8 +49,7 @@ from zfunc.engine.carried import held, may_lose, may_stay, put, take
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.entries import Entries
-from zfunc.engine.hooks import Gradients, Pending
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import Gradients, Order, Pending
 from zfunc.engine.placement import homes_of
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Differentiate, Transform

@@ -41,8 +41,7 @@ from zfunc.engine import carried, context
 from zfunc.engine.communication import communication, uncut
 from zfunc.engine.context import Context
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.hooks import Gradients, LayerInfo, Pending
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import Gradients, LayerInfo, Order, Pending
 from zfunc.engine.placement import layout_for
 from zfunc.engine.primitives import Mean
 from zfunc.engine.products import SHORT, products

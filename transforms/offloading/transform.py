@@ -27,7 +27,7 @@ from zfunc.buffers.ring import HOST
 from zfunc.engine.communication import communication
 from zfunc.engine.context import PLACING, Context
 from zfunc.engine.entries import ROLES, Entries, Roles, copied
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import Order
 from zfunc.engine.placement import Twins, layout_for, placed_nodes, rejoined
 from zfunc.engine.signs import sign
 from zfunc.engine.step import Step, Transform, transform_of

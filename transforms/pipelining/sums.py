@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zfunc.engine.hooks import Pending
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import Order, Pending
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.transforms.accumulation import UnitSums
 

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.context import PLACING, Context, current
-from zfunc.engine.hooks import Gradients, LayerInfo, Pending
+from zfunc.engine.hooks import Gradients, LayerInfo, Order, Pending
 from zfunc.engine.meshed import Meshed
-from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import CompositionError, PlacementError

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import optree
 from torch import Tensor
 
+from zfunc.engine.hooks import Order
 from zfunc.engine.inference import Inference
-from zfunc.engine.order import Order
 from zfunc.engine.step import Step, Transform
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.readable import Readable

@@ -24,9 +24,8 @@ from zfunc.buffers.readings import number, on_host
 from zfunc.engine import carried, context
 from zfunc.engine.context import Context
 from zfunc.engine.entries import ROLES, Entries, Roles
-from zfunc.engine.hooks import Gradients, Pending
+from zfunc.engine.hooks import Gradients, Order, Pending
 from zfunc.engine.keys import key_of
-from zfunc.engine.order import Order
 from zfunc.engine.step import Differentiate, Transform
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import PlacementError

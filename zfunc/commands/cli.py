@@ -1,5 +1,4 @@
-"""The command line: ``zfunc train``, ``generate``, ``plan``, ``profile``, ``calibrate``, ``convert``,
-``doctor``.
+"""The command line: ``zfunc train``, ``generate``, ``plan``, ``profile`` and smaller ones.
 
 Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry it out start here.
 """

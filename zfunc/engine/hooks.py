@@ -1,9 +1,10 @@
-"""What steps and transforms hand to each other at hooks: layers, losses, values under way."""
+"""In which order transforms act, and what they and steps hand to each other at hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,11 +17,38 @@ __all__ = [
     "Finish",
     "Gradients",
     "LayerInfo",
+    "Order",
     "Pending",
 ]
 
 Finish = Callable[[Any], tuple[Tensor, Tensor | None, Callable[[], Tensor]]]
 """What becomes of a loss: what to differentiate, its seed, and a function that gives the mean."""
+
+
+class Order(IntEnum):
+    """Where on the way of the data a transform acts: smaller is nearer to storage.
+
+    State comes from storage through all of them to the user's function, and goes back the other
+    way. There is room between the numbers for transforms of your own.
+
+    >>> sorted([Order.SHARD, Order.DONATE])[0].name
+    'DONATE'
+    """
+
+    DONATE = 0  # memory itself: it sees the state first and the result last
+    OFFLOAD = 100  # where the state is held
+    COMPRESS = 150  # nearer to storage than shard: it takes over what shard leaves
+    PIPELINE = 190  # around all that surrounds a layer: most of them run elsewhere
+    SHARD = 200  # parameters are gathered, gradients are reduced
+    SPLIT = 220  # before leaves are cut, and after all that makes other leaves of them
+    ACCUMULATE = 250  # microbatches
+    REMAT = 260  # outside of what computes in a layer
+    PRECISION = 290  # around whatever may leave a layer out: all streams in one dtype
+    DROP_LAYERS = 300
+    QUANTIZE = 350  # what layers compute with
+    LOW_BITS = 400  # weights of a tree that is no training state
+    SKIP_UNUSED = 450  # a step that precision takes back has been missed by nobody
+    OTHERS = 500
 
 
 class Collector(Protocol):

@@ -34,9 +34,8 @@ from zfunc.engine import context
 from zfunc.engine.collector import collector_waits
 from zfunc.engine.context import Context
 from zfunc.engine.entries import admitted, copied, first_leaf, first_placed, held_bytes, key_of
-from zfunc.engine.hooks import Description, Gradients, LayerInfo, Pending
+from zfunc.engine.hooks import Description, Gradients, LayerInfo, Order, Pending
 from zfunc.engine.interrupts import Succession
-from zfunc.engine.order import Order
 from zfunc.engine.signs import listed, signs
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.ranks import world
@@ -67,7 +66,7 @@ class Transform:
     """Base of all transforms. Subclass it as a frozen dataclass to write your own.
 
     Attributes:
-        position: where on the way of the data it acts; see :class:`~zfunc.engine.order.Order`.
+        position: where on the way of the data it acts; see :class:`~zfunc.engine.hooks.Order`.
         before_gather: whether ``enter`` acts on what is stored, before it is gathered.
         by_unit: whether layers must come as references even if nothing enters or leaves.
         by_layer: whether it does well only if each layer is a unit of its own.

@@ -25,11 +25,12 @@ from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.profiles import Profile
 from zfunc.foresight.profiling import profile
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.timing import Span, Timing
+from zfunc.foresight.timing import Busy, Timing
 from zfunc.foresight.watch import TimedRow
 
 __all__ = [
     "Assumption",
+    "Busy",
     "Cluster",
     "Foreseen",
     "ForesightError",
@@ -37,7 +38,6 @@ __all__ = [
     "PlanRow",
     "Profile",
     "SentBytes",
-    "Span",
     "StepRow",
     "TimedRow",
     "Timing",

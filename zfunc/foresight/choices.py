@@ -18,13 +18,13 @@ from zfunc.engine.step import Step, as_step
 from zfunc.errors import ZfuncError
 from zfunc.foresight.assumptions import allowance
 from zfunc.foresight.clusters import Cluster
+from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.prediction import Foreseen, foresee
 from zfunc.foresight.sentences import sentence
 from zfunc.foresight.texts import bytes_text
 from zfunc.foresight.timing import told
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
 from zfunc.ranks.meshes import Mesh
-from zfunc.schedules.catalogue import schedule
 
 __all__ = ["Plan", "PlanRow", "differing", "ordered", "tried"]
 
@@ -44,8 +44,7 @@ class PlanRow:
             is not tensors (``assumptions``) are taken off.
         peak_bytes, state_bytes, sent_bytes, flops: of one step of a rank.
         seconds: that a step takes.
-        binds: what most of them are for: ``"compute"``, or what is waited for; ``"bubble"`` is
-            other stages.
+        binds: what most of them are for: ``"compute"``, or what is waited for.
         rank: which has the highest peak.
     """
 
@@ -89,7 +88,6 @@ def tried(
         ranks = differing(step.mesh, cluster.gpus)
         seen = [_on_rank(step, make_state, batch, cluster, rank) for rank in ranks]
         times = [each.time(cluster) for each in seen]
-        idle = _bubble(step, cluster.gpus)
     except REFUSED as error:
         return PlanRow(dict(given), line, str(error).partition("\n")[0])
     worst = max(seen, key=lambda each: each.peak_bytes)
@@ -104,8 +102,8 @@ def tried(
         state_bytes=max(each.state_bytes for each in seen),
         sent_bytes=max(each.sent.total_bytes for each in seen),
         flops=max(each.flops.total for each in seen),
-        seconds=float(slowest) / (1 - idle),
-        binds="bubble" if idle > max(slowest.parts.values()) / float(slowest) else slowest.binds,
+        seconds=float(slowest),
+        binds=slowest.binds,
         rank=worst.rank,
     )
 
@@ -125,17 +123,8 @@ def differing(mesh: Mesh | None, ranks: int) -> list[int]:
     return sorted({stages[0], stages[1], stages[-1]})
 
 
-def _bubble(step: Step, ranks: int) -> float:
-    """The share of the time in which a stage waits for others, if all are equal."""
-    found: Any = next((t for t in step.transforms if t.name == "pipeline"), None)
-    stages = 1 if step.mesh is None else step.mesh.closed(ranks).sizes.get("pipe", 1)
-    if found is None or stages == 1:
-        return 0.0
-    return schedule(found.schedule, stages, found.microbatches, found.chunks).bubble()
-
-
 def _on_rank(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> Foreseen:
-    with foreseeing(ForeseenWorld(rank, cluster.gpus, cluster.kind, None)):
+    with foreseeing(ForeseenWorld(rank, cluster.gpus, cluster.kind, DryRun())):
         rows = local_batch(batch, step.mesh)
     own = mapped(_apart, rows, lambda encodings: encodings)
     return foresee(step, make_state, own, cluster.gpus, rank, cluster.kind)

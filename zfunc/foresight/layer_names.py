@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from zfunc.engine.context import RECOMPUTED
-from zfunc.engine.hooks import LayerInfo
-from zfunc.engine.order import Order
+from zfunc.engine.hooks import LayerInfo, Order
 from zfunc.engine.step import Step, Transform
 
 __all__ = ["CurrentLayer", "named"]
