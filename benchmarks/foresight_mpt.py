@@ -10,8 +10,8 @@ block, one of them gathered ahead, and gradients that leave with each microbatch
 LayerNorm and cross-entropy are fused, everything else is an operator of torch.
 
 A model is foreseen with few blocks and few microbatches. Rows repeat with each further block and
-microbatch, so seconds grow by the same amount; :func:`continued` checks the one thing that this
-rests on, and ``python -m benchmarks.foresight --full`` compares with all blocks.
+microbatch, so seconds grow by the same amount. A width at which blocks would be merged is refused,
+and ``python -m benchmarks.foresight --full`` compares with all blocks.
 """
 
 from __future__ import annotations
@@ -178,7 +178,10 @@ def _loss(params: Any, ids: Tensor) -> Tensor:
 def traced(case: Case, depth: int, count: int) -> zf.Foreseen:
     """A step of the stand-in with so many blocks and microbatches, as rank 0."""
     tx, w = optim.adamw(1e-4), case.width
-    unit = 4 * max(VOCAB * w + case.seq * w + 2 * w, 12 * w * w + 13 * w)
+    block = 12 * w * w + 13 * w
+    unit = 4 * max(VOCAB * w + case.seq * w + 2 * w, block)
+    if 4 * 2 * block <= unit // 8:
+        raise NotForeseen(f"blocks of width {w} are merged, so that rows do not repeat with each")
     mesh = zf.mesh(replica=case.gpus // 8, data=8) if case.hybrid else None
     step: Any = zf.shard(zf.train_step(_loss, tx), stage=case.stage, unit_bytes=unit, mesh=mesh)
     step = zf.precision(zf.donate(step), compute=case.compute, reduce=case.reduce)

@@ -54,7 +54,7 @@ def test_other_rows_are_cases(tmp_path: Path) -> None:
 
 
 def test_few_blocks_say_what_all_of_them_take() -> None:
-    case = Case("a100-80", 256, 6, 16, 128, 2, 1)
+    case = Case("a100-80", 768, 6, 16, 128, 2, 1)
     traces = Traces()
     for depth in foresight_cases.FEW:
         seen = traced(case, depth, 1)
