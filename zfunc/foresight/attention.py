@@ -6,6 +6,7 @@ On a CPU torch would choose another kernel, or write all scores down, which a GP
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,9 @@ FUSED = frozenset(
 def as_on_a_gpu() -> Iterator[None]:
     """A block in which attention where a GPU is foreseen is that of a GPU."""
     library = Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+    with warnings.catch_warnings():  # that torch has one of its own is known
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,7 +181,8 @@ def foresee(
     step, run = _on(as_step(step), mesh, ranks), DryRun()
     step = named(step, run.layers) if ranks > 1 else step  # alone, layers need not be told apart
     world = ForeseenWorld(rank, ranks, device, run)
-    with _alone(run), foreseeing(world), as_on_a_gpu(), run:
+    fused = as_on_a_gpu() if device == "cuda" else nullcontext()
+    with _alone(run), foreseeing(world), fused, run:
         state = step.place(without_values(make_state, run.storages))
         place_peak, sent = run.storages.peak, []
         given = without_values(batch, run.storages)
