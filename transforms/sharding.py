@@ -483,15 +483,15 @@ def shard(
     roles: Mapping[str, str] | None = None,
     replica: Axes | None = None,
 ) -> Shard:
-    """Run a step on all ranks of a mesh axis, with its state cut over them (ZeRO).
+    """Run a step on all ranks of a mesh axis, with its state sharded over them (ZeRO).
 
     Call it as ``shard(step, stage=3)`` or as the decorator ``@shard(stage=3)``.
 
     Args:
-        stage: 0 cuts nothing (plain data parallelism), 1 the optimizer state, 2 also
+        stage: 0 shards nothing (plain data parallelism), 1 the optimizer state, 2 also
             the gradients, 3 also the parameters.
         mesh: the ranks by named axes (``zf.mesh``); the whole world on ``"data"`` if None.
-        axis: the mesh axis, or axes, to cut over and to average over.
+        axis: the mesh axis, or axes, to shard over and to average over.
         unit_bytes: larger units (layers) are split between leaves; consecutive layers
             are merged up to an eighth of it (below stage 3 the last ones, whose gradients
             are ready first, up to 1 MiB, those before them up to twice that, and so on; and
@@ -499,15 +499,15 @@ def shard(
             of their own).
             Where each layer has to be a unit of its own (under ``drop_layers``), as many are
             gathered ahead and kept for backward.
-        persist_below: stage 3 keeps leaves of fewer elements whole on every rank. Units
+        persist_below: stage 3 keeps leaves of fewer elements replicated. Units
             travel as one buffer, in which small leaves cost no messages of their own, so
             this is off by default.
         prefetch: how many layers ahead parameters are gathered; on a CPU no more than 64 MiB
             of them, or a single unit.
         roles: which entries of the state are ``"params"`` and ``"opt_state"``, beside
             those of that name. Other entries that hold trees shaped like the params
-            (averages, teachers) are cut like optimizer state.
-        replica: the axis, or axes, to average over without cutting (HSDP): ranks along it have the
+            (averages, teachers) are sharded like optimizer state.
+        replica: the axis, or axes, to average over without sharding (HSDP): ranks along it have the
             same part of the state. By default ``"replica"``, where the mesh has several. What is
             gathered then stays within an axis of fast links, such as those in a node; between
             replicas goes the sum of this rank's part of the gradients.

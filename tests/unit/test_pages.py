@@ -19,6 +19,7 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 LONGER = {"families.md"}  # to be divided
 FENCE = re.compile(r"^(`{3,})\w*\n.*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
+PUBLIC = re.compile(r"(?<![\w./])(zf\.tree|zf\.random|zf|optim)\.(\w+)")
 REPLACED = "`fully_shard`:**\n\n    step = zf.shard("
 
 
@@ -121,6 +122,13 @@ def test_every_public_name_is_on_a_page_of_the_api() -> None:
     assert set(zf.__all__) - rooms - errors <= listed
     for room in ("optim", "quant"):
         assert {f"{room}.{found}" for found in getattr(zf, room).__all__} <= listed
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_names_on_a_page_are_public(page: Path) -> None:
+    rooms = {"zf": zf, "zf.tree": zf.tree, "zf.random": zf.random, "optim": zf.optim}
+    for room, found in PUBLIC.findall(page.read_text()):
+        assert hasattr(rooms[room], found), f"{room}.{found}"
 
 
 def test_paths_of_files_that_pages_name_exist() -> None:

@@ -50,7 +50,8 @@ def recover_world(state: Any = None, *, timeout: float | None = None) -> None:
     begun to write over is spent, and so is one in the memory of ``zf.captured``.
 
     A collective, called between steps. Ranks that do not come are named on those that do. Ranks
-    that still wait for this one in a group are told at once, or find out by their timeout.
+    that still wait for this one in a group are told at once, or find out by their timeout. What it
+    raises it raises on all ranks that came, alike.
 
     Args:
         state: plain or placed. If given, all ranks must hold a live state of the same step and
@@ -67,7 +68,6 @@ def recover_world(state: Any = None, *, timeout: float | None = None) -> None:
             without a state, and restore a checkpoint.
         CheckpointError: what was being saved in the background could not be written; the groups
             are new all the same.
-        All of these on all ranks that came, alike.
 
     >>> from zfunc.ranks.simulation import simulate
     >>> from zfunc.ranks.world import rank
