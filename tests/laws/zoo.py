@@ -206,20 +206,21 @@ class Row:
         share: of its layers' parameters that is split, to 1 %; None if it could not be made.
         said: why not all, or why it could not be made.
         wrong: what differs from one process; empty if nothing does.
-        published: what the model's own plan, of transformers, says otherwise; empty if it has none.
+        published: what the model's own plan, of transformers, says otherwise: empty if it has none,
+            None where that is not asked.
     """
 
     family: str
     share: float | None = None
     said: str = ""
     wrong: str = ""
-    published: str = ""
+    published: str | None = None
 
     def __str__(self) -> str:
         share = "" if self.share is None else f"{self.share:.0%}"
-        texts = [(self.wrong or self.said), self.published]
-        said, published = (text.replace("|", "/") for text in texts)
-        return f"| {self.family} | {WRONG if self.wrong else share} | {said} | {published} |"
+        cells = [WRONG if self.wrong else share, self.wrong or self.said]
+        cells += [] if self.published is None else [self.published]
+        return " | ".join([f"| {self.family}", *(x.replace("|", "/") for x in cells)]) + " |"
 
 
 def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
@@ -240,7 +241,8 @@ def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
     share = round(share_split(model, plan), 2)
     said = _reasons(plan.whole) if share < 0.9 else ""
     own = getattr(model._pool.skeleton, "_tp_plan", None)
-    return Row(family, share, said, published=(_reasons(plan.otherwise) or SAME) if own else "")
+    published = (_reasons(plan.otherwise) or SAME) if own else ""
+    return Row(family, share, said, published=published if ways == 2 else None)
 
 
 def _reasons(whole: Mapping[str, str]) -> str:
@@ -254,7 +256,7 @@ def _reasons(whole: Mapping[str, str]) -> str:
 
 
 WRONG, UNMADE, SAME = "**wrong**", "Not compared", "same"
-ROW = re.compile(r"\| (\S+) \| (\d+%|\*\*wrong\*\*) \| (.*?) ?\| (.*?) ?\|")
+ROW = re.compile(r"\| (\S+) \| (\d+%|\*\*wrong\*\*) \| (.*?) ?\|(?: (.*?) ?\|)?")
 
 
 def by_name(row: Row) -> str:
@@ -317,13 +319,16 @@ class Table:
         most = sum(x.share >= 0.9 for x in self.compared if x.share is not None)
         unmade = [x for x in self.rows if x.share is None]
         own = [x for x in self.compared if x.published]
-        lines = ["| family | of its layers' parameters split | left whole | plan of its own |"]
-        lines += ["|---|---|---|---|"]
+        lines = ["| family | of its layers' parameters split | left whole |", "|---|---|---|"]
+        if self.ways == 2:
+            lines = [f"{lines[0]} plan of its own |", f"{lines[1]}---|"]
         lines += [str(x) for x in self.compared]
         wrong, same = sum(bool(x.wrong) for x in self.rows), [x for x in own if x.published == SAME]
         lines += ["", f"{len(self.compared)} families compared: {most} have 90 % of their layers' "]
-        lines[-1] += f"parameters split or more, {wrong} are wrong. {len(own)} have a plan of "
-        lines[-1] += f"their own in transformers: {len(same)} of these say the same."
+        lines[-1] += f"parameters split or more, {wrong} are wrong."
+        if own:
+            lines[-1] += f" {len(own)} have a plan of their own in transformers: {len(same)} of "
+            lines[-1] += "these say the same."
         if unmade:
             told = "; ".join(f"{x.family} ({x.said})" for x in unmade)
             lines += ["", f"{UNMADE}, {len(unmade)}: {told}."]
@@ -342,8 +347,8 @@ on {date}, with {versions}.
 
 A part that stays whole is computed alike on all ranks: right, and slower than it might be. The
 reasons are those that `zf.split.plan` gives. A plan that transformers itself has for a family is
-compared with the one that is found: the last column says what differs, of those submodules and
-leaves of which that plan says that they are split.
+compared with the one that is found over 2 ranks: the last column there says what differs, of those
+submodules and leaves of which that plan says that they are split.
 """
 
 
