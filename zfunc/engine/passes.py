@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.buffers.heap import return_freed
 from zfunc.engine import context
 from zfunc.engine.accord import Accord
 from zfunc.engine.communication import communication
@@ -231,6 +230,8 @@ class Pass:
         if any(source.sharded for source in self.sources):
             pool().trim()  # memory is fullest here
         if any(source.leaves_gaps for source in self.sources):
+            from zfunc.buffers.heap import return_freed  # for split leaves alone
+
             return_freed()
         if self.accord is not None:
             self.accord.turn()
