@@ -16,15 +16,15 @@ from zfunc.foresight.assumptions import Assumption, ForesightError
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.timing import Span, Timing
+from zfunc.foresight.timing import LaneSpan, Timing
 
 __all__ = [
     "Assumption",
     "Cluster",
     "Foreseen",
     "ForesightError",
+    "LaneSpan",
     "SentBytes",
-    "Span",
     "StepRow",
     "Timing",
     "foresee",
