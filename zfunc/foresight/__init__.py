@@ -25,15 +25,15 @@ from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.profiles import Profile
 from zfunc.foresight.profiling import profile
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.timing import Busy, Timing
+from zfunc.foresight.timing import LaneSpan, Timing
 from zfunc.foresight.watch import TimedRow
 
 __all__ = [
     "Assumption",
-    "Busy",
     "Cluster",
     "Foreseen",
     "ForesightError",
+    "LaneSpan",
     "Plan",
     "PlanRow",
     "Profile",

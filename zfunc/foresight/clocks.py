@@ -16,7 +16,7 @@ from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.links import LinkTimes
 from zfunc.foresight.operation_times import OperationTimes
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.timing import Busy, Timing
+from zfunc.foresight.timing import LaneSpan, Timing
 
 __all__ = ["Clocks", "replay"]
 
@@ -37,7 +37,7 @@ class Clocks:
         self._free: defaultdict[str, float] = defaultdict(float)  # of links: when they are
         self._ends: dict[int, float] = {}  # of what was started, by its number
         self._parts: defaultdict[str, float] = defaultdict(float)
-        self._spans: list[Busy] = []
+        self._spans: list[LaneSpan] = []
 
     def run(self, row: StepRow) -> None:
         """The next row."""
@@ -55,14 +55,14 @@ class Clocks:
     def _compute(self, row: StepRow) -> None:
         self._stand_until(self._host, "host")
         seconds = self._operations.of(row)
-        self._spans.append(Busy("compute", row.name, row.layer, self._device, seconds))
+        self._spans.append(LaneSpan("compute", row.name, row.layer, self._device, seconds))
         self._parts["compute"] += seconds
         self._device += seconds
 
     def _start(self, row: StepRow) -> None:
         lane, seconds = self._links.lane(row), self._links.of(row)
         start = max(self._free[lane], self._device, self._host)
-        self._spans.append(Busy(lane, row.name, row.label, start, seconds))
+        self._spans.append(LaneSpan(lane, row.name, row.label, start, seconds))
         self._free[lane] = self._ends[row.number] = start + seconds
 
     def _wait(self, row: StepRow) -> None:
@@ -82,7 +82,7 @@ class Clocks:
     def copy_beside(self, nbytes: int, rate: float) -> None:
         """So many bytes have gone up from the host and down to it, beside all that there was."""
         seconds = nbytes / rate
-        self._spans += [Busy(lane, "offload", "", 0.0, seconds) for lane in ("up", "down")]
+        self._spans += [LaneSpan(lane, "offload", "", 0.0, seconds) for lane in ("up", "down")]
         self._stand_until(seconds, "copies")
 
     def wait_for_stages(self, bubble: float) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Busy", "Timing"]
+__all__ = ["LaneSpan", "Timing"]
 
 
-class Busy(NamedTuple):
+class LaneSpan(NamedTuple):
     """Something that keeps a lane busy.
 
     Attributes:
@@ -45,7 +45,7 @@ class Timing:
     seconds: float
     parts: Mapping[str, float] = field(hash=False)
     busy: Mapping[str, float] = field(hash=False)
-    lanes: tuple[Busy, ...] = field(repr=False)
+    lanes: tuple[LaneSpan, ...] = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def __float__(self) -> float:
