@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import Pending
-from zfunc.engine.unit_info import Ready, UnitInfo
+from zfunc.engine.unit_info import CommonLeaves, Ready, UnitInfo
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty, pool
