@@ -14,22 +14,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import Pending
-from zfunc.engine.unit_info import CommonLeaves, Ready, UnitInfo
+from zfunc.engine.unit_info import CommonLeaves, Ready, UnitInfo, add_into
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.replicated import Replicated
 from zfunc.trees.kinds import kind
-
-if TYPE_CHECKING:
-    from zfunc.engine.common_leaves import CommonLeaves
 
 __all__ = [
     "AGAIN",
@@ -475,8 +472,6 @@ class UnitRun:
         if one:
             sums = None if self.owner.take is None else self.owner.take(self.info)
             fresh, sums = sums is None, sums or self._nothing(entries[0])
-            from zfunc.engine.common_leaves import add_into  # where gradients of passes add up
-
             add_into(sums, entries[0], self.info.layout, self.info.trainable, self.common)
         elif self.common is not None:  # other passes have left something there
             self.common.sums = []
