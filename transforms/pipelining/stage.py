@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from zfunc.engine import context
-from zfunc.engine.common_leaves import CommonLeaves
 from zfunc.engine.communication import communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import new_pass
@@ -22,7 +21,7 @@ from zfunc.engine.hooks import Pending
 from zfunc.engine.passes import Pass
 from zfunc.engine.recomputation import taken
 from zfunc.engine.sources import Source
-from zfunc.engine.unit_info import Ready, UnitInfo, gather
+from zfunc.engine.unit_info import CommonLeaves, Ready, UnitInfo, gather
 from zfunc.engine.unit_runs import UnitRun
 from zfunc.layout.layout import Layout
 from zfunc.layout.readable import Readable

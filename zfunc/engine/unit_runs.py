@@ -19,10 +19,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from zfunc.engine.common_leaves import CommonLeaves, add_into
 from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import Pending
-from zfunc.engine.unit_info import Ready, UnitInfo
+from zfunc.engine.unit_info import CommonLeaves, Ready, UnitInfo, add_into
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty, pool

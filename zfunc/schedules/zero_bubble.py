@@ -5,7 +5,6 @@ Penghui Qi, Xinyi Wan, Guangxing Huang, Min Lin, Zero Bubble Pipeline Parallelis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 from zfunc.schedules.actions import Action
@@ -45,10 +44,12 @@ def _zb(ranks: int, microbatches: int) -> Schedule:
         f, i, w = ([Action(kind, j, r) for j in range(microbatches)] for kind in "FIW")
         row = f[: ranks - r]
         for j in range(microbatches):
-            row += [i[j], *w[j - r : j - r + 1]] if j >= r else [i[j]]
+            if r == 0:
+                row.append(Action("B", j, r))
+            else:
+                row += [i[j], *w[j - r : j - r + 1]] if j >= r else [i[j]]
             row += f[ranks - r + j : ranks - r + j + 1]
-        row += w[max(0, microbatches - r) :] if r else ()
-        rows.append(_whole_at_first(row))
+        rows.append((*row, *w[max(0, microbatches - r) : microbatches if r else 0]))
     return Schedule(tuple(range(ranks)), microbatches, tuple(rows))
 
 
@@ -60,8 +61,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     W of a chunk take the same time as little is idle as can be, (P - 1) / (6M + P - 1), from M = P
     on, with a few exceptions that take a unit of time or two more.
 
-    Some orders are tried, and the shortest is kept. Where W of the first chunk follows its I there
-    is one B.
+    Some orders are tried, and the shortest is kept.
 
     Raises:
         ScheduleError: a number is less than 1.
@@ -88,19 +88,7 @@ def _zbv(ranks: int, microbatches: int) -> Schedule:
         if found and found[-1].makespan() <= bound:
             break
     best = min(found, key=ListScheduling.makespan)
-    return Schedule(rank_of, microbatches, tuple(map(_whole_at_first, best.rows)))
-
-
-def _whole_at_first(row: Sequence[Action]) -> tuple[Action, ...]:
-    """A rank's actions, with one B where W of the first chunk follows its I directly: nobody waits
-    for that. Elsewhere the I may lie where the rank would be idle."""
-    found: list[Action] = []
-    for x in row:
-        if x.kind == "W" and x.chunk == 0 and found[-1] == ("I", x.microbatch, 0):
-            found[-1] = Action("B", x.microbatch, 0)
-        else:
-            found.append(x)
-    return tuple(found)
+    return Schedule(rank_of, microbatches, tuple(map(tuple, best.rows)))
 
 
 def _by(order: str) -> Preference:
