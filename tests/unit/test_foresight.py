@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -334,3 +335,34 @@ def test_175_billion_parameters_on_1024_ranks() -> None:
         "recomputed": products * 2 // 3 + scores,
     }
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20
+
+
+# Memory by what it holds
+
+
+def test_memory_by_kind_sums_up_to_all_of_it_and_is_the_states_between_steps() -> None:
+    tx = optim.adamw(1e-3)
+    shape = GPTConfig(vocab=256, width=64, depth=2, heads=2)
+    step = zf.shard(zf.train_step(lambda params, ids: gpt.loss(params, ids, shape), tx), stage=3)
+    state = zf.TrainState.create(gpt.shapes(shape), tx)
+    ids = torch.empty(8, 65, dtype=torch.int64, device="meta")
+    seen = zf.foresee(zf.donate(step), state, ids, ranks=2, device="cpu")
+    assert sum(seen.at_peak.values()) == seen.peak_bytes
+    assert {"parameters", "moments", "gradients", "activations"} <= {*seen.live}
+    ends = {kind: line[-1][1] for kind, line in seen.live.items()}
+    assert sum(ends.values()) == seen.timeline[-1][1]
+    params = sum(x.nbytes for x in zf.tree.leaves(state.params))
+    assert 2 * (params // 2) <= ends["moments"] <= 1.1 * params  # two trees, of which half is here
+    assert ends["activations"] < 100  # the metrics
+
+
+def test_pictures_of_memory_and_of_lanes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tx = optim.sgd(0.1)
+    step = zf.train_step(lambda params, x: (x @ params["w"]).square().mean(), tx)
+    state = zf.TrainState.create({"w": torch.empty(512, 512, device="meta")}, tx)
+    seen = zf.foresee(zf.shard(step, stage=3), state, torch.empty(80, 512), ranks=4)
+    drawn = seen.plot(tmp_path / "memory.svg").read_text()
+    assert "parameters" in drawn
+    lanes = seen.time(zf.Cluster.preset("h100", gpus=4)).plot(tmp_path / "lanes.png")
+    assert lanes.read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ operators), ``costs`` (sums), ``peaks`` (what a device can do), ``profiles`` and
 
 How long it takes: ``clusters`` (where), ``presets`` (published numbers), ``operation_times`` and
 ``links`` (how long each row takes), ``clocks`` (which wait for which), ``timing`` (the answer).
-``choices`` compares steps, ``sentences`` writes them down, ``texts`` figures.
+``choices`` compares steps, ``sentences`` writes them down, ``texts`` figures. ``drawing`` draws.
 """
 
 from zfunc.foresight.assumptions import Assumption, ForesightError

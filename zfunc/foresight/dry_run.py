@@ -34,6 +34,8 @@ __all__ = ["DryRun"]
 
 aten = torch.ops.aten
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
+# What collectives bring, by the first word of their label.
+KINDS = {"gather": "parameters", "join": "parameters", "reduce": "gradients"}
 READS = (aten._local_scalar_dense.default, aten.equal.default)  # the host learns a value
 
 
@@ -60,6 +62,8 @@ class DryRun(TorchDispatchMode):
         self._seeds: dict[torch.Generator, Tensor] = {}
         self._silent = False
         self._started: list[StepRow] = []
+        self._arriving = ""
+        self.storages.kind = self._kind
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,6 +79,13 @@ class DryRun(TorchDispatchMode):
         """Put the generators that were drawn from back to where they were."""
         for generator, state in self._seeds.items():
             generator.set_state(state)
+
+    def _kind(self) -> str:
+        """What is made now, as far as its place tells."""
+        layer, phase = self.layers.here()
+        if phase == "backward":
+            return "gradients"
+        return "activations" if layer or torch.is_grad_enabled() else "other"
 
     # What the world tells (zfunc.ranks.foreseen.Arrivals)
 
@@ -96,8 +107,10 @@ class DryRun(TorchDispatchMode):
         return number
 
     def waited(self, number: int) -> None:
+        self._arriving = ""
         if number <= len(self._started):  # not what was issued in an earlier step
             start = self._started[number - 1]
+            self._arriving = KINDS.get(start.label.split(" ", 1)[0], "")
             self._add(
                 StepRow("wait", start.name, label=start.label, axis=start.axis, number=number)
             )
@@ -108,6 +121,8 @@ class DryRun(TorchDispatchMode):
         storages, every = self.storages, [*written, *given]
         for x in every:
             storages.seen(x)
+        if self._arriving:
+            storages.mark(every, self._arriving)
         if any(storages.is_absent(x) or storages.is_callers(x) or _large(x) for x in every):
             self._overwrite(written)
             return

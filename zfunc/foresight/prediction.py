@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from zfunc.engine.entries import Entries
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.step import Step, as_step
-from zfunc.errors import CompositionError, DeviceError
+from zfunc.errors import CompositionError, DeviceError, PlacementError
 from zfunc.foresight.assumptions import Assumption, outside
 from zfunc.foresight.attention import as_on_a_gpu
 from zfunc.foresight.clocks import replay
 from zfunc.foresight.clusters import Cluster
+from zfunc.foresight.drawing import draw_memory
 from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.flops import Flops, summed
 from zfunc.foresight.inputs import without_values
@@ -34,6 +37,7 @@ from zfunc.ranks.world import World
 from zfunc.schedules.catalogue import schedule
 from zfunc.transforms.pipelining.transform import Pipeline
 from zfunc.trees import tree
+from zfunc.trees.nodes import held_in
 
 __all__ = ["Foreseen", "SentBytes", "foresee"]
 
@@ -67,6 +71,10 @@ class Foreseen:
         flops: what it computes in the steady step.
         rows: the operations of the steady step, and what is sent between them.
         timeline: ``(number of the row, bytes alive)``, of the steady step.
+        live: the same by what it is: ``"parameters"`` (gathered ones, too), ``"moments"`` (the
+            optimizer's state), ``"buffers"``, ``"gradients"`` (of activations, too, and whatever
+            backward makes), ``"activations"`` (whatever forward makes), ``"other"``.
+        at_peak: bytes of each of them when most are alive.
         assumptions: what all this rests on.
         device: the kind of device that was foreseen.
         groups: the ranks along each axis of the mesh.
@@ -89,6 +97,19 @@ class Foreseen:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     offloaded: int = 0
     bubble: float = 0.0
+    live: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict, repr=False)
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the memory of the steady step, by what it holds; returns the path.
+
+        Args:
+            path: ``.png``, ``.svg`` or whatever matplotlib knows.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return draw_memory(self.live, len(self.rows), self.peak_bytes, Path(path))
 
     def time(self, cluster: Cluster) -> Timing:
         """How long a steady step takes on a cluster: its rows on clocks.
@@ -101,9 +122,11 @@ class Foreseen:
                 devices or a link that it needs.
 
         >>> import zfunc as zf
-        >>> step = zf.shard(lambda s, x: (s, (x @ s["params"]["w"]).sum()), stage=3)
-        >>> wide = {"params": {"w": torch.empty(8192, 8192, device="meta")}}
-        >>> seen = foresee(step, wide, torch.empty(64, 8192, device="meta"), ranks=16)
+        >>> tx = zf.optim.sgd(0.1)
+        >>> step = zf.train_step(lambda params, x: (x @ params["w"]).square().mean(), tx)
+        >>> wide = zf.TrainState.create({"w": torch.empty(8192, 8192, device="meta")}, tx)
+        >>> x = torch.empty(64, 8192, device="meta")
+        >>> seen = foresee(zf.shard(step, stage=3), wide, x, ranks=16)
         >>> seen.time(zf.Cluster.preset("h100", gpus=16)).binds
         'communication'
         """
@@ -124,9 +147,12 @@ class Foreseen:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {_told(n)}" for name, n in self.sent.by_kind.most_common() if n)
+        parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
+        held = ", ".join(f"{name} {_told(n)}" for name, n in parts if n)
         lines = [
             f"rank {self.rank} of {self.ranks} holds {_told(self.state_bytes)} of the state",
             f"a step holds at most {_told(self.peak_bytes)}, place {_told(self.place_peak_bytes)}",
+            *([f"at the peak: {held}"] if held else []),
             f"it sends {_told(self.sent.total_bytes)} in {self.sent.calls} calls: {kinds}",
             f"it computes {self.flops.total / 1e12:.4g} TFLOPs "
             f"(attention under a causal mask counted {self.flops.causal})",
@@ -186,17 +212,21 @@ def foresee(
         state = step.place(without_values(make_state, run.storages))
         place_peak, sent = run.storages.peak, []
         given = without_values(batch, run.storages)
+        run.storages.mark(held_in(given), "other")
         inference = any(t.of_params for t in step.transforms)
         for _ in range(steps):
             gc.collect()
             run.begin()
             run.guesses.clear()
+            _mark(run, state)
             with _counted(world) as counts:
                 out = step(state, given)
             sent.append(counts)
             state = state if inference else out[0] if isinstance(out, tuple) and out else out
             del out
+            _mark(run, state)
         size = tree.size_bytes(state)
+    live, at_peak = run.storages.by_kind()
     groups = {group.axis: group.members for group in groups_of(world) if group.members}
     return Foreseen(
         ranks=ranks,
@@ -209,12 +239,28 @@ def foresee(
         flops=summed(run.rows),
         rows=tuple(run.rows),
         timeline=tuple(run.storages.timeline),
+        live=live,
+        at_peak=at_peak,
         assumptions=(*run.guesses.listed(), *outside(step, device)),
         device=device,
         groups=groups,
         offloaded=size if any(t.name == "offload" for t in step.transforms) else 0,
         bubble=_bubble(step, groups),
     )
+
+
+STATE = {"params": "parameters", "opt_state": "moments", "buffers": "buffers"}
+
+
+def _mark(run: DryRun, state: Any) -> None:
+    """Say what the tensors of a state are."""
+    try:
+        entries = Entries(state)
+    except PlacementError:  # a params tree
+        run.storages.mark(held_in(state), "parameters")
+        return
+    for name in entries.names:
+        run.storages.mark(held_in(entries[name]), STATE.get(name, "other"))
 
 
 def _bubble(step: Step, groups: Mapping[str, tuple[int, ...]]) -> float:

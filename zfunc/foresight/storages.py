@@ -8,7 +8,8 @@ and never written.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Storages:
         live: bytes of those that the run has made and that somebody holds.
         peak: the most of them since :meth:`begin`.
         timeline: since then, ``(number of the row, bytes)`` at each change.
+        kind: says what a storage is that is made now, in a word; :meth:`mark` may know better.
         row: the number of the operation under way.
         hidden: whether what is made now takes no memory.
     """
@@ -37,6 +39,9 @@ class Storages:
     def __init__(self) -> None:
         self.live = self.peak = self.row = self.hidden = 0
         self.timeline: list[tuple[int, int]] = []
+        self.kind: Callable[[], str] = lambda: "other"
+        self._changes: list[tuple[int, int, list[str]]] = []
+        self._kinds: dict[int, list[str]] = {}  # one word each, which may still change
         self._nbytes: dict[int, int] = {}  # of those that the run has made
         self._callers: set[int] = set()
         self._absent: set[int] = set()
@@ -45,6 +50,7 @@ class Storages:
     def begin(self) -> None:
         """Count the peak anew."""
         self.peak, self.row, self.timeline = self.live, 0, [(0, self.live)]
+        self._changes = [(0, n, self._kinds[key]) for key, n in self._nbytes.items() if n]
 
     def made(self, x: Tensor) -> None:
         """The run has made this tensor, or a view of what it has made."""
@@ -53,7 +59,8 @@ class Storages:
         if key in self._nbytes or key in self._callers:
             return
         self._nbytes[key] = 0 if self.hidden else storage.nbytes()
-        self._changed(self._nbytes[key])
+        self._kinds[key] = [self.kind()]
+        self._changed(key, self._nbytes[key])
         weakref.finalize(storage, self._freed, key).atexit = False
 
     def seen(self, x: Tensor) -> None:
@@ -94,14 +101,35 @@ class Storages:
         """Whether its values follow from a guess."""
         return x.untyped_storage()._cdata in self._assumed
 
-    def _changed(self, nbytes: int) -> None:
+    def mark(self, xs: Iterable[Tensor], kind: str) -> None:
+        """Say what these are, for all of their time."""
+        for x in xs:
+            if (known := self._kinds.get(x.untyped_storage()._cdata)) is not None:
+                known[0] = kind
+
+    def by_kind(self) -> tuple[dict[str, tuple[tuple[int, int], ...]], dict[str, int]]:
+        """The timeline of each kind since :meth:`begin`, and the bytes of each at the peak."""
+        live: Counter[str] = Counter()
+        lines: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        total, most, at_peak = 0, -1, {}
+        for row, nbytes, (kind,) in self._changes:
+            live[kind] += nbytes
+            total += nbytes
+            lines[kind].append((row, live[kind]))
+            if total > most:
+                most, at_peak = total, dict(live)
+        return {kind: tuple(line) for kind, line in lines.items()}, at_peak
+
+    def _changed(self, key: int, nbytes: int) -> None:
         self.live += nbytes
         self.peak = max(self.peak, self.live)
         if nbytes:
             self.timeline.append((self.row, self.live))
+            self._changes.append((self.row, nbytes, self._kinds[key]))
 
     def _freed(self, key: int) -> None:
-        self._changed(-self._nbytes.pop(key))
+        self._changed(key, -self._nbytes.pop(key))
+        del self._kinds[key]
         self._absent.discard(key)
         self._assumed.discard(key)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from zfunc.foresight.drawing import draw_lanes
+
 __all__ = ["LaneSpan", "Timing"]
 
 
@@ -62,6 +64,14 @@ class Timing:
         )
         head = f"a step takes {told(self.seconds)}, bound by {self.binds}: {shares}"
         return "\n".join([head, *(f"assumed: {note}" for note in self.notes)])
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the lanes, what overlaps with what; returns the path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return draw_lanes(self.lanes, self.seconds, Path(path))
 
     def chrome(self, path: str | Path) -> Path:
         """Write the lanes as a trace for chrome://tracing or Perfetto; returns the path."""
