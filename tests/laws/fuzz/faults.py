@@ -17,7 +17,7 @@ from zfunc import tree
 from zfunc.engine import differentiation, keys, state
 from zfunc.engine.communication import communication
 from zfunc.files import checkpoint
-from zfunc.layout import layout, rounds, sharded
+from zfunc.layout import counting, rounds, sharded
 from zfunc.operators import stream
 from zfunc.optim import clipping, rates
 from zfunc.ranks.comm import Group
@@ -301,14 +301,14 @@ def parted(case: Case) -> bool:
 def whole_leaves_counted_on_every_tensor_rank() -> Fault:
     """In norms: as if each of these ranks had a part of them."""
 
-    def counted(self: Any, flat: int, rank: int) -> Any:
-        full, some = real(self, flat, rank)
-        first = not (self.flats[flat].whole and rank) and self.parts.rank > 0
-        segments = self.segments(flat, rank) if first else ()
+    def counted(on: Any, flat: int, rank: int) -> Any:
+        full, some = real(on, flat, rank)
+        first = not (on.flats[flat].whole and rank) and on.parts.rank > 0
+        segments = on.segments(flat, rank) if first else ()
         return [*full, *(row for row in segments if row[0].split is None)], some
 
-    real = layout.Layout._counted
-    with patch.object(layout.Layout, "_counted", counted):
+    real = counting._split
+    with patch.object(counting, "_split", counted):
         yield
 
 
