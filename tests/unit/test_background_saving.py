@@ -95,8 +95,9 @@ def test_an_error_in_the_background_is_never_lost(
 
 AT_EXIT = """
 import os, sys, torch, zfunc as zf
-zf.save(sys.argv[1], {"w": torch.ones(3_000_000), "step": 1}, block=False)
+first = zf.save(sys.argv[1], {"w": torch.ones(3_000_000), "step": 1}, block=False)
 if sys.argv[2] == "fails":
+    first.wait()  # it is the second one that fails
     def full_disk(*args): raise OSError(28, "No space left on device")
     os.pwrite = full_disk
     zf.save(sys.argv[1], {"w": torch.ones(3), "step": 2}, block=False)
