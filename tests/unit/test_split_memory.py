@@ -16,7 +16,7 @@ from tests.laws.split_steps import RULES, loss_of, ranks_of, run
 from tests.unit.live_bytes import Peak
 from tests.unit.peaks import measured, needs_peaks
 from zfunc import optim
-from zfunc.engine import passes
+from zfunc.buffers import heap
 from zfunc.layout.cutting import make_layout
 from zfunc.ranks.world import current
 from zfunc.transforms import splitting
@@ -113,7 +113,7 @@ def test_what_forward_left_free_is_given_back_before_gradients_come(
         metrics["loss"], _ = zf.value_and_grad(noting)(state.params, x)
         return state, metrics
 
-    monkeypatch.setattr(passes, "return_freed", lambda: note("given back"))
+    monkeypatch.setattr(heap, "return_freed", lambda: note("given back"))
     ranks_of(2, 1, lambda: run(step, lambda f: zf.split(f, rules=RULES, tensor=2), steps=1))
     assert noted[0] == noted[1] == ["forward", "forward", "given back", "backward"]
 

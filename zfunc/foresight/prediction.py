@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zfunc.engine.entries import Entries
 from zfunc.engine.meshed import Meshed
@@ -37,7 +38,6 @@ from zfunc.ranks.world import World
 from zfunc.schedules.catalogue import schedule
 from zfunc.transforms.pipelining.transform import Pipeline
 from zfunc.trees import tree
-from zfunc.trees.nodes import held_in
 
 __all__ = ["Foreseen", "SentBytes", "foresee"]
 
@@ -212,19 +212,20 @@ def foresee(
         state = step.place(without_values(make_state, run.storages))
         place_peak, sent = run.storages.peak, []
         given = without_values(batch, run.storages)
-        run.storages.mark(held_in(given), "other")
+        run.storages.mark(_tensors(given), "other")
         inference = any(t.of_params for t in step.transforms)
+        _mark(run, state)
         for _ in range(steps):
             gc.collect()
             run.begin()
             run.guesses.clear()
-            _mark(run, state)
             with _counted(world) as counts:
                 out = step(state, given)
             sent.append(counts)
             state = state if inference else out[0] if isinstance(out, tuple) and out else out
             del out
-            _mark(run, state)
+            if not inference:  # whose weights in low bits would be unpacked to be looked at
+                _mark(run, state)
         size = tree.size_bytes(state)
     live, at_peak = run.storages.by_kind()
     groups = {group.axis: group.members for group in groups_of(world) if group.members}
@@ -257,10 +258,14 @@ def _mark(run: DryRun, state: Any) -> None:
     try:
         entries = Entries(state)
     except PlacementError:  # a params tree
-        run.storages.mark(held_in(state), "parameters")
+        run.storages.mark(_tensors(state), "parameters")
         return
     for name in entries.names:
-        run.storages.mark(held_in(entries[name]), STATE.get(name, "other"))
+        run.storages.mark(_tensors(entries[name]), STATE.get(name, "other"))
+
+
+def _tensors(node: Any) -> list[Tensor]:
+    return [x for x in tree.leaves(node) if isinstance(x, Tensor)]
 
 
 def _bubble(step: Step, groups: Mapping[str, tuple[int, ...]]) -> float:
