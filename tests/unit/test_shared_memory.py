@@ -40,6 +40,12 @@ def held(sender: Outbox) -> int:
     return os.fstat(sender._file).st_blocks * 512
 
 
+def shared_bytes() -> int:
+    """Of this process, in files and in memory without a name."""
+    found = Path("/proc/self/status").read_text().partition("RssShmem:")[2]
+    return int(found.split()[0]) * 1024
+
+
 def test_payloads_are_read_in_any_order_and_each_frees_its_own_room() -> None:
     sender = Outbox(WORD)
     reader = Inbox(sender.address, 1, WORD)
@@ -131,6 +137,31 @@ def test_much_that_has_been_read_goes_back_and_what_has_not_stays() -> None:
         assert taken(reader, place) == bytes([fill]) * place.size
     once_more = put(sender, size, 5)
     assert taken(reader, once_more) == bytes([5]) * size
+
+
+@pytest.mark.parametrize("size", [module.FILED - 1, module.FILED, 5 * module.FILED + 3])
+def test_a_payload_fills_its_places_one_after_the_other(size: int) -> None:
+    sender = Outbox(WORD)
+    reader = Inbox(sender.address, 1, WORD)
+    data, sizes = random.Random(0).randbytes(size), (size // 3, 0, size - size // 3)
+    places = [bytearray(part) for part in sizes]
+    for _ in range(2):
+        place = sender.put(memoryview(data), 1)
+        assert place is not None
+        reader.take(place, *map(memoryview, places))
+        assert b"".join(places) == data
+    with pytest.raises(ValueError, match="places for 7"):
+        reader.take(put(sender, size, 1), memoryview(bytearray(7)))
+    assert place.start != put(sender, size, 2).start, "what has not been read keeps its room"
+
+
+def test_pages_of_a_large_payload_are_in_the_memory_of_its_sender_alone() -> None:
+    sender = Outbox(WORD)
+    reader, size = Inbox(sender.address, 1, WORD), 2**23
+    place, into = put(sender, size, 1), memoryview(bytearray(size))
+    before = shared_bytes()
+    reader.take(place, into)
+    assert shared_bytes() - before < size // 16
 
 
 def test_a_system_that_takes_no_memory_back_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ from zfunc.ranks.accounting import ledger
 from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, unchecked
 from zfunc.trees import tree
-from zfunc.trees.nodes import Box, boxes_in, leaves_in, outline
+from zfunc.trees.memory import without_memory
+from zfunc.trees.nodes import Box, boxes_in, leaves_in
 from zfunc.trees.origins import let_go
 
 __all__ = ["Step", "Transform", "as_step", "transform_of"]
@@ -433,7 +434,7 @@ class Step:
 
     def _placed(self, state: Any) -> Any:
         token, memo = context.PLACING.set(self), self._memo()
-        memo["placing"], memo["given"] = state, outline(state)
+        memo["placing"], memo["given"] = state, without_memory(state)
         memo.setdefault("noted", {})["given"] = memo["given"]
         try:
             for transform in reversed(self.transforms):

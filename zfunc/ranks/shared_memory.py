@@ -9,6 +9,9 @@ The memory has no name (``memfd_create``), so nothing is left behind however a p
 peer that has mapped it can read it even then. Peers open it through ``/proc``, which the kernel
 allows to processes of the same user, in the same container, and with the same capabilities. For
 other peers payloads go through the socket. ``ZFUNC_SHARED_MEMORY=0`` turns shared memory off.
+
+A peer maps the memory for words, marks and small payloads. It reads large ones as a file: their
+pages are in the memory of the sender alone, and other threads run while they are copied.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ READERS = DIRECT  # in a larger group nothing goes with a header
 SLOTS = 2**14  # payloads that may wait for readers
 BEGIN = 2**19  # of the payloads, behind the word and a row of marks for nobody's and each slot
 ROOM = 2**30  # bytes of addresses; the system finds memory for those that are written
+FILED = 2**17  # bytes from which a payload is read as a file
 KEPT = 2**22  # bytes of memory that stay when all has been read: fresh ones cost as much as a copy
 # Processors on which nobody sees a later write, that of a mark, before an earlier read is done.
 ORDERED = "x86_64", "AMD64"
@@ -184,15 +188,16 @@ class Inbox:
         path = f"/proc/{process}/fd/{file}"
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
             raise FileNotFoundError("it is gone")
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._forget = weakref.finalize(self, os.close, self._file)
         try:
-            self._memory = mmap.mmap(opened, BEGIN + ROOM)
+            self._memory = mmap.mmap(self._file, BEGIN + ROOM)
         except ValueError as error:  # it is shorter
+            self._forget()
             raise FileNotFoundError("it is gone") from error
-        finally:
-            os.close(opened)
         if self._memory[:WORD_BYTES] != word:
             self._memory.close()
+            self._forget()
             raise FileNotFoundError("it is gone")
         self._bytes = memoryview(self._memory)
         self._reader = reader
@@ -200,12 +205,27 @@ class Inbox:
 
     def take(self, place: Posted, *into: memoryview) -> None:
         """Copy a payload, which fills these one after the other; mark that its memory is free."""
-        spread(self._bytes[place.start : place.start + place.size], into)
+        if place.size < FILED:
+            spread(self._bytes[place.start : place.start + place.size], into)
+        else:
+            self._read(place, into)
         self._memory[_marks(place.slot) + self._reader] = 1
+
+    def _read(self, place: Posted, into: Sequence[memoryview]) -> None:
+        """``spread`` without a look at the memory: its pages stay out of this process."""
+        _check_filled(place.size, into)
+        start = place.start
+        for part in into:
+            while part:
+                count = os.preadv(self._file, [part], start)
+                if not count:
+                    raise OSError("a payload ends before its end")
+                part, start = part[count:], start + count
 
     def close(self) -> None:
         self._bytes.release()
         self._memory.close()
+        self._forget()
 
 
 def spread(payload: memoryview | bytearray, into: Sequence[memoryview]) -> None:
@@ -216,12 +236,17 @@ def spread(payload: memoryview | bytearray, into: Sequence[memoryview]) -> None:
     >>> a, b
     (bytearray(b'x'), bytearray(b'yz'))
     """
+    _check_filled(len(payload), into)
     start, whole = 0, memoryview(payload)
     for part in into:
         part[:] = whole[start : start + len(part)]
         start += len(part)
-    if start != len(payload):
-        raise ValueError(f"a payload of {len(payload)} bytes, and places for {start}")
+
+
+def _check_filled(size: int, into: Sequence[memoryview]) -> None:
+    room = sum(map(len, into))
+    if room != size:
+        raise ValueError(f"a payload of {size} bytes, and places for {room}")
 
 
 def is_open_to(address: str, other: str) -> bool:

@@ -16,11 +16,12 @@ from operator import gt, itemgetter
 from typing import Any
 from weakref import WeakSet
 
+import optree
 import torch
 from torch import Tensor
 
 from zfunc.errors import DonatedStateError
-from zfunc.trees.nodes import Box, gone, spent
+from zfunc.trees.nodes import NAMESPACE, Box, carry, gone, spent
 from zfunc.trees.zeros import is_unmade
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "missed",
     "reuse",
     "spend",
+    "without_memory",
 ]
 
 Owner = tuple[int, int, Tensor]  # where in memory a tensor begins and ends
@@ -180,6 +182,18 @@ def blank(x: Tensor) -> None:
         plain = type(x) in (Tensor, torch.nn.Parameter)
         x.data = _nothing(x.dtype, x.device) if plain else x.new_empty(0)
         marks["_zfunc_donated"] = True
+
+
+def without_memory(state: Any) -> Any:
+    """A tree on ``meta``. Counters and keys keep their values, which steps may ask for."""
+
+    def instead(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.is_meta or x.layout is not torch.strided:
+            return x
+        counts = x.numel() <= 64 and (x.ndim == 0 or not x.is_floating_point())
+        return carry(x.detach().to("cpu", copy=True) if counts else x.detach().to("meta"), x)
+
+    return optree.tree_map(instead, state, none_is_leaf=True, namespace=NAMESPACE)
 
 
 @cache

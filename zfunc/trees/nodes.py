@@ -43,7 +43,6 @@ __all__ = [
     "in_full",
     "leaves_in",
     "opened",
-    "outline",
     "part_of",
     "register",
     "spent",
@@ -551,18 +550,6 @@ def carry(new: Any, old: Any) -> Any:
             new = new.view_as(new)
         new.__dict__.update(kept)
     return new
-
-
-def outline(state: Any) -> Any:
-    """A tree on ``meta``, without memory. Counters and keys keep their values."""
-
-    def instead(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.is_meta or x.layout is not torch.strided:
-            return x
-        counts = x.numel() <= 64 and (x.ndim == 0 or not x.is_floating_point())
-        return carry(x.detach().to("cpu", copy=True) if counts else x.detach().to("meta"), x)
-
-    return optree.tree_map(instead, state, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def part_of(leaf: Any) -> Any:
