@@ -46,6 +46,7 @@ __all__ = ["Pass", "enter", "layer", "scan"]
 # Bytes of full gradients that wait for the network: one unit's are always there. Where parameters
 # are cut a host's memory is scarce; a GPU must be kept busy.
 IN_FLIGHT_BYTES, IN_FLIGHT_BYTES_LEAN = 2**26, 2**24
+BETWEEN_TRIMS = 2**24  # bytes of gradients that leave before the heap's gaps are looked at again
 BEHIND = 2  # units that leave before one goes between replicas: its sum within is done then
 
 
@@ -67,6 +68,7 @@ class Pass:
         accord: how the ranks agree on what comes next; ``None`` on one rank.
         running: the context of the call, if there is one.
         most_in_flight: bytes of gradients that were on their way at once.
+        left_bytes: of gradients that have left since gaps in the heap were returned.
         spill: where gradients go that are not to stay in memory (with ``begin`` at the end of
             forward, ``put`` of each unit, ``node``): a function of their layout
             and whether they are cut.
@@ -95,6 +97,7 @@ class Pass:
     accord: Accord | None = None
     in_flight: int = 0
     most_in_flight: int = 0
+    left_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.tick = torch.zeros(0, requires_grad=True)  # without a value: see SplitBackward
@@ -164,6 +167,9 @@ class Pass:
         while self.in_flight > limit and len(self.arrivals) > 1:
             self._arrive()
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self.left_bytes += nbytes
+        if self.left_bytes >= BETWEEN_TRIMS:
+            self._return_gaps()
 
     @property
     def _replicated(self) -> bool:
@@ -229,12 +235,17 @@ class Pass:
                     run.release()
         if any(source.sharded for source in self.sources):
             pool().trim()  # memory is fullest here
+        self._return_gaps()
+        if self.accord is not None:
+            self.accord.turn()
+
+    def _return_gaps(self) -> None:
+        """Return free blocks of the host's heap to the system, where a pass leaves many."""
+        self.left_bytes = 0
         if any(source.leaves_gaps for source in self.sources):
             from zfunc.buffers.heap import return_freed  # for split leaves alone
 
             return_freed()
-        if self.accord is not None:
-            self.accord.turn()
 
     def finish(self) -> None:
         """Wait for everything under way, also for what was started in vain."""

@@ -6,6 +6,7 @@ A layer is a :class:`LayerRef`. Its parameters enter when it is called, and are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -127,7 +128,7 @@ class Source:
             for i, row in enumerate(rows)
         ]
 
-    @property
+    @cached_property
     def leaves_gaps(self) -> bool:
         """Whether the host's C library keeps much of what forward frees: activations of split
         leaves are small blocks, and freed ones between those in use stay in the heap."""
