@@ -5,6 +5,7 @@ Penghui Qi, Xinyi Wan, Guangxing Huang, Min Lin, Zero Bubble Pipeline Parallelis
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 
 from zfunc.schedules.actions import Action
@@ -18,9 +19,10 @@ __all__ = ["zb", "zbv"]
 def zb(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble with one chunk on each rank, and no rank holds more than P microbatches.
 
-    Rank r goes P - r forwards ahead, and its W comes r microbatches behind its I. On the first rank
-    they come together, as one B. With P ranks, M microbatches and F, I and W that take 1 each, B 2,
-    it ends after 3M + P - 1, or 2M + 2P - 1 if M < P.
+    Rank r goes P - r forwards ahead. Backward comes in halves where that lets another rank begin
+    earlier: for its first r microbatches and its last P - r. At most r of these W wait while the
+    rank goes on. All other microbatches have one B, since a whole costs less than its halves. With P ranks, M microbatches and F, I and W that take 1 each, B 2, it ends after
+    3M + P - 1, or 2M + 2P - 1 if M < P.
     Nothing can end earlier: the last rank starts after P - 1 and has work for 3M. It is also
     through with forward and I of all microbatches after P - 1 + 2M at the earliest, and then I has
     P - 1 ranks to go, and W follows on the first one. So (P - 1) / (3M + P - 1) is idle if M >= P.
@@ -30,9 +32,9 @@ def zb(ranks: int, microbatches: int) -> Schedule:
 
     >>> round(zb(4, 8).bubble(), 4), zb(4, 8).in_flight()
     (0.1111, (4.0, 4.0, 4.0, 4.0))
-    >>> print(zb(2, 3).picture())
-    rank 0 |F0-F1-...B0----F2-B1----B2----
-    rank 1 |...F0-I0-F1-I1-W0-F2-I2-W1-W2-
+    >>> print(zb(2, 4).picture())
+    rank 0 |F0-F1-...B0----F2-B1----F3-B2----B3----
+    rank 1 |...F0-I0-F1-B1----F2-B2----F3-I3-W0-W3-
     """
     return _zb(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"))
 
@@ -41,15 +43,18 @@ def zb(ranks: int, microbatches: int) -> Schedule:
 def _zb(ranks: int, microbatches: int) -> Schedule:
     rows = []
     for r in range(ranks):
-        f, i, w = ([Action(kind, j, r) for j in range(microbatches)] for kind in "FIW")
-        row = f[: ranks - r]
+        f, b, i, w = ([Action(kind, j, r) for j in range(microbatches)] for kind in "FBIW")
+        row, halves = f[: ranks - r], deque[Action]()
         for j in range(microbatches):
-            if r == 0:
-                row.append(Action("B", j, r))
+            if r == 0 or r <= j < microbatches - ranks + r:
+                row.append(b[j])
             else:
-                row += [i[j], *w[j - r : j - r + 1]] if j >= r else [i[j]]
+                row.append(i[j])
+                halves.append(w[j])
+            if len(halves) > r:
+                row.append(halves.popleft())
             row += f[ranks - r + j : ranks - r + j + 1]
-        rows.append((*row, *w[max(0, microbatches - r) : microbatches if r else 0]))
+        rows.append((*row, *halves))
     return Schedule(tuple(range(ranks)), microbatches, tuple(rows))
 
 
