@@ -2,7 +2,7 @@
 
 The same GPT, weights and batches; 8 microbatches, cut behind the same layers, AdamW fused, fp32,
 two gloo ranks with one thread each. torch takes two modules that were cut by hand
-(``PipelineStage``), zfunc the whole one (``zf.functionalize``). torch runs 1F1B, and we four
+(``PipelineStage``), zfunc the whole one (``zf.functionalize``). torch runs 1F1B, and we five
 schedules. Each of ours has ranks of its own with torch beside it: both are alive in the same two
 processes and take steps in turn; who begins alternates. The figure of a run is the median over its
 turns of one step's time over the other's, each as slow as its slower rank.
@@ -54,7 +54,7 @@ from benchmarks.phases import Phases
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, MICROBATCHES = 2, 8
 YARDSTICK = "torch"
-OURS = {"1f1b": 1, "gpipe": 1, "zb": 1, "zbv": 2}  # how many chunks a rank has
+OURS = {"1f1b": 1, "gpipe": 1, "zb": 1, "zb_lean": 1, "zbv": 2}  # how many chunks a rank has
 LOSS_GAP = 1e-4  # relative, fp32, over all turns: the order of additions may differ, nothing else
 BEST_MOST, PLAIN, PLAIN_MOST = 1.0, "1f1b", 1.05
 

@@ -26,9 +26,10 @@ from torch.autograd import Function
 import zfunc as zf
 
 RANKS, MICROBATCHES, LAYERS, WIDTH = 4, 8, 8, 4
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}  # chunks of a rank
+# Chunks of a rank.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zb_lean": 1, "zbv": 2}
 GAP_MOST = 0.1
-PLAIN, FASTER = "1f1b", ("zb", "zbv")  # those with less of a bubble
+PLAIN, FASTER = "1f1b", ("zb", "zb_lean", "zbv")  # those with less of a bubble
 SECONDS, DRY_SECONDS = 0.02, 0.002
 
 

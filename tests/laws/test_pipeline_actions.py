@@ -199,4 +199,6 @@ def test_hooks_of_gradients_run_once(name: str) -> None:
 
     want = trained(lambda f: zf.accumulate(f, 4))
     for found in zf.simulate(2)(trained)(lambda f: zf.pipeline(f, 4, schedule=name, pipe=2)):
-        assert all(torch.equal(found[path], x) for path, x in want.items())
+        # Sums are in another order there.
+        same = torch.allclose if name == "zb_lean" else torch.equal
+        assert all(same(found[path], x) for path, x in want.items())

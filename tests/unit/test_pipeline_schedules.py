@@ -27,6 +27,7 @@ from zfunc.schedules import (
     one_f_one_b,
     schedule,
     zb,
+    zb_lean,
     zbv,
 )
 
@@ -77,12 +78,19 @@ def test_interleaved_with_a_remainder_is_between_its_multiples(p: int, v: int) -
 
 @pytest.mark.parametrize("p", range(1, 9))
 def test_zb_is_optimal_with_the_memory_of_1f1b(p: int) -> None:
-    for m in range(1, 33):
-        made = zb(p, m).check()
+    for make, m in product((zb, zb_lean), range(1, 33)):
+        made = make(p, m).check()
         assert max(made.in_flight()) == min(p, m) == max(one_f_one_b(p, m).in_flight())
         assert made.makespan() == max(3 * m + p - 1, 2 * m + 2 * p - 1)
         if m >= p:
             assert made.bubble() == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 8), (4, 8), (4, 3), (8, 32)])
+def test_zb_lean_halves_what_other_ranks_wait_for(p: int, m: int) -> None:
+    for r, row in enumerate(zb_lean(p, m).actions):
+        halves = sum(action.kind == "I" for action in row)
+        assert halves == (min(m, p) if r else 0)
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -342,7 +350,7 @@ def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
         (lambda: gpipe(2, 2).timeline(message=-1.0), "message from chunk 0 to chunk 1 takes -1"),
         (lambda: gpipe(2, 2).check([(1, 0)]), r"crossing \(1, 0\)"),
         (lambda: gpipe(2, 2).check([(0, 2)]), r"crossing \(0, 2\)"),
-        (lambda: schedule("2f2b", 2, 2), "gpipe, 1f1b, interleaved, zb, zbv"),
+        (lambda: schedule("2f2b", 2, 2), "gpipe, 1f1b, interleaved, zb, zb_lean, zbv"),
         (lambda: schedule(gpipe(2, 3), 2, 2), "for 2 ranks and 3 microbatches"),
         (lambda: schedule(gpipe(3, 2), 2, 2), "for 3 ranks and 2 microbatches"),
         (lambda: schedule(lambda p, m: "gpipe", 2, 2), "returns str, and not a Schedule"),

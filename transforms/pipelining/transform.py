@@ -330,8 +330,8 @@ def pipeline(
     Args:
         microbatches: into how many parts a batch is cut; in inference at most, where all tensors
             that go in, and all that come out, have its rows along dim 0.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb"``, ``"zbv"``, a
-            :class:`~zfunc.Schedule`, or a function of (ranks, microbatches) that makes one.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb"``, ``"zb_lean"``,
+            ``"zbv"``, a :class:`~zfunc.Schedule`, or a function of (ranks, microbatches) that makes one.
         chunks: how many parts of the model each rank has under ``"interleaved"``.
         partition: what the parts of the model are balanced by, ``"flops"`` or ``"parameters"``; or
             at which layers they begin and end.

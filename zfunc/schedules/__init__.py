@@ -14,7 +14,7 @@ from zfunc.schedules.catalogue import SCHEDULES, ScheduleLike, schedule
 from zfunc.schedules.in_turn import gpipe, interleaved, one_f_one_b
 from zfunc.schedules.partition import balanced_cuts, checked_cuts
 from zfunc.schedules.pipeline_schedule import Schedule
-from zfunc.schedules.zero_bubble import zb, zbv
+from zfunc.schedules.zero_bubble import zb, zb_lean, zbv
 
 __all__ = [
     "SCHEDULES",
@@ -29,5 +29,6 @@ __all__ = [
     "one_f_one_b",
     "schedule",
     "zb",
+    "zb_lean",
     "zbv",
 ]

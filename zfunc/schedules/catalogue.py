@@ -10,7 +10,7 @@ from zfunc.errors import ScheduleError
 from zfunc.schedules.checks import as_count
 from zfunc.schedules.in_turn import gpipe, interleaved, one_f_one_b
 from zfunc.schedules.pipeline_schedule import Schedule
-from zfunc.schedules.zero_bubble import zb, zbv
+from zfunc.schedules.zero_bubble import zb, zb_lean, zbv
 
 __all__ = ["SCHEDULES", "ScheduleLike", "schedule"]
 
@@ -21,6 +21,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb": zb,
+    "zb_lean": zb_lean,
     "zbv": zbv,
 }
 

@@ -13,16 +13,15 @@ from zfunc.schedules.checks import as_count
 from zfunc.schedules.list_scheduling import ListScheduling, Preference
 from zfunc.schedules.pipeline_schedule import Schedule
 
-__all__ = ["zb", "zbv"]
+__all__ = ["zb", "zb_lean", "zbv"]
 
 
 def zb(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble with one chunk on each rank, and no rank holds more than P microbatches.
 
-    Rank r goes P - r forwards ahead. Backward comes in halves where that lets another rank begin
-    earlier: for its first r microbatches and its last P - r. At most r of these W wait while the
-    rank goes on. All other microbatches have one B, since a whole costs less than its halves. With P ranks, M microbatches and F, I and W that take 1 each, B 2, it ends after
-    3M + P - 1, or 2M + 2P - 1 if M < P.
+    Rank r goes P - r forwards ahead, and its W comes r microbatches behind its I. On the first rank
+    they come together, as one B. With P ranks, M microbatches and F, I and W that take 1 each, B 2,
+    it ends after 3M + P - 1, or 2M + 2P - 1 if M < P.
     Nothing can end earlier: the last rank starts after P - 1 and has work for 3M. It is also
     through with forward and I of all microbatches after P - 1 + 2M at the earliest, and then I has
     P - 1 ranks to go, and W follows on the first one. So (P - 1) / (3M + P - 1) is idle if M >= P.
@@ -32,29 +31,49 @@ def zb(ranks: int, microbatches: int) -> Schedule:
 
     >>> round(zb(4, 8).bubble(), 4), zb(4, 8).in_flight()
     (0.1111, (4.0, 4.0, 4.0, 4.0))
-    >>> print(zb(2, 4).picture())
+    >>> print(zb(2, 3).picture())
+    rank 0 |F0-F1-...B0----F2-B1----B2----
+    rank 1 |...F0-I0-F1-I1-W0-F2-I2-W1-W2-
+    """
+    return _zb(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"), False)
+
+
+def zb_lean(ranks: int, microbatches: int) -> Schedule:
+    """:func:`zb` with as few halves as can be: where halves cost more than a whole.
+
+    Backward is in halves for the first r microbatches of rank r and its last P - r, for which
+    another rank waits. It ends as early as ``zb``, and no rank holds more. But messages that take
+    long, and microbatches of different length, delay it more; and gradients are not added in the
+    order of microbatches, so that a sum may differ from that of ``zf.accumulate`` in its last bits.
+
+    Raises:
+        ScheduleError: a number is less than 1.
+
+    >>> zb_lean(4, 8).bubble() == zb(4, 8).bubble(), zb_lean(4, 8).in_flight()
+    (True, (4.0, 4.0, 4.0, 4.0))
+    >>> print(zb_lean(2, 4).picture())
     rank 0 |F0-F1-...B0----F2-B1----F3-B2----B3----
     rank 1 |...F0-I0-F1-B1----F2-B2----F3-I3-W0-W3-
     """
-    return _zb(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"))
+    return _zb(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"), True)
 
 
 @cache
-def _zb(ranks: int, microbatches: int) -> Schedule:
+def _zb(ranks: int, microbatches: int, lean: bool) -> Schedule:
     rows = []
     for r in range(ranks):
         f, b, i, w = ([Action(kind, j, r) for j in range(microbatches)] for kind in "FBIW")
-        row, halves = f[: ranks - r], deque[Action]()
+        row, waiting = f[: ranks - r], deque[Action]()
         for j in range(microbatches):
-            if r == 0 or r <= j < microbatches - ranks + r:
+            if r == 0 or (lean and r <= j < microbatches - ranks + r):
                 row.append(b[j])
             else:
                 row.append(i[j])
-                halves.append(w[j])
-            if len(halves) > r:
-                row.append(halves.popleft())
+                waiting.append(w[j])
+            if len(waiting) > r:
+                row.append(waiting.popleft())
             row += f[ranks - r + j : ranks - r + j + 1]
-        rows.append((*row, *halves))
+        rows.append((*row, *waiting))
     return Schedule(tuple(range(ranks)), microbatches, tuple(rows))
 
 
