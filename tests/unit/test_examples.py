@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+import zfunc as zf
 from tests.laws.covering import Covering
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -113,6 +115,42 @@ def test_a_transform_of_ones_own_sees_every_layer(tmp_path: Path):
     assert all(re.search(r"rms/0 [\d.]+  rms/1 [\d.]+  rms/2 [\d.]+", line) for line in lines)
     losses = numbers(r"loss ([\d.]+)", text)
     assert losses[-1] < losses[0] / 2
+
+
+def test_data_go_on_where_the_checkpoint_is_on_any_number_of_ranks(tmp_path: Path):
+    pytest.importorskip("torchdata", reason="the `dev` extra is not installed")
+    text = run("data.py", folder=tmp_path)
+    assert numbers(r"saved after (\d+) samples", text) == [60]
+    resumed = re.findall(r"resumed on (\d): the same samples (\w+), losses apart by (\S+)", text)
+    assert [(ranks, same) for ranks, same, _ in resumed] == [(n, "True") for n in "213"]
+    assert float(resumed[0][2]) == 0 and all(float(apart) < 1e-6 for *_, apart in resumed)
+
+
+def test_a_row_is_given_once_whatever_the_number_of_ranks():
+    """Over the ends of epochs, and of documents shorter than a row."""
+    pytest.importorskip("torchdata", reason="the `dev` extra is not installed")
+    packed = runpy.run_path(str(EXAMPLES / "data.py"))["Packed"]
+    texts = [bytes(range(1, 1 + n)) for n in (3, 90, 1, 40)]
+
+    def read(state: dict[str, int] | None, batches: int) -> tuple[torch.Tensor, dict[str, int]]:
+        data = packed(texts, 12, 6)
+        if state is not None:
+            data.load_state_dict(state)
+        rows = [row for _, row in zip(range(batches), data, strict=False)]
+        return torch.stack(rows), data.state_dict()
+
+    whole, end = read(None, 9)
+    assert end["samples"] == 9 * 12 and end["document"] == (whole == 0).sum()
+    tokens = sorted(token for text in texts for token in [*text, 0])
+    assert sorted(whole.flatten()[: len(tokens)].tolist()) == tokens  # those of the first epoch
+    (_, middle), *others = zf.simulate(2)(read)(None, 4)
+    assert others[0][1] == middle
+    for ranks in (1, 2, 3, 6):
+        found = zf.simulate(ranks)(read)(middle, 5)
+        assert torch.equal(torch.cat([rows for rows, _ in found], dim=1), whole[4:])
+        assert all(state == end for _, state in found)
+    with pytest.raises(ValueError, match="12 rows cannot be shared equally by 5 ranks"):
+        zf.simulate(5)(read)(None, 1)
 
 
 @pytest.mark.parametrize("name", [path.name for path in SCRIPTS if "argparse" in path.read_text()])
