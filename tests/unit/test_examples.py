@@ -153,6 +153,43 @@ def test_a_row_is_given_once_whatever_the_number_of_ranks():
         zf.simulate(5)(read)(None, 1)
 
 
+def test_adapters_learn_another_text_on_a_base_that_stays(tmp_path: Path):
+    pytest.importorskip("peft", reason="the `dev` extra is not installed")
+    flags = ("--width", "64", "--steps", "40", "--adapt-steps", "20", "--tokens", "4")
+    text = run("lora_llama.py", *flags, folder=tmp_path)
+    (adapters,) = numbers(r"adapters: ([\d,]+) bytes of", text)
+    after = {}
+    for name in ("LoRA", "4 bits"):
+
+        def found(what: str, name: str = name) -> float:
+            return numbers(f"{name}: {what}", text)[0]
+
+        after[name] = found(r"held-out [\d.]+ -> ([\d.]+)")
+        assert after[name] < found(r"held-out ([\d.]+) ->") - 0.03
+        assert f"{name}: base unchanged True" in text
+        sent = found(r"a rank sent ([\d,]+) bytes of gradients")
+        assert sent == pytest.approx(adapters / 2, rel=0.01)  # of adapters only, half a rank
+        held = found(r"a rank held ([\d,]+) bytes")
+        assert held == pytest.approx(found(r".*computed ([\d,]+)"), rel=0.01)
+        assert found(r"saved ([\d,]+) bytes of adapters") == adapters
+        assert f"{name}: 'The function " in text
+    assert numbers(r"the saved adapters lose ([\d.]+)", text) == pytest.approx([after["LoRA"]])
+    full, low = numbers(r"gathers of ([\d,]+)", text)
+    assert low < 0.4 * full
+
+
+@pytest.mark.parametrize("loop", ["torch", "accelerate"])
+def test_loops_of_others_run_a_module_of_shards(tmp_path: Path, loop: str):
+    pytest.importorskip("accelerate", reason="the `dev` extra is not installed")
+    text = run("dtensor_module.py", "--loop", loop, "--updates", "4", folder=tmp_path)
+    for what, most in (("losses", 1e-6), ("evaluation", 1e-5), ("norms", 1e-4)):
+        assert numbers(rf"{what} apart by (\S+)", text)[0] < most
+    first, last = numbers(r"(?:first|last) loss ([\d.]+)", text)
+    assert last < first
+    own, whole = numbers(r"elements (?:of this rank|in all) (\S+)", text)
+    assert own == pytest.approx(whole / 2, rel=0.02)
+
+
 @pytest.mark.parametrize("name", [path.name for path in SCRIPTS if "argparse" in path.read_text()])
 def test_the_help_of(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
