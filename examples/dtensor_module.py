@@ -1,4 +1,4 @@
-"""A sharded step as an `nn.Module`, for loops that somebody else wrote: torch's, accelerate's.
+"""A sharded step as an `nn.Module`, for other people's loops: accelerate, Lightning.
 
 Such a loop knows a module with parameters, a loss with `backward`, and an optimizer of torch. Here
 the parameters are this rank's flats of stage 3, as `DTensor(Shard(0))`: an optimizer updates what
@@ -7,6 +7,7 @@ gradients included, and returns the loss; `backward` hands these gradients out.
 
     python examples/dtensor_module.py --ranks 2 --loop torch
     python examples/dtensor_module.py --ranks 2 --loop accelerate
+    python examples/dtensor_module.py --ranks 2 --loop lightning  # pip install lightning
 
 Limits:
 
@@ -34,6 +35,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zfunc as zf
@@ -173,7 +175,43 @@ def by_accelerate(model: nn.Module, batches: Batches) -> list[tuple[float, float
     return found
 
 
-LOOPS = {"torch": by_torch, "accelerate": by_accelerate}
+def by_lightning(model: nn.Module, batches: Batches) -> list[tuple[float, float]]:
+    """The same in Lightning's Trainer, told that there is one device: it shares nothing."""
+    import pytorch_lightning as lightning  # heavy, and for this loop alone
+    from pytorch_lightning.strategies import SingleDeviceStrategy
+
+    class Loop(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses, self.norms = model, [], []
+
+        def training_step(self, part: Tensor) -> Tensor:
+            loss: Tensor = self.model(part, labels=part)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_gradient_clipping(self, opt: Any, *how: Any, **limits: Any) -> None:
+            self.norms.append(value(nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)))
+
+        def configure_optimizers(self) -> Any:
+            opt = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, len(batches))
+            return [opt], [{"scheduler": schedule, "interval": "step"}]
+
+    loop, count = Loop(), len(batches[0])
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    lightning.Trainer(
+        max_epochs=1,
+        strategy=SingleDeviceStrategy(torch.device("cpu")),
+        accumulate_grad_batches=count,
+        enable_model_summary=False,
+        **quiet,
+    ).fit(loop, DataLoader([part for parts in batches for part in parts], batch_size=None))
+    sums = [sum(loop.losses[i : i + count]) / count for i in range(0, len(loop.losses), count)]
+    return list(zip(sums, loop.norms, strict=True))
+
+
+LOOPS = {"torch": by_torch, "accelerate": by_accelerate, "lightning": by_lightning}
 
 
 def value(norm: Any) -> float:

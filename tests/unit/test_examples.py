@@ -178,9 +178,11 @@ def test_adapters_learn_another_text_on_a_base_that_stays(tmp_path: Path):
     assert low < 0.4 * full
 
 
-@pytest.mark.parametrize("loop", ["torch", "accelerate"])
+@pytest.mark.parametrize("loop", ["torch", "accelerate", "lightning"])
 def test_loops_of_others_run_a_module_of_shards(tmp_path: Path, loop: str):
     pytest.importorskip("accelerate", reason="the `dev` extra is not installed")
+    if loop == "lightning":
+        pytest.importorskip("pytorch_lightning", reason="no extra has it: pip install lightning")
     text = run("dtensor_module.py", "--loop", loop, "--updates", "4", folder=tmp_path)
     for what, most in (("losses", 1e-6), ("evaluation", 1e-5), ("norms", 1e-4)):
         assert numbers(rf"{what} apart by (\S+)", text)[0] < most
