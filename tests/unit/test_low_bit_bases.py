@@ -144,6 +144,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     state, step = zf.TrainState.create(low, TX), zf.shard(plain(f), stage=3)
     with pytest.raises(zf.CompositionError, match=r"precision cannot place .*base\.weight"):
         zf.precision(step).place(state)
+    with pytest.raises(zf.CompositionError, match=r"quantize\(step\) cannot place .*base\.weight"):
+        zf.quantize(step).place(state)
     with (
         zf.offload(step, to="disk", path=tmp_path) as on_disk,
         pytest.raises(zf.CompositionError, match=r"offload\(to='disk'\) cannot place .*base"),

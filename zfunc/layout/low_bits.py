@@ -24,8 +24,7 @@ def refuse_low_bits(state: Tree, name: str, advice: str) -> None:
     """Raise ``CompositionError`` if a state that a transform places has leaves in low bits."""
     for path in _low(state):
         raise CompositionError(
-            f"{name} cannot place {path}, which is in low bits: it would have to convert it. "
-            f"{advice}"
+            f"{name} cannot place {path}: it would have to convert what is in low bits. {advice}"
         )
 
 
