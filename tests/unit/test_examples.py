@@ -155,7 +155,7 @@ def test_a_row_is_given_once_whatever_the_number_of_ranks():
 
 def test_adapters_learn_another_text_on_a_base_that_stays(tmp_path: Path):
     pytest.importorskip("peft", reason="the `dev` extra is not installed")
-    flags = ("--width", "64", "--steps", "40", "--adapt-steps", "20", "--tokens", "4")
+    flags = ("--width", "32", "--steps", "40", "--adapt-steps", "30", "--tokens", "4")
     text = run("lora_llama.py", *flags, folder=tmp_path)
     (adapters,) = numbers(r"adapters: ([\d,]+) bytes of", text)
     after = {}
