@@ -5,8 +5,7 @@ the parameters are this rank's flats of stage 3, as `DTensor(Shard(0))`: an opti
 the rank has, and `clip_grad_norm_` finds the norm of the whole. `forward` runs the step of zfunc,
 gradients included, and returns the loss; `backward` hands these gradients out.
 
-    python examples/dtensor_module.py --ranks 2 --loop torch
-    python examples/dtensor_module.py --ranks 2 --loop accelerate
+    python examples/dtensor_module.py --ranks 2 --loop torch accelerate
     python examples/dtensor_module.py --ranks 2 --loop lightning  # pip install lightning
 
 Limits:
@@ -261,11 +260,16 @@ def compare(loop: str, updates: int) -> dict[str, float]:
     }
 
 
+def main(loops: list[str], updates: int) -> dict[str, dict[str, float]]:
+    return {loop: compare(loop, updates) for loop in loops}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="local processes (%(default)s)")
-    parser.add_argument("--loop", choices=LOOPS, default="torch", help="whose (%(default)s)")
+    parser.add_argument("--loop", choices=LOOPS, nargs="+", default=["torch"], help="whose")
     parser.add_argument("--updates", type=int, default=6, help="of the optimizer (%(default)s)")
     flags = parser.parse_args()
-    for name, found in zf.launch(compare, flags.loop, flags.updates, nprocs=flags.ranks)[0].items():
-        print(f"{name} {found:.6g}")
+    for loop, found in zf.launch(main, flags.loop, flags.updates, nprocs=flags.ranks)[0].items():
+        for what, number in found.items():
+            print(f"{loop}: {what} {number:.6g}")

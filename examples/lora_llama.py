@@ -148,7 +148,8 @@ def main(ranks: int, width: int, steps: int, adapt_steps: int, tokens: int) -> N
     prompt = torch.tensor(list(b"The function "))[None]
     for name, params in {"LoRA": model.params, "4 bits": in_four_bits(model)}.items():
         done = zf.simulate(ranks)(train)(model, params, second, adapt_steps, 2e-2)[0]
-        print("{}: held-out {:.4f} -> {:.4f}".format(name, *done["losses"]))
+        before, after = done["losses"]
+        print(f"{name}: held-out {before:.4f} -> {after:.4f}, less by {before - after:.4f}")
         print(f"{name}: base unchanged {same_bytes(params, done['params'], model)}")
         gradients = done["sent"].get("reduce_scatter", 0)
         gathered = done["sent"].get("all_gather", 0)
@@ -158,7 +159,8 @@ def main(ranks: int, width: int, steps: int, adapt_steps: int, tokens: int) -> N
         with tempfile.TemporaryDirectory() as folder:
             print(f"{name}: saved {save(module, done['params'], folder):,} bytes of adapters")
             again = PeftModel.from_pretrained(copy.deepcopy(base), folder)
-        text = zf.generate(model, done["params"], prompt, max_new_tokens=tokens)[0]
+        how: Any = {"max_new_tokens": tokens, "temperature": 0.7, "key": 0}
+        text = zf.generate(model, done["params"], prompt, **how)[0]
         print(f"{name}: {bytes(text.tolist()).decode(errors='replace')!r}")
         if name == "LoRA":  # the same numbers in plain torch, from the files
             ids = rows(second[1])
@@ -173,7 +175,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2, help="simulated ranks (%(default)s)")
     parser.add_argument("--width", type=int, default=64, help="of the model (%(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="of the base (%(default)s)")
-    parser.add_argument("--adapt-steps", type=int, default=60, help="of adapters (%(default)s)")
+    parser.add_argument("--adapt-steps", type=int, default=100, help="of adapters (%(default)s)")
     parser.add_argument("--tokens", type=int, default=60, help="to generate (%(default)s)")
     flags = parser.parse_args()
     main(flags.ranks, flags.width, flags.steps, flags.adapt_steps, flags.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -175,21 +176,22 @@ def test_adapters_learn_another_text_on_a_base_that_stays(tmp_path: Path):
         assert f"{name}: 'The function " in text
     assert numbers(r"the saved adapters lose ([\d.]+)", text) == pytest.approx([after["LoRA"]])
     full, low = numbers(r"gathers of ([\d,]+)", text)
-    assert low < 0.4 * full
+    assert low < full / 2
 
 
-@pytest.mark.parametrize("loop", ["torch", "accelerate", "lightning"])
-def test_loops_of_others_run_a_module_of_shards(tmp_path: Path, loop: str):
+def test_loops_of_others_run_a_module_of_shards(tmp_path: Path):
     pytest.importorskip("accelerate", reason="the `dev` extra is not installed")
-    if loop == "lightning":
-        pytest.importorskip("pytorch_lightning", reason="no extra has it: pip install lightning")
-    text = run("dtensor_module.py", "--loop", loop, "--updates", "4", folder=tmp_path)
-    for what, most in (("losses", 1e-6), ("evaluation", 1e-5), ("norms", 1e-4)):
-        assert numbers(rf"{what} apart by (\S+)", text)[0] < most
-    first, last = numbers(r"(?:first|last) loss ([\d.]+)", text)
-    assert last < first
-    own, whole = numbers(r"elements (?:of this rank|in all) (\S+)", text)
-    assert own == pytest.approx(whole / 2, rel=0.02)
+    loops = ["torch", "accelerate"]
+    if importlib.util.find_spec("pytorch_lightning"):  # which no extra has
+        loops.append("lightning")
+    text = run("dtensor_module.py", "--updates", "4", "--loop", *loops, folder=tmp_path)
+    for loop in loops:
+        for what, most in (("losses", 1e-6), ("evaluation", 1e-5), ("norms", 1e-4)):
+            assert numbers(rf"{loop}: {what} apart by (\S+)", text)[0] < most
+        first, last = numbers(rf"{loop}: (?:first|last) loss ([\d.]+)", text)
+        assert last < first
+        own, whole = numbers(rf"{loop}: elements (?:of this rank|in all) (\S+)", text)
+        assert own == pytest.approx(whole / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [path.name for path in SCRIPTS if "argparse" in path.read_text()])
