@@ -133,6 +133,11 @@ class LowBit(Encoded, Tensor):
         """That of its scales, which are its own whatever form the codes are in."""
         return self.scale.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of its scales. Dequantised values have one, too, which others get once they are
+        gone: who asks whose memory a tensor lies in must not hear of it."""
+        return self.scale.untyped_storage()
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain tensor that it stands for, in its own dtype or the one given."""
         return self.shaped(self.dequantized_rows(dtype or self.dtype))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.engine.batches import local_batch
     from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
+    from zfunc.files.extras import extra
     from zfunc.files.pretrained import export_safetensors, import_safetensors
     from zfunc.foresight.choices import Plan
     from zfunc.foresight.clusters import Cluster
@@ -93,6 +94,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "engine.batches": ("local_batch",),
     "engine.state": ("TrainState",),
     "files.checkpoint": ("checkpoints", "restore", "save"),
+    "files.extras": ("extra",),
     "files.pretrained": ("export_safetensors", "import_safetensors"),
     "foresight.clusters": ("Cluster",),
     "foresight.choices": ("Plan",),
@@ -162,6 +164,7 @@ __all__ = [
     "errors",
     "evaluate",
     "export_safetensors",
+    "extra",
     "foresee",
     "full",
     "functionalize",

@@ -52,6 +52,8 @@ def consistent(root: Path, how: str, least: int, most: int) -> int:
     for mine, theirs in zip(zf.tree.leaves(got["p"]), zf.tree.leaves(made(n)["p"]), strict=True):
         assert torch.equal(mine, theirs)
     assert got["note"] == f"step {n}"
+    extra = zf.extra(root, step=n)
+    assert extra and extra == [{"step": n, "rank": rank} for rank in range(len(extra))]
     return n
 
 
@@ -90,7 +92,8 @@ def saved(root: Path, step: int, block: bool, ranks: int, how: str = "") -> None
     def body() -> None:
         here = made.get(how, state)
         zf.restore(root, here(0))
-        zf.save(root, here(step), block=block, keep=2)
+        extra = {"step": step, "rank": zf.rank()}
+        zf.save(root, here(step), block=block, keep=2, extra=extra)
 
     zf.simulate(ranks)(body)()
 
@@ -149,7 +152,7 @@ def at_every_call(root: Path, how: str, ranks: int) -> dict[str, int]:
 
 
 def first(root: Path, how: str = "") -> None:
-    zf.save(root, full(how)(1))
+    zf.save(root, full(how)(1), extra={"step": 1, "rank": 0})
 
 
 def at_random(root: Path, seconds: float, rng: random.Random) -> dict[str, int]:

@@ -247,6 +247,8 @@ HOSTILE = {
     "no files": absurd("files", {}),
     "static": absurd("static/note", {"float": "x"}),
     "both": absurd("static/params.w", 1),
+    "a third rank": absurd("extra", [1, 2, 3]),
+    "no list": absurd("extra", {"0": 1}),
 }
 
 

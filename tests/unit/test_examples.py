@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+import zfunc as zf
 from tests.laws.covering import Covering
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -113,6 +116,82 @@ def test_a_transform_of_ones_own_sees_every_layer(tmp_path: Path):
     assert all(re.search(r"rms/0 [\d.]+  rms/1 [\d.]+  rms/2 [\d.]+", line) for line in lines)
     losses = numbers(r"loss ([\d.]+)", text)
     assert losses[-1] < losses[0] / 2
+
+
+def test_data_go_on_where_the_checkpoint_is_on_any_number_of_ranks(tmp_path: Path):
+    pytest.importorskip("torchdata", reason="the `dev` extra is not installed")
+    text = run("data.py", folder=tmp_path)
+    assert numbers(r"saved after (\d+) samples", text) == [60]
+    resumed = re.findall(r"resumed on (\d): the same samples (\w+), losses apart by (\S+)", text)
+    assert [(ranks, same) for ranks, same, _ in resumed] == [(n, "True") for n in "213"]
+    assert float(resumed[0][2]) == 0 and all(float(apart) < 1e-6 for *_, apart in resumed)
+
+
+def test_a_row_is_given_once_whatever_the_number_of_ranks():
+    """Over the ends of epochs, and of documents shorter than a row."""
+    pytest.importorskip("torchdata", reason="the `dev` extra is not installed")
+    packed = runpy.run_path(str(EXAMPLES / "data.py"))["Packed"]
+    texts = [bytes(range(1, 1 + n)) for n in (3, 90, 1, 40)]
+
+    def read(state: dict[str, int] | None, batches: int) -> tuple[torch.Tensor, dict[str, int]]:
+        data = packed(texts, 12, 6)
+        if state is not None:
+            data.load_state_dict(state)
+        rows = [row for _, row in zip(range(batches), data, strict=False)]
+        return torch.stack(rows), data.state_dict()
+
+    whole, end = read(None, 9)
+    assert end["samples"] == 9 * 12 and end["document"] == (whole == 0).sum()
+    tokens = sorted(token for text in texts for token in [*text, 0])
+    assert sorted(whole.flatten()[: len(tokens)].tolist()) == tokens  # those of the first epoch
+    (_, middle), *others = zf.simulate(2)(read)(None, 4)
+    assert others[0][1] == middle
+    for ranks in (1, 2, 3, 6):
+        found = zf.simulate(ranks)(read)(middle, 5)
+        assert torch.equal(torch.cat([rows for rows, _ in found], dim=1), whole[4:])
+        assert all(state == end for _, state in found)
+    with pytest.raises(ValueError, match="12 rows cannot be shared equally by 5 ranks"):
+        zf.simulate(5)(read)(None, 1)
+
+
+def test_adapters_learn_another_text_on_a_base_that_stays(tmp_path: Path):
+    pytest.importorskip("peft", reason="the `dev` extra is not installed")
+    flags = ("--width", "32", "--steps", "40", "--adapt-steps", "30", "--tokens", "4")
+    text = run("lora_llama.py", *flags, folder=tmp_path)
+    (adapters,) = numbers(r"adapters: ([\d,]+) bytes of", text)
+    after = {}
+    for name in ("LoRA", "4 bits"):
+
+        def found(what: str, name: str = name) -> float:
+            return numbers(f"{name}: {what}", text)[0]
+
+        after[name] = found(r"held-out [\d.]+ -> ([\d.]+)")
+        assert after[name] < found(r"held-out ([\d.]+) ->") - 0.03
+        assert f"{name}: base unchanged True" in text
+        sent = found(r"a rank sent ([\d,]+) bytes of gradients")
+        assert sent == pytest.approx(adapters / 2, rel=0.01)  # of adapters only, half a rank
+        held = found(r"a rank held ([\d,]+) bytes")
+        assert held == pytest.approx(found(r".*computed ([\d,]+)"), rel=0.01)
+        assert found(r"saved ([\d,]+) bytes of adapters") == adapters
+        assert f"{name}: 'The function " in text
+    assert numbers(r"the saved adapters lose ([\d.]+)", text) == pytest.approx([after["LoRA"]])
+    full, low = numbers(r"gathers of ([\d,]+)", text)
+    assert low < full / 2
+
+
+def test_loops_of_others_run_a_module_of_shards(tmp_path: Path):
+    pytest.importorskip("accelerate", reason="the `dev` extra is not installed")
+    loops = ["torch", "accelerate"]
+    if importlib.util.find_spec("pytorch_lightning"):  # which no extra has
+        loops.append("lightning")
+    text = run("dtensor_module.py", "--updates", "4", "--loop", *loops, folder=tmp_path)
+    for loop in loops:
+        for what, most in (("losses", 1e-6), ("evaluation", 1e-5), ("norms", 1e-4)):
+            assert numbers(rf"{loop}: {what} apart by (\S+)", text)[0] < most
+        first, last = numbers(rf"{loop}: (?:first|last) loss ([\d.]+)", text)
+        assert last < first
+        own, whole = numbers(rf"{loop}: elements (?:of this rank|in all) (\S+)", text)
+        assert own == pytest.approx(whole / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [path.name for path in SCRIPTS if "argparse" in path.read_text()])

@@ -50,6 +50,7 @@ from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.leaves import settle_origin
+from zfunc.layout.low_bits import refuse_low_bits
 from zfunc.layout.pool import pool
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
@@ -112,6 +113,12 @@ class Precision(Transform):
         entries = Entries(state)
         names, home = self._named(entries, "params"), self._home(entries)
         masters = {name: entries[name] for name in names}
+        refuse_low_bits(
+            masters,
+            "precision",
+            "Leave precision out: products with low bits round their inputs themselves. The rest "
+            "of the module can be bfloat16 before it is functionalized.",
+        )
         found = [x for x in tree.leaves(masters) if isinstance(x, Tensor)]
         if found and all(x.dtype in SHORT for x in found):
             raise PlacementError(

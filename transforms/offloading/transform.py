@@ -34,6 +34,7 @@ from zfunc.engine.step import Step, Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout, whole
+from zfunc.layout.low_bits import refuse_low_bits
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
@@ -140,6 +141,8 @@ class Offload(Transform):
         if not self._takes(state):
             return copied(state) if self.represents and self._alone(step) else state
         names = {t.name for t in step.transforms}
+        if self.to == "disk":
+            refuse_low_bits(state, "offload(to='disk')", "Shard it at stage 3 instead.")
         if "split" in names and "shard" not in names:
             raise CompositionError(
                 "offload beside split keeps the units that shard makes of a state, and there is no "

@@ -30,6 +30,7 @@ from zfunc.engine.step import Differentiate, Transform
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import PlacementError
 from zfunc.layout.layout import Slot
+from zfunc.layout.low_bits import refuse_low_bits
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
 from zfunc.quant import schedules
@@ -100,6 +101,7 @@ class MoQ(Transform):
         return wanted(path, ndim)
 
     def place(self, state: Any) -> Any:
+        refuse_low_bits(state, "quantize(step)", "Leave it out: that base stays as it is.")
         paths = self.chosen(state)
         chosen = torch.tensor(_digest(paths), device="cpu")  # int64
         begun = {**schedules.start(self.rules, len(paths)), "chosen": chosen}

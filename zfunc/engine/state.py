@@ -14,6 +14,7 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.layout.freezing import all_frozen, frozen_paths, leaves_at, thawed, without_frozen
 from zfunc.layout.leaves import check_trainable, freeze, is_frozen
+from zfunc.layout.low_bits import check_none_trains
 from zfunc.ranks.keys import as_key
 from zfunc.trees import tree
 from zfunc.trees.nodes import PLACED, Box, Lazy, leaves_in
@@ -70,7 +71,8 @@ class TrainState:
                 those that ``functionalize`` found frozen in its module, which it overrides.
 
         Raises:
-            PlacementError: a parameter is no floating-point tensor, or all are frozen.
+            PlacementError: a parameter is no floating-point tensor, or one in low bits that is
+                not frozen; or all are frozen.
             TypeError: ``tx`` is no ``GradientTransformation``.
 
         >>> from zfunc import optim
@@ -98,6 +100,7 @@ class TrainState:
                 )
         still = frozenset(frozen)
         held = tree.select(params, lambda path: path not in still) if frozen else params
+        check_none_trains(held)
         return cls(
             params=params,
             opt_state=begun(tx, held),

@@ -15,7 +15,6 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -30,8 +29,10 @@ from zfunc.errors import CheckpointError
 from zfunc.files.background import Saving, settle, start
 from zfunc.files.chunks import NAMES, check_name, digest
 from zfunc.files.elements import Elements
+from zfunc.files.extras import copied
 from zfunc.files.folder import (
     Checkpoint,
+    candidates,
     check_file,
     check_room,
     clean,
@@ -39,6 +40,7 @@ from zfunc.files.folder import (
     hidden_folder,
     inspect,
     list_steps,
+    passed_over,
     read_manifest,
     said,
 )
@@ -64,6 +66,7 @@ def save(
     step: int | None = None,
     block: bool = True,
     keep: int | None = None,
+    extra: Any = None,
 ) -> Saving:
     """Write a checkpoint of a state, placed or plain; a collective.
 
@@ -81,6 +84,8 @@ def save(
             ``restore``, or the end of the program, waits for it.
         keep: how many checkpoints are to be left, this one included: those saved before
             are removed once it is complete, also ones of later steps.
+        extra: a small JSON value of this rank, such as a data loader's position: ``None``,
+            numbers, strings, lists and dicts. :func:`zf.extra` gives all ranks' back.
 
     Returns:
         A handle with ``path`` and ``wait()``, the latter a collective that raises what
@@ -88,8 +93,9 @@ def save(
 
     Raises:
         CheckpointError: the disk is full, no permission, another run writes there, ranks
-            hold different states, also in what they hold in common, or a leaf is nothing
-            that can be written; or the save before this one has failed in the background.
+            hold different states, also in what they hold in common, a leaf is nothing
+            that can be written, or ``extra`` nothing that JSON can hold; or the save before
+            this one has failed in the background.
         DonatedStateError: the state was given to a later one.
         ValueError: no step is known, or ``keep`` is less than one.
 
@@ -104,7 +110,9 @@ def save(
         raise ValueError(f"keep={keep}: expected at least 1, the checkpoint that is being saved")
     settle()
     world, ranks = current(), group(None, "data")
-    stock, number, seen = agreed(ranks, lambda: _offer(state, step), label="save")
+    stock, number, seen, own = agreed(
+        ranks, lambda: (*_offer(state, step), copied(extra)), label="save"
+    )
     token = _same_on_all(ranks, stock, number, seen)
     root = Path(path)
     task = Task(
@@ -118,6 +126,7 @@ def save(
         size=ranks.size,
         timeout=world.timeout,
         digests=seen.chunks,
+        extra=own,
     )
     try:
         agreed(ranks, lambda: _prepare(task), label="save")
@@ -239,14 +248,14 @@ def restore(path: PathLike, like: Any, step: int | None = None) -> Any:
     settle()
     ranks, root = group(None, "data"), Path(path)
     stock = agreed(ranks, lambda: _asked_for(like), label="restore")
-    found = agreed(ranks, lambda: _candidates(root, step), label="restore")
+    found = agreed(ranks, lambda: candidates(root, step), label="restore")
     found = ranks.exchange(found, label="restore")[0]  # one may have come or gone meanwhile
     damaged: list[str] = []
     for number, folder in found:
         state, problem = _attempt(ranks, folder, stock)
         if problem is None:
             if damaged and ranks.rank == 0:
-                warnings.warn(_passed_over(damaged, number), stacklevel=2)
+                warnings.warn(passed_over("restored", damaged, number), stacklevel=2)
             return state
         damaged.append(f"step {number}: {problem}")
     raise CheckpointError(f"{root} has no good checkpoint. " + "; ".join(damaged))
@@ -260,23 +269,6 @@ def _asked_for(like: Any) -> Inventory:
             "step.place(...) or step.init(...) and give that."
         )
     return stock
-
-
-def _passed_over(damaged: Sequence[str], number: int) -> str:
-    return f"restored step {number}: later checkpoints are damaged. " + "; ".join(damaged)
-
-
-def _candidates(root: Path, step: int | None) -> list[tuple[int, Path]]:
-    steps = list_steps(root)
-    if not steps:
-        raise CheckpointError(f"{root} holds no checkpoint (no folder named step-00000012).")
-    if step is None:
-        return list(steps.items())
-    if step not in steps:
-        raise CheckpointError(
-            f"{root} holds no checkpoint of step {step}, but of {', '.join(map(str, steps))}."
-        )
-    return [(step, steps[step])]
 
 
 def _attempt(ranks: Group, folder: Path, stock: Inventory) -> tuple[Any, str | None]:

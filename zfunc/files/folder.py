@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,10 @@ from zfunc.files.reading import Reader
 __all__ = [
     "MANIFEST",
     "Checkpoint",
+    "candidates",
     "check_file",
     "check_room",
+    "check_whole",
     "clean",
     "discard",
     "drop_old",
@@ -36,6 +38,7 @@ __all__ = [
     "inspect",
     "list_steps",
     "next_serial",
+    "passed_over",
     "publish",
     "read_manifest",
     "said",
@@ -102,6 +105,29 @@ def list_steps(root: Path) -> dict[int, Path]:
         before = [at for s, at in known.items() if (changed[s], s) < (changed[step], step)]
         order[step] = (*max(before, default=(-1,)), changed[step], step)
     return {step: found[step] for step in sorted(found, key=order.__getitem__, reverse=True)}
+
+
+def candidates(root: Path, step: int | None) -> list[tuple[int, Path]]:
+    """The checkpoint of a step, or all of them, the last saved first.
+
+    Raises:
+        CheckpointError: there is none, or none of that step.
+    """
+    steps = list_steps(root)
+    if not steps:
+        raise CheckpointError(f"{root} holds no checkpoint (no folder named step-00000012).")
+    if step is None:
+        return list(steps.items())
+    if step not in steps:
+        raise CheckpointError(
+            f"{root} holds no checkpoint of step {step}, but of {', '.join(map(str, steps))}."
+        )
+    return [(step, steps[step])]
+
+
+def passed_over(what: str, damaged: Sequence[str], number: int) -> str:
+    """The warning of who takes a checkpoint because later ones are damaged."""
+    return f"{what} step {number}: later checkpoints are damaged. " + "; ".join(damaged)
 
 
 def _names(root: Path) -> list[str]:
@@ -185,6 +211,18 @@ def check_file(folder: Path, file: DataFile) -> None:
         raise CheckpointError(f"{path} is damaged: the digest of its header does not fit")
 
 
+def check_whole(folder: Path) -> Manifest:
+    """The manifest of a checkpoint of which all files are there, by sizes and headers.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete, or no checkpoint.
+    """
+    manifest = read_manifest(folder)
+    for file in manifest.files:
+        check_file(folder, file)
+    return manifest
+
+
 def inspect(step: int, folder: Path, thorough: bool = True) -> Checkpoint:
     """Whether a checkpoint is good.
 
@@ -192,9 +230,7 @@ def inspect(step: int, folder: Path, thorough: bool = True) -> Checkpoint:
         thorough: read every byte; else sizes and headers alone.
     """
     try:
-        manifest = read_manifest(folder)
-        for file in manifest.files:
-            check_file(folder, file)
+        manifest = check_whole(folder)
         if thorough:
             with Reader(folder, manifest) as reader:
                 for name in manifest.leaves:

@@ -138,6 +138,7 @@ class Manifest:
         id: a random word, different for each save.
         files, leaves, static: see the module; ``static`` are leaves that are no tensors.
         serial: its number among the saves into its folder, from 1; 0 if nobody has counted.
+        extra: each rank's own JSON value, if it was saved with such.
     """
 
     step: int
@@ -147,6 +148,7 @@ class Manifest:
     leaves: dict[str, StoredLeaf]
     static: dict[str, Any] = field(default_factory=dict)
     serial: int = 0
+    extra: tuple[Any, ...] = ()
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -166,6 +168,8 @@ class Manifest:
         lines.append('"files": [\n' + ",\n".join(map(_dumps, files)) + "\n]")
         lines.append(_block("leaves", leaves))
         lines.append(_block("static", {k: _encoded(v) for k, v in self.static.items()}))
+        if self.extra:  # readers that do not know it pass over it
+            lines.append('"extra": [\n' + ",\n".join(map(_dumps, self.extra)) + "\n]")
         body = ",\n".join(lines).encode()
         return body + f',\n"digest": "{digest(body)}"}}\n'.encode()
 
@@ -260,14 +264,19 @@ def _checked(document: Any) -> Manifest:
     static = _expect(dict, document.get("static"), "static")
     if both := leaves.keys() & static.keys():
         raise ValueError(f"{min(both)!r} is both a tensor and none")
+    world = _natural(document.get("world"), "world")
+    extra = _expect(list, document.get("extra", []), "extra")
+    if extra and len(extra) != world:
+        raise ValueError(f"{world} ranks have {len(extra)} values of extra")
     return Manifest(
         step=_natural(document.get("step"), "step"),
-        world=_natural(document.get("world"), "world"),
+        world=world,
         id=_expect(str, document.get("id"), "id"),
         files=files,
         leaves=leaves,
         static={name: _decoded(name, value) for name, value in static.items()},
         serial=_natural(document.get("serial", 0), "serial"),
+        extra=tuple(extra),
     )
 
 

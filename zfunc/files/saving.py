@@ -62,6 +62,7 @@ class Task:
     size: int
     timeout: float
     digests: dict[tuple[str, Elements], str]  # of chunks, where they are known already
+    extra: Any  # this rank's own
 
     @property
     def final(self) -> Path:
@@ -151,7 +152,7 @@ def complete(task: Task, writer: DataWriter, data: Iterable[tuple[Chunk, memoryv
     finally:
         writer.close()
     file = DataFile(writer.path.name, writer.size, len(writer.header), digest(writer.header))
-    leave_record(task, {"file": vars(file), "table": writer.table})
+    leave_record(task, {"file": vars(file), "table": writer.table, "extra": task.extra})
 
 
 def leave_record(task: Task, record: dict[str, Any]) -> None:
@@ -200,7 +201,17 @@ def _manifest(task: Task, records: list[dict[str, Any]]) -> Manifest:
     }
     files = tuple(DataFile(**record["file"]) for record in records)
     serial = next_serial(task.root)
-    return Manifest(task.step, task.size, task.id, files, leaves, task.stock.static, serial)
+    extra = tuple(record["extra"] for record in records)
+    return Manifest(
+        task.step,
+        task.size,
+        task.id,
+        files,
+        leaves,
+        task.stock.static,
+        serial,
+        () if all(value is None for value in extra) else extra,
+    )
 
 
 def _in_order(name: str, rows: list[Row]) -> tuple[Row, ...]:

@@ -23,6 +23,7 @@ __all__ = [
     "full_around",
     "leaves_of",
     "pieces_of_parts",
+    "stored",
 ]
 
 
@@ -40,7 +41,7 @@ def cut_flats(
     """
     if _holds_parts(tree):
         return assemble_all(layout, pieces_of_parts(layout, tree, rank), rank)
-    leaves = _stored(layout, leaves_of(layout, tree))
+    leaves = stored(layout, leaves_of(layout, tree))
     flats: list[Tensor | None] = []
     for i, slots in enumerate(layout.by_flat):
         some = [leaves[slot.index] for slot in slots]
@@ -91,7 +92,7 @@ def _own(layout: Layout, slot: Slot, leaf: Tensor) -> Tensor:
     return mine
 
 
-def _stored(layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+def stored(layout: Layout, leaves: Sequence[Any]) -> list[Any]:
     """Leaves as they lie in flats: low-bit ones as the bytes of this rank's part."""
     out = list(leaves)
     for slot in layout.present:

@@ -26,7 +26,7 @@ from zfunc.errors import DesyncError, DonatedStateError, PlacementError
 from zfunc.layout.arriving import Arrival
 from zfunc.layout.layout import Layout, whole
 from zfunc.layout.leaves import freeze
-from zfunc.layout.pieces import cut_flats, leaves_of
+from zfunc.layout.pieces import cut_flats, leaves_of, stored
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.sharded import Sharded, replaced
 from zfunc.ranks.comm import Group, groups_of
@@ -415,7 +415,7 @@ def gathered_again(boxes: Sequence[Replicated], everyone: Group) -> None:
 
 def packed(layout: Layout, node: Tree) -> Replicated:
     """A copy of a plain tree, in the layout's full flats."""
-    leaves, flats = leaves_of(layout, opened(node)), []
+    leaves, flats = stored(layout, leaves_of(layout, opened(node))), []
     for i, row in enumerate(layout.by_flat):
         some = [leaves[slot.index] for slot in row]
         alive = not row or any(x is not None for x in some)
