@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 import zfunc as zf
 
-Rows = list[dict[str, Tensor]]
 LLAMA = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
 BERT = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -37,7 +36,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-class Rows_(Dataset):  # type: ignore[type-arg]
+class Tokens(Dataset):  # type: ignore[type-arg]
     """Rows of tokens; labels are padded unevenly, or a class of three."""
 
     def __init__(self, family: str, n: int, seed: int) -> None:
@@ -56,6 +55,22 @@ class Rows_(Dataset):  # type: ignore[type-arg]
         labels = ids.clone()
         labels[end:] = -100
         return {"input_ids": ids, "labels": labels}
+
+
+class InDouble:
+    """A loss of the user's own, in the dtype of the logits (Hugging Face's is in float32)."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out = model(input_ids=inputs["input_ids"])
+        logits, labels = out.logits[:, :-1], inputs["labels"][:, 1:]
+        total = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = total / count * dist.get_world_size()
+        return (loss, {"loss": loss, "logits": out.logits}) if return_outputs else loss
 
 
 def metrics(found: Any) -> dict[str, float]:
@@ -90,11 +105,7 @@ def recorded(kind: Any) -> Any:
     return Recorded
 
 
-def folder() -> str:
-    """One new folder for all ranks."""
-    made = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(made, 0)
-    return made[0]
+COUNT = itertools.count()
 
 
 def run(
@@ -103,12 +114,12 @@ def run(
     dtype: torch.dtype = torch.float32,
     resume: str | None = None,
     model: Any = None,
-    mixin: type = object,
+    mixin: type | None = None,
     more: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Run:
     """Train; with ``transforms`` by ours, else by transformers' own."""
-    out = folder() if resume is None else str(Path(resume).parent)
+    out = str(Path.cwd() / f"run-{next(COUNT)}") if resume is None else str(Path(resume).parent)
     settings: dict[str, Any] = {
         "output_dir": out,
         "per_device_train_batch_size": 2,
@@ -133,14 +144,14 @@ def run(
     seq2seq = family == "t5"
     base = "Seq2SeqTrainer" if seq2seq else "Trainer"
     kind = getattr(transformers if transforms is None else zf.hf, base)
-    kind = type("Made", (mixin, kind), {}) if mixin is not object else kind
+    kind = kind if mixin is None else type("Made", (mixin, kind), {})
     args = getattr(transformers, "Seq2SeqTrainingArguments" if seq2seq else "TrainingArguments")
     model = model_of(family, dtype) if model is None else model
     trainer = recorded(kind)(
         model=model,
         args=args(**settings),
-        train_dataset=Rows_(family, 24, 1),
-        eval_dataset=Rows_(family, 6, 2),
+        train_dataset=Tokens(family, 24, 1),
+        eval_dataset=Tokens(family, 6, 2),
         compute_metrics=metrics,
         **({} if transforms is None else {"transforms": transforms}),
         **(more or {}),

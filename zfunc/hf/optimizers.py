@@ -1,4 +1,4 @@
-"""``TrainingArguments.optim`` as one of our optimizers, with the numbers that torch's have there."""
+"""``TrainingArguments.optim`` as one of our optimizers, with torch's numbers."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _coupled(
 
 def _options(text: Any) -> dict[str, str]:
     """``"a=1,b=2"`` as a dict."""
-    pairs = (pair.split("=") for pair in str(text).replace(" ", "").split(",")) if text else ()
-    return {key: value for key, value in pairs}
+    pairs = str(text).replace(" ", "").split(",") if text else []
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def _true(text: str | None) -> bool:
