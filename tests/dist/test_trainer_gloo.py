@@ -26,6 +26,14 @@ def at(stage: int, *around: Any) -> Any:
     return transforms
 
 
+def split(step: Any, model: Any) -> Any:
+    return zf.shard(zf.split(step, model, tensor=2), stage=3)
+
+
+def pipe(step: Any) -> Any:
+    return zf.pipeline(step, 2, pipe=2)
+
+
 def pair(family: str, *ours: Any, **same: Any) -> list[Run]:
     """Trainer's own run, and one for each of these transforms."""
     return [run(family, transforms, **same) for transforms in (None, *ours)]
@@ -42,6 +50,11 @@ def few(folder: str) -> dict[str, list[Run]]:
         "t5": pair("t5", at(3), **GENERATE),
         "bf16": pair("llama", at(3), bf16=True, gradient_checkpointing=True),
     }
+    both = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    found["shared rows"] = [
+        run("llama", held_out=8),
+        *(run("llama", transforms, held_out=8, **both) for transforms in (split, pipe)),
+    ]
     best = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     best |= {"metric_for_best_model": "eval_sum", "learning_rate": 5e-2}
     found["best"] = pair("llama", at(3), **best)
@@ -84,6 +97,13 @@ def test_losses_and_norms_in_float64(runs: dict[str, list[Run]]) -> None:
 @pytest.mark.parametrize("case", ["smoothed", "bert", "t5", "best"])
 def test_losses_and_norms_in_float32(runs: dict[str, list[Run]], case: str) -> None:
     same(*runs[case], 1e-6)
+
+
+def test_ranks_that_share_rows_count_them_once(runs: dict[str, list[Run]]) -> None:
+    plain, *ours = runs["shared rows"]
+    for each in ours:
+        same(plain, each, 1e-6)
+        assert each.evals == [pytest.approx(x, rel=1e-6) for x in plain.evals]
 
 
 def test_generated_tokens_are_the_same(runs: dict[str, list[Run]]) -> None:

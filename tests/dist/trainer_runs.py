@@ -115,7 +115,7 @@ def run(
     resume: str | None = None,
     model: Any = None,
     mixin: type | None = None,
-    more: dict[str, Any] | None = None,
+    held_out: int = 6,
     **changes: Any,
 ) -> Run:
     """Train; with ``transforms`` by ours, else by transformers' own."""
@@ -151,10 +151,9 @@ def run(
         model=model,
         args=args(**settings),
         train_dataset=Tokens(family, 24, 1),
-        eval_dataset=Tokens(family, 6, 2),
+        eval_dataset=Tokens(family, held_out, 2),
         compute_metrics=metrics,
         **({} if transforms is None else {"transforms": transforms}),
-        **(more or {}),
     )
     trainer.pop_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)

@@ -1,6 +1,6 @@
 """The modules that Trainer sees in the place of the model, whose parameters lie elsewhere.
 
-While ``train()`` runs, the user's module has no parameters in memory: each is an ``Absent``, which
+While ``train()`` runs, the user's module has no parameters in memory: each is an ``Elsewhere``, which
 knows its shape and dtype and raises where its values are asked for. Losses go through a
 ``Differentiated``, evaluation through an ``Evaluated``.
 """
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 
-__all__ = ["Absent", "Standin", "empty", "fill", "holds_all", "homes"]
+__all__ = ["Elsewhere", "Standin", "empty", "fill", "holds_all", "homes"]
 
 KNOWN = {"size", "numel", "nelement", "dim", "element_size", "is_floating_point", "is_complex"}
 KNOWN |= {"stride", "is_contiguous", "__hash__", "__len__", "__repr__"}
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that are tensors
 
 
-class Absent(nn.Parameter):
+class Elsewhere(nn.Parameter):
     """A parameter that is trained elsewhere: its shape, dtype and device can be asked, no more."""
 
     @classmethod
@@ -104,7 +104,7 @@ def empty(places: Homes) -> None:
         part, attribute = places_of_one[0]
         p = part._parameters[attribute]
         assert p is not None
-        absent = Absent(torch.empty_like(p, device="meta"), p.requires_grad)
+        absent = Elsewhere(torch.empty_like(p, device="meta"), p.requires_grad)
         for part, attribute in places_of_one:
             part._parameters[attribute] = absent
 
@@ -123,4 +123,4 @@ def fill(places: Homes, values: dict[str, Tensor], device: torch.device) -> None
 
 def holds_all(module: nn.Module) -> bool:
     """Whether a module's parameters are there."""
-    return not any(isinstance(p, Absent) for p in module.parameters())
+    return not any(isinstance(p, Elsewhere) for p in module.parameters())

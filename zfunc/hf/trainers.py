@@ -20,8 +20,9 @@ class Trainer(Bridge, transformers.Trainer):
 
     Args:
         *args, **kwargs: Trainer's own.
-        transforms: from step to step, in what the training step is wrapped; by default
-            ``zf.shard`` at stage 0. ``bf16``, ``fp16`` and ``gradient_checkpointing`` of
+        transforms: ``transforms(step)``, or ``transforms(step, model)`` with the
+            :class:`~zfunc.Functional` that ``zf.split`` asks for: the step in its transforms; by
+            default ``zf.shard`` at stage 0. ``bf16``, ``fp16`` and ``gradient_checkpointing`` of
             ``TrainingArguments`` add ``zf.precision`` and ``zf.remat``; ``zf.donate`` is there.
         optimizer: ``lr -> GradientTransformation``, with the learning rate of Trainer's schedule;
             by default the one that ``TrainingArguments.optim`` names.

@@ -8,7 +8,9 @@ place them; the user's module is empty meanwhile, and is filled again when ``tra
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,12 +31,15 @@ from zfunc.files.checkpoint import restore, save
 from zfunc.files.pretrained import export_safetensors
 from zfunc.hf.fields import check_fields
 from zfunc.hf.optimizers import optimizer_for
+from zfunc.hf.rows import gathered_once, loader_of, sharers
 from zfunc.hf.standins import Homes, Standin, empty, fill, holds_all, homes
 from zfunc.modules.functional import Functional, functionalize
 from zfunc.optim import GradientTransformation
 from zfunc.ranks.launching import init
+from zfunc.ranks.meshes import Mesh
 from zfunc.ranks.world import world_size
 from zfunc.transforms import donate, precision, remat, shard
+from zfunc.transforms.pipelining.transform import Pipeline
 from zfunc.trees import tree
 from zfunc.trees.reduction import linear_map
 
@@ -65,11 +70,11 @@ class Bridge(Base):
     def __init__(
         self,
         *args: Any,
-        transforms: Callable[[Step], Step] | None = None,
+        transforms: Callable[..., Step] | None = None,
         optimizer: Callable[[float], GradientTransformation] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._transforms, self._make = transforms or shard, optimizer
+        self._transforms, self._make = transforms or _as_ddp, optimizer
         self._placed: Any = None  # the step's state
         self._beheld: Any = None  # parameters for an evaluation outside of train()
         self._places: Homes = {}  # where parameters are while train() runs
@@ -112,6 +117,9 @@ class Bridge(Base):
         super().create_accelerator_and_postprocess()
         self.accelerator.scaler = None  # zf.precision scales losses
         self.accelerator.clip_grad_norm_ = lambda *_, **__: self._norm
+        self.accelerator.prepare_data_loader = partial(
+            self._loader, self.accelerator.prepare_data_loader
+        )
 
     def create_optimizer(self, model: Any = None) -> Any:
         """What holds the learning rate. Source: transformers, ``Trainer.create_optimizer``."""
@@ -143,7 +151,7 @@ class Bridge(Base):
         decayed = set(self.get_decay_parameter_names(self.model))
         self._tx = self._make or optimizer_for(self.args, decayed.__contains__)
         self._functional: Functional = functionalize(self.model, **_compiled(self.args))
-        step = self._transforms(Step(self._update, tx=self._tx(self.args.learning_rate)))
+        step = self._wrapped(self._functional)
         names = {transform.name for transform in step.transforms}
         if "accumulate" in names:
             raise CompositionError(
@@ -155,7 +163,15 @@ class Bridge(Base):
         if "remat" not in names and (again or _asks_for_checkpointing(self.args)):
             step = remat(step)
         self._in_short = any(transform.name == "precision" for transform in step.transforms)
+        pipes = [x for x in step.transforms if isinstance(x, Pipeline)]
+        self._parts = pipes[0].microbatches if pipes else 1
         self._step = step if "donate" in names else donate(step)
+
+    def _wrapped(self, model: Any = None) -> Step:
+        step = Step(self._update)
+        if len(inspect.signature(self._transforms).parameters) == 1:
+            return self._transforms(step)
+        return self._transforms(step, functionalize(self.model) if model is None else model)
 
     def _place(self, tx: GradientTransformation) -> Any:
         return self._step.place(TrainState.create(self._functional.params, tx, self.args.seed))
@@ -192,6 +208,46 @@ class Bridge(Base):
                 self._places = {}
         return out
 
+    # Ranks that share their rows
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh | None:
+        """The mesh of the step, if there are ranks on it that share the rows of a batch.
+
+        Raises:
+            CompositionError: something that counts processes would count them twice.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said again when the model is functionalized for good
+            mesh = self._wrapped().mesh
+        if mesh is None or sharers(mesh := mesh.closed(world_size())) == 1:
+            return None
+        if self.args.eval_use_gather_object:
+            raise CompositionError(
+                "TrainingArguments.eval_use_gather_object=True is refused with zf.split and "
+                "zf.pipeline: ranks that share rows would count twice. Leave it out."
+            )
+        return mesh
+
+    def _loader(self, prepare: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._mesh is None:
+            return prepare(loader, *args, **kwargs)
+        return loader_of(self.accelerator, self._mesh, loader)
+
+    def get_tp_size(self) -> int:
+        """How many ranks get the same rows."""
+        return sharers(self._mesh)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Counted on all ranks, and divided by how many share rows."""
+        gather = self.accelerator.gather
+        vars(self.accelerator).pop("gather", None)
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            if gather != self.accelerator.gather:
+                self.accelerator.gather = gather
+
     # The step
 
     def _update(self, state: Any, batch: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
@@ -223,7 +279,9 @@ class Bridge(Base):
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and items is not None
             scaled = counted or self.compute_loss_func is not None
-        return loss if scaled else loss / self.current_gradient_accumulation_steps
+        if scaled:  # a part of a sum, where pipeline takes means over its microbatches
+            return loss * self._parts if self._parts > 1 else loss
+        return loss / self.current_gradient_accumulation_steps
 
     def _in_long(self, out: Any) -> Any:
         """16-bit outputs as float32, as accelerate returns them from autocast."""
@@ -260,12 +318,12 @@ class Bridge(Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in Trainer, on the shards; outside of ``train()`` on those of the module as it is."""
-        if self._places:
-            return super().evaluation_loop(*args, **kwargs)
-        self._prepare()
-        self._beheld = self._place(optim.identity()).params
+        if not self._places:
+            self._prepare()
+            self._beheld = self._place(optim.identity()).params
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            with gathered_once(self.accelerator, self._mesh):
+                return super().evaluation_loop(*args, **kwargs)
         finally:
             self._beheld = None
 
@@ -342,6 +400,10 @@ class Bridge(Base):
             "hyperparameter_search is refused by zf.hf: start a process group for each trial, "
             "with a Trainer of its own."
         )
+
+
+def _as_ddp(step: Step) -> Step:
+    return shard(step, stage=0)
 
 
 def _compiled(args: Any) -> dict[str, Any]:
