@@ -1,21 +1,22 @@
 """The modules that Trainer sees in the place of the model, whose parameters lie elsewhere.
 
-While ``train()`` runs, the user's module has no parameters in memory: each is an ``Elsewhere``, which
-knows its shape and dtype and raises where its values are asked for. Losses go through a
-``Differentiated``, evaluation through an ``Evaluated``.
+While ``train()`` runs, the user's module has no parameters in memory: each is an ``Elsewhere``,
+which knows its shape and dtype and raises where its values are asked for. What losses and
+evaluations call is a ``Standin``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 
-__all__ = ["Elsewhere", "Standin", "empty", "fill", "holds_all", "homes"]
+__all__ = ["Elsewhere", "Standin", "buffers_on", "empty", "fill", "holds_all", "homes"]
 
 KNOWN = {"size", "numel", "nelement", "dim", "element_size", "is_floating_point", "is_complex"}
 KNOWN |= {"stride", "is_contiguous", "__hash__", "__len__", "__repr__"}
@@ -70,7 +71,7 @@ class Standin(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self.__dict__["owner"]().named_parameters(*args, **kwargs))
 
-    def train(self, mode: bool = True) -> Standin:
+    def train(self, mode: bool = True) -> Self:
         self.training = mode
         self.__dict__["owner"]().train(mode)
         return self
@@ -119,6 +120,21 @@ def fill(places: Homes, values: dict[str, Tensor], device: torch.device) -> None
         p = nn.Parameter(value, requires_grad=was.requires_grad)
         for part, attribute in places_of_one:
             part._parameters[attribute] = p
+
+
+@contextmanager
+def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """A block in which a module's buffers are on a device."""
+    old = [(part, dict(part._buffers)) for part in module.modules()]
+    for part, buffers in old:
+        part._buffers.update(
+            {name: None if b is None else b.to(device) for name, b in buffers.items()}
+        )
+    try:
+        yield
+    finally:
+        for part, buffers in old:
+            part._buffers.update(buffers)
 
 
 def holds_all(module: nn.Module) -> bool:

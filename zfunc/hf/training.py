@@ -32,7 +32,7 @@ from zfunc.files.pretrained import export_safetensors
 from zfunc.hf.fields import check_fields
 from zfunc.hf.optimizers import optimizer_for
 from zfunc.hf.rows import gathered_once, loader_of, sharers
-from zfunc.hf.standins import Homes, Standin, empty, fill, holds_all, homes
+from zfunc.hf.standins import Homes, Standin, buffers_on, empty, fill, holds_all, homes
 from zfunc.modules.functional import Functional, functionalize
 from zfunc.optim import GradientTransformation
 from zfunc.ranks.launching import init
@@ -142,7 +142,7 @@ class Bridge(Base):
         if old is not None and not self._fresh:
             self._placed = self._placed.replace(opt_state=old.opt_state)
         self._fresh, self._waiting = False, []
-        self._places = homes(self.model)
+        self._places, self._home = homes(self.model), next(self.model.parameters()).device
         empty(self._places)
 
     def _prepare(self) -> None:
@@ -150,7 +150,8 @@ class Bridge(Base):
         again = _switch_off_checkpointing(self.model)
         decayed = set(self.get_decay_parameter_names(self.model))
         self._tx = self._make or optimizer_for(self.args, decayed.__contains__)
-        self._functional: Functional = functionalize(self.model, **_compiled(self.args))
+        with buffers_on(self.model, self.args.device):
+            self._functional: Functional = functionalize(self.model, **_compiled(self.args))
         step = self._wrapped(self._functional)
         names = {transform.name for transform in step.transforms}
         if "accumulate" in names:
@@ -176,9 +177,12 @@ class Bridge(Base):
     def _place(self, tx: GradientTransformation) -> Any:
         return self._step.place(TrainState.create(self._functional.params, tx, self.args.seed))
 
-    def _fill(self) -> None:
-        """The parameters are in the module again, all of them on every rank; a collective."""
-        where = next(self.model.buffers(), torch.empty(0)).device
+    def _fill(self, device: torch.device | None = None) -> None:
+        """The parameters are in the module again, all of them on every rank; a collective.
+
+        By default where they were before: a device that trains a part may not hold the whole.
+        """
+        where = self._home if device is None else device
         fill(self._places, tree.flatten_names(tree.full(self._placed.params)), where)
 
     @contextmanager
@@ -187,9 +191,10 @@ class Bridge(Base):
         if holds_all(self.model):
             yield
             return
-        self._fill()  # a collective
+        self._fill(self.args.device)
         try:
-            yield
+            with buffers_on(self.model, self.args.device):
+                yield
         finally:
             empty(self._places)
 
@@ -222,11 +227,12 @@ class Bridge(Base):
             mesh = self._wrapped().mesh
         if mesh is None or sharers(mesh := mesh.closed(world_size())) == 1:
             return None
-        if self.args.eval_use_gather_object:
-            raise CompositionError(
-                "TrainingArguments.eval_use_gather_object=True is refused with zf.split and "
-                "zf.pipeline: ranks that share rows would count twice. Leave it out."
-            )
+        for name in ("eval_use_gather_object", "include_num_input_tokens_seen"):
+            if getattr(self.args, name, False) not in (False, "no"):
+                raise CompositionError(
+                    f"TrainingArguments.{name} is refused with zf.split and zf.pipeline: ranks "
+                    "that share rows would count twice. Leave it out."
+                )
         return mesh
 
     def _loader(self, prepare: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,13 +246,16 @@ class Bridge(Base):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Counted on all ranks, and divided by how many share rows."""
-        gather = self.accelerator.gather
-        vars(self.accelerator).pop("gather", None)
+        once = vars(self.accelerator).pop("gather", None)
         try:
             return super()._get_num_items_in_batch(batch_samples, device)
         finally:
-            if gather != self.accelerator.gather:
-                self.accelerator.gather = gather
+            if once is not None:
+                self.accelerator.gather = once
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """This rank's own, where ranks share the work on their rows."""
+        return int(super().floating_point_ops(inputs)) // self.get_tp_size()
 
     # The step
 
