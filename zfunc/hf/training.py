@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +62,17 @@ class Rates(torch.optim.Optimizer):
     def __init__(self, lr: float) -> None:
         super().__init__([nn.Parameter(torch.zeros(0))], {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Nothing: the step has made the update."""
 
 
 class Bridge(Base):
     """The methods of a ``transformers.Trainer`` that go another way."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -74,7 +81,8 @@ class Bridge(Base):
         optimizer: Callable[[float], GradientTransformation] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._transforms, self._make = transforms or _as_ddp, optimizer
+        self._transforms: Callable[..., Step] = transforms or _as_ddp
+        self._make = optimizer
         self._placed: Any = None  # the step's state
         self._beheld: Any = None  # parameters for an evaluation outside of train()
         self._places: Homes = {}  # where parameters are while train() runs
@@ -246,7 +254,7 @@ class Bridge(Base):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Counted on all ranks, and divided by how many share rows."""
-        once = vars(self.accelerator).pop("gather", None)
+        once = self.accelerator.__dict__.pop("gather", None)
         try:
             return super()._get_num_items_in_batch(batch_samples, device)
         finally:
@@ -358,9 +366,11 @@ class Bridge(Base):
         known = {id(p) for p in self.model.parameters()}
         with torch._C.DisableTorchFunctionSubclass():
             saved = self.model.state_dict(keep_vars=True)
-        renamed = getattr(self.model, "_weight_conversions", None)
-        plain = isinstance(self.model, PreTrainedModel)
-        return plain and not renamed and all(id(p) in known for p in saved.values())
+        return (
+            isinstance(self.model, PreTrainedModel)
+            and not _is_renamed(self.model)
+            and all(id(p) in known for p in saved.values())
+        )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / STATE, self._placed)
@@ -430,6 +440,15 @@ def _compiled(args: Any) -> dict[str, Any]:
         )
     chosen = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {"compile": {key: x for key, x in chosen.items() if x is not None} or True}
+
+
+def _is_renamed(model: PreTrainedModel) -> bool:
+    """Whether files of a model have other names than its parameters."""
+    found = getattr(model, "_weight_conversions", None)
+    if found is None and find_spec("transformers.conversion_mapping"):  # not before transformers 5
+        mapping = import_module("transformers.conversion_mapping")
+        found = mapping.get_model_conversion_mapping(model, add_legacy=False)
+    return bool(found)
 
 
 def _asks_for_checkpointing(args: Any) -> bool:
