@@ -139,14 +139,10 @@ def every(folder: str, family: str) -> dict[str, list[Run]]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
     stages = [at(0), at(1), at(2), at(3), at(3, zf.remat), at(0, zf.remat)]
-    more = GENERATE if family == "t5" else {}
+    more: dict[str, Any] = GENERATE if family == "t5" else {}
+    mixin = InDouble if family == "llama" else None
     return {
-        "float64": pair(
-            *(family, *stages),
-            dtype=torch.float64,
-            mixin=InDouble if family == "llama" else None,
-            **more,
-        ),
+        "float64": pair(family, *stages, dtype=torch.float64, mixin=mixin, **more),
         "float32": pair(family, *stages, **more),
         "bf16": pair(family, *stages, bf16=True, **more),
     }
