@@ -43,7 +43,7 @@ from zfunc.trees.reduction import linear_map, reduced, settled
 from zfunc.trees.tree import Layers, full
 
 if TYPE_CHECKING:  # at run time by `__getattr__`
-    from zfunc import kernels, optim, quant, transforms
+    from zfunc import hf, kernels, optim, quant, transforms
     from zfunc.engine.batches import local_batch
     from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
@@ -123,7 +123,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "transforms.offloading.recovery": ("recover",),
 }
 _LATER = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS = ("kernels", "optim", "quant", "transforms")
+_ROOMS = ("hf", "kernels", "optim", "quant", "transforms")
 
 __all__ = [
     "BackwardError",

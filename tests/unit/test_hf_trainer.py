@@ -1,0 +1,235 @@
+"""``zf.hf`` in one process: the table of training arguments, what is refused, weights that go and
+come back, optimizers beside torch's. ``tests/dist`` has the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
+
+import zfunc as zf
+from tests.dist.trainer_runs import Tokens, model_of
+from zfunc.errors import CheckpointError, CompositionError, PlacementError
+from zfunc.hf.fields import HONOURED, MEANINGLESS, REFUSED, check_fields
+
+TABLES = (HONOURED, MEANINGLESS, REFUSED)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "log_level": "error"}
+    return TrainingArguments(
+        output_dir=str(folder), **quiet, **{"max_steps": 2, "save_strategy": "no", **changes}
+    )
+
+
+def trainer(folder: Path, kind: Any = None, model: Any = None, **given: Any) -> Any:
+    changes = given.pop("args", {})
+    made = (kind or zf.hf.Trainer)(
+        model=model_of("llama") if model is None else model,
+        args=arguments(folder, **changes),
+        train_dataset=Tokens("llama", 16, 1),
+        eval_dataset=Tokens("llama", 4, 2),
+        **given,
+    )
+    made.pop_callback(transformers.PrinterCallback)
+    return made
+
+
+def test_every_field_is_in_one_of_the_tables() -> None:
+    fields = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert fields <= set().union(*TABLES)
+    assert sum(map(len, TABLES)) == len(set().union(*TABLES))
+
+
+def test_the_page_has_the_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text()
+    for kind, table in zip(("honoured", "meaningless", "refused"), TABLES, strict=True):
+        by_text: dict[str, list[str]] = {}
+        for name, text in table.items():
+            by_text.setdefault(text, []).append(f"`{name}`")
+        for text, names in by_text.items():
+            assert f"| {', '.join(names)} | {kind} | {text} |\n" in page
+
+
+def test_what_is_refused_is_refused_by_name(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    check_fields(args)
+    refused = [f.name for f in dataclasses.fields(args) if f.name in REFUSED]
+    assert len(refused) > 9
+    for name in refused:
+        was = getattr(args, name)
+        setattr(args, name, "something")
+        with pytest.raises(CompositionError, match=rf"TrainingArguments\.{name}='something'"):
+            check_fields(args)
+        setattr(args, name, was)
+
+
+def test_a_field_of_tomorrow_is_refused_and_a_users_own_is_not(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Own(TrainingArguments):
+        temperature: float = 1.0
+
+    args = Own(output_dir=str(tmp_path), use_cpu=True, temperature=2.0)
+    check_fields(args)
+    Own.__module__ = "transformers.tomorrow"
+    with pytest.raises(CompositionError, match=r"temperature=2\.0"):
+        check_fields(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"accelerator_config": {"even_batches": False}}, "even_batches"),
+        ({"optim": "adagrad"}, "optim='adagrad'"),
+        ({"optim": "sgd", "optim_args": "dampening=0.5"}, "dampening"),
+    ],
+)
+def test_settings_within_a_field_are_refused(
+    tmp_path: Path, changes: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(CompositionError, match=found):
+        trainer(tmp_path, args=changes).train()
+
+
+class OwnOptimizer(zf.hf.Trainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        return torch.optim.SGD(self.model.parameters())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, labels: Any = None) -> Any:
+        return self.norm(labels)
+
+
+def test_what_would_go_past_the_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompositionError, match="create_optimizer"):
+        trainer(tmp_path, OwnOptimizer)
+    model = model_of("llama")
+    given = torch.optim.SGD(model.parameters(), lr=1.0), None
+    with pytest.raises(CompositionError, match="optimizers"):
+        trainer(tmp_path, model=model, optimizers=given)
+    with pytest.raises(CompositionError, match="norm of the model keeps running statistics"):
+        trainer(tmp_path, model=Normed())
+    with pytest.raises(CompositionError, match="gradient_accumulation_steps"):
+        trainer(tmp_path, transforms=lambda step: zf.accumulate(step, 2)).train()
+    with pytest.raises(CompositionError, match="hyperparameter_search"):
+        trainer(tmp_path).hyperparameter_search()
+
+
+class Writes(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.9)
+
+
+class Saves(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
+        model.save_pretrained(args.output_dir)
+
+
+@pytest.mark.parametrize("callback", [Writes, Saves])
+def test_a_callback_that_touches_weights_is_told(tmp_path: Path, callback: type) -> None:
+    made = trainer(tmp_path, callbacks=[callback()])
+    with pytest.raises(PlacementError, match=r"during training.*trainer\.save_model"):
+        made.train()
+    assert not any(p.is_meta for p in made.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("optim", "options"), [("sgd", "momentum=0.9,nesterov=True"), ("rmsprop", "alpha=0.9")]
+)
+def test_optimizers_are_those_of_torch(tmp_path: Path, optim: str, options: str) -> None:
+    args = {"optim": optim, "optim_args": options, "weight_decay": 0.1, "learning_rate": 1e-2}
+    weights = []
+    for kind in (transformers.Trainer, zf.hf.Trainer):
+        made = trainer(tmp_path, kind, model_of("llama", torch.float64), args=args)
+        made.train()
+        weights.append(made.model.state_dict())
+    for name, want in weights[0].items():
+        assert torch.allclose(weights[1][name], want, rtol=1e-9, atol=1e-12), name
+
+
+def test_weights_go_and_come_back(tmp_path: Path) -> None:
+    seen = []
+    for kind in (transformers.Trainer, zf.hf.Trainer):
+        model = model_of("llama")
+        made = trainer(tmp_path, kind, model, args={"learning_rate": 1e-2})
+        seen.append([made.evaluate()["eval_loss"]])
+        made.train()
+        seen[-1].append(made.evaluate()["eval_loss"])
+    (before, after), ours = seen
+    assert ours == pytest.approx([before, after]) and before != after
+    assert made.model is model
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # tied as before
+    made.save_model(str(tmp_path / "saved"))
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert trainer(tmp_path, model=read).evaluate()["eval_loss"] == pytest.approx(after)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert made.evaluate()["eval_loss"] == pytest.approx(torch.tensor(32.0).log().item())
+
+
+def test_a_second_run_goes_on_with_its_moments(tmp_path: Path) -> None:
+    weights = []
+    for kind in (transformers.Trainer, zf.hf.Trainer):
+        made = trainer(tmp_path, kind, args={"learning_rate": 1e-2})
+        made.train()
+        made.train()
+        weights.append(made.model.state_dict())
+    for name, want in weights[0].items():
+        assert torch.allclose(weights[1][name], want, atol=1e-6), name
+
+
+def test_a_checkpoint_of_torch_is_not_resumed(tmp_path: Path) -> None:
+    args = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer(tmp_path, transformers.Trainer, args=args).train()
+    with pytest.raises(CheckpointError, match="from_pretrained"):
+        trainer(tmp_path, args=args).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_trained_and_saved_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    found = []
+    for kind in (transformers.Trainer, zf.hf.Trainer):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model_of("llama"), config)
+        folder = tmp_path / kind.__module__
+        args = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
+        made = trainer(folder, kind, model, args=args)
+        made.train()
+        found.append(
+            (model.state_dict(), sorted(x.name for x in (folder / "checkpoint-1").iterdir()))
+        )
+    assert "adapter_model.safetensors" in found[1][1] and "model.safetensors" not in found[1][1]
+    for name, want in found[0][0].items():
+        assert torch.allclose(found[1][0][name], want, atol=1e-6), name
+
+
+def test_noise_of_embeddings_is_drawn(tmp_path: Path) -> None:
+    losses = []
+    for alpha in (None, 5.0):
+        made = trainer(tmp_path, args={"neftune_noise_alpha": alpha})
+        losses.append(made.train().training_loss)
+    assert losses[0] != losses[1]
+    assert not made.model.get_input_embeddings()._forward_hooks
+
+
+def test_without_the_extra_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "zfunc.hf")
+    with pytest.raises(ImportError, match=r"pip install 'zfunc-torch\[hf\]'"):
+        importlib.import_module("zfunc.hf")

@@ -1,0 +1,78 @@
+"""``TrainingArguments.optim`` as one of our optimizers, with torch's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zfunc import optim
+from zfunc.errors import CompositionError
+from zfunc.optim import GradientTransformation
+
+__all__ = ["optimizer_for"]
+
+ADAMW = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
+LION = ("lion_32bit", "paged_lion_32bit")
+OPTIONS = {
+    "sgd": {"momentum", "nesterov"},
+    "rmsprop": {"momentum", "alpha", "eps", "centered"},
+}
+
+
+def optimizer_for(
+    args: Any, decayed: Callable[[str], bool]
+) -> Callable[[float], GradientTransformation]:
+    """``lr -> optimizer`` for ``args.optim``.
+
+    Args:
+        args: ``TrainingArguments``.
+        decayed: whether weight decay acts on the leaf of a dotted path.
+
+    Raises:
+        CompositionError: we have no such optimizer, or not with those ``optim_args``.
+    """
+    name, options = str(getattr(args.optim, "value", args.optim)), _options(args.optim_args)
+    if unknown := options.keys() - OPTIONS.get(name, set()):
+        raise CompositionError(
+            f"TrainingArguments.optim_args: {', '.join(sorted(unknown))} of optim={name!r} cannot "
+            "be set here. Give the optimizer: Trainer(..., optimizer=lambda lr: zf.optim...(lr))."
+        )
+    b1, b2, decay = args.adam_beta1, args.adam_beta2, args.weight_decay
+    if name in ADAMW:
+        return lambda lr: optim.adamw(lr, b1, b2, args.adam_epsilon, decay, mask=decayed)
+    if name in LION:
+        return lambda lr: optim.lion(lr, b1, b2, decay, mask=decayed)
+    if name == "sgd":
+        momentum, nesterov = float(options.get("momentum", 0)), _true(options.get("nesterov"))
+        return lambda lr: _coupled(optim.sgd(lr, momentum, nesterov), decay, decayed)
+    if name == "rmsprop":
+        how: dict[str, Any] = {
+            "decay": float(options.get("alpha", 0.99)),
+            "eps": float(options.get("eps", 1e-8)),
+            "momentum": float(options.get("momentum", 0)) or None,
+            "centered": _true(options.get("centered")),
+            "eps_in_sqrt": False,
+        }
+        return lambda lr: _coupled(optim.rmsprop(lr, **how), decay, decayed)
+    raise CompositionError(
+        f"TrainingArguments.optim={name!r} has no counterpart in zfunc. Choose one of "
+        f"{', '.join([*ADAMW, *LION, *OPTIONS])}, or give any of zf.optim: "
+        "Trainer(..., optimizer=lambda lr: zf.optim...(lr))."
+    )
+
+
+def _coupled(
+    tx: GradientTransformation, decay: float, decayed: Callable[[str], bool]
+) -> GradientTransformation:
+    """Weight decay as a part of the gradient, where torch's optimizer has it."""
+    return optim.chain(optim.add_decayed_weights(decay, mask=decayed), tx) if decay else tx
+
+
+def _options(text: Any) -> dict[str, str]:
+    """``"a=1,b=2"`` as a dict."""
+    pairs = str(text).replace(" ", "").split(",") if text else []
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _true(text: str | None) -> bool:
+    return (text or "").lower() in ("true", "1", "yes")
