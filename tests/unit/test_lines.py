@@ -1,0 +1,60 @@
+"""``benchmarks.lines``: every script ends where one process does, and the page has the counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import socket
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lines.__main__ import NAMES, statements, table
+from tests import warm
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_ends_where_one_process_does(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "accelerate" and importlib.util.find_spec(name) is None:
+        pytest.skip("accelerate is not installed")
+    runpy.run_module("benchmarks.lines.plain")
+    wanted = float(capsys.readouterr().out)
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", f"benchmarks.lines.with_{name}"]
+    ranks = [
+        warm.Popen(
+            command,
+            env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=warm.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert float(said[0]) == pytest.approx(wanted, rel=1e-5) and not said[1]
+
+
+def test_the_page_has_the_counts() -> None:
+    assert table() in (ROOT / "docs" / "figures" / "lines.md").read_text()
+
+
+def test_heads_count_and_what_is_inside_of_them_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        '"""Told."""\nfor x in y:  # so\n    if x:\n        f(\n            x)\nf(x)\n'
+    )
+    assert statements(script) == Counter({"for x in y:": 1, "if x:": 1, "f(x)": 2})
