@@ -5,22 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
-import socket
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from benchmarks.lines.__main__ import NAMES, statements, table
 from tests import warm
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,7 +26,11 @@ def test_a_script_ends_where_one_process_does(
         pytest.skip("accelerate is not installed")
     runpy.run_module("benchmarks.lines.plain")
     wanted = float(capsys.readouterr().out)
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # As torchrun does, the store is there before the ranks, who need not find a free port.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     command = [sys.executable, "-m", f"benchmarks.lines.with_{name}"]
     ranks = [
         warm.Popen(
@@ -43,7 +42,13 @@ def test_a_script_ends_where_one_process_does(
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert float(said[0]) == pytest.approx(wanted, rel=1e-5) and not said[1]
 
