@@ -11,15 +11,16 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.cases import ADAMW, assert_same, numbers, train
 from tests.laws.compressed import CLIPPED, F64, STACK, STAGES, runs_of, wrapped
+from tests.laws.covering import pairs
 from tests.laws.models import stack
 from zfunc import optim, tree
 
 # Faults
 
 
-@pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "bad", "donated"), pairs(STAGES, [float("nan"), float("inf")], [False, True])
+)
 def test_a_gradient_that_is_not_finite_is_skipped_everywhere(
     stage: int, bad: float, donated: bool
 ) -> None:

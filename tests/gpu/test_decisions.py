@@ -14,6 +14,7 @@ import zfunc as zf
 from tests.gpu.ranks import launch
 from tests.gpu.training import Model, Trained, on_one_gpu, trained
 from tests.laws import residual
+from tests.laws.covering import each
 from tests.laws.residual import errors, params, uneven
 from zfunc import optim, tree
 from zfunc.optim import DynamicScale
@@ -93,8 +94,7 @@ def waits(run: Trained) -> list[int]:
     return [len(report.host_waits()) for report in run.reports]
 
 
-@pytest.mark.parametrize("name", SILENT)
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "name"), each(range(4), SILENT, times=2))
 def test_nobody_waits(stage: int, name: str) -> None:
     outer, model = SILENT[name]
     for donated in (True, False):

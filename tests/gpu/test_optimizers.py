@@ -10,6 +10,7 @@ import torch
 import zfunc as zf
 from tests.gpu.cuda import Cuda
 from tests.gpu.training import gpt_model, trained
+from tests.laws.covering import each
 from zfunc import optim
 
 RATE = optim.warmup_cosine(1e-2, warmup=2, steps=9, start=1e-3)
@@ -94,8 +95,10 @@ def poisoned(wrap: Any, tx: Any, bad: tuple[int, ...], on_gpu: bool) -> Any:
     return zf.tree.map(lambda x: x.cpu(), step.unplace(state))
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("name", ["adamw", "lion", "momentum", "smoothed", "clipped lamb"])
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    each(["adamw", "lion", "momentum", "smoothed", "clipped lamb"], WRAPS, times=2),
+)
 def test_a_step_that_is_not_finite_changes_nothing(wrap: str, name: str):
     tx, bad = optim.skip_nonfinite(CASES[name]), (0, 2, 3)
     expected = poisoned(WRAPS[wrap], tx, bad, on_gpu=False)

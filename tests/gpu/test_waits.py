@@ -14,6 +14,7 @@ from tests.gpu.cases import OPTIMIZERS
 from tests.gpu.cuda import Cuda
 from tests.gpu.record import Report, Row
 from tests.gpu.training import Trained, trained
+from tests.laws.covering import each
 from zfunc import optim
 from zfunc.buffers.pages import ACCOUNT
 
@@ -55,8 +56,7 @@ def waits(wrap: Callable[[Any], Any], tx: Any, **how: Any) -> list[list[str]]:
     return [told(report.host_waits()) for report in steady(trained(wrap, tx, key=3, **how))]
 
 
-@pytest.mark.parametrize("name", WRAPS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "name"), each([0, 1, 2, 3], WRAPS, times=2))
 def test_no_wait_under(stage: int, name: str) -> None:
     wrap, tx = WRAPS[name]
     with Cuda():
@@ -96,8 +96,7 @@ def test_offload_waits_for_each_units_own_event() -> None:
             assert all(row.what.startswith("event.synchronize") for row in found), told(found)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["clip", "fp16"])
+@pytest.mark.parametrize(("name", "stage"), each(["clip", "fp16"], [0, 1, 2, 3]))
 def test_offload_waits_once_where_a_norm_or_a_flag_comes_first(name: str, stage: int) -> None:
     wrap = fp16 if name == "fp16" else (lambda f: f)
     with Cuda():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.cpus import CPUS, able, be
+from tests.laws.covering import pairs
 from zfunc.kernels import llvm, panels
 from zfunc.quant import int8_products, products
 from zfunc.quant.grids import Format
@@ -61,12 +62,11 @@ SHAPES = [  # n, k, columns of a group
 ]
 
 
-@pytest.mark.parametrize("cpu", CPUS)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("n", "k", "width"), SHAPES)
+@pytest.mark.parametrize(("shape", "cpu", "bits"), pairs(SHAPES, CPUS, BITS), ids=str)
 def test_products_are_those_of_the_codes(
-    cpu: str, bits: int, n: int, k: int, width: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], cpu: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    n, k, width = shape
     be(cpu, monkeypatch)
     zeros = (n + k) % 2 == 0  # both, and not every one with both
     dtype = torch.bfloat16 if bits == 4 else torch.float32

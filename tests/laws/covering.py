@@ -4,7 +4,8 @@ A law that holds for 47 steps on 4 stages and 4 worlds has 752 instances, and an
 almost always one of a stage, of a world or of a pair of them, whatever the step. So the suite
 tries each step on every stage and in every world once, and goes through the pairs of stage
 and world from step to step: a Latin square. Of more axes, ``pairs`` has every two values of any
-two. ``--whole`` tries every combination.
+two; ``each`` has every value of each, where another law has the pairs. ``--whole`` tries every
+combination.
 """
 
 from __future__ import annotations
@@ -32,6 +33,41 @@ def places(turn: int, worlds: tuple[int, ...] = WORLDS) -> list[tuple[int, int]]
     if Covering.whole:
         return [(stage, ranks) for stage in STAGES for ranks in worlds]
     return [(stage, worlds[(stage + turn) % len(worlds)]) for stage in STAGES]
+
+
+def half(turn: int) -> list[tuple[int, int]]:
+    """Two of ``places(turn)``, the other two four turns later; with ``--whole`` all.
+
+    For what changes no bit of steps that another law has in all of ``places``.
+
+    >>> half(0), half(4)
+    ([(0, 1), (2, 3)], [(1, 2), (3, 4)])
+    """
+    return places(turn) if Covering.whole else places(turn)[turn // 4 % 2 :: 2]
+
+
+def each(*axes: Iterable[Any], times: int = 1) -> list[tuple[Any, ...]]:
+    """Rows in which every value of every axis occurs, those of the longest as often as asked for.
+
+    The others go along, one further whenever they begin anew. With ``--whole`` all rows. (Ammann
+    and Offutt, Introduction to Software Testing, 2008: each choice coverage.)
+
+    >>> each("abcd", (0, 1))
+    [('a', 0), ('b', 1), ('c', 1), ('d', 0)]
+    """
+    values = [list(axis) for axis in axes]
+    if Covering.whole:
+        return list(product(*values))
+    size = max(map(len, values))
+    longest = next(k for k, axis in enumerate(values) if len(axis) == size)
+    return [
+        tuple(
+            axis[i if k == longest else (i + i // len(axis) + turn * (k + 1)) % len(axis)]
+            for k, axis in enumerate(values)
+        )
+        for turn in range(times)
+        for i in range(size)
+    ]
 
 
 def turns(names: Iterable[str]) -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ from tests.laws.cases import (
     trained,
 )
 from tests.laws.cases import alone as alone_
-from tests.laws.covering import pairs, places, turns
+from tests.laws.covering import each, pairs, places, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, forward, mean_square, stack, stack_loss
@@ -64,8 +64,7 @@ def test_equals_the_big_batch(name: str, turn: int) -> None:
     assert_near(state, reference[1], case.tolerance)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(("n", "ranks"), each([1, 2, 3], [1, 2, 3, 4], times=2))
 def test_worlds_and_numbers_of_microbatches(n: int, ranks: int) -> None:
     case = trained(stack, stack_loss, batch=lambda i, t: regression(i, t, rows=72))
     reference = alone_(case)
@@ -182,8 +181,7 @@ SUMMED += [
 ]
 
 
-@pytest.mark.parametrize("name", SUMMED)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "name"), each([0, 1], SUMMED))
 def test_gradients_are_summed_in_place_to_the_same_bit(name: str, stage: int) -> None:
     case = accumulated(ALL[name], 3)
     packed = Case(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zfunc as zf
+from tests.laws.covering import each
 from zfunc import optim
 
 WIDTH, DEPTH = 128, 8
@@ -74,8 +75,7 @@ def observed(stage: int, ranks: int) -> list[dict[str, int]]:
     return zf.simulate(ranks)(body)()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "ranks"), each([0, 1, 2, 3], [1, 2, 3, 4], times=2))
 def test_state_and_traffic(stage: int, ranks: int) -> None:
     for seen in observed(stage, ranks):
         params_share = ranks if stage == 3 else 1

@@ -12,6 +12,7 @@ import zfunc as zf
 from tests.laws.cases import ADAMW, assert_near, numbers, regression
 from tests.laws.compressed import F64, STACK, STAGES, wrapped
 from tests.laws.compression import TwoPhases, signs
+from tests.laws.covering import each, pairs
 from tests.laws.models import stack
 from tests.laws.one_unit import flat, gradient, layout_of, one, one_loss
 from zfunc import optim, tree
@@ -59,9 +60,9 @@ def simulated(ranks: int, stage: int, tx: str, steps: int, freeze: int) -> list[
     return seen
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["adam", "momentum", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "stage", "ranks"), pairs(["adam", "momentum", "sgd"], STAGES, (2, 3, 4))
+)
 def test_it_is_the_published_algorithm(name: str, stage: int, ranks: int) -> None:
     tx = {"adam": optim.adam(0.02), "momentum": optim.sgd(0.02, 0.9), "sgd": optim.sgd(0.02)}[name]
     layout = layout_of(ranks)
@@ -185,8 +186,7 @@ def test_a_parameter_that_never_had_a_gradient_stays() -> None:
 # What is sent
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "ranks"), each(STAGES, [1, 2, 3, 4]))
 def test_what_is_sent_is_what_it_says(stage: int, ranks: int) -> None:
     def body() -> Any:
         step = wrapped(STACK, ADAMW, stage, 2)

@@ -22,7 +22,7 @@ from tests.laws.cases import (
     train,
 )
 from tests.laws.compressed import CLIPPED, F64, STACK, STAGES, runs_of, wrapped
-from tests.laws.covering import Covering, pairs
+from tests.laws.covering import Covering, each, pairs
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import stack_loss
@@ -43,8 +43,7 @@ SOME = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "stage"), each(OPTIMIZERS, STAGES, times=2))
 def test_before_it_begins_nothing_changes(name: str, stage: int) -> None:
     tx = OPTIMIZERS[name]
     plain = cut_up(STACK, 3, tx, steps=4, stage=stage, unit_bytes=600)
@@ -137,8 +136,7 @@ def test_transforms_commute() -> None:
         c(a(c(step)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize(("method", "stage"), each(["int8", "int4"], STAGES))
 def test_integers_follow_the_plain_run(method: str, stage: int) -> None:
     """From the first step, with any optimizer and with second moments that go on."""
     near = ["sgd", "momentum"]  # the others turn small changes into steps of full size
@@ -183,8 +181,7 @@ def test_full_states_go_on_bitwise(stage: int) -> None:
     assert_same(zf.simulate(3)(body)(True), zf.simulate(3)(body)(False))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("method", ["onebit", "int8", "powersgd"])
+@pytest.mark.parametrize(("method", "stage"), each(["onebit", "int8", "powersgd"], STAGES, times=2))
 def test_saved_states_go_on_bitwise(method: str, stage: int, tmp_path: Path) -> None:
     """Placed states, saved by every rank and restored in the compression phase."""
 

@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.laws import covering
-from tests.laws.covering import Covering, pairs
+from tests.laws.covering import STAGES, WORLDS, Covering, each, half, pairs
 
 
 @pytest.mark.parametrize("sizes", [(21, 4, 2, 2), (2, 4, 2), (3, 3, 3, 3), (2, 2, 2, 2, 2), (5,)])
@@ -22,6 +22,25 @@ def test_no_pair_is_left_out(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyP
     assert len(rows) <= 1.5 * most * second
     monkeypatch.setattr(Covering, "whole", True)
     assert pairs(*axes) == [*product(*axes)]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(21, 4, 2, 2), (2, 4, 2), (3, 3, 3), (9, 5, 4), (4, 4), (5,)])
+def test_no_value_is_left_out(
+    sizes: tuple[int, ...], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Covering, "whole", False)
+    axes = [[f"{k}:{i}" for i in range(size)] for k, size in enumerate(sizes)]
+    rows = each(*axes, times=times)
+    assert len(rows) == times * max(sizes)
+    assert [{*column} for column in zip(*rows, strict=True)] == [{*axis} for axis in axes]
+    monkeypatch.setattr(Covering, "whole", True)
+    assert each(*axes, times=times) == [*product(*axes)]
+
+
+def test_eight_turns_have_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Covering, "whole", False)
+    assert {place for turn in range(8) for place in half(turn)} == {*product(STAGES, WORLDS)}
 
 
 def test_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from tests.laws.cases import (
     train,
     trained,
 )
+from tests.laws.covering import each
 from tests.laws.models import stack, stack_loss
 from zfunc import optim, tree
 from zfunc.transforms.layer_drop import keep_probability, theta_at
@@ -62,8 +63,7 @@ def test_nothing_dropped_is_the_bare_step_bitwise(how: dict[str, float]) -> None
     assert_same(alone(CASE, 4, **how), reference)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "ranks"), each([0, 1, 2, 3], [1, 2, 3, 4], times=2))
 def test_every_world_drops_the_same_layers(stage: int, ranks: int) -> None:
     metrics, state = alone(CASE)
     for theirs, its in dropped(CASE, ranks, stage=stage, donated=stage % 2 == 0):

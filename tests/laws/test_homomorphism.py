@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.laws.cases import ADAMW, assert_like_alone, cut_up, plain_run, sharded_runs
-from tests.laws.covering import Covering, pairs, places, turns
+from tests.laws.covering import Covering, each, places, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from zfunc import optim
@@ -60,7 +60,7 @@ LAID_OUT = ["stack", "tiny leaves", "frozen", "a layer twice", "unused", "gan"]
 WHERE = ((3, 3), (1, 2), (3, 2), (2, 3))  # stages and ranks
 
 
-@pytest.mark.parametrize(("name", "layout", "where"), pairs(LAID_OUT, LAYOUTS, WHERE))
+@pytest.mark.parametrize(("name", "layout", "where"), each(LAID_OUT, LAYOUTS, WHERE, times=3))
 def test_every_layout(name: str, layout: str, where: tuple[int, int]) -> None:
     case, (stage, ranks) = CASES[name], where
     runs = cut_up(case, ranks, steps=3, stage=stage, donated=ranks == 2, **LAYOUTS[layout])

@@ -9,11 +9,11 @@ import torch
 
 import zfunc as zf
 from tests.laws.cases import assert_same
+from tests.laws.covering import each
 from tests.laws.test_huggingface import MODELS, TX, build, step_of, train
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "name"), each([0, 2, 3], MODELS))
 def test_losses_stay_near_full_precision(name: str, stage: int) -> None:
     model = build(name, torch.float32)
     full = zf.TrainState.create(model.params, TX)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
+from tests.laws.covering import each
 from tests.laws.split_layers import RULES, SIZES, WIDTH, batch_of, full_params, loss_fn, trained
 from zfunc import optim, tree
 from zfunc.layout.cutting import make_layout
@@ -56,8 +57,7 @@ def same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "ranks"), each(range(4), [1, 2, 3], times=2))
 def test_it_is_that_of_one_process_at_every_stage(stage: int, ranks: int) -> None:
     nesterov, matched = stage % 2 == 0, stage in (1, 2)
     how: Any = "match_rms_adamw" if matched else "original"

@@ -22,7 +22,7 @@ from tests.laws.cases import (
     train,
     usual,
 )
-from tests.laws.covering import STAGES, WORLDS, places, turns
+from tests.laws.covering import STAGES, WORLDS, each, half, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from zfunc import optim
@@ -72,13 +72,12 @@ def on_disk(
 @pytest.mark.parametrize(("name", "turn"), turns(CASES))
 def test_every_step_and_every_stage(name: str, turn: int, tmp_path: Path) -> None:
     case = CASES[name]
-    for stage, ranks in places(turn):
+    for stage, ranks in half(turn):
         mine = on_disk(tmp_path, case, **usual(stage, ranks))
         assert_same(mine, sharded_runs(case, stage, ranks), f"stage {stage} on {ranks} ranks")
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "ranks"), each(STAGES, WORLDS, times=2))
 def test_every_leaf_a_unit(stage: int, ranks: int, tmp_path: Path) -> None:
     how: dict[str, Any] = {"stage": stage, "unit_bytes": 1, "donated": (stage + ranks) % 2 == 1}
     mine = on_disk(tmp_path, STACK, ranks, **how)
@@ -97,7 +96,7 @@ def test_optimizers(name: str, turn: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", [("opt_state",), ("params",)])
 @pytest.mark.parametrize(("name", "turn"), turns(["stack", "the head", "mean teacher", "gan"]))
 def test_one_half_on_disk(what: tuple[str, ...], name: str, turn: int, tmp_path: Path) -> None:
-    for stage, ranks in places(turn):
+    for stage, ranks in half(turn):
         if ranks in (2, 3):
             mine = on_disk(tmp_path, CASES[name], what=what, **usual(stage, ranks))
             assert_same(mine, sharded_runs(CASES[name], stage, ranks), f"stage {stage}")
@@ -143,7 +142,7 @@ def test_beside_other_transforms(name: str, turn: int, tmp_path: Path) -> None:
             metrics, state = train(step, state, EVEN, 2, dtype)
             return metrics, step.unplace(state)
 
-    for stage, ranks in places(turn):
+    for stage, ranks in half(turn):
         ranked = zf.simulate(ranks)(body)
         mine = ranked(stage, True, (stage + turn) % 2 == 0)
         assert_same(mine, ranked(stage, False, False), f"stage {stage} on {ranks} ranks")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import ADAMW, Case, assert_same, regression, train, trained
-from tests.laws.covering import pairs
+from tests.laws.covering import each
 from tests.laws.models import block, mean_square, stack
 from zfunc import optim, tree
 
@@ -78,7 +78,7 @@ def expected(names: tuple[str, ...], stage: int | None, ranks: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("names", "stage", "order"), pairs(SETS, (None, 0, 1, 2, 3), (1, -1)), ids=str
+    ("names", "stage", "order"), each(SETS, (None, 0, 1, 2, 3), (1, -1), times=2), ids=str
 )
 def test_what_changes_no_number_changes_none_in_company(
     names: tuple[str, ...], stage: int | None, order: int
@@ -90,8 +90,7 @@ def test_what_changes_no_number_changes_none_in_company(
     assert_same(run(mine, stage, ranks), expected(names, stage, ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "ranks"), each([0, 1, 2, 3], [2, 3, 4]))
 def test_all_of_them_on_many_ranks(stage: int, ranks: int) -> None:
     """Every rank ends in the same bits, near the run of stage 0 without remat and donate.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws import split_steps
 from tests.laws.cases import assert_near, assert_same
-from tests.laws.covering import Covering
+from tests.laws.covering import Covering, each
 from tests.laws.models import block, mean_square
 from tests.laws.pipelines import (
     MODELS,
@@ -125,8 +125,9 @@ BESIDE: dict[str, tuple[Model, Wrap, dict[str, Any]]] = {
 ROUNDS = ("precision", "fp16", "lamb")  # sums over ranks in another order tell
 
 
-@pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("place", [(2, 1, 0, "1f1b"), (2, 2, 3, "zb"), (2, 1, 1, "zbv")])
+@pytest.mark.parametrize(
+    ("place", "name"), each([(2, 1, 0, "1f1b"), (2, 2, 3, "zb"), (2, 1, 1, "zbv")], BESIDE)
+)
 def test_beside_another_transform(name: str, place: tuple[int, int, int, str]) -> None:
     (model, other, how), (pipe, data, stage, schedule) = BESIDE[name], place
     if data > 1 and name in ROUNDS:

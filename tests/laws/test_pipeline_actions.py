@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import numbers
-from tests.laws.covering import Covering
+from tests.laws.covering import Covering, pairs
 from tests.laws.models import block, dense, mean_square
 from tests.laws.pipelines import F64, TX, model_of
 from zfunc.schedules import SCHEDULES, Schedule, schedule
@@ -26,6 +25,7 @@ from zfunc.schedules import SCHEDULES, Schedule, schedule
 NAMES = list(SCHEDULES)
 # Of microbatches: fewer than ranks, as many, and no multiples of them.
 COUNTS = (1, 2, 3, 5, 8) if Covering.whole else (1, 2, 3, 5)
+RUNS = pairs(NAMES, (2, 3, 4), COUNTS)
 OF_CHUNK = 2  # layers
 WIDTH, ROWS, ITEM = 6, 2, 8
 PADDING = 512  # at most, behind a unit
@@ -70,10 +70,10 @@ def batch_of(m: int) -> dict[str, Tensor]:
 
 
 @cache
-def observed(name: str, pipe: int) -> dict[int, list[tuple[list[Event], zf.comm.Ledger]]]:
-    """For each number of microbatches, by rank: what was computed, and what was sent."""
+def observed(name: str, pipe: int, m: int) -> list[tuple[list[Event], zf.comm.Ledger]]:
+    """By rank: what was computed, and what was sent."""
 
-    def body(m: int) -> Any:
+    def body() -> Any:
         chunks = schedule(name, pipe, m).chunks
         cuts = list(range(0, chunks * OF_CHUNK + 1, OF_CHUNK))
         step = zf.train_step(seen_loss, TX)
@@ -84,7 +84,7 @@ def observed(name: str, pipe: int) -> dict[int, list[tuple[list[Event], zf.comm.
             step(state, batch_of(m))
         return SEEN.pop(zf.rank()), led
 
-    return {m: zf.simulate(pipe)(body)(m) for m in COUNTS}
+    return zf.simulate(pipe)(body)()
 
 
 def computed_by(kind: str, i: int, k: int) -> Counter[Event]:
@@ -95,10 +95,10 @@ def computed_by(kind: str, i: int, k: int) -> Counter[Event]:
     return {**both, "I": inputs, "W": weights}[kind]
 
 
-@pytest.mark.parametrize(("name", "pipe", "m"), list(product(NAMES, (2, 3, 4), COUNTS)))
+@pytest.mark.parametrize(("name", "pipe", "m"), RUNS)
 def test_each_rank_does_what_the_schedule_says_in_its_order(name: str, pipe: int, m: int) -> None:
     actions = schedule(name, pipe, m).actions
-    for (events, _), row in zip(observed(name, pipe)[m], actions, strict=True):
+    for (events, _), row in zip(observed(name, pipe, m), actions, strict=True):
         at = 0
         for action in row:
             wanted = computed_by(*action)
@@ -116,9 +116,9 @@ def planned(made: Schedule, rank: int) -> Iterator[tuple[str, int]]:
             yield f"{'forward' if kind == 'F' else 'backward'} {i} {k}", ROWS * WIDTH * ITEM
 
 
-@pytest.mark.parametrize(("name", "pipe", "m"), list(product(NAMES, (2, 3, 4), COUNTS)))
+@pytest.mark.parametrize(("name", "pipe", "m"), RUNS)
 def test_each_rank_sends_what_the_schedule_says_to_the_byte(name: str, pipe: int, m: int) -> None:
-    for rank, (_, led) in enumerate(observed(name, pipe)[m]):
+    for rank, (_, led) in enumerate(observed(name, pipe, m)):
         wanted = dict(planned(schedule(name, pipe, m), rank))
         found = {x: n for x, n in led.by_label.items() if x.startswith(("forward", "backward"))}
         assert found == wanted

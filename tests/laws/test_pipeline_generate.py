@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from tests.laws.architectures import GROUPED, built
-from tests.laws.covering import Covering
+from tests.laws.covering import Covering, each
 from tests.laws.plans_by_hand import gpt2, llama, spread, widened
 from tests.unit.live_bytes import Peak
 from zfunc import optim
@@ -159,7 +159,7 @@ def predict_of(name: str, form: str, **how: Any) -> Any:
     return zf.pipeline(low, microbatches=2, **how)
 
 
-CASES = [(name, "full", pipe) for name in MODELS for pipe in (2, 4)] + [
+CASES = [(name, "full", pipe) for name, pipe in each(MODELS, (2, 4))] + [
     (name, form, pipe)
     for name in ("gpt", "llama", "gpt2")
     for form in list(FORMS)[1:]
@@ -212,8 +212,9 @@ def test_a_rank_may_have_several_parts_of_the_model(name: str, schedule: str) ->
         assert_texts(mine, expected)
 
 
-@pytest.mark.parametrize("form", ["full", "8 bits", "4 bits"])
-@pytest.mark.parametrize("outer", ["split", "pipeline"])
+@pytest.mark.parametrize(
+    ("outer", "form"), each(["split", "pipeline"], ["full", "8 bits", "4 bits"])
+)
 def test_stages_may_be_split(outer: str, form: str) -> None:
     (model, apply, params), (_, expected, _) = MODELS["llama"](), alone("llama", form)
     low = zf.quantize(apply, **FORMS[form]) if FORMS[form] else apply
@@ -275,11 +276,12 @@ def test_texts_of_a_state_in_training_beside(name: str) -> None:
     params, tx = zf.tree.map(lambda x: x.float(), full), optim.adamw(0.05)
     step = zf.train_step(lambda p, batch: gpt.loss(p, batch, CONFIG), tx)
     one = wrap(step) if name == "precision" else zf.Step(step)
-    expected = texts(decoder, one.place(zf.TrainState.create(params, tx)).params)
+    some = hows("gpt", [*BESIDE].index(name))
+    expected = texts(decoder, one.place(zf.TrainState.create(params, tx)).params, some)
 
     def rank() -> dict[str, Tensor]:
         mine = zf.pipeline(wrap(step), 2, pipe=2)
-        return texts(decoder, mine.place(zf.TrainState.create(params, tx)).params)
+        return texts(decoder, mine.place(zf.TrainState.create(params, tx)).params, some)
 
     for mine in zf.simulate(ranks)(rank)():
         assert_texts(mine, expected)
@@ -304,8 +306,7 @@ def test_one_text_a_long_prompt_and_a_stream(monkeypatch: pytest.MonkeyPatch) ->
 # --- what ranks read and hold --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "tensor"), each(FORMS, [1, 2]))
 def test_ranks_read_what_is_theirs(
     form: str, tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
+from tests.laws import covering
 from tests.laws.cases import assert_near, numbers
 from tests.laws.pipelines import F64, TX, Model, rows
 from zfunc import optim, tree
@@ -139,8 +140,11 @@ RIGHT += [closing_over_a_parameter, structures, written_in_place, a_layer_that_d
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb", "zbv"])
-@pytest.mark.parametrize("loss", RIGHT, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    ("loss", "schedule"),
+    covering.each(RIGHT, ["1f1b", "zb", "zbv"]),
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_losses_that_are_right(loss: Loss, schedule: str) -> None:
     model = Model(params(), loss, rows)
     wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=2)

@@ -21,7 +21,7 @@ from tests.laws.cases import (
     train,
     trained,
 )
-from tests.laws.covering import pairs, turns
+from tests.laws.covering import each, pairs, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import forward, mean_square, stack
@@ -102,8 +102,7 @@ def test_one_rank_is_the_plain_loop_bitwise(
     assert_same(state, expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "ranks"), each(STAGES, [2, 3, 4], times=2))
 def test_ranks_agree_within_the_rounding_of_sixteen_bits(stage: int, ranks: int) -> None:
     """And all of them in every bit; donating changes none."""
     losses, _ = by_hand(CAST)
@@ -247,8 +246,7 @@ class Net(nn.Module):
         return self.leave(turned)
 
 
-@pytest.mark.parametrize("compute", [BF16, F16])
-@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize(("stage", "compute"), each([None, *STAGES], [BF16, F16]))
 def test_what_is_sixteen_bit_and_what_is_not(stage: int | None, compute: torch.dtype) -> None:
     torch.manual_seed(0)
     net = Net()

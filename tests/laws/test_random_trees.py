@@ -21,6 +21,7 @@ from tests.laws.cases import (
     named,
     numbers,
 )
+from tests.laws.covering import Covering
 from zfunc import optim, tree
 
 Tree = Any
@@ -128,7 +129,7 @@ def rows(i: int, dtype: torch.dtype) -> Tree:
     return {"x": numbers((12,), 100 + i, F64) + 1.5}
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if Covering.whole else 25)
 @given(trees, optimizers, layouts, st.integers(1, 4), st.booleans(), st.integers(0, 7))
 def test_training_is_the_same_however_the_tree_is_cut(
     drawn: Tree, tx: Any, how: dict[str, int], ranks: int, donated: bool, frozen: int
@@ -150,7 +151,7 @@ def test_training_is_the_same_however_the_tree_is_cut(
     assert_like_alone(runs, reference, 1e-9 if wide else 1e-5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if Covering.whole else 25)
 @given(trees, layouts, st.integers(1, 4))
 def test_round_trip(drawn: Tree, how: dict[str, int], ranks: int) -> None:
     params = filled(drawn)

@@ -27,7 +27,7 @@ from tests.laws.cases import (
     trained,
     usual,
 )
-from tests.laws.covering import places, turns
+from tests.laws.covering import half, turns
 from tests.laws.handwritten import CASES as HAND_WRITTEN
 from tests.laws.models import CASES as READY_MADE
 from tests.laws.models import block, mean_square, stack, stack_loss
@@ -54,7 +54,7 @@ def rematerialised(case: Case, policy: Any = "layer") -> Case:
 def test_no_bit_changes(name: str, turn: int) -> None:
     """On one rank and on several, where small layers share a unit and where they do not."""
     case = ALL[name]
-    for stage, ranks in places(turn):
+    for stage, ranks in half(turn):
         found = cut_up(rematerialised(case), steps=STEPS, **usual(stage, ranks))
         assert_same(found, sharded_runs(case, stage, ranks), f"stage {stage} on {ranks} ranks")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from tests.laws.cases import regression
-from tests.laws.covering import STAGES, pairs
+from tests.laws.covering import STAGES, each, pairs
 from tests.laws.models import stack, stack_loss
 from zfunc import optim
 
@@ -312,7 +312,9 @@ WRAPS: dict[str, tuple[list[Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(("what", "stage", "case"), pairs(WRAPS, STAGES, ("clipped", "labels")))
+@pytest.mark.parametrize(
+    ("what", "stage", "case"), each(WRAPS, STAGES, ("clipped", "labels"), times=2)
+)
 def test_under_other_transforms(what: str, stage: int, case: str) -> None:
     wraps, ranks = WRAPS[what]
 

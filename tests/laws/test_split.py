@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import zfunc as zf
 from tests.laws.cases import assert_near, assert_same, numbers
+from tests.laws.covering import each
 from tests.laws.plans_by_hand import llama
 from tests.laws.split_steps import (
     F64,
@@ -96,14 +97,12 @@ def without(name: str, ranks: int, dtype: torch.dtype = F64) -> Any:
     return zf.simulate(ranks)(lambda: run(step, on_data, lambda: params(dtype)))()[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(("name", "stage"), each(BESIDE, [0, 1, 3], times=2))
 def test_beside_another_transform(name: str, stage: int) -> None:
     assert_near(beside(BESIDE[name], stage), without(name, 1), 1e-9)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(("data", "stage"), each([1, 2], [0, 1, 3]))
 def test_offload_to_disk(data: int, stage: int, tmp_path: Path) -> None:
     """What the fuzzer found: norms of what is streamed were those of one tensor rank."""
 
@@ -121,8 +120,7 @@ def test_offload_to_disk(data: int, stage: int, tmp_path: Path) -> None:
         assert_near(mine, alone(), 1e-9)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("name", ROUNDING)
+@pytest.mark.parametrize(("name", "stage"), each(ROUNDING, [0, 1, 3]))
 def test_what_rounds_otherwise_leaves_no_leaf_to_drift(name: str, stage: int) -> None:
     dtype = torch.float32 if name == "precision" else F64
     found, bare = beside(ROUNDING[name], stage, dtype), without(name, 2, dtype)
@@ -136,8 +134,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("stage", [None, 0, 1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "stage"), each(OPTIMIZERS, [None, 0, 1, 3], times=2))
 def test_optimizers_see_full_leaves(name: str, stage: int | None) -> None:
     tx = OPTIMIZERS[name]
     step = zf.train_step(loss_of, tx)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
+from tests.laws.covering import Covering
 from tests.unit.split_backwards import Handed, Piece, check, largest_difference, split, whole
 
 D = torch.float64
@@ -131,19 +132,19 @@ def programs(
 PLAIN = [name for name in OPERATIONS if name not in ("function", "hooked")]
 
 
-@settings(max_examples=250)
+@settings(max_examples=250 if Covering.whole else 80)
 @given(programs(PLAIN))
 def test_random_graphs(make: Callable[[], Piece]) -> None:
     check(make)
 
 
-@settings(max_examples=250)
+@settings(max_examples=250 if Covering.whole else 80)
 @given(programs([*OPERATIONS]))
 def test_random_graphs_with_functions_and_hooks(make: Callable[[], Piece]) -> None:
     check(make, parts=False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if Covering.whole else 30)
 @given(programs(["product", "sum", "normed", "scaled", "again"]))
 def test_random_graphs_with_checkpoints(make: Callable[[], Piece]) -> None:
     expected, got = whole(make), split(make)
@@ -155,7 +156,7 @@ def test_random_graphs_with_checkpoints(make: Callable[[], Piece]) -> None:
 UNITS: list[Any] = []
 
 
-@settings(max_examples=150)
+@settings(max_examples=150 if Covering.whole else 50)
 @given(programs([*OPERATIONS, "again"], UNITS))
 def test_random_graphs_of_units(make: Callable[[], Piece]) -> None:
     """Each unit is handed its gradients once, and the whole of them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import zfunc as zf
-from tests.laws.covering import pairs
+from tests.laws.covering import each
 from tests.laws.plans_by_hand import gpt2, llama
 from zfunc.errors import PlacementError
 from zfunc.files.tensorfiles import SafetensorsFiles
@@ -76,7 +76,9 @@ def alone(name: str, form: str) -> tuple[Any, list[Tensor]]:
     return params, texts(model, params)
 
 
-@pytest.mark.parametrize(("name", "form", "ways", "how"), pairs(MODELS, FORMS, (2, 3, 4), HOWS))
+@pytest.mark.parametrize(
+    ("name", "form", "ways", "how"), each(MODELS, FORMS, (2, 3, 4), HOWS, times=2)
+)
 def test_texts_and_leaves_are_those_of_one_process(
     name: str, form: str, ways: int, how: str
 ) -> None:
@@ -252,8 +254,7 @@ def test_bytes_are_those_of_the_plan(form: str, ways: int) -> None:
         assert held == wanted
 
 
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize(("ways", "low"), each([2, 4], [False, True]))
 def test_ranks_have_even_shares_of_a_model_that_divides(low: bool, ways: int) -> None:
     more = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 16384, "head_dim": 64}
     model = zf.functionalize(llama(4, 4, **more), train=False)

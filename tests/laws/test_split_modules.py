@@ -14,7 +14,7 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws import plans_by_hand as by_hand
 from tests.laws.architectures import TEXT, built
-from tests.laws.covering import Covering
+from tests.laws.covering import Covering, each
 from tests.laws.plans_by_hand import llama, llama_plan, local_params, loss_of, split_step, tokens
 from zfunc import optim
 from zfunc.errors import PlacementError
@@ -84,8 +84,7 @@ def planned(name: str, ways: int) -> tuple[Any, SplitPlan]:
     return zf.functionalize(module, train=False), planner(module.config, ways)
 
 
-@pytest.mark.parametrize("ways", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ways"), each(MODELS, [1, 2, 3, 4], times=2))
 def test_logits_and_gradients_are_those_of_one_process(name: str, ways: int) -> None:
     model, plan = planned(name, ways)
     full, ids = tree.flatten_names(model.params), tokens()

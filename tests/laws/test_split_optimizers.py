@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zfunc as zf
-from tests.laws.covering import pairs
+from tests.laws.covering import each
 from tests.laws.split_layers import RULES, loss_fn, trained
 from tests.laws.test_optim_laws import EVERY
 from zfunc import optim
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(chooses none|is that of none)
 
 
 SHAPES = ((2, 2), (1, 3))  # data and tensor ranks
-ROWS = pairs(OPTIMIZERS, range(4), SHAPES, (False, True))
+ROWS = each(OPTIMIZERS, range(4), SHAPES, (False, True), times=2)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -17,7 +17,7 @@ import zfunc as zf
 from tests.laws import plans_by_hand as by_hand
 from tests.laws.architectures import LENGTH
 from tests.laws.cases import assert_near, assert_same
-from tests.laws.covering import Covering
+from tests.laws.covering import Covering, each
 from tests.laws.planned import FAMILIES, OTHERS, check, model_of
 from tests.laws.plans_by_hand import gpt2, llama, spread, tokens, widened
 from tests.laws.split_steps import TX, ranks_of
@@ -85,8 +85,7 @@ def test_what_ranks_make_of_their_positions_is_right(name: str, ways: int) -> No
     check(model, plan, batch)
 
 
-@pytest.mark.parametrize("side", ["encoder", "decoder"])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(("at", "side"), each([0, 1, 2], ["encoder", "decoder"]))
 def test_layers_on_whole_streams_beside_others(side: str, at: int) -> None:
     """T5 hands on what is for each head; here one layer gives it to others of another sort."""
     model, batch = model_of("t5")
@@ -160,7 +159,7 @@ PLACES = [(2, 1, None), (3, 1, 0), (2, 2, 3), (4, 1, 1)]
 TRAINED = [
     (name, *PLACES[(at + turn) % len(PLACES)])
     for turn, name in enumerate(MODELS)
-    for at in range(len(PLACES) if Covering.whole else 2)
+    for at in range(len(PLACES) if Covering.whole else 1)
 ]
 
 
@@ -184,8 +183,7 @@ BESIDE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "name"), each([0, 3], BESIDE))
 def test_beside_another_transform(name: str, stage: int) -> None:
     module, model = module_of("gpt2" if stage else "llama")
     want, start = alone("gpt2" if stage else "llama"), zf.functionalize(module).params

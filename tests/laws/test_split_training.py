@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import zfunc as zf
 from tests.laws.architectures import TEXT, built
 from tests.laws.cases import assert_near
-from tests.laws.covering import STAGES, Covering
+from tests.laws.covering import STAGES, Covering, each
 from tests.laws.planned import T5, share_split
 from tests.laws.plans_by_hand import gpt2, llama, qwen3, spread
 from tests.laws.split_steps import TX, Batch, on_mesh, ranks_of, run
@@ -127,14 +127,15 @@ def trained(name: str, wrap: Callable[[Any], Any]) -> Any:
 
 
 def places() -> list[tuple[str, int, int, int | None]]:
-    """Every pair of a family, a world and a stage; with ``--whole`` all three of all."""
-    return [
-        (name, *world, stage)
-        for i, name in enumerate(FAMILIES)
-        for j, world in enumerate(WORLDS)
-        for stage in STAGES
-        if Covering.whole or stage == (i + j) % len(STAGES)
-    ] + [(name, 1, 2, None) for name in (FAMILIES if Covering.whole else ["llama", "t5"])]
+    """Each family in two worlds at two stages; with ``--whole`` all three of all.
+
+    Logits and gradients of modules in every number of ways are in ``test_split_modules``.
+    """
+    met = each(FAMILIES, WORLDS, STAGES, times=2)
+    bare = FAMILIES if Covering.whole else ["llama", "t5"]
+    return [(name, *world, stage) for name, world, stage in met] + [
+        (name, 1, 2, None) for name in bare
+    ]
 
 
 @pytest.mark.parametrize(("name", "data", "ways", "stage"), places())

@@ -11,6 +11,7 @@ import torch
 
 import zfunc as zf
 from tests.laws.cases import Case, assert_same, train
+from tests.laws.covering import each
 from tests.laws.models import CASES
 from tests.laws.zero_one import wrapped as in_zero_one
 from zfunc import optim, tree
@@ -46,17 +47,16 @@ def run_of(step: Any, tx: Any, steps: int = 5, ranks: int = 2) -> Any:
     return zf.simulate(ranks)(body)()[0]
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(
-    ("tx", "rule"),
-    [
-        (optim.adamw(0.02, **HOW), optim.onebit_adam(0.02, **HOW)),
-        (optim.adamw(0.02, **HOW), optim.zero_one_adam(0.02, **HOW)),
-        (optim.lamb(0.02, **HOW), optim.onebit_lamb(0.02, **HOW)),
-    ],
-    ids=["adamw", "adamw by 0/1", "lamb"],
-)
-def test_an_optimizer_is_its_rule_under_compression(tx: Any, rule: Any, where: str) -> None:
+RULES = {
+    "adamw": (optim.adamw(0.02, **HOW), optim.onebit_adam(0.02, **HOW)),
+    "adamw by 0/1": (optim.adamw(0.02, **HOW), optim.zero_one_adam(0.02, **HOW)),
+    "lamb": (optim.lamb(0.02, **HOW), optim.onebit_lamb(0.02, **HOW)),
+}
+
+
+@pytest.mark.parametrize(("where", "name"), each(WHERE, RULES))
+def test_an_optimizer_is_its_rule_under_compression(where: str, name: str) -> None:
+    tx, rule = RULES[name]
     named, plain = WHERE[where](rule), WHERE[where](tx)
     found = run_of(onebit(STACK, named), named)
     assert int(found[1].aux["compress_grads"]["count"]) == 5
@@ -64,13 +64,7 @@ def test_an_optimizer_is_its_rule_under_compression(tx: Any, rule: Any, where: s
 
 
 @pytest.mark.parametrize(
-    ("tx", "rule"),
-    [
-        (optim.adamw(0.02, **HOW), optim.onebit_adam(0.02, **HOW)),
-        (optim.adamw(0.02, **HOW), optim.zero_one_adam(0.02, **HOW)),
-        (optim.lamb(0.02, **HOW), optim.onebit_lamb(0.02, **HOW)),
-    ],
-    ids=["onebit_adam", "zero_one_adam", "onebit_lamb"],
+    ("tx", "rule"), RULES.values(), ids=["onebit_adam", "zero_one_adam", "onebit_lamb"]
 )
 @pytest.mark.parametrize("stage", [None, 0, 2])
 def test_a_rule_is_its_optimizer_without_compression(tx: Any, rule: Any, stage: int | None) -> None:

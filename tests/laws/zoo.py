@@ -2,7 +2,7 @@
 
 python -m tests.laws.zoo                        over 2 ranks, on the terminal
 python -m tests.laws.zoo --ways 4 --kv 1        4 ranks, one head of keys and values
-python -m tests.laws.zoo --write docs/families.md     all three tables, as a page
+python -m tests.laws.zoo --write docs/families.md     all three tables, there and in families-4.md
 python -m tests.laws.zoo --write docs/families.md llama     a row in them, on the same day
 
 Logits, the gradient of every leaf and the norm of all of them are compared with one process, in
@@ -216,11 +216,16 @@ class Row:
     wrong: str = ""
     published: str | None = None
 
-    def __str__(self) -> str:
+    @property
+    def cells(self) -> str:
+        """What a table says beside its name."""
         share = "" if self.share is None else f"{self.share:.0%}"
         cells = [WRONG if self.wrong else share, self.wrong or self.said]
         cells += [] if self.published is None else [self.published]
-        return " | ".join([f"| {self.family}", *(x.replace("|", "/") for x in cells)]) + " |"
+        return " | ".join(x.replace("|", "/") for x in cells)
+
+    def __str__(self) -> str:
+        return f"| {self.family} | {self.cells} |"
 
 
 def row(family: str, kind: type[Any], ways: int, kv: int, seconds: int) -> Row:
@@ -256,7 +261,7 @@ def _reasons(whole: Mapping[str, str]) -> str:
 
 
 WRONG, UNMADE, SAME = "**wrong**", "Not compared", "same"
-ROW = re.compile(r"\| (\S+) \| (\d+%|\*\*wrong\*\*) \| (.*?) ?\|(?: (.*?) ?\|)?")
+ROW = re.compile(r"\| ([^|]+) \| (\d+%|\*\*wrong\*\*) \| (.*?) ?\|(?: (.*?) ?\|)?")
 
 
 def by_name(row: Row) -> str:
@@ -285,13 +290,14 @@ class Table:
         """The rows of a table that was written."""
         for line in text.splitlines():
             if found := ROW.fullmatch(line):
-                family, share, said, published = found.groups()
+                families, share, said, published = found.groups()
                 wrong = said if share == WRONG else ""
                 known = 0.0 if wrong else int(share.removesuffix("%")) / 100
-                self.rows.append(Row(family, known, "" if wrong else said, wrong, published))
+                told = (known, "" if wrong else said, wrong, published)
+                self.rows += [Row(family, *told) for family in families.split(", ")]
         unmade = text.partition(UNMADE)[2].partition(": ")[2].strip().removesuffix(".")
-        for told in unmade.split("; "):
-            family, _, said = told.partition(" (")
+        for one in unmade.split("; "):
+            family, _, said = one.partition(" (")
             if said:
                 self.rows.append(Row(family, said=said.removesuffix(")")))
 
@@ -319,10 +325,13 @@ class Table:
         most = sum(x.share >= 0.9 for x in self.compared if x.share is not None)
         unmade = [x for x in self.rows if x.share is None]
         own = [x for x in self.compared if x.published]
-        lines = ["| family | of its layers' parameters split | left whole |", "|---|---|---|"]
+        lines = ["| families | of their layers' parameters split | left whole |", "|---|---|---|"]
         if self.ways == 2:
             lines = [f"{lines[0]} plan of its own |", f"{lines[1]}---|"]
-        lines += [str(x) for x in self.compared]
+        alike: dict[str, list[str]] = {}
+        for x in self.compared:
+            alike.setdefault(x.cells, []).append(x.family)
+        lines += [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
         wrong, same = sum(bool(x.wrong) for x in self.rows), [x for x in own if x.published == SAME]
         lines += ["", f"{len(self.compared)} families compared: {most} have 90 % of their layers' "]
         lines[-1] += f"parameters split or more, {wrong} are wrong."
@@ -348,7 +357,13 @@ on {date}, with {versions}.
 A part that stays whole is computed alike on all ranks: right, and slower than it might be. The
 reasons are those that `zf.split.plan` gives. A plan that transformers itself has for a family is
 compared with the one that is found over 2 ranks: the last column there says what differs, of those
-submodules and leaves of which that plan says that they are split.
+submodules and leaves of which that plan says that they are split. [Over 4 ranks](families-4.md)
+are those with 1 and 2 heads of keys and values.
+"""
+MORE = """# Families that `split` has tried, over 4 ranks
+
+Those that have a number of heads of keys and values, on the day, with the versions and by the
+command of [those over 2 ranks](families.md), which says how they are compared.
 """
 
 
@@ -365,20 +380,22 @@ def main() -> None:
     places = [(2, 2), (4, 2), (4, 1)] if flags.write else [(flags.ways, flags.kv)]
     tables = [Table(*place) for place in places]
     text = PAGE.format(date=datetime.date.today(), versions=versions())
-    if flags.write and flags.families:
-        before = flags.write.read_text().split("\n## ")
-        if before[0].rstrip() != text.rstrip():
+    pages = [flags.write, flags.write.with_name(f"{flags.write.stem}-4.md")] if flags.write else []
+    if flags.families:
+        before = [part for page in pages for part in page.read_text().split("\n## ")]
+        if pages and before.pop(0).rstrip() != text.rstrip():
             sys.exit(f"{flags.write} is of another day, or of other versions: write all of it")
-        for table, part in zip(tables, before[1:], strict=True):
+        for table, part in zip(tables, before[:1] + before[2:], strict=False):
             table.read(part)
+    sections = []
     for table in tables:
         table.fill(flags.families, flags.seconds)
         heads = f"{table.kv} head{'s' * (table.kv > 1)} of keys and values"
         heading = "## Over 2 ranks" if table.ways == 2 else f"## Over {table.ways} ranks, {heads}"
-        text += f"\n{heading}\n\n{table}\n"
+        sections.append(f"\n{heading}\n\n{table}\n")
         print(f"\n{str(table).rpartition('|')[2].strip()}\n")
-    if flags.write:
-        flags.write.write_text(text)
+    for page, head, part in zip(pages, (text, MORE), (sections[:1], sections[1:]), strict=False):
+        page.write_text(head + "".join(part))
     if wrong := [family for table in tables for family in table.wrong]:
         sys.exit(f"wrong, or no longer split completely: {', '.join(wrong)}")
 

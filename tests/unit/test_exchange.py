@@ -15,6 +15,7 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.cases import numbers
 from tests.laws.compression import TwoPhases, integers, signs
+from tests.laws.covering import each
 from zfunc.ranks.axes import group as group_of
 from zfunc.ranks.routes import all_gather_bytes
 from zfunc.transforms.compression.exchange import Gathered, Scattered
@@ -65,8 +66,7 @@ CODECS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("name", "ranks"), each(CODECS, [1, 2, 3, 4, 5], times=2))
 @given(n=st.integers(1, 700), seed=st.integers(0, 99))
 @settings(max_examples=5)
 def test_it_is_the_published_algorithm(name: str, ranks: int, n: int, seed: int) -> None:

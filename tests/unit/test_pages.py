@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
-LONGER = {"families.md"}  # to be divided
 FENCE = re.compile(r"^(`{3,})\w*\n.*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
 PUBLIC = re.compile(r"(?<![\w./])(zf\.tree|zf\.random|zf|optim)\.(\w+)")
@@ -58,13 +57,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_is_short(page: Path) -> None:
     text = page.read_text()
-    if name(page).removeprefix("docs/") not in LONGER:
-        assert len(prose(text).split()) <= 1_500
-        assert len(text.split()) <= 1_900
-
-
-def test_what_is_still_long_is_still_long() -> None:
-    assert {page for page in LONGER if len((DOCS / page).read_text().split()) > 1_900} == LONGER
+    assert len(prose(text).split()) <= 1_500
+    assert len(text.split()) <= 1_900
 
 
 def test_the_readme_is_short() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zfunc as zf
+from tests.laws.covering import each
 from tests.laws.plans_by_hand import local_params
 from tests.unit.test_probing import DIM, HEADS, WIDTH, Deep, check, functional, run
 from zfunc.modules.split_reductions import Reductions
@@ -116,9 +117,7 @@ def perturbed(make: Callable[[], nn.Module]) -> Any:
     return model
 
 
-@pytest.mark.parametrize("ways", [2, 3, 4])
-@pytest.mark.parametrize("kv", [HEADS, 2, 1])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("norm", "kv", "ways"), each(NORMS, [HEADS, 2, 1], [2, 3, 4], times=3))
 def test_norms_of_all_heads_are_shared(norm: str, kv: int, ways: int) -> None:
     model = perturbed(lambda: Attention(NORMS[norm], kv))
     plan = plan_of(model, ways)

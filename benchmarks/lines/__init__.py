@@ -1,0 +1,1 @@
+"""One small training run, as each library has it written: ``python -m benchmarks.lines``."""
