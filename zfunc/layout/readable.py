@@ -12,8 +12,10 @@ from typing import Any
 import optree
 
 from zfunc.errors import PlacementError
+from zfunc.layout.forms import forms
 from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group
+from zfunc.trees.forms import as_html, form
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree
 
 __all__ = ["Readable"]
@@ -41,6 +43,13 @@ class Readable(Placed):
 
     def __getitem__(self, entry: Any) -> Any:
         raise NotImplementedError
+
+    def forms(self) -> Tree:
+        """What the full leaves are."""
+        return forms(self.layout)
+
+    def _repr_html_(self) -> str:
+        return as_html(form(self))
 
     def reassembled(self, layout: Layout, new: Tree) -> Readable:
         """One node like this of a tree that was put together from placed parts and plain leaves.
