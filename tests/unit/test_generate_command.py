@@ -246,19 +246,24 @@ def test_the_text_may_come_from_standard_input(
     [
         ("--prompt a --temperature -1", "temperature=-1.0: expected a number >= 0"),
         ("--prompt a --top-p 2", "top_p=2.0: expected a probability"),
-        ("--prompt a --max-new-tokens 0", "--max-new-tokens 0: expected at least 1"),
+        ("--prompt a --max-new-tokens 0", "--max-new-tokens: 0: expected a whole number"),
         ("--prompt a --dynamic --bits 4", "--dynamic rounds the inputs of 8-bit weights"),
         ("--prompt a --bits 3", "invalid choice: 3"),
-        ("--prompt a --group-size -1", "--group-size -1: expected 0 or more"),
+        ("--prompt a --group-size -1", "--group-size: -1: expected a whole number, at least 0"),
         ("", "the text to continue is empty"),
     ],
 )
 def test_wrong_words_end_at_once(
-    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    write_config(tmp_path, SMALL, 16)
     with pytest.raises(SystemExit) as exit:
-        cli.main(["generate", "nowhere", *words.split()])
+        cli.main(["generate", str(tmp_path), *words.split()])
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
 

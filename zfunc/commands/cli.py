@@ -6,11 +6,9 @@ Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry i
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
+from zfunc.commands.arguments import Parser, natural, positive, rate, wrong_file
 from zfunc.commands.calibrate_command import add_calibrate
 from zfunc.commands.convert_command import add_convert
 from zfunc.commands.doctor_command import add_doctor
@@ -51,11 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments that ``zfunc`` understands, with their help."""
-    top = argparse.ArgumentParser(
-        prog="zfunc", description="Functional transforms for training steps in PyTorch."
-    )
+    top = Parser(prog="zfunc", description="Functional transforms for training steps in PyTorch.")
     top.add_argument("--version", action="version", version=f"zfunc {zf.__version__}")
-    commands = top.add_subparsers(title="commands", metavar="command", required=True)
+    top.set_defaults(command=lambda found: _help(top))
+    commands = top.add_subparsers(title="commands", metavar="command")
     _add_train(commands)
     add_generate(commands)
     add_plan(commands)
@@ -64,6 +62,11 @@ def parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_calibrate(commands)
     return top
+
+
+def _help(top: argparse.ArgumentParser) -> int:
+    top.print_help()
+    return 0
 
 
 def _add_train(commands: Any) -> None:
@@ -83,28 +86,28 @@ def _add_train(commands: Any) -> None:
 
 def _add_run(group: Any) -> None:
     option = _options(group)
-    option("--ranks", "local processes; by default one for each GPU, or 2", type=_positive)
-    option("--steps", "optimizer steps in all", type=_positive, default=Run.steps)
-    option("--batch", f"sequences per step, all ranks together ({Run.batch})", type=_positive)
-    option("--context", "bytes per sequence", type=_positive, default=Run.context)
+    option("--ranks", "local processes; by default one for each GPU, or 2", type=positive)
+    option("--steps", "optimizer steps in all", type=positive, default=Run.steps)
+    option("--batch", f"sequences per step, all ranks together ({Run.batch})", type=positive)
+    option("--context", "bytes per sequence", type=positive, default=Run.context)
     option("--seed", "of the weights and of the data", type=int, default=Run.seed)
     data = f"a text file, or one of {', '.join(SOURCES)}"
     option("--data", data, metavar="FILE", default=Run.data)
     option("--out", "folder for the results", type=Path, metavar="DIR", default=Run.out)
     every = "steps between checkpoints, 0 for none"
-    option("--save-every", every, type=_natural, metavar="N", default=Run.save_every)
-    option("--keep", "checkpoints to keep", type=_positive, metavar="N", default=Run.keep)
+    option("--save-every", every, type=natural, metavar="N", default=Run.save_every)
+    option("--keep", "checkpoints to keep", type=positive, metavar="N", default=Run.keep)
     option("--resume", "go on from the newest checkpoint in the folder", action="store_true")
-    option("--sample", "bytes to write at the end", type=_natural, metavar="N", default=Run.sample)
+    option("--sample", "bytes to write at the end", type=natural, metavar="N", default=Run.sample)
 
 
 def _add_model(group: Any) -> None:
     option, shape = _options(group), GPTConfig()
-    option("--width", "features", type=_positive, default=shape.width)
-    option("--depth", "blocks", type=_positive, default=shape.depth)
-    option("--heads", "attention heads", type=_positive, default=shape.heads)
+    option("--width", "features", type=positive, default=shape.width)
+    option("--depth", "blocks", type=positive, default=shape.depth)
+    option("--heads", "attention heads", type=positive, default=shape.heads)
     option("--tied", "let one table embed and predict", action="store_true")
-    option("--lr", "peak learning rate of AdamW", type=_rate, default=Run.lr)
+    option("--lr", "peak learning rate of AdamW", type=rate, default=Run.lr)
 
 
 def _add_transforms(group: Any) -> None:
@@ -112,13 +115,13 @@ def _add_transforms(group: Any) -> None:
     stage = "ZeRO: split 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
     option("--stage", stage, type=int, choices=range(4), default=Run.stage)
     shared = "ranks that share the work of each layer, by its heads; the others have other rows"
-    option("--tensor", shared, type=_positive, metavar="T", default=Run.tensor)
+    option("--tensor", shared, type=positive, metavar="T", default=Run.tensor)
     stages = "stages, ranks that have different layers; a batch goes through them in microbatches"
-    option("--pipe", stages, type=_positive, metavar="P", default=Run.pipe)
+    option("--pipe", stages, type=positive, metavar="P", default=Run.pipe)
     names = tuple(SCHEDULES)
     option("--schedule", "what stages do when", choices=names, default=Run.schedule)
     parts = "microbatches of the stages; by default 4 for each stage"
-    option("--microbatches", parts, type=_positive, metavar="N")
+    option("--microbatches", parts, type=positive, metavar="N")
     tiers = ("none", "cpu", "disk")
     option("--offload", "where the state lives", choices=tiers, default=Run.offload)
     methods = ("onebit", "zero_one", "int8", "int4")
@@ -126,15 +129,15 @@ def _add_transforms(group: Any) -> None:
     option("--drop", "progressive layer dropping, down to THETA", type=float, metavar="THETA")
     option("--precision", "what layers compute in", choices=tuple(DTYPES))
     option("--remat", "recompute layers in backward", action="store_true")
-    option("--accumulate", "microbatches per step", type=_positive, metavar="N", default=1)
+    option("--accumulate", "microbatches per step", type=positive, metavar="N", default=1)
     low = "train weights into so many bits, for `zfunc generate --bits`"
     option("--quantize", low, type=int, choices=(8, 4))
     bits = "bits to begin with; by default 16, or what the run has time for"
     option("--quantize-from", bits, type=int, choices=range(4, 17), metavar="BITS")
     period = "steps until the first bit falls, each further one takes twice as long"
-    option("--quantize-period", period, type=_positive, metavar="N")
+    option("--quantize-period", period, type=positive, metavar="N")
     group = "weights that share a scale, 0 for a whole matrix"
-    option("--quantize-group", group, type=_natural, metavar="G", default=Run.quantize_group)
+    option("--quantize-group", group, type=natural, metavar="G", default=Run.quantize_group)
     option("--quantize-curvature", "sensitive layers lose their bits later", action="store_true")
 
 
@@ -145,21 +148,6 @@ def _options(group: Any) -> Callable[..., None]:
         group.add_argument(flag, help=f"{text} (%(default)s)" if "default" in kw else text, **kw)
 
     return option
-
-
-def _number(kind: type, least: int, what: str, text: str) -> Any:
-    try:
-        number = kind(text)
-    except ValueError:
-        number = math.nan
-    if not least <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected {what}")
-    return number
-
-
-_positive = partial(_number, int, 1, "a whole number, at least 1")
-_natural = partial(_number, int, 0, "a whole number, at least 0")
-_rate = partial(_number, float, 0, "a number, 0 or more")
 
 
 def run_of(found: argparse.Namespace) -> Run:
@@ -257,8 +245,10 @@ def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) 
     try:
         run = run_of(found)
         corpus = read_corpus(run.data, context=run.context)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         command.error(str(error))
+    except OSError as error:
+        command.error(wrong_file("--data", found.data, error))
     return train(run, corpus)
 
 

@@ -345,8 +345,10 @@ def causal_module(home: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """The module of a configuration of Hugging Face, as it is made: no weights are read.
 
     Raises:
+        CheckpointError: there is no configuration.
         PlacementError: transformers is not installed, or makes no such model of it.
     """
+    read_config(home)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:

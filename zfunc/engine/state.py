@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -16,7 +16,6 @@ from zfunc.layout.freezing import all_frozen, frozen_paths, leaves_at, thawed, w
 from zfunc.layout.leaves import check_trainable, freeze, is_frozen
 from zfunc.ranks.keys import as_key
 from zfunc.trees import tree
-from zfunc.trees.forms import Form, as_html, as_text, form
 from zfunc.trees.nodes import PLACED, Box, Lazy, leaves_in
 from zfunc.trees.zeros import begun
 
@@ -120,25 +119,14 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
-        return as_text(_form(self))
+        from zfunc.trees.forms import as_text, fields  # where something is shown
+
+        return as_text(fields(self, _LEAVES))
 
     def _repr_html_(self) -> str:
-        return as_html(_form(self))
+        from zfunc.trees.forms import as_html, fields
 
-
-def _form(state: TrainState) -> Form:
-    """Its fields; what has the structure of the parameters, as moments do, is not told again."""
-    parts = [(name, form(getattr(state, name))) for name in _LEAVES]
-    like = parts[0][1].parts
-    parts[1:] = [(name, _likened(part, like)) for name, part in parts[1:]]
-    frozen = [("frozen", Form(f"{len(state.frozen)} leaves"))] * bool(state.frozen)
-    return Form("TrainState", (*parts, *frozen))
-
-
-def _likened(node: Form, like: Any) -> Form:
-    if like and node.parts == like:
-        return Form(f"{node.head} as params".strip())
-    return replace(node, parts=tuple((name, _likened(x, like)) for name, x in node.parts))
+        return as_html(fields(self, _LEAVES))
 
 
 def check_optimizer(tx: Any, where: str) -> None:

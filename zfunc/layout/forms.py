@@ -7,7 +7,7 @@ from typing import Any
 import optree
 
 from zfunc.layout.layout import Layout, Slot
-from zfunc.trees.forms import Form, short
+from zfunc.trees.forms import Shown, short
 
 __all__ = ["forms"]
 
@@ -20,7 +20,7 @@ def forms(layout: Layout) -> Any:
     >>> forms(make_layout({"w": torch.zeros(2, 3)}))["w"].head
     'f32[2,3]'
     """
-    leaves = [Form("None") if slot is None else Form(_leaf(layout, slot)) for slot in layout.slots]
+    leaves = [Shown("None" if slot is None else _leaf(layout, slot)) for slot in layout.slots]
     return optree.tree_unflatten(layout.spec, leaves)
 
 

@@ -12,10 +12,8 @@ from typing import Any
 import optree
 
 from zfunc.errors import PlacementError
-from zfunc.layout.forms import forms
 from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group
-from zfunc.trees.forms import as_html, form
 from zfunc.trees.nodes import NAMESPACE, Placed, Tree
 
 __all__ = ["Readable"]
@@ -46,9 +44,13 @@ class Readable(Placed):
 
     def forms(self) -> Tree:
         """What the full leaves are."""
+        from zfunc.layout.forms import forms  # where something is shown
+
         return forms(self.layout)
 
     def _repr_html_(self) -> str:
+        from zfunc.trees.forms import as_html, form
+
         return as_html(form(self))
 
     def reassembled(self, layout: Layout, new: Tree) -> Readable:

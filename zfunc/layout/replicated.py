@@ -24,7 +24,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfunc.errors import DesyncError, DonatedStateError, PlacementError
 from zfunc.layout.arriving import Arrival
-from zfunc.layout.forms import forms
 from zfunc.layout.layout import Layout, whole
 from zfunc.layout.leaves import freeze
 from zfunc.layout.pieces import cut_flats, leaves_of
@@ -33,7 +32,6 @@ from zfunc.layout.sharded import Sharded, replaced
 from zfunc.ranks.comm import Group, groups_of
 from zfunc.ranks.world import current
 from zfunc.trees import memory
-from zfunc.trees.forms import as_html, as_text, form
 from zfunc.trees.nodes import Box, Tree, Unprinted, gone, opened, register, spent
 
 __all__ = ["Replicated", "boxed", "gathered_again", "packed"]
@@ -247,12 +245,18 @@ class Replicated(Box):
 
     def forms(self) -> Tree:
         """What its leaves are; those that are under way are not waited for."""
+        from zfunc.layout.forms import forms  # where something is shown
+
         return forms(self.layout)
 
     def __repr__(self) -> str:
+        from zfunc.trees.forms import as_text, form
+
         return as_text(form(self))
 
     def _repr_html_(self) -> str:
+        from zfunc.trees.forms import as_html, form
+
         return as_html(form(self))
 
     def __getitem__(self, entry: Any) -> Any:
