@@ -7,9 +7,10 @@ In the order of reading: ``base`` and ``updates`` (the contract); ``rates``, ``m
 and ``paces`` (what optimizers share); ``adaptive`` with ``fused`` and ``buffers`` (Adam);
 ``descent`` (SGD), ``sign_descent`` (Lion) and ``layerwise`` (LAMB) with ``flat``; ``combining``,
 ``guarding``, ``clipping``, ``averaging``, ``schedules``, ``loss_scaling``; ``scaling`` and
-``scaled_descent`` (optax's directions and what is chained from them), ``muon``, ``lookahead``,
-``multi_steps``, ``hyperparams``, ``torch_states``; ``choices``, ``elementwise`` and ``checking``
-(what is checked). What Adam and LAMB become under ``compress_grads`` is in ``adam_onebit``,
+``scaled_descent`` (optax's directions and what is chained from them), ``muon``, ``factored``
+(Adafactor) and ``noise`` with ``places`` (where a rank's elements lie in full leaves),
+``lookahead``, ``multi_steps``, ``hyperparams``, ``torch_states``; ``choices``, ``elementwise`` and
+``checking`` (what is checked). What Adam and LAMB become under ``compress_grads`` is in ``adam_onebit``,
 ``adam_zero_one`` and ``lamb_onebit``, with ``frozen`` and ``adjacent``.
 """
 
@@ -25,6 +26,13 @@ from zfunc.optim.clipping import clip, clip_by_global_norm
 from zfunc.optim.combining import MaskedState, MultiTransformState, chain, masked, multi_transform
 from zfunc.optim.decay import add_decayed_weights
 from zfunc.optim.descent import SgdState, sgd
+from zfunc.optim.factored import (
+    FactoredState,
+    adafactor,
+    clip_by_block_rms,
+    scale_by_factored_rms,
+    scale_by_param_block_rms,
+)
 from zfunc.optim.guarding import SkipState, skip_nonfinite
 from zfunc.optim.hyperparams import InjectHyperparamsState, inject_hyperparams
 from zfunc.optim.lamb_onebit import onebit_lamb
@@ -33,6 +41,7 @@ from zfunc.optim.lookahead import LookaheadState, lookahead
 from zfunc.optim.loss_scaling import DynamicScale, ScaleState, next_scale
 from zfunc.optim.multi_steps import MultiSteps, MultiStepsState
 from zfunc.optim.muon import MuonState, muon, orthogonal, scale_by_muon
+from zfunc.optim.noise import AddNoiseState, add_noise
 from zfunc.optim.scaled_descent import adagrad, nadam, nadamw, radam, rmsprop
 from zfunc.optim.scaling import (
     ScaleByRmsState,
@@ -69,9 +78,11 @@ from zfunc.optim.updates import Moved, apply_updates
 
 __all__ = [
     "AdamState",
+    "AddNoiseState",
     "DynamicScale",
     "EmaState",
     "EmptyState",
+    "FactoredState",
     "GradientTransformation",
     "InjectHyperparamsState",
     "LambState",
@@ -91,14 +102,17 @@ __all__ = [
     "SgdState",
     "SkipState",
     "TraceState",
+    "adafactor",
     "adagrad",
     "adam",
     "adamw",
     "add_decayed_weights",
+    "add_noise",
     "apply_updates",
     "chain",
     "check_elementwise",
     "clip",
+    "clip_by_block_rms",
     "clip_by_global_norm",
     "constant",
     "cosine",
@@ -128,9 +142,11 @@ __all__ = [
     "rmsprop",
     "scale",
     "scale_by_adam",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",
+    "scale_by_param_block_rms",
     "scale_by_radam",
     "scale_by_rms",
     "scale_by_rss",

@@ -43,18 +43,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unmodified model of transformers, whose tokens are bytes; its head is its embedding."""
-    transformers = pytest.importorskip("transformers")
+def save_tokenizer(folder: Path) -> None:
+    """One whose tokens are bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("llama")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unmodified model of transformers, whose tokens are bytes; its head is its embedding."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("llama")
+    save_tokenizer(folder)
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=32,

@@ -25,6 +25,7 @@ from zfunc.commands.generate_command import add_generate
 from zfunc.commands.plan_command import add_plan
 from zfunc.commands.profile_command import add_profile
 from zfunc.commands.report import draw_curve, print_error, read_rows
+from zfunc.commands.subjects import read_tokens
 from zfunc.commands.text_models import DTYPES, LOW_BIT
 from zfunc.commands.training import Run, train_rank
 from zfunc.files.locking import hold
@@ -33,6 +34,8 @@ from zfunc.language.gpt import GPTConfig
 from zfunc.schedules.catalogue import SCHEDULES, schedule
 
 __all__ = ["main", "parser", "run_of", "train"]
+
+FINE = 3e-5  # learning rate for weights that are trained already
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,11 +75,12 @@ def _help(top: argparse.ArgumentParser) -> int:
 def _add_train(commands: Any) -> None:
     command = commands.add_parser(
         "train",
-        help="train a small GPT on real text, under any transforms",
+        help="train a small GPT, or a Hugging Face model, on a text, under any transforms",
         description="Train a byte-level GPT on the prose that every Python ships (or on a file "
         "of yours), sharded over local ranks, all GPUs, or the ranks that torchrun started. "
-        "Writes metrics.jsonl and loss.png; ends with the held-out loss beside the text's own "
-        "entropies.",
+        "With --model, train the causal language model of a Hugging Face folder instead, and "
+        "write another such folder. Writes metrics.jsonl and loss.png; ends with the held-out "
+        "loss, of bytes beside the text's own entropies.",
     )
     command.set_defaults(command=lambda found: _train_command(command, found))
     _add_run(command.add_argument_group("the run"))
@@ -91,7 +95,7 @@ def _add_run(group: Any) -> None:
     option("--batch", f"sequences per step, all ranks together ({Run.batch})", type=positive)
     option("--context", "bytes per sequence", type=positive, default=Run.context)
     option("--seed", "of the weights and of the data", type=int, default=Run.seed)
-    data = f"a text file, or one of {', '.join(SOURCES)}"
+    data = f"a text file, JSON lines with a field text, or one of {', '.join(SOURCES)}"
     option("--data", data, metavar="FILE", default=Run.data)
     option("--out", "folder for the results", type=Path, metavar="DIR", default=Run.out)
     every = "steps between checkpoints, 0 for none"
@@ -103,11 +107,14 @@ def _add_run(group: Any) -> None:
 
 def _add_model(group: Any) -> None:
     option, shape = _options(group), GPTConfig()
+    folder = "a Hugging Face folder: config.json, tokenizer and, to go on from them, weights"
+    option("--model", folder, dest="folder", type=Path, metavar="DIR")
     option("--width", "features", type=positive, default=shape.width)
     option("--depth", "blocks", type=positive, default=shape.depth)
     option("--heads", "attention heads", type=positive, default=shape.heads)
     option("--tied", "let one table embed and predict", action="store_true")
-    option("--lr", "peak learning rate of AdamW", type=rate, default=Run.lr)
+    peak = f"peak learning rate of AdamW ({Run.lr:g}; with --model {FINE:g})"
+    option("--lr", peak, type=rate)
 
 
 def _add_transforms(group: Any) -> None:
@@ -175,15 +182,18 @@ def run_of(found: argparse.Namespace) -> Run:
     if found.drop is not None and not 0 < found.drop <= 1:
         raise ValueError(f"--drop {found.drop:g}: expected a probability, 0 < THETA <= 1")
     _check_low_bits(found)
+    if found.folder is not None:
+        _check_folder(found)
     shape = {name: getattr(found, name) for name in ("width", "depth", "heads", "tied")}
     same = {
         name: getattr(found, name)
         for name in Run.__dataclass_fields__
-        if name not in ("model", "ranks", "batch", "resume", "microbatches")
+        if name not in ("model", "ranks", "batch", "resume", "microbatches", "lr")
     }
     # Under torchrun --max-restarts the job that comes back goes on with what it had.
     resume = found.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    how = {"ranks": ranks, "batch": batch, "resume": resume, "microbatches": microbatches}
+    lr = (Run.lr if found.folder is None else FINE) if found.lr is None else found.lr
+    how = {"lr": lr, "ranks": ranks, "batch": batch, "resume": resume, "microbatches": microbatches}
     return Run(model=GPTConfig(**shape), **how, **same)
 
 
@@ -206,7 +216,7 @@ def _microbatches(found: argparse.Namespace) -> int | None:
         raise ValueError(f"{what} with --pipe {found.pipe}: stages do without. Leave out one.")
     many = found.microbatches or 4 * found.pipe
     chunks = schedule(found.schedule, found.pipe, many).chunks
-    if chunks > found.depth:
+    if found.folder is None and chunks > found.depth:
         raise ValueError(
             f"--pipe {found.pipe} with --schedule {found.schedule} takes a model apart into "
             f"{chunks}, and it has --depth {found.depth} blocks. Take fewer stages, or more blocks."
@@ -216,7 +226,7 @@ def _microbatches(found: argparse.Namespace) -> int | None:
 
 def _check_mesh(found: argparse.Namespace, ranks: int) -> None:
     tensor, pipe = found.tensor, found.pipe
-    if tensor > found.heads:
+    if found.folder is None and tensor > found.heads:
         raise ValueError(
             f"--tensor {tensor} with --heads {found.heads}: each rank needs a head. Take at most "
             f"--tensor {found.heads}, or more heads."
@@ -228,6 +238,17 @@ def _check_mesh(found: argparse.Namespace, ranks: int) -> None:
             f"{' with '.join(told)} does not divide {ranks} ranks: expected a multiple of {parts}, "
             f"such as {-(-ranks // parts) * parts} (--ranks, or what torchrun starts)"
         )
+
+
+def _check_folder(found: argparse.Namespace) -> None:
+    shape = GPTConfig()
+    told = [name for name in ("width", "depth", "heads", "tied", "quantize")
+            if getattr(found, name) != getattr(shape, name, None)]  # fmt: skip
+    if told:
+        flags = ", ".join(f"--{name}" for name in told)
+        raise ValueError(f"{flags} with --model: these are of the built-in GPT. Leave them out.")
+    if found.out.resolve() == found.folder.resolve():
+        raise ValueError(f"--out {found.out} is the folder of --model: it would be written over")
 
 
 def _check_low_bits(found: argparse.Namespace) -> None:
@@ -244,7 +265,12 @@ def _check_low_bits(found: argparse.Namespace) -> None:
 def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
     try:
         run = run_of(found)
-        corpus = read_corpus(run.data, context=run.context)
+        if run.folder is None:
+            corpus = read_corpus(run.data, context=run.context)
+        else:
+            corpus = read_tokens(run.folder, run.data, run.context)
+    except zf.ZfuncError as error:
+        return print_error(error)
     except ValueError as error:
         command.error(str(error))
     except OSError as error:
@@ -305,9 +331,11 @@ def _make_way(run: Run) -> None:
 def write_curve(run: Run, corpus: Corpus, console: Console) -> None:
     """Draw ``loss.png`` from the rows on disk, and say where the results are."""
     rows = read_rows(run.out / "metrics.jsonl")
-    own = entropies(corpus.heldout)
-    levels = {"held-out unigram entropy": own.unigram, "held-out bigram entropy": own.bigram}
-    problem = draw_curve(rows, run.out / "loss.png", levels)
+    levels, unit = {}, "token"
+    if run.folder is None:
+        own, unit = entropies(corpus.heldout), "byte"
+        levels = {"held-out unigram entropy": own.unigram, "held-out bigram entropy": own.bigram}
+    problem = draw_curve(rows, run.out / "loss.png", levels, unit)
     console.print(escape(problem or f"curve: {run.out / 'loss.png'}"), soft_wrap=True)
     if rows:
         console.print(escape(f"metrics: {run.out / 'metrics.jsonl'}"), soft_wrap=True)

@@ -180,7 +180,10 @@ def smoothed(values: Sequence[float], part: float = 1 / 20) -> list[float]:
 
 
 def draw_curve(
-    rows: Sequence[Row], path: Path, levels: Mapping[str, float] | None = None
+    rows: Sequence[Row],
+    path: Path,
+    levels: Mapping[str, float] | None = None,
+    unit: str = "byte",
 ) -> str | None:
     """Draw the loss of a run.
 
@@ -188,6 +191,7 @@ def draw_curve(
         rows: as :func:`read_rows` gives them; ``val_loss`` is drawn where a row has it.
         path: the PNG to write.
         levels: named losses to draw as horizontal lines, to compare with.
+        unit: of what a loss is the mean.
 
     Returns:
         None, or why nothing was drawn (no rows yet, no matplotlib).
@@ -210,7 +214,7 @@ def draw_curve(
         axes.plot(*zip(*judged, strict=True), "o-", color="#d94801", markersize=4, label="held out")
     for style, (name, level) in zip((":", "--", "-.") * 9, (levels or {}).items(), strict=False):
         axes.axhline(level, color="#636363", linewidth=1, linestyle=style, label=name)
-    axes.set(xlabel="step", ylabel="nats per byte", title=f"loss over {steps[-1]} steps")
+    axes.set(xlabel="step", ylabel=f"nats per {unit}", title=f"loss over {steps[-1]} steps")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)
