@@ -7,10 +7,10 @@ In the order of reading: ``base`` and ``updates`` (the contract); ``rates``, ``m
 and ``paces`` (what optimizers share); ``adaptive`` with ``fused`` and ``buffers`` (Adam);
 ``descent`` (SGD), ``sign_descent`` (Lion) and ``layerwise`` (LAMB) with ``flat``; ``combining``,
 ``guarding``, ``clipping``, ``averaging``, ``schedules``, ``loss_scaling``; ``scaling`` and
-``scaled_descent`` (optax's directions and what is chained from them), ``muon``, ``factored``
-(Adafactor) and ``noise`` with ``places`` (where a rank's elements lie in full leaves),
-``lookahead``, ``multi_steps``, ``hyperparams``, ``torch_states``; ``choices``, ``elementwise`` and
-``checking`` (what is checked). What Adam and LAMB become under ``compress_grads`` is in ``adam_onebit``,
+``scaled_descent`` (optax's directions and what is chained from them), ``muon``, ``places`` (where
+a rank's elements lie in full leaves) with ``factored`` (Adafactor) and ``noise``, ``lookahead``,
+``multi_steps``, ``hyperparams``, ``torch_states``; ``choices``, ``elementwise`` and ``checking``
+(what is checked). What Adam and LAMB become under ``compress_grads`` is in ``adam_onebit``,
 ``adam_zero_one`` and ``lamb_onebit``, with ``frozen`` and ``adjacent``.
 """
 

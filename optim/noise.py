@@ -86,6 +86,7 @@ def normal_at(key: Tensor, positions: Tensor) -> Tensor:
     Box and Muller, A Note on the Generation of Random Normal Deviates, 1958.
 
     >>> from zfunc.ranks.keys import key
+    >>> import torch
     >>> every = normal_at(key(0), torch.arange(5))
     >>> bool((every[2:] == normal_at(key(0), torch.arange(2, 5))).all())
     True
