@@ -4,7 +4,7 @@
 opt_state)``, ``apply_updates(params, updates) -> params``.
 
 In the order of reading: ``base`` and ``updates`` (the contract); ``rates``, ``moments``, ``decay``
-and ``paces`` (what optimizers share); ``adaptive`` with ``fused`` and ``buffers`` (Adam);
+and ``paces`` (what optimizers share); ``adaptive``, ``fused``, ``buffers``, ``adam_8bit`` (Adam);
 ``descent`` (SGD), ``sign_descent`` (Lion) and ``layerwise`` (LAMB) with ``flat``; ``combining``,
 ``guarding``, ``clipping``, ``averaging``, ``schedules``, ``loss_scaling``; ``scaling`` and
 ``scaled_descent`` (optax's directions and what is chained from them), ``muon``, ``places`` (where
@@ -16,6 +16,7 @@ a rank's elements lie in full leaves) with ``factored`` (Adafactor) and ``noise`
 
 from __future__ import annotations
 
+from zfunc.optim.adam_8bit import Adam8State
 from zfunc.optim.adam_onebit import onebit_adam
 from zfunc.optim.adam_zero_one import zero_one_adam
 from zfunc.optim.adaptive import AdamState, adam, adamw
@@ -77,6 +78,7 @@ from zfunc.optim.torch_states import from_torch
 from zfunc.optim.updates import Moved, apply_updates
 
 __all__ = [
+    "Adam8State",
     "AdamState",
     "AddNoiseState",
     "DynamicScale",

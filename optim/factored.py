@@ -20,7 +20,7 @@ from zfunc.optim.averaging import ema
 from zfunc.optim.base import EmptyState, GradientTransformation, nodes
 from zfunc.optim.combining import chain
 from zfunc.optim.decay import add_decayed_weights, needs_params
-from zfunc.optim.places import Place, Share, places, shares
+from zfunc.optim.places import LeafPlace, Share, places, shares
 from zfunc.optim.rates import Rate, plain, started
 from zfunc.optim.scaling import scale
 from zfunc.optim.schedules import scale_by_schedule
@@ -111,7 +111,7 @@ def scale_by_factored_rms(
         order = sorted(range(len(shape)), key=lambda i: shape[i])
         return None if shape[order[-2]] < min_dim_size_to_factor else (order[-2], order[-1])
 
-    def plan(where: Mapping[str, Place]) -> tuple[dict[str, _Section], int]:
+    def plan(where: Mapping[str, LeafPlace]) -> tuple[dict[str, _Section], int]:
         found, start = dict[str, _Section](), 0
         for path, place in where.items():
             if (both := dims(place.shape)) is not None:
@@ -196,7 +196,7 @@ def _add(out: Tensor, section: _Section, share: Share) -> None:
             rows += block.sum(dim)
 
 
-def _block(x: Tensor, place: Place) -> tuple[Tensor, int, int]:
+def _block(x: Tensor, place: LeafPlace) -> tuple[Tensor, int, int]:
     """A piece as whole rows ``[n, ...]`` of its leaf with zeros around it, the number of the
     first row, and where in it the piece begins."""
     inner = math.prod(place.shape[1:])
@@ -221,7 +221,9 @@ def _roots(section: _Section, factors: Tensor) -> tuple[Tensor, Tensor]:
     return (row / mean).rsqrt().unsqueeze(longest), column.rsqrt().unsqueeze(other)
 
 
-def _divided(g: Tensor, section: _Section, roots: tuple[Tensor, Tensor], place: Place) -> Tensor:
+def _divided(
+    g: Tensor, section: _Section, roots: tuple[Tensor, Tensor], place: LeafPlace
+) -> Tensor:
     if not g.numel():
         return g
     row, column = roots

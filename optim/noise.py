@@ -47,6 +47,7 @@ def add_noise(eta: float, gamma: float, key: Key) -> GradientTransformation:
     Source: Neelakantan et al., Adding Gradient Noise Improves Learning for Very Deep Networks,
     2015, as ``optax.add_noise``, which draws other numbers.
 
+    >>> import torch
     >>> tx = add_noise(0.01, 0.55, key=0)
     >>> noisy, state = tx.update(torch.ones(3), tx.init(torch.ones(3)))
     >>> bool(((noisy - 1).abs() < 0.5).all()), state.count

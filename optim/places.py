@@ -18,13 +18,13 @@ from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import Placed, part_of
 from zfunc.trees.tree import dotted
 
-__all__ = ["Place", "Share", "places", "shares"]
+__all__ = ["LeafPlace", "Share", "places", "shares"]
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Place:
+class LeafPlace:
     """Where a piece lies in its leaf.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Numbers of the piece's elements in the flattened full leaf, int64 ``[count]``.
 
-        >>> Place((2, 3), 2).positions(3, torch.device("cpu"))
+        >>> LeafPlace((2, 3), 2).positions(3, torch.device("cpu"))
         tensor([2, 3, 4])
         """
         if self.split is None:
@@ -52,13 +52,13 @@ class Place:
         return mine.reshape(-1)[self.start : self.start + count]
 
 
-def places(tree: Tree) -> dict[str, Place]:
+def places(tree: Tree) -> dict[str, LeafPlace]:
     """By leaf path; also of leaves of which this rank has nothing, whose pieces are empty.
 
     >>> places({"w": torch.zeros(2, 3)})
-    {'w': Place(shape=(2, 3), start=0, split=None, part=0)}
+    {'w': LeafPlace(shape=(2, 3), start=0, split=None, part=0)}
     """
-    found: dict[str, Place] = {}
+    found: dict[str, LeafPlace] = {}
     for path, node in nodes(tree):
         if not isinstance(node, Placed):
             found[path] = _of_leaf(node)
@@ -71,15 +71,15 @@ def places(tree: Tree) -> dict[str, Place]:
         for slot in layout.present:
             if slot.path in held:
                 start = starts.get(slot.index, 0)
-                found[dotted(path, slot.path)] = Place(slot.full, start, slot.split, part)
+                found[dotted(path, slot.path)] = LeafPlace(slot.full, start, slot.split, part)
     return found
 
 
-def _of_leaf(leaf: Tensor) -> Place:
+def _of_leaf(leaf: Tensor) -> LeafPlace:
     mark, shape = part_of(leaf), tuple(leaf.shape)
     if mark is None or mark.split is None:
-        return Place(shape)
-    return Place(mark.split.full(shape), 0, mark.split, mark.group.rank)
+        return LeafPlace(shape)
+    return LeafPlace(mark.split.full(shape), 0, mark.split, mark.group.rank)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Share:
     """
 
     path: str
-    place: Place
+    place: LeafPlace
     values: Tensor
     positions: Tensor | None
 
@@ -131,7 +131,7 @@ def _of_node(path: str, node: Any) -> Iterator[Share]:
             place, at = where[slot.path], None
             if slot.split is not None:
                 at = place.positions(x.numel(), x.device)
-            if some is not None:
+            if some is not None and at is not None:  # only of a split leaf some elements count
                 mine = some.to(x.device) - begins[slot.index]
                 x, at = x[mine], at[mine]
             yield Share(dotted(path, slot.path), place, x, at)

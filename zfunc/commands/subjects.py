@@ -196,9 +196,9 @@ def _longest(document: dict[str, Any]) -> int | None:
 
 def _documents(data: str) -> Iterator[str]:
     if not data.endswith(".jsonl"):
-        name, text = read_source(data)
+        name, content = read_source(data)
         try:
-            yield text.decode()
+            yield content.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is no text in UTF-8: {error.reason}") from None
         return
