@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zfunc.optim import fused, moments
+from zfunc.optim import fused
 from zfunc.optim.base import GradientTransformation, UpdateFn
 from zfunc.optim.decay import Rates, add_decay, decay_rates, map_rates, needs_params, with_mask
+from zfunc.optim.moments import blend, zeros
 from zfunc.optim.paces import Pace, held, map_own, nothing, own_count, own_pace, paced, remembering
 from zfunc.optim.rates import Rate, at, plain, started, symbolic
 from zfunc.optim.updates import Moved, moved
@@ -43,8 +44,7 @@ def adam(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Gra
 
     >>> import torch
     >>> tx = adam(0.1)
-    >>> params = torch.zeros(2)
-    >>> updates, state = tx.update(torch.tensor([1.0, -2.0]), tx.init(params))
+    >>> updates, state = tx.update(torch.tensor([1.0, -2.0]), tx.init(torch.zeros(2)))
     >>> updates
     tensor([-0.1000,  0.1000])
     """
@@ -58,6 +58,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     mask: Tree | Callable[[str], bool] | None = None,
+    moments: int = 32,
 ) -> GradientTransformation:
     """Adam with decoupled weight decay: ``-lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * p)``.
 
@@ -67,8 +68,8 @@ def adamw(
     Args:
         lr, b1, b2, eps: see :func:`adam`.
         weight_decay: multiplied by ``lr``, as in ``torch.optim.AdamW``.
-        mask: which leaves decay: a tree of bools (or a prefix), or a predicate on
-            leaf paths. All of them if left out.
+        mask: which leaves decay: a tree of bools (or a prefix), or a predicate on paths; else all.
+        moments: bits of each; with 8 the state has two bytes a parameter (``adam_8bit``).
 
     Raises:
         ValueError: (from ``update``) there is weight decay and no ``params``.
@@ -79,14 +80,18 @@ def adamw(
     >>> from zfunc.optim.updates import apply_updates
     >>> tx = adamw(0.1, weight_decay=0.5, mask=lambda path: path != "b")
     >>> params = {"b": torch.ones(1), "w": torch.ones(1)}
-    >>> grads = {"b": torch.ones(1), "w": torch.ones(1)}
-    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> updates, state = tx.update(params, tx.init(params), params)
     >>> apply_updates(params, updates)
     {'b': tensor([0.9000]), 'w': tensor([0.8500])}
     """
 
+    if moments != 32:
+        from zfunc.optim.adam_8bit import few_bits  # for those alone
+
+        return few_bits(moments, lr, b1, b2, eps, weight_decay, mask)
+
     def init(params: Tree) -> AdamState:
-        return AdamState(started(), moments.zeros(params), moments.zeros(params))
+        return AdamState(started(), zeros(params), zeros(params))
 
     def unreduced() -> GradientTransformation:
         from zfunc.optim.adam_zero_one import zero_one_adam  # where gradients are compressed alone
@@ -117,12 +122,11 @@ def adam_updates(
 
     def additive(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         needs_params("adamw", weight_decay, params)
-        mu = moments.blend(grads, state.mu, b1, 1 - b1)
-        nu = moments.blend(grads, state.nu, b2, 1 - b2, square=True)
+        mu = blend(grads, state.mu, b1, 1 - b1)
+        nu = blend(grads, state.nu, b2, 1 - b2, square=True)
         after = AdamState(state.count + 1, mu, nu)
-        return updates_along(
-            partial(direction, **how), after, at(lr, state.count), rates, params
-        ), after
+        along = partial(direction, **how)
+        return updates_along(along, after, at(lr, state.count), rates, params), after
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         rate, count, paces, done = at(lr, state.count), state.count + 1, paced(rates), None

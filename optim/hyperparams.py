@@ -16,7 +16,7 @@ from zfunc.optim.rates import plain, started
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
 
 Tree = Any
-MASK = "mask"  # a function of leaf paths, and no schedule
+ALONE = {"mask", "moments"}  # of what makes an optimizer: they decide what is built
 
 
 class InjectHyperparamsState(NamedTuple):
@@ -39,7 +39,8 @@ def inject_hyperparams(
     Args:
         factory: as :func:`zfunc.optim.adamw`; any function that makes a transformation.
         static_args: names of arguments that are left alone: numbers that decide what is built, and
-            functions that are no schedules. A bool is left alone anyway, and so is a ``mask``.
+            functions that are no schedules. A bool is left alone anyway, as are a ``mask`` and the
+            ``moments`` of AdamW.
 
     Raises:
         ValueError: ``static_args`` names what ``factory`` does not take.
@@ -61,7 +62,7 @@ def inject_hyperparams(
             f"static_args names {', '.join(unknown)}; {factory.__name__} takes "
             f"{', '.join(signature.parameters)}."
         )
-    static |= {MASK}
+    static |= ALONE
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> GradientTransformation:

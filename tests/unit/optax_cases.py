@@ -68,11 +68,39 @@ SCHEDULES: dict[str, tuple[Case, Case]] = {
         ("piecewise_constant", (2.0, {21: 0.1, 6: 0.5}), {}),
     ),
 }
+# Leaves of several dimensions, for what depends on them; the maker and its arguments.
+MATRICES: dict[str, tuple[int, ...]] = {"m": (4, 6), "t": (2, 5, 3), "u": (7, 2), "v": (5,)}
+FACTORED: dict[str, Case] = {
+    "adafactor": ("adafactor", (0.1,), {"min_dim_size_to_factor": 3}),
+    "adafactor momentum": (
+        "adafactor",
+        (0.1,),
+        {
+            "min_dim_size_to_factor": 3,
+            "momentum": 0.8,
+            "multiply_by_parameter_scale": False,
+            "decay_offset": -2,
+        },
+    ),
+    "adafactor whole": ("adafactor", (0.1,), {"factored": False, "clipping_threshold": None}),
+    "clip_by_block_rms": ("clip_by_block_rms", (0.5,), {}),
+    "scale_by_param_block_rms": ("scale_by_param_block_rms", (), {}),
+}
 JOINED = ("exponential", "polynomial", "piecewise_constant"), (5, 17)
 
 
 def parameters() -> dict[str, list[float]]:
     return {name: [math.cos(3.1 * k) for k in range(n)] for name, n in SHAPES.items()}
+
+
+def matrices(step: int | None = None) -> dict[str, list[float]]:
+    """Flattened parameters, or the gradients of a step."""
+    sizes = {name: math.prod(shape) for name, shape in MATRICES.items()}
+    if step is None:
+        return {name: [math.cos(3.1 * k + 1) for k in range(n)] for name, n in sizes.items()}
+    return {
+        name: [math.sin(1.7 * k * k + 0.9 * step) for k in range(n)] for name, n in sizes.items()
+    }
 
 
 def gradients(step: int) -> dict[str, list[float]]:

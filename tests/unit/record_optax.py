@@ -13,7 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax_cases import COUNTS, JOINED, SAME, SCHEDULES, STEPS, gradients, parameters
+from optax_cases import (
+    COUNTS,
+    FACTORED,
+    JOINED,
+    MATRICES,
+    SAME,
+    SCHEDULES,
+    STEPS,
+    gradients,
+    matrices,
+    parameters,
+)
 
 jax.config.update("jax_enable_x64", True)
 
@@ -41,6 +52,27 @@ def fast(tx: Any, period: int, part: float) -> dict[str, list[float]]:
     return {name: x.tolist() for name, x in params.fast.items()}
 
 
+def shaped(numbers: dict[str, list[float]]) -> dict[str, Any]:
+    return {name: x.reshape(MATRICES[name]) for name, x in arrays(numbers).items()}
+
+
+def factored(tx: Any) -> dict[str, list[float]]:
+    params = shaped(matrices())
+    state = tx.init(params)
+    for step in range(STEPS):
+        updates, state = tx.update(shaped(matrices(step)), state, params)
+        params = optax.apply_updates(params, updates)
+    return {name: x.ravel().tolist() for name, x in params.items()}
+
+
+def factored_rms() -> Any:
+    """optax's rate of decay is float32; here it is what it stands for."""
+    return optax.scale_by_factored_rms(
+        min_dim_size_to_factor=3,
+        decay_rate_fn=lambda i, power: 1 - jnp.asarray(i + 1, jnp.float64) ** -power,
+    )
+
+
 def main() -> None:
     found: dict[str, Any] = {"optax": optax.__version__, "jax": jax.__version__}
     found["trained"] = {
@@ -48,6 +80,11 @@ def main() -> None:
         for name, (maker, args, how) in SAME.items()
     }
     found["trained"]["lookahead"] = fast(optax.adam(0.1), 3, 0.4)
+    found["factored"] = {
+        name: factored(getattr(optax, maker)(*args, **how))
+        for name, (maker, args, how) in FACTORED.items()
+    }
+    found["factored"]["scale_by_factored_rms"] = factored(factored_rms())
     steps = optax.MultiSteps(optax.adam(0.1), 3, accumulator_dtype=jnp.float64)
     found["trained"]["MultiSteps"] = trained(steps)
     injected = optax.inject_hyperparams(optax.adam)(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import shutil
@@ -110,7 +111,7 @@ def test_ranks_that_share_a_layer_have_the_same_rows() -> None:
         ("--tensor 0", "0: expected a whole number, at least 1"),
         ("--drop 1.5", "--drop 1.5: expected a probability"),
         ("--width 30 --heads 4", "width 30 with 4 heads"),
-        ("--data /no/such/file", "No such file"),
+        ("--data /no/such/file", "--data /no/such/file: no such file or directory"),
         ("--stage 4", "invalid choice: 4"),
         ("--quantize 3", "invalid choice: 3"),
         ("--quantize 8 --quantize-from 4", "bits only fall"),
@@ -128,7 +129,38 @@ def test_wrong_words_end_at_once(
     with pytest.raises(SystemExit) as exit:
         cli.main(["train", *words.split()])
     assert exit.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate nosuch",
+        "convert nosuch out",
+        "profile --model nosuch",
+        "plan --model nosuch --cluster h100 --gpus 8 --batch 8 --seq 8",
+    ],
+)
+def test_a_folder_that_is_not_there_is_named(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(words.split()) == 1
+    assert "nosuch: no such file or folder" in capsys.readouterr().err
+
+
+def test_no_words_are_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "usage: zfunc" in (said := capsys.readouterr().out) and "generate" in said
+
+
+def test_doctor_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cpu = found["devices"][0]
+    assert cpu["device"] == "cpu" and 0 < cpu["free"] <= cpu["memory"] and cpu["kernels"]
+    assert found["packages"]["torch"] == torch.__version__
 
 
 def test_ranks_come_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +206,15 @@ def test_a_resumed_record_drops_what_is_run_again(tmp_path: Path) -> None:
     assert [row["loss"] for row in report.read_rows(path)] == [1.0, 1.0, 0.5]
 
 
+def test_a_smoothed_curve_does_not_lag() -> None:
+    line = [3 - 0.01 * i for i in range(200)]
+    assert report.smoothed(line) == pytest.approx(line)
+    noisy = [x + (0.3 if i % 2 else -0.3) for i, x in enumerate(line)]
+    inner = slice(20, -20)
+    found = zip(report.smoothed(noisy)[inner], line[inner], strict=True)
+    assert max(abs(a - b) for a, b in found) < 0.03
+
+
 def test_a_curve_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
@@ -199,6 +240,18 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert len(said) == 1  # only the last: the first came too soon
     assert said[0].startswith("step 2/2 · loss 1.250 · state 3MB/rank · val 1.500 · ")
     assert said[0].endswith("tokens/s · 0 s left")
+
+
+def test_the_first_step_is_no_measure_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 60.0, 61.0, 62.0])  # a minute to compile
+    monkeypatch.setattr(report.time, "perf_counter", lambda: next(now))
+    live = report.Live(Console(), start=0, steps=10, tokens=100, every=0)
+    assert [round(live.step(n, 1.0)) for n in (1, 2, 3)] == [2, 100, 100]
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first == "step 1/10 · loss 1.000"
+    assert second.endswith("100 tokens/s · 8 s left")
 
 
 # --- the run -----------------------------------------------------------------------------------

@@ -43,18 +43,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unmodified model of transformers, whose tokens are bytes; its head is its embedding."""
-    transformers = pytest.importorskip("transformers")
+def save_tokenizer(folder: Path) -> None:
+    """One whose tokens are bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("llama")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unmodified model of transformers, whose tokens are bytes; its head is its embedding."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("llama")
+    save_tokenizer(folder)
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=32,
@@ -246,19 +252,24 @@ def test_the_text_may_come_from_standard_input(
     [
         ("--prompt a --temperature -1", "temperature=-1.0: expected a number >= 0"),
         ("--prompt a --top-p 2", "top_p=2.0: expected a probability"),
-        ("--prompt a --max-new-tokens 0", "--max-new-tokens 0: expected at least 1"),
+        ("--prompt a --max-new-tokens 0", "--max-new-tokens: 0: expected a whole number"),
         ("--prompt a --dynamic --bits 4", "--dynamic rounds the inputs of 8-bit weights"),
         ("--prompt a --bits 3", "invalid choice: 3"),
-        ("--prompt a --group-size -1", "--group-size -1: expected 0 or more"),
+        ("--prompt a --group-size -1", "--group-size: -1: expected a whole number, at least 0"),
         ("", "the text to continue is empty"),
     ],
 )
 def test_wrong_words_end_at_once(
-    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    write_config(tmp_path, SMALL, 16)
     with pytest.raises(SystemExit) as exit:
-        cli.main(["generate", "nowhere", *words.split()])
+        cli.main(["generate", str(tmp_path), *words.split()])
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
 

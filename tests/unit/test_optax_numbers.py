@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+import zfunc as zf
 from tests.unit.optax_cases import (
     COUNTS,
+    FACTORED,
     JOINED,
+    MATRICES,
     SAME,
     SCHEDULES,
     SHAPES,
     STEPS,
     gradients,
+    matrices,
     parameters,
 )
 from zfunc import optim, tree
@@ -55,6 +59,42 @@ def test_an_optimizer_trains_as_optax_does(name: str, placed: bool, additive: bo
     assert want.keys() == SHAPES.keys()
     for leaf, x in tree.full(params).items():
         torch.testing.assert_close(x, want[leaf], rtol=1e-11, atol=1e-12)
+
+
+ADAFACTORS = {
+    name: getattr(optim, maker)(*args, **how) for name, (maker, args, how) in FACTORED.items()
+}
+ADAFACTORS["scale_by_factored_rms"] = optim.scale_by_factored_rms(min_dim_size_to_factor=3)
+
+
+@pytest.mark.parametrize("name", ADAFACTORS)
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+def test_factored_moments_are_optax_s_on_three_ranks(name: str, stage: int | None) -> None:
+    tx = ADAFACTORS[name]
+
+    def shaped(numbers: dict[str, list[float]]) -> Tree:
+        return {leaf: x.view(MATRICES[leaf]) for leaf, x in tensors(numbers).items()}
+
+    def loss_fn(params: Tree, step: int) -> torch.Tensor:
+        pairs = zip(params.values(), shaped(matrices(step)).values(), strict=True)
+        return torch.stack([(p * g).sum() for p, g in pairs]).sum()
+
+    def body() -> Tree:
+        step = zf.train_step(loss_fn, tx)
+        step = step if stage is None else zf.shard(step, stage=stage)
+        state = zf.TrainState.create(shaped(matrices()), tx)
+        state = state if stage is None else step.place(state)
+        for number in range(STEPS):
+            state, _ = step(state, number)
+        return tree.full(state.params)
+
+    # optax computes the rate of decay in float32, but for the last.
+    exact = {"rtol": 1e-6, "atol": 1e-7}
+    if name in ("clip_by_block_rms", "scale_by_param_block_rms", "scale_by_factored_rms"):
+        exact = {"rtol": 1e-9, "atol": 1e-10}
+    for found in zf.simulate(1 if stage is None else 3)(body)():
+        for leaf, x in tensors(RECORDED["factored"][name]).items():
+            torch.testing.assert_close(found[leaf].reshape(-1), x, **exact)
 
 
 def made() -> dict[str, Any]:

@@ -52,8 +52,8 @@ def test_a_configuration_of_hugging_face_suffices(
     ("words", "expected"),
     [
         ("--batch 3 --accumulate 2", "multiple of 2"),
-        ("--depth -1", "--depth -1: expected 0 or more"),
-        ("--warmup 0", "--warmup 0: expected 1 or more"),
+        ("--depth -1", "--depth: -1: expected a whole number, at least 0"),
+        ("--warmup 0", "--warmup: 0: expected a whole number, at least 1"),
     ],
 )
 def test_what_means_nothing(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from zfunc.commands.arguments import positive
 from zfunc.foresight.calibration import measure
 from zfunc.foresight.clusters import Cluster
 from zfunc.ranks.launching import launch
@@ -27,7 +28,8 @@ def add_calibrate(commands: Any) -> None:
         "zf.Cluster.load, or for the measured_by of a preset of the same device.",
     )
     option = command.add_argument
-    option("--ranks", type=int, metavar="N", help="local processes; by default one for each GPU")
+    text = "local processes; by default one for each GPU"
+    option("--ranks", type=positive, metavar="N", help=text)
     option("--device", choices=("cpu", "cuda"), help="by default cuda, where there is one")
     where = Path("calibration.json")
     option("--out", type=Path, metavar="FILE", default=where, help="what to write (%(default)s)")

@@ -6,11 +6,9 @@ Flags become a :class:`~zfunc.commands.training.Run`, and the ranks that carry i
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
+from zfunc.commands.arguments import Parser, natural, positive, rate, wrong_file
 from zfunc.commands.calibrate_command import add_calibrate
 from zfunc.commands.convert_command import add_convert
 from zfunc.commands.doctor_command import add_doctor
@@ -26,6 +25,7 @@ from zfunc.commands.generate_command import add_generate
 from zfunc.commands.plan_command import add_plan
 from zfunc.commands.profile_command import add_profile
 from zfunc.commands.report import draw_curve, print_error, read_rows
+from zfunc.commands.subjects import read_tokens
 from zfunc.commands.text_models import DTYPES, LOW_BIT
 from zfunc.commands.training import Run, train_rank
 from zfunc.files.locking import hold
@@ -34,6 +34,8 @@ from zfunc.language.gpt import GPTConfig
 from zfunc.schedules.catalogue import SCHEDULES, schedule
 
 __all__ = ["main", "parser", "run_of", "train"]
+
+FINE = 3e-5  # learning rate for weights that are trained already
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,11 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments that ``zfunc`` understands, with their help."""
-    top = argparse.ArgumentParser(
-        prog="zfunc", description="Functional transforms for training steps in PyTorch."
-    )
+    top = Parser(prog="zfunc", description="Functional transforms for training steps in PyTorch.")
     top.add_argument("--version", action="version", version=f"zfunc {zf.__version__}")
-    commands = top.add_subparsers(title="commands", metavar="command", required=True)
+    top.set_defaults(command=lambda found: _help(top))
+    commands = top.add_subparsers(title="commands", metavar="command")
     _add_train(commands)
     add_generate(commands)
     add_plan(commands)
@@ -66,14 +67,20 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _help(top: argparse.ArgumentParser) -> int:
+    top.print_help()
+    return 0
+
+
 def _add_train(commands: Any) -> None:
     command = commands.add_parser(
         "train",
-        help="train a small GPT on real text, under any transforms",
+        help="train a small GPT, or a Hugging Face model, on a text, under any transforms",
         description="Train a byte-level GPT on the prose that every Python ships (or on a file "
         "of yours), sharded over local ranks, all GPUs, or the ranks that torchrun started. "
-        "Writes metrics.jsonl and loss.png; ends with the held-out loss beside the text's own "
-        "entropies.",
+        "With --model, train the causal language model of a Hugging Face folder instead, and "
+        "write another such folder. Writes metrics.jsonl and loss.png; ends with the held-out "
+        "loss, of bytes beside the text's own entropies.",
     )
     command.set_defaults(command=lambda found: _train_command(command, found))
     _add_run(command.add_argument_group("the run"))
@@ -83,28 +90,31 @@ def _add_train(commands: Any) -> None:
 
 def _add_run(group: Any) -> None:
     option = _options(group)
-    option("--ranks", "local processes; by default one for each GPU, or 2", type=_positive)
-    option("--steps", "optimizer steps in all", type=_positive, default=Run.steps)
-    option("--batch", f"sequences per step, all ranks together ({Run.batch})", type=_positive)
-    option("--context", "bytes per sequence", type=_positive, default=Run.context)
+    option("--ranks", "local processes; by default one for each GPU, or 2", type=positive)
+    option("--steps", "optimizer steps in all", type=positive, default=Run.steps)
+    option("--batch", f"sequences per step, all ranks together ({Run.batch})", type=positive)
+    option("--context", "bytes per sequence", type=positive, default=Run.context)
     option("--seed", "of the weights and of the data", type=int, default=Run.seed)
-    data = f"a text file, or one of {', '.join(SOURCES)}"
+    data = f"a text file, JSON lines with a field text, or one of {', '.join(SOURCES)}"
     option("--data", data, metavar="FILE", default=Run.data)
     option("--out", "folder for the results", type=Path, metavar="DIR", default=Run.out)
     every = "steps between checkpoints, 0 for none"
-    option("--save-every", every, type=_natural, metavar="N", default=Run.save_every)
-    option("--keep", "checkpoints to keep", type=_positive, metavar="N", default=Run.keep)
+    option("--save-every", every, type=natural, metavar="N", default=Run.save_every)
+    option("--keep", "checkpoints to keep", type=positive, metavar="N", default=Run.keep)
     option("--resume", "go on from the newest checkpoint in the folder", action="store_true")
-    option("--sample", "bytes to write at the end", type=_natural, metavar="N", default=Run.sample)
+    option("--sample", "bytes to write at the end", type=natural, metavar="N", default=Run.sample)
 
 
 def _add_model(group: Any) -> None:
     option, shape = _options(group), GPTConfig()
-    option("--width", "features", type=_positive, default=shape.width)
-    option("--depth", "blocks", type=_positive, default=shape.depth)
-    option("--heads", "attention heads", type=_positive, default=shape.heads)
+    folder = "a Hugging Face folder: config.json, tokenizer and, to go on from them, weights"
+    option("--model", folder, dest="folder", type=Path, metavar="DIR")
+    option("--width", "features", type=positive, default=shape.width)
+    option("--depth", "blocks", type=positive, default=shape.depth)
+    option("--heads", "attention heads", type=positive, default=shape.heads)
     option("--tied", "let one table embed and predict", action="store_true")
-    option("--lr", "peak learning rate of AdamW", type=_rate, default=Run.lr)
+    peak = f"peak learning rate of AdamW ({Run.lr:g}; with --model {FINE:g})"
+    option("--lr", peak, type=rate)
 
 
 def _add_transforms(group: Any) -> None:
@@ -112,13 +122,13 @@ def _add_transforms(group: Any) -> None:
     stage = "ZeRO: split 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
     option("--stage", stage, type=int, choices=range(4), default=Run.stage)
     shared = "ranks that share the work of each layer, by its heads; the others have other rows"
-    option("--tensor", shared, type=_positive, metavar="T", default=Run.tensor)
+    option("--tensor", shared, type=positive, metavar="T", default=Run.tensor)
     stages = "stages, ranks that have different layers; a batch goes through them in microbatches"
-    option("--pipe", stages, type=_positive, metavar="P", default=Run.pipe)
+    option("--pipe", stages, type=positive, metavar="P", default=Run.pipe)
     names = tuple(SCHEDULES)
     option("--schedule", "what stages do when", choices=names, default=Run.schedule)
     parts = "microbatches of the stages; by default 4 for each stage"
-    option("--microbatches", parts, type=_positive, metavar="N")
+    option("--microbatches", parts, type=positive, metavar="N")
     tiers = ("none", "cpu", "disk")
     option("--offload", "where the state lives", choices=tiers, default=Run.offload)
     methods = ("onebit", "zero_one", "int8", "int4")
@@ -126,15 +136,15 @@ def _add_transforms(group: Any) -> None:
     option("--drop", "progressive layer dropping, down to THETA", type=float, metavar="THETA")
     option("--precision", "what layers compute in", choices=tuple(DTYPES))
     option("--remat", "recompute layers in backward", action="store_true")
-    option("--accumulate", "microbatches per step", type=_positive, metavar="N", default=1)
+    option("--accumulate", "microbatches per step", type=positive, metavar="N", default=1)
     low = "train weights into so many bits, for `zfunc generate --bits`"
     option("--quantize", low, type=int, choices=(8, 4))
     bits = "bits to begin with; by default 16, or what the run has time for"
     option("--quantize-from", bits, type=int, choices=range(4, 17), metavar="BITS")
     period = "steps until the first bit falls, each further one takes twice as long"
-    option("--quantize-period", period, type=_positive, metavar="N")
+    option("--quantize-period", period, type=positive, metavar="N")
     group = "weights that share a scale, 0 for a whole matrix"
-    option("--quantize-group", group, type=_natural, metavar="G", default=Run.quantize_group)
+    option("--quantize-group", group, type=natural, metavar="G", default=Run.quantize_group)
     option("--quantize-curvature", "sensitive layers lose their bits later", action="store_true")
 
 
@@ -145,21 +155,6 @@ def _options(group: Any) -> Callable[..., None]:
         group.add_argument(flag, help=f"{text} (%(default)s)" if "default" in kw else text, **kw)
 
     return option
-
-
-def _number(kind: type, least: int, what: str, text: str) -> Any:
-    try:
-        number = kind(text)
-    except ValueError:
-        number = math.nan
-    if not least <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected {what}")
-    return number
-
-
-_positive = partial(_number, int, 1, "a whole number, at least 1")
-_natural = partial(_number, int, 0, "a whole number, at least 0")
-_rate = partial(_number, float, 0, "a number, 0 or more")
 
 
 def run_of(found: argparse.Namespace) -> Run:
@@ -187,15 +182,18 @@ def run_of(found: argparse.Namespace) -> Run:
     if found.drop is not None and not 0 < found.drop <= 1:
         raise ValueError(f"--drop {found.drop:g}: expected a probability, 0 < THETA <= 1")
     _check_low_bits(found)
+    if found.folder is not None:
+        _check_folder(found)
     shape = {name: getattr(found, name) for name in ("width", "depth", "heads", "tied")}
     same = {
         name: getattr(found, name)
         for name in Run.__dataclass_fields__
-        if name not in ("model", "ranks", "batch", "resume", "microbatches")
+        if name not in ("model", "ranks", "batch", "resume", "microbatches", "lr")
     }
     # Under torchrun --max-restarts the job that comes back goes on with what it had.
     resume = found.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    how = {"ranks": ranks, "batch": batch, "resume": resume, "microbatches": microbatches}
+    lr = (Run.lr if found.folder is None else FINE) if found.lr is None else found.lr
+    how = {"lr": lr, "ranks": ranks, "batch": batch, "resume": resume, "microbatches": microbatches}
     return Run(model=GPTConfig(**shape), **how, **same)
 
 
@@ -218,7 +216,7 @@ def _microbatches(found: argparse.Namespace) -> int | None:
         raise ValueError(f"{what} with --pipe {found.pipe}: stages do without. Leave out one.")
     many = found.microbatches or 4 * found.pipe
     chunks = schedule(found.schedule, found.pipe, many).chunks
-    if chunks > found.depth:
+    if found.folder is None and chunks > found.depth:
         raise ValueError(
             f"--pipe {found.pipe} with --schedule {found.schedule} takes a model apart into "
             f"{chunks}, and it has --depth {found.depth} blocks. Take fewer stages, or more blocks."
@@ -228,7 +226,7 @@ def _microbatches(found: argparse.Namespace) -> int | None:
 
 def _check_mesh(found: argparse.Namespace, ranks: int) -> None:
     tensor, pipe = found.tensor, found.pipe
-    if tensor > found.heads:
+    if found.folder is None and tensor > found.heads:
         raise ValueError(
             f"--tensor {tensor} with --heads {found.heads}: each rank needs a head. Take at most "
             f"--tensor {found.heads}, or more heads."
@@ -240,6 +238,17 @@ def _check_mesh(found: argparse.Namespace, ranks: int) -> None:
             f"{' with '.join(told)} does not divide {ranks} ranks: expected a multiple of {parts}, "
             f"such as {-(-ranks // parts) * parts} (--ranks, or what torchrun starts)"
         )
+
+
+def _check_folder(found: argparse.Namespace) -> None:
+    shape = GPTConfig()
+    told = [name for name in ("width", "depth", "heads", "tied", "quantize")
+            if getattr(found, name) != getattr(shape, name, None)]  # fmt: skip
+    if told:
+        flags = ", ".join(f"--{name}" for name in told)
+        raise ValueError(f"{flags} with --model: these are of the built-in GPT. Leave them out.")
+    if found.out.resolve() == found.folder.resolve():
+        raise ValueError(f"--out {found.out} is the folder of --model: it would be written over")
 
 
 def _check_low_bits(found: argparse.Namespace) -> None:
@@ -256,9 +265,16 @@ def _check_low_bits(found: argparse.Namespace) -> None:
 def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
     try:
         run = run_of(found)
-        corpus = read_corpus(run.data, context=run.context)
-    except (ValueError, OSError) as error:
+        if run.folder is None:
+            corpus = read_corpus(run.data, context=run.context)
+        else:
+            corpus = read_tokens(run.folder, run.data, run.context)
+    except zf.ZfuncError as error:
+        return print_error(error)
+    except ValueError as error:
         command.error(str(error))
+    except OSError as error:
+        command.error(wrong_file("--data", found.data, error))
     return train(run, corpus)
 
 
@@ -315,9 +331,11 @@ def _make_way(run: Run) -> None:
 def write_curve(run: Run, corpus: Corpus, console: Console) -> None:
     """Draw ``loss.png`` from the rows on disk, and say where the results are."""
     rows = read_rows(run.out / "metrics.jsonl")
-    own = entropies(corpus.heldout)
-    levels = {"held-out unigram entropy": own.unigram, "held-out bigram entropy": own.bigram}
-    problem = draw_curve(rows, run.out / "loss.png", levels)
+    levels, unit = {}, "token"
+    if run.folder is None:
+        own, unit = entropies(corpus.heldout), "byte"
+        levels = {"held-out unigram entropy": own.unigram, "held-out bigram entropy": own.bigram}
+    problem = draw_curve(rows, run.out / "loss.png", levels, unit)
     console.print(escape(problem or f"curve: {run.out / 'loss.png'}"), soft_wrap=True)
     if rows:
         console.print(escape(f"metrics: {run.out / 'metrics.jsonl'}"), soft_wrap=True)

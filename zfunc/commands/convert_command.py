@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from zfunc.commands.report import print_error
-from zfunc.errors import ZfuncError
+from zfunc.errors import CheckpointError, ZfuncError
 from zfunc.files.conversion import KINDS, convert
 
 __all__ = ["add_convert"]
@@ -38,6 +38,8 @@ def add_convert(commands: Any) -> None:
 
 def _convert_command(found: argparse.Namespace) -> int:
     try:
+        if not found.source.exists():
+            raise CheckpointError(f"{found.source}: no such file or folder.")
         said = convert(found.source, found.target, found.to, found.kind)
     except ZfuncError as error:
         return print_error(error)

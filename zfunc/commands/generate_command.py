@@ -17,8 +17,9 @@ from rich.markup import escape
 from torch import Tensor
 
 import zfunc as zf
+from zfunc.commands.arguments import natural, positive
 from zfunc.commands.report import print_error, readable, si
-from zfunc.commands.text_models import DTYPES, Storage, TextModel, open_text_model
+from zfunc.commands.text_models import DTYPES, Storage, TextModel, open_text_model, read_config
 from zfunc.language.sampling import check_sampling
 
 __all__ = ["add_generate"]
@@ -42,7 +43,8 @@ def add_generate(commands: Any) -> None:
     option = command.add_argument
     option("model", metavar="MODEL", type=Path, help="a folder, or a safetensors file in it")
     option("--prompt", metavar="TEXT", help="what to continue; by default, or if -, standard input")
-    option("--max-new-tokens", metavar="N", type=int, default=200, help="how many to add (200)")
+    text = "how many to add (200)"
+    option("--max-new-tokens", metavar="N", type=positive, default=200, help=text)
     words = command.add_argument_group("how tokens are chosen").add_argument
     words("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
     words("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens only")
@@ -50,13 +52,13 @@ def add_generate(commands: Any) -> None:
     words("--seed", type=int, default=0, help="another one, another text (0)")
     held = command.add_argument_group("how weights are held").add_argument
     held("--bits", type=int, choices=(8, 4), help="round the weights of linear layers")
-    held("--group-size", metavar="G", type=int, default=128, help="weights that share a scale; "
+    held("--group-size", metavar="G", type=natural, default=128, help="weights that share a scale; "
          "0 for one in each row (128)")  # fmt: skip
     held("--dynamic", action="store_true", help="with --bits 8: round inputs too (W8A8), faster")
     held("--dtype", choices=tuple(DTYPES), help="of all else; by default as stored")
-    held("--tensor", metavar="T", type=int, default=1, help="ranks that share each layer: local "
-         "processes, or those that torchrun started (1)")  # fmt: skip
-    held("--pipe", metavar="P", type=int, default=1, help="ranks that have different layers, "
+    text = "ranks that share each layer: local processes, or those that torchrun started (1)"
+    held("--tensor", metavar="T", type=positive, default=1, help=text)
+    held("--pipe", metavar="P", type=positive, default=1, help="ranks that have different layers, "
          "processes as for --tensor (1)")  # fmt: skip
     held("--device", type=torch.device, help="cpu, cuda, cuda:1, ...; by default a GPU if any")
 
@@ -64,10 +66,13 @@ def add_generate(commands: Any) -> None:
 def _generate_command(command: argparse.ArgumentParser, found: argparse.Namespace) -> int:
     try:
         _check(found)
+        read_config(found.model)  # before a text is asked for
         prompt = _prompt(found.prompt)
         storage = _storage(found)
     except ValueError as error:
         command.error(str(error))
+    except zf.ZfuncError as error:
+        return print_error(error)
     console = Console(stderr=True, highlight=False)
     try:
         _start(found, prompt, storage)
@@ -95,16 +100,8 @@ def _start(found: argparse.Namespace, prompt: str, storage: Storage) -> None:
 
 def _check(found: argparse.Namespace) -> None:
     check_sampling(found.temperature, found.top_k, found.top_p, found.seed)
-    if found.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {found.max_new_tokens}: expected at least 1")
-    if found.group_size < 0:
-        raise ValueError(f"--group-size {found.group_size}: expected 0 or more")
     if found.dynamic and found.bits != 8:
         raise ValueError("--dynamic rounds the inputs of 8-bit weights: add --bits 8")
-    if found.tensor < 1:
-        raise ValueError(f"--tensor {found.tensor}: expected how many ranks share each layer")
-    if found.pipe < 1:
-        raise ValueError(f"--pipe {found.pipe}: expected how many ranks have different layers")
     if found.tensor * found.pipe > 1 and "RANK" in os.environ:
         _check_ranks(found, int(os.environ.get("WORLD_SIZE", 1)))
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
+from zfunc.commands.arguments import positive
 from zfunc.commands.report import print_error
 from zfunc.commands.text_models import causal_module
 from zfunc.errors import ZfuncError
@@ -37,12 +38,13 @@ def add_plan(commands: Any) -> None:
     text = f"a JSON file (zfunc calibrate, Cluster.save), or one of {', '.join(PRESETS)}"
     command.add_argument("--cluster", required=True, metavar="FILE", help=text)
     text = "devices in all; by default as many as the file says"
-    command.add_argument("--gpus", type=int, metavar="N", help=text)
+    command.add_argument("--gpus", type=positive, metavar="N", help=text)
     text = "sequences of a step, all ranks together"
-    command.add_argument("--batch", type=int, required=True, metavar="N", help=text)
-    command.add_argument("--seq", type=int, required=True, metavar="N", help="tokens of a sequence")
+    command.add_argument("--batch", type=positive, required=True, metavar="N", help=text)
+    text = "tokens of a sequence"
+    command.add_argument("--seq", type=positive, required=True, metavar="N", help=text)
     text = "steps to try at most (%(default)s); a large model takes up to a minute each"
-    command.add_argument("--trials", type=int, default=24, metavar="N", help=text)
+    command.add_argument("--trials", type=positive, default=24, metavar="N", help=text)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     command.set_defaults(command=_plan_command)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc import optim
+from zfunc.commands.arguments import natural, positive
 from zfunc.commands.report import print_error
 from zfunc.commands.text_models import DTYPES, causal_module, our_shape, read_config
 from zfunc.commands.training import Run, transformed
@@ -45,29 +46,29 @@ def add_profile(commands: Any) -> None:
 
 
 def _add_output(option: Callable[..., Any]) -> None:
-    option("--depth", type=int, metavar="N", default=3, help="levels of modules (%(default)s)")
+    option("--depth", type=natural, metavar="N", default=3, help="levels of modules (%(default)s)")
     option("--json", type=Path, metavar="FILE", help="write all figures of the first rank there")
     option("--chrome", type=Path, metavar="FILE", help="write a trace for chrome://tracing there")
-    option("--warmup", type=int, metavar="N", default=2, help="steps before it (%(default)s)")
+    option("--warmup", type=positive, metavar="N", default=2, help="steps before it (%(default)s)")
 
 
 def _add_model(option: Callable[..., Any]) -> None:
     shape = GPTConfig()
     option("--model", type=Path, metavar="DIR", help="a folder with config.json, of Hugging Face "
            "or of zfunc train; by default the built-in GPT of this shape:")  # fmt: skip
-    option("--width", type=int, default=shape.width, help="features (%(default)s)")
-    option("--blocks", type=int, default=shape.depth, help="its layers (%(default)s)")
-    option("--heads", type=int, default=shape.heads, help="attention heads (%(default)s)")
-    option("--batch", type=int, default=8, help="sequences, all ranks together (%(default)s)")
-    option("--context", type=int, default=128, help="tokens of a sequence (%(default)s)")
-    option("--ranks", type=int, help="local processes; by default one for each GPU, or 1")
+    option("--width", type=positive, default=shape.width, help="features (%(default)s)")
+    option("--blocks", type=positive, default=shape.depth, help="its layers (%(default)s)")
+    option("--heads", type=positive, default=shape.heads, help="attention heads (%(default)s)")
+    option("--batch", type=positive, default=8, help="sequences, all ranks together (%(default)s)")
+    option("--context", type=positive, default=128, help="tokens of a sequence (%(default)s)")
+    option("--ranks", type=positive, help="local processes; by default one for each GPU, or 1")
 
 
 def _add_transforms(option: Callable[..., Any]) -> None:
     option("--stage", type=int, choices=range(4), default=3, help="ZeRO (%(default)s)")
     option("--precision", choices=tuple(DTYPES), help="what layers compute in")
     option("--remat", action="store_true", help="recompute layers in backward")
-    option("--accumulate", type=int, metavar="N", default=1, help="microbatches (%(default)s)")
+    option("--accumulate", type=positive, metavar="N", default=1, help="microbatches (%(default)s)")
     option("--offload", choices=("none", "cpu"), default="none", help="where the state lives")
     option("--compress", choices=("int8", "int4"), help="how gradients travel")
 
@@ -96,13 +97,8 @@ def _ranks(found: argparse.Namespace) -> int:
     """How many ranks take part.
 
     Raises:
-        ValueError: the batch does not split over them, or a number is too small.
+        ValueError: the batch does not split over them.
     """
-    least = {"batch": 1, "context": 1, "accumulate": 1, "warmup": 1, "depth": 0, "width": 1}
-    for name, number in {**least, "blocks": 1, "heads": 1, "ranks": 1}.items():
-        value = getattr(found, name)
-        if value is not None and value < number:
-            raise ValueError(f"--{name} {value}: expected {number} or more")
     under_torchrun = int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
     ranks = int(under_torchrun or found.ranks or torch.cuda.device_count() or 1)
     parts = ranks * found.accumulate

@@ -11,8 +11,9 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class Live(AbstractContextManager["Live"]):
     """Progress while a run is under way: a bar on a terminal, now and then a line elsewhere.
 
+    The first step makes kernels and meets peers: no speed and no time is told before the second.
+
     Args:
         console: where to print; a quiet console silences all but the first rank.
         start: steps done before (a resumed run).
@@ -95,8 +98,8 @@ class Live(AbstractContextManager["Live"]):
             disable=not console.is_terminal or console.quiet,
         )
         self._task = self._bar.add_task("train", total=steps, completed=start, line="")
-        self._times = deque([time.perf_counter()], maxlen=33)
-        self._printed = self._times[0]
+        self._began = self._printed = time.perf_counter()
+        self._times: deque[float] = deque(maxlen=33)  # when steps ended
 
     def __enter__(self) -> Live:
         self._bar.start()
@@ -109,19 +112,21 @@ class Live(AbstractContextManager["Live"]):
         """Show that ``done`` steps are done; values that are None stay as they were.
 
         Returns:
-            Tokens per second over the last steps.
+            Tokens per second over the last steps; at first, of the first.
         """
         now = time.perf_counter()
         self._times.append(now)
-        speed = self._tokens * (len(self._times) - 1) / max(now - self._times[0], 1e-9)
+        steps = len(self._times) - 1
+        since = self._times[0] if steps else self._began
+        speed = self._tokens * max(steps, 1) / max(now - since, 1e-9)
         self._shown |= {k: v for k, v in (("loss", loss), *more.items()) if v is not None}
-        line = " · ".join([*map(_text, self._shown.items()), f"{si(speed)} tokens/s"])
-        self._bar.update(self._task, completed=done, line=line)
+        told = [*map(_text, self._shown.items()), *[f"{si(speed)} tokens/s"] * bool(steps)]
+        self._bar.update(self._task, completed=done, line=" · ".join(told))
         if self._bar.disable and (now - self._printed > self._every or done == self._steps):
             self._printed = now
             left = (self._steps - done) * self._tokens / speed
-            text = f"step {done}/{self._steps} · {line} · {left:.0f} s left"
-            self._console.print(text, soft_wrap=True)
+            told += [f"{left:.0f} s left"] * bool(steps)
+            self._console.print(" · ".join([f"step {done}/{self._steps}", *told]), soft_wrap=True)
         return speed
 
 
@@ -159,21 +164,26 @@ def readable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
 
 
-def smoothed(values: Iterable[float], keep: float = 0.9) -> list[float]:
-    """Exponential moving average, without the bias of its start (as in Adam).
+def smoothed(values: Sequence[float], part: float = 1 / 20) -> list[float]:
+    """The mean around each value, over about ``part`` of all: it does not lag behind.
 
-    >>> smoothed([2.0, 2.0, 2.0])
-    [2.0, 2.0, 2.0]
+    As many values are taken before as after, fewer towards the ends, so that a straight line stays
+    as it is.
+
+    >>> smoothed([5.0, 4.0, 3.0, 2.0, 1.0], part=0.6)
+    [5.0, 4.0, 3.0, 2.0, 1.0]
     """
-    total, weight, out = 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        out.append(total / weight)
-    return out
+    half, last = int(len(values) * part / 2), len(values) - 1
+    sums = list(accumulate(values, initial=0.0))
+    widths = [min(half, i, last - i) for i in range(len(values))]
+    return [(sums[i + k + 1] - sums[i - k]) / (2 * k + 1) for i, k in enumerate(widths)]
 
 
 def draw_curve(
-    rows: Sequence[Row], path: Path, levels: Mapping[str, float] | None = None
+    rows: Sequence[Row],
+    path: Path,
+    levels: Mapping[str, float] | None = None,
+    unit: str = "byte",
 ) -> str | None:
     """Draw the loss of a run.
 
@@ -181,6 +191,7 @@ def draw_curve(
         rows: as :func:`read_rows` gives them; ``val_loss`` is drawn where a row has it.
         path: the PNG to write.
         levels: named losses to draw as horizontal lines, to compare with.
+        unit: of what a loss is the mean.
 
     Returns:
         None, or why nothing was drawn (no rows yet, no matplotlib).
@@ -203,7 +214,7 @@ def draw_curve(
         axes.plot(*zip(*judged, strict=True), "o-", color="#d94801", markersize=4, label="held out")
     for style, (name, level) in zip((":", "--", "-.") * 9, (levels or {}).items(), strict=False):
         axes.axhline(level, color="#636363", linewidth=1, linestyle=style, label=name)
-    axes.set(xlabel="step", ylabel="nats per byte", title=f"loss over {steps[-1]} steps")
+    axes.set(xlabel="step", ylabel=f"nats per {unit}", title=f"loss over {steps[-1]} steps")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)

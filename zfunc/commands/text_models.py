@@ -33,19 +33,24 @@ from zfunc.quant.model_files import quantize_files, read_files
 from zfunc.quant.qtensor import QTensor
 
 __all__ = [
+    "CONFIG",
     "DTYPES",
     "LOW_BIT",
     "Storage",
     "TextModel",
+    "Words",
     "causal_module",
+    "ends",
     "open_text_model",
     "our_shape",
     "read_config",
+    "words",
     "write_config",
 ]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
+Words = tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]
 OURS = "zfunc-gpt"  # the model_type of the built-in GPT
 CONFIG = "config.json"
 LOW_BIT = "low-bit.safetensors"  # what training into low bits leaves beside its checkpoints
@@ -304,13 +309,13 @@ def _theirs(path: Path, home: Path, document: dict[str, Any], storage: Storage) 
     # A stage's flats are bytes, or of the model's dtype already.
     held = storage.held if storage.pipe == 1 else (lambda x: x.to(storage.device))
     params = zf.tree.map(held, params)
-    encode, decode = _words(home)
+    encode, decode = words(home)
     return TextModel(
         decoder=model,
         params=params,
         encode=encode,
         decode=decode,
-        stop=_ends(home, document),
+        stop=ends(home, document),
         said=f"{model._name}, weights in {how}",
     )
 
@@ -345,8 +350,10 @@ def causal_module(home: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """The module of a configuration of Hugging Face, as it is made: no weights are read.
 
     Raises:
+        CheckpointError: there is no configuration.
         PlacementError: transformers is not installed, or makes no such model of it.
     """
+    read_config(home)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -365,8 +372,12 @@ def causal_module(home: Path, dtype: torch.dtype | None = None) -> nn.Module:
     return made
 
 
-def _words(home: Path) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
-    """The tokenizer beside a model."""
+def words(home: Path) -> Words:
+    """The tokenizer beside a model: text -> ids, and back.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
     from transformers import AutoTokenizer
 
     if not any((home / name).is_file() for name in TOKENIZERS):
@@ -384,7 +395,7 @@ def _words(home: Path) -> tuple[Callable[[str], list[int]], Callable[[Sequence[i
     )
 
 
-def _ends(home: Path, document: dict[str, Any]) -> tuple[int, ...]:
+def ends(home: Path, document: dict[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text, as ``generation_config.json`` or the model's own says."""
     file = home / "generation_config.json"
     found = _document(file).get("eos_token_id") if file.is_file() else None

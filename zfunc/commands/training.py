@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc import optim, quant
-from zfunc.commands.report import Live, Metrics, readable, si
-from zfunc.commands.text_models import DTYPES, LOW_BIT, write_config
+from zfunc.commands.report import Live, Metrics, si
+from zfunc.commands.subjects import PROMPT, Subject, built_in, of_folder, verdict
+from zfunc.commands.text_models import DTYPES, LOW_BIT
 from zfunc.language import gpt
-from zfunc.language.corpus import Corpus, batch_at, entropies, read_corpus, windows
+from zfunc.language.corpus import Corpus, batch_at, read_corpus, windows
 from zfunc.language.gpt import GPTConfig
-from zfunc.language.gpt_decoding import GPTDecoder
 from zfunc.ranks import world
 from zfunc.ranks.axes import group
 from zfunc.ranks.meshes import Mesh
@@ -34,12 +35,15 @@ from zfunc.transforms.offloading.disk_trees import trees_on_disk
 
 __all__ = ["Run", "make_step", "train_rank", "transformed", "validate"]
 
+Loss = Callable[[Any, Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Run:
     """Everything that a rank needs to know about a run; the flags of ``zfunc train``."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
+    folder: Path | None = None
     data: str = "topics"
     out: Path = Path("runs/train")
     ranks: int = 2
@@ -80,11 +84,9 @@ class Run:
         return zf.mesh(tensor=self.tensor, pipe=self.pipe)
 
 
-def make_step(run: Run, tx: Any) -> Callable[..., Any]:
-    """The training step, written by hand on plain functions."""
-
-    def loss_fn(params: Any, batch: Tensor) -> Tensor:
-        return gpt.loss(params, batch, run.model)
+def make_step(run: Run, tx: Any, loss: Loss | None = None) -> Callable[..., Any]:
+    """The training step, written by hand on plain functions; by default of the built-in GPT."""
+    loss_fn = loss or partial(gpt.loss, config=run.model)
 
     def train_step(state: Any, batch: Tensor) -> tuple[Any, dict[str, Tensor]]:
         loss, grads = zf.value_and_grad(loss_fn)(state.params, batch)
@@ -96,11 +98,16 @@ def make_step(run: Run, tx: Any) -> Callable[..., Any]:
     return train_step
 
 
-def transformed(step: Callable[..., Any], run: Run) -> Any:
-    """The step under the transforms that the run asks for, in whatever order."""
+def transformed(step: Callable[..., Any], run: Run, split: Any = None) -> Any:
+    """The step under the transforms that the run asks for, in whatever order.
+
+    Args:
+        split: ``split(step, tensor=)``; by default that of the built-in GPT.
+    """
     step = zf.donate(zf.shard(step, stage=run.stage))
     if run.tensor > 1:
-        step = zf.split(step, rules=gpt.rules(run.model), tensor=run.tensor)
+        split = split or partial(zf.split, rules=gpt.rules(run.model))
+        step = split(step, tensor=run.tensor)
     if run.microbatches is not None:
         step = zf.pipeline(step, run.microbatches, run.schedule, pipe=run.pipe)
     if run.offload != "none":
@@ -160,13 +167,13 @@ def train_rank(run: Run) -> dict[str, Any]:
         NonFiniteError: the loss is no longer a number.
     """
     console, device, row = Console(quiet=zf.rank() != 0, highlight=False), _device(), {}
-    corpus = read_corpus(run.data, context=run.context)
-    tx = optimizer(run)
-    step = transformed(make_step(run, tx), run)
-    state = _begin(run, step, tx, device)
+    subject = _subject(run, device)
+    corpus, tx = subject.corpus, optimizer(run)
+    step = transformed(make_step(run, tx, subject.loss), run, subject.split)
+    state = _begin(run, step, tx, subject, device)
     if zf.rank() == 0:
-        write_config(run.out, run.model, run.context)
-    _announce(console, run, corpus, state)
+        subject.write(run.out)
+    _announce(console, run, subject, state)
     saving = None
     record = Metrics(run.out / "metrics.jsonl" if zf.rank() == 0 else None, keep=int(state.step))
     tokens, size = run.batch * run.context, _size(state) + "/rank"
@@ -177,7 +184,7 @@ def train_rank(run: Run) -> dict[str, Any]:
             state, metrics = step(state, step.local_batch(batch).to(device))
             loss = _finite(float(metrics["loss"]), n + 1, run)
             judged = (n + 1) % -(-run.steps // 8) == 0 or n + 1 == run.steps
-            val_loss = validate(state.params, corpus.heldout, run, device) if judged else None
+            val_loss = _judged(state.params, subject, run, device) if judged else None
             speed = live.step(n + 1, loss, val=val_loss)
             more = {"grad_norm": float(metrics["grad_norm"]), "tokens_per_second": round(speed, 1)}
             row = record.write(n + 1, loss, val_loss=val_loss, **more)
@@ -187,15 +194,21 @@ def train_rank(run: Run) -> dict[str, Any]:
             if stopping:
                 console.print(f"asked to stop after step {n + 1}")
                 return row
-    _conclude(console, run, step, state, corpus, row)
+    _conclude(console, run, step, state, subject, row)
     if saving is not None:
         saving.wait()  # the run has not ended well unless its last checkpoint is there
     return row
 
 
-def _begin(run: Run, step: Any, tx: Any, device: torch.device) -> Any:
-    params = gpt.init(run.model, zf.random.key(run.seed))
-    params = zf.tree.map(lambda x: x.to(device), params)
+def _subject(run: Run, device: torch.device) -> Subject:
+    if run.folder is not None:
+        return of_folder(run.folder, run.data, run.context, run.seed, device)
+    corpus = read_corpus(run.data, context=run.context)
+    return built_in(run.model, corpus, run.context, run.seed)
+
+
+def _begin(run: Run, step: Any, tx: Any, subject: Subject, device: torch.device) -> Any:
+    params = zf.tree.map(lambda x: x.to(device), subject.init())
     state = step.place(zf.TrainState.create(params, tx, key=run.seed))
     if run.resume and run.checkpoints.exists() and zf.checkpoints(run.checkpoints, thorough=False):
         state = zf.restore(run.checkpoints, like=state)
@@ -222,23 +235,32 @@ def _finite(loss: float, step: int, run: Run) -> float:
     )
 
 
-def validate(params: Any, text: Tensor, run: Run, device: torch.device, rows: int = 64) -> float:
-    """Mean loss over a whole text, in nats per byte; ranks score their shares of it.
+def _judged(params: Any, subject: Subject, run: Run, device: torch.device) -> float:
+    return validate(params, subject.corpus.heldout, run, device, score=subject.score)
+
+
+def validate(
+    params: Any,
+    text: Tensor,
+    run: Run,
+    device: torch.device,
+    rows: int = 64,
+    score: Callable[..., Tensor] | None = None,
+) -> float:
+    """Mean loss over a whole text, in nats per byte or token; ranks score their shares of it.
 
     Args:
         params: placed parameters, or full ones.
-        text: 1-D uint8, the same on all ranks.
+        text: 1-D ids, the same on all ranks.
         run: the run.
         device: where the parameters live.
         rows: windows scored at once.
+        score: ``score(params, ids, targets)``, a sum; by default that of the built-in GPT.
 
     Returns:
-        The same number on all ranks, over every byte but the first.
+        The same number on all ranks, over every id but the first.
     """
-
-    def score(params: Any, ids: Tensor, targets: Tensor) -> Tensor:
-        return gpt.score(params, ids, targets, run.model)
-
+    score = score or partial(gpt.score, config=run.model)
     on = run.mesh.closed(zf.world_size())
     every = windows(text, run.context, multiple=on.size("data"))
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -249,12 +271,13 @@ def validate(params: Any, text: Tensor, run: Run, device: torch.device, rows: in
     return float(summed) / (len(text) - 1)
 
 
-def _announce(console: Console, run: Run, corpus: Corpus, state: Any) -> None:
+def _announce(console: Console, run: Run, subject: Subject, state: Any) -> None:
+    corpus = subject.corpus
     console.print(
-        f"[bold]zfunc train[/bold]: {si(gpt.count(run.model))} parameters, "
+        f"[bold]zfunc train[/bold]: {si(subject.count)} parameters, "
         f"ranks: {zf.world_size()}{_shared(run)}, ZeRO stage {run.stage}, "
         f"{_size(state)} of state per rank\n"
-        f"{escape(corpus.name)}: {len(corpus.train):,} bytes to train on, "
+        f"{escape(corpus.name)}: {len(corpus.train):,} {subject.unit}s to train on, "
         f"{len(corpus.heldout):,} held out"
     )
 
@@ -266,19 +289,21 @@ def _shared(run: Run) -> str:
 
 
 def _conclude(
-    console: Console, run: Run, step: Any, state: Any, corpus: Corpus, row: dict[str, Any]
+    console: Console, run: Run, step: Any, state: Any, subject: Subject, row: dict[str, Any]
 ) -> None:
     """Say what the run reached. Collective: all ranks gather, the first one speaks."""
     if not row:
         console.print(f"nothing to do: {escape(str(run.out))} is at step {int(state.step)} already")
         return
     params = zf.full(state.params)
-    console.print(verdict(row["val_loss"], corpus))
+    console.print(verdict(row["val_loss"], subject))
     if run.quantize:
-        console.print(_export(run, step, state, corpus))
+        console.print(_export(run, step, state, subject.corpus))
+    if subject.export is not None:
+        console.print(escape(subject.export(run.out, params)), soft_wrap=True)
     if zf.rank() == 0 and run.sample:
-        console.print("\n[bold]a sample[/bold], after 64 bytes of held-out text")
-        console.print(_sample(params, run, corpus), soft_wrap=True)
+        console.print(f"\n[bold]a sample[/bold], after {PROMPT} {subject.unit}s of held-out text")
+        console.print(subject.sample(params, run.sample, run.seed), soft_wrap=True)
     console.print(f"\n[bold]the step[/bold]\n{escape(step.describe())}")
 
 
@@ -293,26 +318,3 @@ def _export(run: Run, step: Any, state: Any, corpus: Corpus) -> str:
     late = "; the others need more steps, or a shorter --quantize-period"
     at += "" if bool((bits == run.quantize).all()) else late
     return f"with rounded weights  {loss:13.3f}   ({at}), in {escape(str(run.out / LOW_BIT))}"
-
-
-def _sample(params: Any, run: Run, corpus: Corpus) -> str:
-    prompt = corpus.heldout[:64].long().to(params["embed"].device)
-    decoder, key = GPTDecoder(run.model, window=run.context), zf.random.key(run.seed)
-    how: dict[str, Any] = {"max_new_tokens": run.sample, "temperature": 0.8, "key": key}
-    parts = zf.generate(decoder, params, prompt, **how).split([len(prompt), run.sample])
-    before, after = (readable(bytes(x.tolist()).decode(errors="replace")) for x in parts)
-    return f"[dim]{escape(before)}[/dim]{escape(after)}"
-
-
-def verdict(val_loss: float, corpus: Corpus) -> str:
-    """The held-out loss beside what byte statistics alone would reach, in nats per byte."""
-    own = entropies(corpus.heldout)
-    whole = entropies(torch.cat([corpus.train, corpus.heldout]))
-    side = "below" if val_loss < own.bigram else "above"
-    return (
-        "\nnats per byte         held-out text   whole corpus\n"
-        f"unigram entropy       {own.unigram:13.3f}   {whole.unigram:12.3f}\n"
-        f"bigram entropy        {own.bigram:13.3f}   {whole.bigram:12.3f}\n"
-        f"this model            {val_loss:13.3f}\n"
-        f"[bold]{abs(own.bigram - val_loss):.3f} {side} the bigram entropy[/bold] of the same text"
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from html import escape
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -142,3 +143,8 @@ class Description(str):
     sent_bytes: int | None = None
     peak_bytes: int | None = None
     flops: int | None = None
+
+    __repr__ = str.__str__  # as the last line of a notebook's cell it is lines, not one quoted
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self)}</pre>"

@@ -121,6 +121,16 @@ class TrainState:
         """
         return dataclasses.replace(self, **changes)
 
+    def __repr__(self) -> str:
+        from zfunc.trees.forms import as_text, fields  # where something is shown
+
+        return as_text(fields(self, _LEAVES))
+
+    def _repr_html_(self) -> str:
+        from zfunc.trees.forms import as_html, fields
+
+        return as_html(fields(self, _LEAVES))
+
 
 def check_optimizer(tx: Any, where: str) -> None:
     """Raise ``TypeError`` if ``tx`` is no pair of ``init`` and ``update``."""

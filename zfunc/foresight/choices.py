@@ -184,6 +184,8 @@ class Plan:
         notes = "".join(f"\nassumed: {note}" for note in self.notes)
         return f"{self._printed(120).export_text().rstrip()}\n{self.verdict}{notes}"
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         form = "<pre>{code}</pre>"
         return self._printed(140).export_html(inline_styles=True, code_format=form)

@@ -160,6 +160,8 @@ class Foreseen:
         ]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 def foresee(
     step: Any,

@@ -112,6 +112,8 @@ class Profile:
     def __str__(self) -> str:
         return as_text(self)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return as_html(self)
 

@@ -23,7 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Corpus", "Entropies", "batch_at", "entropies", "read_corpus", "windows"]
+__all__ = [
+    "Corpus",
+    "Entropies",
+    "batch_at",
+    "divided",
+    "entropies",
+    "read_corpus",
+    "read_source",
+    "windows",
+]
 
 SEPARATOR = "\n\n\n"
 SOURCES = ("topics", "stdlib")
@@ -34,7 +43,7 @@ SKIPPED |= {"site-packages", "dist-packages", "ensurepip", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text cut in two: ``train`` and ``heldout`` are 1-D uint8 tensors of bytes."""
+    """A text cut in two: ``train`` and ``heldout`` are 1-D, uint8 for bytes, int64 for tokens."""
 
     name: str
     train: Tensor
@@ -66,19 +75,33 @@ def read_corpus(source: str | Path = "topics", heldout: float = 0.1, context: in
         ValueError: the text is too short for one window in each part.
         OSError: the file cannot be read.
     """
-    name, text = _read(source)
-    cut = len(text) - int(len(text) * heldout)
-    for part, size in (("training", cut), ("held-out", len(text) - cut)):
+    name, text = read_source(source)
+    data = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
+    return divided(name, data, heldout, context, "bytes")
+
+
+def divided(name: str, ids: Tensor, heldout: float, context: int, units: str) -> Corpus:
+    """A text's ids, 1-D, its last part held out; ``units`` says what they are.
+
+    Raises:
+        ValueError: a part is shorter than one window.
+    """
+    cut = len(ids) - int(len(ids) * heldout)
+    for part, size in (("training", cut), ("held-out", len(ids) - cut)):
         if size < context + 1:
             raise ValueError(
-                f"{name}: its {part} part has {size} bytes, expected at least {context + 1} "
+                f"{name}: its {part} part has {size} {units}, expected at least {context + 1} "
                 f"(one window of context {context}); give a longer text or a shorter context"
             )
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return Corpus(name, data[:cut].clone(), data[cut:].clone())
+    return Corpus(name, ids[:cut].clone(), ids[cut:].clone())
 
 
-def _read(source: str | Path) -> tuple[str, bytes]:
+def read_source(source: str | Path) -> tuple[str, bytes]:
+    """The name of a text and its bytes; ``source`` as for :func:`read_corpus`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     if source == "topics":
         return "Python's language reference", _join(_topics())
     if source == "stdlib":

@@ -42,6 +42,17 @@ class Readable(Placed):
     def __getitem__(self, entry: Any) -> Any:
         raise NotImplementedError
 
+    def forms(self) -> Tree:
+        """What the full leaves are."""
+        from zfunc.layout.forms import forms  # where something is shown
+
+        return forms(self.layout)
+
+    def _repr_html_(self) -> str:
+        from zfunc.trees.forms import as_html, form
+
+        return as_html(form(self))
+
     def reassembled(self, layout: Layout, new: Tree) -> Readable:
         """One node like this of a tree that was put together from placed parts and plain leaves.
 

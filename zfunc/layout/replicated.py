@@ -243,10 +243,21 @@ class Replicated(Box):
 
     # It is read like the tree that it holds
 
+    def forms(self) -> Tree:
+        """What its leaves are; those that are under way are not waited for."""
+        from zfunc.layout.forms import forms  # where something is shown
+
+        return forms(self.layout)
+
     def __repr__(self) -> str:
-        if any(map(spent, self.held())):
-            return "Replicated(donated)"
-        return f"Replicated({self.tree!r})"
+        from zfunc.trees.forms import as_text, form
+
+        return as_text(form(self))
+
+    def _repr_html_(self) -> str:
+        from zfunc.trees.forms import as_html, form
+
+        return as_html(form(self))
 
     def __getitem__(self, entry: Any) -> Any:
         return self.tree[entry]

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +254,14 @@ class Functional:
                 or attribute in ("running_mean", "running_var")
                 for home, attribute in leaf.homes
             )
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``TypeError``: which parameters?"""
+        raise TypeError(
+            f"{self._name} is functionalized: it holds no parameters to run on. Write "
+            "model.apply(params, *inputs), in a step model.apply(state.params, *inputs); "
+            "model.to_module(params) is a module that can be called."
         )
 
     def __repr__(self) -> str:

@@ -1,0 +1,48 @@
+"""What the subcommands' arguments have in common: numbers with bounds, errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["Parser", "natural", "positive", "rate", "wrong_file"]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in a line, and where the flags are listed.
+
+    >>> Parser(prog="zfunc train").parse_args(["--steps"])
+    Traceback (most recent call last):
+    SystemExit: 2
+    """
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists what there is)\n")
+
+
+def _number(kind: type, least: int, what: str, text: str) -> Any:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected {what}")
+    return number
+
+
+positive = partial(_number, int, 1, "a whole number, at least 1")
+natural = partial(_number, int, 0, "a whole number, at least 0")
+rate = partial(_number, float, 0, "a number, 0 or more")
+
+
+def wrong_file(flag: str, path: str | Path, error: OSError) -> str:
+    """Why a file cannot be read, in the words of the operating system but without its number.
+
+    >>> wrong_file("--data", "nosuch.txt", FileNotFoundError(2, "No such file or directory"))
+    '--data nosuch.txt: no such file or directory'
+    """
+    why = error.strerror or str(error)
+    return f"{flag} {path}: {why[:1].lower()}{why[1:]}"
