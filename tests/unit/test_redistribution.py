@@ -106,6 +106,22 @@ def test_values_and_derivatives_are_those_of_one_process(case: str, n: int) -> N
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_processes_find_what_threads_find() -> None:
+    assert zf.launch(everything, 2, nprocs=2) == zf.simulate(2)(everything)(2)
+
+
+def everything(n: int, device: str = "cpu") -> list[Any]:
+    """Values and gradients of all functions on this rank, and the bytes that it sent."""
+    told: list[Any] = []
+    for call, _ in CASES.values():
+        x = inputs(n)[zf.rank()].detach().to(device).requires_grad_()
+        with zf.comm.ledger() as led:
+            out = call(x, n)
+            (grad,) = torch.autograd.grad(loss(out, zf.rank()), x)
+        told.append((out.tolist(), grad.tolist(), led.by_label))
+    return told
+
+
 def test_a_tie_shares_the_gradient() -> None:
     def body() -> Tensor:
         x = torch.tensor([1.0, float(zf.rank())], requires_grad=True)
