@@ -36,18 +36,21 @@ class Block(nn.Module):
 
 
 class Whole(nn.Module):
-    """Three layers and a head."""
+    """Three layers behind a product, so that each is given what has a gradient, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        out: Tensor = self.head(x)
+        return out
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +152,8 @@ def hugging_face(name: str, dropout: float) -> nn.Module:
             sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
     kind = getattr(transformers, name)
     torch.manual_seed(0)
-    return kind(kind.config_class(**sizes)).train()
+    built: nn.Module = kind(kind.config_class(**sizes)).train()
+    return built
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
