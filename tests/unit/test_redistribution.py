@@ -79,7 +79,7 @@ def inputs(n: int) -> Parts:
 def derivatives(total: Tensor, xs: Parts) -> tuple[Parts, Parts]:
     """First derivatives, and those of the sum of their squares."""
     first = torch.autograd.grad(total, xs, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), xs)
+    second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), xs)
     return list(first), list(second)
 
 
@@ -136,7 +136,7 @@ def test_trees_and_several_axes_of_a_mesh() -> None:
     def body() -> None:
         token = MESH.set(zf.mesh(data=2, tensor=2))
         me = torch.tensor([zf.rank()])
-        tree = {"a": me * 1.0, "n": (me, None)}
+        tree: dict[str, Any] = {"a": me * 1.0, "n": (me, None)}
         both = zf.all_gather(tree, ("tensor", "data"), tiled=True)
         assert both["a"].tolist() == both["n"][0].tolist() == [0, 1, 2, 3] and both["n"][1] is None
         assert both["n"][0].dtype == torch.int64
