@@ -24,6 +24,7 @@ from zfunc.engine.hooks import LayerInfo, Order
 from zfunc.engine.recomputation import Twice, cannot
 from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError
+from zfunc.modules.caches import caches_in, without_caches
 
 __all__ = ["Remat", "remat"]
 
@@ -84,27 +85,19 @@ class Remat(Transform):
 def _without_caches(
     info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A layer's inputs without the caches of keys and values that Hugging Face models hand
-    around: a layer writes to its cache, so it could not run twice. Training needs none.
+    """A layer's inputs without caches: a layer writes to its cache, so it could not run twice.
 
     Raises:
         CompositionError: the loss has given the model a cache that holds something.
     """
-    if not any(_is_cache(x) for x in (*xs, *kw.values())):
-        return xs, kw
-    for cache in filter(_is_cache, (*xs, *kw.values())):
+    found = caches_in(xs, kw)
+    for cache in found:
         if int(cache.get_seq_length(info.depth)):
             raise CompositionError(
                 f"layer {info.place} would attend to a cache that holds keys already, and remat "
                 "would run it twice. Leave this layer out: remat(step, policy=lambda layer: ...)."
             )
-    kw = {name: None if _is_cache(x) else x for name, x in kw.items()}
-    kw |= {name: False for name in ("use_cache",) if kw.get(name)}
-    return tuple(None if _is_cache(x) else x for x in xs), kw
-
-
-def _is_cache(x: Any) -> bool:
-    return any(kind.__module__ == "transformers.cache_utils" for kind in type(x).__mro__)
+    return without_caches(xs, kw) if found else (xs, kw)
 
 
 @transform_of

@@ -43,7 +43,8 @@ from zfunc.trees.reduction import linear_map, reduced, settled
 from zfunc.trees.tree import Layers, full
 
 if TYPE_CHECKING:  # at run time by `__getattr__`
-    from zfunc import hf, kernels, optim, quant, transforms
+    from zfunc import hf as hf
+    from zfunc import kernels, optim, quant, transforms
     from zfunc.engine.batches import local_batch
     from zfunc.engine.state import TrainState
     from zfunc.files.checkpoint import checkpoints, restore, save
@@ -62,6 +63,14 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.operators.vocabulary import embed
     from zfunc.ranks.collectives import axis_index, pmean, psum
     from zfunc.ranks.launching import init, launch
+    from zfunc.ranks.redistribution import (
+        all_gather,
+        all_to_all,
+        pmax,
+        pmin,
+        ppermute,
+        psum_scatter,
+    )
     from zfunc.ranks.simulation import simulate
     from zfunc.schedules.pipeline_schedule import Schedule
     from zfunc.training.planning import plan
@@ -109,6 +118,9 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "operators.vocabulary": ("embed",),
     "ranks.collectives": ("axis_index", "pmean", "psum"),
     "ranks.launching": ("init", "launch"),
+    "ranks.redistribution": (
+        *("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum_scatter"),
+    ),
     "ranks.simulation": ("simulate",),
     "schedules.pipeline_schedule": ("Schedule",),
     "training.planning": ("plan",),
@@ -151,6 +163,8 @@ __all__ = [
     "Transform",
     "ZfuncError",
     "accumulate",
+    "all_gather",
+    "all_to_all",
     "axis_index",
     "captured",
     "checkpoints",
@@ -181,11 +195,15 @@ __all__ = [
     "optim",
     "pipeline",
     "plan",
+    "pmax",
     "pmean",
+    "pmin",
+    "ppermute",
     "precision",
     "preemption",
     "profile",
     "psum",
+    "psum_scatter",
     "quant",
     "quantize",
     "random",

@@ -53,6 +53,14 @@ def test_a_handwritten_loop_learns_the_spirals(tmp_path: Path):
     assert numbers(r"accuracy ([\d.]+)%", text)[0] > 95
 
 
+def test_a_contrastive_loss_on_two_ranks_is_that_of_one(tmp_path: Path):
+    text = run("contrastive.py", "--steps", "21", folder=tmp_path)
+    losses = numbers(r"loss ([\d.]+)", text)
+    assert losses[-1] < losses[0]
+    assert numbers(r"losses differ by at most ([\d.e+-]+)", text)[0] < 1e-5
+    assert numbers(r"gradients differ by at most ([\d.e+-]+)", text)[0] < 1e-6
+
+
 def test_llama_learns_to_repeat_and_is_cut_in_two(tmp_path: Path):
     pytest.importorskip("transformers", reason="the `hf` extra is not installed")
     text = run("huggingface_llama.py", folder=tmp_path)

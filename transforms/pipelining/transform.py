@@ -331,7 +331,7 @@ def pipeline(
         microbatches: into how many parts a batch is cut; in inference at most, where all tensors
             that go in, and all that come out, have its rows along dim 0.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb"``, ``"zb_lean"``,
-            ``"zbv"``, a :class:`~zfunc.Schedule`, or a function of (ranks, microbatches) that makes one.
+            ``"zbv"``, a :class:`~zfunc.Schedule`, or a function of (ranks, microbatches).
         chunks: how many parts of the model each rank has under ``"interleaved"``.
         partition: what the parts of the model are balanced by, ``"flops"`` or ``"parameters"``; or
             at which layers they begin and end.

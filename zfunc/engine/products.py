@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,15 +63,25 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _agreeing(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-        given: Any = (args, kwargs or {})
-        leaves = optree.tree_leaves(given)
-        if any(isinstance(x, Placed) for x in leaves):  # they would gather behind our back
-            given = optree.tree_map(lambda x: x.full() if isinstance(x, Placed) else x, given)
-            leaves = optree.tree_leaves(given)
-        found = {x.dtype for x in leaves if _is_float(x)}
+        found: set[torch.dtype] = set()
+
+        def seen(x: Any) -> Any:
+            x = x.full() if isinstance(x, Placed) else x  # it would gather behind our back
+            if _is_float(x):
+                found.add(x.dtype)
+            return x
+
+        given: Any = _mapped(seen, (args, kwargs or {}))
         if len(found) > 1 and self.dtype in found:
-            given = optree.tree_map(lambda x: x.to(self.dtype) if _is_float(x) else x, given)
+            given = _mapped(lambda x: x.to(self.dtype) if _is_float(x) else x, given)
         return given
+
+
+def _mapped(fn: Callable[[Any], Any], x: Any) -> Any:
+    """``fn`` of what arguments hold; written out, so that a compiler can follow it."""
+    if type(x) is tuple or type(x) is list:
+        return type(x)([_mapped(fn, y) for y in x])
+    return {k: _mapped(fn, y) for k, y in x.items()} if type(x) is dict else fn(x)
 
 
 def _is_float(x: Any) -> bool:

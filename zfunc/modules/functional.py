@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from zfunc.engine import context
 from zfunc.engine.passes import enter
 from zfunc.engine.recomputation import taken
-from zfunc.errors import PlacementError
+from zfunc.errors import CompositionError, PlacementError
 from zfunc.modules.binding import Template, TemplatePool, skeleton
+from zfunc.modules.compilation import Compile, compile_of
 from zfunc.modules.module_checks import check_module
 from zfunc.modules.parameters import Parameters
 from zfunc.modules.rehearsed import rehearsed
@@ -168,6 +169,11 @@ class Functional:
         found = splitting_of(params)
         if found is None:
             return self._pool, None
+        if self._compiled:
+            raise CompositionError(
+                "split puts collectives into layers, which torch.compile cannot follow. Leave "
+                "compile out of functionalize() where a step splits layers."
+            )
         plan, ranks = found
         return self._pool.split(plan, ranks.rank), ranks
 
@@ -256,6 +262,10 @@ class Functional:
             )
         )
 
+    @property
+    def _compiled(self) -> bool:
+        return any(isinstance(fuse, Compile) for fuse in self._pool.fuses)
+
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ``TypeError``: which parameters?"""
         raise TypeError(
@@ -274,7 +284,8 @@ class Functional:
         parts = "".join(f", fused: {name} x {n}" for name, n in fused.items())
         return (
             f"Functional({self._name}: {numel:,} parameters in {len(anatomy.leaves)} leaves, "
-            f"layers: {stacks or 'none'}, {len(self.buffers)} buffers{parts})"
+            f"layers: {stacks or 'none'}{', compiled' * self._compiled}, "
+            f"{len(self.buffers)} buffers{parts})"
         )
 
 
@@ -328,7 +339,12 @@ def _restored(
 
 
 def functionalize(
-    module: nn.Module, units: Choice = None, train: bool | None = None, *, fuse: bool = False
+    module: nn.Module,
+    units: Choice = None,
+    train: bool | None = None,
+    *,
+    fuse: bool = False,
+    compile: bool | Mapping[str, Any] = False,
 ) -> Functional:
     """Turn a module into a pure function of its parameters.
 
@@ -350,6 +366,9 @@ def functionalize(
             under whatever name; ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.GELU``. Numbers are
             the same but for rounding. On a CPU their torch twins run. Unknown types are left
             alone; if there is no known one, a warning says so.
+        compile: let ``torch.compile`` compile each layer, ``fullgraph`` unless said otherwise; a
+            dict has its keywords. Layers of one kind share a graph. What is outside of layers
+            (embeddings, heads) stays as it is, and so do layers that fill a cache of keys.
 
     Returns:
         A :class:`Functional`.
@@ -358,6 +377,8 @@ def functionalize(
         PlacementError: a parameter that is not floating-point, has no shape yet or is
             sharded already, or has hooks; a module wrapped for data parallelism; a layer that is
             compiled, or an embedding with ``max_norm``; ``units`` that match nothing.
+        TypeError: ``compile`` is neither a bool nor a dict.
+        ValueError: ``compile``, of a module without layers.
 
     >>> import torch
     >>> model = functionalize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
@@ -375,6 +396,7 @@ def functionalize(
     anatomy, name = dissect(module, units), type(module).__name__
     bare = skeleton(module)
     _switch_off_checkpointing(bare)
+    compiled = compile_of(compile, anatomy)
     fused = _fusible(bare) if fuse else {}
     if fuse and not fused:
         warnings.warn(
@@ -387,7 +409,7 @@ def functionalize(
         config=getattr(module, "config", None),
         _name=name,
         _train=train,
-        _pool=TemplatePool(bare, anatomy, (_fuse,) if fused else ()),
+        _pool=TemplatePool(bare, anatomy, (*[_fuse] * bool(fused), *filter(None, [compiled]))),
         _parameters=Parameters(name, anatomy, dict(module.named_parameters())),
     )
 

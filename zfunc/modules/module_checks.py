@@ -20,14 +20,14 @@ def check_module(module: nn.Module) -> None:
         if hasattr(part, "_orig_mod"):
             raise PlacementError(
                 f"{where} is compiled (torch.compile gave a {type(part).__name__}), which its copy "
-                "would not be. Give functionalize() the module itself (._orig_mod). What can be "
-                "compiled is a function given to zf.layer or zf.scan."
+                "would not be. Give functionalize() the module itself (._orig_mod), and let it "
+                "compile the layers: functionalize(module, compile=True)."
             )
         if part._compiled_call_impl is not None:
             raise PlacementError(
                 f"{where} ({type(part).__name__}) was compiled by its compile(), which its copy "
-                "would not be. Leave that out. What can be compiled is a function given to "
-                "zf.layer or zf.scan."
+                "would not be. Leave that out, and let functionalize() compile the layers: "
+                "functionalize(module, compile=True)."
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise PlacementError(

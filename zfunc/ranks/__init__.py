@@ -21,5 +21,5 @@ plain data. Behind them are:
 - ``point_to_point``: messages from one rank to another; ``transfers``, ``mailboxes``,
   ``host_messages``, ``data_sockets``, ``device_messages``: what moves them
 
-``collectives``, ``random`` and ``digests`` are what users and other rooms call.
+``collectives``, ``redistribution``, ``random`` and ``digests`` are what users and other rooms call.
 """

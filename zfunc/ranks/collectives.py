@@ -3,16 +3,19 @@
 As in JAX, the transpose of a sum over ranks is the sum over ranks of the cotangents; a mean is
 its own transpose. Outside a world, each is the identity. Where no axis is named they go over all
 ranks that have other rows of the batch: those along ``data``, and ``replica`` where a mesh has it.
+Those that move parts are in :mod:`zfunc.ranks.redistribution`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
@@ -20,9 +23,19 @@ from zfunc.ranks.meshes import Axes
 from zfunc.ranks.world import MESH, current
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["axis_index", "largest", "mean_over", "pmean", "psum"]
+__all__ = [
+    "axis_index",
+    "differentiable",
+    "largest",
+    "mean_over",
+    "pmean",
+    "psum",
+    "ranks_along",
+    "transposable",
+]
 
 Tree = TypeVar("Tree")
+Way = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def psum(x: Tree, axis: Axes | None = None) -> Tree:
@@ -30,7 +43,7 @@ def psum(x: Tree, axis: Axes | None = None) -> Tree:
 
     They are those along ``axis``, or several; by default all that have other rows of the batch.
 
-    Differentiable; its gradient is the sum over ranks of the gradients.
+    Differentiable, as often as you like; its gradient is the sum over ranks of the gradients.
 
     Raises:
         ValueError: the current mesh has no such axis.
@@ -47,7 +60,7 @@ def pmean(x: Tree, axis: Axes | None = None) -> Tree:
 
     They are those along ``axis``, or several; by default all that have other rows of the batch.
 
-    Differentiable; its gradient is the mean over ranks of the gradients.
+    Differentiable, as often as you like; its gradient is the mean over ranks of the gradients.
 
     Raises:
         TypeError: a leaf is not of a floating or complex dtype.
@@ -66,11 +79,11 @@ def axis_index(axis: Axes | None = None) -> int:
     >>> axis_index("data")
     0
     """
-    ranks = _ranks(axis)
+    ranks = ranks_along(axis)
     return 0 if ranks is None else ranks.rank
 
 
-def _ranks(axis: Axes | None) -> Group | None:
+def ranks_along(axis: Axes | None) -> Group | None:
     """The group along ``axis`` of the current mesh; ``None`` outside a world."""
     mesh = MESH.get()
     if mesh is None and current().size == 1:
@@ -82,20 +95,20 @@ def mean_over(ranks: Group, x: Tensor) -> Tensor:
     """The mean of a tensor over the ranks of a group; differentiable."""
     if ranks.size == 1:
         return x
-    return _Reduce.apply(ranks, "pmean", True, x)[0]
+    return _reduced([x], ranks, "pmean", mean=True)[0]
 
 
 def _over(x: Tree, axis: Axes | None, label: str, mean: bool) -> Tree:
-    ranks = _ranks(axis)
+    ranks = ranks_along(axis)
     leaves, treedef = optree.tree_flatten(cast(Any, x), namespace=NAMESPACE)
     tensors = [torch.as_tensor(leaf) for leaf in leaves]
     if mean:
-        exact = [t.dtype for t in tensors if not (t.is_floating_point() or t.is_complex())]
+        exact = [t.dtype for t in tensors if not differentiable(t)]
         if exact:
             raise TypeError(f"pmean of {exact[0]}: expected floats; use psum, or x.float()")
     if ranks is None or ranks.size == 1 or not tensors:
         return x
-    reduced = _Reduce.apply(ranks, label, mean, *tensors)
+    reduced = _reduced(tensors, ranks, label, mean)
     return cast(Tree, optree.tree_unflatten(treedef, reduced))
 
 
@@ -127,22 +140,50 @@ def largest(x: Tensor, ranks: Group, label: str = "") -> Tensor:
     return every.view(ranks.size, *x.shape).amax(0)
 
 
-class _Reduce(torch.autograd.Function):
-    """Sum (and divide) each tensor over ranks: linear and symmetric, so its own transpose."""
+def _reduced(xs: Sequence[Tensor], ranks: Group, label: str, mean: bool) -> Sequence[Tensor]:
+    """Linear and symmetric, so its own transpose."""
+    way = partial(_reduce, ranks=ranks, mean=mean)
+    return transposable(xs, partial(way, label=label), partial(way, label=f"{label} backward"))
+
+
+def _reduce(xs: Sequence[Tensor], ranks: Group, label: str, mean: bool) -> Sequence[Tensor]:
+    copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in xs]
+    handles = [ranks.all_reduce(copy, label=label) for copy in copies]
+    sums = [handle.wait() for handle in handles]
+    return [total.div_(ranks.size) for total in sums] if mean else sums
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor of this dtype may have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def transposable(xs: Sequence[Tensor], way: Way, back: Way) -> Sequence[Tensor]:
+    """``way(xs)``, whose gradients go ``back``, and theirs go ``way`` again.
+
+    Args:
+        xs: tensors, to which ``way`` is linear. Those of integers have no gradient.
+        way, back: linear maps that are each other's transpose, of any number of tensors; each
+            result has memory of its own.
+    """
+    found: Sequence[Tensor] = _Transposable.apply(way, back, *xs)
+    return found
+
+
+class _Transposable(torch.autograd.Function):
+    """A linear map, which saves nothing."""
 
     @staticmethod
-    def forward(ranks: Group, label: str, mean: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-        copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in xs]
-        handles = [ranks.all_reduce(copy, label=label) for copy in copies]
-        sums = [handle.wait() for handle in handles]
-        return tuple(total.div_(ranks.size) for total in sums) if mean else tuple(sums)
+    def forward(way: Way, back: Way, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(way(xs))
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.ranks, ctx.label, ctx.mean = inputs[:3]  # type: ignore[attr-defined]
+        ctx.way, ctx.back, *xs = inputs  # type: ignore[attr-defined]
+        ctx.floats = [differentiable(x) for x in xs]  # type: ignore[attr-defined]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        back = _Reduce.forward(ctx.ranks, f"{ctx.label} backward", ctx.mean, *grads)
-        return None, None, None, *back
+        sent = [grad for grad, is_float in zip(grads, ctx.floats, strict=True) if is_float]
+        came = iter(_Transposable.apply(ctx.back, ctx.way, *sent))
+        return None, None, *(next(came) if is_float else None for is_float in ctx.floats)

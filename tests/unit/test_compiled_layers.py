@@ -1,0 +1,190 @@
+"""``functionalize(compile=...)``: eager numbers, one graph for all layers, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zfunc as zf
+from tests.laws.covering import Covering
+from zfunc import optim
+from zfunc.errors import CompositionError
+
+# dynamo asks every tensor that it meets for its `grad`, also where torch warns of that (2.13)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+TX = optim.adamw(1e-2)
+WIDTH = 8
+Wrap = Callable[[Any], Any]
+
+
+class Block(nn.Module):
+    """A residual layer with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Whole(nn.Module):
+    """Three layers behind a product, so that each is given what has a gradient, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))  # no view, which would be compiled for
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.fixture(autouse=True)
+def counters() -> Iterator[Any]:
+    """What dynamo has counted in this test."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def rows(length: int = 5) -> Tensor:
+    return torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def trained(compile: Any, wrap: Wrap, batches: list[Tensor], ranks: int = 1) -> Any:
+    """Losses of steps, and the bytes that they sent."""
+    net = zf.functionalize(Whole(), compile=compile)
+    step = wrap(zf.train_step(lambda p, x: net.apply(p, x).square().mean(), TX))
+
+    def run() -> Any:
+        state, losses = step.place(zf.TrainState.create(net.params, TX, key=3)), []
+        with zf.comm.ledger() as led:
+            for batch in batches:
+                state, metrics = step(state, step.local_batch(batch))
+                losses.append(metrics["loss"].item())
+        return losses, led.by_label
+
+    return run() if ranks == 1 else zf.simulate(ranks)(run)()[0]
+
+
+WRAPS: dict[str, tuple[int, Wrap]] = {
+    "stage 0": (2, lambda f: zf.shard(f, stage=0)),
+    "stage 3, recomputed": (2, lambda f: zf.remat(zf.shard(f, stage=3))),
+    "stage 3, 16 bits": (2, lambda f: zf.precision(zf.shard(zf.donate(f), stage=3))),
+    "drop_layers": (1, lambda f: zf.drop_layers(f, theta=0.5, gamma=0.5)),
+    "quantize": (
+        1,
+        lambda f: zf.quantize(f, start_bits=8, target_bits=4, period=1, group_size=8),
+    ),
+    "pipeline": (2, lambda f: zf.pipeline(f, microbatches=2, pipe=2)),
+    "offload": (1, lambda f: zf.offload(f)),
+    "accumulate, compress_grads": (
+        2,
+        lambda f: zf.accumulate(zf.compress_grads(zf.shard(f, stage=1)), 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_step_has_eager_numbers_and_bytes_and_one_graph(name: str, counters: Any) -> None:
+    ranks, wrap = WRAPS[name]
+    eager = trained(False, wrap, [rows()] * 2, ranks)
+    assert trained({"backend": "aot_eager"}, wrap, [rows()] * 2, ranks) == eager
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize(("dynamic", "more"), [(True, 0), (None, 1)])
+def test_another_length_is_compiled_once_or_never(
+    dynamic: bool | None, more: int, counters: Any
+) -> None:
+    net = zf.functionalize(Whole(), compile={"backend": "eager", "dynamic": dynamic})
+    step = zf.train_step(lambda p, x: net.apply(p, x).square().mean(), TX)
+    state, graphs = zf.TrainState.create(net.params, TX, key=3), []
+    for i in range(50):
+        state, _ = step(state, rows(5 + i % 2))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] + [graphs[0] + more] * 49
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(TypeError, match=r"compile='max-autotune': expected True, or a dict"):
+        zf.functionalize(Whole(), compile="max-autotune")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no layers; name some, functionalize\(units=...\)"):
+        zf.functionalize(nn.Linear(2, 2), compile=True)
+    assert "x 3, compiled," in repr(zf.functionalize(Whole(), compile=True))
+
+
+# --- Hugging Face --------------------------------------------------------------------------------
+
+MODELS = {"LlamaForCausalLM": 1, "GPT2LMHeadModel": 1, "BertForMaskedLM": 1}
+MODELS |= {"T5ForConditionalGeneration": 5}
+BACKENDS = ["aot_eager", *(["inductor"] if Covering.whole else [])]
+
+
+def hugging_face(name: str, dropout: float) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the `hf` extra is not installed")
+    sizes: dict[str, Any] = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    if name.startswith("GPT2"):
+        sizes |= {"n_embd": 16, "n_layer": 3, "n_head": 2}
+        sizes |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+    elif name.startswith("T5"):
+        sizes |= {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2}
+        sizes |= {"decoder_start_token_id": 0, "dropout_rate": dropout}
+    else:
+        sizes |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+        sizes |= {"num_attention_heads": 2}
+        if name.startswith("Bert"):
+            sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    built: nn.Module = kind(kind.config_class(**sizes)).train()
+    return built
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS if Covering.whole else ["LlamaForCausalLM"])
+def test_hugging_face_layers(name: str, backend: str, counters: Any) -> None:
+    """Forward is bitwise eager's; sums of gradients may be in another order within a layer."""
+    ids = torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def losses(compile: Any) -> list[float]:
+        net = zf.functionalize(
+            hugging_face(name, 0.1 if backend == "aot_eager" else 0.0), compile=compile
+        )
+        step = zf.shard(zf.train_step(lambda p, x: net.apply(p, x, labels=x).loss, TX), stage=3)
+        state, found = step.place(zf.TrainState.create(net.params, TX, key=3)), []
+        for _ in range(2):
+            state, metrics = step(state, ids)
+            found.append(metrics["loss"].item())
+        return found
+
+    eager, compiled = losses(False), losses({"backend": backend})
+    assert compiled == pytest.approx(eager, rel=1e-6)
+    assert backend == "inductor" or compiled[0] == eager[0]
+    assert counters["stats"]["unique_graphs"] <= MODELS[name] and not counters["graph_break"]
+
+
+def test_a_split_step_refuses_compiled_layers() -> None:
+    net = zf.functionalize(Whole(), compile={"backend": "eager"})
+    step = zf.split(zf.train_step(lambda p, x: net.apply(p, x).mean(), TX), net, tensor=2)
+
+    def run() -> None:
+        with pytest.raises(CompositionError, match="Leave compile out"):
+            step(step.place(zf.TrainState.create(net.params, TX)), rows())
+
+    zf.simulate(2)(run)()
