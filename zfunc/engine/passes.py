@@ -10,9 +10,8 @@ layer's units while this one computes. The record is a hint and never a law: a p
 takes another path gathers what it needs when it needs it. Ranks that take different paths
 from each other agree on what comes next: see :mod:`zfunc.engine.accord`.
 
-Here is what the trees of a pass share: hooks, what is under way, and the end; and the primitives
-with which parameters enter, and leave again behind a layer. A tree is in
-:mod:`zfunc.engine.sources`, one of its units in :mod:`zfunc.engine.unit_runs`.
+Here is what the trees of a pass share, and the primitives with which parameters enter. A tree is
+in :mod:`zfunc.engine.sources`, one of its units in :mod:`zfunc.engine.unit_runs`.
 """
 
 from __future__ import annotations
