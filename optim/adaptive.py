@@ -44,8 +44,7 @@ def adam(lr: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Gra
 
     >>> import torch
     >>> tx = adam(0.1)
-    >>> updates, state = tx.update(torch.tensor([1.0, -2.0]), tx.init(torch.zeros(2)))
-    >>> updates
+    >>> tx.update(torch.tensor([1.0, -2.0]), tx.init(torch.zeros(2)))[0]
     tensor([-0.1000,  0.1000])
     """
     return adamw(lr, b1, b2, eps, 0.0)
