@@ -228,6 +228,20 @@ def test_noise_of_embeddings_is_drawn(tmp_path: Path) -> None:
     assert not made.model.get_input_embeddings()._forward_hooks
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # dynamo's own look
+def test_layers_are_compiled_where_torch_compile_says_so(tmp_path: Path) -> None:
+    eager = trainer(tmp_path / "eager")
+    losses = [eager.train().training_loss]
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    also = trainer(tmp_path / "compiled", args=compiled)
+    torch._dynamo.utils.counters.clear()
+    losses.append(also.train().training_loss)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_without_the_extra_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.delitem(sys.modules, "zfunc.hf")

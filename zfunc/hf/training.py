@@ -426,18 +426,9 @@ def _as_ddp(step: Step) -> Step:
 
 
 def _compiled(args: Any) -> dict[str, Any]:
-    """The keyword of ``functionalize`` for ``torch_compile``.
-
-    Raises:
-        CompositionError: it is asked for, and there is none.
-    """
+    """The keyword of ``functionalize`` for ``torch_compile``."""
     if not args.torch_compile:
         return {}
-    if "compile" not in inspect.signature(functionalize).parameters:
-        raise CompositionError(
-            "TrainingArguments.torch_compile=True is refused: this version's zf.functionalize has "
-            "no `compile`. Leave it out."
-        )
     chosen = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {"compile": {key: x for key, x in chosen.items() if x is not None} or True}
 
