@@ -4,6 +4,7 @@
 #   make gpu     on a machine with a GPU: kernels and steps are right there, and how fast they are
 #   make bench   zfunc against DDP, FSDP2 and (where installed) DeepSpeed, interleaved in one run
 #   make docs    the documentation as a site, in build/site
+#   make docs-shots  its pages in a browser (Chromium): what is too wide, pictures in build/shots
 #   make lint    ruff and mypy
 #   make wheel   sdist and wheel into dist/
 # Another interpreter: make test PYTHON=python3.12. More flags: make train ARGS="--stage 1".
@@ -15,7 +16,7 @@ READY := $(VENV)/.ready
 JOBS ?= 3
 ARGS ?=
 
-.PHONY: train test gpu bench docs lint format wheel clean
+.PHONY: train test gpu bench docs docs-shots lint format wheel clean
 .DEFAULT_GOAL := test
 
 train: $(READY)
@@ -36,6 +37,9 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/zensical build --clean --strict
+
+docs-shots: docs
+	$(BIN)/python -m tests.shots
 
 lint: $(READY)
 	$(BIN)/ruff check .
