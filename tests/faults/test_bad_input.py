@@ -37,6 +37,22 @@ def sharded(stage: int = 3, **kw: Any) -> Any:
     return zf.shard(zf.train_step(loss_fn, TX), stage=stage, **kw)
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: torch.func.vmap(f)(torch.ones(2, 4)),
+        lambda f: torch.func.jvp(f, (torch.ones(4),), (torch.ones(4),)),
+        lambda f: torch.func.grad(lambda w: f(w).sum())(torch.ones(4)),
+    ],
+)
+def test_gradients_inside_torch_func(around: Any) -> None:
+    def gradient(w: torch.Tensor) -> torch.Tensor:
+        return zf.value_and_grad(lambda p: (p * p).sum())(w)[1]  # type: ignore[no-any-return]
+
+    with pytest.raises(zf.CompositionError, match="take torch.func.grad_and_value"):
+        around(gradient)
+
+
 @pytest.mark.parametrize("stage", [-1, 4, 1.5, "3", None, True])
 def test_a_stage_outside_0_to_3(stage: Any) -> None:
     with pytest.raises(ValueError, match="stages 0"):

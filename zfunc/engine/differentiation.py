@@ -91,6 +91,7 @@ def value_and_grad(
     Raises:
         ValueError: the loss is no 0-d floating-point tensor, or depends on no parameter; or
             under ``torch.inference_mode``.
+        CompositionError: it is called inside ``torch.func`` or ``zf.evaluate``.
         PlacementError: a leaf cannot be differentiated, or the loss writes to it in place (named
             by its path).
 
@@ -101,6 +102,11 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_alive(params)
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise CompositionError(
+                "value_and_grad runs torch's backward, which torch.func (jvp, vmap, grad) cannot "
+                "follow. Within them take torch.func.grad_and_value(loss_fn) in its place."
+            )
         running = context.current()
         if running is not None and any(owner.evaluating for owner in running.passes):
             raise CompositionError(
