@@ -37,6 +37,7 @@ def sharded(stage: int = 3, **kw: Any) -> Any:
     return zf.shard(zf.train_step(loss_fn, TX), stage=stage, **kw)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp imports
 @pytest.mark.parametrize(
     "around",
     [
@@ -47,9 +48,9 @@ def sharded(stage: int = 3, **kw: Any) -> Any:
 )
 def test_gradients_inside_torch_func(around: Any) -> None:
     def gradient(w: torch.Tensor) -> torch.Tensor:
-        return zf.value_and_grad(lambda p: (p * p).sum())(w)[1]  # type: ignore[no-any-return]
+        return zf.value_and_grad(lambda p: (p * p).sum())(w)[1]
 
-    with pytest.raises(zf.CompositionError, match="take torch.func.grad_and_value"):
+    with pytest.raises(zf.CompositionError, match=r"take torch\.func\.grad_and_value"):
         around(gradient)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import optree
+
 from zfunc.errors import CompositionError, PlacementError
+from zfunc.layout.readable import Readable
 from zfunc.layout.splits import Encoded
-from zfunc.trees import tree
-from zfunc.trees.nodes import Tree
+from zfunc.trees.nodes import MAPPED, Tree, in_full
+from zfunc.trees.tree import dotted
 
 __all__ = ["check_none_trains", "refuse_low_bits"]
 
@@ -28,5 +33,12 @@ def refuse_low_bits(state: Tree, name: str, advice: str) -> None:
         )
 
 
-def _low(params: Tree) -> list[str]:
-    return [path for path, x in tree.flatten_names(params).items() if isinstance(x, Encoded)]
+def _low(params: Tree) -> Iterator[str]:
+    """Paths of what is in low bits, as layouts know it: nothing is gathered."""
+    keys, items, _ = optree.tree_flatten_with_path(in_full(params), namespace=MAPPED)
+    for key, x in zip(keys, items, strict=True):
+        if isinstance(x, Readable):
+            slots = (slot for slot in x.layout.slots if slot is not None)
+            yield from (dotted(*key, slot.path) for slot in slots if slot.code is not None)
+        elif isinstance(x, Encoded):
+            yield dotted(*key)
