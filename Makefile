@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-JOBS ?= 3
+JOBS ?= 2
 ARGS ?=
 
 .PHONY: train test gpu bench docs docs-shots lint format wheel clean
@@ -22,10 +22,8 @@ ARGS ?=
 train: $(READY)
 	$(BIN)/zfunc train $(ARGS)
 
-# One process more than CI has cores: tests of ranks and of faults wait. A file stays with one process, which has
-# its models and reference runs, until another one has nothing to do.
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # Both run, whatever the first finds; ten minutes in all, results in gpu-results/.
 gpu: $(READY)
