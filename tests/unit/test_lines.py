@@ -52,8 +52,7 @@ def test_a_script_ends_where_one_process_does(
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
-            rank.stdout.close()
+            rank.communicate()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert float(said[0]) == pytest.approx(wanted, rel=1e-5) and not said[1]
 
