@@ -116,6 +116,9 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path, tmp_path / "x", "--from", "dcp") == 1
     assert "CheckpointError" in capsys.readouterr().err
     assert run(tmp_path / "nothing", tmp_path / "x") == 1
+    assert "no such file or folder" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty", tmp_path / "x") == 1
     assert "is no checkpoint that zfunc can read" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "ds/zero/w").mkdir(parents=True)
     torch.save([1], tmp_path / "ds/zero/w/fp32.pt")
