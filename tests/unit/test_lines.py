@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import subprocess
@@ -27,8 +26,6 @@ TRIED = [name for name in NAMES if name != "ddp" or Covering.whole]
 def test_a_script_ends_where_one_process_does(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "accelerate" and importlib.util.find_spec(name) is None:
-        pytest.skip("accelerate is not installed")
     runpy.run_module("benchmarks.lines.plain")
     wanted = float(capsys.readouterr().out)
     # As torchrun does, the store is there before the ranks, who need not find a free port.
