@@ -139,7 +139,6 @@ def test_wrong_words_end_at_once(
         "generate nosuch",
         "convert nosuch out",
         "profile --model nosuch",
-        "plan --model nosuch --cluster h100 --gpus 8 --batch 8 --seq 8",
     ],
 )
 def test_a_folder_that_is_not_there_is_named(
@@ -148,6 +147,13 @@ def test_a_folder_that_is_not_there_is_named(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert cli.main(words.split()) == 1
     assert "nosuch: no such file or folder" in capsys.readouterr().err
+
+
+def test_it_is_named_before_arguments_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--model", "nosuch"])
+    said = capsys.readouterr().err
+    assert "--model: nosuch: no such file or folder" in said and "required" not in said
 
 
 def test_no_words_are_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:

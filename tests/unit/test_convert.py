@@ -103,6 +103,15 @@ def test_from_deepspeeds_universal_form(tmp_path: Path) -> None:
     assert load_file(tmp_path / "hf/model.safetensors").keys() == {"block.0.w", "head"}
 
 
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: Any) -> None:
+    """A form for one process has no place for a value of each rank."""
+    zf.simulate(2)(lambda: zf.save(tmp_path / "z", {"w": torch.ones(2)}, 1, extra=zf.rank()))()
+    assert run(tmp_path / "z", tmp_path / "dcp", "--to", "dcp") == 0
+    assert "not the `extra` of 2 rank(s)" in " ".join(capsys.readouterr().out.split())
+    assert run(tmp_path / "dcp", tmp_path / "hf", "--from", "dcp") == 0
+    assert "extra" not in capsys.readouterr().out
+
+
 def test_the_newest_good_one_is_converted(tmp_path: Path) -> None:
     for n in (1, 2):
         zf.save(tmp_path / "z", {"params": {"w": torch.full((2,), float(n))}}, step=n)

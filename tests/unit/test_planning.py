@@ -142,5 +142,6 @@ def test_the_command_plans_a_model_of_which_there_is_a_configuration(
     assert main(["plan", "--model", str(tmp_path), *given, "--json", str(out)]) == 0
     assert "best: zf." in capsys.readouterr().out
     assert len(json.loads(out.read_text())) == 2
-    assert main(["plan", "--model", str(tmp_path / "nosuch"), *given]) == 1
+    (tmp_path / "empty").mkdir()
+    assert main(["plan", "--model", str(tmp_path / "empty"), *given]) == 1
     assert "config.json" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "natural", "positive", "rate", "wrong_file"]
+__all__ = ["Parser", "natural", "positive", "rate", "there", "wrong_file"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,6 +36,18 @@ def _number(kind: type, least: int, what: str, text: str) -> Any:
 positive = partial(_number, int, 1, "a whole number, at least 1")
 natural = partial(_number, int, 0, "a whole number, at least 0")
 rate = partial(_number, float, 0, "a number, 0 or more")
+
+
+def there(text: str) -> Path:
+    """A path of something; one of nothing is told before any argument that is missing.
+
+    >>> there("nosuch")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: nosuch: no such file or folder
+    """
+    if not (path := Path(text)).exists():
+        raise argparse.ArgumentTypeError(f"{text}: no such file or folder")
+    return path
 
 
 def wrong_file(flag: str, path: str | Path, error: OSError) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
-from zfunc.commands.arguments import positive
+from zfunc.commands.arguments import positive, there
 from zfunc.commands.report import print_error
 from zfunc.commands.text_models import causal_module
 from zfunc.errors import ZfuncError
@@ -34,7 +34,7 @@ def add_plan(commands: Any) -> None:
         "and the line to write. The exit status is 1 if nothing fits.",
     )
     text = "a folder with the model's config.json; neither weights nor a tokenizer are read"
-    command.add_argument("--model", type=Path, required=True, metavar="DIR", help=text)
+    command.add_argument("--model", type=there, required=True, metavar="DIR", help=text)
     text = f"a JSON file (zfunc calibrate, Cluster.save), or one of {', '.join(PRESETS)}"
     command.add_argument("--cluster", required=True, metavar="FILE", help=text)
     text = "devices in all; by default as many as the file says"

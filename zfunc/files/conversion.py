@@ -48,12 +48,14 @@ class OpenCheckpoint:
         read: name -> the full leaf.
         static: reads the leaves that are no tensors.
         step: the step count, where it is known.
+        extra: what each rank saved beside the state; it has no place in another form.
     """
 
     tensors: dict[str, TensorLeaf]
     read: Callable[[str], Tensor]
     static: Callable[[], dict[str, Any]] = dict
     step: int | None = None
+    extra: tuple[Any, ...] = ()
 
     def renamed(self, names: dict[str, str]) -> OpenCheckpoint:
         """These tensors alone, under new names: ``{new: old}``."""
@@ -102,7 +104,7 @@ def convert(
             ``dcp`` and ``deepspeed``, which are pickles and have to be named.
 
     Returns:
-        One line that says what was done.
+        One line that says what was done, and what was left out.
 
     Raises:
         CheckpointError: the source is damaged, of no known kind or a pickle that nobody has
@@ -114,6 +116,7 @@ def convert(
     if to not in KINDS:
         raise ValueError(f"to={to!r}: expected one of {', '.join(KINDS)}")
     opened = open_source(source, kind)
+    extra = opened.extra
     if to == "safetensors":
         opened = _params_of(opened)
         export_safetensors(target, OnDisk(opened))
@@ -124,7 +127,8 @@ def convert(
     else:
         _write_dcp(target, opened)
     size = sum(leaf.nbytes for leaf in opened.tensors.values())
-    return f"{kind} -> {to}: {len(opened.tensors)} tensors, {size:,} bytes, in {target}"
+    said = f"{kind} -> {to}: {len(opened.tensors)} tensors, {size:,} bytes, in {target}"
+    return f"{said}; not the `extra` of {len(extra)} rank(s): zf.extra reads it" if extra else said
 
 
 def _params_of(source: OpenCheckpoint) -> OpenCheckpoint:
@@ -205,7 +209,7 @@ def _open_zfunc(path: Path) -> OpenCheckpoint:
             reader.fill(name, Elements(0, out.numel()), out.view(-1))
         return out
 
-    return OpenCheckpoint(tensors, read, lambda: manifest.static, manifest.step)
+    return OpenCheckpoint(tensors, read, lambda: manifest.static, manifest.step, manifest.extra)
 
 
 def _open_safetensors(path: Path) -> OpenCheckpoint:
