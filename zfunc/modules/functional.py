@@ -164,6 +164,27 @@ class Functional:
 
             yield call
 
+    def pure(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn(model, ...)``, written for a module, as the pure function ``fn(params, ...)``.
+
+        Args:
+            fn: calls its first argument, and does no more with it.
+
+        Returns:
+            ``fn`` with :meth:`apply` on the parameters that it is given in the place of the model.
+
+        >>> model = functionalize(nn.Linear(2, 1))
+        >>> loss_fn = model.pure(lambda model, x: model(x).square().mean())
+        >>> loss_fn({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(2)).item()
+        4.0
+        """
+
+        @functools.wraps(fn)
+        def run(params: Any, *args: Any, **kwargs: Any) -> Any:
+            return fn(functools.partial(self.apply, params), *args, **kwargs)
+
+        return run
+
     def _parts(self, params: Any) -> tuple[TemplatePool, Group | None]:
         """Copies of the module for such params: of what each rank has if they are split."""
         found = splitting_of(params)
