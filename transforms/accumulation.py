@@ -12,7 +12,7 @@ Sums are taken in the dtype in which gradients are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -30,13 +30,22 @@ from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.ranks.comm import Group
-from zfunc.transforms.microbatches import microbatches, own_leaves
+from zfunc.transforms.microbatches import Arguments, microbatches, own_leaves
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE
 from zfunc.trees.reduction import linear_map
 from zfunc.trees.unitwise import streams
 
-__all__ = ["Accumulate", "Losses", "UnitSums", "accumulate", "accumulated", "mean_of_aux", "times"]
+__all__ = [
+    "Accumulate",
+    "Losses",
+    "UnitSums",
+    "accumulate",
+    "accumulated",
+    "averaged",
+    "mean_of_aux",
+    "times",
+]
 
 
 @dataclass(frozen=True)
@@ -93,20 +102,42 @@ def accumulated(
         call: differentiates one.
         own: the tensors of the state, which are no part of a batch.
     """
+    losses = Losses(communication(running).everyone, n)
+
+    def parts() -> Iterator[Arguments]:
+        for i, part in enumerate(microbatches(asked, n, own, exact=True)):
+            yield part
+            if losses.count is None and i == 0:
+                next(microbatches(asked, n, own))  # raises where the mean of means is no mean
+
+    return averaged(call, running, asked, parts(), losses)
+
+
+def averaged(
+    call: Differentiate,
+    running: Context,
+    asked: Gradients,
+    parts: Iterable[Arguments],
+    losses: Losses,
+) -> tuple[tuple[Tensor, Any], Any]:
+    """``((loss, aux), grads)``, means over microbatches.
+
+    Args:
+        call: differentiates one.
+        parts: the loss's arguments behind the parameters, of each.
+        losses: takes the loss of each; knows how many there are.
+    """
     over = communication(running)
-    losses = Losses(over.everyone, n)
     sums = _Sums() if over.reduce_once and over.everyone.size > 1 else None
     auxes: list[Any] = []
     buffers, grads = asked.kwargs.get("buffers"), None
-    for i, (args, kwargs) in enumerate(microbatches(asked, n, own, exact=True)):
+    for i, (args, kwargs) in enumerate(parts):
         if sums is not None:
-            sums.holding = i < n - 1
+            sums.holding = i < losses.n - 1
         if "buffers" in kwargs:
             kwargs = {**kwargs, "buffers": buffers}
         part = replace(asked, args=args, kwargs=kwargs, finish=losses, collector=sums)
         (_, aux), new = call(part)
-        if losses.count is None and i == 0:
-            next(microbatches(asked, n, own))  # raises where the mean of means is no mean
         if buffers is not None and asked.has_aux:
             buffers, aux = _threaded(buffers, aux)
         auxes.append(aux)

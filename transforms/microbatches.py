@@ -19,7 +19,7 @@ from zfunc.ranks.comm import even_cuts
 from zfunc.trees.nodes import NAMESPACE, Lazy, Placed
 from zfunc.trees.tree import dotted
 
-__all__ = ["microbatches", "own_leaves"]
+__all__ = ["Arguments", "microbatches", "own_leaves"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -16,6 +16,7 @@ from tests.dist.trainer_runs import InDouble, Run, run
 from tests.laws.covering import Covering
 
 FAMILIES = ("llama", "bert", "t5")
+BRIEFLY = {"max_steps": 2, "per_device_train_batch_size": 1, "eval_strategy": "no"}
 GENERATE = {"predict_with_generate": True, "generation_max_length": 6}
 
 
@@ -54,6 +55,11 @@ def few(folder: str) -> dict[str, list[Run]]:
     found["shared rows"] = [
         run("llama", held_out=8),
         *(run("llama", transforms, held_out=8, **both) for transforms in (split, pipe)),
+    ]
+    found["counted"] = [
+        run("llama", at(stage), gradient_accumulation_steps=n, **BRIEFLY)
+        for stage in range(4)
+        for n in (1, 4)
     ]
     best = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     best |= {"metric_for_best_model": "eval_sum", "learning_rate": 5e-2}
@@ -109,6 +115,14 @@ def test_ranks_that_share_rows_count_them_once(runs: dict[str, list[Run]]) -> No
 def test_generated_tokens_are_the_same(runs: dict[str, list[Run]]) -> None:
     plain, ours = runs["t5"]
     assert [x["eval_sum"] for x in ours.evals] == [x["eval_sum"] for x in plain.evals]
+
+
+def test_an_update_reduces_once_at_stages_0_and_1(runs: dict[str, list[Run]]) -> None:
+    """At stage 2 each microbatch's gradients are reduced, at 3 its parameters are gathered, too."""
+    sent = [x.sent or 0 for x in runs["counted"]]
+    one, four = sent[::2], sent[1::2]
+    assert four[:2] == one[:2]
+    assert 2 * one[2] < four[2] < 3 * one[2] and 3.9 * one[3] < four[3] < 4 * one[3]
 
 
 def test_bf16_is_precision(runs: dict[str, list[Run]]) -> None:

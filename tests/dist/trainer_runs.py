@@ -88,6 +88,7 @@ class Run:
     evals: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     generated: Any = None
+    sent: int | None = None
     folder: str = ""
 
 
@@ -169,6 +170,8 @@ def run(
         weights={k: v.detach().clone() for k, v in model.state_dict().items()},
         folder=out,
     )
+    if transforms is not None:
+        result.sent = trainer._step.describe().sent_bytes
     if family != "bert":
         ids = torch.arange(2, 6)[None]
         result.generated = model.eval().generate(ids, max_new_tokens=4, do_sample=False).tolist()

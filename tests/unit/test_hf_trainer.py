@@ -181,6 +181,71 @@ def test_weights_go_and_come_back(tmp_path: Path) -> None:
     assert made.evaluate()["eval_loss"] == pytest.approx(torch.tensor(32.0).log().item())
 
 
+class Scaled(zf.hf.Trainer):
+    """A loss that is tiny, or huge."""
+
+    by = 1.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * self.by
+
+
+def test_fp16_scales_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaled, "by", 1e-6)  # gradients that float16 rounds to zeros
+    norms = []
+    for fp16 in (False, True):
+        made = trainer(tmp_path, Scaled, args={"fp16": fp16, "logging_steps": 1})
+        made.train()
+        norms.append([x["grad_norm"] for x in made.state.log_history if "grad_norm" in x])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2) and len(norms[0]) == 2
+
+
+def test_an_overflow_leaves_the_update_and_the_schedule_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scaled, "by", 1e4)
+    model = model_of("llama")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    args = {"fp16": True, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    made = trainer(tmp_path, Scaled, model, args=args)
+    made.train()
+    assert made.lr_scheduler.last_epoch == 0
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    for read in (model.state_dict(), saved.state_dict()):  # in float32, as they were
+        assert all(torch.equal(read[name], x) for name, x in before.items())
+
+
+class Rates(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 0.0
+
+
+def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:
+    model = model_of("llama")
+    before = model.lm_head.weight.clone()
+    trainer(tmp_path, model=model, callbacks=[Rates()]).train()
+    assert torch.equal(model.lm_head.weight, before)
+
+
+def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
+    args = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    args |= {"load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.3}
+    found = []
+    for kind in (transformers.Trainer, zf.hf.Trainer):
+        folder = tmp_path / kind.__module__
+        stop = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+        made = trainer(folder, kind, args={**args, "max_steps": 12}, callbacks=[stop])
+        made.train()
+        left = sorted(x.name for x in folder.glob("checkpoint-*"))
+        found.append((made.model.state_dict(), made.state.global_step, left))
+    (weights, *plain), (ours, *same) = found
+    assert same == plain and plain[0] < 12 and left == ["checkpoint-2"]
+    for name, want in weights.items():
+        assert torch.allclose(ours[name], want, atol=1e-6), name
+    best = transformers.LlamaForCausalLM.from_pretrained(made.state.best_model_checkpoint)
+    assert all(torch.equal(ours[name], x) for name, x in best.state_dict().items())
+
+
 def test_a_second_run_goes_on_with_its_moments(tmp_path: Path) -> None:
     weights = []
     for kind in (transformers.Trainer, zf.hf.Trainer):

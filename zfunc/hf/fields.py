@@ -53,7 +53,8 @@ HONOURED: dict[str, str] = {
     "gradient_accumulation_steps": "the microbatches of an update are one step",
     "max_grad_norm": "the norm is that of all leaves on all ranks",
     "bf16": "zf.precision, unless `transforms` has it",
-    "fp16": "zf.precision in float16 with a scaled loss, unless `transforms` has it",
+    "fp16": "zf.precision in float16, with the loss scale of torch's GradScaler, unless "
+    "`transforms` has it",
     "gradient_checkpointing": "zf.remat, unless `transforms` has it",
     "gradient_checkpointing_kwargs": "`use_reentrant` means nothing; others are refused",
     "activation_checkpointing": "zf.remat, unless `transforms` has it",

@@ -32,6 +32,7 @@ from zfunc.errors import CheckpointError, CompositionError
 from zfunc.files.checkpoint import restore, save
 from zfunc.files.pretrained import export_safetensors
 from zfunc.hf.fields import check_fields
+from zfunc.hf.microbatches import Microbatches
 from zfunc.hf.optimizers import optimizer_for
 from zfunc.hf.rows import gathered_once, loader_of, sharers
 from zfunc.hf.standins import Homes, Standin, buffers_on, empty, fill, holds_all, homes
@@ -41,12 +42,14 @@ from zfunc.ranks.launching import init
 from zfunc.ranks.meshes import Mesh
 from zfunc.ranks.world import world_size
 from zfunc.transforms import donate, precision, remat, shard
+from zfunc.transforms.mixed_precision.masters import Mastered
 from zfunc.transforms.pipelining.transform import Pipeline
 from zfunc.trees import tree
 from zfunc.trees.reduction import linear_map
 
 __all__ = ["Bridge"]
 
+GRAD_SCALER = optim.DynamicScale(power=16, window=2000, hysteresis=1)  # torch's GradScaler
 STATE = "zfunc"  # the folder of the step's state in a checkpoint
 ELSEWHERE = (
     ("create_optimizer", "Trainer(..., optimizer=lambda lr: zf.optim...(lr))"),
@@ -103,6 +106,8 @@ class Bridge(Base):
                 "TrainingArguments.optim and lr_scheduler_type, or give an optimizer of zfunc's: "
                 "Trainer(..., optimizer=lambda lr: zf.optim.adamw(lr, weight_decay=0.1))."
             )
+        if self._make is None:
+            optimizer_for(self.args, bool)  # raises where there is none
         for name, instead in ELSEWHERE:
             if not getattr(type(self), name).__module__.startswith(("zfunc.", "transformers.")):
                 raise CompositionError(
@@ -167,8 +172,11 @@ class Bridge(Base):
                 "`transforms` has zf.accumulate; TrainingArguments.gradient_accumulation_steps "
                 "says how many microbatches an update has."
             )
-        if "precision" not in names and (self.args.bf16 or self.args.fp16):
-            step = precision(step, torch.bfloat16 if self.args.bf16 else torch.float16)
+        step = step.wrap(Microbatches())
+        if "precision" not in names and self.args.bf16:
+            step = precision(step, torch.bfloat16)
+        if "precision" not in names and self.args.fp16:
+            step = precision(step, torch.float16, loss_scale=GRAD_SCALER)
         if "remat" not in names and (again or _asks_for_checkpointing(self.args)):
             step = remat(step)
         self._in_short = any(transform.name == "precision" for transform in step.transforms)
@@ -191,7 +199,14 @@ class Bridge(Base):
         By default where they were before: a device that trains a part may not hold the whole.
         """
         where = self._home if device is None else device
-        fill(self._places, tree.flatten_names(tree.full(self._placed.params)), where)
+        fill(self._places, tree.flatten_names(tree.full(self._weights)), where)
+
+    @property
+    def _weights(self) -> Any:
+        """The parameters in their own precision, of which ``precision`` makes copies."""
+        state = self._placed
+        mastered = isinstance(state.opt_state, Mastered)
+        return state.opt_state.masters["params"] if mastered else state.params
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -267,14 +282,12 @@ class Bridge(Base):
 
     # The step
 
-    def _update(self, state: Any, batch: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
-        """One update from all its microbatches: ``(state, (loss, norm of the gradients))``."""
-        total: Any = 0.0
-        grads: Any = None
-        for inputs, items in batch["microbatches"]:
-            loss, new = value_and_grad(self._loss)(state.params, inputs, items)
-            total = total + loss
-            grads = new if grads is None else tree.map(linear_map(torch.add), grads, new)
+    def _update(self, state: Any, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        """One update from all its microbatches; the metrics have its loss, and the gradients' norm.
+
+        Source: transformers, ``Trainer._inner_training_loop``.
+        """
+        loss, grads = value_and_grad(self._loss)(state.params, batch["microbatches"])
         norm, limit = tree.global_norm(grads), self.args.max_grad_norm
         if limit:  # as torch.nn.utils.clip_grad_norm_ does
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -282,10 +295,15 @@ class Bridge(Base):
         tx = self._tx(batch["lr"])
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optim.apply_updates(state.params, updates)
-        return state.replace(params=params, opt_state=opt_state, step=state.step + 1), (total, norm)
+        state = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
+        return state, {"loss": loss, "norm": norm}
 
     def _loss(self, params: Any, inputs: Any, items: Any) -> Tensor:
-        """What Trainer differentiates: ``compute_loss``, the user's own if there is one."""
+        """What Trainer differentiates: ``compute_loss``, the user's own if there is one.
+
+        ``Microbatches`` and ``zf.pipeline`` take means. A loss that is a part of a sum, because it
+        is divided by the items of the whole update, is multiplied by the number of its parts.
+        """
 
         def call(_: bool, args: Any, kwargs: Any) -> Any:
             return self._in_long(self._functional.apply(params, *args, train=True, **kwargs))
@@ -296,9 +314,8 @@ class Bridge(Base):
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and items is not None
             scaled = counted or self.compute_loss_func is not None
-        if scaled:  # a part of a sum, where pipeline takes means over its microbatches
-            return loss * self._parts if self._parts > 1 else loss
-        return loss / self.current_gradient_accumulation_steps
+        parts = self.current_gradient_accumulation_steps * self._parts
+        return loss * parts if scaled and parts > 1 else loss
 
     def _in_long(self, out: Any) -> Any:
         """16-bit outputs as float32, as accelerate returns them from autocast."""
@@ -316,9 +333,13 @@ class Bridge(Base):
         self._waiting.append((self._prepare_inputs(inputs), num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batch = {"lr": self._get_learning_rate(), "microbatches": self._waiting}
+        rate = self.optimizer.param_groups[0]["lr"]  # the schedule's, or a callback's
+        batch = {"lr": rate, "microbatches": self._waiting}
         self._waiting = []
-        self._placed, (loss, self._norm) = self._step(self._placed, batch)
+        self._placed, metrics = self._step(self._placed, batch)
+        self._norm, loss = metrics["norm"], metrics["loss"]
+        for optimizer in self.accelerator._optimizers:  # then Trainer's schedule waits, too
+            optimizer._is_overflow = "overflow_leaf" in metrics
         return loss
 
     # Evaluation
@@ -358,7 +379,7 @@ class Bridge(Base):
                 super().save_model(folder, _internal_call=True)
         else:
             super()._save(folder, state_dict={})  # all but the weights
-            export_safetensors(folder, self._placed.params)
+            export_safetensors(folder, self._weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -397,6 +418,9 @@ class Bridge(Base):
             self.lr_scheduler.load_state_dict(
                 torch.load(folder / "scheduler.pt", weights_only=True)
             )
+            rates = self.lr_scheduler.get_last_lr()  # torch's optimizers have them in their state
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def _load_best_model(self) -> None:
         with_moments = self._placed.opt_state
