@@ -151,7 +151,9 @@ def test_a_callback_that_touches_weights_is_told(tmp_path: Path, callback: type)
     ("optim", "options"), [("sgd", "momentum=0.9,nesterov=True"), ("rmsprop", "alpha=0.9")]
 )
 def test_optimizers_are_those_of_torch(tmp_path: Path, optim: str, options: str) -> None:
-    args = {"optim": optim, "optim_args": options, "weight_decay": 0.1, "learning_rate": 1e-2}
+    args: dict[str, Any] = {"optim": optim, "weight_decay": 0.1, "learning_rate": 1e-2}
+    if int(transformers.__version__.split(".")[0]) > 4:  # which gave these two no options
+        args["optim_args"] = options
     weights = []
     for kind in (transformers.Trainer, zf.hf.Trainer):
         made = trainer(tmp_path, kind, model_of("llama", torch.float64), args=args)
@@ -178,7 +180,8 @@ def test_weights_go_and_come_back(tmp_path: Path) -> None:
     assert trainer(tmp_path, model=read).evaluate()["eval_loss"] == pytest.approx(after)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    assert made.evaluate()["eval_loss"] == pytest.approx(torch.tensor(32.0).log().item())
+    zeroed = trainer(tmp_path, transformers.Trainer, model).evaluate()["eval_loss"]
+    assert made.evaluate()["eval_loss"] == pytest.approx(zeroed) and zeroed != pytest.approx(after)
 
 
 class Scaled(zf.hf.Trainer):
@@ -227,6 +230,7 @@ def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, before)
 
 
+@pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # transformers 4
 def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
     args = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     args |= {"load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.3}
