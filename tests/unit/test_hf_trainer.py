@@ -243,7 +243,7 @@ def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
         left = sorted(x.name for x in folder.glob("checkpoint-*"))
         found.append((made.model.state_dict(), made.state.global_step, left))
     (weights, *plain), (ours, *same) = found
-    assert same == plain and plain[0] < 12 and left == ["checkpoint-2"]
+    assert same == plain and plain[0] < 12 and len(left) == 1
     for name, want in weights.items():
         assert torch.allclose(ours[name], want, atol=1e-6), name
     best = transformers.LlamaForCausalLM.from_pretrained(made.state.best_model_checkpoint)
