@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zfunc as zf
-from tests.dist.trainer_runs import InDouble, Run, run
+from tests.dist.trainer_runs import GROUPED, InDouble, Run, run
 from tests.laws.covering import Covering
 
 FAMILIES = ("llama", "bert", "t5")
@@ -47,7 +47,7 @@ def few(folder: str) -> dict[str, list[Run]]:
     found = {
         "float64": pair("llama", at(3), at(0, zf.remat), dtype=torch.float64, mixin=InDouble),
         "smoothed": pair("llama", at(3), label_smoothing_factor=0.1, eval_strategy="no"),
-        "bert": pair("bert", at(3), optim="sgd", train_sampling_strategy="group_by_length"),
+        "bert": pair("bert", at(3), optim="sgd", **GROUPED),
         "t5": pair("t5", at(3), **GENERATE),
         "bf16": pair("llama", at(3), bf16=True, gradient_checkpointing=True),
     }

@@ -24,6 +24,10 @@ BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
 T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
 
+GROUPED: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
+if int(transformers.__version__.split(".")[0]) < 5:
+    GROUPED = {"group_by_length": True}
+
 
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
