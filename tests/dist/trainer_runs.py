@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,7 @@ def run(
         "log_level": "error",
         **changes,
     }
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 keeps that of earlier runs
     seq2seq = family == "t5"
     base = "Seq2SeqTrainer" if seq2seq else "Trainer"
     kind = getattr(transformers if transforms is None else zf.hf, base)
