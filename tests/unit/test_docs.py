@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a page computes in full with `--whole` alone: else so, and figures of that are not compared.
 SMALLER = {"foresight.md": ("depth=96", "depth=4", "seen")}
-FIGURE = re.compile(r"\d[\d.,]*(?: [KMGT]?B\b)?")
+FIGURE = re.compile(r"(?<=at the peak: ).*|\d[\d.,e+]*(?: [KMGT]?B\b)?")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -15,7 +15,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from zfunc.buffers.moves import MOVES
+from zfunc.buffers.moves import crossing
 from zfunc.buffers.pages import FLIGHTS, Pages, address_of, aligned
 
 __all__ = ["HOST", "Buffer", "Ring"]
@@ -37,7 +37,7 @@ class Buffer:
         if not numel:
             return torch.empty(0, dtype=dtype)
         made = torch.frombuffer(self.view, dtype=dtype, count=numel, offset=offset)
-        if (told := MOVES.get()) is not None:
+        if (told := crossing()) is not None:
             told.hosts(made)
         return made
 
