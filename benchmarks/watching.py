@@ -1,4 +1,4 @@
-"""What ``zf.profile`` adds to a step, and how much of the step's time it finds.
+"""What ``zf.profile`` adds to a step, what it finds of its time, and whether FLOPs are foreseen.
 
 Steps of a GPT alternate, one that is watched and one that is not, on the same state. Times are CPU
 seconds of the thread that computes, so that other programs do not count.
@@ -7,7 +7,7 @@ seconds of the thread that computes, so that other programs do not count.
     python -m benchmarks.watching --stage 3 --remat --pairs 9
 
 The exit status is 1 where a promise is broken: at most 10 % added, at least 95 % found within
-operators, both as medians.
+operators, both as medians, and the FLOPs of ``zf.foresee``, equal by phase.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from rich.console import Console
 
 import zfunc as zf
 from benchmarks import report
-from benchmarks.models import SIZES, batches, build, loss_of
+from benchmarks.models import SIZES, Size, batches, build, loss_of
 from zfunc.foresight.costs import covered
+from zfunc.foresight.flops import summed
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.op_times import HostTimes
 from zfunc.foresight.profiling import watching
@@ -34,9 +35,8 @@ from zfunc.foresight.watch import Watch
 MOST_ADDED, LEAST_FOUND = 0.10, 0.95
 
 
-def pairs(size_name: str, stage: int, remat: bool, count: int) -> list[dict[str, float]]:
-    """Of each pair: CPU seconds of both steps, and those that were found within operators."""
-    size = SIZES[size_name]
+def step_and_state(size: Size, stage: int, remat: bool) -> tuple[Any, Any]:
+    """A step of a GPT, and its full state."""
     model = zf.functionalize(build(size))
 
     def loss_fn(params: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -44,9 +44,18 @@ def pairs(size_name: str, stage: int, remat: bool, count: int) -> list[dict[str,
 
     tx = zf.optim.adamw(1e-3)
     step = zf.donate(zf.shard(zf.train_step(loss_fn, tx), stage=stage))
-    step = zf.remat(step) if remat else step
-    state = step.place(zf.TrainState.create(model.params, tx))
-    stream, found = batches(size, 0), []
+    return zf.remat(step) if remat else step, zf.TrainState.create(model.params, tx)
+
+
+def pairs(
+    size: Size, step: Any, state: Any, count: int
+) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """Of each pair: CPU seconds of both steps, and those that were found within operators.
+
+    And the FLOPs of a step, by phase.
+    """
+    state = step.place(state)
+    stream, found, flops = batches(size, 0), [], {}
 
     def timed(run: Any, ids: torch.Tensor) -> float:
         nonlocal state
@@ -64,9 +73,10 @@ def pairs(size_name: str, stage: int, remat: bool, count: int) -> list[dict[str,
             times.begin()
             watched = timed(named(step, watch.layers), ids)
         rows = [row for row in watch.rows() if row.kind == "compute"]
+        flops = dict(summed(rows).by_phase)
         row = {"plain": plain, "watched": watched, "within": covered(rows), "rows": len(rows)}
         found += [row] if i else []
-    return found
+    return found, flops
 
 
 def main() -> int:
@@ -84,7 +94,11 @@ def main() -> int:
     torch.set_num_threads(1)
     console = Console(highlight=False)
     machine = report.record("watching", vars(given), ["zfunc"])
-    rows = pairs(given.size, given.stage, given.remat, given.pairs)
+    size = SIZES[given.size]
+    step, state = step_and_state(size, given.stage, given.remat)
+    ids = next(batches(size, 0))
+    told = dict(zf.foresee(step, state, ids, ranks=1, device="cpu").flops.by_phase)
+    rows, flops = pairs(size, step, state, given.pairs)
     for row in rows:
         console.print(
             f"{row['plain']:.3f} s plain, {row['watched']:.3f} s watched, "
@@ -96,7 +110,8 @@ def main() -> int:
         f"{machine['date']} · torch {machine['versions']['torch']} · {given.size}, stage "
         f"{given.stage}: {added:+.1%} added, {within:.1%} found (medians)"
     )
-    return int(added > MOST_ADDED or within < LEAST_FOUND)
+    console.print(f"FLOPs {sum(flops.values())}, foreseen {sum(told.values())}; by phase: {flops}")
+    return int(added > MOST_ADDED or within < LEAST_FOUND or flops != told)
 
 
 if __name__ == "__main__":

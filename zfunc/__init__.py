@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # at run time by `__getattr__`
     from zfunc.foresight.prediction import Foreseen, foresee
     from zfunc.foresight.profiles import Profile
     from zfunc.foresight.profiling import profile
+    from zfunc.foresight.scaling import Scaling, scale_out
     from zfunc.language.generation import generate
     from zfunc.layout.splits import Cut
     from zfunc.modules.functional import Functional, functionalize
@@ -108,6 +109,7 @@ _HOMES = {  # imported on first use: nobody pays for what is not used
     "foresight.clusters": ("Cluster",),
     "foresight.choices": ("Plan",),
     "foresight.prediction": ("Foreseen", "foresee"),
+    "foresight.scaling": ("Scaling", "scale_out"),
     "foresight.profiles": ("Profile",),
     "foresight.profiling": ("profile",),
     "language.generation": ("generate",),
@@ -156,6 +158,7 @@ __all__ = [
     "PlacementError",
     "Plan",
     "Profile",
+    "Scaling",
     "Schedule",
     "Sharded",
     "Step",
@@ -215,6 +218,7 @@ __all__ = [
     "restore",
     "row",
     "save",
+    "scale_out",
     "scan",
     "settled",
     "shard",

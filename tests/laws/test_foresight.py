@@ -12,6 +12,7 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.covering import STAGES, Covering
 from tests.laws.foreseen_steps import COUNTED, STEPS, batch
+from tests.laws.plans_by_hand import llama
 
 WORLDS = (2, 3, 4)
 # What tests/laws/test_foreseen_compositions.py does not have.
@@ -123,6 +124,39 @@ def test_a_tensor_of_the_caller_is_never_written() -> None:
 
     zf.foresee(step, {"params": torch.zeros(4)}, torch.zeros(4), ranks=1)
     assert not seen.any() and not large.any()
+
+
+@pytest.mark.parametrize("bits", [4, 8] if Covering.whole else [4])
+def test_inference_in_low_bits_and_texts_send_what_simulated_ranks_do(bits: int) -> None:
+    """All steps of ``generate``; the check of rows is that of a step that is called."""
+    pytest.importorskip("transformers")
+    model = zf.functionalize(llama(8, 4, intermediate_size=52), train=False)
+    ids = torch.randint(2, 40, (3, 5))
+
+    def generated(params: Any, ids: Tensor) -> Tensor:
+        return zf.generate(model, params, ids, max_new_tokens=4)
+
+    def placed(fn: Any) -> Any:
+        return zf.split(zf.quantize(fn, bits=bits, group_size=4), model, tensor=2)
+
+    def body() -> Any:
+        predict = placed(model.apply)
+        params = predict.place(model.params)
+        with zf.comm.ledger() as once:
+            predict(params, ids)
+        with zf.comm.ledger() as text:
+            generated(params, ids)
+        return once.by_label, text.by_label, zf.tree.size_bytes(params)
+
+    once, text, size = zf.simulate(2)(body)()[1]
+    told = [
+        zf.foresee(placed(fn), model.params, ids, ranks=2, rank=1, device="cpu")
+        for fn in (model.apply, generated)
+    ]
+    assert told[0].sent.by_label == once
+    rows = "rows of step.local_batch"
+    assert {name: n for name, n in told[1].sent.by_label.items() if name != rows} == text
+    assert [each.state_bytes for each in told] == [size, size]
 
 
 LLAMA = {

@@ -136,10 +136,14 @@ TX = optim.adamw(1e-3)
 
 def trained(wrap: Any = lambda step: step, stage: int = 3, **how: Any) -> Any:
     """What is foreseen of a GPT's step on four ranks."""
+    return trained_on(torch.zeros(4, 17, dtype=torch.int64), wrap, stage, **how)
+
+
+def trained_on(rows: Any, wrap: Any = lambda step: step, stage: int = 3, **how: Any) -> Any:
     step = wrap(zf.train_step(lambda p, ids: gpt.loss(p, ids, SHAPE), TX))
     step = zf.shard(step, stage=stage, unit_bytes=1 << 17)
     state = zf.TrainState.create(gpt.init(SHAPE, zf.random.key(0)), TX)
-    return zf.foresee(step, state, torch.zeros(4, 17, dtype=torch.int64), **{"ranks": 4, **how})
+    return zf.foresee(step, state, rows, **{"ranks": 4, **how})
 
 
 def test_flops_by_layer_and_phase() -> None:
@@ -260,7 +264,15 @@ def test_a_batch_that_does_not_fit_raises_what_the_step_raises() -> None:
         alone(lambda s, x: (s, x @ s["params"]["w"]), WIDE, torch.zeros(8, 99))
 
 
+def test_what_the_step_itself_raises_says_which_batch_it_was() -> None:
+    with pytest.raises(TypeError, match="slice") as raised:
+        trained_on({"ids": torch.zeros(4, 17, dtype=torch.int64)})
+    assert any("does the batch fit" in note and "ids" in note for note in raised.value.__notes__)
+
+
 def test_a_rank_or_a_device_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="ranks=0, expected 1 or more"):
+        trained(ranks=0)
     with pytest.raises(ValueError, match=r"rank=4, expected 0 to 3"):
         trained(rank=4)
     with pytest.raises(ValueError, match="device='tpu'"):
@@ -364,5 +376,7 @@ def test_pictures_of_memory_and_of_lanes(tmp_path: Path) -> None:
     seen = zf.foresee(zf.shard(step, stage=3), state, torch.empty(80, 512), ranks=4)
     drawn = seen.plot(tmp_path / "memory.svg").read_text()
     assert "parameters" in drawn
-    lanes = seen.time(zf.Cluster.preset("h100", gpus=4)).plot(tmp_path / "lanes.png")
-    assert lanes.read_bytes().startswith(b"\x89PNG")
+    took = seen.time(zf.Cluster.preset("h100", gpus=4))
+    assert took.plot(tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
+    for shown in (seen, took):
+        assert "<pre>" in shown._repr_html_() and "data:image/png;base64," in shown._repr_html_()

@@ -12,7 +12,6 @@ import torch
 import zfunc as zf
 from zfunc import optim
 from zfunc.commands.cli import main
-from zfunc.foresight.choices import differing
 from zfunc.foresight.sentences import sentence
 
 TX = optim.adamw(1e-3)
@@ -105,10 +104,32 @@ def test_rows_are_plain_in_json(tmp_path: Path) -> None:
     assert {row["given"]["mesh"] for row in told} == {None, "mesh(replica=2, data=-1)"}
 
 
-def test_stages_that_differ() -> None:
-    assert differing(zf.mesh(pipe=4, data=2), 8) == [0, 2, 6]
-    assert differing(zf.mesh(pipe=2), 8) == [0, 4]
-    assert differing(zf.mesh(tensor=2), 8) == [0]
+def test_scaling_is_a_plan_on_more_and_more_devices(tmp_path: Path) -> None:
+    cluster = zf.Cluster.preset("a100-40", gpus=1)
+    weak = zf.scale_out(zf.shard(STEP, stage=3), state, rows(), cluster, gpus=(16, 8))
+    strong = zf.scale_out(zf.shard(STEP), state, rows(), cluster, (8, 16), strong=True, tokens=9)
+    assert [point.samples for point in weak.points] == [64, 128]
+    assert [point.samples for point in strong.points] == [64, 64]
+    assert weak.points[0].seconds == strong.points[0].seconds == planned(over={}).rows[0].seconds
+    assert weak.efficiency[0] == 1 > weak.efficiency[1] > strong.efficiency[1] > 0
+    assert "weak scaling" in str(weak) and "tokens/s" in str(strong)
+    told = json.loads(strong.save(tmp_path / "scaling.json").read_text())
+    assert [point["efficiency"] for point in told["points"]] == list(strong.efficiency)
+
+
+def test_scaling_is_a_picture_in_a_notebook(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cluster = zf.Cluster.preset("a100-40", gpus=1)
+    found = zf.scale_out(zf.shard(STEP), state, rows(), cluster, (8, 128), strong=True)
+    assert "64 rows cannot be cut over 128 ranks" in str(found) and found.efficiency[1] == 0
+    assert found.plot(tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64," in found._repr_html_()
+
+
+@pytest.mark.parametrize("gpus", [(), (0, 8), (8, 12)])
+def test_numbers_of_devices_that_do_not_scale(gpus: Any) -> None:
+    with pytest.raises(ValueError, match="expected multiples of the least"):
+        zf.scale_out(zf.shard(STEP), state, rows(), zf.Cluster.preset("h100", gpus=8), gpus)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +138,7 @@ def test_stages_that_differ() -> None:
         ({}, "give step_of"),
         ({"step_of": zf.shard, "batch": 0, "cluster": 0}, "make_state is missing"),
         ({"step_of": zf.shard, "make_state": 0, "cluster": 0}, "batch is missing"),
+        ({"step_of": zf.shard, "make_state": 0, "batch": 0, "cluster": "h100"}, "is no cluster"),
         ({"model": 0, "batch": 0, "cluster": 0, "over": {}}, "go with step_of"),
     ],
 )

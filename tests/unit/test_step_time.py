@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 import zfunc as zf
-from tests.laws.foreseen_steps import STEPS, batch
+from tests.laws.foreseen_steps import CLIPPED, STEPS, batch, loss
 from zfunc.errors import DeviceError
-from zfunc.foresight.clocks import replay
+from zfunc.foresight.clocks import replay, replay_stages
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.rows import StepRow
+from zfunc.transforms.offloading.blocks import Files
 
 # One second is a byte of memory, and so it is of a link: two ranks send half of what they gather.
 PLAIN = Cluster(
@@ -98,23 +100,144 @@ def test_ranks_of_a_node_share_its_way_out() -> None:
     assert replay([GATHER], four, {"data": (0, 2)}).seconds == 8.0
 
 
+# Copies and drives
+
+HOST = replace(PLAIN, pcie=2.0, drive_read=1.0, drive_write=0.5, host_memory_bandwidth=1.0)
+
+
+def move(way: str, nbytes: int, number: int, after: int = 0) -> StepRow:
+    return StepRow("start", way, written=nbytes, label=way, number=number, after=after)
+
+
+def over(way: str, number: int) -> StepRow:
+    return StepRow("wait", way, label=way, number=number)
+
+
+def test_copies_and_drives_run_beside_the_device() -> None:
+    """A unit is read in 4 s and goes up in 2, while 3 s are computed."""
+    rows = [move("read", 4, 1), move("up", 4, 2, after=1), product(3), over("up", 2), product(1)]
+    took = replay(rows, HOST, GROUPS)
+    assert took.parts == {"compute": 4.0, "copies": 3.0}
+    assert took.busy == {"read": 4.0, "up": 2.0, "compute": 4.0}
+
+
+def test_what_goes_down_was_computed_before_and_is_written_behind_that() -> None:
+    took = replay([product(3), move("down", 2, 1), move("write", 2, 2, after=1)], HOST, GROUPS)
+    assert took.parts == {"compute": 3.0, "copies": 1.0, "drives": 4.0}
+
+
+def test_the_host_computes_once_what_it_reads_is_there() -> None:
+    """And the device, which has nothing left, stands."""
+    update = StepRow("compute", "copy_", read=2, on_host=True)
+    took = replay([move("read", 3, 1), product(1), over("read", 1), update], HOST, GROUPS)
+    assert took.parts == {"compute": 1.0, "drives": 2.0, "host": 2.0}
+    assert replay([update], replace(PLAIN, kind="cpu"), GROUPS).seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (move("up", 1, 1), "pcie"),
+        (move("read", 1, 1), "drive_read"),
+        (move("write", 1, 1), "drive_write"),
+        (StepRow("compute", "add", read=1, on_host=True), "host_memory_bandwidth"),
+    ],
+)
+def test_what_an_offloaded_state_needs_is_named(row: StepRow, field: str) -> None:
+    with pytest.raises(DeviceError, match=f"give {field}= in bytes per second"):
+        replay([row], PLAIN, GROUPS)
+
+
+def test_a_disk_reads_and_writes_what_it_really_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a steady step; on a GPU parameters go up besides, and gradients down."""
+    real: Counter[str] = Counter()
+    for way in ("read", "write"):
+        old = getattr(Files, way)
+
+        def counted(self: Any, region: Any, block: int, data: Any, way=way, old=old) -> int:
+            real[way] += len(data)
+            return int(old(self, region, block, data))
+
+        monkeypatch.setattr(Files, way, counted)
+
+    def step(path: str) -> Any:
+        return zf.offload(STEPS["plain"].step(3, 1), to="disk", path=tmp_path / path)
+
+    running = step("real")
+    state, _ = running(running.place(STEPS["plain"].state()), batch(1))
+    real.clear()
+    running(state, batch(1))
+    told = {}
+    for device in ("cpu", "cuda"):
+        seen = zf.foresee(step("told"), STEPS["plain"].state(), batch(1), ranks=1, device=device)
+        told[device] = Counter[str]()
+        for row in seen.rows:
+            if row.kind == "start":
+                told[device][row.name] += row.written
+    assert told["cpu"] == real
+    params = sum(x.nbytes for x in zf.tree.leaves(STEPS["plain"].state().params))
+    up, down = (told["cuda"].pop(way) / params for way in ("up", "down"))
+    assert told["cuda"] == real and 1.5 < up <= 2.1 and 1 <= down < 1.1
+    assert not (tmp_path / "told").exists()
+
+
+def test_an_optimizer_on_the_host_leaves_the_devices_memory() -> None:
+    """Its state is not counted there, and only gradients and parameters cross."""
+    step = STEPS["offload"].step(1, 2)
+    seen = zf.foresee(step, STEPS["offload"].state(), batch(1), ranks=2)
+    plain = zf.foresee(STEPS["plain"].step(1, 2), STEPS["plain"].state(), batch(1), ranks=2)
+    params = sum(x.nbytes for x in zf.tree.leaves(STEPS["plain"].state().params))
+    assert plain.peak_bytes - seen.peak_bytes > 0.9 * params  # two moments, of which half is here
+    crossed = [row.written for row in seen.rows if row.name == "up" and row.kind == "start"]
+    assert params / 2 <= sum(crossed) <= 1.1 * params / 2
+
+
+# Stages
+
+
+def test_stages_wait_for_what_their_neighbours_really_take() -> None:
+    """The first computes for 1 s and sends for 2; the second has 5 s of its own, and sends back."""
+    pipe, send = {"pipe": (0, 1)}, replace(GATHER, name="send", axis="pipe", written=1)
+    sent, got = replace(send, peer=1), replace(send, name="receive", peer=1, number=2)
+    there = replace(WAIT, name="receive", axis="pipe", number=2)
+    first = [product(1), sent, got, there, product(1)]
+    mine, back = replace(got, peer=0), replace(send, peer=0, number=3)
+    second = [mine, there, product(5), back]
+    one, two = replay_stages([(first, pipe), (second, pipe)], PLAIN, "pipe")
+    assert one.parts == {"compute": 2.0, "stages": 7.0, "communication": 2.0}
+    assert two.parts == {"stages": 2.0, "communication": 4.0, "compute": 5.0}
+    assert one.seconds == two.seconds == 11.0
+    with pytest.raises(ValueError, match="that none of them sends"):
+        replay_stages([(first, pipe), ([], pipe)], PLAIN, "pipe")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zbv"])
+def test_a_pipeline_takes_what_its_slowest_stage_makes_it_take(name: str) -> None:
+    """Equal stages as their schedule says; a stage with more layers costs more than its bubble."""
+
+    def seen(partition: Any) -> list[Any]:
+        plain = zf.train_step(loss, CLIPPED)
+        step = zf.pipeline(plain, 4, schedule=name, pipe=2, partition=partition)
+        step = zf.shard(step, stage=0)
+        state, rows = STEPS["plain"].state(), torch.cat([batch(1)] * 2)
+        return [zf.foresee(step, state, rows, ranks=2, rank=rank) for rank in range(2)]
+
+    cluster = Cluster.preset("h100", gpus=2, dispatch=0.0, gap=1e-4)
+    first, last = seen("flops")
+    together = first.time(cluster, others=[last])
+    assert together.seconds == last.time(cluster, others=[first]).seconds
+    assert "stages wait" in str(first.time(cluster)) and "stages wait" not in str(together)
+    assert together.seconds > max(sum(first.time(cluster).busy.values()) * 0.5, 0.0)
+    if name == "gpipe":
+        few, many = seen((0, 1, 4))
+        uneven = few.time(cluster, others=[many])
+        assert uneven.seconds > 1.2 * together.seconds
+        assert uneven.parts["stages"] > 2 * many.time(cluster, others=[few]).parts["stages"]
+
+
 @cache
-def test_what_is_offloaded_goes_beside_the_rest() -> None:
-    host = replace(PLAIN, pcie=2.0)
-    assert replay([product(3)], host, GROUPS, offloaded=4).parts == {"compute": 3.0}
-    took = replay([product(3)], host, GROUPS, offloaded=10)
-    assert took.parts == {"compute": 3.0, "copies": 2.0} and took.busy["down"] == 5.0
-    with pytest.raises(DeviceError, match="no link to the host: give pcie="):
-        replay([product(3)], PLAIN, GROUPS, offloaded=4)
-
-
-def test_stages_wait_as_their_schedule_says() -> None:
-    assert replay([product(3)], PLAIN, GROUPS, bubble=0.25).parts == {"compute": 3, "stages": 1}
-    case = STEPS["1f1b"]
-    told = zf.foresee(case.step(1, 2), case.state(), batch(2), ranks=2)
-    assert 0 < told.bubble < 0.5 and "stages wait" in str(told.time(Cluster.preset("h100", gpus=2)))
-
-
 def foreseen(ranks: int = 4, n: int = 1) -> Any:
     step = zf.accumulate(STEPS["plain"].step(3, ranks), n)
     return zf.foresee(step, STEPS["plain"].state(), torch.cat([batch(1)] * n), ranks=ranks)
@@ -159,6 +282,21 @@ def test_unknown_names_are_told_with_those_that_are_known() -> None:
         Cluster.preset("h100", gpus=8, nvlnk=1.0)
     with pytest.raises(ValueError, match="product=2, expected a share"):
         Cluster.preset("h100", gpus=8, product=2)
+    with pytest.raises(ValueError, match="nic='fast', expected a number"):
+        Cluster.preset("h100", gpus=8, nic="fast")
+    with pytest.raises(TypeError, match="'h100' is no cluster"):
+        foreseen().time("h100")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("{", "this is no JSON"), ('{"device": "x"}', "it lacks gpus, memory"), ("[]", "JSON object")],
+)
+def test_a_file_that_is_no_cluster(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"cluster.json: .*{what}"):
+        Cluster.load(path)
 
 
 def test_a_link_that_is_not_there_is_named() -> None:

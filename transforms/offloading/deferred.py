@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from zfunc.buffers.moves import crossing, on_device
 from zfunc.buffers.numbers import numbers_of
 from zfunc.errors import PlacementError
 from zfunc.layout.cutting import make_layout
@@ -28,7 +29,7 @@ from zfunc.layout.sharded import Sharded, cut
 from zfunc.layout.streaming import spans_of_flat
 from zfunc.transforms.offloading import evaluation
 from zfunc.transforms.offloading.evaluation import Evaluable, Expression
-from zfunc.transforms.offloading.parts import outline, part_of, part_on, rank_in
+from zfunc.transforms.offloading.parts import outline, part_of, part_on, part_on_host, rank_in
 from zfunc.transforms.offloading.present import present
 from zfunc.trees.nodes import (
     NAMESPACE,
@@ -38,6 +39,7 @@ from zfunc.trees.nodes import (
     Span,
     Tree,
     any_spent,
+    held_in,
     opened,
     register,
 )
@@ -94,7 +96,7 @@ class Streamed(Expression):
     def whole(self, f: Callable[..., Tensor], others: Sequence[Any]) -> Deferred:
         def do(parts: Parts, i: int) -> Sharded:
             there = [part_on(part, self.device) for part in parts]  # a collective
-            return part_on(there[i].whole(f, there), torch.device("cpu"))
+            return part_on_host(there[i].whole(f, there))
 
         return self._over(others, do)
 
@@ -358,7 +360,7 @@ class InMemory(Streamed):
     def __init__(self, node: Sharded) -> None:
         self._node = node
         self.skeleton = Sharded(node.layout, [x if x is None else _empty(x) for x in node.flats])
-        self.away = any(x is not None and x.device.type == "cuda" for x in node.flats)
+        self.away = any(x is not None and on_device(x) for x in node.flats)
 
     def held(self) -> Sequence[Tensor | None]:
         return self._node.held()
@@ -382,7 +384,8 @@ class LazyShard(Streamed):
 
     def __init__(self, layout: Layout, tree: Tree) -> None:
         self._tree = tree
-        self.away = self.home.type == "cuda"
+        foreseen = crossing() is not None and any(map(on_device, held_in(tree)))
+        self.away = foreseen or self.home.type == "cuda"
         self._near = False
         leaves = leaves_of(layout, tree)
         dtypes: list[torch.dtype | None] = []

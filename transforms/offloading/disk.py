@@ -24,13 +24,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zfunc.buffers.copies import Leaving
+from zfunc.buffers.moves import MOVES, Moves
 from zfunc.buffers.pages import FLIGHTS
 from zfunc.buffers.ring import Buffer, Ring
 from zfunc.errors import PlacementError
@@ -241,20 +242,50 @@ class Disk:
             raise refused(path, "write", len(data), error) from error
 
 
+class ForetoldWork(Future[Any]):
+    """A read or a write that is foreseen; whoever asks for its end has waited for it."""
+
+    def __init__(self, told: Moves | None, number: int) -> None:
+        super().__init__()
+        self._told, self.number = told, number
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if self._told is not None:
+            self._told.waited(self.number)
+        return super().exception(timeout)
+
+
+def _number(work: Any) -> int:
+    number: int = work.number
+    return number
+
+
 class AbsentDisk(Disk):
     """The folders of a step that is foreseen: nothing is made, read, written or deleted there."""
 
     def open(self) -> None:
-        self.files, self.closed = NoFiles(self.folders), False
+        self.files: NoFiles = NoFiles(self.folders)
+        self.closed = False
 
     def close(self) -> None:
         self.ring.clear()
         self.closed = True
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(call(*args))
+        told = MOVES.get()
+        with nullcontext() if told is None else told.behind():
+            result = call(*args)
+        done = ForetoldWork(told, self.files.last)
+        done.set_result(result)
         return done
+
+    def settle(self, block: bool = True) -> bool:
+        if block:
+            self.leaving.end()
+        pending, self._pending = self._pending, set()
+        for last in sorted(pending, key=_number)[-1:]:  # a drive does one after the other
+            finished(last)
+        return bool(pending)
 
     def fresh(self) -> str:
         self._made += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zfunc.buffers.copies import Upload
+from zfunc.buffers.moves import crossing
 from zfunc.engine.unit_info import Ready
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout.layout import Layout
@@ -23,6 +25,7 @@ from zfunc.transforms.offloading.disk import Disk
 from zfunc.transforms.offloading.evaluation import Sums
 from zfunc.transforms.offloading.parts import part_of, rank_in, trainable_part
 from zfunc.transforms.offloading.tree_storage import PendingRead, TreeStorage, for_gradients
+from zfunc.trees.kinds import kind
 from zfunc.trees.nodes import NAMESPACE, Box, Lazy, Placed, Span, gone, spent
 from zfunc.trees.squares import square_sum
 from zfunc.trees.tree import dotted
@@ -67,7 +70,7 @@ class DiskTree(Streamed):
 
     def fetch(self, unit: int, must: bool = True) -> Any:
         reading = self._read(unit, must)
-        if self.device.type == "cpu":
+        if kind(self.device) == "cpu":
             return reading
         lifting = self.storage.lifting
         while lifting and ((first := lifting[0]()) is None or first.lift()):
@@ -160,7 +163,9 @@ class PendingUpload:
     def lift(self, must: bool = False) -> bool:
         """Begin to copy what has been read; whether it was."""
         if self._upload is None and (must or self._reading.done):
-            self._upload = Upload(self._reading.wait(), self._device, self._pin)
+            told = crossing()
+            with nullcontext() if told is None else told.behind():
+                self._upload = Upload(self._reading.wait(), self._device, self._pin)
             del self._reading
         return self._upload is not None
 

@@ -27,8 +27,9 @@ from zfunc.layout.leaves import freeze
 from zfunc.layout.readable import Readable
 from zfunc.layout.sharded import Sharded, summed
 from zfunc.ranks.comm import Group
-from zfunc.transforms.offloading.parts import part_of, part_on
+from zfunc.transforms.offloading.parts import part_of, part_on, part_on_host
 from zfunc.transforms.offloading.present import present
+from zfunc.trees.kinds import kind
 from zfunc.trees.memory import Donation
 from zfunc.trees.nodes import Lazy, Tree, held_in, register
 
@@ -199,14 +200,14 @@ def _computed_with(key: Key, part: Sharded, group: list[Key], wanted: Wanted) ->
 def _handed_on(key: Key, group: list[Key], wanted: Wanted) -> bool:
     """Whether what an operation takes over unchanged goes nowhere but to the device."""
     takers = [take for _, take in wanted.get(key, ())]
-    up = all(isinstance(x, Collected) and x.device.type != "cpu" for x in takers)
+    up = all(isinstance(x, Collected) and x.goes_up for x in takers)
     return not key[0].computes and up and not any(key in _needs(other) for other in group)
 
 
 def _at_home(part: Sharded, leaving: Sharded, copies: Mapping[int, Tensor]) -> Sharded:
     """A part with what leaves the device in host memory: copies of its flats, by number, and
     those without elements."""
-    there = part_on(part_of(part.layout, {**dict(enumerate(leaving.flats)), **copies}), _HOST)
+    there = part_on_host(part_of(part.layout, {**dict(enumerate(leaving.flats)), **copies}))
     both = zip(there.flats, part.flats, strict=True)
     return Sharded(part.layout, [y if x is None else x for x, y in both])
 
@@ -400,14 +401,19 @@ def gathered_up(node: Expression) -> Sharded:
 
 
 class Collected:
-    """Takes the parts of a tree into memory."""
+    """Takes the parts of a tree into memory: a device's, or the host's if none is named."""
 
-    def __init__(self, node: Expression, device: torch.device = _HOST) -> None:
+    def __init__(self, node: Expression, device: torch.device | None = None) -> None:
         self._layout, self.device = node.layout, device
         self._flats: list[Tensor | None] = [
             x if x is None or x.numel() else torch.empty(0, dtype=x.dtype)
             for x in node.skeleton.flats
         ]
+
+    @property
+    def goes_up(self) -> bool:
+        """Whether they go to a device that has memory of its own."""
+        return self.device is not None and kind(self.device) != "cpu"
 
     def __call__(self, unit: int, part: Sharded) -> None:
         part = _to_keep(part, self.device)
@@ -419,9 +425,9 @@ class Collected:
         return Sharded(self._layout, self._flats)
 
 
-def _to_keep(part: Sharded, device: torch.device) -> Sharded:
+def _to_keep(part: Sharded, device: torch.device | None) -> Sharded:
     """A part on a device; a ring's buffer, in which it may lie, is not to be kept for long."""
-    if device.type != "cpu":
+    if device is not None and kind(device) != "cpu":
         return part_on(part, device)
     flats = [
         x.clone() if x is not None and x.numel() and not x.untyped_storage().resizable() else x

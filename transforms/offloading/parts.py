@@ -15,8 +15,9 @@ from torch import Tensor
 from zfunc.buffers.copies import uploaded
 from zfunc.layout.layout import Layout
 from zfunc.layout.sharded import Sharded
+from zfunc.trees.kinds import kind
 
-__all__ = ["outline", "part_of", "part_on", "rank_in", "trainable_part"]
+__all__ = ["outline", "part_of", "part_on", "part_on_host", "rank_in", "trainable_part"]
 
 
 def rank_in(layout: Layout) -> int:
@@ -46,6 +47,11 @@ def outline(layout: Layout, dtypes: Sequence[torch.dtype | None], rank: int) -> 
 
 def part_on(part: Sharded, device: torch.device) -> Sharded:
     """A part whose tensors are on a device; those that are there already are not copied."""
-    if device.type != "cpu":
+    if kind(device) != "cpu":
         return Sharded(part.layout, uploaded(part.flats, device))
-    return Sharded(part.layout, [x if x is None else x.to(device) for x in part.flats])
+    return part_on_host(part)
+
+
+def part_on_host(part: Sharded) -> Sharded:
+    """The same in the host's memory."""
+    return Sharded(part.layout, [x if x is None else x.to("cpu") for x in part.flats])

@@ -54,6 +54,7 @@ from zfunc.transforms.offloading.transitions import (
 )
 from zfunc.transforms.offloading.tree_storage import for_gradients
 from zfunc.trees.boxes import alike
+from zfunc.trees.kinds import kind
 from zfunc.trees.nodes import NAMESPACE, Tree, held_in
 
 __all__ = ["Offload", "offload"]
@@ -126,7 +127,7 @@ class Offload(Transform):
 
     def moves(self, device: torch.device) -> bool:
         """Whether the host's memory is another than that of a device."""
-        return device.type != "cpu"
+        return kind(device) != "cpu"
 
     @property
     def represents(self) -> bool:  # type: ignore[override]

@@ -160,6 +160,13 @@ class Pipeline(Meshed):
         holders = tuple(tuple(i for i, place in enumerate(at) if place == rank) for rank in rank_of)
         return Stages(parts.chunk_of, holders)
 
+    def work(self, step: Any) -> tuple[int, ...]:
+        """Of each stage of a step that has placed a state, that by which they are balanced."""
+        known = step._memo().get(WEIGHTS, {})
+        weights = known[max(known)] if known else ()
+        rows = list(zip(self.plan.rank_of, weights, strict=True)) if weights else []
+        return tuple(sum(n for rank, n in rows if rank == k) for k in range(self.group.size))
+
     @property
     def by_example(self) -> bool:
         """Whether parts are balanced by the work on an example."""

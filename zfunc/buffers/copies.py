@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.buffers.moves import MoveEvent, crossing, on_device
 from zfunc.buffers.pages import ACCOUNT, FLIGHTS, wait_for
 from zfunc.buffers.ring import HOST
 
@@ -51,6 +52,11 @@ class Upload:
 
     def __init__(self, flats: Sequence[Tensor], device: torch.device, pin: bool = True) -> None:
         self._event, self._nbytes = None, sum(x.nbytes for x in flats)
+        self._told = crossing()
+        if self._told is not None:
+            self._number, self._given = self._told.moved("up", self._nbytes), flats
+            self._flats = [torch.empty(x.shape, dtype=x.dtype) for x in flats]
+            return
         up = stream_of(device, "up")
         if up is None:
             self._flats = [x.to(device) for x in flats]
@@ -68,6 +74,10 @@ class Upload:
 
     def wait(self) -> list[Tensor]:
         """The tensors; what is computed from now on comes behind the copy."""
+        if self._told is not None:
+            self._told.waited(self._number)
+            self._told.arrived(self._flats, self._given, self._fill)
+            self._told, self._given = None, ()
         if self._event is not None:
             here = torch.cuda.current_stream(self._home.device)
             self._join(here)
@@ -75,6 +85,10 @@ class Upload:
                 for x in self._flats:
                     x.record_stream(here)
         return self._flats
+
+    def _fill(self) -> None:
+        for mine, x in zip(self._flats, self._given, strict=True):
+            mine.copy_(x)
 
     def _join(self, stream: Any) -> None:
         stream.wait_event(self._event)
@@ -97,10 +111,10 @@ def _copy(into: Tensor, x: Tensor, way: str, pinned: bool) -> None:
 
 def uploaded(flats: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
     """Tensors, perhaps of the host, on a device; what is there already is not copied."""
-    there = device.type
-    moving = [x for x in flats if x is not None and x.device.type != there]
+    there = [x is None or on_device(x) for x in flats]
+    moving = [x for x, stays in zip(flats, there, strict=True) if x is not None and not stays]
     rest = iter(Upload(moving, device).wait() if moving else ())
-    return [x if x is None or x.device.type == there else next(rest) for x in flats]
+    return [x if stays else next(rest) for x, stays in zip(flats, there, strict=True)]
 
 
 def descend(
@@ -119,6 +133,10 @@ def descend(
         behind: events; what the current stream has to do if left out.
         pin: whether ``into`` is page-locked.
     """
+    if (told := crossing()) is not None and any(map(on_device, flats)):
+        number = told.moved("down", sum(x.nbytes for x in flats))
+        told.arrived(into, flats, lambda: [m.copy_(x) for m, x in zip(into, flats, strict=True)])
+        return MoveEvent(told, number)
     stream = next((stream_of(x.device, name) for x in flats if x.device.type == "cuda"), None)
     if stream is None:
         for mine, x in zip(into, flats, strict=True):
@@ -134,6 +152,13 @@ def descend(
         event = stream.record_event()
     FLIGHTS.hold(stream, event, into)
     return event
+
+
+def _computing(flats: Sequence[Tensor]) -> Any:
+    """The stream that computes with tensors, some of which are a device's."""
+    if (told := crossing()) is not None:
+        return MoveEvent(told)
+    return torch.cuda.current_stream(next(x.device for x in flats if x.device.type == "cuda"))
 
 
 class Leaving:
@@ -152,9 +177,8 @@ class Leaving:
         """Keep tensors until ``event``."""
         if event is None:
             return
-        device = next(x.device for x in flats if x.device.type == "cuda")
         nbytes = sum(x.nbytes for x in flats)
-        self._rows.append((torch.cuda.current_stream(device), event, nbytes, tuple(flats)))
+        self._rows.append((_computing(flats), event, nbytes, tuple(flats)))
         self._held += nbytes
         while self._held > self.limit and len(self._rows) > 1:
             self._drop()
@@ -193,8 +217,9 @@ class Descent:
     ) -> None:
         self.name, self._event = name, None
         self.flats = HOST.tensors([(x.numel(), x.dtype) for x in flats])
-        self._home, self._sources = torch.cuda.current_stream(flats[0].device), tuple(flats)
-        events = [self._home.record_event()] if after is None else [*after]
+        self._home, self._sources = _computing(flats), tuple(flats)
+        known = after is not None or crossing() is not None
+        events = [*(after or ())] if known else [self._home.record_event()]
         self._event = descend(flats, self.flats, "aside", [*events, *behind], HOST.locked)
 
     def wait(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from zfunc.buffers.moves import crossing
 from zfunc.buffers.pages import FLIGHTS, Pages, address_of, aligned
 
 __all__ = ["HOST", "Buffer", "Ring"]
@@ -35,7 +36,10 @@ class Buffer:
         """A 1-D tensor in this memory, with a storage of its own."""
         if not numel:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.view, dtype=dtype, count=numel, offset=offset)
+        made = torch.frombuffer(self.view, dtype=dtype, count=numel, offset=offset)
+        if (told := crossing()) is not None:
+            told.hosts(made)
+        return made
 
 
 class Ring:

@@ -14,8 +14,9 @@ operators), ``costs`` (sums), ``peaks`` (what a device can do), ``profiles`` and
 (what is shown).
 
 How long it takes: ``clusters`` (where), ``presets`` (published numbers), ``operation_times`` and
-``links`` (how long each row takes), ``clocks`` (which wait for which), ``timing`` (the answer).
-``choices`` compares steps, ``sentences`` writes them down, ``texts`` figures. ``drawing`` draws.
+``links`` (how long each row takes), ``clocks`` (which wait for which), ``stages`` (of a pipeline,
+together), ``timing`` (the answer). ``choices`` compares steps, ``sentences`` writes them down,
+``texts`` figures. ``scaling`` compares numbers of devices. ``drawing`` draws.
 """
 
 from zfunc.foresight.assumptions import Assumption, ForesightError
@@ -25,6 +26,7 @@ from zfunc.foresight.prediction import Foreseen, SentBytes, foresee
 from zfunc.foresight.profiles import Profile
 from zfunc.foresight.profiling import profile
 from zfunc.foresight.rows import StepRow
+from zfunc.foresight.scaling import Scaling, ScalingPoint, scale_out
 from zfunc.foresight.timing import LaneSpan, Timing
 from zfunc.foresight.watch import TimedRow
 
@@ -37,10 +39,13 @@ __all__ = [
     "Plan",
     "PlanRow",
     "Profile",
+    "Scaling",
+    "ScalingPoint",
     "SentBytes",
     "StepRow",
     "TimedRow",
     "Timing",
     "foresee",
     "profile",
+    "scale_out",
 ]

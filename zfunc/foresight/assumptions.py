@@ -82,7 +82,7 @@ def outside(step: Step, device: str) -> list[Assumption]:
         "kernels of Triton are foreseen as their twins in torch, compiled layers as eager ones",
     ]
     if any(t.name == "offload" for t in step.transforms):
-        found.append("what offload keeps in host memory is counted with the device's")
+        found.append("the host has the memory for what offload keeps there, which is not counted")
     return [Assumption("", what) for what in found]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -19,14 +17,14 @@ from zfunc.errors import ZfuncError
 from zfunc.foresight.assumptions import allowance
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.dry_run import DryRun
-from zfunc.foresight.prediction import Foreseen, foresee
+from zfunc.foresight.prediction import Foreseen, foresee, times_together
 from zfunc.foresight.sentences import sentence
-from zfunc.foresight.texts import bytes_text
+from zfunc.foresight.stages import differing_stages
+from zfunc.foresight.texts import bytes_text, printed
 from zfunc.foresight.timing import told
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
-from zfunc.ranks.meshes import Mesh
 
-__all__ = ["Plan", "PlanRow", "differing", "ordered", "tried"]
+__all__ = ["Plan", "PlanRow", "foresee_rank", "ordered", "tried"]
 
 REFUSED = (ZfuncError, ValueError)  # a choice that makes no sense, or is too small for it
 
@@ -85,13 +83,15 @@ def tried(
     try:
         step = as_step(make())
         line = sentence(step)
-        ranks = differing(step.mesh, cluster.gpus)
-        seen = [_on_rank(step, make_state, batch, cluster, rank) for rank in ranks]
-        times = [each.time(cluster) for each in seen]
+        first = foresee_rank(step, make_state, batch, cluster, 0)
+        ranks = [first.groups[first.pipe][k] for k in differing_stages(first.work)[1:]]
+        others = [foresee_rank(step, make_state, batch, cluster, rank) for rank in ranks]
+        seen = [first, *others]
+        times = times_together(seen, cluster)
     except REFUSED as error:
         return PlanRow(dict(given), line, str(error).partition("\n")[0])
     worst = max(seen, key=lambda each: each.peak_bytes)
-    slowest = max(times, key=float)
+    slowest = max(times, key=lambda each: (float(each), each.parts.get("compute", 0.0)))
     spare = cluster.memory - worst.peak_bytes - allowance(worst.peak_bytes, cluster.kind)
     return PlanRow(
         given=dict(given),
@@ -108,22 +108,8 @@ def tried(
     )
 
 
-def differing(mesh: Mesh | None, ranks: int) -> list[int]:
-    """Ranks of which no two do the same: of a pipeline the first stages and the last one.
-
-    Along other axes the first rank has the most of what does not divide.
-
-    >>> from zfunc.ranks.meshes import mesh
-    >>> differing(mesh(data=2, pipe=4), 8), differing(None, 8)
-    ([0, 2, 6], [0])
-    """
-    if mesh is None or mesh.closed(ranks).sizes.get("pipe", 1) == 1:
-        return [0]
-    stages = mesh.closed(ranks).members("pipe", 0)
-    return sorted({stages[0], stages[1], stages[-1]})
-
-
-def _on_rank(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> Foreseen:
+def foresee_rank(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> Foreseen:
+    """One rank of a cluster, with its rows of a batch of all ranks together."""
     with foreseeing(ForeseenWorld(rank, cluster.gpus, cluster.kind, DryRun())):
         rows = local_batch(batch, step.mesh)
     own = mapped(_apart, rows, lambda encodings: encodings)
@@ -182,18 +168,13 @@ class Plan:
 
     def __str__(self) -> str:
         notes = "".join(f"\nassumed: {note}" for note in self.notes)
-        return f"{self._printed(120).export_text().rstrip()}\n{self.verdict}{notes}"
+        return f"{printed(self.table()).export_text().rstrip()}\n{self.verdict}{notes}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         form = "<pre>{code}</pre>"
-        return self._printed(140).export_html(inline_styles=True, code_format=form)
-
-    def _printed(self, width: int) -> Console:
-        console = Console(width=width, record=True, file=StringIO())
-        console.print(self.table())
-        return console
+        return printed(self.table(), 140).export_html(inline_styles=True, code_format=form)
 
     def json(self) -> str:
         """All rows as JSON."""

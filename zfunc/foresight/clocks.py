@@ -1,24 +1,42 @@
-"""A step's rows on clocks: the host, the stream that computes, and each link.
+"""A step's rows on clocks: the host, the stream that computes, each link, and the drives.
 
-The host asks for one row after the other. The device does them in order. A collective starts when
-its link is free and what it sends is there; it runs beside what is computed, and a wait lets the
-device stand until it is over. The device's clock therefore only moves by what it computes and by
-what it waits for, and these are the parts of the answer.
+The host asks for one row after the other. The device does them in order. A collective or a copy
+starts when its link is free and what it moves is there; it runs beside what is computed, and a wait
+lets the device stand until it is over. The device's clock therefore only moves by what it computes
+and by what it waits for, and these are the parts of the answer. What the host itself computes or
+waits for (an optimizer on offloaded state, drives) lets the device stand once it has nothing left.
+
+Stages of a pipeline are replayed together: a message is there when its sender has sent it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
-from zfunc.errors import DeviceError
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.links import LinkTimes
 from zfunc.foresight.operation_times import OperationTimes
 from zfunc.foresight.rows import StepRow
 from zfunc.foresight.timing import LaneSpan, Timing
 
-__all__ = ["Clocks", "replay"]
+__all__ = ["Clocks", "Mail", "fit_together", "replay", "replay_stages"]
+
+PARTS = {"up": "copies", "down": "copies", "read": "drives", "write": "drives"}
+BY_HOST = ("read", "write", "down")  # for the end of which the host waits
+
+Groups = Mapping[str, tuple[int, ...]]
+
+
+class Mail:
+    """Messages between the stages of a pipeline.
+
+    Attributes:
+        sent: by sender and receiver, how long each message takes and when it is there.
+    """
+
+    def __init__(self) -> None:
+        self.sent: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
 
 class Clocks:
@@ -27,30 +45,45 @@ class Clocks:
     Args:
         cluster: what rows run on.
         groups: the ranks along each axis.
+        mail: of the stages that are replayed together, if they are.
+        pipe: the axis of stages.
+        stage: which of them this is.
     """
 
-    def __init__(self, cluster: Cluster, groups: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        groups: Groups,
+        mail: Mail | None = None,
+        pipe: str = "",
+        stage: int = 0,
+    ) -> None:
         self._operations, self._links = OperationTimes(cluster), LinkTimes(cluster, groups)
         self._on_host = cluster.kind == "cpu"
         self._dispatch = cluster.dispatch
         self._host = self._device = 0.0
-        self._free: defaultdict[str, float] = defaultdict(float)  # of links: when they are
+        self._free: defaultdict[str, float] = defaultdict(float)  # of lanes: when they are
         self._ends: dict[int, float] = {}  # of what was started, by its number
         self._parts: defaultdict[str, float] = defaultdict(float)
         self._spans: list[LaneSpan] = []
+        self._mail, self._pipe, self._stage = mail, pipe, stage
+        self._expected: dict[int, tuple[int, int]] = {}  # sender and place of messages, by number
+        self._posted: Counter[int] = Counter()
 
-    def run(self, row: StepRow) -> None:
-        """The next row."""
+    def run(self, row: StepRow) -> bool:
+        """The next row; False if it waits for a message that nobody has sent yet."""
         if row.kind == "wait":
-            self._wait(row)
-            return
+            return self._wait(row)
         self._host += self._dispatch
         if row.kind == "start":
             self._start(row)
+        elif row.on_host and not self._on_host:
+            self._compute_there(row)
         else:
             self._compute(row)
         if self._on_host:
             self._host = self._device = max(self._host, self._device)
+        return True
 
     def _compute(self, row: StepRow) -> None:
         self._stand_until(self._host, "host")
@@ -59,15 +92,47 @@ class Clocks:
         self._parts["compute"] += seconds
         self._device += seconds
 
+    def _compute_there(self, row: StepRow) -> None:
+        seconds = self._operations.by_host(row)
+        self._spans.append(LaneSpan("host", row.name, row.layer, self._host, seconds))
+        self._host += seconds
+        self._stand_until(self._host, "host")
+
     def _start(self, row: StepRow) -> None:
+        if row.name == "receive" and self._mail is not None and row.axis == self._pipe:
+            self._expected[row.number] = row.peer, self._posted[row.peer]
+            self._posted[row.peer] += 1
+            return
         lane, seconds = self._links.lane(row), self._links.of(row)
-        start = max(self._free[lane], self._device, self._host)
+        start = max(self._free[lane], self._host, self._ends.get(row.after, 0.0))
+        if row.name not in ("read", "write"):  # what is computed before it comes before it
+            start = max(start, self._device)
         self._spans.append(LaneSpan(lane, row.name, row.label, start, seconds))
         self._free[lane] = self._ends[row.number] = start + seconds
+        if row.name == "send" and self._mail is not None and row.axis == self._pipe:
+            self._mail.sent[self._stage, row.peer].append((seconds, start + seconds))
 
-    def _wait(self, row: StepRow) -> None:
+    def _wait(self, row: StepRow) -> bool:
+        if row.number in self._expected:
+            return self._get(row)
         if row.name != "send":  # whoever sends goes on at once
-            self._stand_until(self._ends.get(row.number, 0.0), "communication")
+            end = self._ends.get(row.number, 0.0)
+            self._stand_until(end, PARTS.get(row.name, "communication"))
+            if row.name in BY_HOST:
+                self._host = max(self._host, end)
+        return True
+
+    def _get(self, row: StepRow) -> bool:
+        """Wait for a message: first for its sender, and then for the link."""
+        assert self._mail is not None
+        peer, place = self._expected[row.number]
+        sent = self._mail.sent[peer, self._stage]
+        if place >= len(sent):
+            return False
+        seconds, end = sent[place]
+        self._stand_until(end - seconds, "stages")
+        self._stand_until(end, "communication")
+        return True
 
     def _stand_until(self, when: float, part: str) -> None:
         if when > self._device:
@@ -76,18 +141,22 @@ class Clocks:
 
     def end(self) -> None:
         """Everything has ended."""
-        self._stand_until(max(self._free.values(), default=0.0), "communication")
+        for lane, when in sorted(self._free.items(), key=lambda item: item[1]):
+            self._stand_until(when, PARTS.get(lane, "communication"))
         self._stand_until(self._host, "host")
-
-    def copy_beside(self, nbytes: int, rate: float) -> None:
-        """So many bytes have gone up from the host and down to it, beside all that there was."""
-        seconds = nbytes / rate
-        self._spans += [LaneSpan(lane, "offload", "", 0.0, seconds) for lane in ("up", "down")]
-        self._stand_until(seconds, "copies")
 
     def wait_for_stages(self, bubble: float) -> None:
         """Of the whole time this share is waiting for other stages."""
         self._stand_until(self._device / (1 - bubble), "stages")
+
+    def wait_for_others(self, when: float) -> None:
+        """The step is over when its last stage has ended."""
+        self._stand_until(when, "stages")
+
+    @property
+    def seconds(self) -> float:
+        """Where the device's clock stands."""
+        return self._device
 
     def timing(self, notes: Iterable[str] = ()) -> Timing:
         """What it took."""
@@ -98,11 +167,7 @@ class Clocks:
 
 
 def replay(
-    rows: Iterable[StepRow],
-    cluster: Cluster,
-    groups: Mapping[str, tuple[int, ...]],
-    offloaded: int = 0,
-    bubble: float = 0.0,
+    rows: Iterable[StepRow], cluster: Cluster, groups: Groups, bubble: float = 0.0
 ) -> Timing:
     """How long rows take on a cluster.
 
@@ -110,11 +175,10 @@ def replay(
         rows: of a step, in its order.
         cluster: where.
         groups: the ranks along each axis that rows name.
-        offloaded: bytes that come from the host and go back to it within a step.
         bubble: the share of a pipeline's time that its stages wait for each other.
 
     Raises:
-        DeviceError: the cluster lacks a link that they need.
+        DeviceError: the cluster lacks a link, drives or memory of the host that they need.
 
     >>> cluster = Cluster.preset("h100", gpus=8, gap=0, dispatch=0)
     >>> copied = StepRow("compute", "copy_", read=3_350_000_000)
@@ -125,27 +189,70 @@ def replay(
     for row in rows:
         clocks.run(row)
     clocks.end()
-    if offloaded:
-        if not cluster.pcie:
-            raise DeviceError(
-                "the step is offloaded, and the cluster has no link to the host: give pcie= in "
-                "bytes per second."
-            )
-        clocks.copy_beside(offloaded, cluster.pcie * cluster.link_share)
     clocks.wait_for_stages(bubble)
-    return clocks.timing(_notes(cluster, offloaded, bubble))
+    equal = f"stages wait {bubble:.0%} of the time, as their schedule says for equal ones"
+    return clocks.timing([*_notes(cluster), *([equal] if bubble else [])])
 
 
-def _notes(cluster: Cluster, offloaded: int, bubble: float) -> list[str]:
+def replay_stages(
+    stages: Sequence[tuple[Sequence[StepRow], Groups]], cluster: Cluster, pipe: str
+) -> list[Timing]:
+    """How long the stages of a pipeline take together, each with rows of its own.
+
+    Args:
+        stages: the rows of each, and its ranks along each axis.
+        cluster: where.
+        pipe: the axis of stages; peers of messages along it are their numbers.
+
+    Returns:
+        Of each stage; all end when the last one does.
+
+    Raises:
+        DeviceError: as for :func:`replay`.
+        ValueError: stages wait for messages that nobody sends (:func:`fit_together`).
+    """
+    mail = Mail()
+    clocks = [Clocks(cluster, groups, mail, pipe, k) for k, (_, groups) in enumerate(stages)]
+    at = [0] * len(stages)
+    moved = True
+    while moved:
+        moved = False
+        for k, (rows, _) in enumerate(stages):
+            while at[k] < len(rows) and clocks[k].run(rows[at[k]]):
+                at[k] += 1
+                moved = True
+    if any(n < len(rows) for n, (rows, _) in zip(at, stages, strict=True)):
+        raise ValueError("stages wait for messages that none of them sends.")
+    for each in clocks:
+        each.end()
+    last = max(each.seconds for each in clocks)
+    for each in clocks:
+        each.wait_for_others(last)
+    return [each.timing(_notes(cluster)) for each in clocks]
+
+
+def fit_together(stages: Sequence[Sequence[StepRow]], pipe: str) -> bool:
+    """Whether each message along an axis that one stage sends is received by another.
+
+    >>> send = StepRow("start", "send", axis="pipe", peer=1)
+    >>> receive = StepRow("start", "receive", axis="pipe", peer=0)
+    >>> fit_together([[send], [receive]], "pipe"), fit_together([[send], []], "pipe")
+    (True, False)
+    """
+    sent: Counter[tuple[int, int]] = Counter()
+    for k, rows in enumerate(stages):
+        for row in rows:
+            if row.kind == "start" and row.axis == pipe and row.name == "send":
+                sent[k, row.peer] += 1
+            elif row.kind == "start" and row.axis == pipe and row.name == "receive":
+                sent[row.peer, k] -= 1
+    return not any(sent.values())
+
+
+def _notes(cluster: Cluster) -> list[str]:
     if cluster.calibrated:
-        found = [f"{cluster.device}, measured {cluster.calibrated}"]
-    else:
-        found = [
-            f"{cluster.device}, from published peaks, which is optimistic: `zfunc calibrate` "
-            f"measures one; guessed: {', '.join(cluster.guessed)}"
-        ]
-    if offloaded:
-        found.append("what is offloaded goes up and down once, beside everything else")
-    if bubble:
-        found.append(f"stages wait {bubble:.0%} of the time, as their schedule says for equal ones")
-    return found
+        return [f"{cluster.device}, measured {cluster.calibrated}"]
+    return [
+        f"{cluster.device}, from published peaks, which is optimistic: `zfunc calibrate` "
+        f"measures one; guessed: {', '.join(cluster.guessed)}"
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from zfunc.errors import DeviceError
 from zfunc.foresight.presets import GUESSED, PRESETS
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "check_cluster", "peak_name"]
 
 MEASURED = (  # what a calibration knows better
     *("peak_flops", "multiprocessors", "memory_bandwidth", "product", "product_ramp"),
     *("stream", "attention", "attention_ramp", "gap", "dispatch"),
 )
+NO_NUMBERS = ("device", "kind", "peak_flops", "calibrated")
+RATES = ("nvlink", "nic", "pcie", "drive_read", "drive_write", "host_memory_bandwidth")
 LINKS = ("nvlink", "link_share", "latency", "hop")
 
 
@@ -37,8 +39,9 @@ class Cluster:
         nvlink: between devices of a node, whatever its maker calls it; 0 where there is only PCIe.
         nic: to other nodes; 0 if there is none.
         pcie: to the host.
-        drive_read, drive_write: of the drives that one device can use; 0 if there are none. What
-            goes to them is not in the time.
+        drive_read, drive_write: of the drives, one device's share; 0 if there are none.
+        host_memory_bandwidth: of the host's memory, one device's share, reading and writing
+            together. There an optimizer computes whose state is offloaded.
         kind: ``"cuda"``, or ``"cpu"``, where operations take the host's own time.
         product: share of the peak that large products reach.
         product_ramp: length of the sums of a product that reaches half of it.
@@ -72,6 +75,7 @@ class Cluster:
     gpus_per_node: int = 8
     drive_read: float = 0.0
     drive_write: float = 0.0
+    host_memory_bandwidth: float = 0.0
     kind: str = "cuda"
     product: float = 0.8
     product_ramp: float = 256.0
@@ -88,6 +92,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", dict(self.peak_flops))
+        for f in fields(self):
+            if f.name not in NO_NUMBERS:
+                x = getattr(self, f.name)
+                _check(f.name, x, "a number", isinstance(x, int | float))
         if self.kind not in ("cuda", "cpu"):
             raise ValueError(f"Cluster: kind={self.kind!r}, expected 'cuda' or 'cpu'.")
         if not self.peak_flops.get("float32"):
@@ -96,7 +104,7 @@ class Cluster:
             _check(name, getattr(self, name), "more than 0", getattr(self, name) > 0)
         for name in ("product", "stream", "attention", "link_share"):
             _check(name, getattr(self, name), "a share, 0 < x <= 1", 0 < getattr(self, name) <= 1)
-        for name in ("nvlink", "nic", "pcie", "drive_read", "drive_write", "gap", "dispatch"):
+        for name in (*RATES, "gap", "dispatch"):
             _check(name, getattr(self, name), "0 or more", getattr(self, name) >= 0)
 
     @property
@@ -171,14 +179,30 @@ class Cluster:
         Raises:
             ValueError: it has no such fields, or lacks some.
         """
-        found = json.loads(Path(path).read_text())
+        try:
+            found = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: this is no JSON ({error}).") from error
         if not isinstance(found, dict):
             raise ValueError(f"{path}: expected a JSON object of the fields of a Cluster.")
         _check_names({**found, **given}, f"{path}: ")
-        try:
-            return cls(**{**found, **given})
-        except TypeError as error:
-            raise ValueError(f"{path}: {error}") from error
+        needed = [f.name for f in fields(cls) if f.default is MISSING]
+        if missing := [name for name in needed if name not in {**found, **given}]:
+            raise ValueError(f"{path}: it lacks {', '.join(missing)}.")
+        return cls(**{**found, **given})
+
+
+def check_cluster(cluster: Any) -> None:
+    """Raise if something else was given.
+
+    Raises:
+        TypeError: it is no cluster.
+    """
+    if not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"{cluster!r} is no cluster: give zf.Cluster.preset('h100', gpus=8), say, or "
+            "zf.Cluster.load(path)."
+        )
 
 
 def peak_name(dtype: torch.dtype | None) -> str:

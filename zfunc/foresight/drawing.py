@@ -1,13 +1,17 @@
-"""Pictures of a step that was foreseen: memory by what it holds, and lanes of what is busy when."""
+"""Pictures of a step that was foreseen: memory by what it holds, lanes of what is busy, scaling."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-__all__ = ["draw_lanes", "draw_memory"]
+__all__ = ["draw_lanes", "draw_memory", "draw_scaling", "in_notebook"]
 
 COLOURS = {  # from what stays to what comes and goes
     "parameters": "#4269d0",
@@ -17,7 +21,15 @@ COLOURS = {  # from what stays to what comes and goes
     "activations": "#efb118",
     "other": "#9498a0",
 }
-LANES = {"compute": "#4269d0", "node": "#efb118", "network": "#ff725c"}
+LANES = {
+    "compute": "#4269d0",
+    "node": "#efb118",
+    "network": "#ff725c",
+    "up": "#6cc5b0",
+    "down": "#3ca951",
+    "read": "#a463f2",
+    "write": "#ff8ab7",
+}
 MOST = 20_000  # bars of a picture; shorter ones are left out first
 GB = 1e9
 
@@ -73,6 +85,48 @@ def draw_lanes(
     axes.set(xlabel="seconds", xlim=(0, seconds or 1), ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(range(len(names)), names)
     return _saved(figure, path)
+
+
+def draw_scaling(rows: Sequence[tuple[int, float, float]], rate: str, path: Path) -> Path:
+    """What devices do together, beside what as many of the first would, and what is left of it.
+
+    Args:
+        rows: devices, samples or tokens per second, and efficiency.
+        rate: what that is called.
+        path: where; the format is that of its ending.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure, axes = _figure(6.4, 3.6)
+    gpus, rates = [row[0] for row in rows], [row[1] for row in rows]
+    axes.set(xlabel="GPUs", ylabel=rate, xscale="log", yscale="log")
+    if rows:
+        line = [rates[0] / gpus[0] * n for n in gpus]
+        axes.plot(gpus, line, color="#9498a0", linewidth=1, linestyle="--", label="linear")
+        axes.plot(gpus, rates, color=COLOURS["parameters"], marker="o", label="foreseen")
+        axes.legend(frameon=False, fontsize=8)
+    for n, height, share in rows:
+        below = {"ha": "left", "va": "top", "fontsize": 7}
+        axes.annotate(f"{share:.0%}", (n, height), (4, -4), textcoords="offset points", **below)
+    axes.set_xticks(gpus, [str(n) for n in gpus])
+    axes.minorticks_off()
+    return _saved(figure, path)
+
+
+def in_notebook(text: str, draw: Callable[[Path], Path]) -> str:
+    """Text as HTML, with a picture below it if matplotlib is there.
+
+    Args:
+        text: plain.
+        draw: writes the picture to a path.
+    """
+    shown = f"<pre>{escape(text)}</pre>"
+    if find_spec("matplotlib") is None:
+        return shown
+    with TemporaryDirectory() as folder:
+        data = draw(Path(folder) / "picture.png").read_bytes()
+    return f'{shown}<img width="720" src="data:image/png;base64,{b64encode(data).decode()}">'
 
 
 def _at_rows(line: Sequence[tuple[int, int]], at: Sequence[int]) -> list[int]:

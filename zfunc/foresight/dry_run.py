@@ -10,7 +10,9 @@ whoever reads such a value has read a guess, which is written down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,8 +36,8 @@ __all__ = ["DryRun"]
 
 aten = torch.ops.aten
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
-# What collectives bring, by the first word of their label.
-KINDS = {"gather": "parameters", "join": "parameters", "reduce": "gradients"}
+# What collectives and copies bring, by the first word of their label.
+KINDS = {"gather": "parameters", "join": "parameters", "up": "parameters", "reduce": "gradients"}
 READS = (aten._local_scalar_dense.default, aten.equal.default)  # the host learns a value
 
 
@@ -62,6 +64,9 @@ class DryRun(TorchDispatchMode):
         self._seeds: dict[torch.Generator, Tensor] = {}
         self._silent = False
         self._started: list[StepRow] = []
+        self._before = 0  # what was started in earlier steps
+        self._behind: list[int] | None = None
+        self._on_host = False  # where the operation under way computes
         self._arriving = ""
         self.storages.kind = self._kind
 
@@ -71,6 +76,7 @@ class DryRun(TorchDispatchMode):
 
     def begin(self) -> None:
         """Begin rows, peak and timeline anew."""
+        self._before += len(self._started)
         self.rows, self._started = [], []
         self.storages.begin()
         self.layers.begin()
@@ -89,31 +95,47 @@ class DryRun(TorchDispatchMode):
 
     # What the world tells (zfunc.ranks.foreseen.Arrivals)
 
-    def issued(self, call: Collective, axis: str, size: int, nbytes: int) -> int:
-        number = len(self._started) + 1
-        layer, phase = self.layers.here()
-        row = StepRow(
-            "start",
-            call.kind,
-            layer,
-            phase,
-            written=nbytes,
-            label=call.label,
-            axis=axis,
-            number=number,
-        )
-        self._started.append(row)
-        self._add(row)
-        return number
+    def issued(self, call: Collective, axis: str, nbytes: int, peer: int) -> int:
+        return self._start(call.kind, call.label, nbytes, axis=axis, peer=peer)
 
     def waited(self, number: int) -> None:
         self._arriving = ""
-        if number <= len(self._started):  # not what was issued in an earlier step
-            start = self._started[number - 1]
-            self._arriving = KINDS.get(start.label.split(" ", 1)[0], "")
-            self._add(
-                StepRow("wait", start.name, label=start.label, axis=start.axis, number=number)
-            )
+        if number <= self._before:  # it was issued in an earlier step
+            return
+        if self._behind is not None:
+            self._behind.append(number)
+            return
+        start = self._started[number - self._before - 1]
+        self._arriving = KINDS.get(start.label.split(" ", 1)[0], "")
+        row = StepRow("wait", start.name, label=start.label, axis=start.axis, number=number)
+        self._add(replace(row, peer=start.peer))
+
+    def _start(self, name: str, label: str, nbytes: int, **more: Any) -> int:
+        number = self._before + len(self._started) + 1
+        row = StepRow("start", name, *self.layers.here(), written=nbytes, label=label)
+        self._started.append(replace(row, number=number, **more))
+        self._add(self._started[-1])
+        return number
+
+    # What is told of copies (zfunc.buffers.moves.Moves)
+
+    def moved(self, way: str, nbytes: int) -> int:
+        after = max(self._behind or (), default=0)
+        return self._start(way, way, nbytes, after=after)
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        outer, self._behind = self._behind, []
+        try:
+            yield
+        finally:
+            self._behind = outer
+
+    def hosts(self, x: Tensor) -> None:
+        self.storages.hosts(x)
+
+    def on_host(self, x: Tensor) -> bool:
+        return self.storages.on_host(x)
 
     def arrived(
         self, written: Sequence[Tensor], given: Sequence[Tensor], fill: Callable[[], Any]
@@ -146,7 +168,8 @@ class DryRun(TorchDispatchMode):
         flops, read = sum(row.flops for row in inside), sum(x.nbytes for x in tensors)
         dtype = tensors[0].dtype if tensors else None
         shapes = tuple(tuple(x.shape) for x in tensors)
-        self._add(StepRow("compute", name, layer, phase, flops, read, shapes=shapes, dtype=dtype))
+        row = StepRow("compute", name, layer, phase, flops, read, shapes=shapes, dtype=dtype)
+        self._add(replace(row, on_host=any(map(self.storages.on_host, tensors))))
 
     # Operations
 
@@ -181,9 +204,11 @@ class DryRun(TorchDispatchMode):
             return self._shared(func, args, kwargs)
         if func in READS:
             return self._read(func, args, kwargs, tensors)
+        self._on_host = False
         if not tensors:
             return self._new(func, args, kwargs, flat, spec)
         results = self._geometries.of(func, flat, spec)
+        self._on_host = any(map(self.storages.on_host, tensors))
         out = self._answer(func, args, kwargs, flat, tensors, results)
         self._note(func, args, kwargs, tensors, out)
         return out
@@ -210,7 +235,7 @@ class DryRun(TorchDispatchMode):
         out = func(*args, **kwargs)
         made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         for x in made:
-            storages.made(x)
+            storages.made(x, self._on_host)
         if func._opname in ALLOCATES:
             for x in made:
                 x.zero_()  # whatever lay there would be read as a value
@@ -232,7 +257,7 @@ class DryRun(TorchDispatchMode):
         if not isinstance(x, Made):
             return x
         made = pageless(x.size, x.stride, x.dtype)
-        self.storages.made(made)
+        self.storages.made(made, self._on_host)
         self.storages.wrote(made)
         return made
 
@@ -324,6 +349,7 @@ class DryRun(TorchDispatchMode):
             shapes=tuple(tuple(x.shape) for x in tensors),
             dtype=tensors[0].dtype if tensors else None,
             causal=is_causal(func, args, kwargs),
+            on_host=self._on_host,
         )
         self._add(row)
 

@@ -96,8 +96,8 @@ def _results(func: Any, flat: Sequence[Any], spec: Any) -> Results | None:
             return None
         shapes = ", ".join(str(list(x.shape)) for x in flat if isinstance(x, Tensor))
         raise ForesightError(
-            f"{func._opname} does not take tensors of shapes {shapes}: {error} Does the batch fit "
-            f"the step? This is at {place()}."
+            f"{func._opname} does not take tensors of shapes {shapes}: {str(error).rstrip('.')}. "
+            f"Does the batch fit the step? This is at {place()}."
         ) from error
     index = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
     leaves, its = pytree.tree_flatten(out)

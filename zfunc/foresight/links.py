@@ -1,4 +1,4 @@
-"""Which links a collective or a message goes over, and how long it takes there."""
+"""Which way a collective, a message or a copy goes, and how long it takes there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zfunc.foresight.rows import StepRow
 __all__ = ["LinkTimes"]
 
 MESSAGES = ("send", "receive")
+COPIES = ("up", "down", "read", "write")
 LARGE = 1 << 20  # bytes; what is smaller goes through a tree, not around a ring
 
 
@@ -29,7 +30,9 @@ class LinkTimes:
         self._spread = {axis: self._over_nodes(axis, ranks) for axis, ranks in groups.items()}
 
     def lane(self, row: StepRow) -> str:
-        """The link that is busy meanwhile: ``"network"`` or ``"node"``."""
+        """What is busy meanwhile: ``"network"`` or ``"node"``; a copy's own name."""
+        if row.name in COPIES:
+            return row.name
         return "network" if self._spread[row.axis][0] > 1 else "node"
 
     def of(self, row: StepRow) -> float:
@@ -38,6 +41,8 @@ class LinkTimes:
         A ring moves all bytes but a rank's own through each of its links, within a node and
         between nodes at the same time. A sum that everybody gets goes around twice.
         """
+        if row.name in COPIES:
+            return row.written / self._rate(row.name)
         nodes, local = self._spread[row.axis]
         ranks, cluster = nodes * local, self.cluster
         if ranks == 1:
@@ -50,6 +55,25 @@ class LinkTimes:
             longest = max(longest, row.written * (nodes - 1) / nodes / (local * across))
         rounds = 2 if row.name == "all_reduce" else 1
         return cluster.latency + rounds * (longest + self._through(nodes, ranks, row.written))
+
+    def _rate(self, way: str) -> float:
+        """Bytes per second to the host and back, or of drives.
+
+        Raises:
+            DeviceError: there is no such way.
+        """
+        cluster = self.cluster
+        if way in ("up", "down"):
+            field, rate, what = "pcie", cluster.pcie * cluster.link_share, "link to the host"
+        else:
+            field = f"drive_{way}"
+            rate, what = getattr(cluster, field), "drives"
+        if not rate:
+            raise DeviceError(
+                f"the step is offloaded, and the cluster has no {what}: give {field}= in bytes per "
+                "second of one device."
+            )
+        return float(rate)
 
     def _through(self, nodes: int, ranks: int, nbytes: int) -> float:
         """What the first byte takes to all ranks: around a ring, or down a tree if it is small."""

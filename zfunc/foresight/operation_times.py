@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from zfunc.errors import DeviceError
 from zfunc.foresight.clusters import Cluster, peak_name
 from zfunc.foresight.rows import StepRow
 
@@ -37,6 +38,21 @@ class OperationTimes:
         if key not in self._known:
             self._known[key] = self.cluster.gap + max(self._arithmetic(row), self._traffic(row))
         return self._known[key]
+
+    def by_host(self, row: StepRow) -> float:
+        """Seconds of what the host computes in its own memory.
+
+        Raises:
+            DeviceError: nobody has said how fast that is.
+        """
+        rate = self.cluster.host_memory_bandwidth * self.cluster.stream
+        if not rate:
+            raise DeviceError(
+                "the optimizer of an offloaded state runs on the host, and the cluster does not "
+                "say how fast its memory is: give host_memory_bandwidth= in bytes per second of "
+                "one device."
+            )
+        return _bytes(row) / rate
 
     def _traffic(self, row: StepRow) -> float:
         return _bytes(row) / (self.cluster.memory_bandwidth * self.cluster.stream)

@@ -11,25 +11,46 @@ from functools import cache
 
 import torch
 
-__all__ = ["Peak", "peak_of"]
+__all__ = ["Peak", "peak_flops", "peak_of"]
 
-# Name as torch gives it, TFLOP/s in 16 bits, in TF32 (0: none), in float32. Sources: NVIDIA's data
-# sheets of V100, A100, H100 and H200 (figures with sparsity halved), AMD's of Instinct MI100,
+TF32 = "tf32"
+
+
+def _halves(half: float, brain: float | None = None) -> dict[str, float]:
+    return {"float16": half, "bfloat16": half if brain is None else brain}
+
+
+_HOPPER = {
+    **_halves(989.4),
+    TF32: 494.7,
+    "float32": 66.9,
+    "float64": 66.9,
+    "int8": 1979,
+    "float8_e4m3fn": 1979,
+}
+# TFLOP/s by a part of the name that torch gives, the more special names first. Sources: NVIDIA's
+# data sheets of V100, A100, H100 and H200 (figures with sparsity halved), AMD's of Instinct MI100,
 # MI250X (half of it: torch sees each of its two dies as a GPU) and MI300X. Matrix cores count.
-PUBLISHED = (
-    ("V100-PCIE", 112.0, 0.0, 14.0),
-    ("V100", 125.0, 0.0, 15.7),
-    ("A100", 312.0, 156.0, 19.5),
-    ("H100 PCIe", 756.0, 378.0, 51.0),
-    ("H100 NVL", 835.0, 417.5, 60.0),
-    ("H100", 989.4, 494.7, 66.9),
-    ("H200 NVL", 835.0, 417.5, 60.0),
-    ("H200", 989.4, 494.7, 66.9),
-    ("MI100", 184.6, 0.0, 46.1),
-    ("MI250X", 191.5, 0.0, 47.9),
-    ("MI300X", 1307.4, 653.7, 163.4),
-)
-HALVES = (torch.float16, torch.bfloat16)
+PUBLISHED: dict[str, dict[str, float]] = {
+    "V100-PCIE": {"float16": 112, "float32": 14.0, "float64": 7.0},
+    "V100": {"float16": 125, "float32": 15.7, "float64": 7.8},
+    "A100": {**_halves(312), TF32: 156, "float32": 19.5, "float64": 19.5, "int8": 624},
+    "H100 PCIe": {**_halves(756), TF32: 378, "float32": 51.0},
+    "H100 NVL": {**_halves(835), TF32: 417.5, "float32": 60.0},
+    "H100": _HOPPER,
+    "H200 NVL": {**_halves(835), TF32: 417.5, "float32": 60.0},
+    "H200": _HOPPER,
+    "MI100": {**_halves(184.6, 92.3), "float32": 46.1, "float64": 11.5},
+    "MI250X": {**_halves(191.5), "float32": 47.9, "float64": 47.9, "int8": 191.5},
+    "MI300X": {
+        **_halves(1307.4),
+        TF32: 653.7,
+        "float32": 163.4,
+        "float64": 163.4,
+        "int8": 2614.9,
+    },
+}
+KNOWN = (torch.float16, torch.bfloat16, torch.float32)
 SIZE = 512  # of the product that a CPU is measured with
 
 
@@ -65,17 +86,25 @@ def published(name: str, dtype: torch.dtype) -> Peak:
     Peak(flops_per_second=989400000000000.0, source='published, dense bfloat16')
     """
     short = str(dtype).removeprefix("torch.")
-    found = next((row for row in PUBLISHED if row[0] in name), None)
-    if found is None or dtype not in (*HALVES, torch.float32):
+    if (rates := _rates(name)) is None or dtype not in KNOWN:
         return Peak(None, f"unknown for {short} on {name}")
-    _, halves, tf32, single = found
-    if dtype in HALVES:
-        # The bfloat16 units of MI100 are half as fast; a V100 has none.
-        slower = {"MI100": 0.5, "V100-PCIE": 0.0, "V100": 0.0}.get(found[0], 1.0)
-        halves *= slower if dtype == torch.bfloat16 else 1.0
-        return Peak(halves * 1e12 or None, f"published, dense {short}")
-    fast = tf32 and torch.backends.cuda.matmul.allow_tf32
-    return Peak((tf32 if fast else single) * 1e12, f"published, {'TF32' if fast else short}")
+    fast = dtype == torch.float32 and TF32 in rates and torch.backends.cuda.matmul.allow_tf32
+    rate = rates.get(TF32 if fast else short)
+    how = "TF32" if fast else short if dtype == torch.float32 else f"dense {short}"
+    return Peak(None if rate is None else rate * 1e12, f"published, {how}")
+
+
+def peak_flops(name: str) -> dict[str, float]:
+    """FLOP/s of a GPU by dtype; of those that its units of products know.
+
+    >>> peak_flops("A100")["bfloat16"], "bfloat16" in peak_flops("V100")
+    (312000000000000.0, False)
+    """
+    return {dtype: 1e12 * x for dtype, x in (_rates(name) or {}).items() if dtype != TF32}
+
+
+def _rates(name: str) -> dict[str, float] | None:
+    return next((row for part, row in PUBLISHED.items() if part in name), None)
 
 
 @cache

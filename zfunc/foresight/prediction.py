@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.buffers.moves import MOVES
+from zfunc.engine.batches import has_rows, leaves_of
 from zfunc.engine.entries import Entries
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.step import Step, as_step
@@ -20,13 +22,14 @@ from zfunc.errors import CompositionError, DeviceError, PlacementError
 from zfunc.foresight.assumptions import Assumption, outside
 from zfunc.foresight.attention import as_on_a_gpu
 from zfunc.foresight.clocks import replay
-from zfunc.foresight.clusters import Cluster
-from zfunc.foresight.drawing import draw_memory
+from zfunc.foresight.clusters import Cluster, check_cluster
+from zfunc.foresight.drawing import draw_memory, in_notebook
 from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.flops import Flops, summed
 from zfunc.foresight.inputs import without_values
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.rows import StepRow
+from zfunc.foresight.stages import ForeseenStage, times_of_stages
 from zfunc.foresight.texts import bytes_text as _told
 from zfunc.foresight.timing import Timing
 from zfunc.kernels.dispatch import INSTEAD
@@ -35,11 +38,10 @@ from zfunc.ranks.comm import groups_of
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
 from zfunc.ranks.meshes import Mesh
 from zfunc.ranks.world import World
-from zfunc.schedules.catalogue import schedule
 from zfunc.transforms.pipelining.transform import Pipeline
 from zfunc.trees import tree
 
-__all__ = ["Foreseen", "SentBytes", "foresee"]
+__all__ = ["Foreseen", "SentBytes", "foresee", "times_together"]
 
 KINDS = ("cpu", "cuda")
 
@@ -78,8 +80,9 @@ class Foreseen:
         assumptions: what all this rests on.
         device: the kind of device that was foreseen.
         groups: the ranks along each axis of the mesh.
-        offloaded: bytes of the state that are with the host between steps.
-        bubble: the share of a pipeline's time that stages wait, as its schedule says.
+        pipe: the axis of a pipeline's stages; ``""`` if there are none.
+        work: of each stage, by which they are balanced.
+        bubble: the share of a pipeline's time that equal stages wait, as its schedule says.
     """
 
     ranks: int
@@ -95,7 +98,8 @@ class Foreseen:
     assumptions: tuple[Assumption, ...]
     device: str = "cuda"
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    offloaded: int = 0
+    pipe: str = ""
+    work: tuple[int, ...] = ()
     bubble: float = 0.0
     live: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict, repr=False)
     at_peak: Mapping[str, int] = field(default_factory=dict)
@@ -111,11 +115,14 @@ class Foreseen:
         """
         return draw_memory(self.live, len(self.rows), self.peak_bytes, Path(path))
 
-    def time(self, cluster: Cluster) -> Timing:
+    def time(self, cluster: Cluster, others: Sequence[Foreseen] = ()) -> Timing:
         """How long a steady step takes on a cluster: its rows on clocks.
 
         Args:
             cluster: where; ranks fill one node after the other.
+            others: of a pipeline, what is foreseen of other stages: at least of the first, the
+                last, and one of each kind between them (``work``). Then a stage waits for what
+                these really take. Without them stages are taken to be equal.
 
         Raises:
             DeviceError: the step was foreseen on another kind of device, or the cluster lacks
@@ -130,10 +137,10 @@ class Foreseen:
         >>> seen.time(zf.Cluster.preset("h100", gpus=16)).binds
         'communication'
         """
-        self._check_on(cluster)
-        return replay(self.rows, cluster, self.groups, self.offloaded, self.bubble)
+        return times_together([self, *others], cluster)[0]
 
     def _check_on(self, cluster: Cluster) -> None:
+        check_cluster(cluster)
         if cluster.kind != self.device:
             raise DeviceError(
                 f"the step was foreseen with device={self.device!r}, and the cluster's are "
@@ -161,6 +168,9 @@ class Foreseen:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return in_notebook(str(self), self.plot)
 
 
 def foresee(
@@ -221,7 +231,7 @@ def foresee(
             gc.collect()
             run.begin()
             run.guesses.clear()
-            with _counted(world) as counts:
+            with _counted(world) as counts, _told_of(given):
                 out = step(state, given)
             sent.append(counts)
             state = state if inference else out[0] if isinstance(out, tuple) and out else out
@@ -229,6 +239,8 @@ def foresee(
             if not inference:  # whose weights in low bits would be unpacked to be looked at
                 _mark(run, state)
         size = tree.size_bytes(state)
+        pipe = next((t for t in step.transforms if isinstance(t, Pipeline) and t.has_stages), None)
+        work = () if pipe is None else pipe.work(step)
     live, at_peak = run.storages.by_kind()
     groups = {group.axis: group.members for group in groups_of(world) if group.members}
     return Foreseen(
@@ -247,8 +259,9 @@ def foresee(
         assumptions=(*run.guesses.listed(), *outside(step, device)),
         device=device,
         groups=groups,
-        offloaded=size if any(t.name == "offload" for t in step.transforms) else 0,
-        bubble=_bubble(step, groups),
+        pipe="" if pipe is None else pipe.axis,
+        work=work,
+        bubble=_bubble(pipe, len(work)),
     )
 
 
@@ -270,15 +283,30 @@ def _tensors(node: Any) -> list[Tensor]:
     return [x for x in tree.leaves(node) if isinstance(x, Tensor)]
 
 
-def _bubble(step: Step, groups: Mapping[str, tuple[int, ...]]) -> float:
-    pipe = next((t for t in step.transforms if isinstance(t, Pipeline)), None)
-    if pipe is None or pipe.axis not in groups:
-        return 0.0
-    stages = len(groups[pipe.axis])
-    return schedule(pipe.schedule, stages, pipe.microbatches, pipe.chunks).bubble()
+def _bubble(pipe: Pipeline | None, stages: int) -> float:
+    return 0.0 if pipe is None or stages < 2 else pipe.plans[stages].bubble()
+
+
+def times_together(seen: Sequence[Foreseen], cluster: Cluster) -> list[Timing]:
+    """How long ranks of one step take: stages of a pipeline beside each other.
+
+    Raises:
+        DeviceError: as for :meth:`Foreseen.time`.
+    """
+    for each in seen:
+        each._check_on(cluster)
+    pipe, work = seen[0].pipe, seen[0].work
+    if len(seen) > 1 and len(work) > 1:
+        stages = [ForeseenStage(x.groups[pipe].index(x.rank), x.rows, x.groups) for x in seen]
+        found = times_of_stages(stages, work, cluster, pipe)
+        if found is not None:
+            return found
+    return [replay(x.rows, cluster, x.groups, x.bubble) for x in seen]
 
 
 def _check(ranks: int, rank: int, device: str, steps: int) -> None:
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"foresee: ranks={ranks!r}, expected 1 or more.")
     if not 0 <= rank < ranks:
         raise ValueError(f"foresee: rank={rank}, expected 0 to {ranks - 1}, of ranks={ranks}.")
     if device not in KINDS:
@@ -318,7 +346,20 @@ def _alone(run: DryRun) -> Iterator[None]:
             gc.freeze()
             stack.callback(gc.unfreeze)
         stack.callback(INSTEAD.reset, INSTEAD.set(run.kernel))
+        stack.callback(MOVES.reset, MOVES.set(run))
         yield
+
+
+@contextmanager
+def _told_of(batch: Any) -> Iterator[None]:
+    """What a step raises inside the block says which batch it was given."""
+    try:
+        yield
+    except Exception as error:
+        rows = [(".".join(map(str, path)), x) for path, x in leaves_of(batch) if has_rows(x)]
+        told = ", ".join(f"{name} {list(x.shape)}".lstrip() for name, x in rows)
+        error.add_note(f"foresee: does the batch fit the step? Its tensors: {told}")
+        raise
 
 
 @contextmanager

@@ -6,11 +6,13 @@ measured; where nobody has, they are guessed, and :data:`GUESSED` says so.
 
 Sources:
 
-- peaks, memory, links: the makers' data sheets (NVIDIA V100 2020, A100 2021, H100 2023, H200 2024;
-  AMD CDNA MI100 2020, MI250X 2021, MI300X 2023). Dense, without sparsity; bf16 and fp16 on tensor
-  or matrix cores, fp32 without TF32.
+- peaks: :mod:`zfunc.foresight.peaks`.
+- memory, links: the makers' data sheets (NVIDIA V100 2020, A100 2021, H100 2023, H200 2024;
+  AMD CDNA MI100 2020, MI250X 2021, MI300X 2023).
 - network: NVIDIA DGX-1 (4 x 100 Gbit/s for 8), DGX A100 (8 x 200), DGX H100 and H200 (8 x 400);
   Frontier's user guide (4 x 200 Gbit/s for 8 halves of MI250X, 50 GB/s each way between packages).
+- memory of the host: channels of its processors, of what one moves (JEDEC): DGX-1 2 x 4 of
+  DDR4-2133, DGX A100 2 x 8 of DDR4-3200, DGX H100 2 x 8 of DDR5-4800, Frontier 8 of DDR4-3200.
 - ``product``: the largest that any product reaches, Bekman, Machine Learning Engineering, 2024
   ("maximum achievable matmul FLOPS"): A100 271.2, H100 794.5, MI300X 668.4 TFLOP/s.
 - ``attention``: Dao, FlashAttention-2, 2023: forward up to 73 % of an A100's peak; up to
@@ -23,35 +25,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from zfunc.foresight.peaks import peak_flops
+
 __all__ = ["GUESSED", "PRESETS"]
 
 GIB = 1 << 30
 GBIT = 1e9 / 8
-
-
-def _peaks(
-    half: float, single: float, brain: float | None = None, **more: float
-) -> dict[str, float]:
-    """FLOP/s by dtype, of numbers in TFLOP/s."""
-    by_dtype = {"float16": half, "bfloat16": half if brain is None else brain, "float32": single}
-    return {name: 1e12 * x for name, x in {**by_dtype, **more}.items()}
+DDR4_2133, DDR4_3200, DDR5_4800 = 17.066e9, 25.6e9, 38.4e9  # of a channel
 
 
 _A100 = {
     "multiprocessors": 108,
-    "peak_flops": _peaks(312, 19.5, float64=19.5, int8=624),
+    "peak_flops": peak_flops("A100"),
     "nvlink": 300e9,
     "nic": 200 * GBIT,
     "pcie": 32e9,
+    "host_memory_bandwidth": 2 * 8 * DDR4_3200 / 8,
     "product": 271.2 / 312,
     "attention": 0.73,
 }
 _H100 = {
     "multiprocessors": 132,
-    "peak_flops": _peaks(989.4, 66.9, float64=66.9, int8=1979, float8_e4m3fn=1979),
+    "peak_flops": peak_flops("H100"),
     "nvlink": 450e9,
     "nic": 400 * GBIT,
     "pcie": 64e9,
+    "host_memory_bandwidth": 2 * 8 * DDR5_4800 / 8,
     "product": 794.5 / 989.4,
     "attention": 335 / 989.4,
 }
@@ -86,10 +85,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory": 32 * GIB,
         "memory_bandwidth": 0.9e12,
         "multiprocessors": 80,
-        "peak_flops": _peaks(125, 15.7, brain=15.7, float64=7.8),  # no bf16 in its tensor cores
+        "peak_flops": peak_flops("V100"),  # no bf16 in its tensor cores
         "nvlink": 150e9,
         "nic": 50 * GBIT,
         "pcie": 16e9,
+        "host_memory_bandwidth": 2 * 4 * DDR4_2133 / 8,
         "product": 0.8,
         "attention": 0.4,
     },
@@ -98,11 +98,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory": 32 * GIB,
         "memory_bandwidth": 1.2288e12,
         "multiprocessors": 120,
-        "peak_flops": _peaks(184.6, 46.1, brain=92.3, float64=11.5),
+        "peak_flops": peak_flops("MI100"),
         "gpus_per_node": 4,  # joined by links; a server may have two such groups
         "nvlink": 138e9,
         "nic": 100 * GBIT,
         "pcie": 32e9,
+        "host_memory_bandwidth": 2 * 8 * DDR4_3200 / 4,
         "product": 0.7,
         "attention": 0.3,
     },
@@ -111,10 +112,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory": 64 * GIB,
         "memory_bandwidth": 1.6384e12,
         "multiprocessors": 110,
-        "peak_flops": _peaks(191.5, 47.9, float64=47.9, int8=191.5),
+        "peak_flops": peak_flops("MI250X"),
         "nvlink": 50e9,
         "nic": 100 * GBIT,
         "pcie": 36e9,
+        "host_memory_bandwidth": 8 * DDR4_3200 / 8,
         "product": 0.7,
         "attention": 0.3,
     },
@@ -123,10 +125,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory": 192 * GIB,
         "memory_bandwidth": 5.3e12,
         "multiprocessors": 304,
-        "peak_flops": _peaks(1307.4, 163.4, float64=163.4, int8=2614.9),
+        "peak_flops": peak_flops("MI300X"),
         "nvlink": 448e9,
         "nic": 400 * GBIT,
         "pcie": 64e9,
+        "host_memory_bandwidth": 2 * 8 * DDR5_4800 / 8,
         "product": 668.4 / 1307.4,
         "attention": 0.3,
     },
@@ -136,7 +139,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 GUESSED: dict[str, tuple[str, ...]] = {
     "h200": ("product", "attention"),  # an H100's
     "v100": ("product", "attention"),
-    "mi100": ("product", "attention", "nic"),
+    "mi100": ("product", "attention", "nic", "host_memory_bandwidth"),
     "mi250x": ("product", "attention"),
-    "mi300x": ("attention",),
+    "mi300x": ("attention", "host_memory_bandwidth"),
 }

@@ -44,6 +44,7 @@ class Storages:
         self._kinds: dict[int, list[str]] = {}  # one word each, which may still change
         self._nbytes: dict[int, int] = {}  # of those that the run has made
         self._callers: set[int] = set()
+        self._hosted: set[int] = set()
         self._absent: set[int] = set()
         self._assumed: set[int] = set()
 
@@ -52,13 +53,19 @@ class Storages:
         self.peak, self.row, self.timeline = self.live, 0, [(0, self.live)]
         self._changes = [(0, n, self._kinds[key]) for key, n in self._nbytes.items() if n]
 
-    def made(self, x: Tensor) -> None:
-        """The run has made this tensor, or a view of what it has made."""
+    def made(self, x: Tensor, on_host: bool = False) -> None:
+        """The run has made this tensor, or a view of what it has made.
+
+        Args:
+            on_host: whether it is in the host's memory, which is not counted.
+        """
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self._nbytes or key in self._callers:
             return
-        self._nbytes[key] = 0 if self.hidden else storage.nbytes()
+        self._nbytes[key] = 0 if self.hidden or on_host else storage.nbytes()
+        if on_host:
+            self._hosted.add(key)
         self._kinds[key] = [self.kind()]
         self._changed(key, self._nbytes[key])
         weakref.finalize(storage, self._freed, key).atexit = False
@@ -70,6 +77,15 @@ class Storages:
         if key not in self._nbytes and key not in self._callers:
             self._callers.add(key)
             weakref.finalize(storage, self._forgotten, key).atexit = False
+
+    def hosts(self, x: Tensor) -> None:
+        """It is in memory of the host that is kept for a device."""
+        self.seen(x)
+        self._hosted.add(x.untyped_storage()._cdata)
+
+    def on_host(self, x: Tensor) -> bool:
+        """Whether it is in the host's memory, and not where ranks compute."""
+        return x.untyped_storage()._cdata in self._hosted
 
     def has_made(self, x: Tensor) -> bool:
         """Whether the run has made it."""
@@ -130,9 +146,9 @@ class Storages:
     def _freed(self, key: int) -> None:
         self._changed(key, -self._nbytes.pop(key))
         del self._kinds[key]
-        self._absent.discard(key)
-        self._assumed.discard(key)
+        for kept in (self._hosted, self._absent, self._assumed):
+            kept.discard(key)
 
     def _forgotten(self, key: int) -> None:
-        for kept in (self._callers, self._absent, self._assumed):
+        for kept in (self._callers, self._hosted, self._absent, self._assumed):
             kept.discard(key)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text"]
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+
+__all__ = ["bytes_text", "printed"]
 
 
 def bytes_text(nbytes: int) -> str:
@@ -17,3 +22,14 @@ def bytes_text(nbytes: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.4g} {unit}"
+
+
+def printed(shown: Any, width: int = 120) -> Console:
+    """A console that has printed something, to export it as text or HTML.
+
+    >>> printed("some [bold]text[/]").export_text()
+    'some text\\n'
+    """
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(shown)
+    return console

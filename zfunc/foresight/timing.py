@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from zfunc.foresight.drawing import draw_lanes
+from zfunc.foresight.drawing import draw_lanes, in_notebook
 
 __all__ = ["LaneSpan", "Timing"]
 
@@ -18,7 +18,8 @@ class LaneSpan(NamedTuple):
 
     Attributes:
         lane: ``"compute"``, ``"node"`` or ``"network"`` (links), ``"up"`` or ``"down"`` (copies
-            from the host and to it).
+            from the host and to it), ``"read"`` or ``"write"`` (drives), ``"host"`` (what it
+            computes).
         name: the operation's or the collective's.
         layer: that it belongs to; the label of a collective.
         start, seconds: when and how long.
@@ -38,7 +39,8 @@ class Timing:
     Attributes:
         seconds: from the first operation to the end of the last.
         parts: what the device does in them, which sum up to them: ``"compute"``; else it waits
-            for ``"communication"``, the ``"host"``, ``"copies"`` or other ``"stages"``.
+            for ``"communication"``, the ``"host"``, ``"copies"``, ``"drives"`` or other
+            ``"stages"``.
         busy: seconds that each lane is busy, whether anybody waits for it or not.
         lanes: what is done when, in the order in which it was asked for.
         notes: what the answer rests on, and what is not in it.
@@ -72,6 +74,9 @@ class Timing:
             ImportError: matplotlib is not installed.
         """
         return draw_lanes(self.lanes, self.seconds, Path(path))
+
+    def _repr_html_(self) -> str:
+        return in_notebook(str(self), self.plot)
 
     def chrome(self, path: str | Path) -> Path:
         """Write the lanes as a trace for chrome://tracing or Perfetto; returns the path."""

@@ -28,8 +28,8 @@ __all__ = ["Arrivals", "ForeseenWorld", "foreseeing"]
 class Arrivals(Protocol):
     """Who is told of what one rank issues, waits for and gets from the others."""
 
-    def issued(self, call: Collective, axis: str, size: int, nbytes: int) -> int:
-        """A collective or a message starts; returns its number."""
+    def issued(self, call: Collective, axis: str, nbytes: int, peer: int) -> int:
+        """A collective starts, or a message (``peer`` is -1, or a rank); returns its number."""
 
     def waited(self, number: int) -> None:
         """It is over."""
@@ -65,9 +65,9 @@ class Absent(Transport):
     def mark(self, call: Collective) -> None:
         return
 
-    def issue(self, call: Collective, nbytes: int) -> int:
+    def issue(self, call: Collective, nbytes: int, peer: int = -1) -> int:
         """Tell that something starts."""
-        return self._told.issued(call, self._axis, self.size, nbytes)
+        return self._told.issued(call, self._axis, nbytes, peer)
 
     def _steps(
         self,
@@ -141,14 +141,14 @@ class AbsentMessages(Messages):
         return
 
     def send(self, call: Collective, peer: int, parts: Sequence[Tensor]) -> Transfer[None]:
-        number = self._transport.issue(call, sum(x.nbytes for x in parts))
+        number = self._transport.issue(call, sum(x.nbytes for x in parts), peer)
         self._transport._told.waited(number)
         return Complete()
 
     def receive(
         self, call: Collective, peer: int, specs: Sequence[TensorSpec], device: torch.device
     ) -> Transfer[list[Tensor]]:
-        number = self._transport.issue(call, sum(spec.nbytes for spec in specs))
+        number = self._transport.issue(call, sum(spec.nbytes for spec in specs), peer)
         return Foretold(self._transport._told, number, [spec.empty(device) for spec in specs])
 
 

@@ -15,7 +15,7 @@ from zfunc import transforms
 from zfunc.engine.batches import has_rows, leaves_of
 from zfunc.engine.state import TrainState
 from zfunc.foresight.choices import Plan, PlanRow, ordered, tried
-from zfunc.foresight.clusters import Cluster
+from zfunc.foresight.clusters import Cluster, check_cluster
 from zfunc.modules.functional import Functional
 from zfunc.optim import adamw
 from zfunc.training.recipe import train_step
@@ -55,7 +55,8 @@ def plan(
         A :class:`Plan`: rows from the best to the worst, ``best``, and a table when printed.
 
     Raises:
-        TypeError: neither ``step_of`` nor ``model``, both, or an argument that goes with the other.
+        TypeError: neither ``step_of`` nor ``model``, both, or an argument that goes with the other;
+            no cluster, or no lists in ``over``.
 
     >>> import zfunc as zf
     >>> def loss(params, x):
@@ -81,6 +82,10 @@ def plan(
         what = f"{missing[0]} is missing" if missing else "over and make_state go with step_of"
         raise TypeError(f"plan: {what}.")
     assert cluster is not None
+    check_cluster(cluster)
+    for name, values in (over or {}).items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise TypeError(f"plan: over[{name!r}]={values!r}, expected a list of values.")
     rows: list[PlanRow] = []
     attempts = (
         _usual(model, batch, cluster, trials)
