@@ -81,11 +81,10 @@ class Wire:
 
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
         """Start to send what is to be sent under ``key``; it must not be written to again."""
-        message = self.sent[key]
+        message, given = self.sent[key], [x.detach() for x in tensors]
         if message.to == self.ranks.rank:
-            self.here[key] = [x.detach() for x in tensors]
+            self.here[key] = given
             return
-        given = [x.detach() for x in tensors]
         self._let_go()
         self.under_way.append(send(self.ranks, given, message.to, label=message.label))
 

@@ -33,7 +33,7 @@ from zfunc.transforms.pipelining.failures import telling
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = ["PipelineStage", "chunks_of_layers", "flat_spec", "returned_by", "sent_by"]
+__all__ = ["PipelineStage", "chunks_of_layers", "flat_spec"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Rows = Sequence[Sequence[tuple[str, int, int]]]
@@ -247,23 +247,6 @@ def _enter_roots(source: Source, leaves: frozenset[int]) -> dict[int, Tensor]:
 def flat_spec(length: int, dtype: torch.dtype, device: torch.device) -> Spec:
     """A flat on its way."""
     return Spec((length,), dtype, device, False, (1,))
-
-
-def sent_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
-    """By chunk what it needs of chunk ``k``, in one order on all ranks."""
-    found: dict[int, list[Label]] = {}
-    for label, to in plan.sends(k):
-        found.setdefault(to, []).append(label)
-    return dict(sorted(found.items()))
-
-
-def returned_by(plan: Rehearsed, k: int) -> dict[int, list[Label]]:
-    """By chunk of which of its values chunk ``k`` returns gradients."""
-    found: dict[int, list[Label]] = {}
-    for label, (source, spec) in plan.receives(k).items():
-        if spec.needs_grad:
-            found.setdefault(source, []).append(label)
-    return dict(sorted(found.items()))
 
 
 def chunks_of_layers(layout: Layout) -> tuple[int, ...]:

@@ -326,7 +326,7 @@ def new_pass(running: Context, collector: Collector | None = None) -> Pass:
         waiting={} if collector is None else collector.waiting,
         holding=collector is not None and collector.holding,
         take=collector.take if collector is not None and first else None,
-        adds=collector is not None and first and collector.holding,
+        adds=collector is not None and first and (collector.holding or over.everyone.size == 1),
         spill=over.spill,
     )
 
@@ -342,7 +342,7 @@ def randomness(running: Context, call: int) -> AbstractContextManager[Any]:
         return nullcontext()
     key = fold_in(key, communication(running).everyone.rank)
     running.layer_scope = scope.folded(fold_in(key, 2 * call + 1))
-    return scope(fold_in(key, 2 * call))
+    return scope.folded(key)(2 * call)
 
 
 def _by_unit(

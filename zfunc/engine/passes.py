@@ -232,8 +232,8 @@ class Pass:
                 run.check_unwritten()
                 if run.entered is not None:
                     run.release()
-        if any(source.sharded for source in self.sources):
-            pool().trim()  # memory is fullest here
+        if any(run.sharded and run.foreign for source in self.sources for run in source.runs):
+            pool().trim()  # memory is fullest here, and what was gathered is there no more
         self._return_gaps()
         if self.accord is not None:
             self.accord.turn()

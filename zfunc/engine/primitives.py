@@ -15,7 +15,7 @@ from zfunc.trees.nodes import Lazy, register
 __all__ = ["CALLED", "Mean", "Ref"]
 
 CALLED: ContextVar[Any] = ContextVar("zfunc_called", default=None)
-"""What is called in the place of a user's function where some layers of a loss are elsewhere."""
+"""What is called in a user's function's place where layers are elsewhere; False: it itself."""
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,8 @@ class Source:
     def leaves_gaps(self) -> bool:
         """Whether the host's C library keeps much of what forward frees: activations of split
         leaves are small blocks, and freed ones between those in use stay in the heap."""
-        on_host = all(run.device is None or kind(run.device) == "cpu" for run in self.runs)
-        return self.layout.along is not None and self.differentiated and on_host
+        split = self.layout.along is not None and self.differentiated
+        return split and all(x.device is None or kind(x.device) == "cpu" for x in self.runs)
 
     @property
     def direct(self) -> bool:

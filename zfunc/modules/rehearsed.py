@@ -29,24 +29,28 @@ def rehearsed(template: Template) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _changed(template: Template, called: Callable[[Any], Any]) -> Iterator[None]:
-    forwards = list(template.forwards)
+def _changed(template: Template, called: Callable[[Any], Any] | bool) -> Iterator[None]:
+    """``called`` makes copies of what a user wrote; False where none are called."""
+    forwards, own = list(template.forwards), list[tuple[nn.Module, MethodType]]()
+    layers = [template.modules[unit.module] for unit in template.anatomy.units]
+    parts = template.modules.values() if callable(called) else layers
     before = [
         (hooks, dict(hooks))
-        for part in template.modules.values()
+        for part in parts
         for hooks in (part._forward_pre_hooks, part._forward_hooks)
         if hooks
     ]
-    parts = [part for part in template.modules.values() if "forward" not in part.__dict__]
-    own = [(part, made) for part in parts if (made := _method(part, called)) is not None]
     try:
-        for hooks, was in before:
-            hooks.update({key: called(hook) for key, hook in was.items()})
-        for part, made in own:
-            part.__dict__["forward"] = made
-        for i, unit in enumerate(template.anatomy.units):
-            part = template.modules[unit.module]
-            template.forwards[i] = _hooked(part, called(forwards[i]))
+        if callable(called):
+            for hooks, was in before:
+                hooks.update({key: called(hook) for key, hook in was.items()})
+            free = (part for part in parts if "forward" not in part.__dict__)
+            own += ((x, made) for x in free if (made := _method(x, called)) is not None)
+            for part, made in own:
+                part.__dict__["forward"] = made
+        for i, part in enumerate(layers):
+            forward = called(forwards[i]) if callable(called) else forwards[i]
+            template.forwards[i] = _hooked(part, forward)
         yield
     finally:
         template.forwards[:] = forwards

@@ -47,19 +47,6 @@ class Done(BaseException):
     """A chunk has computed all that it has to; no ``except Exception`` in a model may keep it."""
 
 
-class _Entrance(torch.autograd.Function):
-    """A received value, in the same memory: it may be written to, which a leaf may not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        # No `setup_context`: torch looks up the signature of such a function at each call.
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 PLAIN = (bool, int, float, complex, str)
 
 
@@ -74,11 +61,6 @@ def _stands(then: Any, x: Any) -> bool:
 
 def _told(x: Any) -> str:
     return repr(x) if isinstance(x, PLAIN) else f"a {type(x).__name__}"
-
-
-def _as_it_is(fn: Any) -> Any:
-    """What is called for a function."""
-    return fn
 
 
 def _come_to(back: list[int], n: int, grads: Any) -> None:
@@ -132,7 +114,7 @@ class ChunkRun:
     ) -> None:
         self.plan, self.chunk, self.receive, self.enter_roots = plan, chunk, receive, enter_roots
         self.active, self.within, self.over = False, -1, False
-        self.at = {call.index: n for n, call in enumerate(plan.calls)}
+        self.route = plan.route(chunk)
         self.roots: dict[int, Any] = ghost_leaves(
             plan.layout, plan.device, plan.compute, plan.layout.root_leaves
         )
@@ -141,12 +123,6 @@ class ChunkRun:
         self.inputs: dict[Label, Tensor] = {}
         self.outs: dict[Label, Tensor] = {}
         self.begins: dict[Any, tuple[GradientEdge, Tensor]] = {}
-        self.to_send = {label for label, _ in plan.sends(chunk)}
-        self.places: dict[tuple[int, str], list[Label]] = {}
-        for label in (*self.wanted, *self.to_send):
-            self.places.setdefault(label[:2], []).append(label)
-        self.first = next((n for n, call in enumerate(plan.calls) if call.chunk == chunk), -1)
-        self.stop = plan.last_call(chunk)
         self.last = chunk == plan.chunks - 1
         self.next, self.failed = 0, -1
         self.back: list[int] = []  # to which call backward has come; it holds no tensors
@@ -188,7 +164,7 @@ class ChunkRun:
         """
         if self.chunk == 0:
             self._activate()
-        tokens = RUN.set(self), CALLED.set(_as_it_is)
+        tokens = RUN.set(self), CALLED.set(False)
         try:
             out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
         except Done:
@@ -204,7 +180,7 @@ class ChunkRun:
 
     def _check(self) -> None:
         if self.over or (self.last and self.next == len(self.plan.calls)):
-            if not (lacking := self.to_send - self.outs.keys()):
+            if not (lacking := self.route.gives - self.outs.keys()):
                 return
             n = min(lacking)[0]
             raise self._differs(f"layer {self.plan.calls[n].name} was not given what it was then")
@@ -287,7 +263,7 @@ class ChunkRun:
         self, call: Callable[..., Any], info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]
     ) -> Any:
         """What the ``layer`` hook comes to."""
-        n = self.at.get(info.index)
+        n = self.plan.positions.get(info.index)
         if n is None or self.inside:
             return call(*xs, **kw)
         plan = self.plan.calls[n]
@@ -299,14 +275,15 @@ class ChunkRun:
         self._compare(n, plan, info, ins)
         self._meet(n, "in", ins)
         if plan.chunk == self.chunk:
-            return self._compute(n, call, xs, kw)
+            return self._compute(n, call, xs, kw, ins)
         return self._skip(n, plan, ins)
 
     def _compare(self, n: int, plan: Called, info: LayerInfo, ins: Sequence[Any]) -> None:
-        name = "unknown" if info.key is None else self.plan.layout.layers[info.key[1]].name
-        if n != self.next:
-            raise self._differs(f"layer {name} runs, and it was the turn of {self._expected()}")
-        if info.key is None or info.key[1] != plan.layer:
+        layer = None if info.key is None else info.key[1]
+        if n != self.next or layer != plan.layer:
+            name = "unknown" if layer is None else self.plan.layout.layers[layer].name
+            if n != self.next:
+                raise self._differs(f"layer {name} runs, and it was the turn of {self._expected()}")
             raise self._differs(f"layer {name} runs in the place of layer {plan.name}")
         if len(ins) != plan.arguments:
             raise self._differs(
@@ -315,12 +292,17 @@ class ChunkRun:
         self.next += 1
 
     def _compute(
-        self, n: int, call: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]
+        self,
+        n: int,
+        call: Callable[..., Any],
+        xs: tuple[Any, ...],
+        kw: dict[str, Any],
+        ins: Sequence[Any],
     ) -> Any:
         if not self.active:
             self._activate()
-        if n == self.first and not any(x.requires_grad for x in self.inputs.values()):
-            self._begin(flattened((xs, kw))[0])
+        if n == self.route.first and not any(x.requires_grad for x in self.inputs.values()):
+            self._begin(ins)
         self.within, self.failed = n, n
         try:
             out = call(*xs, **kw)
@@ -364,7 +346,7 @@ class ChunkRun:
 
     def _skip(self, n: int, plan: Called, ins: Sequence[Any]) -> Any:
         self.active = False
-        if n >= self.stop and not self.last and plan.chunk > self.chunk:
+        if n >= self.route.last and not self.last and plan.chunk > self.chunk:
             self.over = True
             raise Done
         running = context.current()
@@ -395,14 +377,14 @@ class ChunkRun:
         for x in leaves:
             if type(x) is Ghost and x.recipe is not None:
                 settle(x)
-        for label in self.places.get((n, side), ()):
+        for label in self.route.places.get((n, side), ()):
             x = leaves[label[2]] if label[2] < len(leaves) else None
             if label in self.wanted:
                 if type(x) is not Ghost:
                     name = self.plan.calls[n].name
                     raise self._differs(f"layer {name} was not given what it was then")
                 self._take(label, x)
-            if label in self.to_send and label not in self.outs:
+            if label in self.route.gives and label not in self.outs:
                 self.outs[label] = self._sendable(label, x)
 
     def _sendable(self, label: Label, x: Any) -> Tensor:
@@ -446,4 +428,5 @@ class ChunkRun:
         if spec.needs_grad:
             x.requires_grad_()
         self.inputs[label] = x
-        become(ghost, _Entrance.apply(x) if spec.needs_grad else x.detach())
+        # In the same memory, and no view for autograd: it may be written to, which a leaf may not.
+        become(ghost, torch.ops.aten._unsafe_view(x, x.shape) if spec.needs_grad else x.detach())

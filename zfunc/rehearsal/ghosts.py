@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -135,6 +136,7 @@ class Ghost(Tensor):
 
     Attributes:
         form: its shape, strides and dtype.
+        place: its device.
         maker: the chunk that computes it.
         tracked: whether it had a gradient, if it may, when it was made.
         leaves: of which parameters it was made, if of these alone; ``None`` of anything else.
@@ -146,6 +148,7 @@ class Ghost(Tensor):
     """
 
     form: Shape
+    place: torch.device
     maker: int
     tracked: bool
     leaves: frozenset[int] | None
@@ -154,6 +157,20 @@ class Ghost(Tensor):
     memory: GhostMemory
     version: int
     within: int
+
+    # What models ask for most, without the way through `__torch_function__`.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.form.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.form.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
 
     @property
     def light(self) -> bool:
@@ -226,7 +243,7 @@ def ghost_like(
         Ghost, form.shape, strides=form.stride, dtype=form.dtype, device=device
     )
     own = new.__dict__
-    own["form"], own["maker"], own["label"] = form, maker, None
+    own["form"], own["place"], own["maker"], own["label"] = form, device, maker, None
     own["tracked"] = needs
     own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or GhostMemory()
     own["version"], own["within"] = own["memory"].version, -1
@@ -251,10 +268,15 @@ def ghost_leaves(
             flat = layout.flats[slot.flat]
             short = compute is not None and flat.dtype.is_floating_point
             dtype = compute if short else flat.dtype if slot.code is None else slot.code.dtype
-            meta = torch.empty(slot.own, dtype=dtype, device="meta")
-            ghost = ghost_like(shape_of(meta), device, -1, flat.trainable, frozenset((i,)))
+            form = _contiguous(slot.own, dtype)
+            ghost = ghost_like(form, device, -1, flat.trainable, frozenset((i,)))
             found[i] = layout.marked(slot, ghost)
     return found
+
+
+@cache
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Shape:
+    return shape_of(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def settle(x: Any) -> Any:
@@ -336,7 +358,11 @@ def _is_light(func: Any, ghosts: Sequence[Ghost]) -> bool:
 
 def _draws(func: Any) -> bool:
     """Whether it draws random numbers: it would draw others a second time."""
-    name = getattr(func, "__name__", "")
+    return _is_random(getattr(func, "__name__", ""))
+
+
+@cache
+def _is_random(name: str) -> bool:
     return any(part in name for part in _RANDOM)
 
 

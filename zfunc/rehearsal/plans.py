@@ -12,7 +12,7 @@ import torch
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.results import Rebuild
 
-__all__ = ["Called", "Label", "Rehearsed", "Same", "Spec"]
+__all__ = ["Called", "ChunkRoute", "Label", "Rehearsed", "Same", "Spec"]
 
 Label = tuple[int, str, int]
 """A value, by where layers first meet it: which call of a layer, counted from 0, ``"in"`` or
@@ -70,6 +70,23 @@ class Called:
 
 
 @dataclass(frozen=True, eq=False)
+class ChunkRoute:
+    """What each run of one chunk comes to.
+
+    Attributes:
+        first: the first call of a layer of its own, or -1.
+        last: the last call that it comes to: of its own, or one that shows a value that it gives.
+        gives: the values that others need of it.
+        places: what it needs and what it gives, by call and side.
+    """
+
+    first: int
+    last: int
+    gives: frozenset[Label]
+    places: Mapping[tuple[int, str], Sequence[Label]]
+
+
+@dataclass(frozen=True, eq=False)
 class Rehearsed:
     """What a loss does, by shapes alone: alike on all ranks, and never changed.
 
@@ -121,11 +138,27 @@ class Rehearsed:
         """The leaves outside layers that a chunk uses."""
         return self.uses[chunk]
 
-    def last_call(self, chunk: int) -> int:
-        """The last call that a run of a chunk comes to: of a layer of its own, or one that shows
-        a value that it gives."""
+    def route(self, chunk: int) -> ChunkRoute:
+        """What each run of a chunk comes to."""
+        return self._routes[chunk]
+
+    @cached_property
+    def positions(self) -> Mapping[int, int]:
+        """Which of the calls it is, by its number among all calls of ``zf.layer``."""
+        return {call.index: n for n, call in enumerate(self.calls)}
+
+    @cached_property
+    def _routes(self) -> tuple[ChunkRoute, ...]:
+        return tuple(map(self._route, range(self.chunks)))
+
+    def _route(self, chunk: int) -> ChunkRoute:
         own = [n for n, call in enumerate(self.calls) if call.chunk == chunk]
-        return max([*own, *(label[0] for label, _ in self.sends(chunk))])
+        gives = frozenset(label for label, _ in self.sends(chunk))
+        places: dict[tuple[int, str], list[Label]] = {}
+        for label in (*self.receives(chunk), *gives):
+            places.setdefault(label[:2], []).append(label)
+        last = max([*own, *(label[0] for label in gives)], default=-1)
+        return ChunkRoute(own[0] if own else -1, last, gives, places)
 
     @cached_property
     def _sends(self) -> tuple[tuple[tuple[Label, int], ...], ...]:

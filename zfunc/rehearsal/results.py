@@ -34,6 +34,8 @@ def flattened(tree: Any, leaf: type | tuple[()] = ()) -> tuple[list[Any], Rebuil
     >>> leaves, rebuild([5, 6, 7])
     ([1, 2, None], (5, {'a': [6, 7]}))
     """
+    if isinstance(tree, Tensor):
+        return [tree], _first
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
     if not any(_is_record(x, leaf) for x in leaves):
         return leaves, lambda new: optree.tree_unflatten(spec, new)

@@ -28,7 +28,7 @@ class Shape:
 
     __slots__ = ("dtype", "shape", "stride")
 
-    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.stride, self.dtype = shape, stride, dtype
 
     def meta(self) -> Tensor:
@@ -49,7 +49,7 @@ def shape_with(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
     key = (shape, stride, dtype)
     found = _shapes.get(key)
     if found is None:
-        found = Shape(tuple(shape), tuple(stride), dtype)
+        found = Shape(torch.Size(shape), tuple(stride), dtype)
         found = _shapes.setdefault((found.shape, found.stride, dtype), found)
     return found
 
