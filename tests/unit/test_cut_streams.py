@@ -15,7 +15,7 @@ import zfunc as zf
 from tests.laws.plans_by_hand import local_params
 from zfunc.errors import PlacementError
 from zfunc.modules.cut_streams import CutStream, cut_stream, summand_stream, without_cuts
-from zfunc.operators.conjugates import cut_positions
+from zfunc.operators.conjugates import copied, cut_positions
 from zfunc.probing.plans import plan_of
 from zfunc.ranks.axes import group
 from zfunc.trees import tree
@@ -57,6 +57,11 @@ ON_THE_WHOLE: dict[str, Callable[..., Any]] = {
     "a scaled sum": lambda x, y, w, rows: torch.addcmul(x, y, y),
     "into another": lambda x, y, w, rows: (y * 1).add_(x),
 }
+WRITTEN: dict[str, Callable[[Tensor], Any]] = {
+    "an item": lambda x: x.__setitem__((slice(None), 0), 7.0),
+    "a view": lambda x: x[:, 1:].mul_(3),
+    "all": lambda x: x.relu_(),
+}
 
 
 def _into(x: Tensor, y: Tensor) -> Tensor:
@@ -65,6 +70,35 @@ def _into(x: Tensor, y: Tensor) -> Tensor:
     same += y
     same.mul_(before)
     return x + before
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("made", ["positions", "summands"])
+def test_what_is_written_into_it_is_there_for_layers(made: str, name: str) -> None:
+    def written() -> tuple[Tensor, Tensor, Tensor]:
+        leaf, ranks = numbers(*SHAPE).requires_grad_(), ranks_of(2)
+        x = leaf * 1
+        if made == "positions":
+            x = cut_stream(cut_positions(x, ranks, -2), ranks, 5)
+        else:
+            x = summand_stream(copied(x, ranks) / 2, ranks, "sum")
+        WRITTEN[name](x)
+        own = x.local()  # what a layer is given, and may write into
+        own *= 2
+        every = x.whole()
+        (grad,) = torch.autograd.grad(every.square().sum(), leaf)
+        return own, every, grad
+
+    leaf = numbers(*SHAPE).requires_grad_()
+    expected = leaf * 1
+    WRITTEN[name](expected)
+    expected = expected * 2
+    (grad,) = torch.autograd.grad(expected.square().sum(), leaf)
+    found = zf.simulate(2)(written)()
+    torch.testing.assert_close(torch.cat([own for own, _, _ in found], 1), expected)
+    for _, every, its in found:
+        torch.testing.assert_close(every, expected)
+        torch.testing.assert_close(its, grad)
 
 
 @pytest.mark.parametrize("ways", [2, 3])

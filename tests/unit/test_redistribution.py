@@ -14,6 +14,7 @@ import zfunc as zf
 from tests.laws.models import block
 from tests.laws.pipelines import Model, rows, stack
 from zfunc import optim, tree
+from zfunc.errors import DesyncError
 from zfunc.ranks.world import MESH
 
 Parts = list[Tensor]
@@ -130,6 +131,16 @@ def test_a_tie_shares_the_gradient() -> None:
         return x.grad
 
     assert [g.tolist() for g in zf.simulate(2)(body)()] == [[1.0, 0.0], [1.0, 20.0]]
+
+
+def test_bools_are_counted_and_sums_are_of_one_shape() -> None:
+    def body() -> list[Any]:
+        mine = torch.tensor([True, zf.rank() == 0])
+        return [zf.psum(mine).tolist(), zf.psum_scatter(mine).item()]
+
+    assert zf.simulate(2)(body)() == [[[2, 1], 2], [[2, 1], 1]]
+    with pytest.raises(DesyncError, match="of torch.float32"):
+        zf.simulate(2)(lambda: zf.psum(torch.ones(2, 3).view(2 + zf.rank(), -1)))()
 
 
 def test_trees_and_several_axes_of_a_mesh() -> None:

@@ -61,6 +61,7 @@ class CutStream(Tensor):
     _parts: Tensor | None
     _every: Tensor | None
     _label: str
+    _versions: tuple[int, int]  # of the last two, when they were looked at
 
     @property
     def length(self) -> int:
@@ -69,20 +70,36 @@ class CutStream(Tensor):
 
     def local(self) -> Tensor:
         """This rank's positions: ``[..., s / T, w]``."""
+        self._settle()
         if self._own is None:
             assert self._parts is not None
             self._own = scattered_positions(self._parts, self.ranks, DIM, self._label)
+            self._note()
         return self._own
 
     def whole(self) -> Tensor:
         """All positions, for code that does the same on all ranks."""
+        self._settle()
         if self._every is None:
             if self._own is None:
                 assert self._parts is not None
                 self._every = summed(self._parts, self.ranks, self._label)
             else:
                 self._every = joined_positions(self._own, self.ranks, self.length, DIM)
+            self._note()
         return self._every
+
+    def _settle(self) -> None:
+        """What was written into all positions is in this rank's, and the other way round."""
+        own, every = self._versions
+        if self._every is not None and self._every._version != every:
+            self._own, self._parts = cut_positions(self._every, self.ranks, DIM), None
+        elif self._own is not None and self._own._version != own:
+            self._every = None
+        self._note()
+
+    def _note(self) -> None:
+        self._versions = _version(self._own), _version(self._every)
 
     def gathered(self, label: str = FORWARD) -> Tensor:
         """All positions, for work in parts: gradients of ranks add up."""
@@ -93,11 +110,13 @@ class CutStream(Tensor):
     def written(self, own: Tensor) -> CutStream:
         """The same stream, in which something has been written."""
         self._own, self._parts, self._every = own, None, None
+        self._note()
         return self
 
     @property
     def source(self) -> Tensor:
         """Whatever it is made of now."""
+        self._settle()
         found = self._own if self._own is not None else self._parts
         assert found is not None
         return found
@@ -169,7 +188,12 @@ def _made(
         CutStream, shape, dtype=like.dtype, device=like.device
     )
     made.ranks, made._own, made._parts, made._every, made._label = ranks, own, parts, None, label
+    made._note()
     return made
+
+
+def _version(x: Tensor | None) -> int:
+    return -1 if x is None else x._version
 
 
 def without_cuts(out: Any) -> Any:

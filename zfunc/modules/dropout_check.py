@@ -25,11 +25,11 @@ from zfunc.engine.primitives import Ref
 from zfunc.modules.lazy import LazyTensor
 from zfunc.trees.nodes import OPAQUE, Tree, leaves_in
 
-__all__ = ["DropoutCheck", "probability"]
+__all__ = ["DROPOUTS", "DropoutCheck", "probability"]
 
 # Names of functions in F and torch, some of which have an in-place form: (input, p, training).
-_DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"]
-_DROPOUTS += ["feature_alpha_dropout", "native_dropout"]
+DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"]
+DROPOUTS += ["feature_alpha_dropout", "native_dropout"]
 
 
 class DropoutCheck:
@@ -138,7 +138,7 @@ def _switched_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> f
     """The probability of a functional dropout that is told to be off; 0 for all other calls."""
     if func is F.multi_head_attention_forward:
         given = {"p": args[10:11], "training": args[13:14]}
-    elif getattr(func, "__name__", "").rstrip("_") in _DROPOUTS:
+    elif getattr(func, "__name__", "").rstrip("_") in DROPOUTS:
         given = {"p": args[1:2], "training": args[2:3]}
     else:
         return 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
+from zfunc.modules.units import ModuleUnit
 from zfunc.probing.exactness import Doubled
-from zfunc.probing.products import Product, product_of
+from zfunc.probing.products import Product, product_of, stand_in
+from zfunc.probing.traits import Numbered, differences
 from zfunc.trees.nodes import NAMESPACE
 
 __all__ = [
@@ -48,6 +50,7 @@ class LayerInputs:
     attention: str | None = None  # which code for attention, where a model has several
     origins: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Positions of tensors that another layer gave: its kind, and which of its results it was."""
+    training: bool = False
 
     def names(self, layer: nn.Module) -> dict[int, str]:
         """By position the names of the arguments; with a dot if they lie inside of one."""
@@ -65,7 +68,7 @@ class LayerInputs:
 
 @dataclass
 class LayerKind:
-    """Layers of one stack and class with leaves of the same shapes, of which the first was called.
+    """Layers of one stack that run alike on leaves of the same shapes; the first was called.
 
     Attributes:
         names: of all of them.
@@ -169,7 +172,7 @@ class _Copy:
         self.module = copy.deepcopy(functional._pool.skeleton).eval()
         self.products: dict[str, Product] = {}
         anatomy = functional._pool.anatomy
-        self.kinds = self._kinds([(unit.module, unit.stack, unit.leaves) for unit in anatomy.units])
+        self.kinds = self._kinds(anatomy.units)
         later = {name for kind in self.kinds for name in kind.names[1:]}
         done: dict[int, nn.Parameter] = {}
         for name, part in self._parts(later):
@@ -188,18 +191,21 @@ class _Copy:
             if getattr(config, "_experts_implementation", None) is not None:
                 config._experts_implementation = "eager"  # type: ignore[union-attr]
 
-    def _kinds(self, units: Iterable[tuple[str, Any, Any]]) -> list[LayerKind]:
-        found: dict[Any, LayerKind] = {}
-        for name, stack, leaves in units:
-            part = self.module.get_submodule(name)
-            if not _is_layer(part):
-                continue
-            kind = (type(part), stack, tuple((leaf.path, tuple(leaf.shape)) for leaf in leaves))
-            if kind in found:
-                found[kind].names.append(name)
-            else:
-                found[kind] = LayerKind([name], part)
-        return list(found.values())
+    def _kinds(self, units: Sequence[ModuleUnit]) -> list[LayerKind]:
+        found: dict[Any, dict[str, Numbered]] = {}
+        for unit in units:
+            part = self.module.get_submodule(unit.module)
+            if _is_layer(part):
+                shapes = tuple((leaf.path, tuple(leaf.shape)) for leaf in unit.leaves)
+                like = found.setdefault((type(part), unit.stack, shapes), {})
+                like[unit.module] = (unit.index, part)
+        kinds: dict[Any, LayerKind] = {}
+        for key, like in found.items():
+            told = differences(list(like.values()))
+            for (name, (_, part)), each in zip(like.items(), told, strict=True):
+                kinds.setdefault((key, each), LayerKind([], part)).names.append(name)
+        order = {unit.module: i for i, unit in enumerate(units)}
+        return sorted(kinds.values(), key=lambda kind: order[kind.names[0]])
 
     def _parts(self, later: set[str]) -> list[tuple[str, nn.Module]]:
         """Submodules that run: not those of layers that are like an earlier one."""
@@ -241,6 +247,7 @@ class _ProbedCall:
         self.before = 0
         self.attention: str | None = None
         self.parts = [[x for _, x in kind.module.named_modules()] for kind in made.kinds]
+        self.own: dict[nn.Module, Any] = {}  # forwards that layers have beside their class's
         self.results: list[Tensor] = []  # what the code outside of layers makes
         self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():
@@ -257,6 +264,7 @@ class _ProbedCall:
         for kind in made.kinds:
             for name in kind.names:
                 part = made.module.get_submodule(name)
+                self.own[part] = part.__dict__.get("forward")
                 part.__dict__["forward"] = self._layer(kind, part, name == kind.names[0])
 
     def _draw(self, *shape: int) -> Tensor:
@@ -272,7 +280,7 @@ class _ProbedCall:
             self.found.called.add(name)
             return self._draw(*x.shape[:-1], product.outputs) + 0
 
-        return forward
+        return stand_in(forward)
 
     def _look_up(self, name: str, part: nn.Embedding) -> Callable[..., Tensor]:
         inner = part.forward
@@ -343,6 +351,13 @@ class _ProbedCall:
         for kind in self.found.kinds:
             del kind.calls[calls:]
 
+    def end(self) -> None:
+        """Let layers be called by themselves."""
+        for part, own in self.own.items():
+            part.__dict__.pop("forward", None)
+            if own is not None:
+                part.__dict__["forward"] = own
+
     def look(self) -> None:
         """What a call has done, when it is over."""
         for kind, parts in zip(self.found.kinds, self.parts, strict=True):
@@ -399,6 +414,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
             _run_with_more(functional, recorder, args, kwargs)
             _run_otherwise(functional, recorder, args, kwargs)
             recorder.look()
+        recorder.end()
         if found.kinds and all(not kind.calls for kind in found.kinds):
             tried.append(f"{what}: no layer was called")
             continue

@@ -1,4 +1,5 @@
-"""Modules' own casts to fewer bits, turned into float64: results can then be compared to 1e-9."""
+"""Modules' own casts to fewer bits, turned into float64, and no dropout: results can then be
+compared to 1e-9."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Doubled", "close"]
+from zfunc.modules.dropout_check import DROPOUTS
+
+__all__ = ["Doubled", "Undropped", "close"]
 
 FEWER = (torch.float32, torch.float16, torch.bfloat16)
+ATTENTION: Any = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+"""Functions that drop numbers themselves, and where their probability stands."""
 SHORTER: Any = {
     Tensor.float: Tensor.double,
     Tensor.half: Tensor.double,
@@ -41,6 +47,30 @@ class Doubled(TorchFunctionMode):
     ) -> Any:
         named = {key: _double(x) for key, x in (kwargs or {}).items()}
         return SHORTER.get(func, func)(*map(_double, args), **named)
+
+
+class Undropped(TorchFunctionMode):
+    """A block in which dropout drops nothing, in training mode, too.
+
+    >>> with Undropped():
+    ...     F.dropout(torch.ones(3), 0.5)
+    tensor([1., 1., 1.])
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if getattr(func, "__name__", "").rstrip("_") in DROPOUTS:
+            return args[0] if args else named["input"]
+        if (at := ATTENTION.get(func)) is not None:
+            args = (*args[:at], *([0.0] if len(args) > at else []), *args[at + 1 :])
+            named |= {"dropout_p": 0.0} if "dropout_p" in named else {}
+        return func(*args, **named)
 
 
 def _double(x: Any) -> Any:

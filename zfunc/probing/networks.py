@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Cut, Split
 from zfunc.probing.calls import LARGE, LayerInputs, cloned, tensors_in
-from zfunc.probing.exactness import Doubled, close
+from zfunc.probing.exactness import Doubled, Undropped, close
 from zfunc.probing.numbers import Numbers, numbers_read_in
 from zfunc.probing.products import product_of
 from zfunc.probing.reaches import Refused
@@ -82,8 +82,9 @@ def split_network(stage: Stage, name: str, ways: int) -> Network:
     if any(p.numel() > LARGE for p in part.parameters()):
         sizes = _smaller(list(shapes.values()), ways)
         tried, call = _small(part, call, sizes)
-    whole = _ran(tried, call)
-    if whole is None:
+    modes = sorted({each.training for each in stage.calls})
+    wholes = [(each, _ran(tried, each)) for each in (replace(call, training=x) for x in modes)]
+    if any(whole is None for _, whole in wholes):
         raise Refused("it gives more than one tensor, or cannot be tried in small")
     for cuts, once, size in _ways_to_split(shapes, ways):
         small = {
@@ -92,7 +93,7 @@ def split_network(stage: Stage, name: str, ways: int) -> Network:
             if (p := tried._parameters[key]) is not None
         }
         for numbers in _sets(part, tried, name, call, size, sizes, ways):
-            if _adds_up(tried, call, small, once, numbers, whole, ways):
+            if all(_adds_up(tried, each, small, once, numbers, x, ways) for each, x in wholes):
                 splits = {key: _split(cut, shapes[key], ways) for key, cut in cuts.items()}
                 real = {n.of(part): _shares(n.of(part).value, size, ways) for n in numbers}
                 named = {f"{name}.{key}": split for key, split in splits.items()}
@@ -106,10 +107,11 @@ def _adds_up(
     splits: dict[str, Split],
     once: Sequence[str],
     numbers: Numbers,
-    whole: Tensor,
+    whole: Tensor | None,
     ways: int,
 ) -> bool:
     """Whether what parts give adds up to what the whole gives."""
+    assert whole is not None
     total = torch.zeros_like(whole)
     for rank in range(ways):
         zeros = once if rank else ()
@@ -188,8 +190,10 @@ def _seen(stage: Stage, part: nn.Module) -> LayerInputs | None:
 
 def _ran(part: nn.Module, call: LayerInputs) -> Tensor | None:
     args, kwargs = cloned((call.args, call.kwargs), lambda _, x: x.clone())
-    with Doubled():
+    part.train(call.training)
+    with Doubled(), Undropped():
         out = part(*args, **kwargs)
+    part.eval()
     found = tensors_in(out)
     return found[0] if isinstance(out, Tensor) and len(found) == 1 else None
 

@@ -14,6 +14,7 @@ from zfunc.layout.splits import Split
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_modules import numbers_of
 from zfunc.modules.split_plans import Role
+from zfunc.modules.units import Anatomy
 from zfunc.probing.calls import LayerKind, probed
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
@@ -21,7 +22,7 @@ from zfunc.probing.numbers import Numbers
 from zfunc.probing.positions import Streams, streams_of
 from zfunc.probing.published import said_otherwise
 from zfunc.probing.reaches import Refused
-from zfunc.probing.stages import Stage
+from zfunc.probing.stages import Stage, call_in_training
 from zfunc.probing.tables import FEW, tables_of
 from zfunc.probing.texts import ModulePlan
 from zfunc.probing.trials import Parts, parts_of
@@ -29,6 +30,7 @@ from zfunc.probing.trials import Parts, parts_of
 __all__ = ["plan_of"]
 
 RULED = "a rule leaves it whole"
+TIED = "its weight is that of another submodule, too, where it would be split otherwise"
 
 
 @dataclass
@@ -112,6 +114,8 @@ def plan_of(
         return ModulePlan(ways, splits)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         found = probed(model, example)
+        for kind in found.kinds:
+            call_in_training(kind)
         if vocab:
             splits, roles, why = tables_of(found, anatomy, ways)
             if whole is not None and any(map(whole, splits)):
@@ -119,11 +123,15 @@ def plan_of(
                 splits, roles = {}, {}
         names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
         grained = [_grains_in(kind, names, grains or {}) for kind in found.kinds]
-        kept = [_kept_in(kind, names, whole) for kind in found.kinds]
+        kept = [_kept_in(kind, names, whole, RULED) for kind in found.kinds]
         for kind, its in zip(found.kinds, kept, strict=True):  # the whole module may be one layer
             head = "is split as the head over the vocabulary"
             its.update({n: f"{n} {head}" for n in roles if _within(n, kind.names)})
         parts = _of_kinds(found.kinds, ways, grained, kept)
+        while tied := _split_otherwise(found.kinds, parts, anatomy):
+            for kind, its in zip(found.kinds, kept, strict=True):
+                its.update(_kept_in(kind, names, tied.__contains__, TIED))
+            parts = _of_kinds(found.kinds, ways, grained, kept)
         cut = streams_of(found, parts, roles, ways) if sequence else Streams()
         for kind, made in zip(found.kinds, parts, strict=True):
             for layer in kind.names:
@@ -187,13 +195,33 @@ def _grains_in(
     return found
 
 
+def _split_otherwise(
+    kinds: Sequence[LayerKind], parts: Sequence[_LayerPlan], anatomy: Anatomy
+) -> set[str]:
+    """Leaves that submodules share which would split them in several ways, or not at all."""
+    found: dict[tuple[str, str], Split] = {}
+    for kind, made in zip(kinds, parts, strict=True):
+        for layer in kind.names:
+            for path, split in made.splits.items():
+                home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
+                found[home[1:], attribute] = split
+    return {
+        leaf.name
+        for leaf in anatomy.leaves
+        if any(found.get(home) != found.get(leaf.homes[0]) for home in leaf.homes)
+    }
+
+
 def _kept_in(
-    kind: LayerKind, names: Mapping[tuple[str, str], str], whole: Callable[[str], bool] | None
+    kind: LayerKind,
+    names: Mapping[tuple[str, str], str],
+    whole: Callable[[str], bool] | None,
+    why: str,
 ) -> dict[str, str]:
     """Submodules within the layers of a kind that have a leaf which is to stay whole, and why."""
     homes = {home for (home, _), name in names.items() if whole is not None and whole(name)}
     return {
-        home.removeprefix(layer).removeprefix("."): RULED
+        home.removeprefix(layer).removeprefix("."): why
         for home in homes
         for layer in kind.names
         if _within(home, [layer])
@@ -220,7 +248,12 @@ def _of_kind(
         made.whole[""] = "a call puts other submodules into it"
         return made
     stage = Stage(kind.module, kind.calls)
-    pairs, made.whole = pairings(stage)
+    try:
+        pairs, made.whole = pairings(stage)
+    except Exception as error:  # the module's own code, on what its layers were given
+        first = (str(error).splitlines() or [""])[0]
+        made.whole[""] = f"it fails on the example ({type(error).__name__}: {first}): give another"
+        return made
     for pairing in pairs:
         taken = [name for name in pairing.members if name in made.roles]
         if taken:
@@ -242,6 +275,10 @@ def _of_kind(
         if name in kept:
             made.whole[name] = kept[name]
             continue
+        if any(
+            f"{name}.{key}" in made.splits for key in stage.layer.get_submodule(name)._parameters
+        ):
+            continue  # between a column and its row
         try:
             network = split_network(stage, name, ways)
         except Refused as error:

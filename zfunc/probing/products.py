@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Product", "product_of"]
+__all__ = ["Product", "product_of", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,21 @@ class Product:
         return self.inputs * self.outputs
 
 
+class _StandIn:
+    """A forward in the place of a product's, which is told from one that a user has put there."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+        self.forward = forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+def stand_in(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What gives other numbers in the place of a product."""
+    return _StandIn(forward)
+
+
 def product_of(part: nn.Module) -> Product | None:
     """What a submodule is as a product; ``None`` if it is none.
 
@@ -42,6 +58,9 @@ def product_of(part: nn.Module) -> Product | None:
     """
     held = {key: p for key, p in part._parameters.items() if p is not None}
     weight = held.get("weight")
+    own = part.__dict__.get("forward")
+    if own is not None and not isinstance(own, _StandIn):
+        return None  # a forward of its own, which is not that of its class
     if part._modules or weight is None or weight.ndim != 2 or held.keys() - {"weight", "bias"}:
         return None
     turned = _turned(part, held)
@@ -58,12 +77,14 @@ def _turned(part: nn.Module, held: dict[str, nn.Parameter]) -> bool | None:
     if isinstance(part, nn.Embedding):
         return None
     for turned in (False, True):
-        if _multiplies(part, held, turned):
+        if all(_multiplies(part, held, turned, training) for training in (False, True)):
             return turned
     return None
 
 
-def _multiplies(part: nn.Module, held: dict[str, nn.Parameter], turned: bool) -> bool:
+def _multiplies(
+    part: nn.Module, held: dict[str, nn.Parameter], turned: bool, training: bool
+) -> bool:
     a, b = held["weight"].shape
     rows, columns = (3, 3) if a == b else (3, 2)
     width, out = (rows, columns) if turned else (columns, rows)
@@ -73,7 +94,7 @@ def _multiplies(part: nn.Module, held: dict[str, nn.Parameter], turned: bool) ->
     bias = draw(out) if "bias" in held else None
     twin = copy.copy(part)
     twin.__dict__ = {k: v for k, v in part.__dict__.items() if k != "forward"}
-    twin.__dict__["training"] = False
+    twin.__dict__["training"] = training
     for key, value in part.__dict__.items():  # some keep their widths beside the weight
         if type(value) is int and value in (a, b):
             twin.__dict__[key] = rows if value == a else columns

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zfunc.modules.split_reductions import Reductions, given_features
-from zfunc.probing.calls import LayerInputs, cloned, tensors_in, use_attention
-from zfunc.probing.exactness import Doubled
-from zfunc.probing.products import Product, product_of
+from zfunc.probing.calls import LayerInputs, LayerKind, cloned, tensors_in, use_attention
+from zfunc.probing.exactness import Doubled, Undropped
+from zfunc.probing.products import Product, product_of, stand_in
 
-__all__ = ["Stage", "Trace", "Whole", "differs"]
+__all__ = ["Stage", "Trace", "Whole", "call_in_training", "differs"]
 
 Values = Mapping[str, Tensor]
 
@@ -36,6 +36,7 @@ class Trace:
         further: the other ones.
         entered: what norms were given, by name.
         sums: over features, of each norm in order.
+        draw, scale: which random numbers it had, and how large ones.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -46,6 +47,8 @@ class Trace:
     further: list[Tensor] = field(default_factory=list)
     entered: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, list[Tensor]] = field(default_factory=dict)
+    draw: int = 0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,12 @@ class Stage:
     """
 
     def __init__(self, layer: nn.Module, calls: Sequence[LayerInputs]) -> None:
-        layer.__dict__.pop("forward", None)
         self.layer, self.calls = layer, calls
         self.call = calls[0]
         self.products: dict[str, Product] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.repeated: set[str] = set()
-        self.trace, self.draw = Trace(), 0
+        self.trace = Trace()
         self.values: dict[str, Tensor] = {}
         self.apart, self.told = False, dict[str, Whole]()
         self.on_product: Callable[[str], None] = lambda name: None
@@ -98,13 +100,17 @@ class Stage:
     @contextmanager
     def called(self, call: LayerInputs) -> Iterator[None]:
         """A block in which the layer is given other arguments."""
-        before, self.call = self.call, call
-        use_attention(self.layer, call.attention)
+        before = self.call
+        self._use(call)
         try:
             yield
         finally:
-            self.call = before
-            use_attention(self.layer, before.attention)
+            self._use(before)
+
+    def _use(self, call: LayerInputs) -> None:
+        self.call = call
+        use_attention(self.layer, call.attention)
+        self.layer.train(call.training)
 
     @contextmanager
     def reducing(self, norms: Sequence[str]) -> Iterator[None]:
@@ -155,22 +161,24 @@ class Stage:
             shape = x.shape[:-1]
             y = self.values.get(name)
             if y is None:
-                seed = 1000 * self.draw + number
+                seed = 1000 * trace.draw + number
                 generator = torch.Generator().manual_seed(seed)
                 y = torch.randn(*shape, product.outputs, generator=generator, dtype=torch.float64)
+                y *= trace.scale
             y = y.reshape(*shape, -1)
             if torch.is_grad_enabled():
                 y = y.detach().requires_grad_()
             trace.outputs[name] = y
             return y + 0  # some write into it
 
-        return forward
+        return stand_in(forward)
 
     def run(
         self,
         values: Values | None = None,
         *,
         draw: int = 0,
+        scale: float = 1.0,
         grad: bool = False,
         change: Callable[[int, Tensor], Tensor] | None = None,
         apart: bool = False,
@@ -181,12 +189,13 @@ class Stage:
         Args:
             values: outputs of products; of others random ones.
             draw: which random ones.
+            scale: how large these are.
             grad: keep a graph, from everything that is given to every input of a product.
             change: what tensors among the arguments are replaced by.
             apart: sums over features of norms are one, whatever the features are.
             told: of norms, what is known of all features where these are a rank's.
         """
-        self.trace, self.draw, self.values = Trace(), draw, dict(values or {})
+        self.trace, self.values = Trace(draw=draw, scale=scale), dict(values or {})
         self.apart, self.told = apart, dict(told or {})
         generator = torch.Generator().manual_seed(draw)
 
@@ -198,10 +207,35 @@ class Stage:
 
         args, kwargs = cloned((self.call.args, self.call.kwargs), each)
         trace, trace.given = self.trace, tensors_in((args, kwargs))
-        with Doubled(), torch.set_grad_enabled(grad):
+        with Doubled(), Undropped(), torch.set_grad_enabled(grad):
             args, kwargs = cloned(
                 (args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x
             )
             out = tensors_in(self.layer(*args, **kwargs))
         trace.result, trace.further = (out[0] if out else None), out[1:]
         return trace
+
+
+def call_in_training(kind: LayerKind) -> None:
+    """Add a call in training mode, if layers of the kind do more in it than to drop numbers.
+
+    Not where it does not run on these arguments, or draws numbers: ranks draw others.
+    """
+    if not kind.calls or kind.replaced:
+        return
+    stage, call = Stage(kind.module, kind.calls), replace(kind.calls[0], training=True)
+    try:
+        base = stage.run()
+        with stage.called(call):
+            traces = stage.run(), stage.run()
+    except Exception:  # the module's own code, in a way that nobody asked for
+        return
+    if _alike(*traces) and not _alike(base, traces[0]):
+        kind.calls.append(call)
+
+
+def _alike(a: Trace, b: Trace) -> bool:
+    every = ([*x.inputs.values(), x.result, *x.further] for x in (a, b))
+    return a.order == b.order and all(
+        x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(*every, strict=True)
+    )

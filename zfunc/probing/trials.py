@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate, chain, combinations, islice, pairwise, product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from zfunc.layout.splits import Split
 from zfunc.modules.split_inputs import take
 from zfunc.probing.calls import LayerInputs
 from zfunc.probing.exactness import close
-from zfunc.probing.flows import Pairing
+from zfunc.probing.flows import Pairing, connected
 from zfunc.probing.homes import read_elsewhere
 from zfunc.probing.norms import add_up, features_of, norms_between, told
 from zfunc.probing.numbers import Number, Numbers, numbers_read
@@ -31,6 +32,7 @@ __all__ = ["Parts", "divided", "local_parameters", "numbers_set", "parts_of"]
 
 TRIES = 600  # of sets of numbers that are divided
 MOST = 4  # numbers that are divided together
+SCALES = 1.0, 100.0  # of random numbers: some code changes large ones alone
 
 
 @dataclass
@@ -147,6 +149,7 @@ def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> P
         parts.numbers = numbers
         if all(_holds_called(stage, parts, call, base) for call, base in calls):
             _check_homes(stage, parts)
+            _check_more(stage, parts)
             parts.further = _further(stage, parts, bases[0])
             return parts
     raise Refused(
@@ -163,6 +166,81 @@ def _check_homes(stage: Stage, parts: Parts) -> None:
         with stage.called(call):
             if elsewhere := read_elsewhere(stage, parts.rows, some):
                 raise Refused(f"{_named(elsewhere)} is read by other code than its own submodule")
+            if outside := _read_outside(stage, parts, some):
+                raise Refused(f"{_named(outside)} is read before or behind, too")
+
+
+def _read_outside(stage: Stage, parts: Parts, parameters: Sequence[str]) -> list[str]:
+    """Those on which something else depends than what rows read: of these all ranks have all."""
+    if not parameters:
+        return []
+    trace = stage.run(grad=True)
+    inside = {*parts.rows, *parts.inner}
+    others = [x for name, x in trace.inputs.items() if name not in inside]
+    others += [x for x in (trace.result, *trace.further) if x is not None]
+    leaves = [stage.parameters[name] for name in parameters]
+    return sorted({parameters[i] for x in others for i in connected(x, leaves)})
+
+
+def _check_more(stage: Stage, parts: Parts) -> None:
+    """Larger numbers, and gradients: what lies between may have a backward of its own.
+
+    Raises:
+        Refused: ranks' parts do not give what the whole gives.
+    """
+    for call in (stage.calls[0], *(call for call in stage.calls[1:] if call.training)):
+        with stage.called(call):
+            for scale in SCALES:
+                _check_gradients(stage, parts, stage.run(draw=1, scale=scale, grad=True))
+
+
+def _check_gradients(stage: Stage, parts: Parts, base: Trace) -> None:
+    if any(name not in base.inputs for name in parts.rows):
+        return
+    weights = {name: _weights(base.inputs[name]) for name in parts.rows}
+    wanted = _gradients(stage, parts, base, weights)
+    if not all(bool(x.isfinite().all()) for x in (*base.inputs.values(), *wanted.values())):
+        return
+    found = {name: torch.zeros_like(x) for name, x in wanted.items()}
+    for rank in range(next(iter(parts.rows.values())).ways):
+        with _local_run(stage, parts, base, rank, grad=True) as trace:
+            if trace is None or not _holds(trace, parts, base, rank):
+                raise Refused("with larger numbers a rank's do not give its share")
+            mine = {n: _local(x, parts.rows[n], rank) for n, x in weights.items()}
+            for name, g in _gradients(stage, parts, trace, mine).items():
+                split = parts.parameters.get(name) or parts.columns.get(name)
+                if split is None:
+                    found[name] += g
+                    continue
+                dim = split.dim if name in parts.parameters else -1
+                found[name].index_add_(dim, torch.tensor(split.indices(rank)), g)
+    if not parts.norms and not all(close(found[name], x) for name, x in wanted.items()):
+        raise Refused("gradients of ranks' parts do not add up to those of the whole")
+
+
+def _weights(x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+
+def _gradients(
+    stage: Stage, parts: Parts, trace: Trace, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Of a number that rows' inputs give, to columns' outputs and to what lies between."""
+    names = [name for name in (*parts.parameters, *parts.between) if name in stage.parameters]
+    leaves = {name: trace.outputs[name] for name in parts.columns if name in trace.outputs}
+    leaves |= {name: stage.layer.get_parameter(name) for name in names}
+    leaves = {n: x for n, x in leaves.items() if x.requires_grad and 0 not in x.stride()}
+    with torch.enable_grad():
+        rows = [(trace.inputs[name] * weight).sum() for name, weight in weights.items()]
+        total = torch.stack(rows).sum()
+        if not leaves or not total.requires_grad:
+            return {}
+        grads = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(leaves.items(), grads, strict=True)
+    }
 
 
 def _read(stage: Stage, parts: Parts) -> str:
@@ -331,6 +409,15 @@ def _holds_called(stage: Stage, parts: Parts, call: LayerInputs, base: Trace) ->
 
 def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
     """A run of the layer on a rank's numbers; None if its code fails on them."""
+    with _local_run(stage, parts, base, rank) as trace:
+        return trace
+
+
+@contextmanager
+def _local_run(
+    stage: Stage, parts: Parts, base: Trace, rank: int, grad: bool = False
+) -> Iterator[Trace | None]:
+    """A block in which the layer has a rank's numbers, and ran on them."""
     values = {
         name: y if name not in parts.columns else _local(y, parts.columns[name], rank)
         for name, y in base.outputs.items()
@@ -344,11 +431,12 @@ def _ran(stage: Stage, parts: Parts, base: Trace, rank: int) -> Trace | None:
         return x if split is None else take(x, split, rank).contiguous()
 
     local = local_parameters(stage.layer, parts.leaves(stage), rank)
+    how: Any = {"change": change, "told": told(base, parts.norms, rank), "grad": grad}
+    trace: Trace | None = None
     with local, numbers_set(parts.numbers, rank):
-        try:
-            return stage.run(values, change=change, told=told(base, parts.norms, rank))
-        except Exception:  # the module's own code on numbers that are not right
-            return None
+        with suppress(Exception):  # the module's own code on numbers that are not right
+            trace = stage.run(values, draw=base.draw, scale=base.scale, **how)
+        yield trace
 
 
 def _holds(trace: Trace, parts: Parts, base: Trace, rank: int) -> bool:

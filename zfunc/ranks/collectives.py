@@ -25,6 +25,7 @@ from zfunc.trees.nodes import NAMESPACE
 
 __all__ = [
     "axis_index",
+    "counts",
     "differentiable",
     "largest",
     "mean_over",
@@ -44,15 +45,16 @@ def psum(x: Tree, axis: Axes | None = None) -> Tree:
     They are those along ``axis``, or several; by default all that have other rows of the batch.
 
     Differentiable, as often as you like; its gradient is the sum over ranks of the gradients.
+    Bools are counted, in int64.
 
     Raises:
         ValueError: the current mesh has no such axis.
-        DesyncError: another rank is in another collective, silent or gone.
+        DesyncError: another rank is in another collective or has another shape, is silent or gone.
 
-    >>> psum(torch.ones(2))
-    tensor([1., 1.])
+    >>> psum(torch.ones(2)), psum(torch.tensor(True))
+    (tensor([1., 1.]), tensor(1))
     """
-    return _over(x, axis, "psum", mean=False)
+    return _over(counts(x), axis, "psum", mean=False)
 
 
 def pmean(x: Tree, axis: Axes | None = None) -> Tree:
@@ -89,6 +91,15 @@ def ranks_along(axis: Axes | None) -> Group | None:
     if mesh is None and current().size == 1:
         return None
     return group(mesh, axis or ("data" if mesh is None else mesh.batch))
+
+
+def counts(x: Tree) -> Tree:
+    """Bools as int64, of which a sum is a number."""
+
+    def count(x: Any) -> Any:
+        return x.long() if isinstance(x, Tensor) and x.dtype is torch.bool else x
+
+    return cast(Tree, optree.tree_map(count, cast(Any, x), namespace=NAMESPACE))
 
 
 def mean_over(ranks: Group, x: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class Group(Member):
             ValueError: ``x`` is not contiguous.
         """
         flat = self._flat("all_reduce", label, x)
-        what = (flat.dtype, flat.numel())
+        what = (flat.dtype, *x.shape)
         return self._issue("all_reduce", label, what, flat, (flat,), lambda _: x)
 
     def all_to_all(

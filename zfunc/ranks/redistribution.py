@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zfunc.ranks.axes import alone
-from zfunc.ranks.collectives import ranks_along, transposable
+from zfunc.ranks.collectives import counts, ranks_along, transposable
 from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import Axes
 from zfunc.trees.nodes import NAMESPACE
@@ -66,7 +66,7 @@ def all_gather(x: Tree, axis: Axes | None = None, dim: int = 0, tiled: bool = Fa
 def psum_scatter(x: Tree, axis: Axes | None = None, dim: int = 0, tiled: bool = False) -> Tree:
     """The sum over ranks, of which each gets its part; of a tensor or of each in a pytree.
 
-    Differentiable; its gradient is that of every rank, put together.
+    Differentiable; its gradient is that of every rank, put together. Bools are counted, in int64.
 
     Args:
         x: ``[..., size, ...]``, of one shape and dtype on all ranks; if ``tiled``,
@@ -86,7 +86,7 @@ def psum_scatter(x: Tree, axis: Axes | None = None, dim: int = 0, tiled: bool = 
     >>> psum_scatter(torch.ones(1, 3)).shape, psum_scatter(torch.ones(6), tiled=True).shape
     (torch.Size([3]), torch.Size([6]))
     """
-    ranks, (tensors, rebuilt) = ranks_along(axis), _leaves(x)
+    ranks, (tensors, rebuilt) = ranks_along(axis), _leaves(counts(x))
     rows = [_dealt(t, dim, tiled, ranks, "psum_scatter") for t in tensors]
     return rebuilt(_moved(rows, ranks, "psum_scatter", _scatter, _gather))
 

@@ -1,0 +1,185 @@
+"""What one run of a layer does not tell: other layers of its class, training, gradients."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zfunc as zf
+from zfunc.modules.split_plans import Role
+from zfunc.probing.calls import probed
+from zfunc.probing.plans import plan_of
+
+
+class Layer(nn.Module):
+    """Width 8, and 24 between; ``act`` lies between."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.relu, number: int = 0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.act, self.layer_number = act, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        every = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k))
+        q, k = every
+        v = self.v(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def mixed(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def hooked() -> Layer:
+    layer = Layer()
+    layer.down.register_forward_pre_hook(lambda _, args: (args[0].softmax(-1),))
+    return layer
+
+
+PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "another function": (Layer, lambda: Layer(mixed)),
+    "another submodule": (lambda: Layer(nn.ReLU()), lambda: Layer(nn.Softmax(-1))),
+    "a hook": (Layer, hooked),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_layer_that_runs_otherwise_is_tried_by_itself(name: str) -> None:
+    module = nn.Sequential(*(made() for made in PAIRS[name]))
+    roles = plan_of(zf.functionalize(module), 2, example=(2, 3, 8)).roles
+    assert {layer.partition(".")[0] for layer in roles} == {"0"}
+
+
+def test_heads_of_each_layer_are_divided() -> None:
+    model = zf.functionalize(nn.Sequential(Heads(4), Heads(2)))
+    attributes = plan_of(model, 2, example=(2, 3, 8)).attributes
+    assert attributes == {"0": {"heads": (2, 2)}, "1": {"heads": (1, 1)}}
+
+
+def test_which_one_a_layer_is_makes_it_no_other() -> None:
+    model = zf.functionalize(nn.Sequential(*(Layer(lambda x: x.relu(), i) for i in range(3))))
+    assert [kind.names for kind in probed(model, (2, 3, 8)).kinds] == [["0", "1", "2"]]
+
+
+class Trained(Layer):
+    """Features meet in training alone; numbers are dropped there, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.up(x), 0.5, self.training)
+        return x + self.down(F.normalize(y, dim=-1) if self.training else y)
+
+
+class Clipped(nn.Linear):
+    """A product whose weight is another one in training."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.clamp(-0.1, 0.1) if self.training else self.weight)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 24)), nn.Parameter(torch.randn(24, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.a
+        return (y.softmax(-1) if self.training else y.relu()) @ self.b
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def clipped() -> nn.Module:
+    return Around(nn.Sequential(Clipped(8, 24), nn.ReLU(), Clipped(24, 8)))
+
+
+class Gain(Layer):
+    """A number that is read between, where a rank has a part of its gradient, and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.down(self.up(x).relu() * self.gain)
+
+
+class Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad / grad.norm(dim=-1, keepdim=True)
+
+
+def shortened(x: Tensor) -> Tensor:
+    """Long ones alone."""
+    return x * (50 / x.norm(dim=-1, keepdim=True)).clamp(max=1)
+
+
+class Square(nn.Module):
+    """A column whose weight is that of its row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def patched() -> nn.Module:
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias).tanh()
+
+    layer = Layer()
+    layer.down.forward = types.MethodType(forward, layer.down)  # type: ignore[method-assign]
+    return layer
+
+
+WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "a layer in training": Trained,
+    "products in training": clipped,
+    "a network in training": lambda: Around(Network()),
+    "a parameter that is read behind, too": Gain,
+    "a backward that mixes": lambda: Layer(Normed.apply),
+    "large numbers mix": lambda: Layer(shortened),
+    "a column tied to its row": Square,
+    "a product with a forward of its own": patched,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_no_share_of_the_whole_stays_whole(name: str) -> None:
+    module = nn.Sequential(WHOLE[name](), Layer(nn.Dropout(0.5)))
+    roles = plan_of(zf.functionalize(module), 2, example=(2, 3, 8)).roles
+    assert roles == {"1.up": Role.COLUMN, "1.down": Role.ROW}
