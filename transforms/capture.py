@@ -564,6 +564,10 @@ class Reads(TorchDispatchMode):
         self._device = device
         self.found: list[str] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # layers are compiled while it watches: during a capture none can be
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -50,6 +50,7 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.layout.sharded import Sharded
 from zfunc.layout.splits import Cut, Part, Split
+from zfunc.modules.compilation import check_split
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.operators.randomness import apart
@@ -178,6 +179,8 @@ class Splitting(Meshed):
         """
         if self.model is None:
             return None
+        if self.group.size > 1:
+            check_split(self.model._pool.fuses)
         how: Any = {"example": self.example, "vocab": self.vocab, "grains": grains}
         how["sequence"] = self.sequence
         how["whole"] = lambda name: any(fnmatchcase(name, pattern) for pattern, _ in self.rules)
@@ -544,7 +547,7 @@ def split(
     Raises:
         ValueError: neither a model nor rules; a size that is not positive.
         CompositionError: the step is split already, or has a mesh of another size; when a state is
-            placed: its parameters are not those of the model.
+            placed: its parameters are not those of the model, or the model's layers are compiled.
         PlacementError: when a state is placed: a rule names no leaf, or one that does not fall
             into so many parts; nothing can be split, or under ``sequence`` no layer of the model
             runs on positions. After the first step: ranks have come to

@@ -28,6 +28,7 @@ from zfunc.foresight.prediction import SentBytes
 from zfunc.foresight.profiles import Profile
 from zfunc.foresight.watch import TimedRow, Watch
 from zfunc.ranks import world
+from zfunc.rehearsal.eager import uncompiled
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE, PLACED, Box, Placed, carry, leaves_in
 
@@ -64,7 +65,8 @@ def profile(step: Any, state: Any, batch: Any, depth: int = 3, warmup: int = 2) 
     _check(step, depth, warmup)
     step, batch_leaves = as_step(step), leaves_in(batch, NAMESPACE)
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in [*_tensors(state), *batch_leaves])
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+    devices = [torch.cuda.current_device()] if on_gpu else []
+    with torch.random.fork_rng(devices=devices), uncompiled():  # a graph shows no operations
         mine = _own(step, state)
         inference = any(t.of_params for t in step.transforms)
         times: Times = EventTimes() if on_gpu else HostTimes()

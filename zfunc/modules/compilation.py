@@ -8,17 +8,19 @@ kind have one graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from zfunc.errors import CompositionError
 from zfunc.modules.caches import caches_in, without_caches
 from zfunc.modules.units import Anatomy
 
-__all__ = ["Compile", "compile_of"]
+__all__ = ["Compile", "check_split", "compile_of", "compiles"]
 
 Forward = Callable[..., Any]
 
@@ -73,5 +75,20 @@ def compile_of(how: bool | Mapping[str, Any], anatomy: Anatomy) -> Compile | Non
         )
     if not anatomy.units:
         raise ValueError("compile: this module has no layers; name some, functionalize(units=...)")
+    importlib.import_module("torch._dynamo")  # once it is there, `uncompiled` blocks hold it back
     options = {"fullgraph": True} | (dict(how) if isinstance(how, Mapping) else {})
     return Compile({unit.module: unit.index for unit in anatomy.units}, options)
+
+
+def compiles(fuses: Iterable[Any]) -> bool:
+    """Whether one of a pool's changes to its templates compiles layers."""
+    return any(isinstance(fuse, Compile) for fuse in fuses)
+
+
+def check_split(fuses: Iterable[Any]) -> None:
+    """Raise ``CompositionError`` if they compile layers, which then cannot be split over ranks."""
+    if compiles(fuses):
+        raise CompositionError(
+            "split puts collectives into layers, which torch.compile cannot follow. Leave "
+            "compile out of functionalize() where a step splits layers."
+        )

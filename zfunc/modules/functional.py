@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from zfunc.engine import context
 from zfunc.engine.passes import enter
 from zfunc.engine.recomputation import taken
-from zfunc.errors import CompositionError, PlacementError
+from zfunc.errors import PlacementError
 from zfunc.modules.binding import Template, TemplatePool, skeleton
-from zfunc.modules.compilation import Compile, compile_of
+from zfunc.modules.compilation import check_split, compile_of, compiles
 from zfunc.modules.module_checks import check_module
 from zfunc.modules.parameters import Parameters
 from zfunc.modules.rehearsed import rehearsed
@@ -190,11 +190,7 @@ class Functional:
         found = splitting_of(params)
         if found is None:
             return self._pool, None
-        if self._compiled:
-            raise CompositionError(
-                "split puts collectives into layers, which torch.compile cannot follow. Leave "
-                "compile out of functionalize() where a step splits layers."
-            )
+        check_split(self._pool.fuses)
         plan, ranks = found
         return self._pool.split(plan, ranks.rank), ranks
 
@@ -283,10 +279,6 @@ class Functional:
             )
         )
 
-    @property
-    def _compiled(self) -> bool:
-        return any(isinstance(fuse, Compile) for fuse in self._pool.fuses)
-
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ``TypeError``: which parameters?"""
         raise TypeError(
@@ -305,7 +297,7 @@ class Functional:
         parts = "".join(f", fused: {name} x {n}" for name, n in fused.items())
         return (
             f"Functional({self._name}: {numel:,} parameters in {len(anatomy.leaves)} leaves, "
-            f"layers: {stacks or 'none'}{', compiled' * self._compiled}, "
+            f"layers: {stacks or 'none'}{', compiled' * compiles(self._pool.fuses)}, "
             f"{len(self.buffers)} buffers{parts})"
         )
 

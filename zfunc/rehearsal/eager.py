@@ -1,4 +1,4 @@
-"""Compiled functions run as they are written, while shapes alone are asked for."""
+"""Compiled functions run as they are written, where each of their operations is to be seen."""
 
 from __future__ import annotations
 
