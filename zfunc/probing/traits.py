@@ -67,8 +67,8 @@ def _kept(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
                 yield (name, key), _plain(value)
 
 
-def _plain(value: Any, deep: bool = True) -> Hashable:
-    """What can be compared of a value: of most things the class alone."""
+def _plain(value: Any, deep: bool = True) -> Any:
+    """What can be compared of a value, hashable: of most things the class alone."""
     if value is None or isinstance(value, bool | int | str | torch.dtype):
         return value
     if isinstance(value, tuple | list) and deep:
@@ -78,6 +78,4 @@ def _plain(value: Any, deep: bool = True) -> Hashable:
     if isinstance(value, types.FunctionType | types.MethodType):
         cells = getattr(value, "__closure__", None) or () if deep else ()
         return value.__code__, *(_plain(cell.cell_contents, deep=False) for cell in cells)
-    if isinstance(value, types.BuiltinFunctionType):
-        return value
-    return type(value)
+    return value if isinstance(value, types.BuiltinFunctionType) else type(value)
