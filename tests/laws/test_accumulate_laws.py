@@ -204,6 +204,7 @@ def test_gradients_are_not_packed_to_be_summed(hook: bool) -> None:
         step = zf.shard(before(step) if hook else step, stage=1, unit_bytes=600)
         state = step.place(zf.TrainState.create(stack(F64, 5), ADAMW))
         packed.clear()
+        zf.psum(torch.zeros(1))  # or another rank's step would be at work before
         step(state, step.local_batch(regression(0, F64, rows=24)))
 
     real = Layout.pack

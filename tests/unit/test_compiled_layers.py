@@ -157,6 +157,17 @@ def test_layers_are_compiled_before_a_step_is_recorded(counters: Any) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_what_looks_at_operations_sees_those_of_eager_layers(counters: Any) -> None:
+    def seen(compile: Any) -> list[Any]:
+        net = zf.functionalize(Whole(), compile=compile)
+        step = zf.train_step(lambda p, x: net.apply(p, x).square().mean(), TX)
+        given = zf.TrainState.create(net.params, TX, key=3), rows()
+        return [zf.profile(step, *given).flops.total, zf.foresee(step, *given).flops.total]
+
+    assert seen({"backend": "aot_eager"}) == seen(False)
+    assert not counters["stats"]["unique_graphs"]
+
+
 # --- Hugging Face --------------------------------------------------------------------------------
 
 MODELS = {"LlamaForCausalLM": 1, "GPT2LMHeadModel": 1, "BertForMaskedLM": 1}

@@ -38,6 +38,7 @@ from zfunc.ranks.comm import groups_of
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
 from zfunc.ranks.meshes import Mesh
 from zfunc.ranks.world import World
+from zfunc.rehearsal.eager import uncompiled
 from zfunc.transforms.pipelining.transform import Pipeline
 from zfunc.trees import tree
 
@@ -220,7 +221,7 @@ def foresee(
     step = named(step, run.layers) if ranks > 1 else step  # alone, layers need not be told apart
     world = ForeseenWorld(rank, ranks, device, run)
     fused = as_on_a_gpu() if device == "cuda" else nullcontext()
-    with _alone(run), foreseeing(world), fused, run:
+    with _alone(run), foreseeing(world), fused, uncompiled(), run:
         state = step.place(without_values(make_state, run.storages))
         place_peak, sent = run.storages.peak, []
         given = without_values(batch, run.storages)
