@@ -249,13 +249,15 @@ class _Kind:
 
 
 # Types of nodes are few, but for those of Functions that a user makes anew each time.
-_KINDS: WeakKeyDictionary[type, _Kind] = WeakKeyDictionary()
+_BUILT_IN: dict[type, _Kind] = {}
+_FUNCTIONS: WeakKeyDictionary[type, _Kind] = WeakKeyDictionary()
 
 
 def _kind(node: Node) -> _Kind:
-    found = _KINDS.get(type(node))
+    found = _BUILT_IN.get(type(node)) or _FUNCTIONS.get(type(node))
     if found is None:
-        found = _KINDS[type(node)] = _Kind(node)
+        found = _Kind(node)
+        (_FUNCTIONS if found.function else _BUILT_IN)[type(node)] = found
     return found
 
 
