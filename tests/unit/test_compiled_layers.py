@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_in_any_mode_without_ignore_compile_internals,
+    is_in_torch_dispatch_mode,
+)
 
 import zfunc as zf
 from tests.laws.covering import Covering
@@ -155,6 +160,31 @@ def test_layers_are_compiled_before_a_step_is_recorded(counters: Any) -> None:
     assert counters["stats"]["unique_graphs"] == 1
     step(state, rows())
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_modes_of_simulated_ranks_are_over_behind_them() -> None:
+    """torch has one flag for all threads; what it says is part of what compiled code asks."""
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def one_behind_the_other() -> None:
+        for turn in range(2):
+            if turn == zf.rank():
+                mode = Watcher()
+                mode.__enter__()
+            zf.psum(torch.zeros(1))
+        for turn in range(2):
+            if turn == zf.rank():
+                mode.__exit__(None, None, None)
+            zf.psum(torch.zeros(1))
+
+    zf.simulate(2)(one_behind_the_other)()
+    assert not is_in_torch_dispatch_mode()
+    assert not is_in_any_mode_without_ignore_compile_internals()
 
 
 def test_what_looks_at_operations_sees_those_of_eager_layers(counters: Any) -> None:

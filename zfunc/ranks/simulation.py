@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch as modes
 
 from zfunc.errors import DesyncError
 from zfunc.ranks.adjacency import is_direct
@@ -403,6 +404,18 @@ def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Call
     return over_ranks
 
 
+def _reset_modes(flags: dict[str, bool]) -> None:
+    """Undo what threads that were in dispatch modes at one time leave behind.
+
+    torch keeps for the whole process whether it is in one. Each thread puts back what it found,
+    which may be another thread's: torch.compile would then compile anew at each call.
+    """
+    vars(modes).update(flags)
+    guarded = getattr(modes, "set_is_in_mode_without_ignore_compile_internals", None)
+    if guarded is not None:
+        guarded(flags["_is_in_any_mode_without_ignore_compile_internals"])
+
+
 def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
@@ -434,9 +447,13 @@ def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
         )
         for rank in range(fabric.size)
     ]
+    flags = {name: value for name, value in vars(modes).items() if name.startswith("_is_in_")}
     for thread in threads:
         thread.start()
-    _join(threads, fabric, errors)
+    try:
+        _join(threads, fabric, errors)
+    finally:
+        _reset_modes(flags)
     if errors:
         raise _culprit(errors)
     return [results[rank] for rank in range(fabric.size)]
