@@ -79,7 +79,7 @@ def few_bits(
     def by_size(params: Tree) -> GradientTransformation:
         labels = {p: "8" if _has_groups(place) else "32" for p, place in places(params).items()}
         here = {name: tx for name, tx in both.items() if name in labels.values()}
-        return multi_transform(here, labels.__getitem__)
+        return multi_transform(here, labels.get)  # others are a caller's labels
 
     def init(params: Tree) -> Any:
         with unjudged():  # a label is that of leaves that are here

@@ -68,6 +68,23 @@ def test_a_checkpoint_goes_on_in_another_world(tmp_path: Path) -> None:
     assert same(zf.simulate(2)(part)(3, 5)[0], zf.simulate(1)(trained)(0)[0][0])
 
 
+def test_a_rank_without_groups_saves_and_labels_leave_some_out(tmp_path: Path) -> None:
+    start = {"a": torch.ones(64, 64), "z": torch.ones(4095), "o": torch.ones(2)}
+    tx = optim.multi_transform(
+        {"adam": optim.adamw(0.01, moments=8), "sgd": optim.sgd(0.01)},
+        lambda path: "sgd" if path == "o" else "adam",
+    )
+    step = zf.shard(zf.train_step(loss_fn, tx), stage=3)
+
+    def saved() -> Tree:
+        state, _ = step(step.place(zf.TrainState.create(start, tx)), torch.tensor(1.0))
+        zf.save(tmp_path, state)
+        return step.unplace(zf.restore(tmp_path, state)).params
+
+    one, many = zf.simulate(1)(saved)()[0], zf.simulate(2)(saved)()
+    assert all(same(found, one) for found in many)
+
+
 def test_split_leaves_keep_their_groups() -> None:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))

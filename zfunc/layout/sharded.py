@@ -121,7 +121,9 @@ class Sharded(OfFlats, Readable):
         self, f: Callable[..., Any], flat: int, row: Sequence[Any], prefix: str
     ) -> Tensor:
         out: Tensor | None = None
-        for slot, a, b, _ in self.layout.segments(flat, self.group.rank):
+        here = [(slot, a, b) for slot, a, b, _ in self.layout.segments(flat, self.group.rank)]
+        nothing = [(slot, 0, 0) for slot in self.layout.by_flat[flat][:1]]
+        for slot, a, b in here or nothing:  # the dtype is to be that of other ranks
             piece = f(f"{prefix}.{slot.path}" if prefix else slot.path, *(x[a:b] for x in row))
             if out is None:
                 out = torch.zeros(row[0].shape, dtype=piece.dtype, device=piece.device)

@@ -78,4 +78,6 @@ def _plain(value: Any, deep: bool = True) -> Any:
     if isinstance(value, types.FunctionType | types.MethodType):
         cells = getattr(value, "__closure__", None) or () if deep else ()
         return value.__code__, *(_plain(cell.cell_contents, deep=False) for cell in cells)
-    return value if isinstance(value, types.BuiltinFunctionType) else type(value)
+    if isinstance(value, types.BuiltinFunctionType):
+        return value
+    return f"{type(value).__module__}.{type(value).__qualname__}"
