@@ -18,7 +18,9 @@ from tests.laws.covering import Covering
 from tests.laws.foreseen_steps import STEPS, batch
 from tests.unit.test_foresight import LeNet
 from zfunc import optim
+from zfunc.foresight.costs import by_module, covered
 from zfunc.foresight.peaks import published
+from zfunc.foresight.watch import TimedRow
 from zfunc.ranks import world
 
 
@@ -151,9 +153,30 @@ def test_moved_bytes_and_time_add_up() -> None:
     assert products.calls == 9 - 1  # nobody asks for the gradient of the batch
     assert products.bytes_moved == 4 * (8 * (8 * 32 + 8 * 32) + 8 * 32 * 32)
     assert whole.seconds == pytest.approx(sum(c.seconds for c in seen.operators.values()))
-    assert whole.seconds == pytest.approx(seen.attributed * seen.seconds)
-    assert 0 < seen.attributed < 1 and seen.unwatched_seconds > 0
+    assert whole.seconds == pytest.approx(seen.within * seen.seconds)
+    assert whole.seconds + whole.between_seconds == pytest.approx(seen.attributed * seen.seconds)
+    assert 0 < seen.within < seen.attributed < 1 and seen.unwatched_seconds > 0
     assert all(0 <= row.begin <= seen.seconds for row in seen.rows)
+
+
+def test_time_between_operators_is_that_of_the_module_which_both_are_in() -> None:
+    def row(layer: str, begin: float, phase: str = "forward", seconds: float = 1.0) -> TimedRow:
+        return TimedRow("compute", "mm", layer, phase, begin=begin, seconds=seconds)
+
+    rows = [
+        row("blocks.0.up", 0.0, seconds=9.0),
+        row("blocks.0", 2.0),  # inside the first, as on another stream
+        row("blocks.0.down", 10.0),  # 1 s behind the first
+        row("blocks.1", 13.0),  # 2 s
+        row("head", 17.0),  # 3 s, in no module
+        row("head", 22.0, "backward"),  # 4 s, in no phase
+        row("", 28.0, "update"),  # 5 s
+        row("", 35.0, "update"),  # 6 s
+    ]
+    found = by_module(rows, {}, {})
+    between = {name: cost.between_seconds for name, cost in found.items() if cost.between_seconds}
+    assert between == {"": 9.0, "blocks": 3.0, "blocks.0": 1.0}
+    assert covered(rows) == 36.0 - 1 - 2 - 3 - 4 - 5 - 6
 
 
 def test_the_peak_of_a_gpu_is_the_published_one() -> None:

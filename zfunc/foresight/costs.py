@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zfunc.foresight.watch import TimedRow
 
-__all__ = ["Cost", "by_module", "by_operator", "covered"]
+__all__ = ["Cost", "by_module", "by_operator", "covered", "gaps"]
 
 
 @dataclass
@@ -23,6 +23,8 @@ class Cost:
         kept_bytes: of what forward has made and is there when backward begins.
         seconds: within operators.
         forward_seconds, backward_seconds: the parts of it; what is recomputed counts as backward.
+        between_seconds: from one operator of a module to the next of it: Python, and memory that is
+            freed; on a GPU the device has nothing to do then.
     """
 
     parameters: int = 0
@@ -36,6 +38,7 @@ class Cost:
     seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    between_seconds: float = 0.0
 
     @property
     def update_seconds(self) -> float:
@@ -75,9 +78,12 @@ class Cost:
 
 
 def by_module(
-    rows: Iterable[TimedRow], parameters: Mapping[str, int], kept: Mapping[str, int]
+    rows: Sequence[TimedRow], parameters: Mapping[str, int], kept: Mapping[str, int]
 ) -> dict[str, Cost]:
     """By dotted name, ``""`` being the whole step: each has what is in its modules.
+
+    The time between two operators is that of the module that both are in. Where one is in forward
+    and the next in backward, or they share no module, it is attributed to none.
 
     >>> rows = [TimedRow("compute", "mm", "blocks.0", "forward", flops=8)]
     >>> {name: cost.forward for name, cost in by_module(rows, {"blocks.0.w": 4}, {}).items()}
@@ -87,6 +93,11 @@ def by_module(
     for row in rows:
         for name in _around(row.layer):
             found.setdefault(name, Cost()).add(row)
+    for before, after, seconds in gaps(rows):
+        shared = _shared(before.layer, after.layer)
+        if before.phase == after.phase and (shared or before.layer == after.layer):
+            for name in _around(shared):
+                found[name].between_seconds += seconds
     for layer, nbytes in kept.items():
         for name in _around(layer):
             found.setdefault(name, Cost()).kept_bytes += nbytes
@@ -111,12 +122,27 @@ def covered(rows: Iterable[TimedRow]) -> float:
     >>> covered([TimedRow("compute", "mm", begin=begin, seconds=2.0) for begin in (0.0, 1.0, 5.0)])
     5.0
     """
-    total, end = 0.0, 0.0
+    rows = sorted(rows, key=lambda row: row.begin)
+    if not rows:
+        return 0.0
+    end = max(row.begin + row.seconds for row in rows)
+    return end - rows[0].begin - sum(seconds for *_, seconds in gaps(rows))
+
+
+def gaps(rows: Iterable[TimedRow]) -> Iterator[tuple[TimedRow, TimedRow, float]]:
+    """Where none of them is under way: the row before, the one behind, and the seconds between."""
+    last: TimedRow | None = None
     for row in sorted(rows, key=lambda row: row.begin):
-        stop = row.begin + row.seconds
-        total += max(0.0, stop - max(row.begin, end))
-        end = max(end, stop)
-    return total
+        if last is not None and (seconds := row.begin - last.begin - last.seconds) > 0:
+            yield last, row, seconds
+        if last is None or row.begin + row.seconds > last.begin + last.seconds:
+            last = row
+
+
+def _shared(one: str, other: str) -> str:
+    """The innermost module that both are in."""
+    inside = set(_around(other))
+    return max((name for name in _around(one) if name in inside), key=len)
 
 
 def _around(name: str) -> list[str]:

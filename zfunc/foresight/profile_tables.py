@@ -49,7 +49,7 @@ class Figures(Protocol):
     @property
     def parameters(self) -> int: ...
     @property
-    def attributed(self) -> float: ...
+    def within(self) -> float: ...
     @property
     def modules(self) -> Mapping[str, Cost]: ...
     @property
@@ -90,7 +90,8 @@ def _head(seen: Figures) -> list[str]:
         f"rank {seen.rank} of {seen.ranks} on {seen.device}: {told(seen.parameters)}parameters, "
         f"{told(seen.state_bytes)}B of state, {told(seen.sent.total_bytes)}B sent",
         f"a step takes {_time(seen.seconds)} ({_time(seen.unwatched_seconds)} unwatched){rate}; "
-        f"{seen.attributed:.1%} of it within operators",
+        f"{seen.within:.1%} of it within operators, "
+        f"{whole.between_seconds / seen.seconds:.1%} between those of a module",
         f"{loss}, {told(whole.macs)}MACs; {back}{update}",
         f"all in all {told(whole.flops)}FLOPs (attention under a causal mask counted "
         f"{CAUSAL}), {told(whole.flops / seen.seconds)}FLOP/s{of_it}",
@@ -103,14 +104,14 @@ COST = ("moved", "time", "%", "FLOP/s")
 
 
 def _modules(seen: Figures) -> Table:
-    table = _table("module", "parameters", *FLOPS, "MACs", "kept", *COST)
+    table = _table("module", "parameters", *FLOPS, "MACs", "kept", *COST, "between")
     for name, cost in seen.modules.items():
         level = name.count(".") + 1 if name else 0
         if level <= seen.depth:
             label = "  " * level + (name.rpartition(".")[2] or "step")
             own = [_some(cost.macs), _some(cost.kept_bytes, "B")]
             row = [told(cost.parameters), *_flops(cost), *own, *_cost(seen, cost)]
-            table.add_row(Text(label), *row)
+            table.add_row(Text(label), *row, _time(cost.between_seconds))
     return table
 
 

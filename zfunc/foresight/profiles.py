@@ -82,12 +82,17 @@ class Profile:
         return self.modules[""].macs
 
     @property
-    def attributed(self) -> float:
-        """The part of the step's time in which an operator was under way.
-
-        The rest is Python between operators, and waiting for other ranks, threads and disks.
-        """
+    def within(self) -> float:
+        """The part of the step's time in which an operator was under way."""
         return covered(self._computed) / self.seconds
+
+    @property
+    def attributed(self) -> float:
+        """The part of the step's time within operators, and between those of one module.
+
+        The rest is Python outside of modules, and waiting for other ranks, threads and disks.
+        """
+        return self.within + self.modules[""].between_seconds / self.seconds
 
     @property
     def _computed(self) -> list[TimedRow]:
@@ -97,7 +102,8 @@ class Profile:
         """All figures as JSON, written to a file if one is named."""
         own = ("rank", "ranks", "device", "seconds", "unwatched_seconds", "samples", "state_bytes")
         found = {name: getattr(self, name) for name in own}
-        found |= {"parameters": self.parameters, "attributed": self.attributed}
+        found |= {"parameters": self.parameters, "within": self.within}
+        found |= {"attributed": self.attributed}
         found |= {"macs": self.macs, "flops": self.flops.by_phase, "causal": CAUSAL}
         found |= {"peak": asdict(self.peak), "sent_bytes": self.sent.total_bytes}
         found |= {"sent_by_label": self.sent.by_label, "sent_calls": self.sent.calls}
