@@ -14,7 +14,9 @@ the same rows. What is timed is a stand-in (``foresight_mpt.py``).
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -24,12 +26,14 @@ from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import foresight_mpt
 from benchmarks.foresight_cases import (
     Published,
     Traces,
+    chip,
     cluster_of,
     error,
     guesses,
@@ -54,19 +58,23 @@ def main() -> int:
     if found.full:
         return _full(console)
     anchors = [row for row in published(MPT) if row.tuning]
-    rows = published(found.rows or MPT)
+    try:
+        rows = published(found.rows or MPT)
+    except (OSError, ValueError, csv.Error) as error:
+        print(f"--rows: {error}", file=sys.stderr)
+        return 2
     others = [] if found.rows or found.tune else list(claims(FOLDER))
     wanted = [row.case for row in (anchors if found.tune else [*anchors, *rows]) if row.case]
     traces.prepare([*wanted, *(claim.case for claim in others if claim.case)], found.processes)
     if found.tune:
         console.print(f"tuned on {len(anchors)} rows: {tuned(anchors, traces)}; committed: {TUNED}")
         return 0
-    rates = utilisations(anchors, traces)
+    rates, rows = utilisations(anchors, traces), [traces.checked(row) for row in rows]
     told = [_told(row, traces, rates) for row in rows]
     _print_rows(console, rows, told)
     report = _summary(rows, told)
-    if any(row.case and not row.tuning for row in rows):
-        report["guesses"] = _sensitivity(rows, traces)
+    if held := [row for row in rows if row.case and not row.tuning and chip(row.case) in TUNED]:
+        report["guesses"] = _sensitivity(held, traces)
     _print_summary(console, report, rates)
     report["claims"] = [_claimed(console, claim, traces) for claim in others]
     report |= {"rows": [{**row.row, **x} for row, x in zip(rows, told, strict=True)]}
@@ -95,23 +103,26 @@ def _arguments() -> argparse.Namespace:
 def _told(row: Published, traces: Traces, rates: dict[str, float]) -> dict[str, Any]:
     """What is foreseen of a row."""
     if row.case is None:
-        return {"published_s": row.seconds, "not_foreseen": row.why}
-    seconds = traces.seconds(row.case, cluster_of(row.case, TUNED))
-    device = "a100-80" if row.case.device == "a100-40" else row.case.device
-    flat = traces.flops(row.case) / rates[device]
+        known = None if math.isnan(row.seconds) else row.seconds
+        return {"published_s": known, "not_foreseen": row.why}
+    seconds, rate = traces.seconds(row.case, cluster_of(row.case, TUNED)), rates.get(chip(row.case))
     return {
         "tuning": row.tuning,
+        "untuned": rate is None,
         "published_s": row.seconds,
         "predicted_s": seconds,
         "error": error(seconds, row.seconds),
-        "yardstick_error": error(flat, row.seconds),
+        "yardstick_error": rate and error(traces.flops(row.case) / rate, row.seconds),
     }
 
 
 def _print_rows(
     console: Console, rows: Sequence[Published], told: Sequence[dict[str, Any]]
 ) -> None:
-    table = Table(title="Step times; * tuned on; errors above 0: predicted too slow")
+    table = Table(
+        title="Step times; * tuned on; ~ of this device nothing is tuned: published peaks, which "
+        "are optimistic; errors above 0: predicted too slow"
+    )
     for name in (
         "GPU",
         "model",
@@ -127,14 +138,20 @@ def _print_rows(
     for row, x in zip(rows, told, strict=True):
         at = row.row
         micro = f"{at['MicroBatchSize']} x {at['GradAccum']}"
-        head = [at["GPU"], at["Model"], at["SeqLen (T)"], at["# GPUs"], micro]
+        head = [escape(at[name]) for name in ("GPU", "Model", "SeqLen (T)", "# GPUs")]
+        head.append(escape(micro))
         if row.case is None:
-            table.add_row(*head, f"{row.seconds:.3f} s", "not foreseen:", row.why, "")
+            known = "" if math.isnan(row.seconds) else f"{row.seconds:.3f} s"
+            table.add_row(*head, known, "not foreseen:", escape(row.why), "")
             continue
-        errors = [f"{100 * x[name]:+.1f} %" for name in ("error", "yardstick_error")]
-        star = "*" if row.tuning else ""
+        errors = [_percent(x[name]) for name in ("error", "yardstick_error")]
+        star = "*" if row.tuning else "~" if x["untuned"] else ""
         table.add_row(*head, f"{row.seconds:.3f} s", f"{x['predicted_s']:.3f} s{star}", *errors)
     console.print(table)
+
+
+def _percent(missed: float | None) -> str:
+    return "" if missed is None else f"{100 * missed:+.1f} %"
 
 
 def _summary(rows: Sequence[Published], told: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -142,7 +159,8 @@ def _summary(rows: Sequence[Published], told: Sequence[dict[str, Any]]) -> dict[
     groups: dict[str, list[dict[str, Any]]] = {"tuned on": [], "held out": []}
     for row, x in zip(rows, told, strict=True):
         if row.case is not None:
-            names = ["tuned on"] if row.tuning else ["held out", f"held out, {row.row['GPU']}"]
+            group = "nothing tuned" if x["untuned"] else "held out"
+            names = ["tuned on"] if row.tuning else [group, f"{group}, {row.row['GPU']}"]
             for name in names:
                 groups.setdefault(name, []).append(x)
     report = {name: _figures(found) for name, found in groups.items() if found}
@@ -166,13 +184,13 @@ def _figures(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bias": fmean(x["error"] for x in found),
         "within 10 %": sum(x <= 0.10 for x in errors),
         "within 15 %": sum(x <= WITHIN for x in errors),
-        "yardstick mean": fmean(abs(x["yardstick_error"]) for x in found),
+        "yardstick mean": fmean(abs(x["yardstick_error"] or 0.0) for x in found),
     }
 
 
 def _sensitivity(rows: Iterable[Published], traces: Traces) -> dict[str, list[float]]:
     """The mean error on held-out rows with each guess halved and doubled; nothing is tuned anew."""
-    held = [(row.case, row.seconds) for row in rows if row.case and not row.tuning]
+    held = [(row.case, row.seconds) for row in rows if row.case]
     found = {}
     for name, times in guesses():
         found[name] = []
@@ -188,11 +206,14 @@ def _sensitivity(rows: Iterable[Published], traces: Traces) -> dict[str, list[fl
 
 def _print_summary(console: Console, report: dict[str, Any], rates: dict[str, float]) -> None:
     for name, x in report["groups"].items():
+        flat = (
+            "" if name.startswith("nothing") else f"; yardstick {100 * x['yardstick mean']:.1f} %"
+        )
         console.print(
             f"{name}: {x['rows']} rows, mean error {100 * x['mean']:.1f} %, median "
             f"{100 * x['median']:.1f} %, bias {100 * x['bias']:+.1f} %, worst "
             f"{100 * x['worst']:.1f} %, {x['within 10 %']} within 10 %, {x['within 15 %']} within "
-            f"15 %; yardstick {100 * x['yardstick mean']:.1f} %"
+            f"15 %{flat}"
         )
     shown = ", ".join(f"{device} {rate / 1e12:.0f} TFLOP/s" for device, rate in rates.items())
     console.print(f"yardstick: {shown}; tuned: {TUNED}; not foreseen: {report['not foreseen']}")

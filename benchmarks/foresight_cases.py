@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,8 +13,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.foresight_mpt import FEW, Case, NotForeseen, case_of, continued, traced
+from benchmarks.foresight_mpt import (
+    COLUMNS,
+    FEW,
+    Case,
+    NotForeseen,
+    case_of,
+    continued,
+    seconds_of,
+    traced,
+)
 from benchmarks.foresight_tuned import is_tuning
+from zfunc.errors import ZfuncError
 from zfunc.foresight import links, operation_times
 from zfunc.foresight.clocks import replay
 from zfunc.foresight.clusters import Cluster
@@ -22,6 +33,7 @@ from zfunc.foresight.rows import StepRow
 __all__ = [
     "Published",
     "Traces",
+    "chip",
     "cluster_of",
     "error",
     "guesses",
@@ -41,7 +53,7 @@ class Published:
     Attributes:
         row: as it stands there.
         case: what is foreseen in its place; ``None`` for the reason ``why``.
-        seconds: of a step, as published.
+        seconds: of a step, as published; NaN if the row does not say it.
         tuning: whether constants were tuned on it.
     """
 
@@ -53,17 +65,36 @@ class Published:
 
 
 def published(path: Path) -> list[Published]:
-    """The rows of a table with the columns of ``mpt_measured.csv``."""
-    found = []
-    for row in csv.DictReader(path.read_text().splitlines()):
-        case, why = None, ""
-        try:
-            case = case_of(row)
-        except NotForeseen as error:
-            why = str(error)
-        seconds = float(row["GlobalBatchSize (T)"]) / float(row["Throughput (T/s)"])
-        found.append(Published(row, case, why, seconds, is_tuning(row)))
-    return found
+    """The rows of a table with the columns of ``mpt_measured.csv``, in any order.
+
+    Raises:
+        ValueError: it has no rows, or lacks columns.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        table = csv.DictReader(file)
+        names = [name.strip() for name in table.fieldnames or ()]
+        table.fieldnames = names
+        rows = [(table.line_num, row) for row in table]
+    if missing := [name for name in COLUMNS if name not in names]:
+        raise ValueError(
+            f"{path}: it lacks the columns {', '.join(missing)}; there are {', '.join(names)}"
+        )
+    if not rows:
+        raise ValueError(f"{path}: it has no rows below its columns")
+    return [_published(row, len(names), line) for line, row in rows]
+
+
+def _published(found: Mapping[Any, Any], columns: int, line: int) -> Published:
+    row = {name: (x or "").strip() for name, x in found.items() if isinstance(name, str)}
+    case, why, seconds = None, "", math.nan
+    try:
+        if None in found or None in found.values():  # a comma too many or too few
+            raise NotForeseen(f"line {line} has not {columns} fields, as many as there are columns")
+        seconds = seconds_of(row)
+        case = case_of(row)
+    except NotForeseen as error:
+        why = str(error)
+    return Published(row, case, why, seconds, is_tuning(row))
 
 
 class Traces:
@@ -71,6 +102,7 @@ class Traces:
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[tuple[StepRow, ...], Mapping[str, tuple[int, ...]]]] = {}
+        self._refused: dict[Any, str] = {}  # why no step of a geometry is foreseen
 
     def prepare(self, cases: Iterable[Case], processes: int) -> None:
         """Foresee what these cases need."""
@@ -82,7 +114,16 @@ class Traces:
         }
         missing = {key: args for key, args in wanted.items() if key not in self._known}
         with ProcessPoolExecutor(processes) as pool:
-            self._known.update(zip(missing, pool.map(_trace, missing.values()), strict=True))
+            for key, found in zip(missing, pool.map(_trace, missing.values()), strict=True):
+                if isinstance(found, str):
+                    self._refused[key[0]] = found
+                else:
+                    self._known[key] = found
+
+    def checked(self, row: Published) -> Published:
+        """The row; without a case where that could not be foreseen."""
+        why = "" if row.case is None else self._refused.get(row.case.geometry, "")
+        return replace(row, case=None, why=why) if why else row
 
     def seconds(self, case: Case, cluster: Cluster) -> float:
         """Of a step of all blocks and microbatches."""
@@ -103,14 +144,22 @@ class Traces:
 
 
 def _trace(args: tuple[Case, int, int]) -> Any:
-    seen = traced(*args)
+    """The rows of a step and its groups; or why there are none."""
+    try:
+        seen = traced(*args)
+    except (NotForeseen, ZfuncError, ValueError) as error:
+        return str(error) or type(error).__name__
     return seen.rows, seen.groups
+
+
+def chip(case: Case) -> str:
+    """The device that constants are of."""
+    return "a100-80" if case.device == "a100-40" else case.device
 
 
 def cluster_of(case: Case, constants: Constants) -> Cluster:
     """Where a case runs: published numbers, but for those constants."""
-    name = "a100-80" if case.device == "a100-40" else case.device  # the same chip
-    return Cluster.preset(case.device, gpus=case.gpus, **constants.get(name, {}))
+    return Cluster.preset(case.device, gpus=case.gpus, **constants.get(chip(case), {}))
 
 
 def error(predicted: float, measured: float) -> float:

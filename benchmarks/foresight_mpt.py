@@ -16,6 +16,7 @@ and ``python -m benchmarks.foresight --full`` compares with all blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,13 +28,37 @@ from torch import Tensor
 
 import zfunc as zf
 from zfunc import optim
+from zfunc.foresight.presets import PRESETS
 
-__all__ = ["Case", "NotForeseen", "case_of", "continued", "traced"]
+__all__ = ["COLUMNS", "Case", "NotForeseen", "case_of", "continued", "seconds_of", "traced"]
 
 VOCAB = 50368
-DEVICES = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}
-STAGES = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
-PRECISIONS = {"amp_bf16": torch.bfloat16, "bf16": torch.bfloat16, "amp_fp16": torch.float16}
+DEVICES = {  # as such tables call them, and by the names of presets
+    **{name: name for name in PRESETS},
+    "h100_80gb": "h100",
+    "h200_141gb": "h200",
+    "v100_32gb": "v100",
+    "a100_80gb": "a100-80",
+    "a100_40gb": "a100-40",
+}
+STAGES = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "_HYBRID_SHARD_ZERO2": 2,
+}
+PRECISIONS = {
+    **dict.fromkeys(("amp_bf16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("amp_fp16", "fp16"), torch.float16),
+}
+NODE = 8  # GPUs, within which a hybrid strategy cuts
+# Columns that a row is foreseen by; others may be there.
+COLUMNS = (
+    *("Model", "SeqLen (T)", "# GPUs", "GPU", "MicroBatchSize", "GradAccum"),
+    *("GlobalBatchSize (T)", "Throughput (T/s)", "Precision", "MP Mode", "Sharding Strategy"),
+    *("Activation Checkpointing", "NumParams"),
+)
 FEW = (3, 4)  # blocks that are foreseen
 SHAPES = {  # width and blocks
     "125m": (768, 12),
@@ -84,6 +109,11 @@ class Case:
         return VOCAB * w + self.seq * w + self.depth * (12 * w * w + 13 * w) + 2 * w
 
     @property
+    def tokens(self) -> int:
+        """Of a step, all ranks together."""
+        return self.gpus * self.count * self.micro * self.seq
+
+    @property
     def geometry(self) -> Case:
         """What its rows depend on."""
         return replace(self, device="", depth=0, count=0)
@@ -95,42 +125,86 @@ def case_of(row: Mapping[str, str]) -> Case:
     Raises:
         NotForeseen: why it cannot be.
     """
-    model, device = row["Model"], DEVICES.get(row["GPU"])
-    strategy, precision = row["Sharding Strategy"], row["Precision"]
+    model = row["Model"].lower().removeprefix("mpt-")
+    device = DEVICES.get(row["GPU"].lower())
+    strategy, precision = row["Sharding Strategy"].upper(), row["Precision"].lower()
+    mode = row["MP Mode"].upper()
     if model not in SHAPES:
-        raise NotForeseen(f"no model {model!r}: known are {', '.join(SHAPES)}")
+        raise NotForeseen(f"no model {row['Model']!r}: known are {', '.join(SHAPES)}")
     if device is None:
         raise NotForeseen(f"no device {row['GPU']!r}: known are {', '.join(DEVICES)}")
     if "fp8" in precision:
         raise NotForeseen("products in fp8 and the scaling around them")
     if precision not in PRECISIONS:
-        raise NotForeseen(f"no precision {precision!r}: known are {', '.join(PRECISIONS)}")
+        raise NotForeseen(f"no precision {row['Precision']!r}: known are {', '.join(PRECISIONS)}")
     if strategy not in STAGES:
-        raise NotForeseen(f"no sharding strategy {strategy!r}: known are {', '.join(STAGES)}")
-    if row["MP Mode"] not in ("DEFAULT", "PURE", "FULL"):
-        raise NotForeseen(f"no mixed precision {row['MP Mode']!r}")
-    if row.get("Activation CPUOffload", "False") == "True":
+        told = row["Sharding Strategy"]
+        raise NotForeseen(f"no sharding strategy {told!r}: known are {', '.join(STAGES)}")
+    if mode not in ("DEFAULT", "PURE", "FULL"):
+        raise NotForeseen(f"no mixed precision {row['MP Mode']!r}: known are DEFAULT, PURE, FULL")
+    if _flag(row, "Activation CPUOffload"):
         raise NotForeseen("activations that are kept by the host")
-    if row["MP Mode"] == "FULL":
+    if mode == "FULL":
         raise NotForeseen("parameters gathered in fp32 and cast by autocast")
-    low, (width, depth) = PRECISIONS[precision], SHAPES[model]
+    low, (width, depth), gpus = PRECISIONS[precision], SHAPES[model], _whole(row, "# GPUs")
+    hybrid = "HYBRID" in strategy and gpus > NODE
+    if hybrid and (gpus % NODE or PRESETS[device].get("gpus_per_node", NODE) != NODE):
+        raise NotForeseen(f"{strategy} on {gpus} GPUs: known are whole nodes of {NODE}")
     case = Case(
         device=device,
         width=width,
         depth=depth,
-        gpus=int(row["# GPUs"]),
-        seq=int(row["SeqLen (T)"]),
-        micro=int(row["MicroBatchSize"]),
-        count=int(row["GradAccum"]),
+        gpus=gpus,
+        seq=_whole(row, "SeqLen (T)"),
+        micro=_whole(row, "MicroBatchSize"),
+        count=_whole(row, "GradAccum"),
         stage=STAGES[strategy],
-        hybrid=strategy.startswith("HYBRID") and int(row["# GPUs"]) > 8,
-        remat=row["Activation Checkpointing"] == "True",
+        hybrid=hybrid,
+        remat=_flag(row, "Activation Checkpointing"),
         compute=low,
-        reduce=torch.float32 if row["MP Mode"] == "DEFAULT" else low,
+        reduce=torch.float32 if mode == "DEFAULT" else low,
     )
-    if case.parameters != int(row["NumParams"]):
-        raise NotForeseen(f"{row['NumParams']} parameters, and the stand-in has {case.parameters}")
+    if case.parameters != (published := _whole(row, "NumParams")):
+        raise NotForeseen(f"{published} parameters, and the stand-in has {case.parameters}")
+    if case.tokens != (published := _whole(row, "GlobalBatchSize (T)")):
+        raise NotForeseen(
+            f"a batch of {published} tokens, and {gpus} GPUs with {case.count} x {case.micro} "
+            f"sequences of {case.seq} have {case.tokens}"
+        )
     return case
+
+
+def seconds_of(row: Mapping[str, str]) -> float:
+    """Of a step, as published.
+
+    Raises:
+        NotForeseen: the row does not say it.
+    """
+    return _number(row, "GlobalBatchSize (T)") / _number(row, "Throughput (T/s)")
+
+
+def _number(row: Mapping[str, str], name: str) -> float:
+    try:
+        found = float(row[name].replace(",", ""))  # which tables have between thousands
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise NotForeseen(f"{name} is {row[name]!r}, expected a number above 0")
+    return found
+
+
+def _whole(row: Mapping[str, str], name: str) -> int:
+    found = _number(row, name)
+    if found != int(found):
+        raise NotForeseen(f"{name} is {row[name]!r}, expected a whole number")
+    return int(found)
+
+
+def _flag(row: Mapping[str, str], name: str) -> bool:
+    found = row.get(name, "").lower()
+    if found not in ("true", "false", "yes", "no", "1", "0", ""):
+        raise NotForeseen(f"{name} is {row[name]!r}, expected True or False")
+    return found in ("true", "yes", "1")
 
 
 def _params(case: Case, depth: int) -> dict[str, Any]:
@@ -182,7 +256,7 @@ def traced(case: Case, depth: int, count: int) -> zf.Foreseen:
     unit = 4 * max(VOCAB * w + case.seq * w + 2 * w, block)
     if 4 * 2 * block <= unit // 8:
         raise NotForeseen(f"blocks of width {w} are merged, so that rows do not repeat with each")
-    mesh = zf.mesh(replica=case.gpus // 8, data=8) if case.hybrid else None
+    mesh = zf.mesh(replica=case.gpus // NODE, data=NODE) if case.hybrid else None
     step: Any = zf.shard(zf.train_step(_loss, tx), stage=case.stage, unit_bytes=unit, mesh=mesh)
     step = zf.precision(zf.donate(step), compute=case.compute, reduce=case.reduce)
     step = zf.remat(step) if case.remat else step

@@ -17,18 +17,17 @@ TUNED = {
 }
 
 
+# Of each: tokens of a sequence, sequences of a microbatch, microbatches.
+ROWS = {
+    "h100_80gb": {("2048", "6", "1"), ("8192", "8", "2"), ("32768", "2", "2")},
+    "a100_80gb": {("2048", "6", "2"), ("8192", "8", "2"), ("32768", "2", "2")},
+}
+
+
 def is_tuning(row: Mapping[str, str]) -> bool:
     """Whether constants were tuned on a row: MPT-7B on one node, three lengths, two devices."""
-    where = (
-        row["Model"],
-        row["# GPUs"],
-        row["Precision"],
-        row["MP Mode"],
-        row["Sharding Strategy"],
-    )
-    device, seq = row["GPU"], row["SeqLen (T)"]
-    return (
-        where == ("7b", "8", "amp_bf16", "DEFAULT", "FULL_SHARD")
-        and device in ("h100_80gb", "a100_80gb")
-        and seq in ("2048", "8192", "32768")
-    )
+    columns = ("Model", "# GPUs", "Precision", "MP Mode", "Sharding Strategy")
+    where = tuple(row[name] for name in columns)
+    shape = row["SeqLen (T)"], row["MicroBatchSize"], row["GradAccum"]
+    known = ("7b", "8", "amp_bf16", "DEFAULT", "FULL_SHARD")
+    return where == known and shape in ROWS.get(row["GPU"], ())

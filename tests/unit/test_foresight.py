@@ -157,6 +157,58 @@ def test_flops_by_layer_and_phase() -> None:
     assert layers > plain.by_layer.total() - plain.by_layer[""]
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_products_of_a_recurrent_layer_are_counted(kind: Any) -> None:
+    """Whichever kernel runs it, forward and backward."""
+    module, x = kind(40, 60, bidirectional=True), torch.zeros(20, 8, 40)
+
+    def step(state: Any, x: Tensor) -> Any:
+        call = lambda p: torch.func.functional_call(module, p, (x,))[0].sum()  # noqa: E731
+        loss, grads = zf.value_and_grad(call)(state["params"])
+        return {"params": grads}, loss
+
+    weights = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+    state = {"params": dict(module.named_parameters())}
+    forward = 2 * 20 * 8 * weights
+    assert alone(step, state, x).flops.by_phase["forward"] == forward
+    profile = zf.profile(step, {"params": {k: v.detach() for k, v in state["params"].items()}}, x)
+    assert profile.flops.by_phase == alone(step, state, x).flops.by_phase
+    told = "keeps for backward" in str(alone(step, state, x))
+    assert told is (kind is nn.LSTM)  # which one kernel runs, and its workspace is of unknown size
+    assert 1.5 * forward < profile.flops.by_phase["backward"] <= 2 * forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_of_rows(dtype: torch.dtype) -> None:
+    """As experts have them, forward and backward."""
+    offs = torch.tensor([16, 40, 48, 64], dtype=torch.int32)
+
+    def step(state: Any, x: Tensor) -> Any:
+        product = lambda p: torch._grouped_mm(x, p["w"], offs)  # noqa: E731
+        loss, grads = zf.value_and_grad(lambda p: product(p).square().sum())(state["params"])
+        return {"params": grads}, loss
+
+    state, x = {"params": {"w": torch.randn(4, 72, 96, dtype=dtype)}}, torch.randn(64, 72).to(dtype)
+    told = alone(step, state, x)
+    assert told.flops.total == 2 * 2 * 64 * 72 * 96 == zf.profile(step, state, x).flops.total
+
+
+def test_products_in_place_are_counted() -> None:
+    a, b = torch.zeros(80, 100), torch.zeros(4, 80, 100)
+
+    def step(state: Any, x: Tensor) -> Any:
+        w = state["params"]["w"]
+        out = torch.zeros(80, 100).addmm_(a, w).addbmm_(b, w.expand(4, -1, -1))
+        return state, torch.zeros(100).addmv_(w, out[0]).sum()
+
+    assert alone(step).flops.total == 2 * 80 * 100 * 100 * 5 + 2 * 100 * 100
+
+
+def test_one_rank_has_layers_too() -> None:
+    one, two = trained(ranks=1).flops.by_layer, trained(ranks=2).flops.by_layer
+    assert set(one) == set(two) and one["blocks.1"] == two["blocks.1"]
+
+
 # Memory
 
 
@@ -205,11 +257,42 @@ def test_the_peak_is_the_counted_one_of_a_real_step(wrap: str) -> None:
     assert abs(told.peak_bytes - real.bytes) <= 4096
 
 
+def test_parts_that_share_memory_are_no_memory_of_their_own() -> None:
+    """Recurrent cells take their gates so."""
+    n = 1 << 16
+
+    def step(state: Any, x: Tensor) -> Any:
+        a, b = torch.unsafe_chunk(x + 1.0, 2)
+        return state, a[0] + b[0]
+
+    seen = alone(step, {"params": {"w": torch.zeros(3)}}, torch.zeros(n))
+    assert seen.peak_bytes == 12 + 2 * 4 * n + 4
+
+
 def test_a_pageless_tensor_is_an_ordinary_one() -> None:
     x = pageless((3, 1 << 23), (1 << 23, 1), torch.float32)
     assert type(x) is Tensor and x.is_contiguous() and x.data_ptr() and x.device.type == "cpu"
     x[1, 5] = 2.0
     assert x.sum() == 2.0
+
+
+def test_a_tensor_that_is_looked_at_otherwise_in_place_has_its_new_shape() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        y = (x + 1.0).unsqueeze_(0)
+        assert y.shape == (1, 80, 100)
+        y.squeeze_(0).t_()
+        assert y.shape == (100, 80) and y.stride() == (1, 100)
+        return state, (state["params"]["w"] @ y).sum()
+
+    assert alone(step).flops.total == 2 * 100 * 100 * 80
+
+
+def test_a_result_that_changes_the_shape_of_its_memory_is_refused() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        return state, torch.mm(x, state["params"]["w"], out=torch.empty(0)).sum()
+
+    with pytest.raises(ForesightError, match=r"mm makes a tensor of shape \[0\].*\[80, 100\]"):
+        alone(step)
 
 
 # What is guessed
@@ -256,7 +339,40 @@ def test_an_operator_without_shapes_is_refused_by_name() -> None:
         alone(step)
 
 
+def test_an_operator_of_functions_is_refused_by_name() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        return state, torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,)).sum()
+
+    with pytest.raises(ForesightError, match="cond is an operator of functions"):
+        alone(step)
+    assert zf.profile(step, WIDE, torch.ones(80, 100), warmup=1).operators["cond"].calls == 1
+
+
+def test_what_was_guessed_is_told_where_the_step_raises() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        return state, x.sum()
+
+    with pytest.raises(ValueError, match="not a number") as raised:
+        alone(step)
+    assert any("guessed before" in note and "bool[]" in note for note in raised.value.__notes__)
+
+
 # What does not fit
+
+
+@pytest.mark.parametrize("step", [None, "step", nn.Linear(2, 2)])
+def test_what_is_no_step(step: Any) -> None:
+    for who in (alone, lambda step: zf.profile(step, WIDE, torch.ones(2, 2))):
+        with pytest.raises(TypeError, match=rf"step is a {type(step).__name__}, expected a step"):
+            who(step)
+
+
+def test_a_captured_step_is_foreseen_by_what_is_in_it() -> None:
+    step = zf.captured(zf.donate(zf.train_step(lambda p, x: (x @ p["w"]).sum(), TX)))
+    with pytest.raises(zf.CompositionError, match=r"Foresee its \.step, donate"):
+        alone(step)
 
 
 def test_a_batch_that_does_not_fit_raises_what_the_step_raises() -> None:
@@ -275,6 +391,8 @@ def test_a_rank_or_a_device_that_there_is_not() -> None:
         trained(ranks=0)
     with pytest.raises(ValueError, match=r"rank=4, expected 0 to 3"):
         trained(rank=4)
+    with pytest.raises(ValueError, match=r"rank=1.5, expected 0 to 3"):
+        trained(rank=1.5)
     with pytest.raises(ValueError, match="device='tpu'"):
         trained(device="tpu")
     with pytest.raises(ValueError, match="steps=1"):
@@ -298,6 +416,8 @@ def test_meshes_that_do_not_fit() -> None:
     zf.foresee(step, state, x, ranks=8, mesh=zf.mesh(data=4, replica=2))  # the same
     with pytest.raises(ValueError, match="needs a multiple of 2 ranks, this world has 7"):
         zf.foresee(step, state, x, ranks=7)
+    with pytest.raises(TypeError, match=r"mesh='data', expected zf\.mesh"):
+        zf.foresee(step, state, x, ranks=8, mesh="data")
     with pytest.raises(zf.CompositionError, match="lays ranks out"):
         zf.foresee(lambda s, x: (s, x), WIDE, x, ranks=8, mesh=zf.mesh(data=8))
 
@@ -305,6 +425,21 @@ def test_meshes_that_do_not_fit() -> None:
 def test_more_ranks_than_a_mesh_holds() -> None:
     with pytest.raises(ValueError, match="needs 6 ranks, this world has 12"):
         trained(ranks=12, mesh=zf.mesh(replica=2, data=3))
+
+
+def test_a_step_that_knows_of_no_other_ranks_is_told_so() -> None:
+    step = zf.train_step(lambda p, x: (x @ p["w"]).sum(), TX)
+    state = zf.TrainState.create({"w": torch.zeros(100, 100)}, TX)
+    for wrapped, told in ((step, True), (zf.remat(step), True), (zf.shard(step), False)):
+        seen = zf.foresee(wrapped, state, torch.zeros(8, 100), ranks=8)
+        assert ("knows of other ranks: each of 8" in str(seen)) is told
+
+
+def test_gradients_that_are_not_compressed_yet_are_told() -> None:
+    def seen(**how: Any) -> str:
+        return str(trained(lambda step: zf.compress_grads(step, **how), stage=1, steps=3))
+
+    assert "not compressed yet" in seen() and "not compressed yet" not in seen(freeze_step=1)
 
 
 def test_frozen_parameters_stay_frozen() -> None:

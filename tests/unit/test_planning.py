@@ -97,6 +97,27 @@ def test_a_batch_with_fewer_rows_than_ranks_is_told() -> None:
     assert "4 rows cannot be cut over 8 ranks" in found.verdict
 
 
+def test_the_rank_with_the_most_rows_counts() -> None:
+    """Of 10 rows on 8 ranks the first has one, and the last two."""
+    cluster = zf.Cluster.preset("a100-40", gpus=8)
+    (row,) = zf.plan(lambda: zf.shard(STEP), state, rows(10), cluster).rows
+    most = zf.foresee(zf.shard(STEP), state, rows(2), ranks=8, rank=7)
+    assert (row.flops, row.seconds) == (most.flops.total, float(most.time(cluster)))
+    assert row.peak_bytes >= most.peak_bytes
+
+
+def test_an_error_without_words_is_an_error() -> None:
+    def broken() -> Any:
+        raise ValueError
+
+    found = zf.plan(broken, state, rows(), zf.Cluster.preset("h100", gpus=8))
+    assert (found.rows[0].error, found.verdict) == ("ValueError", "nothing can run: ValueError")
+
+
+def test_what_times_rest_on_is_told() -> None:
+    assert "assumed: NVIDIA A100-SXM4-40GB, from published peaks" in str(planned(over={}))
+
+
 def test_rows_are_plain_in_json(tmp_path: Path) -> None:
     found = planned(over={"stage": [3], "mesh": [None, zf.mesh(replica=2)]})
     told = json.loads(found.save(tmp_path / "plan.json").read_text())
@@ -132,6 +153,12 @@ def test_numbers_of_devices_that_do_not_scale(gpus: Any) -> None:
         zf.scale_out(zf.shard(STEP), state, rows(), zf.Cluster.preset("h100", gpus=8), gpus)
 
 
+@pytest.mark.parametrize("gpus", [8, "8", (8.0,)])
+def test_what_is_no_number_of_devices(gpus: Any) -> None:
+    with pytest.raises(TypeError, match="expected whole numbers"):
+        zf.scale_out(zf.shard(STEP), state, rows(), zf.Cluster.preset("h100", gpus=8), gpus)
+
+
 @pytest.mark.parametrize(
     ("how", "what"),
     [
@@ -139,12 +166,23 @@ def test_numbers_of_devices_that_do_not_scale(gpus: Any) -> None:
         ({"step_of": zf.shard, "batch": 0, "cluster": 0}, "make_state is missing"),
         ({"step_of": zf.shard, "make_state": 0, "cluster": 0}, "batch is missing"),
         ({"step_of": zf.shard, "make_state": 0, "batch": 0, "cluster": "h100"}, "is no cluster"),
+        (
+            {"step_of": zf.shard, "make_state": 0, "batch": 0, "over": [1]}
+            | {"cluster": zf.Cluster.preset("h100", gpus=8)},
+            "expected keywords of step_of",
+        ),
         ({"model": 0, "batch": 0, "cluster": 0, "over": {}}, "go with step_of"),
     ],
 )
 def test_arguments_that_are_missing(how: Any, what: str) -> None:
     with pytest.raises(TypeError, match=what):
         zf.plan(**how)
+
+
+def test_a_model_needs_rows() -> None:
+    cluster = zf.Cluster.preset("h100", gpus=8)
+    with pytest.raises(ValueError, match="the batch has no rows"):
+        zf.plan(model=zf.functionalize(torch.nn.Linear(2, 2)), batch=3, cluster=cluster)
 
 
 def test_the_command_plans_a_model_of_which_there_is_a_configuration(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import foresight_cases
-from benchmarks.foresight import FOLDER, MPT
+from benchmarks.foresight import FOLDER, MPT, main
 from benchmarks.foresight_cases import Traces, cluster_of, guesses, published
 from benchmarks.foresight_claims import claims
 from benchmarks.foresight_mpt import Case, NotForeseen, case_of, continued, traced
 from benchmarks.foresight_tuned import TUNED
 from zfunc.foresight import links, operation_times
+from zfunc.foresight.clusters import Cluster
 
 
 def test_four_constants_are_tuned_on_six_rows() -> None:
@@ -29,7 +32,11 @@ def test_four_constants_are_tuned_on_six_rows() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "why"),
     [
-        ("GPU", "tpu", "no device 'tpu': known are h100_80gb"),
+        ("GPU", "tpu", "no device 'tpu': known are a100-40"),
+        ("Activation Checkpointing", "maybe", "is 'maybe', expected True or False"),
+        ("MicroBatchSize", "0", "MicroBatchSize is '0', expected a number above 0"),
+        ("# GPUs", "8.5", "# GPUs is '8.5', expected a whole number"),
+        ("GradAccum", "2", "a batch of 8388608 tokens, and 512 GPUs with 2 x 8 sequences"),
         ("Sharding Strategy", "SOME", "no sharding strategy 'SOME': known are FULL_SHARD"),
         ("Activation CPUOffload", "True", "activations that are kept by the host"),
         ("MP Mode", "FULL", "parameters gathered in fp32"),
@@ -51,6 +58,72 @@ def test_other_rows_are_cases(tmp_path: Path) -> None:
     )
     assert case.hybrid and case.reduce is case.compute
     assert cluster_of(case, TUNED).product == TUNED["a100-80"]["product"]
+
+
+def written(path: Path, *rows: dict[str, str], columns: Any = None, **how: Any) -> Path:
+    with path.open("w", newline="", **how) as file:
+        table = csv.DictWriter(file, columns or list(rows[0]), extrasaction="ignore")
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def first_row() -> dict[str, str]:
+    return next(csv.DictReader(MPT.read_text().splitlines()))
+
+
+def test_rows_may_be_written_otherwise(tmp_path: Path) -> None:
+    """In another order, with a mark of the encoding, numbers as people write them; or lack some."""
+    row = first_row()
+    other = {**row, "Model": "MPT-70B", "# GPUs": "512.0", "Throughput (T/s)": "515,636"}
+    other |= {"Activation Checkpointing": "TRUE", "section": 'a "quoted", part'}
+    path = written(tmp_path / "a.csv", other, columns=[*row][::-1], encoding="utf-8-sig")
+    (found,) = published(path)
+    assert found.case == case_of(row) and found.seconds == 8388608 / 515636
+    text = path.read_text(encoding="utf-8-sig").splitlines()
+    path.write_text("\n".join([text[0], text[1] + ",more", text[1].partition(",")[2]]))
+    assert [row.case for row in published(path)] == [None, None]
+    assert all("has not 21 fields" in row.why for row in published(path))
+
+
+@pytest.mark.parametrize("rate", ["0", "nan", "", "fast"])
+def test_a_row_without_a_time_is_told(rate: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", {**first_row(), "Throughput (T/s)": rate})
+    (found,) = published(path)
+    assert found.case is None and found.why.startswith(f"Throughput (T/s) is {rate!r}, expected")
+
+
+def test_a_file_that_is_no_such_table(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """The program says what lacks."""
+    path, row = tmp_path / "a.csv", first_row()
+    for columns, rows, what in (
+        (
+            [x for x in row if x not in ("MP Mode", "NumParams")],
+            [row],
+            "columns MP Mode, NumParams",
+        ),
+        ([*row], [], "it has no rows"),
+        ([""], [], "it lacks the columns Model"),
+    ):
+        written(path, *rows, columns=columns)
+        monkeypatch.setattr("sys.argv", ["foresight", "--rows", str(path)])
+        assert main() == 2
+        assert what in capsys.readouterr().err
+
+
+def test_devices_of_which_nothing_is_tuned_have_published_peaks() -> None:
+    row = {**first_row(), "# GPUs": "64", "GlobalBatchSize (T)": str(64 * 8 * 2048)}
+    for name, preset in (("v100", "v100"), ("MI300X", "mi300x"), ("h200", "h200")):
+        case = case_of({**row, "GPU": name})
+        assert cluster_of(case, TUNED) == Cluster.preset(preset, gpus=64)
+
+
+def test_a_step_that_cannot_be_foreseen_is_a_row_that_says_why(tmp_path: Path) -> None:
+    """Where few ranks and long sequences would merge blocks."""
+    case, traces = Case("h100", 768, 12, 8, 1 << 17, 1, 1), Traces()
+    traces.prepare([case], 1)
+    row = replace(published(MPT)[0], case=case)
+    assert traces.checked(row).case is None and "merged" in traces.checked(row).why
 
 
 def test_few_blocks_say_what_all_of_them_take() -> None:

@@ -100,6 +100,27 @@ def test_ranks_of_a_node_share_its_way_out() -> None:
     assert replay([GATHER], four, {"data": (0, 2)}).seconds == 8.0
 
 
+def test_a_node_with_fewer_ranks_has_fewer_ways_out() -> None:
+    """Three ranks, two of them in a node: what those have comes to the third through one link."""
+    three = replace(PLAIN, gpus=3, gpus_per_node=2, nic=0.25, network_hop=0.0)
+    took = replay([replace(GATHER, written=3)], three, {"data": (0, 1, 2)})
+    assert took.seconds == 2 / 0.25
+
+
+def test_what_is_for_each_rank_goes_out_through_a_link_of_its_own() -> None:
+    """Half of it to the other node, four bytes a second; a broadcast is as long as it is."""
+    four = replace(PLAIN, gpus=4, gpus_per_node=2, nic=0.25, network_hop=0.0)
+    each = replace(GATHER, name="all_to_all")
+    assert replay([each], four, {"data": (0, 1, 2, 3)}).seconds == 2 / 0.25
+    assert replay([each], PLAIN, GROUPS).seconds == 4.0
+    assert replay([replace(GATHER, name="broadcast")], PLAIN, GROUPS).seconds == 8.0
+
+
+def test_a_step_that_does_nothing_takes_no_time() -> None:
+    took = replay([], PLAIN, GROUPS)
+    assert (took.seconds, took.binds) == (0.0, "nothing") and "bound by nothing" in str(took)
+
+
 # Copies and drives
 
 HOST = replace(PLAIN, pcie=2.0, drive_read=1.0, drive_write=0.5, host_memory_bandwidth=1.0)
@@ -289,6 +310,27 @@ def test_unknown_names_are_told_with_those_that_are_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({"latency": float("nan")}, "latency=nan, expected a number"),
+        ({"latency": -1.0}, "latency=-1.0, expected 0 or more"),
+        ({"product_ramp": -256.0}, "product_ramp=-256.0, expected 0 or more"),
+        ({"gpus_per_node": 0.5}, "gpus_per_node=0.5, expected a whole number"),
+        (
+            {"peak_flops": {"float32": 1, "bfloat16": 0}},
+            "peak_flops.'bfloat16'.=0, expected a number above 0",
+        ),
+        ({"peak_flops": {"float32": -1}}, "peak_flops.'float32'.=-1, expected a number above 0"),
+        ({"peak_flops": None}, "peak_flops=None, expected FLOP/s by the name of a dtype"),
+        ({"calibrated": True}, "calibrated=True, expected text"),
+    ],
+)
+def test_numbers_that_no_cluster_has(how: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=f"Cluster: {what}"):
+        replace(PLAIN, **how)
+
+
+@pytest.mark.parametrize(
     ("text", "what"),
     [("{", "this is no JSON"), ('{"device": "x"}', "it lacks gpus, memory"), ("[]", "JSON object")],
 )
@@ -326,3 +368,15 @@ def test_a_calibration_is_of_the_same_device(tmp_path: Path) -> None:
         Cluster.preset("a100-80", gpus=64).measured_by(path)
     with pytest.raises(DeviceError, match="no calibration, but published"):
         mine.measured_by(mine)
+
+
+def test_measured_links_say_nothing_of_others() -> None:
+    """What a node's links reach is no share of what the network's do."""
+    mine = Cluster.preset("h100", gpus=64)
+    found = replace(mine, gpus=8, nvlink=3e11, latency=1e-5, hop=0.0, calibrated="on 2026-11-25")
+    better = mine.measured_by(found)
+    assert better.nvlink * better.link_share == pytest.approx(3e11 * found.link_share)
+    assert (better.nic, better.link_share, better.hop) == (mine.nic, mine.link_share, 0.0)
+    assert "links between nodes as published" in str(foreseen().time(better))
+    older = replace(found, link_share=1.0)
+    assert mine.measured_by(older).nvlink * mine.link_share == pytest.approx(3e11)

@@ -10,6 +10,8 @@ import torch
 from rich.console import Console
 
 from zfunc.commands.arguments import positive
+from zfunc.commands.report import print_error
+from zfunc.errors import DeviceError
 from zfunc.foresight.calibration import measure
 from zfunc.foresight.clusters import Cluster
 from zfunc.ranks.launching import launch
@@ -38,6 +40,11 @@ def add_calibrate(commands: Any) -> None:
 
 def _calibrate_command(found: argparse.Namespace) -> int:
     kind = found.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        return print_error(DeviceError("--device cuda: torch finds no GPU here."))
+    if found.out.is_dir():
+        return print_error(IsADirectoryError(f"--out {found.out}: this is a folder, name a file."))
+    found.out.parent.mkdir(parents=True, exist_ok=True)  # before minutes are spent
     ranks = found.ranks or max(1, torch.cuda.device_count() if kind == "cuda" else 1)
     cluster = launch(_measured, kind, nprocs=ranks)[0]
     cluster.save(found.out)
@@ -62,9 +69,10 @@ def _lines(cluster: Cluster, path: Path) -> list[str]:
         f"an operation: {cluster.dispatch * 1e6:.3g} us of the host, "
         f"{cluster.gap * 1e6:.3g} us between two on the device",
     ]
-    if cluster.link_share == 1.0:
+    if cluster.measured_links:
+        rate = cluster.nvlink * cluster.link_share
         lines.append(
-            f"collectives of {cluster.gpus} ranks: {cluster.nvlink / 1e9:.3g} GB/s, "
+            f"collectives of {cluster.gpus} ranks: {rate / 1e9:.3g} GB/s, "
             f"{cluster.latency * 1e6:.3g} us for the first byte"
         )
     return [*lines, f"written to {path}: zf.Cluster.load({str(path)!r})"]

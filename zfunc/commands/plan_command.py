@@ -52,6 +52,8 @@ def add_plan(commands: Any) -> None:
 def _plan_command(found: argparse.Namespace) -> int:
     console = Console(highlight=False)
     try:
+        if found.json is not None:  # before minutes are spent
+            found.json.parent.mkdir(parents=True, exist_ok=True)
         cluster = _cluster(found.cluster, found.gpus)
         with torch.device("meta"):
             model = zf.functionalize(causal_module(found.model, None))
@@ -71,7 +73,7 @@ def _plan_command(found: argparse.Namespace) -> int:
         return print_error(error)
     console.print(plan.table())
     console.print(escape(plan.verdict), soft_wrap=True)
-    for note in plan.notes:
+    for note in plan.assumed:
         console.print(escape(f"assumed: {note}"), soft_wrap=True)
     if found.json is not None:
         plan.save(found.json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,7 +15,7 @@ import zfunc.errors
 from zfunc.engine.step import Step
 from zfunc.errors import ZfuncError
 
-__all__ = ["Assumption", "ForesightError", "Guesses", "allowance", "outside"]
+__all__ = ["Assumption", "ForesightError", "Guesses", "allowance", "later", "outside"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = Path(zfunc.errors.__file__).parent
@@ -71,11 +72,18 @@ def allowance(peak_bytes: int, device: str) -> int:
     return CONTEXT + BUFFERS + int(FRAGMENTS * peak_bytes) if device == "cuda" else 0
 
 
-def outside(step: Step, device: str) -> list[Assumption]:
+def outside(step: Step, device: str, ranks: int) -> list[Assumption]:
     """What is not in the figures of a step, with an allowance for it."""
+    found = []
+    if ranks > 1 and not any(t.averages or t.of_params or t.mesh for t in step.transforms):
+        found.append(
+            f"no transform of the step knows of other ranks: each of {ranks} trains by itself "
+            "(zf.shard averages over them)"
+        )
     if device != "cuda":
-        return [Assumption("", "outside of the count: libraries, threads and connections")]
-    found = [
+        found.append("outside of the count: libraries, threads and connections")
+        return [Assumption("", what) for what in found]
+    found += [
         "outside of the count: the CUDA context and what libraries hold there (allow "
         f"{CONTEXT >> 30} GiB), buffers of NCCL (allow {BUFFERS >> 30} GiB), fragmentation (allow "
         f"{100 * FRAGMENTS:.0f} % of the peak); a guess, unmeasured",
@@ -84,6 +92,24 @@ def outside(step: Step, device: str) -> list[Assumption]:
     if any(t.name == "offload" for t in step.transforms):
         found.append("the host has the memory for what offload keeps there, which is not counted")
     return [Assumption("", what) for what in found]
+
+
+def later(step: Step, labels: Iterable[str], ranks: int) -> list[Assumption]:
+    """What begins only behind the steps that are foreseen.
+
+    Args:
+        labels: of what the last of them sends.
+    """
+    compresses = ranks > 1 and any(t.name == "compress_grads" for t in step.transforms)
+    if not compresses or any(label.startswith("compress") for label in labels):
+        return []
+    return [
+        Assumption(
+            "",
+            "in these steps gradients are not compressed yet: foresee(steps=3) of a step with "
+            "compress_grads(freeze_step=1) is one in which they are",
+        )
+    ]
 
 
 def place() -> str:

@@ -6,6 +6,7 @@ On a CPU torch would choose another kernel, or write all scores down, which a GP
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,17 +30,34 @@ FUSED = frozenset(
 )
 
 
+_lock = threading.Lock()  # several threads may foresee; torch takes one such library
+_inside = 0
+_open: list[Library] = []
+
+
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """A block in which attention where a GPU is foreseen is that of a GPU."""
+    global _inside
+    with _lock:
+        if not _inside:
+            _open.append(_registered())
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _open.pop()._destroy()
+
+
+def _registered() -> Library:
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():  # that torch has one of its own is known
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
-    try:
-        yield
-    finally:
-        library._destroy()
+    return library
 
 
 def attention(

@@ -262,5 +262,5 @@ def _with_links(cluster: Cluster, device: torch.device) -> Cluster:
     latency, (large, longest) = found[0][1], found[-1]
     share = (over.size - 1) / over.size
     rate = large * share / max(longest - latency, 1e-9)
-    links: dict[str, Any] = {"nvlink": rate, "link_share": 1.0, "latency": latency, "hop": 0.0}
-    return replace(cluster, **links)
+    # What is reached of other links (``link_share``) has not been measured.
+    return replace(cluster, nvlink=rate / cluster.link_share, latency=latency, hop=0.0)

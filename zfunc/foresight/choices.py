@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from torch import Tensor
 
-from zfunc.engine.batches import local_batch, mapped
+from zfunc.engine.batches import has_rows, leaves_of, local_batch, mapped
 from zfunc.engine.step import Step, as_step
 from zfunc.errors import ZfuncError
 from zfunc.foresight.assumptions import allowance
@@ -21,8 +21,9 @@ from zfunc.foresight.prediction import Foreseen, foresee, times_together
 from zfunc.foresight.sentences import sentence
 from zfunc.foresight.stages import differing_stages
 from zfunc.foresight.texts import bytes_text, printed
-from zfunc.foresight.timing import told
+from zfunc.foresight.timing import Timing, told
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
+from zfunc.ranks.meshes import laid_out
 
 __all__ = ["Plan", "PlanRow", "foresee_rank", "ordered", "tried"]
 
@@ -44,6 +45,7 @@ class PlanRow:
         seconds: that a step takes.
         binds: what most of them are for: ``"compute"``, or what is waited for.
         rank: which has the highest peak.
+        assumed: what the figures rest on.
     """
 
     given: Mapping[str, Any] = field(hash=False)
@@ -58,6 +60,7 @@ class PlanRow:
     seconds: float = 0.0
     binds: str = ""
     rank: int = 0
+    assumed: tuple[str, ...] = ()
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -80,16 +83,17 @@ def tried(
         given: what it was made of.
     """
     line = ""
+    seen: list[Foreseen] = []
+    times: list[Timing] = []
     try:
         step = as_step(make())
         line = sentence(step)
-        first = foresee_rank(step, make_state, batch, cluster, 0)
-        ranks = [first.groups[first.pipe][k] for k in differing_stages(first.work)[1:]]
-        others = [foresee_rank(step, make_state, batch, cluster, rank) for rank in ranks]
-        seen = [first, *others]
-        times = times_together(seen, cluster)
+        for rank in dict.fromkeys((0, _fullest(step, batch, cluster))):
+            stages = _stages(step, make_state, batch, cluster, rank)
+            seen += stages
+            times += times_together(stages, cluster)
     except REFUSED as error:
-        return PlanRow(dict(given), line, str(error).partition("\n")[0])
+        return PlanRow(dict(given), line, str(error).partition("\n")[0] or type(error).__name__)
     worst = max(seen, key=lambda each: each.peak_bytes)
     slowest = max(times, key=lambda each: (float(each), each.parts.get("compute", 0.0)))
     spare = cluster.memory - worst.peak_bytes - allowance(worst.peak_bytes, cluster.kind)
@@ -105,7 +109,24 @@ def tried(
         seconds=float(slowest),
         binds=slowest.binds,
         rank=worst.rank,
+        assumed=tuple(dict.fromkeys(str(x) for each in seen for x in each.assumptions)),
     )
+
+
+def _stages(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> list[Foreseen]:
+    """A rank, and those of the other stages beside it that differ."""
+    first = foresee_rank(step, make_state, batch, cluster, rank)
+    ranks = [first.groups[first.pipe][k] for k in differing_stages(first.work)[1:]]
+    return [first, *(foresee_rank(step, make_state, batch, cluster, other) for other in ranks)]
+
+
+def _fullest(step: Step, batch: Any, cluster: Cluster) -> int:
+    """A rank that has the most rows of the batch: the last one, where they are cut unevenly."""
+    rows = next((x.shape[0] for _, x in leaves_of(batch) if has_rows(x)), 0)
+    with foreseeing(ForeseenWorld(0, cluster.gpus, cluster.kind, DryRun())):
+        on = laid_out(step.mesh)
+        peers = on.members(on.batch, 0)
+    return peers[-1] if rows % len(peers) else 0
 
 
 def foresee_rank(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> Foreseen:
@@ -128,7 +149,7 @@ class Plan:
     Attributes:
         rows: what was tried.
         cluster: for which it was.
-        notes: what the figures rest on.
+        notes: what times rest on.
     """
 
     rows: tuple[PlanRow, ...]
@@ -139,6 +160,11 @@ class Plan:
     def best(self) -> PlanRow | None:
         """The fastest that fits; None if nothing does."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What times and all rows rest on."""
+        return tuple(dict.fromkeys([*self.notes, *(x for row in self.rows for x in row.assumed)]))
 
     @property
     def verdict(self) -> str:
@@ -167,7 +193,7 @@ class Plan:
         return found
 
     def __str__(self) -> str:
-        notes = "".join(f"\nassumed: {note}" for note in self.notes)
+        notes = "".join(f"\nassumed: {note}" for note in self.assumed)
         return f"{printed(self.table()).export_text().rstrip()}\n{self.verdict}{notes}"
 
     __repr__ = __str__
@@ -207,7 +233,7 @@ def _cells(row: PlanRow) -> list[str]:
 
 def _plain(row: PlanRow) -> dict[str, Any]:
     given = {name: x if _is_plain(x) else repr(x) for name, x in row.given.items()}
-    return {**asdict(row), "given": given}
+    return {**asdict(replace(row, given={})), "given": given}  # what is given may not be copied
 
 
 def _is_plain(x: Any) -> bool:

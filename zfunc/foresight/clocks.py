@@ -20,7 +20,7 @@ from zfunc.foresight.operation_times import OperationTimes
 from zfunc.foresight.rows import StepRow
 from zfunc.foresight.timing import LaneSpan, Timing
 
-__all__ = ["Clocks", "Mail", "fit_together", "replay", "replay_stages"]
+__all__ = ["Clocks", "Mail", "fit_together", "notes_on", "replay", "replay_stages"]
 
 PARTS = {"up": "copies", "down": "copies", "read": "drives", "write": "drives"}
 BY_HOST = ("read", "write", "down")  # for the end of which the host waits
@@ -191,7 +191,7 @@ def replay(
     clocks.end()
     clocks.wait_for_stages(bubble)
     equal = f"stages wait {bubble:.0%} of the time, as their schedule says for equal ones"
-    return clocks.timing([*_notes(cluster), *([equal] if bubble else [])])
+    return clocks.timing([*notes_on(cluster), *([equal] if bubble else [])])
 
 
 def replay_stages(
@@ -228,7 +228,7 @@ def replay_stages(
     last = max(each.seconds for each in clocks)
     for each in clocks:
         each.wait_for_others(last)
-    return [each.timing(_notes(cluster)) for each in clocks]
+    return [each.timing(notes_on(cluster)) for each in clocks]
 
 
 def fit_together(stages: Sequence[Sequence[StepRow]], pipe: str) -> bool:
@@ -249,9 +249,13 @@ def fit_together(stages: Sequence[Sequence[StepRow]], pipe: str) -> bool:
     return not any(sent.values())
 
 
-def _notes(cluster: Cluster) -> list[str]:
+def notes_on(cluster: Cluster) -> list[str]:
+    """What times on a cluster rest on."""
     if cluster.calibrated:
-        return [f"{cluster.device}, measured {cluster.calibrated}"]
+        told = f"{cluster.device}, measured {cluster.calibrated}"
+        between = " between nodes" if cluster.measured_links else ""
+        published = cluster.gpus > 1 and (cluster.nodes > 1 or not cluster.measured_links)
+        return [f"{told}; links{between} as published or given" if published else told]
     return [
         f"{cluster.device}, from published peaks, which is optimistic: `zfunc calibrate` "
         f"measures one; guessed: {', '.join(cluster.guessed)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ MEASURED = (  # what a calibration knows better
 )
 NO_NUMBERS = ("device", "kind", "peak_flops", "calibrated")
 RATES = ("nvlink", "nic", "pcie", "drive_read", "drive_write", "host_memory_bandwidth")
-LINKS = ("nvlink", "link_share", "latency", "hop")
+COUNTS = ("gpus", "gpus_per_node", "multiprocessors")
+ADDED = ("product_ramp", "attention_ramp", "gap", "dispatch", "latency", "hop", "network_hop")
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,28 @@ class Cluster:
     calibrated: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peak_flops", dict(self.peak_flops))
+        peaks = self.peak_flops
+        _check("peak_flops", peaks, "FLOP/s by the name of a dtype", isinstance(peaks, Mapping))
+        object.__setattr__(self, "peak_flops", dict(peaks))
+        for name in ("device", "kind", "calibrated"):
+            _check(name, getattr(self, name), "text", isinstance(getattr(self, name), str))
         for f in fields(self):
             if f.name not in NO_NUMBERS:
-                x = getattr(self, f.name)
-                _check(f.name, x, "a number", isinstance(x, int | float))
+                _check(f.name, getattr(self, f.name), "a number", _is_number(getattr(self, f.name)))
         if self.kind not in ("cuda", "cpu"):
             raise ValueError(f"Cluster: kind={self.kind!r}, expected 'cuda' or 'cpu'.")
-        if not self.peak_flops.get("float32"):
+        if "float32" not in peaks:
             raise ValueError("Cluster: peak_flops lacks 'float32', which stands for other dtypes.")
-        for name in ("gpus", "gpus_per_node", "memory", "multiprocessors", "memory_bandwidth"):
+        for dtype, x in peaks.items():
+            _check(f"peak_flops[{dtype!r}]", x, "a number above 0", _is_number(x) and x > 0)
+        for name in COUNTS:
+            x = getattr(self, name)
+            _check(name, x, "a whole number above 0", isinstance(x, int) and x > 0)
+        for name in ("memory", "memory_bandwidth"):
             _check(name, getattr(self, name), "more than 0", getattr(self, name) > 0)
         for name in ("product", "stream", "attention", "link_share"):
             _check(name, getattr(self, name), "a share, 0 < x <= 1", 0 < getattr(self, name) <= 1)
-        for name in (*RATES, "gap", "dispatch"):
+        for name in (*RATES, *ADDED):
             _check(name, getattr(self, name), "0 or more", getattr(self, name) >= 0)
 
     @property
@@ -160,8 +170,16 @@ class Cluster:
                 f"this is {how} {found.device!r}, and the cluster has {self.device!r}: run "
                 "`zfunc calibrate` on one of its own devices."
             )
-        names = [*MEASURED, *(LINKS if found.link_share == 1.0 else ()), "calibrated"]
-        return replace(self, **{name: getattr(found, name) for name in names})
+        known = {name: getattr(found, name) for name in (*MEASURED, "calibrated")}
+        if found.measured_links:  # of the others nobody knows which share is reached
+            rate = found.nvlink * found.link_share / self.link_share
+            known |= {"nvlink": rate, "latency": found.latency, "hop": 0.0}
+        return replace(self, **known)
+
+    @property
+    def measured_links(self) -> bool:
+        """Whether a calibration measured collectives: their latency is that of all hops."""
+        return bool(self.calibrated) and self.hop == 0
 
     def save(self, path: str | Path) -> Path:
         """Write all fields as JSON; returns the path."""
@@ -180,8 +198,8 @@ class Cluster:
             ValueError: it has no such fields, or lacks some.
         """
         try:
-            found = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
+            found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: this is no JSON ({error}).") from error
         if not isinstance(found, dict):
             raise ValueError(f"{path}: expected a JSON object of the fields of a Cluster.")
@@ -212,6 +230,10 @@ def peak_name(dtype: torch.dtype | None) -> str:
     'bfloat16'
     """
     return str(dtype or torch.float32).removeprefix("torch.")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and not math.isnan(x)
 
 
 def _check(name: str, found: Any, expected: str, right: bool) -> None:

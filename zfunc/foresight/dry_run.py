@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +28,7 @@ from zfunc.foresight.geometry import Geometries, Made, Results, Returned
 from zfunc.foresight.layer_names import CurrentLayer
 from zfunc.foresight.pageless import pageless
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.schemas import ALLOCATES, SHARES, is_causal, is_composite, written_by
+from zfunc.foresight.schemas import ALLOCATES, is_causal, is_composite, shares, written_by
 from zfunc.foresight.storages import SMALL, Storages
 from zfunc.kernels.operators import RUNS
 from zfunc.ranks.transport import Collective
@@ -38,6 +39,7 @@ aten = torch.ops.aten
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 # What collectives and copies bring, by the first word of their label.
 KINDS = {"gather": "parameters", "join": "parameters", "up": "parameters", "reduce": "gradients"}
+UNSEEN = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})  # they have workspaces
 READS = (aten._local_scalar_dense.default, aten.equal.default)  # the host learns a value
 
 
@@ -52,6 +54,7 @@ class DryRun(TorchDispatchMode):
     """
 
     every_operation = False  # what takes no memory may take none here, either
+    supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,6 +180,12 @@ class DryRun(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._silent:
             return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            raise ForesightError(
+                f"{func.name()} is an operator of functions, and nobody knows what shape it gives: "
+                "write it with ordinary operators in the step that is foreseen "
+                "(scaled_dot_product_attention, torch.where)."
+            )
         if not PLAIN.issuperset(types):  # tensors of another kind answer themselves
             return NotImplemented
         if (inside := RUNS.get(func._schema.name)) is not None:  # an operator of ours
@@ -200,7 +209,7 @@ class DryRun(TorchDispatchMode):
             return func(*args, **kwargs)
         for x in tensors:
             self.storages.seen(x)
-        if func.is_view or func._opname in SHARES:
+        if shares(func):
             return self._shared(func, args, kwargs)
         if func in READS:
             return self._read(func, args, kwargs, tensors)
@@ -208,6 +217,7 @@ class DryRun(TorchDispatchMode):
         if not tensors:
             return self._new(func, args, kwargs, flat, spec)
         results = self._geometries.of(func, flat, spec)
+        self._kept_unseen(func)
         self._on_host = any(map(self.storages.on_host, tensors))
         out = self._answer(func, args, kwargs, flat, tensors, results)
         self._note(func, args, kwargs, tensors, out)
@@ -244,6 +254,11 @@ class DryRun(TorchDispatchMode):
             if results is None:
                 self.guesses.add(f"the shape of what {func._opname} gives")
         return out
+
+    def _kept_unseen(self, func: Any) -> None:
+        """Note memory that a kernel keeps for backward, of a size that only it knows."""
+        if func._opname in UNSEEN and torch.is_grad_enabled():
+            self.guesses.add(f"what {func._opname} keeps for backward, taken to be its results")
 
     def _left_out(self, flat: Sequence[Any], results: Results, written: Iterable[Tensor]) -> Any:
         """Memory for results, and no values."""
@@ -337,12 +352,15 @@ class DryRun(TorchDispatchMode):
         made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         changed = made or written_by(func, args, kwargs)
         layer, phase = self.layers.here()
+        flops = flops_of(func._opname, args, changed)
+        if flops and torch.is_autocast_enabled("cuda"):
+            self.guesses.add("autocast for cuda, which the CPU that stands for it does not know")
         row = StepRow(
             "compute",
             func._opname,
             layer,
             phase,
-            flops_of(func._opname, args, changed),
+            flops,
             read=sum(x.nbytes for x in tensors),
             written=sum(x.nbytes for x in changed),
             elements=sum(x.numel() for x in changed),

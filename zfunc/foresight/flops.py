@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zfunc.foresight.rows import StepRow
 
-__all__ = ["CAUSAL", "Flops", "flops_of", "summed"]
+__all__ = ["CAUSAL", "Flops", "flops_of", "formula_of", "summed"]
 
 CAUSAL = "whole"  # how attention under a causal mask is counted
 
@@ -73,8 +73,13 @@ def flops_of(name: str, args: Sequence[Any], out: Sequence[Tensor]) -> int:
     >>> flops_of("mm", (torch.ones(2, 3), torch.ones(3, 5)), [torch.ones(2, 5)])
     60
     """
-    formula = FORMULAS.get(name)
+    formula = formula_of(name)
     return 0 if formula is None else formula(args, out)
+
+
+def formula_of(name: str) -> Formula | None:
+    """How the operations of an operator are counted, in place or not; None if they are not."""
+    return FORMULAS.get(name.removesuffix("_"))
 
 
 def _product(a: Any, b: Any) -> int:
@@ -108,15 +113,31 @@ def _backward(args: Sequence[Any], out: Sequence[Tensor]) -> int:
     return _attention(args[1], args[2], args[3], 3, 2)
 
 
+def _recurrent(x: Any, weights: Iterable[Any]) -> int:
+    """A layer of an RNN: each weight meets every element of the sequences once."""
+    return 2 * int(prod(x.shape[:-1])) * sum(int(w.numel()) for w in weights if w.dim() > 1)
+
+
+def _self_attention(q: Any, k: Any, v: Any) -> int:
+    """Of a layer with its projections; heads share the width of what is given."""
+    projections = 2 * int(q.shape[-1]) * int(2 * q.numel() + k.numel() + v.numel())
+    return projections + 4 * int(q.numel()) * int(k.shape[1])
+
+
+def _encoder_layer(args: Sequence[Any], out: Sequence[Tensor]) -> int:
+    x = args[0]
+    return _self_attention(x, x, x) + _recurrent(x, (args[14], args[16]))
+
+
 Formula = Callable[[Sequence[Any], Sequence[Tensor]], int]
 
 FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(
-        ("mm", "bmm", "mv", "_int_mm", "_scaled_mm"),
+        ("mm", "bmm", "mv", "_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
         lambda args, out: _product(args[0], args[1] if args[1].dim() > 1 else args[1][:, None]),
     ),
     **dict.fromkeys(
-        ("addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "_addmm_activation", "addmv"),
+        ("addmm", "baddbmm", "addbmm", "_addmm_activation", "addmv"),
         lambda args, out: _product(args[1], args[2] if args[2].dim() > 1 else args[2][:, None]),
     ),
     **dict.fromkeys(
@@ -146,4 +167,13 @@ FORMULAS: dict[str, Formula] = {
         ),
         _backward,
     ),
+    "mkldnn_rnn_layer": lambda args, out: _recurrent(args[0], args[1:3]),
+    "mkldnn_rnn_layer_backward": lambda args, out: 2 * _recurrent(args[0], args[1:3]),
+    **dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), lambda args, out: _recurrent(args[0], args[1])),
+    **dict.fromkeys(
+        ("_cudnn_rnn_backward", "miopen_rnn_backward"),
+        lambda args, out: 2 * _recurrent(args[0], args[1]),
+    ),
+    "_native_multi_head_attention": lambda args, out: _self_attention(*args[:3]),
+    "_transformer_encoder_layer_fwd": _encoder_layer,
 }

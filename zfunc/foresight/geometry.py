@@ -81,8 +81,9 @@ def _key(x: Any) -> Any:
 def _results(func: Any, flat: Sequence[Any], spec: Any) -> Results | None:
     given = [_on_meta(x) for x in flat]
     args, kwargs = pytree.tree_unflatten(given, spec)
+    call = OWN.get(func, func)
     try:
-        out = func(*args, **kwargs)
+        out = call(*args, **kwargs)
     except NotImplementedError as error:
         if _by_values(func):
             return None
@@ -100,8 +101,38 @@ def _results(func: Any, flat: Sequence[Any], spec: Any) -> Results | None:
             f"Does the batch fit the step? This is at {place()}."
         ) from error
     index = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
+    for x, was in zip(given, flat, strict=True):
+        if isinstance(x, Tensor) and x.shape != was.shape:
+            raise ForesightError(
+                f"{func._opname} makes a tensor of shape {list(was.shape)} that it is given (out=) "
+                f"one of shape {list(x.shape)}: give it one of that shape. This is at {place()}."
+            )
     leaves, its = pytree.tree_flatten(out)
     return Results(tuple(_described(x, index) for x in leaves), its)
+
+
+def _grouped_product(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Of groups of rows, of columns, or of stacks; rows of the result begin at 16 bytes each."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    if a.dim() == b.dim():
+        stacks = a.shape[:-2] if a.dim() == 3 or offs is None else offs.shape
+        shape = [*stacks, rows, columns]
+    else:
+        shape = [rows, columns]
+    dtype = out_dtype or a.dtype
+    line = -(-columns // (16 // dtype.itemsize)) * (16 // dtype.itemsize)
+    strides = [rows * line, line, 1][-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+# Whose kernels for meta tensors refuse what those for numbers take: float32, here.
+OWN = {torch.ops.aten._grouped_mm.default: _grouped_product}
 
 
 def _by_values(func: Any) -> bool:

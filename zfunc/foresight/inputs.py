@@ -8,11 +8,35 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from zfunc.engine.step import Step
+from zfunc.errors import CompositionError
 from zfunc.foresight.pageless import pageless
 from zfunc.foresight.storages import SMALL, SMALL_BYTES, Storages, whole
 from zfunc.trees.nodes import NAMESPACE, carry
 
-__all__ = ["without_values"]
+__all__ = ["check_step", "without_values"]
+
+
+def check_step(step: Any, who: str) -> None:
+    """Raise if something is no step whose operations can be seen.
+
+    Args:
+        who: asks, ``"foresee"`` or ``"profile"``.
+
+    Raises:
+        TypeError: it is no function of a state and a batch.
+        CompositionError: it is replayed as a CUDA graph, in which there are no operations.
+    """
+    if not callable(step) or isinstance(step, nn.Module):
+        raise TypeError(
+            f"{who}: step is a {type(step).__name__}, expected a step or a function (state, batch) "
+            "-> (state, metrics)."
+        )
+    if isinstance(inner := getattr(step, "step", None), Step):
+        raise CompositionError(
+            f"{who}: {step!r} is replayed as a whole, and no operation in it can be seen. "
+            f"{who.capitalize()} its .step, {inner!r}."
+        )
 
 
 def without_values(given: Any, storages: Storages) -> Any:

@@ -28,6 +28,7 @@ class LinkTimes:
     def __init__(self, cluster: Cluster, groups: Mapping[str, tuple[int, ...]]) -> None:
         self.cluster = cluster
         self._spread = {axis: self._over_nodes(axis, ranks) for axis, ranks in groups.items()}
+        self._ranks = {axis: len(ranks) for axis, ranks in groups.items()}
 
     def lane(self, row: StepRow) -> str:
         """What is busy meanwhile: ``"network"`` or ``"node"``; a copy's own name."""
@@ -39,20 +40,25 @@ class LinkTimes:
         """How long it takes.
 
         A ring moves all bytes but a rank's own through each of its links, within a node and
-        between nodes at the same time. A sum that everybody gets goes around twice.
+        between nodes at the same time. A sum that everybody gets goes around twice. What each rank
+        sends to each other one goes out through its own link, and what one rank has for all others
+        moves whole.
         """
         if row.name in COPIES:
             return row.written / self._rate(row.name)
-        nodes, local = self._spread[row.axis]
-        ranks, cluster = nodes * local, self.cluster
+        (nodes, local, fewest), cluster = self._spread[row.axis], self.cluster
+        ranks = self._ranks[row.axis]
         if ranks == 1:
             return 0.0
         inside, across = self._inside(), cluster.nic * cluster.link_share
         if row.name in MESSAGES:
             return cluster.latency + row.written / (across if nodes > 1 else inside)
-        longest = row.written * (local - 1) / local / inside if local > 1 else 0.0
-        if nodes > 1:
-            longest = max(longest, row.written * (nodes - 1) / nodes / (local * across))
+        whole = row.name == "broadcast"
+        longest = row.written * (1 if whole else (local - 1) / local) / inside if local > 1 else 0.0
+        if nodes > 1:  # into the node with the fewest links most has to go
+            moved = row.written if whole else row.written * (ranks - fewest) / ranks
+            links = 1 if row.name == "all_to_all" else fewest
+            longest = max(longest, moved / (links * across))
         rounds = 2 if row.name == "all_reduce" else 1
         return cluster.latency + rounds * (longest + self._through(nodes, ranks, row.written))
 
@@ -85,8 +91,8 @@ class LinkTimes:
     def _inside(self) -> float:
         return (self.cluster.nvlink or self.cluster.pcie) * self.cluster.link_share
 
-    def _over_nodes(self, axis: str, ranks: tuple[int, ...]) -> tuple[int, int]:
-        """Over how many nodes ranks are, and how many of them are in one.
+    def _over_nodes(self, axis: str, ranks: tuple[int, ...]) -> tuple[int, int, int]:
+        """Over how many nodes ranks are, and how many of them are in one: most, and fewest.
 
         Raises:
             DeviceError: there is no link between them.
@@ -104,4 +110,4 @@ class LinkTimes:
                 f"ranks along {axis!r} share a node, and the cluster has no link within one: give "
                 "nvlink= or pcie= in bytes per second."
             )
-        return len(nodes), max(nodes.values())
+        return len(nodes), max(nodes.values()), min(nodes.values())

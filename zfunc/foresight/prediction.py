@@ -19,14 +19,14 @@ from zfunc.engine.entries import Entries
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.step import Step, as_step
 from zfunc.errors import CompositionError, DeviceError, PlacementError
-from zfunc.foresight.assumptions import Assumption, outside
+from zfunc.foresight.assumptions import Assumption, later, outside
 from zfunc.foresight.attention import as_on_a_gpu
 from zfunc.foresight.clocks import replay
 from zfunc.foresight.clusters import Cluster, check_cluster
 from zfunc.foresight.drawing import draw_memory, in_notebook
 from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.flops import Flops, summed
-from zfunc.foresight.inputs import without_values
+from zfunc.foresight.inputs import check_step, without_values
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.rows import StepRow
 from zfunc.foresight.stages import ForeseenStage, times_of_stages
@@ -201,8 +201,9 @@ def foresee(
         steps: how many are traced; the last one is steady.
 
     Raises:
+        TypeError: ``step`` is no function of a state and a batch, or ``mesh`` is no mesh.
         ValueError: no such rank or device; the mesh does not cover the ranks; fewer than 2 steps.
-        CompositionError: the step has another mesh, or takes none.
+        CompositionError: the step has another mesh, or takes none; or it is a captured one.
         ForesightError: a shape depends on values, or an operator has no kernel for meta tensors.
 
     >>> import zfunc as zf
@@ -216,9 +217,10 @@ def foresee(
     >>> seen.state_bytes == 4 << 20, seen.sent.calls
     (True, 3)
     """
+    check_step(step, "foresee")
     _check(ranks, rank, device, steps)
     step, run = _on(as_step(step), mesh, ranks), DryRun()
-    step = named(step, run.layers) if ranks > 1 else step  # alone, layers need not be told apart
+    step = named(step, run.layers)
     world = ForeseenWorld(rank, ranks, device, run)
     fused = as_on_a_gpu() if device == "cuda" else nullcontext()
     with _alone(run), foreseeing(world), fused, uncompiled(), run:
@@ -232,7 +234,7 @@ def foresee(
             gc.collect()
             run.begin()
             run.guesses.clear()
-            with _counted(world) as counts, _told_of(given):
+            with _counted(world) as counts, _told_of(given, run):
                 out = step(state, given)
             sent.append(counts)
             state = state if inference else out[0] if isinstance(out, tuple) and out else out
@@ -257,7 +259,11 @@ def foresee(
         timeline=tuple(run.storages.timeline),
         live=live,
         at_peak=at_peak,
-        assumptions=(*run.guesses.listed(), *outside(step, device)),
+        assumptions=(
+            *run.guesses.listed(),
+            *later(step, sent[-1].calls_by_label, ranks),
+            *outside(step, device, ranks),
+        ),
         device=device,
         groups=groups,
         pipe="" if pipe is None else pipe.axis,
@@ -308,18 +314,20 @@ def times_together(seen: Sequence[Foreseen], cluster: Cluster) -> list[Timing]:
 def _check(ranks: int, rank: int, device: str, steps: int) -> None:
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"foresee: ranks={ranks!r}, expected 1 or more.")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"foresee: rank={rank}, expected 0 to {ranks - 1}, of ranks={ranks}.")
+    if type(rank) is not int or not 0 <= rank < ranks:
+        raise ValueError(f"foresee: rank={rank!r}, expected 0 to {ranks - 1}, of ranks={ranks}.")
     if device not in KINDS:
         raise ValueError(f"foresee: device={device!r}, expected one of {', '.join(KINDS)}.")
-    if steps < 2:
-        raise ValueError(f"foresee: steps={steps}, expected 2 or more: the first is not steady.")
+    if type(steps) is not int or steps < 2:
+        raise ValueError(f"foresee: steps={steps!r}, expected 2 or more: the first is not steady.")
 
 
 def _on(step: Step, mesh: Mesh | None, ranks: int) -> Step:
     """The step on this mesh, if it says none itself."""
     if mesh is None:
         return step
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"foresee: mesh={mesh!r}, expected zf.mesh(data=8), say.")
     mine = step.mesh
     if mine is not None and mine.given:
         if mine.closed(ranks) == mesh.closed(ranks):
@@ -343,6 +351,10 @@ def _alone(run: DryRun) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(run.restore_generators)
+        if torch.get_default_device().type != "cpu":  # which stands for all devices
+            stack.enter_context(torch.device("cpu"))
+        if torch.is_anomaly_enabled():  # what looks for NaN reads values
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
         if not gc.get_freeze_count():  # what was there before need not be looked through
             gc.freeze()
             stack.callback(gc.unfreeze)
@@ -352,14 +364,16 @@ def _alone(run: DryRun) -> Iterator[None]:
 
 
 @contextmanager
-def _told_of(batch: Any) -> Iterator[None]:
-    """What a step raises inside the block says which batch it was given."""
+def _told_of(batch: Any, run: DryRun) -> Iterator[None]:
+    """What a step raises inside the block says which batch it was given, and what was guessed."""
     try:
         yield
     except Exception as error:
         rows = [(".".join(map(str, path)), x) for path, x in leaves_of(batch) if has_rows(x)]
-        told = ", ".join(f"{name} {list(x.shape)}".lstrip() for name, x in rows)
+        told = ", ".join(f"{name} {list(x.shape)}".lstrip() for name, x in rows) or "none"
         error.add_note(f"foresee: does the batch fit the step? Its tensors: {told}")
+        if guesses := run.guesses.listed():
+            error.add_note(f"foresee: guessed before, at {'; '.join(map(str, guesses))}")
         raise
 
 

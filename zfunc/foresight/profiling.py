@@ -16,10 +16,12 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from zfunc.engine.batches import has_rows, leaves_of
 from zfunc.engine.entries import copied, entry, first_placed
 from zfunc.engine.signs import signs
 from zfunc.engine.step import Step, as_step
 from zfunc.errors import CompositionError
+from zfunc.foresight.inputs import check_step
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.module_names import modules_named
 from zfunc.foresight.op_times import EventTimes, HostTimes, Times
@@ -50,6 +52,7 @@ def profile(step: Any, state: Any, batch: Any, depth: int = 3, warmup: int = 2) 
         warmup: steps before the one that is watched; the last of them is timed, too.
 
     Raises:
+        TypeError: ``step`` is no function of a state and a batch.
         ValueError: fewer than 1 warm-up steps, or a depth below 0.
         CompositionError: the step is replayed as a CUDA graph, in which there are no operations; or
             the state has been placed on disk, where a copy would need files of its own.
@@ -63,7 +66,7 @@ def profile(step: Any, state: Any, batch: Any, depth: int = 3, warmup: int = 2) 
     (110, 200, 100)
     """
     _check(step, depth, warmup)
-    step, batch_leaves = as_step(step), leaves_in(batch, NAMESPACE)
+    step, batch_leaves = as_step(step), [x for _, x in leaves_of(batch)]
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in [*_tensors(state), *batch_leaves])
     devices = [torch.cuda.current_device()] if on_gpu else []
     with torch.random.fork_rng(devices=devices), uncompiled():  # a graph shows no operations
@@ -88,7 +91,7 @@ def profile(step: Any, state: Any, batch: Any, depth: int = 3, warmup: int = 2) 
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
         seconds=seconds,
         unwatched_seconds=plain,
-        samples=next((len(x) for x in batch_leaves if isinstance(x, Tensor) and x.dim()), 0),
+        samples=next((len(x) for x in batch_leaves if has_rows(x)), 0),
         state_bytes=size,
         sizes=_sizes(state if inference else entry(state, "params")),
         kept=watch.kept_bytes(),
@@ -104,11 +107,7 @@ def _check(step: Any, depth: int, warmup: int) -> None:
         raise ValueError(f"profile: warmup={warmup}, expected 1 or more: a first step also plans.")
     if depth < 0:
         raise ValueError(f"profile: depth={depth}, expected 0 (the whole step) or more.")
-    if isinstance(inner := getattr(step, "step", None), Step):
-        raise CompositionError(
-            f"profile: {step!r} is replayed as a whole, and no operation in it can be seen. "
-            f"Profile its .step, {inner!r}."
-        )
+    check_step(step, "profile")
 
 
 def _tensors(state: Any) -> list[Tensor]:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from zfunc.engine.batches import has_rows, leaves_of, mapped
 from zfunc.foresight.choices import tried
+from zfunc.foresight.clocks import notes_on
 from zfunc.foresight.clusters import Cluster, check_cluster
 from zfunc.foresight.drawing import draw_scaling, in_notebook
 from zfunc.foresight.texts import bytes_text, printed
@@ -100,7 +101,8 @@ class Scaling:
         return found
 
     def __str__(self) -> str:
-        return printed(self.table()).export_text().rstrip()
+        notes = "".join(f"\nassumed: {note}" for note in notes_on(self.cluster))
+        return printed(self.table()).export_text().rstrip() + notes
 
     __repr__ = __str__
 
@@ -160,6 +162,7 @@ def scale_out(
         tokens: of a sample, to show tokens per second instead of samples.
 
     Raises:
+        TypeError: ``gpus`` are no whole numbers; no cluster.
         ValueError: no numbers, or one that is no multiple of the least; a batch without rows.
 
     >>> import zfunc as zf
@@ -173,7 +176,10 @@ def scale_out(
     ([4096, 32768], True)
     """
     check_cluster(cluster)
-    sizes = sorted(set(gpus))
+    numbers = [*gpus] if isinstance(gpus, Iterable) else [None]
+    if not all(type(n) is int for n in numbers):
+        raise TypeError(f"scale_out: gpus={gpus!r}, expected whole numbers, such as (8, 64).")
+    sizes = sorted({n for n in numbers if n is not None})
     rows = next((x.shape[0] for _, x in leaves_of(batch) if has_rows(x)), 0)
     if not sizes or sizes[0] < 1 or any(size % sizes[0] for size in sizes):
         raise ValueError(f"scale_out: gpus={sizes}, expected multiples of the least, at least 1.")

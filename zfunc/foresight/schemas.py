@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["ALLOCATES", "SHARES", "is_causal", "is_composite", "written_by"]
+__all__ = ["ALLOCATES", "is_causal", "is_composite", "shares", "written_by"]
 
 ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
-SHARES = frozenset({"_unsafe_view", "lift_fresh", "set_", "resize_"})  # no view, and its memory
+SHARES = frozenset(  # no views, and of the same memory
+    {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "lift_fresh", "set_", "resize_"}
+)
+
+
+@cache
+def shares(func: Any) -> bool:
+    """Whether an operator only looks at memory otherwise, as ``x.view`` and ``x.unsqueeze_`` do."""
+    again = torch.Tag.inplace_view in func.tags
+    return bool(func.is_view or again or func._opname in SHARES)
 
 
 @cache

@@ -57,8 +57,8 @@ class Timing:
 
     @property
     def binds(self) -> str:
-        """The largest of the parts."""
-        return max(self.parts, key=lambda name: self.parts[name])
+        """The largest of the parts; ``"nothing"`` of a step that does nothing."""
+        return max(self.parts, key=lambda name: self.parts[name], default="nothing")
 
     def __str__(self) -> str:
         shares = ", ".join(

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zfunc.foresight.flops import FORMULAS
+from zfunc.foresight.flops import formula_of
 from zfunc.foresight.layer_names import CurrentLayer
 from zfunc.foresight.op_times import Times
 from zfunc.foresight.own_flops import OwnFlops
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.schemas import ALLOCATES, SHARES, is_composite, written_by
+from zfunc.foresight.schemas import ALLOCATES, is_composite, shares, written_by
 from zfunc.kernels.operators import RUNS
 
 __all__ = ["TimedRow", "Watch"]
@@ -58,10 +59,11 @@ class _Operator:
 
     @classmethod
     def of(cls, func: Any) -> _Operator:
+        if isinstance(func, HigherOrderOperator):  # of functions, which it runs unseen
+            return cls(func.name(), False, False, False, None, True)
         name, own = func._opname, func._schema.name in RUNS
         writes = any(x.alias_info and x.alias_info.is_write for x in func._schema.arguments)
-        passes = func.is_view or name in SHARES
-        return cls(name, passes, is_composite(func), own, FORMULAS.get(name), writes)
+        return cls(name, shares(func), is_composite(func), own, formula_of(name), writes)
 
 
 class Watch(TorchDispatchMode):
@@ -78,6 +80,8 @@ class Watch(TorchDispatchMode):
         times: see there.
         on_gpu: whether operations without tensors may run on a GPU.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, times: Times, on_gpu: bool) -> None:
         super().__init__()
@@ -114,7 +118,9 @@ class Watch(TorchDispatchMode):
         begin = self.times.now(there)
         out = func(*args, **kwargs)
         end = self.times.now(there)
-        made = _tensors((out,)) or written_by(func, args, kwargs)
+        made = _tensors((out,))
+        if not made and operator.writes and not isinstance(func, HigherOrderOperator):
+            made = written_by(func, args, kwargs)
         flops: Any = 0
         if operator.formula is not None:
             flops = operator.formula(args, made)

@@ -15,6 +15,7 @@ from zfunc import transforms
 from zfunc.engine.batches import has_rows, leaves_of
 from zfunc.engine.state import TrainState
 from zfunc.foresight.choices import Plan, PlanRow, ordered, tried
+from zfunc.foresight.clocks import notes_on
 from zfunc.foresight.clusters import Cluster, check_cluster
 from zfunc.modules.functional import Functional
 from zfunc.optim import adamw
@@ -57,6 +58,7 @@ def plan(
     Raises:
         TypeError: neither ``step_of`` nor ``model``, both, or an argument that goes with the other;
             no cluster, or no lists in ``over``.
+        ValueError: without ``step_of``, a batch without rows.
 
     >>> import zfunc as zf
     >>> def loss(params, x):
@@ -83,6 +85,8 @@ def plan(
         raise TypeError(f"plan: {what}.")
     assert cluster is not None
     check_cluster(cluster)
+    if over is not None and not isinstance(over, Mapping):
+        raise TypeError(f"plan: over={over!r}, expected keywords of step_of with lists of values.")
     for name, values in (over or {}).items():
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise TypeError(f"plan: over[{name!r}]={values!r}, expected a list of values.")
@@ -96,7 +100,7 @@ def plan(
         rows.append(row)
         if tell is not None:
             tell(row)
-    return Plan(ordered(rows), cluster)
+    return Plan(ordered(rows), cluster, tuple(notes_on(cluster)))
 
 
 def _all_of(
@@ -161,7 +165,9 @@ class UsualStep:
 
 def _usual(model: Functional, batch: Any, cluster: Cluster, trials: int) -> Iterator[PlanRow]:
     """From one recipe to the best of its neighbours, until none is better."""
-    rows = next(x.shape[0] for _, x in leaves_of(batch) if has_rows(x))
+    rows = next((x.shape[0] for _, x in leaves_of(batch) if has_rows(x)), 0)
+    if not rows:
+        raise ValueError("plan: the batch has no rows, so it cannot be cut over ranks.")
     tx = adamw(1e-4)
     state = TrainState.create(model.params, tx)
     known: dict[UsualStep, PlanRow] = {}
