@@ -167,6 +167,8 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
             part.__dict__["forward"] = _without(part, plan.once[name])
         forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = _called_alike(part.forward, forward)
+        if role is Role.ROW:
+            part.register_forward_pre_hook(_more_than_a_product)
     for name, inputs in plan.inputs.items():
         part = module.get_submodule(name)
         part.__dict__["forward"] = taking(part, inputs, rank, wiring.entered)
@@ -177,6 +179,11 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
             part.forward, split.size, lambda x: added(x, wiring.group, NORM), share
         )
     draw_apart(module, plan.roles, lambda: wiring.ranks)
+
+
+def _more_than_a_product(part: nn.Module, args: Any) -> None:
+    """A hook that does nothing. Code that multiplies by weights itself where no module has hooks,
+    as that of nn.TransformerEncoderLayer does without gradients, sees it and calls the module."""
 
 
 def _called_alike(was: Forward, forward: Forward) -> Forward:
