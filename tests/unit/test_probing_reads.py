@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zfunc as zf
 from zfunc.errors import PlacementError
 from zfunc.modules.split_plans import Role
+from zfunc.probing.exactness import Doubled
 from zfunc.probing.plans import plan_of
 
 Act = Callable[[Tensor], Tensor]
@@ -124,37 +125,6 @@ class OfFirst(Stack):
         return x
 
 
-class Rms(torch.autograd.Function):
-    """Its backward takes a mean of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        scale = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        ctx.save_for_backward(x * scale, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        y, scale = ctx.saved_tensors
-        found: Tensor = scale * (grad - y * (grad * y).mean(-1, keepdim=True))
-        return found
-
-
-class Norm(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = Rms.apply(x)
-        return found
-
-
-class Normed(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = Norm()
-
-    def forward(self, x: Tensor, mixed: bool = False) -> Any:
-        return x + self.down(self.norm(self.up(x)))
-
-
 WHOLE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "a number that the other pair reads": (lambda: Stack(Heads("between")), {"up", "down"}),
     "a number that the other pair's input has": (
@@ -167,7 +137,6 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "layers that are told otherwise": (lambda: Told(Layer(), Layer()), set()),
     "a buffer that is written": (lambda: Stack(Counting()), set()),
     "a result of hidden features": (lambda: OfFirst(Telling()), set()),
-    "a norm with a backward of its own": (lambda: Stack(Normed()), set()),
 }
 
 
@@ -193,6 +162,36 @@ def test_a_leaf_between_that_a_rule_leaves_whole_keeps_its_pair_whole() -> None:
     assert not plan.splits, plan
 
 
+class Product(nn.Module):
+    """It has no bias, nor an attribute of that name."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t().t())
+
+
+def twice() -> nn.Module:
+    layer = Layer()
+    layer.up, layer.down = Product(8, 24), Product(24, 8)  # type: ignore[assignment]
+    return Stack(layer, layer, Layer())
+
+
+def test_a_layer_that_is_called_twice_is_split() -> None:
+    model = zf.functionalize(twice().double())
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    want = model.apply(model.params, x)
+
+    def rank() -> float:
+        placed = zf.split(model.apply, model, tensor=2, example=(2, 3, 8)).place(model.params)
+        assert placed["layers"][0]["up"]["weight"].shape == (12, 8)
+        return float((model.apply(placed, x) - want).abs().max())
+
+    assert max(zf.simulate(2)(rank)()) < 1e-12
+
+
 def test_a_network_of_many_leaves_ends() -> None:
     class Around(nn.Module):
         def __init__(self) -> None:
@@ -205,6 +204,17 @@ def test_a_network_of_many_leaves_ends() -> None:
 
     plan = plan_of(zf.functionalize(Stack(Around(), Layer())), 2, example=(2, 3, 8))
     assert plan.roles == {"layers.1.up": Role.COLUMN, "layers.1.down": Role.ROW}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_norms_of_weights_are_tried_on_sizes_that_fit() -> None:
+    """torch._weight_norm does not look at sizes, and writes into the memory of others."""
+    with Doubled(), pytest.raises(ValueError, match="do not fit"):
+        torch._weight_norm(torch.ones(2, 3), torch.ones(4, 1), 0)
+    layers = [Layer(), Layer()]
+    layers[0].up = nn.utils.parametrizations.weight_norm(layers[0].up)
+    layers[1].up = nn.utils.weight_norm(layers[1].up)
+    assert not plan_of(zf.functionalize(Stack(*layers)), 2, example=(2, 3, 8)).splits
 
 
 def test_code_that_multiplies_by_itself_calls_what_is_split() -> None:

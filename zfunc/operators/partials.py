@@ -30,11 +30,11 @@ _NORMS = "norm vector_norm linalg_vector_norm linalg_norm"
 _SCANS = "softmax log_softmax softmin cumsum cumprod logcumsumexp layer_norm rms_norm"
 _EACH = (
     "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv truediv rtruediv "
-    "itruediv divide true_divide pow rpow neg negative exp expm1 log log1p sqrt rsqrt square abs sign "
+    "divide true_divide pow rpow neg negative exp expm1 log log1p sqrt rsqrt square abs sign "
     "reciprocal sin cos tanh sigmoid relu relu6 gelu silu mish elu selu celu softplus softsign "
     "hardtanh hardsigmoid hardswish leaky_relu logsigmoid erf clamp clip clamp_min clamp_max round "
     "floor ceil to type float double half bfloat16 contiguous clone detach where masked_fill "
-    "maximum minimum dropout addcmul addcdiv lerp"
+    "itruediv maximum minimum dropout addcmul addcdiv lerp"
 )
 Place = tuple[int, Any]
 """Where a function's dimensions stand among its arguments, and which they are by default."""

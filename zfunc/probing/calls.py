@@ -253,12 +253,14 @@ class _Copy:
         return sorted(kinds.values(), key=lambda kind: order[kind.names[0]])
 
     def _parts(self, later: set[str]) -> list[tuple[str, nn.Module]]:
-        """Submodules that run: not those of layers that are like an earlier one."""
+        """Submodules that run, once: not those of layers that are like an earlier one."""
         out: list[tuple[str, nn.Module]] = []
+        seen: set[nn.Module] = set()
 
         def walk(name: str, part: nn.Module) -> None:
-            if name in later:
+            if name in later or part in seen:
                 return
+            seen.add(part)
             out.append((name, part))
             for key, child in part._modules.items():
                 if child is not None:
@@ -372,6 +374,7 @@ class _ProbedCall:
     def _handed(self, kind: LayerKind, position: int, x: Tensor) -> Tensor:
         """What a layer gave, for the one that comes next."""
         x = x.detach().clone().requires_grad_(x.requires_grad)
+        x = x + 0 if x.requires_grad else x  # some write into it
         at = next(i for i, each in enumerate(self.found.kinds) if each is kind)
         self.given.append((x, (at, position)))
         return x

@@ -18,7 +18,6 @@ from zfunc.modules.split_reductions import Reductions, given_features
 from zfunc.probing.calls import LayerInputs, LayerKind, cloned, tensors_in, use_attention
 from zfunc.probing.exactness import Doubled, Undropped
 from zfunc.probing.products import Product, product_of, stand_in
-from zfunc.trees.inside import inside_function
 
 __all__ = ["Stage", "Trace", "Whole", "call_in_training", "differs"]
 
@@ -155,8 +154,6 @@ class Stage:
             sums = trace.sums.setdefault(name, [])
 
             def added(x: Tensor) -> Tensor:
-                if inside_function():  # whose backward takes means of its own
-                    return x
                 sums.append(x)
                 if self.apart:
                     return torch.ones_like(x)
