@@ -53,6 +53,7 @@ from zfunc.layout.splits import Cut, Part, Split
 from zfunc.modules.compilation import check_split
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import SplitPlan
+from zfunc.operators.partials import Partials
 from zfunc.operators.randomness import apart
 from zfunc.probing.plans import plan_of
 from zfunc.quant.model_files import Choose, known, read_files
@@ -298,7 +299,7 @@ class Splitting(Meshed):
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         """Where the stream is cut gradients add up over ranks, and each begins with 1 / T.
 
-        Losses of the first step are kept until :meth:`finish`.
+        Losses of the first step are kept until :meth:`finish`, and functions are looked at.
         """
         ranks, first = self.group, "split alike" not in running.memo
         if not self.adds_up and (ranks.size == 1 or not first):
@@ -310,6 +311,9 @@ class Splitting(Meshed):
                 seed = share if asked.seed is None else asked.seed * share.to(asked.seed)
                 loss_fn = functools.partial(_drawing_apart, asked.loss_fn, running, ranks)
                 asked = replace(asked, loss_fn=loss_fn, seed=seed)
+            if first and self.model is None:
+                loss_fn = functools.partial(_looked_at, asked.loss_fn, self.axis)
+                asked = replace(asked, loss_fn=loss_fn)
             out, grads = call(asked)
             if first:
                 running.notes.setdefault("losses", []).append(out[0].detach())
@@ -430,6 +434,12 @@ def _home_of(plan: SplitPlan, layouts: Sequence[Layout]) -> tuple[Layout, str]:
         f"{', '.join(slot.path for slot in layouts[0].present[:8])}, ...: it is not the model that "
         "the step trains. Give split the model whose params the state has."
     )
+
+
+def _looked_at(loss_fn: Callable[..., Any], axis: str, *args: Any, **kwargs: Any) -> Any:
+    """A loss in which what a rank has of its part alone may not meet parts again."""
+    with Partials(axis):
+        return loss_fn(*args, **kwargs)
 
 
 def _drawing_apart(

@@ -53,10 +53,49 @@ def hooked() -> Layer:
     return layer
 
 
+class Settled(Layer):
+    """Whether features meet is said by something that it keeps."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.settings
+        mixes = kept["mix"] if isinstance(kept, dict) else getattr(kept, "mix", kept)
+        y = self.up(x).relu()
+        return x + self.down(y.softmax(-1) if mixes is not None and mixes > 0.5 else y)
+
+
+class Scaled(nn.Module):
+    """A product, if the scale is 1."""
+
+    def __init__(self, inputs: int, outputs: int, scale: float) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(outputs, inputs)), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) * self.scale
+
+
+def scaled(scale: float) -> Layer:
+    layer = Layer()
+    layer.down = Scaled(24, 8, scale)  # type: ignore[assignment]
+    return layer
+
+
 PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "another function": (Layer, lambda: Layer(mixed)),
     "another submodule": (lambda: Layer(nn.ReLU()), lambda: Layer(nn.Softmax(-1))),
     "a hook": (Layer, hooked),
+    "settings in a dict": (lambda: Settled({"mix": 0.0}), lambda: Settled({"mix": 1.0})),
+    "settings in an object": (
+        lambda: Settled(types.SimpleNamespace(mix=False)),
+        lambda: Settled(types.SimpleNamespace(mix=True)),
+    ),
+    "a tensor": (lambda: Settled(torch.zeros(())), lambda: Settled(torch.ones(()))),
+    "a float in the place of None": (lambda: Settled(None), lambda: Settled(1.0)),
+    "a product that scales": (lambda: scaled(1.0), lambda: scaled(0.5)),
 }
 
 
@@ -65,6 +104,13 @@ def test_a_layer_that_runs_otherwise_is_tried_by_itself(name: str) -> None:
     module = nn.Sequential(*(made() for made in PAIRS[name]))
     roles = plan_of(zf.functionalize(module), 2, example=(2, 3, 8)).roles
     assert {layer.partition(".")[0] for layer in roles} == {"0"}
+
+
+@pytest.mark.parametrize("other", [0.4, 0.6])
+def test_layers_with_other_floats_are_tried_with_these(other: float) -> None:
+    module = nn.Sequential(Settled(0.3), Settled(other))
+    plan = plan_of(zf.functionalize(module), 2, example=(2, 3, 8))
+    assert ("1.down" in plan.roles) == (other < 0.5), plan
 
 
 def test_heads_of_each_layer_are_divided() -> None:

@@ -34,6 +34,7 @@ from zfunc.engine.versions import FirstCall
 from zfunc.modules.dropout_check import DropoutCheck
 from zfunc.modules.lazy import LazySource, lazy_tensor
 from zfunc.modules.split_modules import check_plan, local_anatomy, local_skeleton
+from zfunc.modules.split_params import check_parts
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.modules.split_products import Wiring, wire
 from zfunc.modules.split_streams import cut_layers, cut_within
@@ -144,6 +145,9 @@ class Template:
         self.lazy_sources = [LazySource() for _ in units]
         self.reaching = [bool(unit.shared or unit.buffers) for unit in units]
         self._find_slots()
+        self.split = [
+            self._parts(leaves) for leaves in (self.anatomy.root, *(u.leaves for u in units))
+        ]
         self._compile()
         self.forwards = [self._route(i, self.modules[unit.module]) for i, unit in enumerate(units)]
         if pool.plan is not None:
@@ -153,6 +157,12 @@ class Template:
 
     def _slots(self, leaf: TensorInfo, kind: str = "_parameters") -> tuple[Slot, ...]:
         return tuple((getattr(self.modules[m], kind), attribute) for m, attribute in leaf.homes)
+
+    def _parts(self, leaves: Iterable[TensorInfo]) -> list[tuple[dict[str, Any], str, str]]:
+        """Where those of some leaves are that are split."""
+        splits = {} if self.pool.plan is None else self.pool.plan.splits
+        split = [leaf for leaf in leaves if leaf.name in splits]
+        return [(*self._slots(leaf)[0], leaf.name) for leaf in split]
 
     def _resting(
         self,
@@ -233,6 +243,9 @@ class Template:
             self._face()
         for i, value in enumerate(self.values):
             self.bind_unit(i, value)
+        if self.pool.plan is not None:
+            for rows, value in zip(self.split, (None, *self.values), strict=True):
+                check_parts(() if isinstance(value, Ref) else rows, self.pool.plan.ways)
         self.sources = buffers
         for key, buffer in self.buffers.items():
             buffer.bind(buffers[key])

@@ -20,7 +20,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.modules.lazy import METADATA, inside_function
+from zfunc.modules.lazy import METADATA
 from zfunc.operators.conjugates import (
     FORWARD,
     copied,
@@ -33,6 +33,7 @@ from zfunc.operators.conjugates import (
 )
 from zfunc.operators.randomness import apart
 from zfunc.ranks.comm import Group
+from zfunc.trees.inside import inside_function
 from zfunc.trees.memory import current
 
 __all__ = [

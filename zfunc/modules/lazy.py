@@ -18,8 +18,9 @@ from torch import Tensor
 from zfunc.engine.primitives import Ref
 from zfunc.errors import PlacementError
 from zfunc.modules.units import TensorInfo
+from zfunc.trees.inside import inside_function
 
-__all__ = ["METADATA", "LazySource", "LazyTensor", "inside_function", "lazy_tensor"]
+__all__ = ["METADATA", "LazySource", "LazyTensor", "lazy_tensor"]
 
 # What can be answered without the values.
 _PROPERTIES = "shape dtype device ndim layout is_cuda is_meta is_sparse is_quantized is_nested"
@@ -95,14 +96,6 @@ class LazyTensor(Tensor):
 
 def _resolve(x: LazyTensor) -> Tensor:
     return x._fetch()
-
-
-def inside_function() -> bool:
-    """Within ``autograd.Function.forward``, the one place that turns off forward-mode AD alone.
-
-    ``Function.apply`` asks no ``__torch_function__``, so this is where it can be noticed.
-    """
-    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def lazy_tensor(

@@ -7,7 +7,7 @@ model whose leaves are all whole beside others in one tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from zfunc.modules.split_plans import SplitPlan
 from zfunc.ranks.comm import Group
 from zfunc.trees.nodes import Box, Layers, Tree, part_of
 
-__all__ = ["splitting_of"]
+__all__ = ["check_parts", "splitting_of"]
+
+Row = tuple[dict[str, Any], str, str]
+"""Where a leaf that is split is in a module, and what it is called."""
 
 
 def splitting_of(params: Tree) -> tuple[SplitPlan, Group] | None:
@@ -39,6 +42,21 @@ def splitting_of(params: Tree) -> tuple[SplitPlan, Group] | None:
         if part.split is not None:
             return _planned(part)
     return None
+
+
+def check_parts(rows: Iterable[Row], ways: int) -> None:
+    """Raise ``PlacementError`` if one of these leaves does not say that it is a part.
+
+    It was made of one then, and nobody knows how: by its norm, say, which a rank has of its part.
+    """
+    for holder, attribute, name in rows:
+        if part_of(_unwrapped(holder[attribute])) is None:
+            raise PlacementError(
+                f"{name} is split over {ways} ranks, and what apply() was given for it was made of "
+                "it: w / w.norm(), say, takes the norm of this rank's part, and nobody can tell. "
+                "Give apply() the leaf as the loss gets it, or leave it whole: "
+                f"zf.split(..., rules={{{name!r}: None}})."
+            )
 
 
 def _planned(part: Part) -> tuple[SplitPlan, Group] | None:

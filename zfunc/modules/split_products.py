@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zfunc.errors import CompositionError
+from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.splits import Split
 from zfunc.modules.cut_streams import POSITIONS, CutStream, summand_stream
 from zfunc.modules.split_inputs import taking
@@ -167,6 +167,8 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
             part.__dict__["forward"] = _without(part, plan.once[name])
         forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = _called_alike(part.forward, forward)
+        if role is Role.ROW:
+            part.register_forward_pre_hook(_more_than_a_product)
     for name, inputs in plan.inputs.items():
         part = module.get_submodule(name)
         part.__dict__["forward"] = taking(part, inputs, rank, wiring.entered)
@@ -177,6 +179,17 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
             part.forward, split.size, lambda x: added(x, wiring.group, NORM), share
         )
     draw_apart(module, plan.roles, lambda: wiring.ranks)
+
+
+def _more_than_a_product(part: nn.Module, args: Any) -> None:
+    """A hook that leaves all as it is. Code that multiplies by weights itself where no module has
+    hooks, as that of nn.TransformerEncoderLayer does without gradients, sees it, and calls it."""
+    if any(isinstance(x, Tensor) and x.is_nested for x in args):
+        raise PlacementError(
+            f"a {type(part).__name__} whose products are summed over ranks was given a nested "
+            "tensor, whose sum is not defined. Leave them out: nn.TransformerEncoder(..., "
+            "enable_nested_tensor=False)."
+        )
 
 
 def _called_alike(was: Forward, forward: Forward) -> Forward:
@@ -215,8 +228,8 @@ def _row(wiring: Wiring, part: Any, own: Splits, rank: int, name: str) -> Forwar
 
     def forward(input: Tensor) -> Tensor:
         y = summand(input, part.weight, wiring.group, turned)
-        total = wiring.ended(y, own=True)
-        return total if part.bias is None else total + part.bias
+        total, bias = wiring.ended(y, own=True), part._parameters.get("bias")
+        return total if bias is None else total + bias
 
     return forward
 
@@ -353,7 +366,8 @@ def _product(part: Any, split: Split) -> Forward:
     turned = split.dim == 1
 
     def forward(input: Tensor) -> Tensor:
-        return F.linear(input, part.weight.mT if turned else part.weight, part.bias)
+        weight = part.weight.mT if turned else part.weight
+        return F.linear(input, weight, part._parameters.get("bias"))
 
     return forward
 

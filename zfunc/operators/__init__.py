@@ -3,7 +3,7 @@
 In the order of reading: ``parts`` (what an operator is told of a leaf), ``conjugates`` (pairs of
 maps that are each other's derivative), ``stream`` (what lies between a row and the next column),
 ``products`` (``column`` and ``row``), ``vocabulary`` (``embed``), ``likelihoods``
-(``cross_entropy``) and ``randomness`` (``in_parts``).
+(``cross_entropy``), ``randomness`` (``in_parts``) and ``partials`` (what of a part meets parts).
 """
 
 from __future__ import annotations

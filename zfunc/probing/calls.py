@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.modules.units import ModuleUnit
+from zfunc.probing.attributes import watched
 from zfunc.probing.exactness import Doubled
+from zfunc.probing.examples import examples_of
 from zfunc.probing.products import Product, product_of, stand_in
-from zfunc.probing.traits import Numbered, differences
+from zfunc.probing.reads import Reads
+from zfunc.probing.traits import NUMBERS, Floats, Numbered, differences, floats_of, plain
 from zfunc.trees.nodes import NAMESPACE
 
 __all__ = [
@@ -36,8 +39,8 @@ __all__ = [
     "use_attention",
 ]
 
+MOST = 8  # ways in which layers of a kind are called, in one call of the module
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
-TEXTS, LENGTH = 2, 5
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class LayerInputs:
     origins: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Positions of tensors that another layer gave: its kind, and which of its results it was."""
     training: bool = False
+    floats: Floats = field(default_factory=dict)
+    """What submodules of another layer keep, in which it differs from the first of its kind."""
 
     def names(self, layer: nn.Module) -> dict[int, str]:
         """By position the names of the arguments; with a dot if they lie inside of one."""
@@ -76,6 +81,10 @@ class LayerKind:
         calls: what it was given: for each way of calling the module. Empty if none was called.
         result: what it gave.
         replaced: whether the call put other submodules into it.
+        floats: what submodules keep in layers in which it is other than in the first.
+        others: what layers were given, in the same call of the module, of another structure.
+        read: its parameters that code outside of layers reads: (submodule, attribute).
+        fixed: numbers of its submodules that this code reads.
     """
 
     names: list[str]
@@ -83,6 +92,15 @@ class LayerKind:
     calls: list[LayerInputs] = field(default_factory=list)
     result: Any = None
     replaced: bool = False
+    floats: list[Floats] = field(default_factory=list)
+    others: dict[Hashable, LayerInputs] = field(default_factory=dict)
+    read: set[tuple[str, str]] = field(default_factory=set)
+    fixed: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def varied(self) -> bool:
+        """Whether layers are called in more ways than are tried."""
+        return len(self.others) > MOST
 
 
 @dataclass
@@ -93,8 +111,8 @@ class Probed:
         kinds: of its layers.
         ids: the texts that it was given, if it takes any.
         lookups: names of embeddings outside of layers, and whether they got the ids themselves.
-        touched: parameters outside of layers that are read beside lookups and products: names of
-            the submodule and the attribute.
+        touched: parameters that code outside of layers reads beside lookups and products: names
+            of the submodule and the attribute.
         called: names of the products outside of layers that were called.
         failed: what went wrong behind the layers; ``None`` if the call came to its end.
     """
@@ -158,6 +176,31 @@ def _buffer(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.zeros(x.shape, dtype=x.dtype) if x.dtype != torch.bool else torch.ones(x.shape) > 0
 
 
+def _note_floats(kind: LayerKind, part: nn.Module) -> None:
+    """Those of one more layer, if the first one has others."""
+    first = floats_of(kind.module)
+    other = {key: x for key, x in floats_of(part).items() if first.get(key, x) != x}
+    if other and other not in kind.floats:
+        kind.floats.append(other)
+
+
+def _way(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Hashable:
+    """What a layer's code may decide by in a call; not which layer it is."""
+    names = list(inspect.signature(type(part).forward).parameters)[1:]
+    given: Any = {**dict(zip(names, args, strict=False)), **kwargs, "*": args[len(names) :]}
+    paths = optree.tree_paths(given, none_is_leaf=True, namespace=NAMESPACE)
+    place = name.rpartition(".")[2]
+
+    def told(at: tuple[Any, ...], x: Any) -> Hashable:
+        if isinstance(x, Tensor):
+            return (at, Tensor, x.ndim)
+        if type(x) is int and str(x) == place and any(y in str(at[0]) for y in NUMBERS):
+            return (at, "its place")
+        return (at, type(x), (x > 0) - (x < 0) if isinstance(x, float) else plain(x, 0))
+
+    return tuple(told(at, x) for at, x in zip(paths, _leaves(given), strict=True))
+
+
 def _is_layer(part: nn.Module) -> bool:
     """Whether something in it may be split: no table, head or norm in a sequence of modules."""
     bare = isinstance(part, nn.Embedding) or product_of(part) is not None
@@ -172,6 +215,10 @@ class _Copy:
         self.module = copy.deepcopy(functional._pool.skeleton).eval()
         self.products: dict[str, Product] = {}
         anatomy = functional._pool.anatomy
+        for leaf in anatomy.buffers:
+            value = _buffer(functional.buffers[leaf.name], self.generator)
+            for home, attribute in leaf.homes:
+                self.module.get_submodule(home)._buffers[attribute] = value
         self.kinds = self._kinds(anatomy.units)
         later = {name for kind in self.kinds for name in kind.names[1:]}
         done: dict[int, nn.Parameter] = {}
@@ -182,10 +229,6 @@ class _Copy:
             outside = not any(f"{name}.".startswith(f"{k.names[0]}.") for k in self.kinds)
             table = isinstance(part, nn.Embedding) and outside
             self._fill(part, product is not None or table, done)
-        for leaf in anatomy.buffers:
-            value = _buffer(functional.buffers[leaf.name], self.generator)
-            for home, attribute in leaf.homes:
-                self.module.get_submodule(home)._buffers[attribute] = value
         for part in self.module.modules():
             config = getattr(part, "config", None)
             if getattr(config, "_experts_implementation", None) is not None:
@@ -203,17 +246,21 @@ class _Copy:
         for key, like in found.items():
             told = differences(list(like.values()))
             for (name, (_, part)), each in zip(like.items(), told, strict=True):
-                kinds.setdefault((key, each), LayerKind([], part)).names.append(name)
+                kind = kinds.setdefault((key, each), LayerKind([], part))
+                kind.names.append(name)
+                _note_floats(kind, part)
         order = {unit.module: i for i, unit in enumerate(units)}
         return sorted(kinds.values(), key=lambda kind: order[kind.names[0]])
 
     def _parts(self, later: set[str]) -> list[tuple[str, nn.Module]]:
-        """Submodules that run: not those of layers that are like an earlier one."""
+        """Submodules that run, once: not those of layers that are like an earlier one."""
         out: list[tuple[str, nn.Module]] = []
+        seen: set[nn.Module] = set()
 
         def walk(name: str, part: nn.Module) -> None:
-            if name in later:
+            if name in later or part in seen:
                 return
+            seen.add(part)
             out.append((name, part))
             for key, child in part._modules.items():
                 if child is not None:
@@ -248,7 +295,8 @@ class _ProbedCall:
         self.attention: str | None = None
         self.parts = [[x for _, x in kind.module.named_modules()] for kind in made.kinds]
         self.own: dict[nn.Module, Any] = {}  # forwards that layers have beside their class's
-        self.results: list[Tensor] = []  # what the code outside of layers makes
+        self.reads = Reads(self._homes())
+        self.ways: dict[int, Hashable] = {}  # by kind how its first layer is called
         self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
@@ -265,7 +313,15 @@ class _ProbedCall:
             for name in kind.names:
                 part = made.module.get_submodule(name)
                 self.own[part] = part.__dict__.get("forward")
-                part.__dict__["forward"] = self._layer(kind, part, name == kind.names[0])
+                part.__dict__["forward"] = self._layer(kind, part, name)
+
+    def _homes(self) -> dict[int, list[tuple[str, str]]]:
+        found: dict[int, list[tuple[str, str]]] = {}
+        for name, part in self.found.module.named_modules():
+            for key, p in part._parameters.items():
+                if p is not None:
+                    found.setdefault(id(p), []).append((name, key))
+        return found
 
     def _draw(self, *shape: int) -> Tensor:
         x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -289,29 +345,36 @@ class _ProbedCall:
             ids = next(iter(tensors_in((args, kwargs))), None)
             same = ids is not None and any(torch.equal(ids, x) for x in self.found.ids)
             self.found.lookups[name] = self.found.lookups.get(name, True) and same
-            out: Tensor = inner(*args, **kwargs)
+            with self.reads.paused():
+                out: Tensor = inner(*args, **kwargs)
             drawn = self._draw(*out.shape) + 0
             return drawn if out.requires_grad else drawn.detach()  # some look up constants
 
         return forward
 
-    def _layer(self, kind: LayerKind, part: nn.Module, first: bool) -> Callable[..., Any]:
-        inner = part.forward
+    def _layer(self, kind: LayerKind, part: nn.Module, name: str) -> Callable[..., Any]:
+        inner, first = part.forward, name == kind.names[0]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self.results += tensors_in((args, kwargs))
-            if first and len(kind.calls) == self.before:
-                kind.calls.append(self._call(args, kwargs))
-                kind.result = inner(*args, **kwargs)
-            if kind.result is None:  # a later one before the first
-                raise PlacementError("layers that are alike are not called in their order")
-            return cloned(kind.result, functools.partial(self._handed, kind))
+            with self.reads.paused():
+                if first and len(kind.calls) == self.before:
+                    self.ways[id(kind)] = _way(part, args, kwargs, name)
+                    kind.calls.append(self._call(args, kwargs))
+                    kind.result = inner(*args, **kwargs)
+                if kind.result is None:  # a later one before the first
+                    raise PlacementError("layers that are alike are not called in their order")
+                if self.before == 0 and not kind.varied:
+                    way = _way(part, args, kwargs, name)
+                    if way != self.ways[id(kind)] and way not in kind.others:
+                        kind.others[way] = self._call(args, kwargs)
+                return cloned(kind.result, functools.partial(self._handed, kind))
 
         return forward
 
     def _handed(self, kind: LayerKind, position: int, x: Tensor) -> Tensor:
         """What a layer gave, for the one that comes next."""
         x = x.detach().clone().requires_grad_(x.requires_grad)
+        x = x + 0 if x.requires_grad else x  # some write into it
         at = next(i for i, each in enumerate(self.found.kinds) if each is kind)
         self.given.append((x, (at, position)))
         return x
@@ -343,8 +406,8 @@ class _ProbedCall:
             for x in tensors_in((args, dict(kwargs)))
             if not x.is_floating_point() and x.dtype != torch.bool
         )
-        with Doubled(), torch.enable_grad():
-            self.results += tensors_in(self.found.module(*args, **kwargs))
+        with Doubled(), self.reads, torch.enable_grad():
+            self.found.module(*args, **kwargs)
 
     def forget(self, calls: int) -> None:
         """What layers were given behind so many calls of the module."""
@@ -362,24 +425,38 @@ class _ProbedCall:
         """What a call has done, when it is over."""
         for kind, parts in zip(self.found.kinds, self.parts, strict=True):
             kind.replaced |= [x for _, x in kind.module.named_modules()] != parts
-        self.found.touched |= self._touched()
+        self.found.touched |= self.reads.found
+        for kind in self.found.kinds:
+            for layer in kind.names:
+                begin = f"{layer}."
+                kind.read |= {
+                    (name.removeprefix(layer).removeprefix("."), key)
+                    for name, key in self.reads.found
+                    if name == layer or name.startswith(begin)
+                }
 
-    def _touched(self) -> set[tuple[str, str]]:
-        """Parameters of tables and products from which something was made, though none looked up
-        rows or multiplied: these have stand-ins."""
-        names = {*self.found.lookups, *self.found.called}
-        parts = [pair for pair in self.found.module.named_modules() if pair[0] in names]
-        held = {
-            (name, k): p for name, x in parts for k, p in x._parameters.items() if p is not None
-        }
-        used = [x for x in self.results if x.is_floating_point() and x.requires_grad]
-        self.results = []
-        if not used or not held:
-            return set()
-        with torch.enable_grad():
-            total = torch.stack([x.sum() for x in used]).sum()
-        grads = torch.autograd.grad(total, [*held.values()], allow_unused=True)
-        return {home for home, g in zip(held, grads, strict=True) if g is not None}
+    def watch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A further call, in which layers tell which of their numbers other code reads."""
+        undo, seen = [], set[nn.Module]()
+        for kind in self.found.kinds:
+
+            def note(_: nn.Module, name: str, attribute: str, value: int, k: Any = kind) -> None:
+                if self.reads.counts:
+                    k.fixed.add((name, attribute))
+
+            for layer in kind.names:
+                for name, part in self.found.module.get_submodule(layer).named_modules():
+                    if part not in seen:
+                        seen.add(part)
+                        undo.append(watched(part, name, note))
+        try:
+            self.run(args, kwargs, attention_of(self.found.module))
+        except Exception:  # the module's own code, which may ask for classes
+            pass
+        finally:
+            for back in reversed(undo):
+                back()
+            self.forget(self.before)
 
 
 def _handed_on(*args: Any, **kwargs: Any) -> Tensor:
@@ -399,7 +476,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
         PlacementError: the module takes neither, or not the example.
     """
     tried: list[str] = []
-    for what, args, kwargs in _examples(functional, example):
+    for what, args, kwargs in examples_of(functional, example):
         recorder = _ProbedCall(_Copy(functional))
         found = recorder.found
         try:
@@ -413,8 +490,12 @@ def probed(functional: Functional, example: Any = None) -> Probed:
         if found.failed is None:
             _run_with_more(functional, recorder, args, kwargs)
             _run_otherwise(functional, recorder, args, kwargs)
+            recorder.watch(args, kwargs)
             recorder.look()
         recorder.end()
+        for kind in found.kinds:
+            more = [replace(kind.calls[0], floats=x) for x in kind.floats if kind.calls]
+            kind.calls += [*kind.others.values(), *more]
         if found.kinds and all(not kind.calls for kind in found.kinds):
             tried.append(f"{what}: no layer was called")
             continue
@@ -509,59 +590,3 @@ def _whole_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
     leaves = tensors_in((args, kwargs))
     streams = frozenset(i for i, x in enumerate(leaves) if x.is_floating_point())
     return LayerInputs(args, kwargs, streams)
-
-
-def _examples(functional: Functional, example: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
-    named = functional.signature.parameters
-    quiet = {"use_cache": False} if "use_cache" in named else {}
-    if example is not None:
-        args, kwargs = _arguments(example)
-        return [("the example", args, {**quiet, **kwargs})]
-    generator = torch.Generator().manual_seed(2)
-    size = _vocabulary(functional)
-    ids = torch.randint(2 if size > 4 else 0, size, (TEXTS, LENGTH), generator=generator)
-    found: list[tuple[str, tuple[Any, ...], Any]] = [("integer ids", (ids,), quiet)]
-    if "input_ids" in named:
-        found = [("integer ids", (), {"input_ids": ids, **quiet})]
-    dummy = getattr(functional._pool.skeleton, "dummy_inputs", None)
-    if isinstance(dummy, Mapping):
-        dummy = {key: _value(x) for key, x in dummy.items() if key in named}
-        if "decoder_input_ids" in named and "input_ids" in dummy:
-            dummy = {**dummy, "input_ids": ids, "decoder_input_ids": ids.flip(0)}
-        found.append(("its dummy_inputs", (), {**dummy, **quiet}))
-    return found
-
-
-def _vocabulary(functional: Functional) -> int:
-    """How many different ids every table has, be it one of few positions."""
-    sizes = [
-        part.num_embeddings
-        for part in functional._pool.skeleton.modules()
-        if isinstance(part, nn.Embedding)
-    ]
-    return min([n for n in sizes if n > LENGTH] or sizes or [2])
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), {key: _value(x) for key, x in example.items()}
-    if isinstance(example, tuple | list) and not _is_shape(example):
-        return tuple(map(_value, example)), {}
-    return (_value(example),), {}
-
-
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, tuple | list) and bool(x) and all(type(n) is int for n in x)
-
-
-def _value(x: Any) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    if _is_shape(x):
-        return torch.randn(*x, generator=generator, dtype=torch.float64)
-    if not isinstance(x, Tensor):
-        return x
-    if x.is_meta:
-        draw = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-        return draw if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
-    x = x.detach().cpu()
-    return x.double() if x.is_floating_point() else x

@@ -25,6 +25,15 @@ SHORTER: Any = {
 }
 
 
+def _check_norms(v: Tensor, g: Tensor, dim: int = 0) -> None:
+    if g.numel() != (1 if dim == -1 else v.shape[dim]):
+        raise ValueError(f"norms {list(g.shape)} do not fit {list(v.shape)} along {dim}")
+
+
+UNCHECKED: Any = dict.fromkeys((torch._weight_norm, torch._weight_norm_interface), _check_norms)
+"""Functions that write beyond their results where sizes do not fit, as those of a trial may not."""
+
+
 def close(x: Tensor, y: Tensor) -> bool:
     """Whether two results are the same but for rounding."""
     return torch.allclose(x, y, rtol=1e-9, atol=1e-9)
@@ -46,6 +55,8 @@ class Doubled(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = {key: _double(x) for key, x in (kwargs or {}).items()}
+        if func in UNCHECKED:
+            UNCHECKED[func](*args, **named)
         return SHORTER.get(func, func)(*map(_double, args), **named)
 
 

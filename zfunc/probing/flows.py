@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zfunc.probing.reads import Reads
 from zfunc.probing.stages import Stage, Trace
 
 __all__ = ["Pairing", "connected", "pairings"]
@@ -73,7 +74,7 @@ def connected(x: Tensor, leaves: Sequence[Tensor]) -> list[int]:
 def pairings(stage: Stage) -> tuple[list[Pairing], dict[str, str]]:
     """The pairs of a layer, those with most elements first; and of other products why not."""
     trace = stage.run(grad=True)
-    flow, read = _Flow(stage, trace), _read(stage, trace)
+    flow, read = _Flow(stage, trace), _read(stage)
     found: dict[frozenset[str], Pairing] = {}
     why: dict[str, str] = dict.fromkeys(stage.repeated, "it is called several times")
     why |= {name: "it was not called" for name in stage.products if name not in stage.trace.inputs}
@@ -89,17 +90,18 @@ def pairings(stage: Stage) -> tuple[list[Pairing], dict[str, str]]:
     return order, {k: v for k, v in why.items() if not any(k in p.members for p in order)}
 
 
-def _read(stage: Stage, trace: Trace) -> set[str]:
-    """Products from whose parameters something is made, though their stand-ins make nothing."""
-    held = [
-        (name, p)
-        for name in stage.products
-        for p in stage.layer.get_submodule(name)._parameters.values()
-        if p is not None
-    ]
-    made = [x for x in (*trace.inputs.values(), trace.result) if x is not None]
-    leaves = [p for _, p in held]
-    return {held[i][0] for x in made for i in connected(x, leaves)}
+def _read(stage: Stage) -> set[str]:
+    """Products whose parameters are asked for their values, though their stand-ins do not."""
+    homes: dict[int, list[tuple[str, str]]] = {}
+    for name in stage.products:
+        for key, p in stage.layer.get_submodule(name)._parameters.items():
+            if p is not None:
+                homes.setdefault(id(p), []).append((name, key))
+    found = Reads(homes)
+    for call in stage.calls:
+        with stage.called(call), found:
+            stage.run(grad=True)
+    return {name for name, _ in found.found}
 
 
 def _numel(stage: Stage, pairing: Pairing) -> int:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from zfunc.probing.stages import Stage
 from zfunc.probing.trials import local_parameters, numbers_set
 
 __all__ = ["Network", "networks_in", "split_network"]
+
+
+TRIES = 600  # of ways to split leaves: of many leaves there are more than anyone tries
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def split_network(stage: Stage, name: str, ways: int) -> Network:
     wholes = [(each, _ran(tried, each)) for each in (replace(call, training=x) for x in modes)]
     if any(whole is None for _, whole in wholes):
         raise Refused("it gives more than one tensor, or cannot be tried in small")
-    for cuts, once, size in _ways_to_split(shapes, ways):
+    for cuts, once, size in islice(_ways_to_split(shapes, ways), TRIES):
         small = {
             key: _split(replace(cut, by=cut.by and sizes[cut.by]), p.shape, ways)
             for key, cut in cuts.items()

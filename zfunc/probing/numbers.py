@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from zfunc.probing.attributes import watched
 from zfunc.probing.stages import Stage
 
-__all__ = ["Number", "Numbers", "numbers_read", "numbers_read_in"]
-
-PLAIN = (int, float, str, bytes, bool, complex, tuple, list, dict, set, Tensor, nn.Module)
+__all__ = ["Number", "Numbers", "attributes_set", "numbers_read", "numbers_read_in"]
 
 
 class Number:
@@ -66,10 +66,10 @@ def numbers_read_in(part: nn.Module, name: str, run: Callable[[], Any]) -> list[
     seen: dict[str, Number] = {}
 
     def note(part: nn.Module, module: str, attribute: str, value: Any) -> None:
-        if type(value) is int and value > 1:
+        if value > 1:
             seen.setdefault(attribute, Number(part, module, attribute, value))
 
-    back = _watched(part, name, note)
+    back = watched(part, name, note)
     try:
         run()
     finally:
@@ -78,12 +78,15 @@ def numbers_read_in(part: nn.Module, name: str, run: Callable[[], Any]) -> list[
 
 
 def numbers_read(stage: Stage, row: str) -> list[Number]:
-    """The numbers that a layer reads until its product ``row`` is called, in order."""
+    """The numbers that a layer reads until its product ``row`` is called, in order.
+
+    Not those that other code reads, too: it is to find them as they are.
+    """
     seen: dict[tuple[str, str], Number] = {}
     state = {"on": True}
 
     def note(part: nn.Module, module: str, attribute: str, value: Any) -> None:
-        if state["on"] and type(value) is int and value > 1:
+        if state["on"] and value > 1 and (module, attribute) not in stage.fixed:
             seen.setdefault((module, attribute), Number(part, module, attribute, value))
 
     def reached(name: str) -> None:
@@ -92,7 +95,7 @@ def numbers_read(stage: Stage, row: str) -> list[Number]:
 
     for call in stage.calls:
         with stage.called(call):
-            undo = [_watched(part, name, note) for name, part in stage.layer.named_modules()]
+            undo = [watched(part, name, note) for name, part in stage.layer.named_modules()]
             state["on"], stage.on_product = True, reached
             try:
                 stage.run()
@@ -103,53 +106,23 @@ def numbers_read(stage: Stage, row: str) -> list[Number]:
     return list(seen.values())
 
 
-Note = Callable[[nn.Module, str, str, Any], None]
-
-
-def _watched(part: nn.Module, name: str, note: Note) -> Callable[[], None]:
-    """Let a submodule, and the objects that it has, tell which of their attributes are read."""
-    kind, before = type(part), {}
-
-    def own(_: Any, attribute: str, value: Any) -> None:
-        note(part, name, attribute, value)
-
-    for key, value in list(part.__dict__.items()):
-        if not key.startswith("_") and hasattr(value, "__dict__") and not _plain(value):
-
-            def inner(_: Any, attribute: str, found: Any, key: str = key) -> None:
-                note(part, name, f"{key}.{attribute}", found)
-
-            before[key] = value
-            mine = copy.copy(value)
-            try:
-                mine.__class__ = _telling(type(value), inner)
-            except TypeError:  # of a class with slots: nothing can watch it
-                del before[key]
-                continue
-            part.__dict__[key] = mine
-    part.__class__ = _telling(kind, own)
-
-    def back() -> None:
-        part.__class__ = kind
-        part.__dict__.update(before)
-
-    return back
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (*PLAIN, type)) or callable(value)
-
-
-def _telling(kind: Any, tell: Callable[[Any, str, Any], None]) -> type:
-    def read(self: Any, attribute: str) -> Any:
-        value = kind.__getattribute__(self, attribute)
-        if type(value) is int:
-            tell(self, attribute, value)
-        return value
-
-    body = {
-        "__getattribute__": read,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    return type(kind.__name__, (kind,), body)
+@contextmanager
+def attributes_set(
+    layer: nn.Module, attributes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
+) -> Iterator[None]:
+    """A block in which submodules keep a rank's numbers: by their names, those of attributes."""
+    undo: list[Number] = []
+    try:
+        for name, values in attributes.items():
+            part = layer.get_submodule(name)
+            for attribute, value in values.items():
+                owner: Any = part
+                for key in attribute.split("."):
+                    owner = getattr(owner, key)
+                number = Number(part, name, attribute, owner)
+                number.write(value[rank])
+                undo.append(number)
+        yield
+    finally:
+        for number in reversed(undo):
+            number.restore()

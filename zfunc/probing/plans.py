@@ -25,11 +25,13 @@ from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage, call_in_training
 from zfunc.probing.tables import FEW, tables_of
 from zfunc.probing.texts import ModulePlan
+from zfunc.probing.together import check_together
 from zfunc.probing.trials import Parts, parts_of
 
 __all__ = ["plan_of"]
 
 RULED = "a rule leaves it whole"
+READ = "code outside of the layer reads a parameter of it"
 TIED = "its weight is that of another submodule, too, where it would be split otherwise"
 
 
@@ -46,6 +48,12 @@ class _LayerPlan:
     norms: dict[str, Split] = field(default_factory=dict)
     once: dict[str, tuple[str, ...]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
+
+    def copied(self) -> _LayerPlan:
+        """What may be added to, without changing this one."""
+        made = _LayerPlan(**{key: dict(value) for key, value in vars(self).items()})
+        made.attributes = {name: dict(values) for name, values in self.attributes.items()}
+        return made
 
     def number(self, numbers: Numbers) -> None:
         for number, values in numbers.items():
@@ -124,6 +132,8 @@ def plan_of(
         names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
         grained = [_grains_in(kind, names, grains or {}) for kind in found.kinds]
         kept = [_kept_in(kind, names, whole, RULED) for kind in found.kinds]
+        for kind, its in zip(found.kinds, kept, strict=True):
+            its.update({name: READ for name, _ in kind.read})
         for kind, its in zip(found.kinds, kept, strict=True):  # the whole module may be one layer
             head = "is split as the head over the vocabulary"
             its.update({n: f"{n} {head}" for n in roles if _within(n, kind.names)})
@@ -247,7 +257,10 @@ def _of_kind(
     if kind.replaced:
         made.whole[""] = "a call puts other submodules into it"
         return made
-    stage = Stage(kind.module, kind.calls)
+    if kind.varied:
+        made.whole[""] = "layers like it are called in more ways than are tried"
+        return made
+    stage = Stage(kind.module, kind.calls, kind.fixed)
     try:
         pairs, made.whole = pairings(stage)
     except Exception as error:  # the module's own code, on what its layers were given
@@ -263,11 +276,19 @@ def _of_kind(
         if reasons := [kept[name] for name in pairing.members if name in kept]:
             made.whole.update(dict.fromkeys(pairing.members, reasons[0]))
             continue
+        more = made.copied()
         try:
-            _add(made, stage, parts_of(stage, pairing, ways, grains), before, closed)
+            parts = parts_of(stage, pairing, ways, grains)
+            for path in parts.parameters:
+                if (home := path.rpartition(".")[0]) in kept:
+                    raise Refused(f"{path} is to be split with it, and {kept[home]}")
+            _add(more, stage, parts, before, closed)
+            check_together(stage, more, ways)
         except Refused as error:
             for name in pairing.members:
                 made.whole.setdefault(name, str(error))
+        else:
+            made = more
     for name, p in stage.parameters.items():
         if p.ndim > 1 and p.numel() > FEW:
             made.whole.setdefault(name, "it is no weight of a product")

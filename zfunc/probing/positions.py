@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -26,9 +26,10 @@ from zfunc.probing.calls import LayerInputs, LayerKind, Probed
 from zfunc.probing.exactness import close
 from zfunc.probing.flows import Pairing, pairings
 from zfunc.probing.norms import told
-from zfunc.probing.numbers import Number
+from zfunc.probing.numbers import attributes_set
 from zfunc.probing.pointwise import forward_of, pointwise_in, written
 from zfunc.probing.stages import Stage, Trace
+from zfunc.probing.together import Layered, local_product
 from zfunc.probing.trials import local_parameters
 from zfunc.ranks.comm import even_cuts
 
@@ -38,16 +39,11 @@ TRIES = 200  # of places where positions are put together
 PRODUCTS = "\n"  # put together at the columns themselves; no submodule has that name
 
 
-class LayerParts(Protocol):
-    """What is split in a layer; names are those within it."""
+class LayerParts(Layered, Protocol):
+    """What is split in a layer, and what it takes and hands on in parts."""
 
-    splits: dict[str, Split]
-    roles: dict[str, Role]
-    attributes: dict[str, dict[str, tuple[int, ...]]]
     inputs: dict[str, Split]
-    given: dict[str, Split]
     further: dict[int, Split]
-    norms: dict[str, Split]
 
 
 @dataclass
@@ -148,7 +144,7 @@ def stream_of(kind: LayerKind, made: LayerParts, ways: int) -> tuple[LayerStream
         raise Uncut("it was not called" if not kind.calls else "a call changes its submodules")
     if any(role in (Role.EMBED, Role.HEAD) for role in made.roles.values()):
         raise Uncut("a table is in it")
-    stage = Stage(kind.module, kind.calls)
+    stage = Stage(kind.module, kind.calls, kind.fixed)
     with stage.reducing(list(made.norms)):
         return _stream_of(stage, made, ways)
 
@@ -401,7 +397,7 @@ class _OnPositions:
                 made_of = self._network if network else partial(self._place, only=places[name])
                 undo.enter_context(forward_of(part, made_of(name, part.forward)))
             undo.enter_context(local_parameters(stage.layer, made.splits, self.rank))
-            undo.enter_context(_numbers(stage.layer, made.attributes, self.rank))
+            undo.enter_context(attributes_set(stage.layer, made.attributes, self.rank))
             try:
                 trace = stage.run(change=change, told=self.told)
             except _Failed:
@@ -411,19 +407,12 @@ class _OnPositions:
         return self._results(trace)
 
     def _product(self, name: str) -> Callable[[Tensor], Tensor]:
-        base, rank = self.whole.trace, self.rank
-        splits = self.parts.splits
-
-        def local(x: Tensor, split: Split | None) -> Tensor:
-            return x if split is None else x[..., torch.tensor(split.indices(rank))]
+        base, splits = self.whole.trace, self.parts.splits
 
         def forward(x: Tensor) -> Tensor:
             if name not in base.inputs:
                 raise _Failed(f"{name} is called on positions alone")
-            weight, turned = splits.get(f"{name}.weight"), self.stage.products[name].turned
-            out = weight is not None and weight.dim == int(turned)
-            want = local(base.inputs[name], None if out else weight)
-            y = local(base.outputs[name], weight if out else None)
+            want, y = local_product(self.stage, splits, base, name, self.rank)
             every = self.expect(name, x, want)
             if not every and name in self.starts:
                 self.gathered[name] = (_first(self.stage.layer.get_submodule(name)),)
@@ -505,25 +494,3 @@ def _first(part: nn.Module) -> str:
     finally:
         if before is not None:
             part.__dict__["forward"] = before
-
-
-@contextmanager
-def _numbers(
-    layer: nn.Module, attributes: Mapping[str, Mapping[str, tuple[int, ...]]], rank: int
-) -> Iterator[None]:
-    """A block in which submodules keep a rank's numbers."""
-    undo: list[Number] = []
-    try:
-        for name, values in attributes.items():
-            part = layer.get_submodule(name)
-            for attribute, value in values.items():
-                owner: Any = part
-                for key in attribute.split("."):
-                    owner = getattr(owner, key)
-                number = Number(part, name, attribute, owner)
-                number.write(value[rank])
-                undo.append(number)
-        yield
-    finally:
-        for number in reversed(undo):
-            number.restore()

@@ -6,7 +6,7 @@ between its products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,11 +76,18 @@ class Stage:
         products: by name within the layer.
         parameters: of all other submodules, by name within the layer.
         repeated: names of products that are called more than once; they stay whole.
+        fixed: numbers that code outside of the layer reads, too: (submodule, attribute).
     """
 
-    def __init__(self, layer: nn.Module, calls: Sequence[LayerInputs]) -> None:
-        self.layer, self.calls = layer, calls
+    def __init__(
+        self,
+        layer: nn.Module,
+        calls: Sequence[LayerInputs],
+        fixed: Collection[tuple[str, str]] = (),
+    ) -> None:
+        self.layer, self.calls, self.fixed = layer, calls, fixed
         self.call = calls[0]
+        self._own: dict[tuple[str, str], float] = {}
         self.products: dict[str, Product] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.repeated: set[str] = set()
@@ -111,6 +118,16 @@ class Stage:
         self.call = call
         use_attention(self.layer, call.attention)
         self.layer.train(call.training)
+        self._keep(self._own)
+        self._own = self._keep(call.floats)
+
+    def _keep(self, floats: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+        """Let submodules keep other floats; returns those that they had."""
+        before = {}
+        for (name, key), value in floats.items():
+            kept = self.layer.get_submodule(name).__dict__
+            before[name, key], kept[key] = kept[key], value
+        return before
 
     @contextmanager
     def reducing(self, norms: Sequence[str]) -> Iterator[None]:

@@ -6,7 +6,8 @@ divided is found by trying, the fewest first, of those that they read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -28,7 +29,7 @@ from zfunc.probing.pieces import assignments
 from zfunc.probing.reaches import Masks, Reach, Reaches, Refused
 from zfunc.probing.stages import Stage, Trace
 
-__all__ = ["Parts", "divided", "local_parameters", "numbers_set", "parts_of"]
+__all__ = ["Parts", "divided", "local_parameters", "numbers_set", "parts_of", "same_results"]
 
 TRIES = 600  # of sets of numbers that are divided
 MOST = 4  # numbers that are divided together
@@ -150,6 +151,7 @@ def _tried(stage: Stage, reaches: Reaches, ranks: list[Masks], pieces: int) -> P
         if all(_holds_called(stage, parts, call, base) for call, base in calls):
             _check_homes(stage, parts)
             _check_more(stage, parts)
+            _check_written(stage, parts)
             parts.further = _further(stage, parts, bases[0])
             return parts
     raise Refused(
@@ -192,6 +194,45 @@ def _check_more(stage: Stage, parts: Parts) -> None:
         with stage.called(call):
             for scale in SCALES:
                 _check_gradients(stage, parts, stage.run(draw=1, scale=scale, grad=True))
+
+
+def _check_written(stage: Stage, parts: Parts) -> None:
+    """Buffers, such as running statistics, that a layer writes to in training.
+
+    Raises:
+        Refused: a rank would write something of its own.
+    """
+    held = [(part._buffers, dict(part._buffers)) for part in stage.layer.modules() if part._buffers]
+    before = {name: x.clone() for name, x in stage.layer.named_buffers()}
+    if not before:
+        return
+
+    def after(run: Callable[[], Any]) -> dict[str, Tensor]:
+        for buffers, own in held:
+            buffers.clear()
+            buffers.update({key: x if x is None else x.clone() for key, x in own.items()})
+        torch.manual_seed(0)
+        run()
+        return {name: x.to(torch.float64) for name, x in stage.layer.named_buffers()}
+
+    with stage.called(replace(stage.call, training=True)):
+        try:
+            whole = after(stage.run)
+        except Exception:  # the module's own code, in a way that nobody asked for
+            whole = {}
+        written = [n for n, x in whole.items() if n not in before or not _same(x, before[n])]
+        base = stage.run() if written else None
+        for rank in range(next(iter(parts.rows.values())).ways) if base is not None else ():
+            own = after(functools.partial(_ran, stage, parts, base, rank))
+            if odd := [n for n in written if n not in own or not _same(own[n], whole[n])]:
+                raise Refused(f"in training ranks would write other numbers to {_named(odd)}")
+    for buffers, own in held:
+        buffers.clear()
+        buffers.update(own)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and close(x.to(torch.float64), y.to(torch.float64))
 
 
 def _check_gradients(stage: Stage, parts: Parts, base: Trace) -> None:
@@ -331,10 +372,7 @@ def _further(stage: Stage, parts: Parts, base: Trace) -> dict[int, Split]:
 
 def _are_parts(split: Split, own: Sequence[Tensor], whole: Tensor) -> bool:
     parts = [split.local(whole, rank) for rank in range(len(own))]
-    return all(
-        x.shape == y.shape and close(x.to(torch.float64), y.to(torch.float64))
-        for x, y in zip(own, parts, strict=True)
-    )
+    return all(_same(x, y) for x, y in zip(own, parts, strict=True))
 
 
 # --- sets of numbers -----------------------------------------------------------------------------
@@ -449,7 +487,15 @@ def _holds(trace: Trace, parts: Parts, base: Trace, rank: int) -> bool:
             return False
     if trace.result is None or base.result is None:
         return trace.result is base.result
-    return trace.result.shape == base.result.shape and close(trace.result, base.result)
+    return _same(trace.result, base.result) and same_results(trace, base)
+
+
+def same_results(trace: Trace, base: Trace) -> bool:
+    """Whether further results are those of the whole; parts of them have other shapes."""
+    if len(trace.further) != len(base.further):
+        return False
+    pairs = zip(trace.further, base.further, strict=True)
+    return all(x.shape != y.shape or _same(x, y) for x, y in pairs)
 
 
 def _local(x: Tensor, split: Split, rank: int) -> Tensor:

@@ -1,0 +1,160 @@
+"""Numbers that a rank has of its part alone, where they meet parts again.
+
+Between a column and its row ``h / h.norm(dim=-1)`` divides by the norm of this rank's features,
+and so does ``w / w.norm()`` of a split leaf. All ranks agree in what comes of it, so that nobody
+can see it behind. It is looked for in the first step: what is summed over a dimension that ranks
+have in parts is to be summed over ranks, too, before it is used with parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zfunc.errors import PlacementError
+from zfunc.trees.inside import inside_function
+from zfunc.trees.nodes import part_of
+
+__all__ = ["Partials"]
+
+ALONG, PARTIAL = "_zfunc_along", "_zfunc_partial"
+
+_OVER_ALL = (
+    "sum mean var std var_mean std_mean prod amax amin max min all any argmax argmin median nansum "
+    "nanmean count_nonzero logsumexp"
+)
+_NORMS = "norm vector_norm linalg_vector_norm linalg_norm"
+_SCANS = "softmax log_softmax softmin cumsum cumprod logcumsumexp layer_norm rms_norm"
+_EACH = (
+    "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv truediv rtruediv "
+    "divide true_divide pow rpow neg negative exp expm1 log log1p sqrt rsqrt square abs sign "
+    "reciprocal sin cos tanh sigmoid relu relu6 gelu silu mish elu selu celu softplus softsign "
+    "hardtanh hardsigmoid hardswish leaky_relu logsigmoid erf clamp clip clamp_min clamp_max round "
+    "floor ceil to type float double half bfloat16 contiguous clone detach where masked_fill "
+    "itruediv maximum minimum dropout addcmul addcdiv lerp"
+)
+Place = tuple[int, Any]
+"""Where a function's dimensions stand among its arguments, and which they are by default."""
+
+MIXED: dict[str, Place] = {
+    **dict.fromkeys(_SCANS.split(), (1, None)),
+    "sort": (1, -1),
+    "argsort": (1, -1),
+    "normalize": (2, 1),
+}
+"""Functions of which each number depends on all that it goes over."""
+SUMS: dict[str, Place] = {
+    **dict.fromkeys(_OVER_ALL.split(), (1, None)),
+    **dict.fromkeys(_NORMS.split(), (2, None)),
+    "topk": (2, -1),
+    **MIXED,
+}
+EACH = frozenset(_EACH.split())
+"""What works on each number by itself."""
+PIECES = ("chunk", "split", "tensor_split")
+
+
+class Partials(TorchFunctionMode):
+    """A block in which such numbers may not meet parts unsummed.
+
+    Args:
+        axis: over whose ranks leaves are split.
+    """
+
+    def __init__(self, axis: str) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        out = func(*args, **named)
+        if inside_function():
+            return out
+        given = list(_tensors((*args, *named.values())))
+        dims = {dim for x in given if (dim := _along(x)) is not None}
+        sums = next((told for x in given if (told := x.__dict__.get(PARTIAL))), None)
+        name = getattr(func, "__name__", "").strip("_")
+        if not dims and sums is None:
+            return out
+        if name in SUMS and not (name in ("max", "min") and len(given) > 1):
+            self._sum(name, given[0], out, args, named)
+        elif name in PIECES:
+            _note(out, ALONG, *dims)
+        elif name in EACH:
+            if dims and sums is not None:
+                raise self._refused(sums, name)
+            _note(out, PARTIAL, sums) if sums is not None else _note(out, ALONG, *dims)
+        return out
+
+    def _sum(
+        self, name: str, x: Tensor, out: Any, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        dim, over = _along(x), _dims(name, x, args, named)
+        if dim is None:
+            _note(out, PARTIAL, x.__dict__.get(PARTIAL))
+        elif over is not None and dim not in over:
+            kept = isinstance(out, Tensor) and out.dim() < x.dim()
+            _note(out, ALONG, dim + (sum(other > dim for other in over) if kept else 0))
+        elif name in MIXED:
+            raise self._refused(f"{name} over dimension {dim}", "")
+        else:
+            _note(out, PARTIAL, f"{name} over dimension {dim}")
+
+    def _refused(self, sums: str, used: str) -> PlacementError:
+        meets = f", and {used} uses it with parts" if used else ""
+        return PlacementError(
+            f"{sums} takes in what this rank of axis {self.axis!r} has{meets}: other ranks have "
+            f"others, and the whole is neither. Sum over ranks in between, zf.psum(x, "
+            f"{self.axis!r}), do it where the leaf is whole, or behind zf.row."
+        )
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple | list):
+            yield from _tensors(x)
+
+
+def _along(x: Tensor) -> int | None:
+    """Which dimension ranks have in parts, counted from the last one."""
+    part = part_of(x)
+    if part is not None and part.split is not None and part.group.size > 1:
+        found: int = part.split.dim - x.dim()
+        return found
+    noted: int | None = x.__dict__.get(ALONG)
+    return noted
+
+
+def _note(out: Any, key: str, *values: Any) -> None:
+    """Let results remember; not where there are several answers."""
+    if len(values) != 1 or values[0] is None:
+        return
+    for x in _tensors((out,)):
+        x.__dict__.pop(ALONG if key == PARTIAL else PARTIAL, None)
+        x.__dict__[key] = values[0]
+
+
+def _dims(
+    name: str, x: Tensor, args: Sequence[Any], named: Mapping[str, Any]
+) -> frozenset[int] | None:
+    """Over which dimensions a function goes, counted from the last one; None: over all."""
+    at, default = SUMS[name]
+    if name in ("layer_norm", "rms_norm"):
+        shape = named.get("normalized_shape", args[1] if len(args) > 1 else x.shape)
+        return frozenset(range(-len(shape), 0))
+    found = named.get("dim", named.get("axis", args[at] if len(args) > at else default))
+    if found is None or isinstance(found, bool | str):
+        return None
+    dims = found if isinstance(found, tuple | list) else (found,)
+    return frozenset(dim if dim < 0 else dim - x.dim() for dim in dims) or None

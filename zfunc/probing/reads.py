@@ -1,0 +1,79 @@
+"""Which parameters code asks for their values, be it without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zfunc.modules.lazy import METADATA
+
+__all__ = ["Reads"]
+
+Home = tuple[str, str]
+_ABOUT = ("requires_grad", "is_leaf", "grad", "grad_fn", "_version", "output_nr")
+QUIET = {
+    *METADATA,
+    *(getattr(Tensor, name).__get__ for name in _ABOUT),
+    *(Tensor.stride, Tensor.storage_offset, Tensor.data_ptr, Tensor.is_contiguous),
+}
+
+
+class Reads(TorchFunctionMode):
+    """A block in which torch's functions tell which of some parameters they are given.
+
+    Args:
+        homes: by ``id`` of a parameter where it is: modules and attributes.
+
+    >>> import torch
+    >>> w = torch.ones(2)
+    >>> with Reads({id(w): [("a", "weight")]}) as reads:
+    ...     w.shape, w.detach().sum()
+    (torch.Size([2]), tensor(2.))
+    >>> reads.found
+    {('a', 'weight')}
+    """
+
+    def __init__(self, homes: Mapping[int, Sequence[Home]]) -> None:
+        super().__init__()
+        self.homes = homes
+        self.found: set[Home] = set()
+        self._quiet = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block whose reads do not count."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether reads count now."""
+        return not self._quiet
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if not self._quiet and func not in QUIET:
+            for x in _tensors((*args, *named.values())):
+                self.found.update(self.homes.get(id(x), ()))
+        return func(*args, **named)
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple | list):
+            yield from _tensors(x)
