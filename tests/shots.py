@@ -100,7 +100,7 @@ def paths() -> list[str]:
 
 
 def notebook() -> str:
-    """What a notebook shows of a model, a state, a description and a plan of memory."""
+    """What a notebook shows of a model, a step, a state, a description and a plan of memory."""
     layers = (torch.nn.TransformerEncoderLayer(32, 4, 64) for _ in range(6))
     model = zf.functionalize(torch.nn.Sequential(*layers))
     tx = zf.optim.adamw(1e-3)
@@ -111,7 +111,7 @@ def notebook() -> str:
     step = zf.shard(zf.train_step(loss, tx), stage=3)
     plain, batch = zf.TrainState.create(model.params, tx), torch.randn(4, 8, 32)
     state, foreseen = step.place(plain), zf.foresee(step, plain, batch, device="cpu")
-    shown = [model, plain, state, step.describe(batch), foreseen]
+    shown = [model, step, plain, state, step.describe(batch), foreseen]
     return '<!doctype html><meta charset="utf-8">' + "\n".join(map(_cell, shown))
 
 

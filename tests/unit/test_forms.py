@@ -88,6 +88,14 @@ def test_a_description_is_lines_in_a_notebook() -> None:
     assert text._repr_html_() == "<pre>one &lt;step&gt;\n  two</pre>"
 
 
+def test_a_step_and_a_plan_of_a_split_are_lines_in_a_notebook() -> None:
+    model = zf.functionalize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+    step = zf.shard(zf.train_step(lambda p, x: model.apply(p, x).mean(), optim.sgd(0.1)), stage=3)
+    assert step._repr_html_() == f"<pre>{step!r}</pre>"
+    plan = zf.split.plan(model, 2)
+    assert repr(plan) == str(plan) and plan._repr_html_().startswith("<pre>split over 2 ranks")
+
+
 def test_a_functional_says_how_it_is_called() -> None:
     model = zf.functionalize(nn.Linear(2, 1))
     with pytest.raises(TypeError, match=r"model.apply\(params, \*inputs\)"):

@@ -210,6 +210,15 @@ def test_ranks_that_disagree_are_told(call: Any) -> None:
         zf.simulate(2, timeout=5)(call)()
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_of_other_shapes_are_told_also_where_sizes_are_the_same(case: str) -> None:
+    def body() -> None:
+        CASES[case][0](torch.ones(2, 2, 8) if zf.rank() else torch.ones(2, 2, 2, 4), 2)
+
+    with pytest.raises(zf.DesyncError, match=r"of torch\.float32"):
+        zf.simulate(2, timeout=5)(body)()
+
+
 # --- in steps -------------------------------------------------------------------------------------
 
 

@@ -250,6 +250,9 @@ class Step:
             text = f"{transform!r}({text})"
         return text
 
+    def _repr_html_(self) -> str:
+        return Description(repr(self))._repr_html_()
+
     def wrap(self, transform: Transform) -> Step:
         """This step under one more transform.
 

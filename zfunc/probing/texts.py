@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zfunc.engine.hooks import Description
 from zfunc.layout.splits import Split
 from zfunc.modules.split_plans import LayerStream, SplitPlan
 
@@ -34,6 +35,11 @@ class ModulePlan(SplitPlan):
         if self.otherwise:
             lines += ["the model's own plan says otherwise:", *_grouped(self.otherwise.items())]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return Description(self)._repr_html_()
 
 
 def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) -> str:

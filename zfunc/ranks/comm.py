@@ -103,7 +103,7 @@ class Group(Member):
 
         Args:
             full: 1-D, contiguous; written in place.
-            shard: 1-D, this rank's segment; not copied if it already is that memory of ``full``.
+            shard: this rank's segment, 1-D or rows of one shape; not copied if it is there already.
             cuts: ``size + 1`` offsets into ``full``; even ones if ``None``.
             label: names the collective in errors and ledgers.
 
@@ -112,15 +112,16 @@ class Group(Member):
         """
         offsets = self._cuts("all_gather", label, full, cuts)
         own = full[offsets[self.rank] : offsets[self.rank + 1]]
-        if own.shape != shard.shape or own.dtype != shard.dtype:
+        if own.numel() != shard.numel() or own.dtype != shard.dtype:
             raise ValueError(
                 f"all_gather({label!r}): shard is {shard.dtype} {list(shard.shape)}, expected "
                 f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
             )
         if torch.overrides.has_torch_function_unary(shard) or own.data_ptr() != shard.data_ptr():
             with torch.no_grad():
-                own.copy_(shard)
-        return self._issue("all_gather", label, (full.dtype, offsets), full, (full, offsets))
+                own.copy_(shard.reshape(-1))
+        what = (full.dtype, offsets, *shard.shape[1:])
+        return self._issue("all_gather", label, what, full, (full, offsets))
 
     def reduce_scatter(
         self,
@@ -136,25 +137,26 @@ class Group(Member):
         Where too much is under way, earlier reductions are finished first.
 
         Args:
-            full: 1-D, contiguous; read until ``wait()`` returns, and not kept after that.
+            full: contiguous, 1-D or rows of one shape on all ranks; read until ``wait()`` returns,
+                and not kept after that.
             cuts: ``size + 1`` offsets into ``full``; even ones if ``None``.
             out: receives the result, instead of a new tensor; it may be this rank's segment
                 of ``full``, but no other memory of it.
             label: names the collective in errors and ledgers.
 
         Raises:
-            ValueError: ``full`` is not 1-D and contiguous, cuts that do not cover it, or an
-                ``out`` that is not like this rank's segment.
+            ValueError: ``full`` is not contiguous, cuts that do not cover it, or an ``out`` that
+                is not like this rank's segment.
         """
+        rows, full = full.shape[1:], self._flat("reduce_scatter", label, full)
         offsets = self._cuts("reduce_scatter", label, full, cuts)
-        full = full.detach()
         own = full[offsets[self.rank] : offsets[self.rank + 1]]
         if out is not None and (out.shape != own.shape or out.dtype != own.dtype):
             raise ValueError(
                 f"reduce_scatter({label!r}): out is {out.dtype} {list(out.shape)}, expected "
                 f"{own.dtype} {list(own.shape)}, the segment of rank {self.rank}"
             )
-        what = (full.dtype, offsets)
+        what = (full.dtype, offsets, *rows)
         return self._issue("reduce_scatter", label, what, full, (full, offsets, out))
 
     def all_reduce(self, x: Tensor, *, label: str = "") -> Handle[Tensor]:
@@ -168,8 +170,7 @@ class Group(Member):
             ValueError: ``x`` is not contiguous.
         """
         flat = self._flat("all_reduce", label, x)
-        what = (flat.dtype, *x.shape)
-        return self._issue("all_reduce", label, what, flat, (flat,), lambda _: x)
+        return self._issue("all_reduce", label, (x.dtype, *x.shape), flat, (flat,), lambda _: x)
 
     def all_to_all(
         self, chunks: Sequence[Tensor], *, sizes: Sequence[int] | None = None, label: str = ""
@@ -177,7 +178,7 @@ class Group(Member):
         """Send ``chunks[i]`` to rank i; ``wait()`` returns new tensors, one from each rank.
 
         Args:
-            chunks: one contiguous tensor per rank, all of one dtype.
+            chunks: one contiguous tensor per rank, all of one dtype; 1-D, or rows of one shape.
             sizes: how many elements arrive from each rank, as 1-D tensors. If ``None``, every
                 rank sends what this rank's own chunk looks like, and that shape is kept.
             label: names the collective in errors and ledgers.
@@ -201,11 +202,7 @@ class Group(Member):
             )
         shape = own.shape if sizes is None else (-1,)
         return self._issue(
-            "all_to_all",
-            label,
-            (own.dtype,),
-            own,
-            (flats, expected),
+            *("all_to_all", label, (own.dtype, *own.shape[1:]), own, (flats, expected)),
             lambda parts: [part.view(shape) for part in parts],
         )
 
@@ -223,7 +220,7 @@ class Group(Member):
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast({label!r}): src={src}, expected 0 to {self.size - 1}")
         flat = self._flat("broadcast", label, x)
-        what = (flat.dtype, flat.numel(), src)
+        what = x.dtype, x.numel(), src
         return self._issue("broadcast", label, what, flat, (flat, src), lambda _: x)
 
     def exchange(self, obj: Any, *, label: str = "") -> list[Any]:

@@ -53,7 +53,7 @@ def all_gather(x: Tree, axis: Axes | None = None, dim: int = 0, tiled: bool = Fa
 
     Raises:
         ValueError: the mesh has no such axis, or ``x`` no such dimension.
-        DesyncError: another rank is in another collective or has another size, is silent or gone.
+        DesyncError: another rank is in another collective or has another shape, is silent or gone.
 
     >>> all_gather(torch.ones(3)).shape, all_gather(torch.ones(3), tiled=True).shape
     (torch.Size([1, 3]), torch.Size([3]))
@@ -81,7 +81,7 @@ def psum_scatter(x: Tree, axis: Axes | None = None, dim: int = 0, tiled: bool = 
     Raises:
         ValueError: the mesh has no such axis; ``dim`` has not as many elements as there are
             ranks, or no multiple if ``tiled``.
-        DesyncError: another rank is in another collective or has another size, is silent or gone.
+        DesyncError: another rank is in another collective or has another shape, is silent or gone.
 
     >>> psum_scatter(torch.ones(1, 3)).shape, psum_scatter(torch.ones(6), tiled=True).shape
     (torch.Size([3]), torch.Size([6]))
@@ -110,7 +110,7 @@ def all_to_all(x: Tree, axis: Axes | None, split: int, concat: int, tiled: bool 
 
     Raises:
         ValueError: the mesh has no such axis; ``split`` has another number of elements.
-        DesyncError: another rank is in another collective or has another size, is silent or gone.
+        DesyncError: another rank is in another collective or has another shape, is silent or gone.
 
     >>> all_to_all(torch.ones(4, 6), None, split=1, concat=0, tiled=True).shape
     torch.Size([4, 6])
@@ -137,7 +137,7 @@ def ppermute(x: Tree, axis: Axes | None, perm: Perm) -> Tree:
 
     Raises:
         ValueError: the mesh has no such axis; ``perm`` is no partial permutation of the ranks.
-        DesyncError: another rank is in another collective or has another size, is silent or gone.
+        DesyncError: another rank is in another collective or has another shape, is silent or gone.
 
     >>> ppermute(torch.ones(2), None, [(0, 0)]), ppermute(torch.ones(2), None, [])
     (tensor([1., 1.]), tensor([0., 0.]))
@@ -169,7 +169,7 @@ def pmax(x: Tree, axis: Axes | None = None) -> Tree:
     Raises:
         TypeError: a leaf is complex.
         ValueError: the mesh has no such axis.
-        DesyncError: another rank is in another collective or has another size, is silent or gone.
+        DesyncError: another rank is in another collective or has another shape, is silent or gone.
 
     >>> pmax(torch.tensor([1.0, 3.0]))
     tensor([1., 3.])
@@ -190,7 +190,7 @@ def pmin(x: Tree, axis: Axes | None = None) -> Tree:
     Raises:
         TypeError: a leaf is complex.
         ValueError: the mesh has no such axis.
-        DesyncError: another rank is in another collective or has another size, is silent or gone.
+        DesyncError: another rank is in another collective or has another shape, is silent or gone.
 
     >>> pmin(torch.tensor([1.0, 3.0]))
     tensor([1., 3.])
@@ -244,7 +244,7 @@ def _checked(dim: int, dims: int, label: str) -> int:
     return dim % dims
 
 
-# --- between ranks: `[size, ...]` is a row for each -----------------------------------------------
+# --- between ranks: `[size, ...]` is a row for each, and what a row looks like is compared --------
 
 Wire = Callable[[Tensor, Group, str], Callable[[], Tensor]]
 
@@ -268,23 +268,23 @@ def _run(wire: Wire, ranks: Group, label: str, xs: Sequence[Tensor]) -> Sequence
 
 def _gather(x: Tensor, ranks: Group, label: str) -> Callable[[], Tensor]:
     full = x.new_empty(ranks.size * x.numel())
-    handle = ranks.all_gather(full, x.view(-1), label=label)
+    handle = ranks.all_gather(full, x[None], label=label)
     return lambda: handle.wait().view(ranks.size, *x.shape)
 
 
 def _scatter(x: Tensor, ranks: Group, label: str) -> Callable[[], Tensor]:
-    handle = ranks.reduce_scatter(x.view(-1), label=label)
+    handle = ranks.reduce_scatter(x, label=label)
     return lambda: handle.wait().view(x.shape[1:])
 
 
 def _swap(x: Tensor, ranks: Group, label: str) -> Callable[[], Tensor]:
-    handle = ranks.all_to_all(x.unbind(0), label=label)
-    return lambda: torch.stack(handle.wait())
+    handle = ranks.all_to_all(x.split(1), label=label)
+    return lambda: torch.cat(handle.wait())
 
 
 def _pass(x: Tensor, ranks: Group, label: str, to: int, source: int) -> Callable[[], Tensor]:
-    flat, n = x.view(-1), x.numel()
-    chunks = [flat if r == to else flat[:0] for r in range(ranks.size)]
+    row, n = x[None], x.numel()
+    chunks = [row if r == to else row[:0] for r in range(ranks.size)]
     sizes = [n if r == source else 0 for r in range(ranks.size)]
     handle = ranks.all_to_all(chunks, sizes=sizes, label=label)
 

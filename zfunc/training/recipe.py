@@ -20,6 +20,7 @@ from zfunc.optim.paces import check_fit, held
 from zfunc.ranks import keys
 from zfunc.ranks.collectives import mean_over
 from zfunc.ranks.comm import Group
+from zfunc.training.optimizer_states import foreign, same_kind, told
 from zfunc.trees import tree
 
 __all__ = ["train_step"]
@@ -50,7 +51,8 @@ def train_step(
     Raises:
         TypeError: ``tx`` is no ``GradientTransformation``.
         CompositionError: ``skip_unused`` with ``lamb``, ``skip_nonfinite`` or a transformation of
-            your own, which do not know of leaves that rest.
+            your own, which do not know of leaves that rest. (From the step) the state was made with
+            another optimizer.
 
     >>> import torch, zfunc as zf
     >>> tx = zf.optim.sgd(0.5)
@@ -74,7 +76,7 @@ def train_step(
         out, grads = differentiate(state.params, batch, *args, **extra)
         loss, buffers, aux = _unpack(out, state.buffers, takes_buffers, has_aux)
         metrics = {"loss": loss, "grad_norm": tree.global_norm(grads), **_averaged(aux)}
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = _updated(tx, grads, state.opt_state, state.params)
         if skip_unused and not isinstance(updates, Moved):
             updates = held(updates)
         state = state.replace(
@@ -91,6 +93,19 @@ def train_step(
     from zfunc.transforms.resting import SkipUnused  # loads all transforms
 
     return made.wrap(SkipUnused())
+
+
+def _updated(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    """``tx.update``, which says so if the state is another optimizer's."""
+    try:
+        updates, after = tx.update(grads, opt_state, params)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if (why := foreign(tx, opt_state, params)) is None:
+            raise
+        raise why from error
+    if (parted := same_kind(opt_state, after)) is not None:
+        raise told(parted)
+    return updates, after
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
