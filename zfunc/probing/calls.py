@@ -24,7 +24,7 @@ from zfunc.probing.attributes import watched
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.examples import examples_of
 from zfunc.probing.products import Product, product_of, stand_in
-from zfunc.probing.reads import Reads
+from zfunc.probing.reads import ReadParameters
 from zfunc.probing.traits import NUMBERS, Floats, Numbered, differences, floats_of, plain
 from zfunc.trees.nodes import NAMESPACE
 
@@ -295,7 +295,7 @@ class _ProbedCall:
         self.attention: str | None = None
         self.parts = [[x for _, x in kind.module.named_modules()] for kind in made.kinds]
         self.own: dict[nn.Module, Any] = {}  # forwards that layers have beside their class's
-        self.reads = Reads(self._homes())
+        self.reads = ReadParameters(self._homes())
         self.ways: dict[int, Hashable] = {}  # by kind how its first layer is called
         self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zfunc.probing.reads import Reads
+from zfunc.probing.reads import ReadParameters
 from zfunc.probing.stages import Stage, Trace
 
 __all__ = ["Pairing", "connected", "pairings"]
@@ -97,7 +97,7 @@ def _read(stage: Stage) -> set[str]:
         for key, p in stage.layer.get_submodule(name)._parameters.items():
             if p is not None:
                 homes.setdefault(id(p), []).append((name, key))
-    found = Reads(homes)
+    found = ReadParameters(homes)
     for call in stage.calls:
         with stage.called(call), found:
             stage.run(grad=True)

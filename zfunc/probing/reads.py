@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from zfunc.modules.lazy import METADATA
 
-__all__ = ["Reads"]
+__all__ = ["ReadParameters"]
 
 Home = tuple[str, str]
 _ABOUT = ("requires_grad", "is_leaf", "grad", "grad_fn", "_version", "output_nr")
@@ -22,7 +22,7 @@ QUIET = {
 }
 
 
-class Reads(TorchFunctionMode):
+class ReadParameters(TorchFunctionMode):
     """A block in which torch's functions tell which of some parameters they are given.
 
     Args:
@@ -30,7 +30,7 @@ class Reads(TorchFunctionMode):
 
     >>> import torch
     >>> w = torch.ones(2)
-    >>> with Reads({id(w): [("a", "weight")]}) as reads:
+    >>> with ReadParameters({id(w): [("a", "weight")]}) as reads:
     ...     w.shape, w.detach().sum()
     (torch.Size([2]), tensor(2.))
     >>> reads.found

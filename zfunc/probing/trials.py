@@ -215,20 +215,23 @@ def _check_written(stage: Stage, parts: Parts) -> None:
         run()
         return {name: x.to(torch.float64) for name, x in stage.layer.named_buffers()}
 
-    with stage.called(replace(stage.call, training=True)):
-        try:
-            whole = after(stage.run)
-        except Exception:  # the module's own code, in a way that nobody asked for
-            whole = {}
-        written = [n for n, x in whole.items() if n not in before or not _same(x, before[n])]
-        base = stage.run() if written else None
-        for rank in range(next(iter(parts.rows.values())).ways) if base is not None else ():
-            own = after(functools.partial(_ran, stage, parts, base, rank))
-            if odd := [n for n in written if n not in own or not _same(own[n], whole[n])]:
-                raise Refused(f"in training ranks would write other numbers to {_named(odd)}")
-    for buffers, own in held:
-        buffers.clear()
-        buffers.update(own)
+    try:
+        with stage.called(replace(stage.call, training=True)):
+            whole: dict[str, Tensor] = {}
+            with suppress(Exception):  # the module's own code, in a way that nobody asked for
+                whole = after(stage.run)
+            written = [n for n, x in whole.items() if n not in before or not _same(x, before[n])]
+            if not written:
+                return
+            base = stage.run()
+            for rank in range(next(iter(parts.rows.values())).ways):
+                own = after(functools.partial(_ran, stage, parts, base, rank))
+                if odd := [n for n in written if n not in own or not _same(own[n], whole[n])]:
+                    raise Refused(f"in training ranks would write other numbers to {_named(odd)}")
+    finally:
+        for buffers, were in held:
+            buffers.clear()
+            buffers.update(were)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
