@@ -14,7 +14,6 @@ the same rows. What is timed is a stand-in (``foresight_mpt.py``).
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import sys
@@ -60,7 +59,7 @@ def main() -> int:
     anchors = [row for row in published(MPT) if row.tuning]
     try:
         rows = published(found.rows or MPT)
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         print(f"--rows: {error}", file=sys.stderr)
         return 2
     others = [] if found.rows or found.tune else list(claims(FOLDER))

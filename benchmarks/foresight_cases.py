@@ -72,9 +72,12 @@ def published(path: Path) -> list[Published]:
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file)
-        names = [name.strip() for name in table.fieldnames or ()]
-        table.fieldnames = names
-        rows = [(table.line_num, row) for row in table]
+        try:
+            names = [name.strip() for name in table.fieldnames or ()]
+            table.fieldnames = names
+            rows = [(table.line_num, row) for row in table]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path}: this is no table in UTF-8 ({error})") from error
     if missing := [name for name in COLUMNS if name not in names]:
         raise ValueError(
             f"{path}: it lacks the columns {', '.join(missing)}; there are {', '.join(names)}"

@@ -109,6 +109,8 @@ def test_a_file_that_is_no_such_table(tmp_path: Path, capsys: Any, monkeypatch: 
         monkeypatch.setattr("sys.argv", ["foresight", "--rows", str(path)])
         assert main() == 2
         assert what in capsys.readouterr().err
+    path.write_bytes(b"\xff\x00")
+    assert main() == 2 and "a.csv: this is no table in UTF-8" in capsys.readouterr().err
 
 
 def test_devices_of_which_nothing_is_tuned_have_published_peaks() -> None:
