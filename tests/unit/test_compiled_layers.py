@@ -279,7 +279,7 @@ def test_lengths_of_hugging_face_models(
         hugging_face(name, 0.1), compile={"backend": "eager", "dynamic": dynamic}
     )
     first = int(name.startswith("T5"))  # two lengths that are equal would be taken for one
-    step = zf.train_step(lambda p, x: net.apply(p, x, labels=x[:, first:]).loss, TX)
+    step = zf.train_step(lambda p, x: net.apply(p, x, labels=x[:, first:].contiguous()).loss, TX)
     state, graphs = zf.TrainState.create(net.params, TX, key=3), []
     for i in range(50):
         state, _ = step(state, ids(5 + i % 2))
