@@ -7,10 +7,15 @@ The threshold of rounding moves from step to step, by the golden ratio, so that 
 more slowly than a step of the grid are not lost: rounded to nearest, ``v`` would never decay.
 
 An element has 16 bits, in a tensor of the parameters' shape: the sign, 7 bits of ``sqrt(v)``, one
-of the 64 that make up its group's two scales, 7 bits of ``|m|``. A group lies in one row of the
-last dimension, and cuts are at multiples of 64 elements: groups are the same in every world. The
-tensor says it is bfloat16, but stands for no such numbers (and for no NaN: codes of ``sqrt(v)`` end
-at 126).
+of the 64 that make up its group's two scales, 7 bits of ``|m|``. The tensor says it is bfloat16,
+but stands for no such numbers (and for no NaN: codes of ``sqrt(v)`` end at 126).
+
+**The law**: the same gradients give the same bits of updates and moments in every world, on any
+number of ranks and at any stage. A group lies in one row of the last dimension, and cuts are at
+multiples of 64 elements, so groups are the same everywhere; the rest is elementwise. A split that
+cuts a group is refused. But gradients that ranks have added up differ from those of one process in
+their last bits, and a number at a threshold then gets the code beside the other's: 9 % of that
+element's step.
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022 (scales of blocks, and
 float32 moments for small leaves); Loshchilov and Hutter, Decoupled Weight Decay Regularization,
@@ -27,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zfunc.errors import CompositionError
 from zfunc.layout.freezing import without_frozen
 from zfunc.optim.adaptive import adamw
 from zfunc.optim.base import GradientTransformation
@@ -69,6 +75,7 @@ def few_bits(
 
     Raises:
         ValueError: ``bits`` is not 8.
+        CompositionError: (from ``init`` and ``update``) ``zf.split`` cuts a group of a leaf.
     """
     if bits != 8:
         raise ValueError(f"adamw: moments={bits}; they have 32 bits, or 8.")
@@ -77,7 +84,7 @@ def few_bits(
     both = {"8": _in_groups(lr, rates, how), "32": adamw(lr, b1, b2, eps, weight_decay, mask)}
 
     def by_size(params: Tree) -> GradientTransformation:
-        labels = {p: "8" if _has_groups(place) else "32" for p, place in places(params).items()}
+        labels = {p: "8" if _has_groups(p, place) else "32" for p, place in places(params).items()}
         here = {name: tx for name, tx in both.items() if name in labels.values()}
         return multi_transform(here, labels.get)  # others are a caller's labels
 
@@ -99,14 +106,21 @@ def few_bits(
     )
 
 
-def _has_groups(place: LeafPlace) -> bool:
-    """Whether all groups of a leaf are whole on whatever rank has them."""
+def _has_groups(path: str, place: LeafPlace) -> bool:
+    """Whether a leaf is one of groups; then all of them are whole on whatever rank has them."""
     shape, split = place.shape, place.split
     if math.prod(shape) < SMALLEST or shape[-1] % GROUP:
         return False
     if split is None or split.dim < len(shape) - 1:
         return True
-    return not any(at % GROUP for runs in split.runs for run in runs for at in run)
+    cuts = [at for runs in split.runs for run in runs for at in run if at % GROUP]
+    if cuts:
+        raise CompositionError(
+            f"adamw(moments=8): split cuts the rows of {path} at {cuts[0]}, inside of {GROUP} "
+            "elements that share scales. Split over so many ranks that parts are multiples of "
+            f"{GROUP}, or give such leaves adamw with moments=32: optim.multi_transform."
+        )
+    return True
 
 
 def _in_groups(lr: Rate, rates: Rates, how: dict[str, Any]) -> GradientTransformation:

@@ -4,7 +4,8 @@ An attention calls the ``apply_rotary_pos_emb`` of its module. Where that is wri
 meaning is known, the attention's own ``forward`` runs with the kernel under this name; the module's
 stays. The kernel reads a cosine and a sine for each pair of features, the model's tables have them
 twice; what makes them, if it is known, says of each how it is laid out. Tables that come otherwise,
-or were changed on their way, take the module's own function.
+or were changed on their way, take the module's own function. So does what ``torch.compile`` traces,
+which cannot read what a tensor says of itself, nor look up a name in globals that are no module's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from zfunc import kernels
@@ -112,7 +114,7 @@ def said_of(table: Tensor) -> Tables | None:
 
 def _marked(plain: Callable[..., Any], form: Tables, *args: Any, **named: Any) -> Any:
     tables = plain(*args, **named)
-    for table in tables:
+    for table in () if torch.compiler.is_compiling() else tables:
         setattr(table, MARK, (form, _version(table)))
     return tables
 
@@ -165,7 +167,13 @@ def turned_attention(part: nn.Module, forms: set[Tables]) -> Callable[..., Any] 
         function.__closure__,
     )
     fused.__kwdefaults__ = function.__kwdefaults__
-    return types.MethodType(fused, part)
+    own, turned = types.MethodType(function, part), types.MethodType(fused, part)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **named: Any) -> Any:
+        return (own if torch.compiler.is_compiling() else turned)(*args, **named)
+
+    return forward
 
 
 def _turn(rotation: Rotation, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,18 @@ import torch
 from torch import nn
 
 from zfunc.errors import CompositionError
+from zfunc.layout.splits import Encoded
 from zfunc.modules.caches import caches_in, without_caches
 from zfunc.modules.units import Anatomy
 
 __all__ = ["Compile", "check_split", "compile_of", "compiles"]
 
 Forward = Callable[..., Any]
+
+_LOW_BITS = (
+    "torch.compile cannot follow products with low-bit weights as parts of one graph. Write "
+    'compile={"fullgraph": False}, and they run between graphs, or leave compile out.'
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +47,10 @@ class Compile:
         """Give them another ``forward``, in place."""
         for name, index in self.layers.items():
             part = module.get_submodule(name)
-            part.__dict__["forward"] = self._compiled(part.forward, index)
+            part.__dict__["forward"] = self._compiled(part, index)
 
-    def _compiled(self, forward: Forward, index: int) -> Forward:
+    def _compiled(self, part: nn.Module, index: int) -> Forward:
+        forward = part.forward
         compiled = torch.compile(forward, **self.options)
 
         @functools.wraps(forward)
@@ -54,9 +61,19 @@ class Compile:
                 if not torch.is_grad_enabled() or any(int(x.get_seq_length(index)) for x in found):
                     return forward(*xs, **kw)
                 xs, kw = without_caches(xs, kw)
-            return compiled(*xs, **kw)
+            try:
+                return compiled(*xs, **kw)
+            except torch._dynamo.exc.Unsupported as error:
+                if any(isinstance(x, Encoded) for x in _held(part)):
+                    raise CompositionError(_LOW_BITS) from error
+                raise
 
         return call
+
+
+def _held(part: nn.Module) -> Iterator[Any]:
+    """What stands in a layer in the place of its parameters."""
+    return (x for module in part.modules() for x in module._parameters.values())
 
 
 def compile_of(how: bool | Mapping[str, Any], anatomy: Anatomy) -> Compile | None:

@@ -31,7 +31,7 @@ def foreign(tx: Any, opt_state: Any, params: Any) -> CompositionError | None:
     >>> from zfunc import optim
     >>> import torch
     >>> w = {"w": torch.zeros(2)}
-    >>> str(foreign(optim.sgd(0.1), optim.adam(0.1).init(w), w)).partition(",")[0]
+    >>> str(foreign(optim.sgd(0.1), optim.adam(0.1).init(w), w)).partition(", but")[0]
     'opt_state is AdamState(count, mu, nu)'
     """
     if getattr(type(opt_state), "placed_by", None):  # a transform's: it says so itself
