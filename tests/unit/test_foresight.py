@@ -113,6 +113,26 @@ def test_attention_is_counted_whole_also_under_a_causal_mask() -> None:
         assert seen.flops.causal == "whole"
 
 
+def test_a_mask_that_is_learned_goes_into_the_fused_kernel_of_a_gpu() -> None:
+    """As T5's positions are: no scores are written down, and it has a gradient."""
+    n = 256
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss(p: Any) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x + p["v"], attn_mask=p["m"]).sum()
+
+        value, grads = zf.value_and_grad(loss)(state["params"])
+        assert grads["m"].shape == (1, 1, n, n)
+        return {"params": grads}, value
+
+    state = {"params": {"m": torch.zeros(1, 1, n, n), "v": torch.zeros(8, 16, n, 32)}}
+    seen = alone(step, state, torch.zeros(8, 16, n, 32), device="cuda")
+    assert {x.name for x in seen.rows if x.flops} == {
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    }
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_low_bits_change_no_flops(bits: int) -> None:
     """Nor is a large weight in memory as it was."""

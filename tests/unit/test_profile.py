@@ -19,7 +19,7 @@ from tests.laws.foreseen_steps import STEPS, batch
 from tests.unit.test_foresight import LeNet
 from zfunc import optim
 from zfunc.foresight.costs import by_module, covered
-from zfunc.foresight.peaks import peak_of, published
+from zfunc.foresight.peaks import published
 from zfunc.foresight.watch import TimedRow
 from zfunc.ranks import world
 
@@ -184,7 +184,6 @@ def test_the_peak_of_a_gpu_is_the_published_one() -> None:
     assert published("NVIDIA A100-SXM4-80GB", torch.float32).flops_per_second == 19.5e12
     assert published("Tesla V100-SXM2-32GB", torch.bfloat16).flops_per_second is None
     assert published("a GPU of next year", torch.float16).flops_per_second is None
-    assert peak_of(torch.device("cpu"), torch.float8_e4m3fn).flops_per_second is None
 
 
 # Modules

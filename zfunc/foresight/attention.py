@@ -74,7 +74,7 @@ def attention(
     """``torch.nn.functional.scaled_dot_product_attention``."""
     whole = aten.scaled_dot_product_attention.default
     how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if FORESEEN.get() != "cuda" or not _fits(q, k, v, attn_mask):  # or another thread's
+    if FORESEEN.get() != "cuda" or not _fits(q, k, v):  # or another thread's
         return whole.decompose(q, k, v, attn_mask, dropout_p, is_causal, **how)
     if attn_mask is None and q.dtype in HALVES and q.shape[-1] == v.shape[-1] <= WIDEST:
         flash = aten._scaled_dot_product_flash_attention.default
@@ -87,10 +87,10 @@ def attention(
     return efficient(q, k, v, bias, saved, dropout_p, is_causal, scale=scale)[0]
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether a fused kernel takes them."""
+def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a fused kernel takes them; a mask may be learned, it gets its gradient there."""
     known = q.dtype in (*HALVES, torch.float32) and q.dtype == k.dtype == v.dtype
-    return known and q.dim() == 4 and not (mask is not None and mask.requires_grad)
+    return known and q.dim() == 4
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
