@@ -3,6 +3,8 @@
 ``python -m benchmarks.pipeline --sleep``. A layer's forward, the gradient of its input and that of
 its weight take 20 ms each, in which the processor is free: four ranks fit on any machine, and what
 a step takes is the order of its actions, the waits for messages, and what lies between actions.
+A system wakes nobody in time, some later than others: what is planned is what a sleep of 20 ms
+takes here while all ranks sleep, which is measured before each schedule and printed.
 
 Gradients of input and weight are nodes of their own. One ``autograd.Function`` with both computes
 both whenever autograd comes by: ``ctx.needs_input_grad`` says what required grad in forward, not
@@ -12,7 +14,7 @@ what this backward was asked for (torch 2.13).
 from __future__ import annotations
 
 import time
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zb_lean": 1, "zb
 GAP_MOST = 0.1
 PLAIN, FASTER = "1f1b", ("zb", "zb_lean", "zbv")  # those with less of a bubble
 SECONDS, DRY_SECONDS = 0.02, 0.002
+SLEEPS = 20  # whose mean is what one takes
 
 
 class Passing(Function):
@@ -90,6 +93,17 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+def slept(seconds: float) -> float:
+    """What a sleep of so many seconds takes, while all ranks sleep."""
+    took = []
+    dist.barrier()
+    for _ in range(SLEEPS):
+        begun = time.perf_counter()
+        time.sleep(seconds)
+        took.append(time.perf_counter() - begun)
+    return fmean(took)
+
+
 def timed(schedule: str, seconds: float, warmup: int, turns: int) -> dict[str, Any]:
     """One rank: seconds of each step, and what the schedule says."""
     model, tx = zf.functionalize(Model(seconds)), zf.optim.sgd(0.01)
@@ -106,6 +120,7 @@ def timed(schedule: str, seconds: float, warmup: int, turns: int) -> dict[str, A
         pipe=RANKS,
     )
     state = step.place(zf.TrainState.create(model.params, tx))
+    takes = slept(seconds)
     found, cpu = [], []
     for _ in range(warmup + turns):
         dist.barrier()
@@ -115,10 +130,10 @@ def timed(schedule: str, seconds: float, warmup: int, turns: int) -> dict[str, A
         found.append(time.perf_counter() - begun)
         cpu.append(time.process_time() - used)
     plan: Any = next(t for t in step.transforms if t.name == "pipeline")
-    chunk = seconds * LAYERS / chunks
+    chunk = takes * LAYERS / chunks
     cost = {"F": chunk, "B": 2 * chunk, "I": chunk, "W": chunk}
     planned = plan.plan.makespan(cost)
-    return {"seconds": found[warmup:], "cpu": cpu[warmup:], "planned": planned}
+    return {"seconds": found[warmup:], "cpu": cpu[warmup:], "planned": planned, "sleep": takes}
 
 
 def every(schedules: list[str], seconds: float, warmup: int, turns: int) -> dict[str, Any]:
@@ -138,9 +153,10 @@ def measured(dry: bool, console: Console) -> dict[str, Any]:
 
 def row(ranks: list[dict[str, Any]]) -> dict[str, float]:
     steps = [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    took, planned = median(steps), ranks[0]["planned"]
-    cpu = max(median(rank["cpu"]) for rank in ranks)
-    return {"seconds": took, "planned": planned, "ratio": took / planned, "cpu": cpu}
+    took, planned = median(steps), median(rank["planned"] for rank in ranks)
+    found = {"seconds": took, "planned": planned, "ratio": took / planned}
+    found["cpu"] = max(median(rank["cpu"]) for rank in ranks)
+    return {**found, "sleep": median(rank["sleep"] for rank in ranks)}
 
 
 def judge(rows: dict[str, dict[str, float]]) -> list[str]:
@@ -160,9 +176,9 @@ def judge(rows: dict[str, dict[str, float]]) -> list[str]:
 def print_table(rows: dict[str, dict[str, float]], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{RANKS} ranks, {MICROBATCHES} microbatches", no_wrap=True)
-    for title in ("s", "planned s", "ratio", "CPU s of the busiest rank"):
+    for title in ("s", "planned s", "ratio", "CPU s of the busiest rank", "s of a sleep"):
         table.add_column(title, justify="right")
     for name, of in rows.items():
-        cells = (of[key] for key in ("seconds", "planned", "ratio", "cpu"))
-        table.add_row(name, *(f"{x:.3f}" for x in cells))
+        cells = (of[key] for key in ("seconds", "planned", "ratio", "cpu", "sleep"))
+        table.add_row(name, *(f"{x:.4f}" for x in cells))
     console.print(table)
