@@ -18,6 +18,7 @@ from torch import Tensor
 import zfunc as zf
 from tests.unit.live_bytes import Peak
 from zfunc import optim
+from zfunc.engine.passes import Pass
 from zfunc.language import gpt
 from zfunc.schedules import schedule
 
@@ -121,3 +122,31 @@ def test_the_fullest_rank_of_zbv_is_as_full_as_that_of_1f1b() -> None:
     """At any time: what backward works in counts, too."""
     full = {name: max(most for most, _ in peaks(name, MICROBATCHES)) for name in NAMES}
     assert full["zbv"] <= 1.1 * full["1f1b"]
+
+
+def passes() -> int:
+    """How many there are."""
+    return sum(type(x) is Pass for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_step_leaves_nothing_to_the_collector_of_cycles(name: str) -> None:
+    """It comes by now and then; until then gradients would pile up, step by step."""
+    ids = zf.random.randint(zf.random.key(1), 0, CONFIG.vocab, (4, LENGTH + 1))
+
+    def train() -> None:
+        tx = optim.sgd(0.1)
+        step = zf.pipeline(zf.train_step(loss, tx), 4, schedule=name, pipe=2)
+        state = step.place(zf.TrainState.create(gpt.init(CONFIG, zf.random.key(0)), tx))
+        for _ in range(2):
+            state, _ = step(state, ids)
+
+    zf.simulate(2)(train)()  # a first one sets up what stays
+    gc.collect()
+    before = passes()
+    gc.disable()
+    try:
+        zf.simulate(2)(train)()
+        assert passes() == before
+    finally:
+        gc.enable()

@@ -155,7 +155,8 @@ class _Step(PipelineStage):
         self._take_back()
         self.wire.finish()
         results: dict[tuple[int, int], Pending] = {}
-        for owner in (*self.finished, self._root_pass()):
+        self.finished.append(self._root_pass())
+        for owner in self.finished:
             owner.finish()
             results.update(owner.results)
         grads = self.source.gradients(results)

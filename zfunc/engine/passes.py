@@ -292,6 +292,7 @@ class Pass:
         for source in self.sources:
             for run in source.runs:
                 run.forget()
+                run.hooks = ()  # some know their run
             source.runs.clear()
         self.sources.clear()
         self.lingering.clear()
