@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import optree
 import torch
@@ -30,6 +31,7 @@ from zfunc.engine.entries import Entries
 from zfunc.engine.hooks import LayerInfo, Order
 from zfunc.engine.keys import key_of
 from zfunc.engine.passes import Pass
+from zfunc.engine.sources import Source
 from zfunc.engine.step import Transform, transform_of
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.readable import Readable
@@ -192,7 +194,8 @@ class _Coins:
     def __init__(self, theta: float) -> None:
         self.theta = theta
         self.idle: set[tuple[int, int]] = set()
-        self._tossed: dict[Any, tuple[float, bool]] = {}
+        # The coins of a tree's layers; trees know their pass, and that whose coins these are.
+        self._tossed: WeakKeyDictionary[Source, list[tuple[float, bool]]] = WeakKeyDictionary()
 
     def toss(self, owner: Pass, key: Tensor, call: int) -> None:
         """Decide about the layers of all trees that this pass differentiates."""
@@ -203,9 +206,10 @@ class _Coins:
             here = random.fold_in(random.fold_in(key, call), source.index)
             draw = random.uniform(here, (len(places),), device="cpu")
             used: set[int] = set()
+            tossed = self._tossed[source] = []
             for k, ((_, depth, of), coin) in enumerate(zip(places, draw.tolist(), strict=True)):
                 p = keep_probability(depth, of, self.theta)
-                self._tossed[source, k] = (p, kept := coin < p)
+                tossed.append((p, kept := coin < p))
                 used.update(source.layer_units[k] if kept else ())
             dropped = {unit for units in source.layer_units for unit in units} - used
             self.idle.update((source.index, unit) for unit in dropped)
@@ -213,7 +217,11 @@ class _Coins:
     def of(self, info: LayerInfo) -> tuple[float, bool] | None:
         """Probability and coin of a layer; ``None`` where it is not ours to drop: a teacher's,
         or one that is evaluated."""
-        return self._tossed.get(info.key)
+        if info.key is None:
+            return None
+        source, k = info.key
+        coins = self._tossed.get(source)
+        return None if coins is None else coins[k]
 
 
 def _has_layers(state: Any) -> bool:
