@@ -16,6 +16,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
@@ -149,7 +150,22 @@ def cloned(tree: Any, each: Callable[[int, Tensor], Tensor]) -> Any:
 
 
 def _copied(x: Any) -> Any:
-    return x if x is None or isinstance(x, int | float | str | nn.Module) else copy.deepcopy(x)
+    if x is None or isinstance(x, int | float | str | nn.Module):
+        return x
+    with _Detaching():
+        return copy.deepcopy(x)
+
+
+class _Detaching(TorchFunctionMode):
+    """A block in which tensors are copied without their graphs, which torch refuses to copy: those
+    of a cache that layers before have filled, say."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and args[0].grad_fn is not None:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 # --- the copy ----------------------------------------------------------------------------------
