@@ -217,10 +217,8 @@ class _Coins:
     def of(self, info: LayerInfo) -> tuple[float, bool] | None:
         """Probability and coin of a layer; ``None`` where it is not ours to drop: a teacher's,
         or one that is evaluated."""
-        if info.key is None:
-            return None
-        source, k = info.key
-        coins = self._tossed.get(source)
+        source, k = info.key or (None, 0)
+        coins = None if source is None else self._tossed.get(source)
         return None if coins is None else coins[k]
 
 
