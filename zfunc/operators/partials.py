@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import optree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -119,11 +120,7 @@ class Partials(TorchFunctionMode):
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, tuple | list):
-            yield from _tensors(x)
+    return (x for x in optree.tree_leaves(tuple(values)) if isinstance(x, Tensor))
 
 
 def _along(x: Tensor) -> int | None:

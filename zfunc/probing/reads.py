@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import optree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -72,8 +73,4 @@ class ReadParameters(TorchFunctionMode):
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, tuple | list):
-            yield from _tensors(x)
+    return (x for x in optree.tree_leaves(tuple(values)) if isinstance(x, Tensor))
