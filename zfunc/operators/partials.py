@@ -119,8 +119,8 @@ class Partials(TorchFunctionMode):
         )
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    return (x for x in optree.tree_leaves(tuple(values)) if isinstance(x, Tensor))
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (x for x in optree.tree_leaves(values) if isinstance(x, Tensor))
 
 
 def _along(x: Tensor) -> int | None:

@@ -72,5 +72,5 @@ class ReadParameters(TorchFunctionMode):
         return func(*args, **named)
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    return (x for x in optree.tree_leaves(tuple(values)) if isinstance(x, Tensor))
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (x for x in optree.tree_leaves(values) if isinstance(x, Tensor))
