@@ -229,7 +229,8 @@ def a_random_key_used_in_every_step() -> Fault:
 def kept_layers_that_are_not_scaled() -> Fault:
     def toss(self: Any, owner: Any, key: Any, call: int) -> None:
         real(self, owner, key, call)
-        self._tossed = {k: (1.0 if kept else p, kept) for k, (p, kept) in self._tossed.items()}
+        for tossed in self._tossed.values():
+            tossed[:] = [(1.0 if kept else p, kept) for p, kept in tossed]
 
     real = layer_drop._Coins.toss
     with patch.object(layer_drop._Coins, "toss", toss):
