@@ -25,7 +25,7 @@ from tests.gpu.operations import Mode, leaves_of
 from tests.gpu.record import Kind, Report, Row
 from tests.gpu.streams import Stream
 
-__all__ = ["Cuda", "active"]
+__all__ = ["Cuda", "active", "pretended"]
 
 TABLE = Table()
 OURS = ("/zfunc/", "/transforms/", "/optim/", "/kernels/", "/quant/")
@@ -42,6 +42,11 @@ def active() -> Cuda:
     """
     if _active is None:
         raise RuntimeError("no CUDA is pretended here: with Cuda(): ...")
+    return _active
+
+
+def pretended() -> Cuda | None:
+    """The pretended CUDA of this process, if there is one."""
     return _active
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zfunc as zf
-from tests.gpu.cuda import Cuda, active
+from tests.gpu.cuda import Cuda, pretended
 from tests.gpu.record import Report
 from zfunc.language import gpt
 
@@ -83,7 +83,9 @@ def trained(
     key: int | None = None,
     **how: Any,
 ) -> Trained:
-    """Train for some steps under ``wrap``, on the pretended GPU of this rank or on the host.
+    """Train for some steps under ``wrap``, on the GPU of this rank or on the host.
+
+    The GPU is the pretended one where there is one, and tells of each step.
 
     The batch of each step lies where that of the step before lay, as a captured step needs it.
 
@@ -92,16 +94,17 @@ def trained(
         tx: the optimizer.
         model: what is trained.
         steps: how many.
-        on_gpu: whether on the GPU of :func:`tests.gpu.cuda.active`.
+        on_gpu: whether on the GPU; else on the host.
         key: of the state's randomness.
         how: for ``zf.train_step``.
     """
-    cuda = active() if on_gpu else None
+    cuda = pretended() if on_gpu else None
     run = Trained()
     step = wrap(zf.train_step(model.loss, tx, **how))
     params = model.params()
-    if cuda is not None:
+    if on_gpu:
         params = zf.tree.map(_up, params)
+    if cuda is not None:
         cuda.take()
     more = {} if key is None else {"key": key}
     state = step.place(zf.TrainState.create(params, tx, **more))
