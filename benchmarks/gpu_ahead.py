@@ -126,9 +126,11 @@ def compile_unit(unit: str) -> None:
     kind, name, *rest = unit.split()
     cpu = torch.device("cpu")
     if kind == "sample":
+        from benchmarks.gpu_checks import SEEDS
         from zfunc.kernels.verification import SAMPLES
 
-        SAMPLES[name](torch.Generator().manual_seed(0), cpu)()
+        for seed in range(SEEDS):  # other lengths are other kernels
+            SAMPLES[name](torch.Generator().manual_seed(seed), cpu)()
         return
     from benchmarks.gpu import CASES
     from benchmarks.gpu_cases import Size
