@@ -40,7 +40,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+        wide = torch.tanh(self.up(self.norm(x))).unflatten(-1, (2, -1))
+        return x + self.drop(self.down(wide.flatten(-2)))
 
 
 class Whole(nn.Module):

@@ -60,6 +60,8 @@ class _Products(TorchFunctionMode):
             args, kwargs = self._agreeing(args, kwargs)
         elif func in _NORMS:
             args, kwargs = _with_wide_weights(*args, **(kwargs or {}))
+        elif func is Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # that of tensors calls `super()`, which dynamo does not follow
         return func(*args, **(kwargs or {}))
 
     def _agreeing(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
