@@ -66,15 +66,15 @@ def averaged(call: Call, tree: Tree, momentum: bool = False) -> Tree:
     for i, value in zip(others, _plainly(call, [nodes[i].value for i in others]), strict=True):
         out[i] = value
     out = [x.value if isinstance(x, Unreduced) else x for x in out]  # those without elements
-    return _lying_as(nodes, optree.tree_unflatten(spec, out))
+    return _lying_as(nodes, spec, optree.tree_unflatten(spec, out))
 
 
-def _lying_as(nodes: Sequence[Any], new: Tree) -> Tree:
+def _lying_as(nodes: Sequence[Any], spec: optree.PyTreeSpec, new: Tree) -> Tree:
     """A plain tree in the layout of the params to which the leaves belong, where these are split:
-    norms are those of full leaves."""
+    norms are those of full leaves. A list of the leaves stays one."""
     homes = [node.home for node in nodes if isinstance(node, Unreduced)]
     layout = next((home[0] for home in homes if home is not None), None)
-    if layout is None or layout.along is None or len(nodes) != len(layout.slots):
+    if layout is None or layout.along is None or spec != layout.spec:
         return new
     whose = [(layout, slot.index) for slot in layout.present]
     return packed(layout, new) if homes == whose else new
