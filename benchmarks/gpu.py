@@ -62,16 +62,16 @@ __all__ = ["Run", "main"]
 
 CASES = FLAT | {"layers": layers}
 TRIES = 13  # the most configurations of a kernel
-QUICK = 0.1  # seconds for the time of a configuration that is tried
+QUICK = 0.05  # seconds for the time of a configuration that is tried
 # Shares of the budget; what a stage leaves over goes to those behind it.
 STAGES = {
-    "compile": 0.15,
-    "ceilings": 0.03,
-    "transforms": 0.05,
+    "compile": 0.1,
+    "ceilings": 0.02,
+    "transforms": 0.04,
     "correctness": 0.07,
-    "timing": 0.35,
-    "decode": 0.1,
-    "steps": 0.25,
+    "timing": 0.32,
+    "decode": 0.13,
+    "steps": 0.32,
 }
 
 

@@ -12,8 +12,10 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -27,10 +29,12 @@ from torch import Tensor, nn
 from benchmarks.gpu_trace import exposure, kernels_of
 from benchmarks.models import GPT, LEARNING_RATE, WEIGHT_DECAY, Size, batches, loss_of
 from benchmarks.peers import fused_adamw
+from zfunc.foresight.peaks import PUBLISHED, TF32
 
 __all__ = ["CONTESTANTS", "GPU_SIZES", "measure"]
 
 WARMUP, STEPS, PROFILED = 5, 20, 2
+LONGEST = 25  # kernels that are told
 GPU_SIZES = {
     "tiny": Size(layers=2, width=64, heads=2, vocab=256, tokens=32, batch=2),
     "100M": Size(layers=12, width=768, heads=12, vocab=16384, tokens=1024, batch=4),
@@ -71,8 +75,27 @@ def by_torch(module: nn.Module, *, wrap: str = "", half: bool = False) -> Step:
     return step
 
 
-def by_zfunc(module: nn.Module, *, stage: int, half: bool = False, offload: bool = False) -> Step:
+def by_zfunc(module: nn.Module, *, captured: bool = False, **how: Any) -> Step:
     """The same through zfunc, donated."""
+    import zfunc as zf
+
+    step, state = step_and_state(module, **how)
+    if captured and next(module.parameters()).is_cuda:  # else there is no graph
+        step = zf.captured(step)
+    state = step.place(state)
+
+    def advance(ids: Tensor) -> Tensor:
+        nonlocal state
+        state, metrics = step(state, ids)
+        return metrics["loss"].detach()
+
+    return advance
+
+
+def step_and_state(
+    module: nn.Module, *, stage: int, half: bool = False, offload: bool = False
+) -> tuple[Any, Any]:
+    """The step of zfunc's, and the state to place."""
     import zfunc as zf
     from zfunc import optim
 
@@ -87,15 +110,7 @@ def by_zfunc(module: nn.Module, *, stage: int, half: bool = False, offload: bool
         step = zf.precision(step)
     if offload:
         step = zf.offload(step)
-    step = zf.donate(zf.shard(step, stage=stage))
-    state = step.place(zf.TrainState.create(model.params, tx))
-
-    def advance(ids: Tensor) -> Tensor:
-        nonlocal state
-        state, metrics = step(state, ids)
-        return metrics["loss"].detach()
-
-    return advance
+    return zf.donate(zf.shard(step, stage=stage)), zf.TrainState.create(model.params, tx)
 
 
 # zfunc first: with one rank it needs no process group, which the others are given then.
@@ -104,6 +119,8 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Step]] = {
     "zfunc3 offload": partial(by_zfunc, stage=3, offload=True),
     "zfunc0 bf16": partial(by_zfunc, stage=0, half=True),
     "zfunc3 bf16": partial(by_zfunc, stage=3, half=True),
+    "zfunc0 bf16 captured": partial(by_zfunc, stage=0, half=True, captured=True),
+    "zfunc3 bf16 captured": partial(by_zfunc, stage=3, half=True, captured=True),
     "zfunc3 offload bf16": partial(by_zfunc, stage=3, half=True, offload=True),
     "torch": by_torch,
     "torch bf16": partial(by_torch, half=True),
@@ -153,8 +170,37 @@ def measure(step: Step, size: Size, rank: int, device: torch.device) -> dict[str
     return found
 
 
-def traced(step: Step, ids: list[Tensor]) -> dict[str, float]:
-    """Milliseconds of a step that communication and nothing else ran, and that nothing ran."""
+def foreseen(name: str, size: Size, ranks: int, gpu: str) -> dict[str, float]:
+    """What ``zf.foresee`` says of a contestant of zfunc's on this GPU.
+
+    Args:
+        gpu: its name, as torch tells it.
+
+    Returns:
+        Bytes at the peak, the module's own beside; milliseconds, where the GPU has a preset.
+    """
+    import zfunc as zf
+    from zfunc.foresight.presets import PRESETS
+
+    how = {k: v for k, v in CONTESTANTS[name].keywords.items() if k != "captured"}  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        module = GPT(size)
+    ids = torch.empty(size.batch, size.tokens, dtype=torch.int64, device="meta")
+    told = zf.foresee(*step_and_state(module, **how), ids, ranks=ranks)
+    own = sum(p.numel() * p.element_size() for p in module.parameters())
+    found: dict[str, float] = {"foreseen_peak": told.peak_bytes + own}
+    preset = next((key for key, row in PRESETS.items() if row["device"] == gpu), None)
+    if preset is not None:
+        cluster = zf.Cluster.preset(preset, gpus=ranks)
+        if not how.get("half"):  # products in TF32, for everybody
+            cluster = replace(cluster, peak_flops={"float32": PUBLISHED["H100"][TF32] * 1e12})
+        found["foreseen_milliseconds"] = 1e3 * told.time(cluster).seconds
+    return found
+
+
+def traced(step: Step, ids: list[Tensor]) -> dict[str, Any]:
+    """Milliseconds of a step that communication and nothing else ran, and that nothing ran; and
+    those of the kernels that took longest."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for i in range(PROFILED):
@@ -163,8 +209,12 @@ def traced(step: Step, ids: list[Tensor]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        found = exposure(kernels_of(json.loads(path.read_text())))
-    return {key: value / PROFILED for key, value in found.items()}
+        kernels = [*kernels_of(json.loads(path.read_text()))]
+    found: dict[str, Any] = {key: x / PROFILED for key, x in exposure(kernels).items()}
+    took = Counter[str]()
+    for kernel, start, end in kernels:
+        took[kernel[:80]] += (end - start) / 1e3 / PROFILED
+    return found | {"kernels": {key: round(x, 3) for key, x in took.most_common(LONGEST)}}
 
 
 def waits(step: Step, ids: Tensor) -> str:
@@ -204,9 +254,12 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
             step = CONTESTANTS[name](module)
             found = measure(step, size, rank, device)
+            del step, module
+            if device.type == "cuda" and name.startswith("zfunc"):
+                ranks = int(os.environ.get("WORLD_SIZE", "1"))
+                found |= foreseen(name, size, ranks, torch.cuda.get_device_name(device))
             file.write(json.dumps({"name": name} | found) + "\n")
             file.flush()
-            del step, module
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

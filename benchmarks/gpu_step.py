@@ -7,7 +7,8 @@ A GPT of 370M parameters (100M on a GPU of less than 40 GB), texts of 1,024 toke
 and with bfloat16 beside float32 masters. For each: milliseconds of a step (the median of 20, by
 events), those of the host until all 20 were issued, peak memory, what the profiler says of
 communication with nothing beside it and of a GPU with nothing to do, and whether a steady step
-waits for the device (``torch.cuda.set_sync_debug_mode("error")``). Losses must agree.
+waits for the device (``torch.cuda.set_sync_debug_mode("error")``). Losses must agree. Beside time
+and memory of zfunc's stands what ``zf.foresee`` says of them from the published peaks of this GPU.
 
 Contestants share the processes of a number of ranks; one that fails is a row, and the others go on
 in fresh ones. What there was no time for is named.
@@ -128,8 +129,18 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
                 f"{row['tokens_per_second']:8d} tokens/s  peak {row['peak'] / 2**30:5.1f} GiB  "
                 f"communication {row['communication']:.2f} ms, {row['exposed']:.2f} exposed; idle "
                 f"{row['idle']:.2f}  {'WAITS ' + row['waits'] if row['waits'] else 'no wait'}"
-                f"{'' if row['right'] else '  LOSSES DIFFER'}"
+                f"{'' if row['right'] else '  LOSSES DIFFER'}{_foreseen(row)}"
             )
+
+
+def _foreseen(row: dict[str, Any]) -> str:
+    """What was said before of what was measured, where it was."""
+    if "foreseen_peak" not in row:
+        return ""
+    ahead = row.get("foreseen_milliseconds")
+    return f"  foreseen {row['foreseen_peak'] / 2**30:.1f} GiB" + (
+        f", {ahead:.2f} ms" if ahead else ""
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

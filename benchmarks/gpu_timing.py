@@ -15,7 +15,7 @@ from benchmarks.gpu_cases import Size
 __all__ = ["Ceilings", "Clock", "Timing", "ceilings"]
 
 CALLS, REPLAYS = 20, 20
-SECONDS = 0.5  # that one figure may take; long calls are repeated less often, but twice at least
+SECONDS = 0.25  # that one figure may take; long calls are repeated less often, but twice at least
 Call = Callable[[int], object]
 
 

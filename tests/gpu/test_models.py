@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import zfunc as zf
+from tests.dist.trainer_runs import Tokens
+from tests.dist.trainer_runs import model_of as trainer_model
 from tests.gpu import ranks
 from tests.gpu.cuda import Cuda
 from tests.gpu.training import Model, Trained, gpt_model, trained
@@ -158,3 +163,22 @@ def test_ranks_choose_their_devices_themselves() -> None:
     found = ranks.launch(_chosen)
     assert [device for device, _, _ in found] == ["cuda:0", "cuda:1"]
     assert {config for _, config, _ in found} == {"cpu:gloo,cuda:nccl"}
+
+
+def test_a_lone_trainer_computes_on_the_gpu(tmp_path: Path) -> None:
+    """As transformers' does, which moves the model there; it stays there when it has trained."""
+    losses = {}
+    for on_gpu in (True, False):
+        module = trainer_model("llama")
+        with Cuda() if on_gpu else contextlib.nullcontext():
+            quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "seed": 3}
+            arguments = transformers.TrainingArguments(
+                str(tmp_path), max_steps=3, logging_steps=1, use_cpu=not on_gpu, **quiet
+            )
+            trainer = zf.hf.Trainer(module, arguments, train_dataset=Tokens("llama", 64, 0))
+            trainer.pop_callback(transformers.PrinterCallback)
+            trainer.train()
+            assert {p.device.type for p in module.parameters()} == {"cuda" if on_gpu else "cpu"}
+        logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        losses[on_gpu] = logged
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)

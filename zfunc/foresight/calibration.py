@@ -16,18 +16,27 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from zfunc.engine.differentiation import value_and_grad
+from zfunc.engine.state import TrainState
+from zfunc.engine.step import Step
 from zfunc.foresight.clusters import Cluster, peak_name
 from zfunc.foresight.operation_times import OperationTimes
+from zfunc.foresight.prediction import foresee
 from zfunc.foresight.presets import PRESETS
 from zfunc.foresight.rows import StepRow
+from zfunc.modules.functional import functionalize
+from zfunc.optim.adaptive import adamw
+from zfunc.optim.updates import apply_updates
 from zfunc.ranks.axes import group
 from zfunc.ranks.world import current
+from zfunc.transforms.donation import donate
+from zfunc.trees.nodes import Tree
 
 __all__ = ["device_name", "measure"]
 
@@ -135,21 +144,52 @@ def _once(call: Callable[[], Any], device: torch.device, times: int) -> float:
     return float(start.elapsed_time(end)) / 1e3 / times
 
 
-def _launches(device: torch.device) -> tuple[float, float]:
-    """Host seconds for an operation of a forward or a backward, and device seconds between two."""
-    x = torch.ones(8, device=device, requires_grad=True)
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def step() -> None:
-        y = x
-        for _ in range(20):
-            y = y * 1.0
-        y.sum().backward()
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _tiny_step(device: torch.device, layers: int) -> tuple[int, float]:
+    """How many operations a step of AdamW on some layers has, and its seconds."""
+    model = functionalize(nn.Sequential(*(_Block() for _ in range(layers))).to(device))
+    tx, x = adamw(1e-3), torch.ones(4, 8, device=device)
+
+    def loss(params: Tree, x: Tensor) -> Tensor:
+        return cast(Tensor, model.apply(params, x)).square().mean()
+
+    def update(state: TrainState, x: Tensor) -> tuple[TrainState, Tensor]:
+        value, grads = value_and_grad(loss)(state.params, x)
+        updates, after = tx.update(grads, state.opt_state, state.params)
+        return state.replace(params=apply_updates(state.params, updates), opt_state=after), value
+
+    step, state = donate(Step(update)), TrainState.create(model.params, tx)
+    told = foresee(step, state, x, ranks=1, device=device.type)
+    state = step.place(state)
+
+    def run() -> None:
+        nonlocal state
+        state, value = step(state, x)
+        float(value)
 
     begun = time.perf_counter()
     found: list[float] = []
     while len(found) < 10 or time.perf_counter() - begun < PATIENCE:
-        found.append(_wall(step) / 42)
-    host = min(found)
+        found.append(_wall(run))
+    return sum(row.kind == "compute" for row in told.rows), min(found)
+
+
+def _launches(device: torch.device) -> tuple[float, float]:
+    """Host seconds for an operation of a step, and device seconds between two.
+
+    What a step of tiny layers takes is the host's: modules, autograd and the optimizer between
+    operations cost it more than these do. Twice as many layers tell what is each operation's.
+    """
+    (few, short), (many, long) = (_tiny_step(device, layers) for layers in (8, 16))
+    host = max(long - short, 0.0) / (many - few)
     if device.type != "cuda":
         return host, 0.0
     small = torch.ones(8, device=device)

@@ -124,7 +124,10 @@ class Bridge(Base):
     # How the model and the step's state come and go
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The whole model stays where it is: each rank's part goes to its device."""
+        """Alone, as Trainer does. On several ranks the whole model stays where it is, and each
+        rank's part goes to its device."""
+        if self.args.world_size == 1:
+            super()._move_model_to_device(model, device)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
