@@ -107,7 +107,7 @@ def _row(
     """The ranks' slowest figures, and whether the losses are those of the first of its kind."""
     name, first = seen[0]["name"], seen[0]
     losses = [sum(each) / len(seen) for each in zip(*(x["losses"] for x in seen), strict=True)]
-    kind = "bf16" if name.endswith("bf16") else ""
+    kind = "bf16" if "bf16" in name else ""
     model = yardstick.setdefault(kind, losses)
     distance = max(abs(x - y) / abs(y) for x, y in zip(losses, model, strict=True))
     row = {"name": _label(name, ranks), "losses": losses, "right": distance <= CLOSE[kind]}
@@ -117,7 +117,8 @@ def _row(
     worst = {k: max(x[k] for x in seen) for k, v in first.items() if isinstance(v, float | int)}
     tokens = ranks * shape.batch * shape.tokens / (worst["milliseconds"] / 1e3)
     waits = next((x["waits"] for x in seen if x["waits"]), "")
-    return row | worst | {"size": size, "tokens_per_second": round(tokens), "waits": waits}
+    more = {"size": size, "tokens_per_second": round(tokens), "waits": waits}
+    return row | worst | more | {"kernels": first["kernels"]}
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

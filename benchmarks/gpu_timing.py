@@ -66,10 +66,10 @@ class Clock:
         for _ in range(max(3, copies)):
             call(next(turn))
         torch.cuda.synchronize()
-        once = timed(lambda: call(next(turn)))
+        once = timed(lambda: call(next(turn)))  # with the host's launches: at most so long
         calls = max(2, min(CALLS, int(patience / 4 / once)))
         replay, graph = graphed(lambda: [call(next(turn)) for _ in range(calls)])
-        replays = max(2, min(REPLAYS, int(patience / 2 / (calls * once))))
+        replays = max(3, min(REPLAYS, int(patience / 2 / min(timed(replay) for _ in range(2)))))
         halves = [median(timed(replay) for _ in range(replays)) / calls for _ in range(2)]
         steady = abs(halves[0] - halves[1]) <= 0.02 * min(halves)
         return Timing(min(halves), steady, graph)
