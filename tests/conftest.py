@@ -51,6 +51,15 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "subprocess", subprocess)
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """``zf.foresee`` looks for garbage in each step. What is there before it freezes by itself,
+    where nothing is frozen."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole",

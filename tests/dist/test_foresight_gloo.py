@@ -15,6 +15,8 @@ from benchmarks.peers import zfunc_step
 from tests.laws.covering import Covering
 from tests.laws.foreseen_steps import COUNTED, STEPS, batch
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 NAMES = {"all of them": 3, "split": 0}
 

@@ -12,6 +12,8 @@ from tests.gpu import ranks
 from tests.laws.covering import STAGES, Covering
 from tests.laws.foreseen_steps import STEPS, batch
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 NAMES = ("plain", "all of them", "fp16", "int8", "split", "lamb")
 COUNTED = ("by_kind", "by_label", "by_axis", "headers_by_label", "calls_by_label", "calls")
 CASES = [

@@ -18,6 +18,8 @@ from tests.laws.pipeline_covering import pairwise_rows
 from zfunc.language import gpt
 from zfunc.language.gpt import GPTConfig
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 # Leaves of more elements than a dry run computes, and some of fewer.
 SHAPE = GPTConfig(vocab=130, width=72, depth=2, heads=4)
 NONE = ""

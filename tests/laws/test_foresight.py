@@ -14,6 +14,8 @@ from tests.laws.covering import STAGES, Covering
 from tests.laws.foreseen_steps import COUNTED, STEPS, batch
 from tests.laws.plans_by_hand import llama
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 WORLDS = (2, 3, 4)
 # What tests/laws/test_foreseen_compositions.py does not have.
 ALONE = ("bf16, reduced so", "skip_unused", "unused", "lamb", "lion", "sgd", "zero bubble")

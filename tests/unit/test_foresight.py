@@ -22,6 +22,8 @@ from zfunc.foresight.pageless import pageless
 from zfunc.language import gpt
 from zfunc.language.gpt import GPTConfig
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 WIDE = {"params": {"w": torch.zeros(100, 100)}}
 
 

@@ -14,6 +14,8 @@ from zfunc import optim
 from zfunc.commands.cli import main
 from zfunc.foresight.sentences import sentence
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 TX = optim.adamw(1e-3)
 SIDE = 4096
 

@@ -18,6 +18,8 @@ from benchmarks.foresight_tuned import TUNED
 from zfunc.foresight import links, operation_times
 from zfunc.foresight.clusters import Cluster
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 
 def test_four_constants_are_tuned_on_six_rows() -> None:
     rows = published(MPT)

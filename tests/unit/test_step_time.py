@@ -20,6 +20,8 @@ from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.rows import StepRow
 from zfunc.transforms.offloading.blocks import Files
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 # One second is a byte of memory, and so it is of a link: two ranks send half of what they gather.
 PLAIN = Cluster(
     device="by hand",
