@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from benchmarks.gpu_trace import exposure, kernels_of
 from benchmarks.models import GPT, LEARNING_RATE, WEIGHT_DECAY, Size, batches, loss_of
 from benchmarks.peers import fused_adamw
-from zfunc.foresight.peaks import PUBLISHED, TF32
 
 __all__ = ["CONTESTANTS", "GPU_SIZES", "measure"]
 
@@ -192,8 +190,6 @@ def foreseen(name: str, size: Size, ranks: int, gpu: str) -> dict[str, float]:
     preset = next((key for key, row in PRESETS.items() if row["device"] == gpu), None)
     if preset is not None:
         cluster = zf.Cluster.preset(preset, gpus=ranks)
-        if not how.get("half"):  # products in TF32, for everybody
-            cluster = replace(cluster, peak_flops={"float32": PUBLISHED["H100"][TF32] * 1e12})
         found["foreseen_milliseconds"] = 1e3 * told.time(cluster).seconds
     return found
 

@@ -55,6 +55,23 @@ def parts(*rows: StepRow, on: Cluster = PLAIN) -> dict[str, float]:
     return dict(took.parts)
 
 
+def test_products_in_float32_are_those_of_tf32_where_torch_takes_it() -> None:
+    """As torch is told when the time is asked for; on the CPU nothing changes."""
+    w = torch.empty(4096, 4096, device="meta")
+    step = zf.train_step(lambda p, x: (x @ p["w"]).square().mean(), zf.optim.sgd(0.1))
+    state = zf.TrainState.create({"w": w}, zf.optim.sgd(0.1))
+    told = zf.foresee(step, state, torch.empty(4096, 4096, device="meta"), ranks=1)
+    clusters = [Cluster.preset(name, gpus=1, dispatch=0, gap=0) for name in ("h100", "v100")]
+    plain = [told.time(cluster).busy["compute"] for cluster in clusters]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        fast = [told.time(cluster).busy["compute"] for cluster in clusters]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert fast[0] < plain[0] / 3 and fast[1] == plain[1]  # a V100 has none
+
+
 def test_a_collective_runs_beside_two_products() -> None:
     """Of its 4 s, 3 are beside the second product."""
     took = replay([product(2), GATHER, product(3), WAIT, product(1)], PLAIN, GROUPS)

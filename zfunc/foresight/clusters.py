@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zfunc.errors import DeviceError
+from zfunc.foresight.peaks import TF32, takes_tf32
 from zfunc.foresight.presets import GUESSED, PRESETS
 
 __all__ = ["Cluster", "check_cluster", "peak_name"]
@@ -35,7 +36,7 @@ class Cluster:
         gpus: how many devices there are, one for each rank.
         gpus_per_node: ranks in order fill one node after the other.
         memory: bytes of one device.
-        peak_flops: FLOP/s of products, by dtype (``"bfloat16"``).
+        peak_flops: FLOP/s of products, by dtype (``"bfloat16"``), and of ``"tf32"``.
         memory_bandwidth: of its memory, reading and writing together.
         multiprocessors: that share a product between them.
         nvlink: between devices of a node, whatever its maker calls it; 0 where there is only PCIe.
@@ -132,7 +133,13 @@ class Cluster:
         return (*GUESSED.get(name, ()), *common)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of a dtype by its name; that of float32 where nothing is said of it."""
+        """FLOP/s of a dtype by its name; that of float32 where nothing is said of it.
+
+        Where torch is told to take TF32 for products (``torch.set_float32_matmul_precision``) and
+        the cluster has it, that is float32's.
+        """
+        if dtype == "float32" and TF32 in self.peak_flops and takes_tf32():
+            dtype = TF32
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
 
     @classmethod

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["Peak", "peak_flops", "peak_of"]
+__all__ = ["TF32", "Peak", "peak_flops", "peak_of", "takes_tf32"]
 
 TF32 = "tf32"
 
@@ -88,19 +88,24 @@ def published(name: str, dtype: torch.dtype) -> Peak:
     short = str(dtype).removeprefix("torch.")
     if (rates := _rates(name)) is None or dtype not in KNOWN:
         return Peak(None, f"unknown for {short} on {name}")
-    fast = dtype == torch.float32 and TF32 in rates and torch.backends.cuda.matmul.allow_tf32
+    fast = dtype == torch.float32 and TF32 in rates and takes_tf32()
     rate = rates.get(TF32 if fast else short)
     how = "TF32" if fast else short if dtype == torch.float32 else f"dense {short}"
     return Peak(None if rate is None else rate * 1e12, f"published, {how}")
 
 
+def takes_tf32() -> bool:
+    """Whether torch is told to take TF32 for products of float32 on a GPU."""
+    return str(torch.backends.cuda.matmul.fp32_precision) == TF32
+
+
 def peak_flops(name: str) -> dict[str, float]:
-    """FLOP/s of a GPU by dtype; of those that its units of products know.
+    """FLOP/s of a GPU by dtype, and of ``"tf32"``; of those that its units of products know.
 
     >>> peak_flops("A100")["bfloat16"], "bfloat16" in peak_flops("V100")
     (312000000000000.0, False)
     """
-    return {dtype: 1e12 * x for dtype, x in (_rates(name) or {}).items() if dtype != TF32}
+    return {dtype: 1e12 * x for dtype, x in (_rates(name) or {}).items()}
 
 
 def _rates(name: str) -> dict[str, float] | None:

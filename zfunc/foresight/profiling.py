@@ -136,7 +136,7 @@ def _own(step: Step, state: Any) -> Any:
     nodes = leaves_in(state, PLACED)
     if any(isinstance(x, Placed) and not x.resident for x in nodes):
         raise CompositionError(
-            "profile: the state is on disk, and the step may write over it. Give profile a full "
+            "profile: the state is offloaded, and the step may write over it. Give profile a full "
             "state, which it places by itself, with a step that has a folder of its own."
         )
     return copied(state)
