@@ -20,10 +20,6 @@ from zfunc import optim
 from zfunc.foresight.calibration import measure
 from zfunc.language import gpt
 
-# dynamo asks every tensor that it meets for its `grad`, also where torch warns of that
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
 DEVICE = torch.device("cuda", 0)
 TINY = GPU_SIZES["tiny"]
 MIDDLE = Size(layers=6, width=512, heads=8, vocab=8192, tokens=256, batch=4)
