@@ -20,9 +20,6 @@ from benchmarks.models import batches, build, loss_of
 from zfunc import kernels, optim
 from zfunc.kernels import dispatch
 
-if not torch.cuda.is_available():
-    pytest.skip("there is no GPU here", allow_module_level=True)
-
 DEVICE = torch.device("cuda", 0)
 SIZE = GPU_SIZES["tiny"]
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -30,15 +27,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "stage 3, offload": lambda step: zf.shard(zf.offload(step), stage=3),
     "stage 0, accumulate": lambda step: zf.shard(zf.accumulate(step, 2), stage=0),
 }
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Any:
-    """Products of float32 without TF32, so that a CPU's are near."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("name", dispatch.KERNELS)
