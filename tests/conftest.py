@@ -51,12 +51,13 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "subprocess", subprocess)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def thawed() -> Iterator[None]:
     """``zf.foresee`` looks for garbage in each step. What is there before it freezes by itself,
     where nothing is frozen."""
     gc.unfreeze()
     yield
+    gc.collect()
     gc.freeze()
 
 
