@@ -57,6 +57,7 @@ from zfunc.operators.partials import Partials
 from zfunc.operators.randomness import apart
 from zfunc.probing.plans import plan_of
 from zfunc.quant.model_files import Choose, known, read_files
+from zfunc.ranks import world
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digests
@@ -186,14 +187,8 @@ class Splitting(Meshed):
         how["sequence"] = self.sequence
         how["whole"] = lambda name: any(fnmatchcase(name, pattern) for pattern, _ in self.rules)
         ways, grained = self.group.size, frozenset((grains or {}).items())
-        with _PLANNING:  # ranks that are threads
-            if (ways, grained) not in self.plans:
-                # It is tried with numbers, also where a step is foreseen, which has none.
-                with _disable_current_modes():
-                    self.plans[ways, grained] = contextvars.Context().run(
-                        plan_of, self.model, ways, **how
-                    )
-                return_freed()  # of the numbers that it tried
+        if (ways, grained) not in self.plans:
+            self._find_plan(self.model, ways, grained, how)
         plan = self.plans[ways, grained]
         parts = (plan.splits, plan.roles, plan.attributes, plan.norms, plan.once)
         told = hashlib.sha256(repr((*parts, plan.streams, plan.pointwise)).encode())
@@ -204,6 +199,19 @@ class Splitting(Meshed):
         if self.sequence and ways > 1 and plan.splits and not plan.streams:
             raise PlacementError(_uncut(plan))
         return plan
+
+    def _find_plan(
+        self, model: Functional, ways: int, grained: frozenset[tuple[str, int]], how: Any
+    ) -> None:
+        """Plan, one after the other where ranks are threads."""
+        with world.current().busy(), _PLANNING:
+            if (ways, grained) in self.plans:
+                return
+            # It is tried with numbers, also where a step is foreseen, which has none.
+            with _disable_current_modes():
+                found = contextvars.Context().run(plan_of, model, ways, **how)
+            self.plans[ways, grained] = found
+            return_freed()  # of the numbers that it tried
 
     # Parameters alone, for inference
 

@@ -55,10 +55,13 @@ class Mailboxes:
         lock: held around every change, also by the world when ranks leave.
         timeout: seconds to wait for a message.
         absence: why a rank will take no further part in a group; called with the lock.
+        busy: whether a rank may need longer than the timeout; called with the lock.
     """
 
-    def __init__(self, lock: threading.Lock, timeout: float, absence: Absence) -> None:
-        self._lock, self._timeout, self._absence = lock, timeout, absence
+    def __init__(
+        self, lock: threading.Lock, timeout: float, absence: Absence, busy: Callable[[], bool]
+    ) -> None:
+        self._lock, self._timeout, self._absence, self._busy = lock, timeout, absence, busy
         self._letters: dict[Key, Letter] = {}
 
     def put(self, key: Key, call: Collective, tensors: list[Tensor]) -> Letter:
@@ -92,7 +95,7 @@ class Mailboxes:
         """The message, once it is there."""
         if not letter.over.is_set():
             with waiting():
-                if not letter.over.wait(self._timeout):
+                while not letter.over.wait(self._timeout):
                     self._time_out(key, letter)
         if letter.unreceived is not None:
             raise letter.unreceived
@@ -101,7 +104,7 @@ class Mailboxes:
 
     def _time_out(self, key: Key, letter: Letter) -> None:
         with self._lock:
-            if not letter.over.is_set() and letter.awaited is not None:
+            if not letter.over.is_set() and letter.awaited is not None and not self._busy():
                 letter.unreceived = silence(letter.awaited, [key[2]], self._timeout)
                 self._letters.pop(key, None)
                 letter.over.set()

@@ -7,9 +7,11 @@ checks, the errors and the bytes in the ledger are those of real ranks.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -86,7 +88,9 @@ class Fabric:
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}  # who take no further part in this epoch
         self.parted: dict[tuple[tuple[int, ...], int], DesyncError] = {}  # who failed in a group
-        self.mailboxes = Mailboxes(self.lock, timeout, self._absence)
+        self.mailboxes = Mailboxes(self.lock, timeout, self._absence, self._is_busy)
+        self.busy_ranks = 0  # ranks that are in a block of ``busy``
+        self.relieved = -math.inf  # when the last of them was done
         self.epoch = 0
         self.assembly = Assembly()
 
@@ -157,11 +161,27 @@ class Fabric:
 
     def _time_out(self, meeting: Meeting) -> None:
         with self.lock:
-            if meeting.over.is_set() or not meeting.missing():
-                return  # over, or being held
+            if meeting.over.is_set() or not meeting.missing() or self._is_busy():
+                return  # over, being held, or waited for by who may wait for a busy rank
             for rank, (call, _) in meeting.parts.items():
                 meeting.errors[rank] = silence(call, meeting.missing(), self.timeout)
             self._spread(meeting)
+
+    def _is_busy(self) -> bool:
+        """Whether a rank was busy in the time of a timeout. The caller holds the lock."""
+        return self.busy_ranks > 0 or time.monotonic() - self.relieved < self.timeout
+
+    @contextmanager
+    def while_busy(self) -> Iterator[None]:
+        """A block in which no rank is taken for silent."""
+        with self.lock:
+            self.busy_ranks += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.busy_ranks -= 1
+                self.relieved = time.monotonic()
 
     def leave(self, rank: int, why: str) -> None:
         """``rank`` will come to no further meeting: wake up the ranks that wait for it."""
@@ -359,6 +379,9 @@ class SimulatedWorld(World):
         return ConnectedGroup(
             axis, self, members, lambda: Meetings(self._fabric, members, self.rank)
         )
+
+    def busy(self) -> AbstractContextManager[None]:
+        return self._fabric.while_busy()
 
     def _announce_stop(self, why: str) -> None:
         self._fabric.stop(self.rank, why)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
 
@@ -26,8 +26,7 @@ on_wait: list[Callable[[], AbstractContextManager[Any]]] = []
 of a process share adds a context manager that gives it up meanwhile."""
 
 on_leave: list[Callable[[], None]] = []
-"""Called by each simulated or launched rank once its function has returned. They complete what is
-still under way, such as a checkpoint being written."""
+"""Called by each rank once its function has returned: they complete what is still being written."""
 
 on_renewal: list[Callable[[], None]] = []
 """Called by each rank once its groups are made anew. They clear caches of what ranks had agreed on,
@@ -112,8 +111,7 @@ class World:
         epoch: how often its groups were made anew; nothing of an earlier epoch reaches a later one.
         ended: whether this rank is done, and its thread has ended.
         threads: whether the ranks are threads of one process.
-        gate: called with the name of a collective before it is issued, while a pass is running
-            in which ranks agree on what comes next; see :mod:`zfunc.engine.accord`.
+        gate: called before a collective is issued, with its name (:mod:`zfunc.engine.accord`).
     """
 
     threads: ClassVar[bool] = False
@@ -174,6 +172,10 @@ class World:
         for group in tuple(self.groups):
             group.renew()
 
+    def busy(self) -> AbstractContextManager[None]:
+        """A block in which simulated ranks may take long: none is taken for silent."""
+        return nullcontext()
+
     def depart(self, why: str) -> None:
         """Complete what is under way, then let the others know that this rank is done.
 
@@ -198,14 +200,12 @@ def current() -> World:
     >>> current().rank, current().size
     (0, 1)
     """
-    world = _ENTERED.get()
-    return world if world is not None else _of_process()
+    return _ENTERED.get() or _of_process()
 
 
 def _of_process() -> World:
     global _process
-    if _process is None:
-        _process = World()
+    _process = _process or World()
     if type(_process) is World:
         for find in finders:
             _process = find() or _process
