@@ -72,6 +72,7 @@ def main() -> int:
     told = [_told(row, traces, rates) for row in rows]
     _print_rows(console, rows, told)
     report = _summary(rows, told)
+    report["untuned"] = _untuned(anchors, traces)
     if held := [row for row in rows if row.case and not row.tuning and chip(row.case) in TUNED]:
         report["guesses"] = _sensitivity(held, traces)
     _print_summary(console, report, rates)
@@ -187,6 +188,15 @@ def _figures(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _untuned(anchors: Iterable[Published], traces: Traces) -> list[float]:
+    """The errors of published peaks alone, on the rows that constants are tuned on."""
+    return [
+        error(traces.seconds(row.case, cluster_of(row.case, {})), row.seconds)
+        for row in anchors
+        if row.case
+    ]
+
+
 def _sensitivity(rows: Iterable[Published], traces: Traces) -> dict[str, list[float]]:
     """The mean error on held-out rows with each guess halved and doubled; nothing is tuned anew."""
     held = [(row.case, row.seconds) for row in rows if row.case]
@@ -216,6 +226,11 @@ def _print_summary(console: Console, report: dict[str, Any], rates: dict[str, fl
         )
     shown = ", ".join(f"{device} {rate / 1e12:.0f} TFLOP/s" for device, rate in rates.items())
     console.print(f"yardstick: {shown}; tuned: {TUNED}; not foreseen: {report['not foreseen']}")
+    least, most = min(report["untuned"]), max(report["untuned"])
+    console.print(
+        f"untuned, from published peaks, on the rows tuned on: {100 * least:+.0f} to "
+        f"{100 * most:+.0f} %"
+    )
     for name, (halved, doubled) in report.get("guesses", {}).items():
         console.print(
             f"guessed: {name}; halved the mean error is {100 * halved:.1f} %, doubled "

@@ -28,6 +28,7 @@ from zfunc.errors import ZfuncError
 from zfunc.foresight import links, operation_times
 from zfunc.foresight.clocks import replay
 from zfunc.foresight.clusters import Cluster
+from zfunc.foresight.presets import ALWAYS_GUESSED
 from zfunc.foresight.rows import StepRow
 
 __all__ = [
@@ -43,7 +44,6 @@ __all__ = [
 ]
 
 Constants = Mapping[str, Mapping[str, float]]
-FIELDS = ("product_ramp", "attention_ramp", "stream", "link_share", "gap", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def guesses() -> Iterator[tuple[str, Callable[[float], Any]]]:
 
     Shares stay at or below 1.
     """
-    for name in FIELDS:
+    for name in ALWAYS_GUESSED:
         yield name, lambda factor, name=name: _field_times(name, factor)
     yield "small tiles", _tiles_times
     yield "size of large messages", _large_times

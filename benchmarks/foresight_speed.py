@@ -88,7 +88,8 @@ def judged(found: dict[str, dict[str, Any]]) -> list[str]:
         if took["seconds"] > seconds:
             broken.append(f"{name}: {took['seconds']:.0f} s, at most {seconds:.0f} s")
         if took["resident_bytes"] > resident:
-            broken.append(f"{name}: {took['resident_bytes'] / 1e9:.2f} GB, at most 2 GB")
+            had = took["resident_bytes"] / 1e9
+            broken.append(f"{name}: {had:.2f} GB, at most {resident / 1e9:.2f} GB")
     return broken
 
 

@@ -18,6 +18,7 @@ from tests.laws.foreseen_steps import STEPS, batch
 from tests.unit.live_bytes import Peak
 from zfunc import optim
 from zfunc.foresight.assumptions import ForesightError
+from zfunc.foresight.flops import flops_of
 from zfunc.foresight.pageless import pageless
 from zfunc.language import gpt
 from zfunc.language.gpt import GPTConfig
@@ -215,6 +216,32 @@ def test_products_of_groups_of_rows(dtype: torch.dtype) -> None:
     assert told.flops.total == 2 * 2 * 64 * 72 * 96 == zf.profile(step, state, x).flops.total
 
 
+def test_products_of_groups_of_columns() -> None:
+    """Groups have rows of their own, and share the columns between them."""
+    offs, groups = torch.tensor([16, 40, 48, 96], dtype=torch.int32), torch.randn(4, 24, 72)
+    groups = groups.to(torch.bfloat16)
+
+    def step(state: Any, x: Tensor) -> Any:
+        return state, torch._grouped_mm(groups, x, offs)
+
+    x = torch.randn(72, 96).to(torch.bfloat16)
+    assert alone(step, WIDE, x).flops.total == 2 * 24 * 72 * 96
+    assert zf.profile(step, WIDE, x).flops.total == 2 * 24 * 72 * 96
+
+
+def test_products_of_newer_operators_are_counted() -> None:
+    """Of numbers in 8 bits with scales, and of lists."""
+    scale, how = torch.tensor(1.0), F.ScalingType.TensorWise
+
+    def step(state: Any, x: Tensor) -> Any:
+        low = x.to(torch.float8_e4m3fn)
+        return state, F.scaled_mm(low, low.t(), scale, how, scale, how, output_dtype=torch.bfloat16)
+
+    x = torch.zeros(80, 96)
+    assert alone(step, WIDE, x).flops.total == 2 * 80 * 96 * 80
+    assert flops_of("_foreach_mm", ([x, x], [x.t(), torch.zeros(96, 5)]), []) == 2 * 80 * 96 * 85
+
+
 def test_products_in_place_are_counted() -> None:
     a, b = torch.zeros(80, 100), torch.zeros(4, 80, 100)
 
@@ -317,6 +344,14 @@ def test_a_result_that_changes_the_shape_of_its_memory_is_refused() -> None:
         alone(step)
 
 
+def test_memory_that_would_grow_in_place_is_refused() -> None:
+    """It would not be counted."""
+    with pytest.raises(ForesightError, match=r"resize_ makes a tensor of shape \[0\].*test_fores"):
+        alone(lambda state, x: (state, torch.empty(0).resize_(1000, 1000).zero_()))
+    smaller = alone(lambda state, x: (state, x.resize_(8, 100).sum()))
+    assert smaller.peak_bytes == 4 * (100 * 100 + 80 * 100 + 1)
+
+
 # What is guessed
 
 
@@ -400,6 +435,29 @@ def test_a_captured_step_is_foreseen_by_what_is_in_it() -> None:
 def test_a_batch_that_does_not_fit_raises_what_the_step_raises() -> None:
     with pytest.raises(ForesightError, match=r"mm .*\[8, 99\], \[100, 100\].*test_foresight.py"):
         alone(lambda s, x: (s, x @ s["params"]["w"]), WIDE, torch.zeros(8, 99))
+
+
+def test_training_in_inference_mode_raises_what_the_step_raises() -> None:
+    """And not what torch says of the first operator that would be differentiated."""
+    shape = GPTConfig(vocab=512, width=256, depth=2, heads=4)
+    step = zf.train_step(lambda p, ids: gpt.loss(p, ids, shape), TX)
+    state, ids = zf.TrainState.create(gpt.shapes(shape), TX), torch.zeros(8, 65, dtype=torch.int64)
+    for wrapped in (step, zf.pipeline(zf.shard(step, stage=1), 2, pipe=2)):
+        with torch.inference_mode(), pytest.raises(ValueError, match="Call the step outside"):
+            zf.foresee(wrapped, state, ids, ranks=4)
+        with torch.no_grad():
+            zf.foresee(wrapped, state, ids, ranks=4)
+
+
+def test_evaluation_in_inference_mode_is_foreseen() -> None:
+    def step(state: Any, ids: Tensor) -> Any:
+        return state, zf.evaluate(lambda p: gpt.loss(p, ids, SHAPE))(state["params"])
+
+    params, seen = {"params": gpt.shapes(SHAPE)}, []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            seen.append(alone(step, params, torch.zeros(4, 17, dtype=torch.int64)))
+    assert (seen[0].flops, seen[0].peak_bytes) == (seen[1].flops, seen[1].peak_bytes)
 
 
 def test_what_the_step_itself_raises_says_which_batch_it_was() -> None:

@@ -18,6 +18,7 @@ from tests.laws.covering import Covering
 from tests.laws.foreseen_steps import STEPS, batch
 from tests.unit.test_foresight import LeNet
 from zfunc import optim
+from zfunc.foresight import peaks
 from zfunc.foresight.costs import by_module, covered
 from zfunc.foresight.peaks import published
 from zfunc.foresight.watch import TimedRow
@@ -179,11 +180,46 @@ def test_time_between_operators_is_that_of_the_module_which_both_are_in() -> Non
     assert covered(rows) == 36.0 - 1 - 2 - 3 - 4 - 5 - 6
 
 
+def test_rows_know_a_causal_mask() -> None:
+    """Backward, too, as those foreseen do: half of that attention is left out."""
+    q = torch.zeros(1, 2, 64, 16)
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss(p: Any) -> Tensor:
+            masked = F.scaled_dot_product_attention(x + p["b"], x, x, is_causal=True)
+            return (masked + F.scaled_dot_product_attention(x + p["b"], x, x)).sum()
+
+        return state, zf.value_and_grad(loss)(state["params"])[0]
+
+    state = {"params": {"b": torch.zeros(16)}}
+    seen = zf.profile(step, state, q), zf.foresee(step, state, q, ranks=1, device="cpu")
+    for rows in (each.rows for each in seen):
+        causal = [row.causal for row in rows if "attention" in row.name]
+        assert causal == [True, False, False, True]
+        assert sum(row.causal for row in rows) == 2
+
+
 def test_the_peak_of_a_gpu_is_the_published_one() -> None:
     assert published("AMD Instinct MI300X", torch.float16).flops_per_second == 1307.4e12
     assert published("NVIDIA A100-SXM4-80GB", torch.float32).flops_per_second == 19.5e12
     assert published("Tesla V100-SXM2-32GB", torch.bfloat16).flops_per_second is None
-    assert published("a GPU of next year", torch.float16).flops_per_second is None
+    assert published("NVIDIA A100-SXM4-80GB", torch.float64).flops_per_second == 19.5e12
+    assert "unknown for bfloat16" in published("Tesla V100-SXM2-32GB", torch.bfloat16).source
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a GPU of next year", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"],
+)
+def test_the_peak_of_another_gpu_or_of_a_slice_is_unknown(name: str) -> None:
+    assert published(name, torch.float16).flops_per_second is None
+
+
+def test_the_peak_of_a_cpu_is_that_of_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(peaks, "_measured", lambda dtype, threads: asked.append(threads) or 1.0)
+    assert peaks.peak_of(torch.device("cpu"), torch.float32).flops_per_second == 2 * 512**3
+    assert asked == [torch.get_num_threads()]
 
 
 # Modules
@@ -242,6 +278,17 @@ def test_a_donated_state_stays_the_callers() -> None:
     assert all(map(torch.equal, zf.tree.leaves(placed), before))
     assert torch.equal(state.params["layers"][0]["w"], torch.eye(32))
     step(placed, x)
+
+
+def test_a_step_that_returns_its_state_alone() -> None:
+    """The next step gets it, and not one that has been donated."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        _, grads = zf.value_and_grad(lambda p: (x @ p["w"]).sum())(state["params"])
+        return {"params": grads}
+
+    seen = zf.profile(zf.donate(step), {"params": {"w": torch.eye(32)}}, torch.ones(8, 32))
+    assert seen.flops.total == 2 * 2 * 8 * 32 * 32
 
 
 def test_full_parameters_stay_with_the_module_that_holds_them() -> None:

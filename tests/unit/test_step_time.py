@@ -72,6 +72,40 @@ def test_products_in_float32_are_those_of_tf32_where_torch_takes_it() -> None:
     assert fast[0] < plain[0] / 3 and fast[1] == plain[1]  # a V100 has none
 
 
+def test_attention_with_and_without_a_causal_mask_take_their_own_time() -> None:
+    """Of the same shape and in one step: whichever comes first."""
+    q = torch.empty(4, 16, 4096, 64, device="meta", dtype=torch.bfloat16)
+
+    def seconds(*masks: bool) -> float:
+        def step(state: Any, q: torch.Tensor) -> Any:
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return state, [attend(q, q, q, is_causal=masked) for masked in masks]
+
+        told = zf.foresee(step, {"params": {}}, q, ranks=1)
+        return told.time(Cluster.preset("h100", gpus=1)).parts["compute"]
+
+    assert seconds(True, False) == pytest.approx(seconds(False, True))
+    assert seconds(True, False) == pytest.approx(seconds(True) + seconds(False))
+    assert seconds(True) < 0.7 * seconds(False)
+
+
+def test_a_layer_of_attention_with_its_projections_takes_the_time_of_its_parts() -> None:
+    """The kernel that a module without gradients takes is mostly products, whatever its name."""
+    layer = torch.nn.MultiheadAttention(1024, 16, batch_first=True).eval()
+
+    def seen(gradients: bool) -> Any:
+        def step(state: Any, x: torch.Tensor) -> Any:
+            with torch.set_grad_enabled(gradients):
+                return state, layer(x, x, x, need_weights=False)[0]
+
+        return zf.foresee(step, {"params": {}}, torch.empty(4, 2048, 1024), ranks=1)
+
+    cluster, whole, parts = Cluster.preset("h100", gpus=1), seen(False), seen(True)
+    assert [row.name for row in whole.rows] == ["_native_multi_head_attention"]
+    assert whole.flops.total == parts.flops.total
+    assert 0.3 < float(whole.time(cluster)) / float(parts.time(cluster)) < 1
+
+
 def test_a_collective_runs_beside_two_products() -> None:
     """Of its 4 s, 3 are beside the second product."""
     took = replay([product(2), GATHER, product(3), WAIT, product(1)], PLAIN, GROUPS)

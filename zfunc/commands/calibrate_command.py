@@ -11,7 +11,7 @@ from rich.console import Console
 
 from zfunc.commands.arguments import positive
 from zfunc.commands.report import print_error
-from zfunc.errors import DeviceError
+from zfunc.errors import DeviceError, ZfuncError
 from zfunc.foresight.calibration import measure
 from zfunc.foresight.clusters import Cluster
 from zfunc.ranks.launching import launch
@@ -44,10 +44,15 @@ def _calibrate_command(found: argparse.Namespace) -> int:
         return print_error(DeviceError("--device cuda: torch finds no GPU here."))
     if found.out.is_dir():
         return print_error(IsADirectoryError(f"--out {found.out}: this is a folder, name a file."))
-    found.out.parent.mkdir(parents=True, exist_ok=True)  # before minutes are spent
     ranks = found.ranks or max(1, torch.cuda.device_count() if kind == "cuda" else 1)
-    cluster = launch(_measured, kind, nprocs=ranks)[0]
-    cluster.save(found.out)
+    try:
+        found.out.parent.mkdir(parents=True, exist_ok=True)  # before minutes are spent
+        cluster = launch(_measured, kind, nprocs=ranks)[0]
+        cluster.save(found.out)
+    except KeyboardInterrupt:
+        return 130
+    except (ZfuncError, OSError) as error:
+        return print_error(error)
     Console(highlight=False).print("\n".join(_lines(cluster, found.out)), soft_wrap=True)
     return 0
 

@@ -18,7 +18,7 @@ from zfunc.errors import ZfuncError
 from zfunc.foresight.choices import PlanRow
 from zfunc.foresight.clusters import Cluster
 from zfunc.foresight.presets import PRESETS
-from zfunc.foresight.timing import told
+from zfunc.foresight.texts import seconds_text
 
 __all__ = ["add_plan"]
 
@@ -65,7 +65,7 @@ def _plan_command(found: argparse.Namespace) -> int:
                 tried.append(row)
                 best = min(tried, key=lambda x: x.cost)
                 done = f"{len(tried)} of at most {found.trials} steps foreseen"
-                so_far = f"; best so far {told(best.seconds)}" if best.fits else ""
+                so_far = f"; best so far {seconds_text(best.seconds)}" if best.fits else ""
                 status.update(done + so_far)
 
             plan = zf.plan(model=model, batch=ids, cluster=cluster, trials=found.trials, tell=tell)

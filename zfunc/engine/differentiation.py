@@ -102,6 +102,11 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_alive(params)
+        if torch.is_inference_mode_enabled():  # before torch says so of an operator, in its words
+            raise ValueError(
+                "value_and_grad was called under torch.inference_mode, in which nothing can be "
+                "differentiated. Call the step outside of it, or under torch.no_grad."
+            )
         if torch._C._functorch.maybe_current_level() is not None:
             raise CompositionError(
                 "value_and_grad runs torch's backward, which torch.func (jvp, vmap, grad) cannot "
@@ -258,7 +263,7 @@ def _check_differentiable(path: str, leaf: Any) -> None:
     if leaf is None:
         return
     check_trainable(path, leaf)
-    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+    if leaf.is_inference():
         raise PlacementError(
             f"parameter {path or 'params'} was made under torch.inference_mode, and cannot be "
             "differentiated. `step.place(state)` outside of that mode copies it; or clone it."
@@ -266,11 +271,6 @@ def _check_differentiable(path: str, leaf: Any) -> None:
 
 
 def check_depends(loss: Tensor) -> None:
-    if not loss.requires_grad and torch.is_inference_mode_enabled():
-        raise ValueError(
-            "value_and_grad was called under torch.inference_mode, in which nothing can be "
-            "differentiated. Call the step outside of it, or under torch.no_grad."
-        )
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on none of the parameters given to value_and_grad. Does the loss "
@@ -371,7 +371,7 @@ def _by_unit(
             owner.computed()
             loss, seed, value = finish(loss)
             seed = seeded(seed, asked.seed, loss)
-        if loss.requires_grad or not owner.thinned or torch.is_inference_mode_enabled():
+        if loss.requires_grad or not owner.thinned:
             check_depends(loss)
             owner.go_back([loss], [seed])
         owner.finish()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zfunc.engine.differentiation import value_and_grad
 from zfunc.engine.state import TrainState
 from zfunc.engine.step import Step
+from zfunc.errors import DeviceError
 from zfunc.foresight.clusters import Cluster, peak_name
 from zfunc.foresight.operation_times import OperationTimes
 from zfunc.foresight.prediction import foresee
@@ -38,7 +39,7 @@ from zfunc.ranks.world import current
 from zfunc.transforms.donation import donate
 from zfunc.trees.nodes import Tree
 
-__all__ = ["device_name", "measure"]
+__all__ = ["measure"]
 
 # Rows, columns and length of the sums of products, in units of 128 on a CPU and 1,024 on a GPU.
 PRODUCTS = (
@@ -55,7 +56,7 @@ PATIENCE = 0.6  # seconds for one number
 Timed = tuple[StepRow, float]
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """What a cluster calls a device: torch's name of a GPU, the model of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -73,6 +74,9 @@ def measure(device: torch.device) -> Cluster:
 
     Returns:
         A cluster of as many devices as there are ranks, ``calibrated``.
+
+    Raises:
+        DeviceError: the machine is too busy to measure.
     """
     ranks = current().size
     cluster = _known(device, ranks)
@@ -96,16 +100,15 @@ def measure(device: torch.device) -> Cluster:
 
 
 def _preset(device: torch.device) -> dict[str, Any]:
-    name = device_name(device)
+    name = _device_name(device)
     return next((x for x in PRESETS.values() if x["device"] == name), {})
 
 
 def _known(device: torch.device, ranks: int) -> Cluster:
     """What nobody has to measure; the rest is overwritten."""
     common: dict[str, Any] = {
-        "device": device_name(device),
+        "device": _device_name(device),
         "gpus": ranks,
-        "gpus_per_node": ranks,
         "peak_flops": {"float32": 1.0},
         "memory_bandwidth": 1.0,
         "multiprocessors": 1,
@@ -114,9 +117,12 @@ def _known(device: torch.device, ranks: int) -> Cluster:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         mine = {"memory": found.total_memory, "multiprocessors": found.multi_processor_count}
-        return Cluster(**{**common, **_preset(device), **mine})
+        preset = _preset(device)
+        node = {} if preset else {"gpus_per_node": ranks}  # else those of its usual node
+        cluster = Cluster(**{**common, **node, **preset, **mine})
+        return replace(cluster, gpus_per_node=max(ranks, cluster.gpus_per_node))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    return Cluster(**common, memory=memory, kind="cpu")
+    return Cluster(**common, memory=memory, kind="cpu", gpus_per_node=ranks)
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -153,8 +159,8 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def _tiny_step(device: torch.device, layers: int) -> tuple[int, float]:
-    """How many operations a step of AdamW on some layers has, and its seconds."""
+def _tiny_step(device: torch.device, layers: int) -> tuple[int, Callable[[], None]]:
+    """How many operations a step of AdamW on some layers has, and a call that takes one."""
     model = functionalize(nn.Sequential(*(_Block() for _ in range(layers))).to(device))
     tx, x = adamw(1e-3), torch.ones(4, 8, device=device)
 
@@ -175,21 +181,31 @@ def _tiny_step(device: torch.device, layers: int) -> tuple[int, float]:
         state, value = step(state, x)
         float(value)
 
-    begun = time.perf_counter()
-    found: list[float] = []
-    while len(found) < 10 or time.perf_counter() - begun < PATIENCE:
-        found.append(_wall(run))
-    return sum(row.kind == "compute" for row in told.rows), min(found)
+    return sum(row.kind == "compute" for row in told.rows), run
 
 
 def _launches(device: torch.device) -> tuple[float, float]:
     """Host seconds for an operation of a step, and device seconds between two.
 
-    What a step of tiny layers takes is the host's: modules, autograd and the optimizer between
-    operations cost it more than these do. Twice as many layers tell what is each operation's.
+    What a step of tiny layers takes is the host's: modules and autograd between operations cost it
+    more than these do. Twice as many layers tell what is each operation's; what a step takes once
+    cancels out. Both take turns, so that others on the machine slow down both.
+
+    Raises:
+        DeviceError: the machine is too busy to tell.
     """
     (few, short), (many, long) = (_tiny_step(device, layers) for layers in (8, 16))
-    host = max(long - short, 0.0) / (many - few)
+    begun = time.perf_counter()
+    found: list[tuple[float, float]] = []
+    while len(found) < 10 or time.perf_counter() - begun < 2 * PATIENCE:
+        found.append((_wall(short), _wall(long)))
+    least, most = map(min, zip(*found, strict=True))
+    if most <= least:
+        raise DeviceError(
+            f"calibrate: a step of {many} operations took {most:.2g} s, no longer than one of "
+            f"{few}: other programs keep the machine busy. Measure while it is quiet."
+        )
+    host = (most - least) / (many - few)
     if device.type != "cuda":
         return host, 0.0
     small = torch.ones(8, device=device)

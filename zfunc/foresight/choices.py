@@ -20,12 +20,12 @@ from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.prediction import Foreseen, foresee, times_together
 from zfunc.foresight.sentences import sentence
 from zfunc.foresight.stages import differing_stages
-from zfunc.foresight.texts import bytes_text, printed
-from zfunc.foresight.timing import Timing, told
+from zfunc.foresight.texts import bytes_text, printed, seconds_text
+from zfunc.foresight.timing import Timing
 from zfunc.ranks.foreseen import ForeseenWorld, foreseeing
 from zfunc.ranks.meshes import laid_out
 
-__all__ = ["Plan", "PlanRow", "foresee_rank", "ordered", "tried"]
+__all__ = ["Plan", "PlanRow", "ordered", "tried"]
 
 REFUSED = (ZfuncError, ValueError)  # a choice that makes no sense, or is too small for it
 
@@ -115,9 +115,9 @@ def tried(
 
 def _stages(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> list[Foreseen]:
     """A rank, and those of the other stages beside it that differ."""
-    first = foresee_rank(step, make_state, batch, cluster, rank)
+    first = _foresee_rank(step, make_state, batch, cluster, rank)
     ranks = [first.groups[first.pipe][k] for k in differing_stages(first.work)[1:]]
-    return [first, *(foresee_rank(step, make_state, batch, cluster, other) for other in ranks)]
+    return [first, *(_foresee_rank(step, make_state, batch, cluster, other) for other in ranks)]
 
 
 def _fullest(step: Step, batch: Any, cluster: Cluster) -> int:
@@ -129,7 +129,7 @@ def _fullest(step: Step, batch: Any, cluster: Cluster) -> int:
     return peers[-1] if rows % len(peers) else 0
 
 
-def foresee_rank(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> Foreseen:
+def _foresee_rank(step: Step, make_state: Any, batch: Any, cluster: Cluster, rank: int) -> Foreseen:
     """One rank of a cluster, with its rows of a batch of all ranks together."""
     with foreseeing(ForeseenWorld(rank, cluster.gpus, cluster.kind, DryRun())):
         rows = local_batch(batch, step.mesh)
@@ -221,7 +221,7 @@ def _cells(row: PlanRow) -> list[str]:
     if row.error:
         return ["", "no", "", "", "", "", f"{row.sentence or dict(row.given)}: {row.error}"]
     return [
-        told(row.seconds),
+        seconds_text(row.seconds),
         "yes" if row.fits else "no",
         bytes_text(row.spare_bytes),
         bytes_text(row.peak_bytes),

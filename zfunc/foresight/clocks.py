@@ -20,7 +20,7 @@ from zfunc.foresight.operation_times import OperationTimes
 from zfunc.foresight.rows import StepRow
 from zfunc.foresight.timing import LaneSpan, Timing
 
-__all__ = ["Clocks", "Mail", "fit_together", "notes_on", "replay", "replay_stages"]
+__all__ = ["Groups", "fit_together", "notes_on", "replay", "replay_stages"]
 
 PARTS = {"up": "copies", "down": "copies", "read": "drives", "write": "drives"}
 BY_HOST = ("read", "write", "down")  # for the end of which the host waits

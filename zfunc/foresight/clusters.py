@@ -13,7 +13,7 @@ import torch
 
 from zfunc.errors import DeviceError
 from zfunc.foresight.peaks import TF32, takes_tf32
-from zfunc.foresight.presets import GUESSED, PRESETS
+from zfunc.foresight.presets import ALWAYS_GUESSED, GUESSED, PRESETS
 
 __all__ = ["Cluster", "check_cluster", "peak_name"]
 
@@ -129,8 +129,7 @@ class Cluster:
         if self.calibrated:
             return ()
         name = next((n for n, preset in PRESETS.items() if preset["device"] == self.device), "")
-        common = ("product_ramp", "attention_ramp", "stream", "link_share", "gap", "dispatch")
-        return (*GUESSED.get(name, ()), *common)
+        return (*GUESSED.get(name, ()), *ALWAYS_GUESSED)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of a dtype by its name; that of float32 where nothing is said of it.

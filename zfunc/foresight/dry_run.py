@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zfunc.foresight.assumptions import ForesightError, Guesses
+from zfunc.foresight.assumptions import ForesightError, Guesses, place
 from zfunc.foresight.attention import FUSED, attention
 from zfunc.foresight.flops import flops_of
 from zfunc.foresight.geometry import Geometries, Made, Results, Returned
@@ -61,9 +62,8 @@ class DryRun(TorchDispatchMode):
         self.storages, self.guesses, self.layers = Storages(), Guesses(), CurrentLayer()
         self.rows: list[StepRow] = []
         self._geometries = Geometries()
-        self._constants: dict[
-            Any, tuple[Tensor, Tensor]
-        ] = {}  # the caller's on meta, and what is used
+        # The caller's tensors on meta, each with what stands for it.
+        self._constants: dict[Any, tuple[Tensor, Tensor]] = {}
         self._seeds: dict[torch.Generator, Tensor] = {}
         self._silent = False
         self._started: list[StepRow] = []
@@ -281,6 +281,8 @@ class DryRun(TorchDispatchMode):
             self.storages.wrote(x)
 
     def _shared(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._opname in ("resize_", "resize_as_"):
+            _check_room(func, args)
         out = func(*args, **kwargs)
         if not func.is_view:
             for x in pytree.tree_leaves(out):
@@ -382,6 +384,18 @@ def _changes_to_meta(func: Any, kwargs: Any) -> bool:
     """Whether the shape of a tensor is asked for, without memory."""
     device = kwargs.get("device")
     return func._opname == "_to_copy" and device is not None and device.type == "meta"
+
+
+def _check_room(func: Any, args: Any) -> None:
+    """Raise if memory would grow in place: who counts it would not see that."""
+    x, asked = args[:2]
+    size = asked.shape if isinstance(asked, Tensor) else asked
+    room = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    if prod(size) > room:
+        raise ForesightError(
+            f"{func._opname} makes a tensor of shape {list(x.shape)} one of {list(size)}, which "
+            f"takes more memory: make a new one (torch.empty). This is at {place()}."
+        )
 
 
 def _large(x: Tensor) -> bool:

@@ -87,6 +87,12 @@ def _product(a: Any, b: Any) -> int:
     return 2 * int(a.numel()) * int(b.shape[-1])
 
 
+def _grouped(a: Any, b: Any) -> int:
+    """Of groups, which share the columns of ``b`` between them where it is one matrix for all."""
+    shared = a.dim() > b.dim()
+    return _product(a, b) // (int(a.shape[0]) if shared else 1)
+
+
 def _convolution(x: Any, weight: Any, transposed: bool, result: Any) -> int:
     per_output = prod(weight.shape[1:])
     return 2 * int((x if transposed else result).numel()) * per_output
@@ -133,7 +139,7 @@ Formula = Callable[[Sequence[Any], Sequence[Tensor]], int]
 
 FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(
-        ("mm", "bmm", "mv", "_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+        ("mm", "bmm", "mv", "_int_mm", "_scaled_mm", "_scaled_mm_v2"),
         lambda args, out: _product(args[0], args[1] if args[1].dim() > 1 else args[1][:, None]),
     ),
     **dict.fromkeys(
@@ -144,6 +150,11 @@ FORMULAS: dict[str, Formula] = {
         ("_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm"),
         lambda args, out: _product(args[0], out[0]),
     ),
+    **dict.fromkeys(
+        ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"),
+        lambda args, out: _grouped(args[0], args[1]),
+    ),
+    "_foreach_mm": lambda args, out: sum(map(_product, args[0], args[1])),
     **dict.fromkeys(("dot", "vdot"), lambda args, out: 2 * int(args[0].numel())),
     "convolution": lambda args, out: _convolution(args[0], args[1], args[6], out[0]),
     "convolution_backward": _convolution_backward,

@@ -1,4 +1,7 @@
-"""What a dry run begins with: a state and a batch of the same geometry, which nobody else has."""
+"""What a dry run begins with: a state and a batch of the same geometry, which nobody else has.
+
+And what a profile shares with it: which steps can be watched, and the state behind one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from zfunc.foresight.pageless import pageless
 from zfunc.foresight.storages import SMALL, SMALL_BYTES, Storages, whole
 from zfunc.trees.nodes import NAMESPACE, carry
 
-__all__ = ["check_step", "without_values"]
+__all__ = ["check_step", "state_after", "without_values"]
 
 
 def check_step(step: Any, who: str) -> None:
@@ -37,6 +40,13 @@ def check_step(step: Any, who: str) -> None:
             f"{who}: {step!r} is replayed as a whole, and no operation in it can be seen. "
             f"{who.capitalize()} its .step, {inner!r}."
         )
+
+
+def state_after(step: Step, state: Any, out: Any) -> Any:
+    """The state behind a step: what it returns first, or alone; inference leaves it as it was."""
+    if any(t.of_params for t in step.transforms):
+        return state
+    return out[0] if isinstance(out, tuple) and out else out
 
 
 def without_values(given: Any, storages: Storages) -> Any:

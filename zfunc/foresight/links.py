@@ -40,9 +40,9 @@ class LinkTimes:
         """How long it takes.
 
         A ring moves all bytes but a rank's own through each of its links, within a node and
-        between nodes at the same time. A sum that everybody gets goes around twice. What each rank
-        sends to each other one goes out through its own link, and what one rank has for all others
-        moves whole.
+        between nodes at the same time; an ``all_reduce`` goes around twice. In an ``all_to_all``
+        the bytes of each rank leave its node through its own link alone, and a ``broadcast`` moves
+        whole.
         """
         if row.name in COPIES:
             return row.written / self._rate(row.name)

@@ -34,7 +34,7 @@ class OperationTimes:
 
     def of(self, row: StepRow) -> float:
         """Seconds, with the gap to the next operation."""
-        key = (row.name, row.flops, row.read, row.written, row.shapes, row.dtype)
+        key = (row.name, row.flops, row.read, row.written, row.shapes, row.dtype, row.causal)
         if key not in self._known:
             self._known[key] = self.cluster.gap + max(self._arithmetic(row), self._traffic(row))
         return self._known[key]
@@ -61,7 +61,7 @@ class OperationTimes:
         if not row.flops:
             return 0.0
         peak = self.cluster.peak(peak_name(row.dtype))
-        if "attention" in row.name:
+        if row.name.startswith("_scaled_dot_product"):
             return row.flops * (0.5 if row.causal else 1.0) / (peak * self._attention(row))
         return row.flops / (peak * self._product(row))
 

@@ -5,6 +5,7 @@ Of GPUs: what their makers publish, for dense products. Of a CPU: measured.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +51,6 @@ PUBLISHED: dict[str, dict[str, float]] = {
         "int8": 2614.9,
     },
 }
-KNOWN = (torch.float16, torch.bfloat16, torch.float32)
 SIZE = 512  # of the product that a CPU is measured with
 
 
@@ -75,7 +75,8 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """
     short = str(dtype).removeprefix("torch.")
     if device.type != "cuda":
-        return Peak(_measured(dtype), f"measured: a product of {SIZE} x {SIZE} in {short}")
+        seconds = _measured(dtype, torch.get_num_threads())
+        return Peak(2 * SIZE**3 / seconds, f"measured: a product of {SIZE} x {SIZE} in {short}")
     return published(torch.cuda.get_device_name(device), dtype)
 
 
@@ -85,13 +86,12 @@ def published(name: str, dtype: torch.dtype) -> Peak:
     >>> published("NVIDIA H100 80GB HBM3", torch.bfloat16)
     Peak(flops_per_second=989400000000000.0, source='published, dense bfloat16')
     """
-    short = str(dtype).removeprefix("torch.")
-    if (rates := _rates(name)) is None or dtype not in KNOWN:
-        return Peak(None, f"unknown for {short} on {name}")
+    rates, short = peak_flops(name), str(dtype).removeprefix("torch.")
     fast = dtype == torch.float32 and TF32 in rates and takes_tf32()
-    rate = rates.get(TF32 if fast else short)
+    if (rate := rates.get(TF32 if fast else short)) is None:
+        return Peak(None, f"unknown for {short} on {name}")
     how = "TF32" if fast else short if dtype == torch.float32 else f"dense {short}"
-    return Peak(None if rate is None else rate * 1e12, f"published, {how}")
+    return Peak(rate, f"published, {how}")
 
 
 def takes_tf32() -> bool:
@@ -105,20 +105,23 @@ def peak_flops(name: str) -> dict[str, float]:
     >>> peak_flops("A100")["bfloat16"], "bfloat16" in peak_flops("V100")
     (312000000000000.0, False)
     """
-    return {dtype: 1e12 * x for dtype, x in (_rates(name) or {}).items()}
+    return {dtype: 1e12 * x for dtype, x in _rates(name).items()}
 
 
-def _rates(name: str) -> dict[str, float] | None:
-    return next((row for part, row in PUBLISHED.items() if part in name), None)
+def _rates(name: str) -> dict[str, float]:
+    if " MIG " in name:  # a slice, of which only the whole is published
+        return {}
+    # An A1000 is no A100.
+    return next((row for part, row in PUBLISHED.items() if re.search(rf"{part}(?!\d)", name)), {})
 
 
 @cache
-def _measured(dtype: torch.dtype) -> float:
-    """The best of a few products, the first of which does not count."""
+def _measured(dtype: torch.dtype, threads: int) -> float:
+    """The least seconds of a few products, the first of which does not count."""
     a = torch.ones(SIZE, SIZE, dtype=dtype)
     best = float("inf")
     for run in range(4):
         begin = time.perf_counter()
         a @ a
         best = min(best, time.perf_counter() - begin) if run else best
-    return 2 * SIZE**3 / best
+    return best

@@ -26,11 +26,11 @@ from zfunc.foresight.clusters import Cluster, check_cluster
 from zfunc.foresight.drawing import draw_memory, in_notebook
 from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.flops import Flops, summed
-from zfunc.foresight.inputs import check_step, without_values
+from zfunc.foresight.inputs import check_step, state_after, without_values
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.rows import StepRow
 from zfunc.foresight.stages import ForeseenStage, times_of_stages
-from zfunc.foresight.texts import bytes_text as _told
+from zfunc.foresight.texts import bytes_text
 from zfunc.foresight.timing import Timing
 from zfunc.kernels.dispatch import INSTEAD
 from zfunc.ranks.accounting import Ledger, ledger
@@ -154,14 +154,14 @@ class Foreseen:
             )
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{name} {_told(n)}" for name, n in self.sent.by_kind.most_common() if n)
-        parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
-        held = ", ".join(f"{name} {_told(n)}" for name, n in parts if n)
+        kinds, held = _listed(self.sent.by_kind), _listed(self.at_peak)
+        state, sent = bytes_text(self.state_bytes), bytes_text(self.sent.total_bytes)
+        peak, place = bytes_text(self.peak_bytes), bytes_text(self.place_peak_bytes)
         lines = [
-            f"rank {self.rank} of {self.ranks} holds {_told(self.state_bytes)} of the state",
-            f"a step holds at most {_told(self.peak_bytes)}, place {_told(self.place_peak_bytes)}",
+            f"rank {self.rank} of {self.ranks} holds {state} of the state",
+            f"a step holds at most {peak}, place {place}",
             *([f"at the peak: {held}"] if held else []),
-            f"it sends {_told(self.sent.total_bytes)} in {self.sent.calls} calls: {kinds}",
+            f"it sends {sent} in {self.sent.calls} calls: {kinds}",
             f"it computes {self.flops.total / 1e12:.4g} TFLOPs "
             f"(attention under a causal mask counted {self.flops.causal})",
             *(f"assumed: {assumption}" for assumption in self.assumptions),
@@ -237,7 +237,7 @@ def foresee(
             with _counted(world) as counts, _told_of(given, run):
                 out = step(state, given)
             sent.append(counts)
-            state = state if inference else out[0] if isinstance(out, tuple) and out else out
+            state = state_after(step, state, out)
             del out
             if not inference:  # whose weights in low bits would be unpacked to be looked at
                 _mark(run, state)
@@ -288,6 +288,12 @@ def _mark(run: DryRun, state: Any) -> None:
 
 def _tensors(node: Any) -> list[Tensor]:
     return [x for x in tree.leaves(node) if isinstance(x, Tensor)]
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    """Bytes by name, the most first."""
+    found = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {bytes_text(n)}" for name, n in found if n)
 
 
 def _bubble(pipe: Pipeline | None, stages: int) -> float:

@@ -27,7 +27,7 @@ from typing import Any
 
 from zfunc.foresight.peaks import peak_flops
 
-__all__ = ["GUESSED", "PRESETS"]
+__all__ = ["ALWAYS_GUESSED", "GUESSED", "PRESETS"]
 
 GIB = 1 << 30
 GBIT = 1e9 / 8
@@ -135,7 +135,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Of fields above; those that clusters have by default are guesses, too.
+# Fields of every cluster that nobody has published.
+ALWAYS_GUESSED = ("product_ramp", "attention_ramp", "stream", "link_share", "gap", "dispatch")
+# Fields above that nobody has published of one.
 GUESSED: dict[str, tuple[str, ...]] = {
     "h200": ("product", "attention"),  # an H100's
     "v100": ("product", "attention"),

@@ -21,7 +21,7 @@ from zfunc.engine.entries import copied, entry, first_placed
 from zfunc.engine.signs import signs
 from zfunc.engine.step import Step, as_step
 from zfunc.errors import CompositionError
-from zfunc.foresight.inputs import check_step
+from zfunc.foresight.inputs import check_step, state_after
 from zfunc.foresight.layer_names import named
 from zfunc.foresight.module_names import modules_named
 from zfunc.foresight.op_times import EventTimes, HostTimes, Times
@@ -77,7 +77,7 @@ def profile(step: Any, state: Any, batch: Any, depth: int = 3, warmup: int = 2) 
         watched, plain = named(step, watch.layers), 0.0
         for _ in range(warmup):
             plain, out = _timed(times, watched, mine, batch)
-            mine = mine if inference or not isinstance(out, tuple) else out[0]
+            mine = state_after(step, mine, out)
             del out
         watch.homes, size = _homes(mine), tree.size_bytes(mine)
         with watching(watch) as sent:

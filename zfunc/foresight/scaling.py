@@ -16,8 +16,7 @@ from zfunc.foresight.choices import tried
 from zfunc.foresight.clocks import notes_on
 from zfunc.foresight.clusters import Cluster, check_cluster
 from zfunc.foresight.drawing import draw_scaling, in_notebook
-from zfunc.foresight.texts import bytes_text, printed
-from zfunc.foresight.timing import told
+from zfunc.foresight.texts import bytes_text, printed, seconds_text
 
 __all__ = ["Scaling", "ScalingPoint", "scale_out"]
 
@@ -91,7 +90,7 @@ class Scaling:
             found.add_row(
                 str(point.gpus),
                 str(point.samples),
-                told(point.seconds),
+                seconds_text(point.seconds),
                 f"{point.rate * (self.tokens or 1):,.4g}",
                 f"{share:.1%}",
                 point.binds,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["ALLOCATES", "is_causal", "is_composite", "shares", "written_by"]
+__all__ = ["ALLOCATES", "is_causal", "is_composite", "shares", "writes", "written_by"]
 
 ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 SHARES = frozenset(  # no views, and of the same memory
@@ -33,7 +33,7 @@ def is_composite(func: Any) -> bool:
 
 
 @cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+def writes(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operator writes: their positions and names."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, x.name) for i, x in arguments if x.alias_info and x.alias_info.is_write)
@@ -41,7 +41,7 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes."""
-    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes(func)]
     return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
 
 

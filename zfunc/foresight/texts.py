@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-__all__ = ["bytes_text", "printed"]
+__all__ = ["bytes_text", "printed", "seconds_text"]
 
 
 def bytes_text(nbytes: int) -> str:
@@ -22,6 +22,18 @@ def bytes_text(nbytes: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.4g} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds as text.
+
+    >>> seconds_text(0.0123)
+    '12.3 ms'
+    """
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def printed(shown: Any, width: int = 120) -> Console:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zfunc.foresight.drawing import draw_lanes, in_notebook
+from zfunc.foresight.texts import seconds_text
 
 __all__ = ["LaneSpan", "Timing"]
 
@@ -61,10 +62,9 @@ class Timing:
         return max(self.parts, key=lambda name: self.parts[name], default="nothing")
 
     def __str__(self) -> str:
-        shares = ", ".join(
-            f"{name} {told(x)}" for name, x in sorted(self.parts.items(), key=lambda p: -p[1]) if x
-        )
-        head = f"a step takes {told(self.seconds)}, bound by {self.binds}: {shares}"
+        longest = sorted(self.parts.items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name} {seconds_text(x)}" for name, x in longest if x)
+        head = f"a step takes {seconds_text(self.seconds)}, bound by {self.binds}: {shares}"
         return "\n".join([head, *(f"assumed: {note}" for note in self.notes)])
 
     def plot(self, path: str | Path) -> Path:
@@ -99,15 +99,3 @@ class Timing:
         ]
         Path(path).write_text(json.dumps({"traceEvents": [*heads, *events]}))
         return Path(path)
-
-
-def told(seconds: float) -> str:
-    """Seconds as text.
-
-    >>> told(0.0123)
-    '12.3 ms'
-    """
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -18,7 +18,14 @@ from zfunc.foresight.layer_names import CurrentLayer
 from zfunc.foresight.op_times import Times
 from zfunc.foresight.own_flops import OwnFlops
 from zfunc.foresight.rows import StepRow
-from zfunc.foresight.schemas import ALLOCATES, is_composite, shares, written_by
+from zfunc.foresight.schemas import (
+    ALLOCATES,
+    is_causal,
+    is_composite,
+    shares,
+    writes,
+    written_by,
+)
 from zfunc.kernels.operators import RUNS
 
 __all__ = ["TimedRow", "Watch"]
@@ -62,8 +69,8 @@ class _Operator:
         if isinstance(func, HigherOrderOperator):  # of functions, which it runs unseen
             return cls(func.name(), False, False, False, None, True)
         name, own = func._opname, func._schema.name in RUNS
-        writes = any(x.alias_info and x.alias_info.is_write for x in func._schema.arguments)
-        return cls(name, shares(func), is_composite(func), own, formula_of(name), writes)
+        written = bool(writes(func))
+        return cls(name, shares(func), is_composite(func), own, formula_of(name), written)
 
 
 class Watch(TorchDispatchMode):
@@ -71,13 +78,13 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         layers: in which layer the program is.
-        times: takes times.
+        times: takes the times of operations.
         homes: the addresses of plain parameters, and their paths: layers that are only numbered are
             called like the parameters that they read.
         kept: bytes of what a layer's forward has made and was there when backward began.
 
     Args:
-        times: see there.
+        times: as above.
         on_gpu: whether operations without tensors may run on a GPU.
     """
 
@@ -122,8 +129,9 @@ class Watch(TorchDispatchMode):
         if not made and operator.writes and not isinstance(func, HigherOrderOperator):
             made = written_by(func, args, kwargs)
         flops: Any = 0
+        causal = False
         if operator.formula is not None:
-            flops = operator.formula(args, made)
+            flops, causal = operator.formula(args, made), is_causal(func, args, kwargs)
         elif operator.own:
             flops = self._own.asked(func, args, kwargs)
         stream = torch.cuda.current_stream().stream_id if there else 0
@@ -131,7 +139,7 @@ class Watch(TorchDispatchMode):
             *(operator.name, layer, phase, flops, begin, end, stream),
             *(sum(x.nbytes for x in given), sum(x.nbytes for x in made)),
             *(sum(x.numel() for x in made), tuple(tuple(x.shape) for x in given)),
-            given[0].dtype if given else None,
+            *(given[0].dtype if given else None, causal),
         ))  # fmt: skip
         if self.homes and layer.isdigit() and layer not in self._names:
             self._call(layer, given)
@@ -161,7 +169,7 @@ class Watch(TorchDispatchMode):
 
     def _row(self, name: str, layer: str, phase: str, flops: Any, begin: Any, end: Any,
              stream: int, read: int, written: int, elements: int, shapes: Any,
-             dtype: Any) -> TimedRow:  # fmt: skip
+             dtype: Any, causal: bool) -> TimedRow:  # fmt: skip
         start = self.times.seconds(begin)
         return TimedRow(
             *("compute", name, self._names.get(layer, layer), phase),
@@ -171,6 +179,7 @@ class Watch(TorchDispatchMode):
             elements=elements,
             shapes=shapes,
             dtype=dtype,
+            causal=causal,
             begin=start,
             seconds=self.times.seconds(end) - start,
             stream=stream,
