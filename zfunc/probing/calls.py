@@ -16,11 +16,11 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zfunc.errors import PlacementError
 from zfunc.modules.functional import Functional
 from zfunc.modules.units import ModuleUnit
+from zfunc.probing.arguments import cloned, leaves_of, tensors_in
 from zfunc.probing.attributes import watched
 from zfunc.probing.exactness import Doubled
 from zfunc.probing.examples import examples_of
@@ -29,16 +29,7 @@ from zfunc.probing.reads import ReadParameters
 from zfunc.probing.traits import NUMBERS, Floats, Numbered, differences, floats_of, plain
 from zfunc.trees.nodes import NAMESPACE
 
-__all__ = [
-    "LARGE",
-    "LayerInputs",
-    "LayerKind",
-    "Probed",
-    "cloned",
-    "probed",
-    "tensors_in",
-    "use_attention",
-]
+__all__ = ["LARGE", "LayerInputs", "LayerKind", "Probed", "probed", "use_attention"]
 
 MOST = 8  # ways in which layers of a kind are called, in one call of the module
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
@@ -62,7 +53,7 @@ class LayerInputs:
         """By position the names of the arguments; with a dot if they lie inside of one."""
         every: Any = (self.args, self.kwargs)
         paths = optree.tree_paths(every, none_is_leaf=True, namespace=NAMESPACE)
-        rows = zip(paths, _leaves(every), strict=True)
+        rows = zip(paths, leaves_of(every), strict=True)
         parameters = list(inspect.signature(type(layer).forward).parameters)[1:]
         found: dict[int, str] = {}
         for path, x in rows:
@@ -127,47 +118,6 @@ class Probed:
     failed: str | None = None
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors among some arguments, in order."""
-    return [x for x in _leaves(tree) if isinstance(x, Tensor)]
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
-
-
-def cloned(tree: Any, each: Callable[[int, Tensor], Tensor]) -> Any:
-    """Some arguments with ``each(position, tensor)`` in the place of tensors, the rest copied."""
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    out, at = [], 0
-    for x in leaves:
-        if isinstance(x, Tensor):
-            out.append(each(at, x))
-            at += 1
-        else:
-            out.append(_copied(x))
-    return optree.tree_unflatten(spec, out)
-
-
-def _copied(x: Any) -> Any:
-    if x is None or isinstance(x, int | float | str | nn.Module):
-        return x
-    with _Detaching():
-        return copy.deepcopy(x)
-
-
-class _Detaching(TorchFunctionMode):
-    """A block in which tensors are copied without their graphs, which torch refuses to copy: those
-    of a cache that layers before have filled, say."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and args[0].grad_fn is not None:
-            return args[0].detach().clone()
-        return func(*args, **(kwargs or {}))
-
-
 # --- the copy ----------------------------------------------------------------------------------
 
 
@@ -214,7 +164,7 @@ def _way(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: s
             return (at, "its place")
         return (at, type(x), (x > 0) - (x < 0) if isinstance(x, float) else plain(x, 0))
 
-    return tuple(told(at, x) for at, x in zip(paths, _leaves(given), strict=True))
+    return tuple(told(at, x) for at, x in zip(paths, leaves_of(given), strict=True))
 
 
 def _is_layer(part: nn.Module) -> bool:

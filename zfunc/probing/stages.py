@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zfunc.modules.split_reductions import Reductions, given_features
-from zfunc.probing.calls import LayerInputs, LayerKind, cloned, tensors_in, use_attention
+from zfunc.probing.arguments import cloned, tensors_in
+from zfunc.probing.calls import LayerInputs, LayerKind, use_attention
 from zfunc.probing.exactness import Doubled, Undropped
 from zfunc.probing.products import Product, product_of, stand_in
 
