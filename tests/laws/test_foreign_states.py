@@ -291,3 +291,21 @@ def test_a_plain_function_does_not_lose_the_masters() -> None:
         plain(state, rows)
     state, _ = step(state, rows)
     plain(step.unplace(state), rows.float())
+
+
+@pytest.mark.parametrize("wrap", [bare, zf.remat, shard(3)], ids=["bare", "remat", "shard"])
+def test_a_step_of_a_step_is_that_step(wrap: Callable[[Any], Any]) -> None:
+    step = zf.train_step(stack_loss, ADAM)
+    again = zf.Step(zf.Step(wrap(step)))
+    assert again == wrap(step) and again.tx is ADAM and again.fn is step.fn
+    outer = zf.precision(again)
+    state = outer.place(zf.TrainState.create(stack(torch.float64), ADAM, key=7))
+    assert torch.is_tensor(outer(state, BATCH)[1]["loss"])
+    assert zf.Step(step, transforms=wrap(step).transforms) == wrap(step)
+    assert zf.Step(step, tx=SGD).tx is SGD
+
+
+def test_a_transform_inside_of_a_step_of_a_step_acts_once() -> None:
+    step = zf.Step(shard(1)(zf.train_step(stack_loss, ADAM)))
+    with pytest.raises(zf.CompositionError, match="wrapped in shard already"):
+        shard(3)(step)

@@ -222,7 +222,7 @@ class Step:
     remembers from call to call (the order in which units enter) belongs to the world.
 
     Attributes:
-        fn: the user's function.
+        fn: the user's function. Given a step, this one is the same under more transforms.
         transforms: in data-flow order.
         tx: the optimizer, where it is known.
     """
@@ -232,10 +232,12 @@ class Step:
     tx: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("__name__", "__doc__", "__module__", "__qualname__"):
-            if hasattr(self.fn, name):
-                object.__setattr__(self, name, getattr(self.fn, name))
-        object.__setattr__(self, "__wrapped__", self.fn)
+        if isinstance(fn := self.fn, Step):
+            fn = functools.reduce(Step.wrap, self.transforms, fn)
+            vars(self).update(vars(fn), tx=fn.tx if self.tx is None else self.tx)
+        names = ("__name__", "__doc__", "__module__", "__qualname__")
+        told = {name: getattr(self.fn, name) for name in names if hasattr(self.fn, name)}
+        vars(self).update(told, __wrapped__=self.fn)
 
     def __hash__(self) -> int:
         try:
