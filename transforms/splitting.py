@@ -556,7 +556,7 @@ def split(
             joins it and has positions goes through ``zf.operators.positions``. All that a loss
             draws differs from rank to rank.
         example: arguments of the model's ``apply``, tensors or shapes, where it takes more than
-            integer ids.
+            integer ids. A shape is that of floats, or of ids where the model takes no floats.
 
     Returns:
         A :class:`~zfunc.Step`. Every rank of the axis passes the same rows of a batch

@@ -382,6 +382,72 @@ def test_examples_are_tensors_or_shapes(example: Any) -> None:
     assert {"layers.0.out.weight", "layers.1.down.weight"} <= plan.splits.keys()
 
 
+class Texts(nn.Module):
+    """Ids, kinds of them and a mask, each of which another type is refused for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.kinds = nn.Embedding(11, WIDTH), nn.Embedding(2, WIDTH)
+        self.layers = nn.ModuleList([Gated(), Gated()])
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(
+        self, ids: Tensor, scale: Any = None, kinds: Any = None, mask: Any = None, late: bool = True
+    ) -> Tensor:
+        x = self.table(ids)
+        x = x if scale is None else x * torch.sigmoid(scale).unsqueeze(-1).log()
+        if kinds is not None and not late:
+            x = x + self.kinds(kinds)
+        x = x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        for layer in self.layers:
+            x = x + layer(x)
+        if kinds is not None and late:  # when all layers have been called
+            x = x + self.kinds(kinds)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        (2, 5),
+        ((2, 5),),
+        {"ids": (2, 5)},
+        {"ids": (2, 5), "scale": (2, 5)},
+        {"ids": (2, 5), "scale": (2, 5), "kinds": (2, 5)},
+        {"ids": (2, 5), "kinds": (2, 5), "late": False},
+        ((2, 5), None, (2, 5), torch.ones(2, 5, dtype=torch.bool)),
+    ],
+    ids=str,
+)
+def test_a_shape_may_be_that_of_ids(example: Any) -> None:
+    plan = plan_of(zf.functionalize(Texts()), 2, example=example)
+    assert {"table.weight", "head.weight", "layers.1.down.weight"} <= plan.splits.keys(), plan.whole
+
+
+def test_of_a_shape_floats_are_tried_first() -> None:
+    given = []
+
+    class Noted(Texts):
+        def forward(self, ids: Tensor, scale: Any = None, *rest: Any, **more: Any) -> Tensor:
+            given.append((ids.dtype, scale.dtype))
+            return super().forward(ids, scale, *rest, **more)
+
+    plan_of(zf.functionalize(Noted()), 2, example=((2, 5), (2, 5)))
+    assert given[0] == (torch.float64, torch.float64) and given[1] == (torch.int64, torch.float64)
+    assert (torch.float64, torch.int64) not in given and (torch.int64, torch.int64) not in given
+
+
+def test_a_shape_of_neither_says_what_to_write() -> None:
+    with pytest.raises(PlacementError) as caught:
+        plan_of(zf.functionalize(Texts()), 2, example={"ids": (2, 5), "mask": (2, 5)})
+    text = str(caught.value)
+    assert text.count("Expected tensor for argument #1 'indices'") == 1, "each reason once"
+    assert "with integer ids for ids, mask: " in text
+    assert "Shapes were given for ids, mask, and tried as" in text
+    assert "example={..., 'mask': torch.ones((2, 5), dtype=torch.bool)}" in text
+
+
 def test_a_module_that_takes_no_ids_says_so() -> None:
     with pytest.raises(PlacementError, match=r"cannot be called.*integer ids.*example="):
         plan_of(zf.functionalize(Pictures()), 2)

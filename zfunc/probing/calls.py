@@ -23,7 +23,7 @@ from zfunc.modules.units import ModuleUnit
 from zfunc.probing.arguments import cloned, leaves_of, tensors_in
 from zfunc.probing.attributes import watched
 from zfunc.probing.exactness import Doubled
-from zfunc.probing.examples import examples_of
+from zfunc.probing.examples import examples_of, shapes_in
 from zfunc.probing.products import Product, product_of, stand_in
 from zfunc.probing.reads import ReadParameters
 from zfunc.probing.traits import NUMBERS, Floats, Numbered, differences, floats_of, plain
@@ -435,43 +435,73 @@ def probed(functional: Functional, example: Any = None) -> Probed:
 
     Args:
         example: arguments of ``apply``, tensors or shapes: a tuple of positional ones, a dict of
-            named ones, or the one argument. By default integer ids, else the module's
+            named ones, or the one argument. A shape is that of random floats, or of integer ids
+            where the module takes no floats. By default integer ids, else the module's
             ``dummy_inputs``.
 
     Raises:
         PlacementError: the module takes neither, or not the example.
     """
     tried: list[str] = []
+    in_part: Probed | None = None
     for what, args, kwargs in examples_of(functional, example):
-        recorder = _ProbedCall(_Copy(functional))
-        found = recorder.found
-        try:
-            recorder.run(args, kwargs, attention_of(found.module))
-        except Exception as error:  # the module's own code, which may raise whatever it likes
-            tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
-            if not found.kinds or any(not kind.calls for kind in found.kinds):
-                continue
-            found.failed = tried[-1]
-        recorder.look()
-        if found.failed is None:
-            _run_with_more(functional, recorder, args, kwargs)
-            _run_otherwise(functional, recorder, args, kwargs)
-            recorder.watch(args, kwargs)
-            recorder.look()
-        recorder.end()
-        for kind in found.kinds:
-            more = [replace(kind.calls[0], floats=x) for x in kind.floats if kind.calls]
-            kind.calls += [*kind.others.values(), *more]
-        if found.kinds and all(not kind.calls for kind in found.kinds):
-            tried.append(f"{what}: no layer was called")
-            continue
-        if not found.kinds:
-            found.kinds.append(LayerKind([""], found.module, [_whole_call(args, kwargs)]))
-        return found
+        found = _probed_with(functional, what, args, kwargs, tried)
+        if found is not None and (found.failed is None or example is None):
+            return found
+        in_part = in_part or found  # other numbers of a shape may bring it to the end
+    if in_part is not None:
+        return in_part
+    shapes = {} if example is None else shapes_in(functional, example)
+    if shapes:  # many ways fail alike
+        tried = list({text.partition(": ")[2]: text for text in reversed(tried)}.values())[::-1]
     raise PlacementError(
-        f"{functional._name} cannot be called to see how it is split ({'; '.join(tried)}). Give "
-        "arguments of apply, tensors or shapes: example={'pixel_values': (1, 3, 32, 32)}."
+        f"{functional._name} cannot be called to see how it is split ({'; '.join(tried)}). "
+        + _remedy(shapes)
     )
+
+
+def _remedy(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    if not shapes:
+        return (
+            "Give arguments of apply, tensors or shapes: example={'pixel_values': (1, 3, 32, 32)}."
+        )
+    name, shape = list(shapes.items())[-1]
+    return (
+        f"Shapes were given for {', '.join(shapes)}, and tried as those of floats and of integer "
+        f"ids. Give a tensor for what is neither: example={{..., {name!r}: torch.ones({shape}, "
+        "dtype=torch.bool)}."
+    )
+
+
+def _probed_with(
+    functional: Functional, what: str, args: tuple[Any, ...], kwargs: Any, tried: list[str]
+) -> Probed | None:
+    """A copy called with this, or ``None`` if it went wrong before: ``tried`` gets the reason."""
+    recorder = _ProbedCall(_Copy(functional))
+    found = recorder.found
+    try:
+        recorder.run(args, kwargs, attention_of(found.module))
+    except Exception as error:  # the module's own code, which may raise whatever it likes
+        tried.append(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
+        if not found.kinds or any(not kind.calls for kind in found.kinds):
+            return None
+        found.failed = tried[-1]
+    recorder.look()
+    if found.failed is None:
+        _run_with_more(functional, recorder, args, kwargs)
+        _run_otherwise(functional, recorder, args, kwargs)
+        recorder.watch(args, kwargs)
+        recorder.look()
+    recorder.end()
+    for kind in found.kinds:
+        more = [replace(kind.calls[0], floats=x) for x in kind.floats if kind.calls]
+        kind.calls += [*kind.others.values(), *more]
+    if found.kinds and all(not kind.calls for kind in found.kinds):
+        tried.append(f"{what}: no layer was called")
+        return None
+    if not found.kinds:
+        found.kinds.append(LayerKind([""], found.module, [_whole_call(args, kwargs)]))
+    return found
 
 
 def _run_with_more(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from zfunc.modules.functional import Functional
 
-__all__ = ["examples_of"]
+__all__ = ["examples_of", "shapes_in"]
 
 TEXTS, LENGTH = 2, 5
+MOST = 4  # shapes of which each may be that of ids: 16 calls
 Example = tuple[str, tuple[Any, ...], Any]
 """What it is, positional arguments, and named ones."""
 
@@ -22,11 +24,11 @@ def examples_of(functional: Functional, example: Any) -> list[Example]:
     named = functional.signature.parameters
     quiet = {"use_cache": False} if "use_cache" in named else {}
     if example is not None:
-        args, kwargs = _arguments(example)
-        return [("the example", args, {**quiet, **kwargs})]
-    generator = torch.Generator().manual_seed(2)
-    size = _vocabulary(functional)
-    ids = torch.randint(2 if size > 4 else 0, size, (TEXTS, LENGTH), generator=generator)
+        return [
+            (f"the example{told}", args, {**quiet, **kwargs})
+            for told, args, kwargs in _of_user(functional, example)
+        ]
+    ids = _ids((TEXTS, LENGTH), _vocabulary(functional))
     found: list[Example] = [("integer ids", (ids,), quiet)]
     if "input_ids" in named:
         found = [("integer ids", (), {"input_ids": ids, **quiet})]
@@ -39,22 +41,53 @@ def examples_of(functional: Functional, example: Any) -> list[Example]:
     return found
 
 
-def _vocabulary(functional: Functional) -> int:
-    """How many different ids every table has, be it one of few positions."""
+def shapes_in(functional: Functional, example: Any) -> dict[str, tuple[int, ...]]:
+    """The arguments, by name, of which a user's example gives the shape alone."""
+    given = _arguments(example).items()
+    return {_name(functional, key): tuple(x) for key, x in given if _is_shape(x)}
+
+
+def _of_user(functional: Functional, example: Any) -> Iterable[Example]:
+    """What a user gave. A shape does not say of what: of floats, or of ids where those fail."""
+    given = _arguments(example)
+    shapes = [key for key, x in given.items() if _is_shape(x)]
+    sizes = range(len(shapes) + 1) if len(shapes) <= MOST else (0, len(shapes))
+    for ids in chain.from_iterable(combinations(shapes, n) for n in sizes):
+        size = _vocabulary(functional, least=len(ids) > 1)  # nobody knows which is for which table
+        values = {key: _ids(x, size) if key in ids else _value(x) for key, x in given.items()}
+        args = tuple(x for key, x in values.items() if isinstance(key, int))
+        names = ", ".join(_name(functional, key) for key in ids)
+        told = f" with integer ids for {names}" if ids else ""
+        yield told, args, {key: x for key, x in values.items() if isinstance(key, str)}
+
+
+def _name(functional: Functional, key: int | str) -> str:
+    names = list(functional.signature.parameters)
+    return names[key] if isinstance(key, int) and key < len(names) else str(key)
+
+
+def _ids(shape: Iterable[int], size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(2 if size > 4 else 0, size, tuple(shape), generator=generator)
+
+
+def _vocabulary(functional: Functional, least: bool = False) -> int:
+    """How many different ids every table has, be it one of few positions; ``least``: or kinds."""
     sizes = [
         part.num_embeddings
         for part in functional._pool.skeleton.modules()
         if isinstance(part, nn.Embedding)
     ]
-    return min([n for n in sizes if n > LENGTH] or sizes or [2])
+    return min([n for n in sizes if n > LENGTH and not least] or sizes or [2])
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(example: Any) -> dict[int | str, Any]:
+    """By place or by name."""
     if isinstance(example, Mapping):
-        return (), {key: _value(x) for key, x in example.items()}
+        return dict(example)
     if isinstance(example, tuple | list) and not _is_shape(example):
-        return tuple(map(_value, example)), {}
-    return (_value(example),), {}
+        return dict(enumerate(example))
+    return {0: example}
 
 
 def _is_shape(x: Any) -> bool:
