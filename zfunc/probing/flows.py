@@ -17,6 +17,11 @@ from zfunc.probing.stages import Stage, Trace
 
 __all__ = ["Pairing", "connected", "pairings"]
 
+GRADLESS = (
+    "it is called where gradients are off: under torch.no_grad, or in a checkpoint with "
+    "use_reentrant=True, in whose place zf.remat or use_reentrant=False can be"
+)
+
 
 @dataclass(frozen=True)
 class Pairing:
@@ -78,6 +83,7 @@ def pairings(stage: Stage) -> tuple[list[Pairing], dict[str, str]]:
     found: dict[frozenset[str], Pairing] = {}
     why: dict[str, str] = dict.fromkeys(stage.repeated, "it is called several times")
     why |= {name: "it was not called" for name in stage.products if name not in stage.trace.inputs}
+    why |= {name: GRADLESS for name in flow.order if not trace.outputs[name].requires_grad}
     for name in flow.order:
         pairing = _paired(flow, name)
         if isinstance(pairing, str):

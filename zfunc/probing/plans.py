@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Split
@@ -31,6 +32,7 @@ from zfunc.probing.trials import Parts, parts_of
 __all__ = ["plan_of"]
 
 RULED = "a rule leaves it whole"
+ANEW = "a checkpoint in the layer computes something else in backward than it has forward"
 READ = "code outside of the layer reads a parameter of it"
 TIED = "its weight is that of another submodule, too, where it would be split otherwise"
 
@@ -263,6 +265,9 @@ def _of_kind(
     stage = Stage(kind.module, kind.calls, kind.fixed)
     try:
         pairs, made.whole = pairings(stage)
+    except CheckpointError:
+        made.whole[""] = ANEW
+        return made
     except Exception as error:  # the module's own code, on what its layers were given
         first = (str(error).splitlines() or [""])[0]
         made.whole[""] = f"it fails on the example ({type(error).__name__}: {first}): give another"
@@ -284,9 +289,10 @@ def _of_kind(
                     raise Refused(f"{path} is to be split with it, and {kept[home]}")
             _add(more, stage, parts, before, closed)
             check_together(stage, more, ways)
-        except Refused as error:
+        except (Refused, CheckpointError) as error:
+            told = str(error) if isinstance(error, Refused) else ANEW
             for name in pairing.members:
-                made.whole.setdefault(name, str(error))
+                made.whole.setdefault(name, told)
         else:
             made = more
     for name, p in stage.parameters.items():

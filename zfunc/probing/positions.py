@@ -150,7 +150,10 @@ def stream_of(kind: LayerKind, made: LayerParts, ways: int) -> tuple[LayerStream
 
 
 def _stream_of(stage: Stage, made: LayerParts, ways: int) -> tuple[LayerStream, int]:
-    pairs, _ = pairings(stage)
+    try:
+        pairs, _ = pairings(stage)
+    except Exception as error:  # the module's own code, on what its layers were given
+        raise Uncut(f"it fails on the example ({_told(error)})") from error
     if stage.repeated:
         raise Uncut(f"{', '.join(sorted(stage.repeated))} is called several times")
     if any("." in name for name in made.given):

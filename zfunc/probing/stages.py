@@ -6,6 +6,7 @@ between its products.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from zfunc.modules.split_reductions import Reductions, given_features
 from zfunc.probing.arguments import cloned, tensors_in
@@ -32,6 +34,7 @@ class Trace:
     Attributes:
         inputs, outputs: of products, by name.
         order: their names as they were called.
+        calls: of products, also of those that are called again: name, input and output.
         given: the tensors among the layer's arguments.
         result: the first tensor that the layer gave.
         further: the other ones.
@@ -43,6 +46,7 @@ class Trace:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    calls: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     result: Tensor | None = None
     further: list[Tensor] = field(default_factory=list)
@@ -93,6 +97,7 @@ class Stage:
         self.parameters: dict[str, nn.Parameter] = {}
         self.repeated: set[str] = set()
         self.trace = Trace()
+        self._graphs: list[weakref.ref[Trace]] = []  # runs that can be differentiated
         self.values: dict[str, Tensor] = {}
         self.apart, self.told = False, dict[str, Whole]()
         self.on_product: Callable[[str], None] = lambda name: None
@@ -170,6 +175,8 @@ class Stage:
         number = len(self.products)
 
         def forward(x: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() >= 0:
+                return self._given_again(name, x) + 0
             trace = self.trace
             self.on_product(name)
             if name in trace.inputs:
@@ -187,9 +194,22 @@ class Stage:
             if torch.is_grad_enabled():
                 y = y.detach().requires_grad_()
             trace.outputs[name] = y
+            trace.calls.append((name, x, y))
             return y + 0  # some write into it
 
         return stand_in(forward)
+
+    def _given_again(self, name: str, x: Tensor) -> Tensor:
+        """What a product gave in the run whose backward computes it anew (a checkpoint in a layer).
+
+        Raises:
+            CheckpointError: nobody knows in which one, or it was given something else there.
+        """
+        for trace in filter(None, (ref() for ref in reversed(self._graphs))):
+            for other, given, y in trace.calls:
+                if other == name and torch.equal(given, x):
+                    return y
+        raise CheckpointError(f"{name} is given something else when it is computed anew")
 
     def run(
         self,
@@ -214,6 +234,9 @@ class Stage:
             told: of norms, what is known of all features where these are a rank's.
         """
         self.trace, self.values = Trace(draw=draw, scale=scale), dict(values or {})
+        if grad:
+            alive = [ref for ref in self._graphs if ref() is not None]
+            self._graphs = [*alive, weakref.ref(self.trace)]
         self.apart, self.told = apart, dict(told or {})
         generator = torch.Generator().manual_seed(draw)
 
