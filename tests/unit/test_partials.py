@@ -22,10 +22,14 @@ WRONG: dict[str, Between] = {
     "a softmax": lambda h, p: h.softmax(-1),
     "a layer norm": lambda h, p: F.layer_norm(h, h.shape[-1:]),
     "a leaf by its norm": lambda h, p: h * (p["gain"] / p["gain"].norm()),
+    "a mean behind more": lambda h, p: h * torch.atan(h.mean(-1, keepdim=True)),
+    "a threshold": lambda h, p: h * (h > h.mean(-1, keepdim=True)),
+    "the larger": lambda h, p: torch.max(h, h.amin(-1, keepdim=True) + 0.1),
     "a mean square": lambda h, p: h * (h.float().pow(2).mean(2, keepdim=True) + 1).rsqrt(),
 }
 RIGHT: dict[str, Between] = {
     "each by itself": lambda h, p: h.relu() * p["gain"],
+    "compared": lambda h, p: h * (torch.atan(h) > 0.1).to(h),
     "summed over ranks": lambda h, p: h / zf.psum(h.square().sum(-1, keepdim=True), "tensor"),
     "within heads": lambda h, p: F.rms_norm(h.unflatten(-1, (-1, 2)), (2,)).flatten(-2),
     "over positions": lambda h, p: h - h.mean(1, keepdim=True),

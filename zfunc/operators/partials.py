@@ -9,9 +9,11 @@ have in parts is to be summed over ranks, too, before it is used with parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -30,12 +32,9 @@ _OVER_ALL = (
 _NORMS = "norm vector_norm linalg_vector_norm linalg_norm"
 _SCANS = "softmax log_softmax softmin cumsum cumprod logcumsumexp layer_norm rms_norm"
 _EACH = (
-    "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv truediv rtruediv "
-    "divide true_divide pow rpow neg negative exp expm1 log log1p sqrt rsqrt square abs sign "
-    "reciprocal sin cos tanh sigmoid relu relu6 gelu silu mish elu selu celu softplus softsign "
-    "hardtanh hardsigmoid hardswish leaky_relu logsigmoid erf clamp clip clamp_min clamp_max round "
-    "floor ceil to type float double half bfloat16 contiguous clone detach where masked_fill "
-    "itruediv maximum minimum dropout addcmul addcdiv lerp"
+    "radd iadd rsub isub subtract rmul imul multiply rdiv truediv rtruediv itruediv divide rpow "
+    "negative to type float double half bfloat16 contiguous detach dropout hardswish softsign "
+    "logsigmoid relu6"
 )
 Place = tuple[int, Any]
 """Where a function's dimensions stand among its arguments, and which they are by default."""
@@ -54,7 +53,7 @@ SUMS: dict[str, Place] = {
     **MIXED,
 }
 EACH = frozenset(_EACH.split())
-"""What works on each number by itself."""
+"""What works on each number by itself, beside the operators of which torch says so."""
 PIECES = ("chunk", "split", "tensor_split")
 
 
@@ -90,7 +89,7 @@ class Partials(TorchFunctionMode):
             self._sum(name, given[0], out, args, named)
         elif name in PIECES:
             _note(out, ALONG, *dims)
-        elif name in EACH:
+        elif _works_on_each(name):
             if dims and sums is not None:
                 raise self._refused(sums, name)
             _note(out, PARTIAL, sums) if sums is not None else _note(out, ALONG, *dims)
@@ -117,6 +116,13 @@ class Partials(TorchFunctionMode):
             f"others, and the whole is neither. Sum over ranks in between, zf.psum(x, "
             f"{self.axis!r}), do it where the leaf is whole, or behind zf.row."
         )
+
+
+@cache
+def _works_on_each(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, x) for x in getattr(packet, "overloads", list)()]
+    return name in EACH or any(torch.Tag.pointwise in x.tags for x in overloads)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
