@@ -8,7 +8,8 @@
 Four constants are tuned on six rows (``foresight_tuned.py``). All others are published
 (``zfunc/foresight/presets.py``) or guessed; each guess is halved and doubled, and the table says
 what that does to the mean error. The yardstick is one constant utilisation of each device, tuned on
-the same rows. What is timed is a stand-in (``foresight_mpt.py``).
+the same rows. What is timed is a stand-in (``foresight_mpt.py``). Behind the tables of times stands
+the memory that torchtitan has published (``foresight_titan.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
@@ -28,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import foresight_mpt
+from benchmarks import foresight_mpt, foresight_titan
 from benchmarks.foresight_cases import (
     Published,
     Traces,
@@ -77,6 +79,10 @@ def main() -> int:
         report["guesses"] = _sensitivity(held, traces)
     _print_summary(console, report, rates)
     report["claims"] = [_claimed(console, claim, traces) for claim in others]
+    if others:
+        titan = list(foresight_titan.rows())
+        console.print(foresight_titan.table(titan))
+        report["memory"] = [asdict(row) for row in titan]
     report |= {"rows": [{**row.row, **x} for row, x in zip(rows, told, strict=True)]}
     report |= {"tuned": TUNED, "hardware": hardware(), "versions": versions()}
     report["seconds"] = time.perf_counter() - begun

@@ -18,7 +18,7 @@ __all__ = ["Claim", "claims"]
 
 VOCAB = 51200
 SHAPES = {"174.6": (12288, 96), "529.6": (20480, 105)}  # width and blocks, by billions
-TITAN = "Llama 3 under FSDP2 with selective recomputation, compile or float8: no stand-in"
+TITAN = "Llama 3 under FSDP2 with selective recomputation, compile or float8: no stand-in for time"
 LACKS = {
     "published_torchtitan_h100_202412.csv": TITAN,
     "published_torchtitan_a100_2024.csv": TITAN,

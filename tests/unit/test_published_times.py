@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import foresight_cases
+from benchmarks import foresight_cases, foresight_titan
 from benchmarks.foresight import FOLDER, MPT, main
 from benchmarks.foresight_cases import Traces, cluster_of, guesses, published
 from benchmarks.foresight_claims import claims
@@ -164,3 +164,11 @@ def test_every_published_row_is_predicted_or_says_why() -> None:
     found = list(claims(FOLDER))
     assert len(found) == 5 + 12 + 12 + 3
     assert all(claim.why for claim in found) and sum(claim.case is not None for claim in found) == 9
+
+
+def test_memory_that_torchtitan_has_published_lies_between_what_is_foreseen() -> None:
+    """Of selective recomputation: below all layers kept, above all of them recomputed."""
+    pytest.importorskip("transformers")
+    first = next(foresight_titan.rows())
+    assert first.recomputed is not None and first.kept is not None
+    assert first.recomputed < first.published == 82.4 < first.kept
