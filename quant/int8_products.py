@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.kernels.dispatch import INSTEAD
 from zfunc.kernels.panels import WIDEST
 from zfunc.quant.large_pages import into_large_pages
 from zfunc.quant.low_bit import LowBit
@@ -55,9 +56,9 @@ def exact() -> bool:
 
 
 def takes(weight: LowBit, m: int) -> bool:
-    """Whether this route is there and worth it."""
+    """Whether this route is there and worth it; a step that is foreseen knows no oneDNN."""
     n, k = weight.rows
-    if not (n and k and m and exact()):
+    if not (n and k and m) or INSTEAD.get() is not None or not exact():
         return False
     width, groups = weight.format.width(k), weight.format.groups(k)
     if width > WIDEST:

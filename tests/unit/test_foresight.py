@@ -22,6 +22,7 @@ from zfunc.foresight.flops import flops_of
 from zfunc.foresight.pageless import pageless
 from zfunc.language import gpt
 from zfunc.language.gpt import GPTConfig
+from zfunc.quant import int8_products
 
 pytestmark = pytest.mark.usefixtures("thawed")
 
@@ -138,7 +139,8 @@ def test_a_mask_that_is_learned_goes_into_the_fused_kernel_of_a_gpu() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_low_bits_change_no_flops(bits: int) -> None:
-    """Nor is a large weight in memory as it was."""
+    """Nor is a large weight in memory as it was; whatever products this CPU has."""
+    int8_products.exact()  # which is asked once in a process
     shape = GPTConfig(vocab=130, width=128, depth=2, heads=4)
     params, ids = gpt.init(shape, zf.random.key(0)), torch.zeros(2, 16, dtype=torch.int64)
 

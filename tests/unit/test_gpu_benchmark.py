@@ -123,7 +123,7 @@ def test_what_was_timed_without_a_graph_is_marked(monkeypatch: pytest.MonkeyPatc
     class Pretended:
         real = True
 
-        def __call__(self, call: Any, copies: int = 1) -> gpu_timing.Timing:
+        def __call__(self, call: Any, copies: int = 1, **how: Any) -> gpu_timing.Timing:
             return times[call(0)]
 
     run = gpu.Run(tmp_path, gpu.Size.small(), torch.device("cpu"), 0.0, frozenset())
