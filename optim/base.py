@@ -18,19 +18,13 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.layout.freezing import without_frozen
 from zfunc.optim.elementwise import check_on
+from zfunc.trees.marks import spent
 from zfunc.trees.memory import RUNNING
-from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, spent
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed
 from zfunc.trees.reduction import reduced
 from zfunc.trees.tree import dotted, paths
 
-__all__ = [
-    "EmptyState",
-    "GradientTransformation",
-    "by_path",
-    "identity",
-    "nodes",
-    "present",
-]
+__all__ = ["EmptyState", "GradientTransformation", "by_path", "identity", "nodes", "present"]
 
 Tree = Any
 T = TypeVar("T")

@@ -19,17 +19,7 @@ from torch import Tensor
 
 from zfunc.trees.kinds import kind
 
-__all__ = [
-    "BLOCK",
-    "SMALL",
-    "Joined",
-    "Launch",
-    "Row",
-    "Stretch",
-    "joined",
-    "parted",
-    "runs",
-]
+__all__ = ["BLOCK", "SMALL", "Joined", "Launch", "Row", "Stretch", "joined", "parted", "runs"]
 
 BLOCK = 64
 SMALL = 1 << 14  # elements up to which a leaf is copied beside others

@@ -26,15 +26,7 @@ from zfunc.buffers.uploads import on_device
 from zfunc.kernels.adamw import adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import choose
 from zfunc.optim.base import nodes
-from zfunc.optim.buffers import (
-    SMALL,
-    Launch,
-    Row,
-    Stretch,
-    joined,
-    parted,
-    runs,
-)
+from zfunc.optim.buffers import SMALL, Launch, Row, Stretch, joined, parted, runs
 from zfunc.optim.paces import Paces, own_count, own_pace
 from zfunc.optim.updates import Scaled, scale
 from zfunc.trees import memory, tree

@@ -15,7 +15,8 @@ from zfunc.layout.splits import Split
 from zfunc.optim.base import nodes
 from zfunc.ranks.axes import alone
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import Placed, part_of
+from zfunc.trees.marks import part_of
+from zfunc.trees.nodes import Placed
 from zfunc.trees.tree import dotted
 
 __all__ = ["LeafPlace", "Share", "places", "shares"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.trees import tree
 from zfunc.trees.boxes import elementwise
+from zfunc.trees.marks import carry
 from zfunc.trees.nodes import (
     NAMESPACE,
     OPAQUE,
@@ -18,7 +19,6 @@ from zfunc.trees.nodes import (
     Lazy,
     Placed,
     boxes_in,
-    carry,
     held_in,
     opened,
     register,

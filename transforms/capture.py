@@ -38,7 +38,8 @@ from zfunc.quant.qtensor import QTensor
 from zfunc.ranks import keys, world
 from zfunc.ranks.comm import Group, groups_of
 from zfunc.trees import memory, tree
-from zfunc.trees.nodes import NAMESPACE, carry
+from zfunc.trees.marks import carry
+from zfunc.trees.nodes import NAMESPACE
 
 __all__ = ["ONE_AT_A_TIME", "Captured", "Reads", "captured"]
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from zfunc.engine.context import Context, current
 from zfunc.engine.hooks import Order
 from zfunc.engine.step import Transform, transform_of
+from zfunc.trees.marks import any_spent, spent
 from zfunc.trees.memory import Donation, blank
-from zfunc.trees.nodes import Box, any_spent, boxes_in, held_in, spent
+from zfunc.trees.nodes import Box, boxes_in, held_in
 
 __all__ = ["Donate", "donate"]
 
@@ -42,8 +43,7 @@ class Donate(Transform):
     def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
         """If the call fails, what it has spent says so, and so does the error. Memory goes blank
         before it is overwritten: as long as nothing is blank the state is whole."""
-        given: list[Sequence[Tensor]] = []
-        token = _GIVEN.set(given)
+        token = _GIVEN.set(given := list[Sequence[Tensor]]())
         try:
             return call(state, args, kwargs)
         except BaseException as error:

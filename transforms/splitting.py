@@ -65,7 +65,8 @@ from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, world_size
 from zfunc.transforms.of_params import of_params
 from zfunc.trees import tree
-from zfunc.trees.nodes import NAMESPACE, OPAQUE, Lazy, Tree, leaves_in, part_of
+from zfunc.trees.marks import part_of
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Lazy, Tree, leaves_in
 from zfunc.trees.tree import dotted
 
 __all__ = ["Splitting", "split"]

@@ -25,7 +25,7 @@ from zfunc.layout.splits import Cut, Split
 from zfunc.operators.conjugates import copied_together, cut_positions, joined_positions
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import even_cuts
-from zfunc.trees.nodes import part_of
+from zfunc.trees.marks import part_of
 
 
 @pytest.mark.parametrize("ways", WAYS)

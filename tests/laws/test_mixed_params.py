@@ -19,7 +19,7 @@ import zfunc as zf
 from tests.laws.cases import numbers
 from tests.laws.models import forward, stack
 from zfunc import optim, tree
-from zfunc.layout.leaves import freeze
+from zfunc.layout.freezing import freeze
 
 F64 = torch.float64
 TX = optim.sgd(0.1, momentum=0.9)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zfunc as zf
 from zfunc import optim, tree
-from zfunc.layout.leaves import freeze, is_frozen
+from zfunc.layout.freezing import freeze, is_frozen
 
 LR, DECAY, STEPS, RANKS = 1e-2, 0.1, 3, 3
 TX = optim.adamw(LR, weight_decay=DECAY)

@@ -14,7 +14,7 @@ from tests.unit.optim_table import assert_same
 from zfunc import optim, tree
 from zfunc.engine import context
 from zfunc.layout.cutting import make_layout
-from zfunc.layout.leaves import freeze, is_frozen
+from zfunc.layout.freezing import freeze, is_frozen
 from zfunc.layout.replicated import Replicated, packed
 from zfunc.trees import memory
 from zfunc.trees.nodes import boxes_in, held_in, opened

@@ -26,8 +26,9 @@ from zfunc.transforms.compression.error_feedback import Call
 from zfunc.transforms.compression.exchange import Codec, codecs_of
 from zfunc.transforms.compression.onebit import OneBit
 from zfunc.transforms.compression.quantized import Int4, Int8
+from zfunc.trees.marks import spent
 from zfunc.trees.memory import reuse
-from zfunc.trees.nodes import Tree, spent
+from zfunc.trees.nodes import Tree
 
 __all__ = ["GATHERS", "Half", "before", "check_gather", "joined"]
 

@@ -23,8 +23,9 @@ from zfunc.optim.adam_zero_one import Own
 from zfunc.transforms.compression.averaging import averaged
 from zfunc.transforms.compression.error_feedback import Call, Carried
 from zfunc.trees.boxes import alike
+from zfunc.trees.marks import carry
 from zfunc.trees.memory import reuse
-from zfunc.trees.nodes import NAMESPACE, Tree, carry, opened
+from zfunc.trees.nodes import NAMESPACE, Tree, opened
 from zfunc.trees.unreduced import Unreduced
 
 __all__ = ["LocalCall", "begun", "drifted", "gone_on"]

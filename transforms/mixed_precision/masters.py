@@ -28,8 +28,9 @@ from zfunc.layout.sharded import Sharded
 from zfunc.optim.guarding import all_finite, first_nonfinite
 from zfunc.trees import tree
 from zfunc.trees.boxes import elementwise
+from zfunc.trees.marks import spent
 from zfunc.trees.memory import spend
-from zfunc.trees.nodes import PLACED, Box, Placed, Tree, held_in, register, spent
+from zfunc.trees.nodes import PLACED, Box, Placed, Tree, held_in, register
 from zfunc.trees.reduction import linear_map
 from zfunc.trees.unitwise import streams
 from zfunc.trees.withheld import Withheld

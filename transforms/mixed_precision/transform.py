@@ -48,8 +48,7 @@ from zfunc.engine.products import SHORT, products
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import PlacementError
-from zfunc.layout.cutting import make_layout
-from zfunc.layout.leaves import settle_origin
+from zfunc.layout.cutting import make_layout, settle_origin
 from zfunc.layout.low_bits import refuse_low_bits
 from zfunc.layout.pool import pool
 from zfunc.layout.readable import Readable

@@ -31,6 +31,7 @@ from zfunc.transforms.offloading import evaluation
 from zfunc.transforms.offloading.evaluation import Evaluable, Expression
 from zfunc.transforms.offloading.parts import outline, part_of, part_on, part_on_host, rank_in
 from zfunc.transforms.offloading.present import present
+from zfunc.trees.marks import any_spent
 from zfunc.trees.nodes import (
     NAMESPACE,
     Lazy,
@@ -38,7 +39,6 @@ from zfunc.trees.nodes import (
     Placed,
     Span,
     Tree,
-    any_spent,
     held_in,
     opened,
     register,

@@ -26,7 +26,8 @@ from zfunc.transforms.offloading.evaluation import Sums
 from zfunc.transforms.offloading.parts import part_of, rank_in, trainable_part
 from zfunc.transforms.offloading.tree_storage import PendingRead, TreeStorage, for_gradients
 from zfunc.trees.kinds import kind
-from zfunc.trees.nodes import NAMESPACE, Box, Lazy, Placed, Span, gone, spent
+from zfunc.trees.marks import gone, spent
+from zfunc.trees.nodes import NAMESPACE, Box, Lazy, Placed, Span
 from zfunc.trees.squares import square_sum
 from zfunc.trees.tree import dotted
 

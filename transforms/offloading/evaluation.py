@@ -22,8 +22,8 @@ from torch import Tensor
 from zfunc.buffers.copies import Descent, Upload
 from zfunc.buffers.numbers import Numbers
 from zfunc.engine import context
+from zfunc.layout.freezing import freeze
 from zfunc.layout.layout import Layout
-from zfunc.layout.leaves import freeze
 from zfunc.layout.readable import Readable
 from zfunc.layout.sharded import Sharded, summed
 from zfunc.ranks.comm import Group

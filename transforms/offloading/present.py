@@ -19,7 +19,8 @@ from zfunc.buffers.ring import HOST
 from zfunc.engine import context
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.sharded import Sharded
-from zfunc.trees.nodes import OPAQUE, leaves_in, spent
+from zfunc.trees.marks import spent
+from zfunc.trees.nodes import OPAQUE, leaves_in
 
 __all__ = ["Present", "present"]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.schedules.partition import balanced_cuts, checked_cuts
 from zfunc.transforms.pipelining.measuring import Measured
-from zfunc.trees.nodes import NAMESPACE, Layers, Tree, opened, part_of
+from zfunc.trees.marks import part_of
+from zfunc.trees.nodes import NAMESPACE, Layers, Tree, opened
 
 __all__ = ["Division", "Partition", "check_partition", "parts_of"]
 

@@ -32,9 +32,8 @@ from zfunc.engine.unit_runs import dense
 from zfunc.engine.versions import check, versions
 from zfunc.errors import CompositionError, PlacementError
 from zfunc.layout.cutting import make_layout
-from zfunc.layout.freezing import all_frozen, frozen_among
+from zfunc.layout.freezing import all_frozen, check_trainable, frozen_among, is_frozen
 from zfunc.layout.layout import Layout
-from zfunc.layout.leaves import check_trainable, is_frozen
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
 from zfunc.ranks.comm import Group

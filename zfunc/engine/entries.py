@@ -10,16 +10,8 @@ from torch import Tensor
 
 from zfunc.errors import PlacementError
 from zfunc.trees import tree
-from zfunc.trees.nodes import (
-    HELD,
-    NAMESPACE,
-    OPAQUE,
-    PLACED,
-    Box,
-    any_spent,
-    carry,
-    held_in,
-)
+from zfunc.trees.marks import any_spent, carry
+from zfunc.trees.nodes import HELD, NAMESPACE, OPAQUE, PLACED, Box, held_in
 
 __all__ = [
     "ROLES",

@@ -10,8 +10,8 @@ import optree
 from torch import Tensor
 
 from zfunc.engine.context import current
+from zfunc.layout.freezing import is_frozen
 from zfunc.layout.layout import Layout, Slot, Unit, find_layers
-from zfunc.layout.leaves import is_frozen
 from zfunc.layout.pieces import leaves_of
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, boxed

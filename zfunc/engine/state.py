@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.freezing import all_frozen, frozen_paths, leaves_at, thawed, without_frozen
-from zfunc.layout.leaves import check_trainable, freeze, is_frozen
+from zfunc.layout.freezing import (
+    all_frozen,
+    check_trainable,
+    freeze,
+    frozen_paths,
+    is_frozen,
+    leaves_at,
+    thawed,
+    without_frozen,
+)
 from zfunc.layout.low_bits import check_none_trains
 from zfunc.ranks.keys import as_key
 from zfunc.trees import tree

@@ -22,18 +22,8 @@ from zfunc.files.elements import Elements, elements_of
 from zfunc.ranks.comm import even_cuts
 from zfunc.ranks.meshes import laid_out
 from zfunc.ranks.world import current
-from zfunc.trees.nodes import (
-    NAMESPACE,
-    Box,
-    Lazy,
-    LeafInfo,
-    Placed,
-    Span,
-    carry,
-    in_full,
-    opened,
-    part_of,
-)
+from zfunc.trees.marks import carry, part_of
+from zfunc.trees.nodes import NAMESPACE, Box, Lazy, LeafInfo, Placed, Span, in_full, opened
 from zfunc.trees.tree import check_alive, dotted
 
 __all__ = ["Inventory", "TensorLeaf", "full_names", "own_share", "rebuilt", "shares", "take_stock"]

@@ -15,7 +15,8 @@ from zfunc.engine.step import Step
 from zfunc.errors import CompositionError
 from zfunc.foresight.pageless import pageless
 from zfunc.foresight.storages import SMALL, SMALL_BYTES, Storages, whole
-from zfunc.trees.nodes import NAMESPACE, carry
+from zfunc.trees.marks import carry
+from zfunc.trees.nodes import NAMESPACE
 
 __all__ = ["check_step", "state_after", "without_values"]
 

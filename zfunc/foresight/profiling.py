@@ -32,7 +32,8 @@ from zfunc.foresight.watch import TimedRow, Watch
 from zfunc.ranks import world
 from zfunc.rehearsal.eager import uncompiled
 from zfunc.trees import tree
-from zfunc.trees.nodes import NAMESPACE, PLACED, Box, Placed, carry, leaves_in
+from zfunc.trees.marks import carry
+from zfunc.trees.nodes import NAMESPACE, PLACED, Box, Placed, leaves_in
 
 __all__ = ["profile", "watching"]
 

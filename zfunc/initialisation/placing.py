@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from zfunc.ranks.axes import group
-from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, carry, in_full, leaves_in, opened
+from zfunc.trees.marks import carry
+from zfunc.trees.nodes import NAMESPACE, OPAQUE, Placed, in_full, leaves_in, opened
 
 __all__ = ["init"]
 

@@ -24,7 +24,8 @@ from zfunc.engine import context
 from zfunc.errors import PlacementError
 from zfunc.language.decoding import BoundStep, CacheStep, TensorStep, check_room
 from zfunc.transforms.capture import ONE_AT_A_TIME, Reads
-from zfunc.trees.nodes import NAMESPACE, Lazy, Placed, part_of
+from zfunc.trees.marks import part_of
+from zfunc.trees.nodes import NAMESPACE, Lazy, Placed
 
 __all__ = ["FEWEST", "SMALLEST", "GraphedStep", "NoHostReads", "graphed", "length_for"]
 

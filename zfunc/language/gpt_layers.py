@@ -19,7 +19,7 @@ from zfunc.kernels.losses import Reduction
 from zfunc.layout.splits import Part
 from zfunc.operators.conjugates import gathered
 from zfunc.trees.kinds import kind
-from zfunc.trees.nodes import part_of
+from zfunc.trees.marks import part_of
 
 __all__ = ["cross_entropy", "gelu", "norm", "rotate", "split_of", "turned", "whole"]
 

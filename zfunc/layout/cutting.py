@@ -11,18 +11,29 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.freezing import frozen_among
+from zfunc.layout.freezing import check_trainable, frozen_among, is_frozen
 from zfunc.layout.layout import ALIGN, Flat, Layer, Layout, Slot, Unit, aligned, find_layers
-from zfunc.layout.leaves import check_trainable, is_frozen, origin_of
 from zfunc.layout.splits import Encoded, Part, Split
 from zfunc.layout.stages import Stages, spread
 from zfunc.ranks.meshes import Axes, Mesh
-from zfunc.trees.nodes import NAMESPACE, Tree, part_of
+from zfunc.trees.marks import part_of
+from zfunc.trees.nodes import NAMESPACE, Tree
 from zfunc.trees.tree import dotted
 
-__all__ = ["aligned_cuts", "make_layout", "sharing"]
+__all__ = ["aligned_cuts", "make_layout", "settle_origin", "sharing"]
 
 ALONE = 1 << 16  # bytes from which a leaf of the root is worth a message of its own
+
+
+def settle_origin(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Remember what dtype a cast leaf's original has, whose tree is to be cut alike."""
+    leaf.__dict__["_zfunc_origin"] = dtype
+    return leaf
+
+
+def _origin_of(leaf: Tensor) -> torch.dtype:
+    """The dtype that :func:`settle_origin` stored, or the leaf's own."""
+    return leaf.__dict__.get("_zfunc_origin", leaf.dtype)
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
@@ -200,7 +211,7 @@ def make_layout(
                     kind = (torch.uint8, False, leaf.code.bytes < persist_below, None)
                 else:
                     small = sizes[i] < persist_below * leaf.itemsize
-                    kind = (leaf.dtype, not still[i], small, origin_of(leaf))
+                    kind = (leaf.dtype, not still[i], small, _origin_of(leaf))
                 split = None if (part := parts[i]) is None else part.split
                 own = i if alone is not None and sizes[i] >= alone else None
                 kinds.setdefault((*kind, sharing(split), own), []).append(i)

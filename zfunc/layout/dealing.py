@@ -21,7 +21,7 @@ from zfunc.layout.sharded import Sharded
 from zfunc.layout.splits import Split
 from zfunc.ranks.axes import alone
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import part_of
+from zfunc.trees.marks import part_of
 
 __all__ = ["dealt", "dealt_leaves", "dealt_out"]
 

@@ -17,11 +17,20 @@ import optree
 from torch import Tensor
 
 from zfunc.errors import PlacementError
-from zfunc.layout.leaves import is_frozen
 from zfunc.trees.nodes import MAPPED, NAMESPACE, Frozen, Lazy, Placed, Tree
 from zfunc.trees.tree import dotted
 
-__all__ = ["all_frozen", "frozen_among", "frozen_paths", "leaves_at", "thawed", "without_frozen"]
+__all__ = [
+    "all_frozen",
+    "check_trainable",
+    "freeze",
+    "frozen_among",
+    "frozen_paths",
+    "is_frozen",
+    "leaves_at",
+    "thawed",
+    "without_frozen",
+]
 
 MOST = 256  # structures that are remembered
 
@@ -35,6 +44,36 @@ class _Masks(threading.local):
 
 
 _seen = _Masks()
+
+
+def freeze(leaf: Tensor) -> Tensor:
+    """Mark a plain leaf as frozen: it gets no gradient."""
+    leaf.__dict__["_zfunc_frozen"] = True
+    return leaf
+
+
+def is_frozen(leaf: Any) -> bool:
+    """Whether a plain leaf was marked by :func:`freeze`."""
+    return isinstance(leaf, Tensor) and leaf.__dict__.get("_zfunc_frozen", False)
+
+
+def check_trainable(path: str, leaf: Any) -> None:
+    """Raise ``PlacementError`` if a leaf cannot be a parameter: it is no floating-point tensor."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return
+    path = path or "(the whole tree)"
+    if isinstance(leaf, Tensor) and leaf.is_complex():
+        raise PlacementError(
+            f"parameter {path} has dtype {leaf.dtype}; parameters are floating-point tensors. "
+            "Keep its real view (torch.view_as_real), and call torch.view_as_complex on it where "
+            "it is used. (Complex tensors that are not trained may be `buffers`.)"
+        )
+    what = f"dtype {leaf.dtype}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
+    raise PlacementError(
+        f"parameter {path} has {what}; parameters are floating-point tensors. Integer tensors "
+        "belong into `buffers` or `aux` (module.register_buffer), or are further arguments of the "
+        "loss; other things belong outside the state."
+    )
 
 
 def leaves_at(spec: optree.PyTreeSpec, paths: tuple[str, ...]) -> list[int]:

@@ -24,15 +24,16 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfunc.errors import DesyncError, DonatedStateError, PlacementError
 from zfunc.layout.arriving import Arrival
+from zfunc.layout.freezing import freeze
 from zfunc.layout.layout import Layout, whole
-from zfunc.layout.leaves import freeze
 from zfunc.layout.pieces import cut_flats, leaves_of, stored
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.sharded import Sharded, replaced
 from zfunc.ranks.comm import Group, groups_of
 from zfunc.ranks.world import current
 from zfunc.trees import memory
-from zfunc.trees.nodes import Box, Tree, Unprinted, gone, opened, register, spent
+from zfunc.trees.marks import gone, spent
+from zfunc.trees.nodes import Box, Tree, Unprinted, opened, register
 
 __all__ = ["Replicated", "boxed", "gathered_again", "packed"]
 

@@ -21,8 +21,8 @@ from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.layout.arriving import begun
 from zfunc.layout.counting import counted, counted_partly, shares
 from zfunc.layout.cutting import make_layout
+from zfunc.layout.freezing import freeze
 from zfunc.layout.layout import Layout
-from zfunc.layout.leaves import freeze
 from zfunc.layout.pieces import (
     assemble,
     assemble_all,
@@ -37,8 +37,9 @@ from zfunc.ranks.axes import alone
 from zfunc.ranks.axes import group as group_of
 from zfunc.ranks.comm import Group
 from zfunc.trees.kinds import kind
+from zfunc.trees.marks import carry, gone, spent
 from zfunc.trees.memory import current
-from zfunc.trees.nodes import Box, Tree, carry, gone, opened, register, spent
+from zfunc.trees.nodes import Box, Tree, opened, register
 from zfunc.trees.squares import Segments, square_sum
 
 __all__ = ["Sharded", "cut", "present", "replaced", "summed"]

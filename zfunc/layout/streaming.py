@@ -14,7 +14,8 @@ from zfunc.layout.splits import Strided
 from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import laid_out
 from zfunc.ranks.world import current
-from zfunc.trees.nodes import LeafInfo, Placed, Span, carry
+from zfunc.trees.marks import carry
+from zfunc.trees.nodes import LeafInfo, Placed, Span
 
 __all__ = ["OfFlats", "spans_of_flat"]
 

@@ -20,7 +20,8 @@ from zfunc.layout.readable import Readable
 from zfunc.layout.splits import Part
 from zfunc.modules.split_plans import SplitPlan
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import Box, Layers, Tree, part_of
+from zfunc.trees.marks import part_of
+from zfunc.trees.nodes import Box, Layers, Tree
 
 __all__ = ["check_parts", "splitting_of"]
 

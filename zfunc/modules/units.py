@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from zfunc.errors import PlacementError
-from zfunc.layout.leaves import check_trainable, freeze
+from zfunc.layout.freezing import check_trainable, freeze
 from zfunc.trees.nodes import NAMESPACE, Frozen, Layers, register
 
 __all__ = ["Anatomy", "ModuleUnit", "SingleLayer", "TensorInfo", "dissect", "node_at"]

@@ -33,7 +33,7 @@ from zfunc.operators.parts import found, refused, splits_now
 from zfunc.operators.stream import counted_once, gathered_stream, is_cut
 from zfunc.operators.vocabulary import local_indices
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import part_of
+from zfunc.trees.marks import part_of
 
 __all__ = ["cross_entropy"]
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from zfunc.errors import PlacementError
 from zfunc.trees.inside import inside_function
-from zfunc.trees.nodes import part_of
+from zfunc.trees.marks import part_of
 
 __all__ = ["Partials"]
 

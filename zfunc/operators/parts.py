@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Part
+from zfunc.trees.marks import part_of
 from zfunc.trees.memory import current
-from zfunc.trees.nodes import part_of
 
 __all__ = ["found", "found_beside", "refused", "splits_now"]
 

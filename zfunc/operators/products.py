@@ -20,7 +20,7 @@ from zfunc.operators.conjugates import copied, shared
 from zfunc.operators.parts import found, found_beside, refused
 from zfunc.operators.stream import gathered_stream, in_parts_of, is_cut, own_positions
 from zfunc.ranks.comm import Group
-from zfunc.trees.nodes import part_of
+from zfunc.trees.marks import part_of
 
 __all__ = ["between", "column", "row", "summand"]
 

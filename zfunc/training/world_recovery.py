@@ -26,7 +26,8 @@ from zfunc.ranks import world
 from zfunc.ranks.axes import group
 from zfunc.ranks.transport import named
 from zfunc.transforms.capture import in_graph_memory
-from zfunc.trees.nodes import PLACED, Placed, any_spent, boxes_in, held_in
+from zfunc.trees.marks import any_spent
+from zfunc.trees.nodes import PLACED, Placed, boxes_in, held_in
 from zfunc.trees.tree import check_alive, dotted
 
 __all__ = ["recover_world"]

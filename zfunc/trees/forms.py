@@ -15,7 +15,8 @@ import optree
 import torch
 from torch import Tensor
 
-from zfunc.trees.nodes import NAMESPACE, Box, Lazy, Placed, spent
+from zfunc.trees.marks import spent
+from zfunc.trees.nodes import NAMESPACE, Box, Lazy, Placed
 
 __all__ = ["Shown", "as_html", "as_text", "fields", "form", "short"]
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import DonatedStateError
-from zfunc.trees.nodes import NAMESPACE, Box, carry, gone, spent
+from zfunc.trees.marks import carry, gone, spent
+from zfunc.trees.nodes import NAMESPACE, Box
 from zfunc.trees.zeros import is_unmade
 
 __all__ = [

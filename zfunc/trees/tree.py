@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zfunc.errors import DonatedStateError, PlacementError
 from zfunc.trees import norms
+from zfunc.trees.marks import any_spent, carry, gone, part_of, spent
 from zfunc.trees.nodes import (
     MAPPED,
     NAMESPACE,
@@ -34,17 +35,12 @@ from zfunc.trees.nodes import (
     Placed,
     Tree,
     Unprinted,
-    any_spent,
     boxes_in,
-    carry,
-    gone,
     held_in,
     in_full,
     leaves_in,
     opened,
-    part_of,
     register,
-    spent,
 )
 from zfunc.trees.squares import square_sum, square_sums
 
