@@ -31,6 +31,7 @@ from benchmarks.peers import fused_adamw
 
 __all__ = ["CONTESTANTS", "GPU_SIZES", "measure"]
 
+ROOT = Path(__file__).resolve().parents[1]
 WARMUP, STEPS, PROFILED = 5, 20, 2
 LONGEST = 25  # kernels that are told
 GPU_SIZES = {
@@ -178,7 +179,7 @@ def foreseen(name: str, size: Size, ranks: int, gpu: str) -> dict[str, float]:
         Bytes at the peak, the module's own beside; milliseconds, where the GPU has a preset.
     """
     import zfunc as zf
-    from zfunc.foresight.presets import PRESETS
+    from zfunc.foresight.presets import preset_of
 
     how = {k: v for k, v in CONTESTANTS[name].keywords.items() if k != "captured"}  # type: ignore[attr-defined]
     with torch.device("meta"):
@@ -187,8 +188,7 @@ def foreseen(name: str, size: Size, ranks: int, gpu: str) -> dict[str, float]:
     told = zf.foresee(*step_and_state(module, **how), ids, ranks=ranks)
     own = sum(p.numel() * p.element_size() for p in module.parameters())
     found: dict[str, float] = {"foreseen_peak": told.peak_bytes + own}
-    preset = next((key for key, row in PRESETS.items() if row["device"] == gpu), None)
-    if preset is not None:
+    if preset := preset_of(gpu):
         cluster = zf.Cluster.preset(preset, gpus=ranks)
         found["foreseen_milliseconds"] = 1e3 * told.time(cluster).seconds
     return found
@@ -223,8 +223,11 @@ def waits(step: Step, ids: Tensor) -> str:
         frame = error.__traceback__
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next
-        where = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "?"
-        return f"{where}: {error}"[:300]
+        if frame is None:
+            return str(error)
+        path = Path(frame.tb_frame.f_code.co_filename)
+        where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+        return f"{where}:{frame.tb_lineno}: {error}"[:300]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return ""

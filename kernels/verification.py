@@ -36,7 +36,8 @@ from zfunc.kernels.skinny import skinny_mm, w4_mm, w8_mm, w8a8_mm
 __all__ = ["Verdict", "verify", "verify_interpreted"]
 
 LENGTHS = (3001, 1, 70001, 16384)  # of flat samples, by the seed: a prime beyond a block first
-BOUND, HALF_BOUND = 1e-5, 2e-3  # of results in 32 bits, and of their copies in 16
+BOUND = 1e-5
+RARE = 1000  # of so many numbers rounded to 16 bits one may come out as its neighbour
 # A level at a tie may fall either way on a GPU, whose division is not rounded exactly.
 TIES = {"adamw8_flat", "quantize_groups", "fake_quant", "mean_payloads"}
 
@@ -147,19 +148,23 @@ def _verdict(name: str, device: torch.device, seed: int = 0) -> Verdict:
         expected = sample()
     with dispatch.use("triton" if interpreted else None):
         found = sample()
-    errors = [_distance(x, y) for x, y in zip(found, expected, strict=True)]
-    right = all(error <= _bound(name, x) for error, x in zip(errors, found, strict=True))
+    pairs = [*zip(found, expected, strict=True)]
+    bound = 1e-2 if name in TIES else BOUND
+    bound = 8e-3 if name in ROUNDED else bound
+    right = all(_distance(x, y) <= bound or _neighbours(x, y) for x, y in pairs)
     note = choice.why if device.type == "cpu" else torch.cuda.get_device_name(device)
     note = "in the interpreter" if interpreted else note
-    return Verdict(name, True, note, max(errors), right)
+    return Verdict(name, True, note, max(_distance(x, y) for x, y in pairs), right)
 
 
-def _bound(name: str, found: Tensor) -> float:
-    if name in ROUNDED:
-        return 8e-3
-    if name in TIES:
-        return 1e-2
-    return BOUND if found.element_size() > 2 else HALF_BOUND
+def _neighbours(found: Tensor, expected: Tensor) -> bool:
+    """Whether copies in 16 bits are the same, but for a few that fell to the next number: what was
+    rounded differs in its last bits, where a device has its own order."""
+    if found.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    x, y = found.double(), expected.double()
+    near = (x - y).abs() <= torch.finfo(found.dtype).eps * torch.maximum(x.abs(), y.abs())
+    return bool(near.all()) and int((x != y).sum()) <= 1 + x.numel() // RARE
 
 
 def _interpreter_knows_bfloat16() -> bool:

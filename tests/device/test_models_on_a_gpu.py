@@ -10,8 +10,9 @@ import torch
 
 import zfunc as zf
 from tests.gpu.test_matrix import alike, beside
+from tests.gpu.test_replayed_texts import padded
 from tests.laws.test_huggingface import LENGTH, MODELS, VOCAB, module_of
-from tests.unit.test_generation import causal, ids_of
+from tests.unit.test_generation import causal
 from zfunc import optim, quant
 from zfunc.language import decoding_graph
 
@@ -53,11 +54,6 @@ def test_hugging_face_models_train(name: str, wrap: str, dtype: torch.dtype) -> 
         torch.stack(host["losses"]).float(),
         rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
     )
-
-
-def padded(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = (torch.arange(9) >= torch.tensor([[0], [4], [7], [2]])[:rows]).long()
-    return ids_of(rows, 9) * mask, mask
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

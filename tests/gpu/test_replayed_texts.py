@@ -293,13 +293,3 @@ def test_graphs_are_recorded_as_torch_asks(cuda: Cuda) -> None:
         inside = [row.what for row in rows[start:end] if row.kind == "launch"]
         before = [row.what for row in rows[:start] if row.kind == "launch" and row.stream == side]
         assert before[-2 * len(inside) :] == 2 * inside
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
-def test_graphs_continue_texts_alike_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding_graph, "SMALLEST", 8)
-    functional = zf.functionalize(causal(name).cuda())
-    ids, mask = (x.cuda() for x in padded(4))
-    run = partial(zf.generate, functional, functional.params, ids, attention_mask=mask)
-    assert torch.equal(run(max_new_tokens=30, capture=True), run(max_new_tokens=30, capture=False))

@@ -29,7 +29,7 @@ from zfunc.errors import DeviceError
 from zfunc.foresight.clusters import Cluster, peak_name
 from zfunc.foresight.operation_times import OperationTimes
 from zfunc.foresight.prediction import foresee
-from zfunc.foresight.presets import PRESETS
+from zfunc.foresight.presets import PRESETS, preset_of
 from zfunc.foresight.rows import StepRow
 from zfunc.modules.functional import functionalize
 from zfunc.optim.adaptive import adamw
@@ -100,8 +100,7 @@ def measure(device: torch.device) -> Cluster:
 
 
 def _preset(device: torch.device) -> dict[str, Any]:
-    name = _device_name(device)
-    return next((x for x in PRESETS.values() if x["device"] == name), {})
+    return PRESETS.get(preset_of(_device_name(device)), {})
 
 
 def _known(device: torch.device, ranks: int) -> Cluster:

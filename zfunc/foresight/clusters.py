@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from zfunc.errors import DeviceError
-from zfunc.foresight.peaks import TF32, takes_tf32
-from zfunc.foresight.presets import ALWAYS_GUESSED, GUESSED, PRESETS
+from zfunc.foresight.peaks import as_torch_takes
+from zfunc.foresight.presets import ALWAYS_GUESSED, GUESSED, PRESETS, preset_of
 
 __all__ = ["Cluster", "check_cluster", "peak_name"]
 
@@ -128,18 +128,13 @@ class Cluster:
         """Fields whose numbers nobody has published or measured, unless you gave them."""
         if self.calibrated:
             return ()
-        name = next((n for n, preset in PRESETS.items() if preset["device"] == self.device), "")
-        return (*GUESSED.get(name, ()), *ALWAYS_GUESSED)
+        return (*GUESSED.get(preset_of(self.device), ()), *ALWAYS_GUESSED)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of a dtype by its name; that of float32 where nothing is said of it.
-
-        Where torch is told to take TF32 for products (``torch.set_float32_matmul_precision``) and
-        the cluster has it, that is float32's.
-        """
-        if dtype == "float32" and TF32 in self.peak_flops and takes_tf32():
-            dtype = TF32
-        return self.peak_flops.get(dtype, self.peak_flops["float32"])
+        """FLOP/s of products in a dtype by its name, as torch takes them now (float32 perhaps in
+        TF32); those of float32 where nothing is said of it."""
+        known = self.peak_flops
+        return known.get(as_torch_takes(dtype, known), known["float32"])
 
     @classmethod
     def preset(cls, name: str, gpus: int, **given: Any) -> Cluster:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-__all__ = ["TF32", "Peak", "peak_flops", "peak_of", "takes_tf32"]
+__all__ = ["Peak", "as_torch_takes", "peak_flops", "peak_of"]
 
 TF32 = "tf32"
 
@@ -87,16 +88,22 @@ def published(name: str, dtype: torch.dtype) -> Peak:
     Peak(flops_per_second=989400000000000.0, source='published, dense bfloat16')
     """
     rates, short = peak_flops(name), str(dtype).removeprefix("torch.")
-    fast = dtype == torch.float32 and TF32 in rates and takes_tf32()
-    if (rate := rates.get(TF32 if fast else short)) is None:
+    taken = as_torch_takes(short, rates)
+    if (rate := rates.get(taken)) is None:
         return Peak(None, f"unknown for {short} on {name}")
-    how = "TF32" if fast else short if dtype == torch.float32 else f"dense {short}"
+    how = {TF32: "TF32", "float32": "float32"}.get(taken, f"dense {short}")
     return Peak(rate, f"published, {how}")
 
 
-def takes_tf32() -> bool:
-    """Whether torch is told to take TF32 for products of float32 on a GPU."""
-    return str(torch.backends.cuda.matmul.fp32_precision) == TF32
+def as_torch_takes(dtype: str, rates: Mapping[str, float]) -> str:
+    """The rate of products in a dtype: ``"tf32"`` for float32 where a GPU has it and torch is told
+    to take it (``torch.set_float32_matmul_precision``).
+
+    >>> as_torch_takes("float32", {"float32": 1.0, "tf32": 8.0})
+    'float32'
+    """
+    told = str(torch.backends.cuda.matmul.fp32_precision) == TF32
+    return TF32 if dtype == "float32" and TF32 in rates and told else dtype
 
 
 def peak_flops(name: str) -> dict[str, float]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from zfunc.foresight.peaks import peak_flops
 
-__all__ = ["ALWAYS_GUESSED", "GUESSED", "PRESETS"]
+__all__ = ["ALWAYS_GUESSED", "GUESSED", "PRESETS", "preset_of"]
 
 GIB = 1 << 30
 GBIT = 1e9 / 8
@@ -145,3 +145,12 @@ GUESSED: dict[str, tuple[str, ...]] = {
     "mi250x": ("product", "attention"),
     "mi300x": ("attention", "host_memory_bandwidth"),
 }
+
+
+def preset_of(device: str) -> str:
+    """The preset of a device by the name that torch gives it; empty if there is none.
+
+    >>> preset_of("NVIDIA H200")
+    'h200'
+    """
+    return next((name for name, row in PRESETS.items() if row["device"] == device), "")
