@@ -18,6 +18,7 @@ from tests.laws.foreseen_steps import STEPS, batch
 from tests.unit.live_bytes import Peak
 from zfunc import optim
 from zfunc.foresight.assumptions import ForesightError
+from zfunc.foresight.dry_run import DryRun
 from zfunc.foresight.flops import flops_of
 from zfunc.foresight.pageless import pageless
 from zfunc.language import gpt
@@ -568,6 +569,22 @@ def test_175_billion_parameters_on_1024_ranks() -> None:
 
 
 # Memory by what it holds
+
+
+def test_nothing_of_a_run_stays_while_the_model_does() -> None:
+    """A notebook, or ``zf.plan``, asks of one model many times."""
+    net = zf.functionalize(nn.Linear(3, 3))
+    ids, tx = torch.ones(2, 3), optim.sgd(0.1)
+    step = zf.shard(zf.train_step(lambda p, x: net.apply(p, x).sum(), tx), stage=1)
+
+    def runs() -> int:
+        gc.collect()
+        return sum(type(x) is DryRun for x in gc.get_objects())
+
+    before = runs()
+    for _ in range(2):
+        zf.foresee(step, zf.TrainState.create(net.params, tx), ids, ranks=2, device="cpu")
+    assert runs() <= before
 
 
 def test_memory_by_kind_sums_up_to_all_of_it_and_is_the_states_between_steps() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +49,8 @@ class Storages:
         self._hosted: set[int] = set()
         self._absent: set[int] = set()
         self._assumed: set[int] = set()
+        # Ours, and no finalizers: these would keep the run as long as the caller has his tensors.
+        self._watched: dict[int, weakref.ref[Any]] = {}
 
     def begin(self) -> None:
         """Count the peak anew."""
@@ -68,7 +72,7 @@ class Storages:
             self._hosted.add(key)
         self._kinds[key] = [self.kind()]
         self._changed(key, self._nbytes[key])
-        weakref.finalize(storage, self._freed, key).atexit = False
+        self._watched[key] = weakref.ref(storage, partial(self._freed, key))
 
     def seen(self, x: Tensor) -> None:
         """An operation reads this tensor: what the run has not made is the caller's."""
@@ -76,7 +80,7 @@ class Storages:
         key = storage._cdata
         if key not in self._nbytes and key not in self._callers:
             self._callers.add(key)
-            weakref.finalize(storage, self._forgotten, key).atexit = False
+            self._watched[key] = weakref.ref(storage, partial(self._forgotten, key))
 
     def hosts(self, x: Tensor) -> None:
         """It is in memory of the host that is kept for a device."""
@@ -143,12 +147,13 @@ class Storages:
             self.timeline.append((self.row, self.live))
             self._changes.append((self.row, nbytes, self._kinds[key]))
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, _: object) -> None:
         self._changed(key, -self._nbytes.pop(key))
-        del self._kinds[key]
+        del self._kinds[key], self._watched[key]
         for kept in (self._hosted, self._absent, self._assumed):
             kept.discard(key)
 
-    def _forgotten(self, key: int) -> None:
+    def _forgotten(self, key: int, _: object) -> None:
+        del self._watched[key]
         for kept in (self._callers, self._hosted, self._absent, self._assumed):
             kept.discard(key)
