@@ -70,6 +70,15 @@ def closing_over_an_early_value(p: Any, batch: Any) -> Tensor:
     return end(x, batch)
 
 
+def giving_an_early_value_to_later_layers(p: Any, batch: Any) -> Tensor:
+    """Made of parameters, before the first layer, and given to a layer as it is."""
+    early, x = p["s"] * p["first"]["w"][0], batch["x"]
+    for i, each in enumerate([*p["blocks"], *p["more"]]):
+        more = early if i in (3, 5) else torch.zeros(())
+        x = zf.layer(lambda q, x, more: layer(q, x) + more, each, x, more)
+    return end(x, batch)
+
+
 def closing_over_a_parameter(p: Any, batch: Any) -> Tensor:
     scale = p["s"]
     return end(through(p, batch["x"], lambda q, x: layer(q, x) * scale), batch)
@@ -136,7 +145,8 @@ def numbers_of_the_batch(p: Any, batch: Any) -> Tensor:
 
 
 RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_value]
-RIGHT += [closing_over_a_parameter, structures, written_in_place, a_layer_that_does_not_run]
+RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
+RIGHT += [written_in_place, a_layer_that_does_not_run]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
 
 

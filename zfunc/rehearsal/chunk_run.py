@@ -23,7 +23,6 @@ from zfunc.rehearsal import known
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
-    Recipe,
     become,
     form_of,
     ghost_leaves,
@@ -204,8 +203,7 @@ class ChunkRun:
         if not self.active:
             return False
         for g in ghosts:
-            if type(g) is Ghost and g.light and g.recipe and (g.leaves or set()) <= self.entered:
-                self._make(g, g.recipe, bool(g.leaves) and (below or in_function()))
+            self._make(g, below)
         rest = [g for g in ghosts if type(g) is Ghost]
         if not rest:
             return True
@@ -214,16 +212,20 @@ class ChunkRun:
         what = func if isinstance(func, str) else f"{named(func)} at {site()}"
         raise self._differs(f"{what} uses a value of shape {list(rest[0].shape)} of another stage")
 
-    def _make(self, g: Ghost, recipe: Recipe, lost: bool) -> None:
-        """A value made of parameters alone, where it is used."""
-        if lost:
+    def _make(self, x: Any, below: bool = False) -> None:
+        """Make a value of parameters alone, where it is used or sent, of leaves that are here."""
+        if type(x) is not Ghost or not x.light or x.recipe is None:
+            return
+        if not (x.leaves or set()) <= self.entered:
+            return
+        if x.leaves and (below or in_function()):
             raise self._fail(
                 f"a value made of parameters outside the layers was given to a "
                 f"torch.autograd.Function, or to torch.func, at {site()}, in another stage of the "
                 "pipeline than where it was made: its gradient would be lost. Make it where it is "
                 "used."
             )
-        become(g, recipe.made())
+        become(x, x.recipe.made())
 
     def counted(self, flops: int) -> None:
         """Work is counted in the rehearsal."""
@@ -389,6 +391,7 @@ class ChunkRun:
 
     def _sendable(self, label: Label, x: Any) -> Tensor:
         name = self.plan.calls[label[0]].name
+        self._make(x)  # given to another stage's layer as it is: no operation has used it
         if not isinstance(x, Tensor) or type(x) is Ghost:
             raise self._differs(f"layer {name} has no value to send ({label})")
         to = next(to for found, to in self.plan.sends(self.chunk) if found == label)
