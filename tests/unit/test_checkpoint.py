@@ -20,7 +20,7 @@ from tests.laws.models import CASES as READY_MADE
 from tests.laws.test_shard_laws import odd_values
 from zfunc import tree
 from zfunc.files import chunks, manifest
-from zfunc.layout import leaves
+from zfunc.layout.freezing import is_frozen
 from zfunc.trees.nodes import boxes_in
 
 F64 = torch.float64
@@ -68,7 +68,7 @@ def test_leaves_lie_and_are_marked_as_place_made_them(tmp_path: Path) -> None:
         zf.save(tmp_path, like, step=stage)
         state = zf.restore(tmp_path, like, step=stage)
         for x, y in zip(tree.leaves(state), tree.leaves(like), strict=True):
-            assert leaves.is_frozen(x) == leaves.is_frozen(y)
+            assert is_frozen(x) == is_frozen(y)
             assert x.stride() == y.stride() and x.storage_offset() == y.storage_offset()
             assert not x.numel() or x.data_ptr() != y.data_ptr()
         assert [type(x) for x in boxes_in(state)] == [type(x) for x in boxes_in(like)]
