@@ -3,8 +3,7 @@
 Law: ``donate(f)(s, b) == f(s, b)``, bitwise, as long as ``s`` is not used again; using it raises.
 
 A pure step copies parameters and moments once, since nobody may see the old ones change. torch has
-no donated buffers as XLA has: who writes new values (:func:`zfunc.trees.memory.reuse`) asks the
-running step whether the old ones are spent.
+no donated buffers: :func:`zfunc.trees.memory.reuse` asks the running step if old ones are spent.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ class Donate(Transform):
     def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
         """If the call fails, what it has spent says so, and so does the error. Memory goes blank
         before it is overwritten: as long as nothing is blank the state is whole."""
-        token = _GIVEN.set(given := list[Sequence[Tensor]]())
+        given: list[Sequence[Tensor]] = []
+        token = _GIVEN.set(given)
         try:
             return call(state, args, kwargs)
         except BaseException as error:

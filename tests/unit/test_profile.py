@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import zfunc as zf
 from tests.laws.covering import Covering
 from tests.laws.foreseen_steps import STEPS, batch
-from tests.unit.test_foresight import LeNet
+from tests.unit.test_foreseen_flops import LeNet
 from zfunc import optim
 from zfunc.foresight import peaks
 from zfunc.foresight.costs import by_module, covered

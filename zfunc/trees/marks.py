@@ -38,7 +38,7 @@ def spent(x: Any) -> bool:
 
 def any_spent(xs: Sequence[Any]) -> bool:
     """Whether the memory of one of them was given to a later state."""
-    return any("_zfunc_donated" in x.__dict__ for x in xs if isinstance(x, Tensor))
+    return any(map(spent, xs))
 
 
 def gone(path: str) -> str:
