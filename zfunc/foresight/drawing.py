@@ -126,7 +126,8 @@ def in_notebook(text: str, draw: Callable[[Path], Path]) -> str:
         return shown
     with TemporaryDirectory() as folder:
         data = draw(Path(folder) / "picture.png").read_bytes()
-    return f'{shown}<img width="720" src="data:image/png;base64,{b64encode(data).decode()}">'
+    picture = f"data:image/png;base64,{b64encode(data).decode()}"
+    return f'{shown}<img width="720" style="max-width: 100%" src="{picture}">'
 
 
 def _at_rows(line: Sequence[tuple[int, int]], at: Sequence[int]) -> list[int]:
