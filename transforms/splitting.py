@@ -56,6 +56,7 @@ from zfunc.modules.split_plans import SplitPlan
 from zfunc.operators.partials import Partials
 from zfunc.operators.randomness import apart
 from zfunc.probing.plans import plan_of
+from zfunc.probing.texts import ModulePlan
 from zfunc.quant.model_files import Choose, known, read_files
 from zfunc.ranks import world
 from zfunc.ranks.axes import group
@@ -79,7 +80,8 @@ _PLANNING = Lock()
 PLAINLY = (
     "a split leaf was used by a plain product, or its counterpart is not split. Compute with split "
     "leaves by zf.column, zf.row, zf.embed and zf.cross_entropy, or leave them whole "
-    "(rules={...: None})."
+    "(rules={...: None}). What a model's layers read between column and row, each rank for its part, "
+    "is to be computed from its own parameters, or without gradients."
 )
 ON_POSITIONS = (
     "split(sequence=True) cuts the stream along positions, of which each rank has some. The loss "
@@ -286,7 +288,9 @@ class Splitting(Meshed):
                 f"state entry {name!r} is not split along {self.axis!r}, and {self!r} splits it. "
                 "Give the step a state that it placed itself: state = step.place(full_state)."
             )
-        ways, size = {s.split.ways for s in layout.present if s.split} or {1}, self.group.size
+        ways, size = {s.split.ways for s in layout.present if s.split}, self.group.size
+        if not ways and layout.mesh is not None:  # another model's, of which all leaves are whole
+            ways = {layout.mesh.sizes.get(self.axis, 1)}
         if ways != {size}:
             raise PlacementError(
                 f"state entry {name!r} was split over {ways.pop()} ranks, and axis {self.axis!r} "
@@ -326,6 +330,8 @@ class Splitting(Meshed):
             out, grads = call(asked)
             if first:
                 running.notes.setdefault("losses", []).append(out[0].detach())
+                plain = [x for x in leaves_in(grads, OPAQUE) if isinstance(x, Tensor)]
+                running.notes.setdefault("beside", []).extend(x.detach() for x in plain)
             return out, grads
 
         return run
@@ -351,7 +357,8 @@ class Splitting(Meshed):
             return out
         if "split alike" not in running.memo:
             state = out[0] if isinstance(out, tuple) and out else out
-            check_alike(self.group, state, running.notes.get("losses", []), self.adds_up)
+            seen = [running.notes.get(key, []) for key in ("losses", "beside")]
+            check_alike(self.group, state, *seen, self.adds_up)
             running.memo["split alike"] = True
         return out
 
@@ -429,12 +436,18 @@ def _uncut(plan: SplitPlan) -> str:
 
 def _home_of(plan: SplitPlan, layouts: Sequence[Layout]) -> tuple[Layout, str]:
     """The params tree that has a planned model's leaves, and how their paths begin there."""
-    names = list(plan.splits)
+    names, shapes = list(plan.splits), plan.shapes if isinstance(plan, ModulePlan) else {}
     for layout in layouts:
-        paths = {slot.path: slot for slot in layout.present}
-        for path in paths if names else ():
+        slots = {slot.path: slot.own for slot in layout.present}
+        for path in slots if names else ():
             before = path.removesuffix(names[0])
-            if path.endswith(names[0]) and all(before + name in paths for name in names):
+            if not path.endswith(names[0]) or any(before + name not in slots for name in names):
+                continue
+            # Other models in the state may have leaves of the same names.
+            alike = (
+                slots.get(before + name, shape) == tuple(shape) for name, shape in shapes.items()
+            )
+            if all(alike):
                 return layout, before
     if not names:
         return layouts[0], ""
@@ -463,7 +476,11 @@ def _drawing_apart(
 
 
 def check_alike(
-    ranks: Group, state: Any, losses: Sequence[Tensor] = (), on_positions: bool = False
+    ranks: Group,
+    state: Any,
+    losses: Sequence[Tensor] = (),
+    beside: Sequence[Tensor] = (),
+    on_positions: bool = False,
 ) -> None:
     """Raise ``PlacementError`` if losses or whole leaves differ between ranks; a collective.
 
@@ -472,10 +489,12 @@ def check_alike(
     Args:
         state: behind a step.
         losses: of this rank, in that step.
+        beside: gradients of plain tensors beside placed trees, which no later check sees.
         on_positions: whether functions ran on positions of the stream.
     """
     nodes, spec = optree.tree_flatten(state, namespace=OPAQUE)
-    rows, values = ["a loss"] * len(losses), [*losses]
+    rows = ["a loss"] * len(losses) + ["a gradient of a plain tensor"] * len(beside)
+    values = [*losses, *beside]
     for path, node in zip(spec.paths(), nodes, strict=True):
         if isinstance(node, Replicated | Sharded) and node.layout.along is not None:
             flat = node.standing() if isinstance(node, Replicated) else node

@@ -356,3 +356,99 @@ def test_a_state_of_another_size_is_refused() -> None:
         zf.simulate(2)(
             lambda: on_mesh(2, 1, None, rules=RULES)(zf.train_step(loss_of, TX))(state, batch(0))
         )()
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 6), torch.nn.Linear(6, WIDTH)
+
+    def forward(self, x: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+        return x + self.down(scale * self.up(x).relu())  # type: ignore[no-any-return]
+
+
+def _network(outputs: int) -> torch.nn.Module:
+    torch.manual_seed(outputs)
+    return torch.nn.Sequential(_Block(), _Block(), torch.nn.Linear(WIDTH, outputs)).double()
+
+
+def _noise(i: int) -> Tensor:
+    return torch.randn(4, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(i))
+
+
+@pytest.mark.parametrize("splits", ["actor", "critic"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_models_with_leaves_of_the_same_names_of_which_one_is_split(
+    splits: str, stage: int
+) -> None:
+    modules = {"actor": _network(WIDTH), "critic": _network(1)}
+    models = {name: zf.functionalize(module) for name, module in modules.items()}
+    actor, critic = models["actor"].apply, models["critic"].apply
+
+    def step(state: Any, x: Tensor) -> Any:
+        def acting(params: Any, other: Any) -> Tensor:
+            return (critic(other, actor(params, x)) - 1).square().mean()
+
+        def judging(params: Any, other: Any) -> Tensor:
+            return critic(params, actor(other, x)).square().mean()
+
+        new, losses = {}, {}
+        for name, other, loss in (("actor", "critic", acting), ("critic", "actor", judging)):
+            losses[name], grads = zf.value_and_grad(loss)(state[name], state[other])
+            updates, moments = TX.update(grads, state[f"{name}_tx"], state[name])
+            new |= {name: optim.apply_updates(state[name], updates), f"{name}_tx": moments}
+        return new, losses
+
+    roles = {"actor": "params", "critic": "params", "actor_tx": "opt_state"}
+    roles["critic_tx"] = "opt_state"
+    start = {name: model.params for name, model in models.items()}
+    start |= {f"{name}_tx": TX.init(params) for name, params in start.items()}
+
+    def body(split: bool) -> Any:
+        inner: Any = step
+        if split:
+            mesh = zf.mesh(data=1, tensor=2)
+            inner = zf.split(step, models[splits], mesh=mesh, example=(4, WIDTH))
+        own = zf.shard(inner, stage=stage, roles=roles)
+        state = own.place(start)
+        for i in range(3):
+            state, losses = own(state, _noise(i))
+        return own.unplace(state), losses
+
+    want = body(False)
+    for mine in zf.simulate(2)(lambda: body(True))():
+        assert_near(mine, want, 1e-9)
+
+
+def test_a_plain_tensor_of_whose_gradient_each_rank_has_a_part_is_told() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([_Block(), _Block()]).double()
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, scale)
+            return x
+
+    module = Scaled()
+    model = zf.functionalize(module)
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss(p: Any) -> Tensor:
+            return model.apply(p["model"], x, x @ p["scale"]).square().mean()
+
+        params = {"model": state["params"], "scale": state["scale"]}
+        found, grads = zf.value_and_grad(loss)(params)
+        updates, moments = TX.update(grads["model"], state["opt_state"], state["params"])
+        new = {"params": optim.apply_updates(state["params"], updates), "opt_state": moments}
+        return {**new, "scale": state["scale"] - 0.1 * grads["scale"]}, {"loss": found}
+
+    split = zf.split(step, model, tensor=2, example=((4, WIDTH), (4, 1)))
+
+    def body() -> None:
+        start = {"params": model.params, "opt_state": TX.init(model.params)}
+        split(split.place({**start, "scale": torch.ones(WIDTH, 1, dtype=F64)}), _noise(0))
+
+    with pytest.raises(zf.PlacementError, match=r"a gradient of a plain tensor.*column and row"):
+        zf.simulate(2)(body)()

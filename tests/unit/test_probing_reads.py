@@ -253,3 +253,22 @@ def test_what_a_loss_makes_of_a_split_leaf_is_refused() -> None:
 
     with pytest.raises(PlacementError, match=r"layers\.1\.up\.weight is split over 2 ranks"):
         zf.simulate(2)(rank)()
+
+
+class Repeated(nn.Module):
+    """Gates from a product that is called twice, for values that a column and a row could share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 1), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x) + self.gate(x.roll(1, dims=-2))
+        return x + self.down(self.up(x) * gate)  # type: ignore[no-any-return]
+
+
+def test_what_rows_read_of_a_product_that_is_called_twice_keeps_them_whole() -> None:
+    """Its gradients would be a rank's own: that was so of DeBERTa's shared queries and keys."""
+    plan = plan_of(zf.functionalize(nn.Sequential(Repeated(), Repeated())), 2, example=(2, 3, 8))
+    assert not plan.splits
+    assert plan.whole["0.down"] == "down read what gate gives, of which all ranks have all"

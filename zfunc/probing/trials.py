@@ -7,7 +7,7 @@ divided is found by trying, the fewest first, of those that they read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -124,7 +124,7 @@ def _too_few(reaches: Reaches, pieces: int, ways: int) -> Refused:
     )
 
 
-def _named(names: Sequence[str]) -> str:
+def _named(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
@@ -170,6 +170,23 @@ def _check_homes(stage: Stage, parts: Parts) -> None:
                 raise Refused(f"{_named(elsewhere)} is read by other code than its own submodule")
             if outside := _read_outside(stage, parts, some):
                 raise Refused(f"{_named(outside)} is read before or behind, too")
+            if others := _read_beside(stage, parts):
+                raise Refused(
+                    f"{_named(parts.rows)} read what {_named(others)} gives, of which "
+                    "all ranks have all"
+                )
+
+
+def _read_beside(stage: Stage, parts: Parts) -> list[str]:
+    """Products that rows read beside columns, such as those that are called several times.
+
+    Their gradients would be those of a rank's rows alone.
+    """
+    trace, members = stage.run(grad=True), set(parts.pairing.columns)
+    others = [(name, y) for name, _, y in trace.calls if name not in members]
+    rows = [trace.inputs[name] for name in parts.rows if name in trace.inputs]
+    found = {others[i][0] for x in rows for i in connected(x, [y for _, y in others])}
+    return sorted(found)
 
 
 def _read_outside(stage: Stage, parts: Parts, parameters: Sequence[str]) -> list[str]:
