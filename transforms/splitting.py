@@ -80,8 +80,8 @@ _PLANNING = Lock()
 PLAINLY = (
     "a split leaf was used by a plain product, or its counterpart is not split. Compute with split "
     "leaves by zf.column, zf.row, zf.embed and zf.cross_entropy, or leave them whole "
-    "(rules={...: None}). What a model's layers read between column and row, each rank for its part, "
-    "is to be computed from its own parameters, or without gradients."
+    "(rules={...: None}). Compute from a model's own parameters, or without gradients, what its "
+    "layers read between column and row."
 )
 ON_POSITIONS = (
     "split(sequence=True) cuts the stream along positions, of which each rank has some. The loss "

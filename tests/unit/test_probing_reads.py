@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zfunc as zf
+from tests.unit.test_probing import WIDTH, check, functional
 from zfunc.errors import PlacementError
 from zfunc.modules.split_plans import Role
 from zfunc.probing.exactness import Doubled
@@ -272,3 +273,25 @@ def test_what_rows_read_of_a_product_that_is_called_twice_keeps_them_whole() -> 
     plan = plan_of(zf.functionalize(nn.Sequential(Repeated(), Repeated())), 2, example=(2, 3, 8))
     assert not plan.splits
     assert plan.whole["0.down"] == "down read what gate gives, of which all ranks have all"
+
+
+class Written(nn.Linear):
+    """A product as Falcon writes it: its own forward adds its bias."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = input @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_row_whose_own_forward_adds_its_bias(sequence: bool) -> None:
+    """The plan made it a row, and the first step refused it."""
+
+    def made() -> nn.Module:
+        return nn.Sequential(Written(WIDTH, 24), nn.ReLU(), Written(24, WIDTH))
+
+    model = functional(made)
+    plan = plan_of(model, 3, sequence=sequence)
+    assert plan.roles["layers.0.2"] is Role.ROW
+    assert "counted" not in str(plan) and bool(plan.streams) == sequence
+    check(model, plan)

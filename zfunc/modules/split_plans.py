@@ -60,7 +60,7 @@ class SplitPlan:
             that dimension they may repeat, once for each text of a batch.
         norms: by the name of a submodule, how the features are split over which it takes means.
         once: by the name of a network, whole leaves of its own that the first rank alone counts, as
-            a bias behind its last product.
+            a bias behind its last product; by that of a row whose own forward adds its bias, this.
         whole: by the name of a leaf or a submodule that might have been split, why it is not.
         streams: by the name of a layer, how it runs on positions of the stream; others run on all.
         pointwise: names of submodules outside of layers that run on positions, too.

@@ -163,9 +163,12 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
         own = {
             key: homes[home] for key in part._parameters if (home := (names[part], key)) in homes
         }
-        if rank and name in plan.once:
-            part.__dict__["forward"] = _without(part, plan.once[name])
-        forward = MAKERS[role](wiring, part, own, rank, name)
+        if role is Role.ROW and name in plan.once:
+            forward = _tried_row(wiring, part)
+        else:
+            if rank and name in plan.once:
+                part.__dict__["forward"] = _without(part, plan.once[name])
+            forward = MAKERS[role](wiring, part, own, rank, name)
         part.__dict__["forward"] = _called_alike(part.forward, forward)
         if role is Role.ROW:
             part.register_forward_pre_hook(_more_than_a_product)
@@ -243,6 +246,23 @@ def _own_row(wiring: Wiring, part: Any, name: str) -> Forward:
             f"bias is not known. Leave it whole: rules={{'{name}.*': None}}."
         )
     return lambda input: wiring.ended(inner(input))
+
+
+def _tried_row(wiring: Wiring, part: nn.Module) -> Forward:
+    """Of a linear layer whose own forward adds its bias, as was tried: it adds zeros instead."""
+    inner = part.forward
+
+    def forward(input: Tensor) -> Tensor:
+        bias = part._parameters["bias"]
+        assert bias is not None
+        part._parameters["bias"] = torch.zeros_like(bias)  # type: ignore[assignment]
+        try:
+            y: Tensor = inner(input)
+        finally:
+            part._parameters["bias"] = bias
+        return wiring.ended(y) + bias
+
+    return forward
 
 
 def _head(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from zfunc.errors import PlacementError
@@ -340,8 +341,16 @@ def _add(
             raise Refused(f"{name} keeps its width beside its weight")
     made.roles.update({x: Role.COLUMN for x in parts.columns if x not in parts.inner})
     made.roles.update(dict.fromkeys(parts.rows, Role.ROW))
+    made.once.update({name: ("bias",) for name in parts.rows if _adds_itself(stage, name)})
     made.splits.update(parts.leaves(stage))
     made.number(parts.numbers)
+
+
+def _adds_itself(stage: Stage, name: str) -> bool:
+    """Whether a product is a linear layer that adds its bias in a forward of its own."""
+    part = stage.layer.get_submodule(name)
+    own = isinstance(part, nn.Linear) and type(part).forward is not nn.Linear.forward
+    return own and part._parameters.get("bias") is not None
 
 
 def _take(

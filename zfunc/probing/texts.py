@@ -64,9 +64,10 @@ def text_of(plan: SplitPlan, shapes: Mapping[str, Sequence[int]] | None = None) 
     if plan.norms:
         lines.append("means over the features of all ranks:")
         lines += _grouped((name, f"{split.size}") for name, split in plan.norms.items())
-    if plan.once:
+    once = {name: keys for name, keys in plan.once.items() if plan.roles.get(name) != "row"}
+    if once:
         lines.append("counted on the first rank alone:")
-        lines += _grouped((name, ", ".join(keys)) for name, keys in plan.once.items())
+        lines += _grouped((name, ", ".join(keys)) for name, keys in once.items())
     if plan.attributes:
         lines.append("numbers that differ:")
         lines += _grouped(
