@@ -62,7 +62,7 @@ from zfunc.ranks import world
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
 from zfunc.ranks.digests import digests
-from zfunc.ranks.meshes import Mesh, laid_out
+from zfunc.ranks.meshes import BATCH, Mesh, laid_out
 from zfunc.ranks.world import MESH, world_size
 from zfunc.transforms.of_params import of_params
 from zfunc.trees import tree
@@ -583,7 +583,8 @@ def split(
         (``step.local_batch``).
 
     Raises:
-        ValueError: neither a model nor rules; a size that is not positive.
+        ValueError: neither a model nor rules; a size that is not positive; an axis along which
+            ranks have other rows.
         CompositionError: the step is split already, or has a mesh of another size; when a state is
             placed: its parameters are not those of the model, or the model's layers are compiled.
         PlacementError: when a state is placed: a rule names no leaf, or one that does not fall
@@ -604,5 +605,10 @@ def split(
         )
     if tensor is not None and (type(tensor) is not int or tensor < 1):
         raise ValueError(f"tensor={tensor!r}: expected how many ranks share a layer, at least 1.")
+    if axis in BATCH:
+        raise ValueError(
+            f"axis={axis!r}: ranks along it have other rows of a batch, and ranks that share a "
+            "layer have the same ones. Take another axis of the mesh."
+        )
     how = (tensor, mesh, axis, vocab, example, sequence)
     return Splitting(model, tuple((rules or {}).items()), *how)

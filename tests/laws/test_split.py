@@ -242,6 +242,8 @@ def test_arguments_that_make_no_sense() -> None:
         zf.split(step)
     with pytest.raises(ValueError, match=r"tensor=0"):
         zf.split(step, rules=RULES, tensor=0)
+    with pytest.raises(ValueError, match=r"axis='replica'.* other rows"):
+        zf.split(step, rules=RULES, mesh=zf.mesh(replica=2), axis="replica")
     with pytest.raises(TypeError, match="functionalize"):
         zf.split(step, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(zf.CompositionError, match="split already"):
