@@ -357,8 +357,8 @@ class Splitting(Meshed):
             return out
         if "split alike" not in running.memo:
             state = out[0] if isinstance(out, tuple) and out else out
-            seen = [running.notes.get(key, []) for key in ("losses", "beside")]
-            check_alike(self.group, state, *seen, self.adds_up)
+            losses, beside = (running.notes.get(key, []) for key in ("losses", "beside"))
+            check_alike(self.group, state, losses, beside, on_positions=self.adds_up)
             running.memo["split alike"] = True
         return out
 
