@@ -39,21 +39,22 @@ def zb(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_lean(ranks: int, microbatches: int) -> Schedule:
-    """:func:`zb` with as few halves as can be: where halves cost more than a whole.
+    """:func:`zb` with few halves, where halves cost more than a whole, and one forward more ahead.
 
-    Backward is in halves for the first r microbatches of rank r and its last P - r, for which
-    another rank waits. It ends as early as ``zb``, and no rank holds more. But messages that take
-    long, and microbatches of different length, delay it more; and gradients are not added in the
-    order of microbatches, so that a sum may differ from that of ``zf.accumulate`` in its last bits.
+    Backward is in halves for the first r - 1 microbatches of rank r and its last P, for which
+    another rank waits. It ends as early as ``zb``. Each rank but the last goes one forward further
+    ahead, so that messages, and microbatches that take longer, delay it less than 1F1B; so a rank
+    holds up to P + 1 microbatches. Gradients are not added in the order of microbatches, so that a
+    sum may differ from that of ``zf.accumulate`` in its last bits.
 
     Raises:
         ScheduleError: a number is less than 1.
 
     >>> zb_lean(4, 8).bubble() == zb(4, 8).bubble(), zb_lean(4, 8).in_flight()
-    (True, (4.0, 4.0, 4.0, 4.0))
+    (True, (5.0, 4.0, 5.0, 4.0))
     >>> print(zb_lean(2, 4).picture())
-    rank 0 |F0-F1-...B0----F2-B1----F3-B2----B3----
-    rank 1 |...F0-I0-F1-B1----F2-B2----F3-I3-W0-W3-
+    rank 0 |F0-F1-F2-...B0----F3-B1----B2----B3----
+    rank 1 |...F0-B0----F1-B1----F2-I2-F3-I3-W2-W3-
     """
     return _zb(as_count(ranks, "ranks"), as_count(microbatches, "microbatches"), True)
 
@@ -63,16 +64,18 @@ def _zb(ranks: int, microbatches: int, lean: bool) -> Schedule:
     rows = []
     for r in range(ranks):
         f, b, i, w = ([Action(kind, j, r) for j in range(microbatches)] for kind in "FBIW")
-        row, waiting = f[: ranks - r], deque[Action]()
+        ahead = ranks - r + (lean and r < ranks - 1)
+        whole = range(max(r - 1, 0), microbatches - ranks) if lean else range(0)
+        row, waiting = f[:ahead], deque[Action]()
         for j in range(microbatches):
-            if r == 0 or (lean and r <= j < microbatches - ranks + r):
+            if r == 0 or j in whole:
                 row.append(b[j])
             else:
                 row.append(i[j])
                 waiting.append(w[j])
             if len(waiting) > r:
                 row.append(waiting.popleft())
-            row += f[ranks - r + j : ranks - r + j + 1]
+            row += f[ahead + j : ahead + j + 1]
         rows.append((*row, *waiting))
     return Schedule(tuple(range(ranks)), microbatches, tuple(rows))
 
