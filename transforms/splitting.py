@@ -583,6 +583,7 @@ def split(
         (``step.local_batch``).
 
     Raises:
+        TypeError: a model or a rule is of another type.
         ValueError: neither a model nor rules; a size that is not positive; an axis along which
             ranks have other rows.
         CompositionError: the step is split already, or has a mesh of another size; when a state is
@@ -603,6 +604,9 @@ def split(
         raise ValueError(
             "beside a model rules leave leaves whole (None): how others are split its plan says."
         )
+    for pattern, rule in (rules or {}).items():
+        if rule is not None and not isinstance(rule, Cut):
+            raise TypeError(f"rules={{{pattern!r}: {rule!r}}}: expected a zf.Cut, or None.")
     if tensor is not None and (type(tensor) is not int or tensor < 1):
         raise ValueError(f"tensor={tensor!r}: expected how many ranks share a layer, at least 1.")
     if axis in BATCH:

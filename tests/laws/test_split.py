@@ -246,10 +246,36 @@ def test_arguments_that_make_no_sense() -> None:
         zf.split(step, rules=RULES, mesh=zf.mesh(replica=2), axis="replica")
     with pytest.raises(TypeError, match="functionalize"):
         zf.split(step, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'table': 0.*expected a zf\.Cut"):
+        zf.split(step, rules={"table": 0})  # type: ignore[dict-item]
+    for row in ((0, 0), (0, 1, -1), (0, 1, 2, 0), ("a",), (0, 1.0)):
+        with pytest.raises(ValueError, match="of at least 1"):
+            zf.Cut(*row)  # type: ignore[arg-type]
     with pytest.raises(zf.CompositionError, match="split already"):
         zf.split(zf.split(step, rules=RULES), rules=RULES)
     with pytest.raises(zf.CompositionError, match="one mesh"):
         zf.shard(zf.split(step, rules=RULES, tensor=2), mesh=zf.mesh(data=2, tensor=4))
+
+
+def gated(params: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = zf.column(x, params["gate"]).relu() * zf.column(x, params["up"])
+    return zf.row(hidden, params["down"]).square().mean()
+
+
+@pytest.mark.parametrize("odd", ["gate", "down"])
+def test_rules_of_columns_and_rows_that_are_unlike(odd: str) -> None:
+    """Ranks have as many features, but others: sizes do not tell."""
+    leaves = {name: torch.ones(8, 8) for name in ("gate", "up", "down")}
+    alike = {"gate": zf.Cut(0, by=4), "up": zf.Cut(0), "down": zf.Cut(1)}
+    unlike = alike | {odd: zf.Cut(int(odd == "down"), parts=2)}
+
+    def train(rules: Any) -> None:
+        step = zf.split(zf.train_step(gated, TX), rules=rules, tensor=2)
+        step(step.place(zf.TrainState.create(leaves, TX)), torch.ones(2, 8))
+
+    zf.simulate(2)(train)(alike)
+    with pytest.raises(zf.PlacementError, match=r"the leaves .*alike|rules alike"):
+        zf.simulate(2)(train)(unlike)
 
 
 def test_offload_to_disk_needs_the_units_of_shard(tmp_path: Path) -> None:

@@ -255,6 +255,9 @@ class Cut:
         grain: pieces are cut at multiples of so many indices, the last part takes what is left: of
             weights that share a scale each has all or none. Give a row's to its columns, too.
 
+    Raises:
+        ValueError: a number is no integer, or one of blocks is less than 1.
+
     >>> Cut(0, parts=3, by=2).split((12, 5), ways=2).runs
     (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
     >>> Cut(1, grain=32).split((5, 100), ways=2).runs
@@ -265,6 +268,13 @@ class Cut:
     parts: int = 1
     by: int | None = None
     grain: int = 1
+
+    def __post_init__(self) -> None:
+        counts = self.parts, 1 if self.by is None else self.by, self.grain
+        if any(type(x) is not int for x in (self.dim, *counts)) or min(counts) < 1:
+            raise ValueError(
+                f"{self}: expected a dimension, and parts=, by= and grain= of at least 1, all int."
+            )
 
     def split(self, shape: Sequence[int], ways: int, path: str = "a leaf") -> Split:
         """The table for a leaf of this shape.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zfunc.errors import PlacementError
+from zfunc.operators.parts import RUNS, runs_of
 from zfunc.trees.inside import inside_function
 from zfunc.trees.marks import part_of
 
@@ -92,8 +93,20 @@ class Partials(TorchFunctionMode):
         elif _works_on_each(name):
             if dims and sums is not None:
                 raise self._refused(sums, name)
+            if len(dims) == 1:
+                self._same_runs(name, given, out)
             _note(out, PARTIAL, sums) if sums is not None else _note(out, ALONG, *dims)
         return out
+
+    def _same_runs(self, name: str, given: Sequence[Tensor], out: Any) -> None:
+        """Let the result remember which features these are, if all operands have the same."""
+        runs = {found for x in given if (found := runs_of(x)) is not None}
+        if len(runs) > 1:
+            raise PlacementError(
+                f"{name} takes features that ranks of axis {self.axis!r} have split in two ways, "
+                f"{' and '.join(map(str, runs))}. Split the leaves that made them alike."
+            )
+        _note(out, RUNS, *runs)
 
     def _sum(
         self, name: str, x: Tensor, out: Any, args: Sequence[Any], named: Mapping[str, Any]

@@ -16,7 +16,9 @@ from zfunc.layout.splits import Part
 from zfunc.trees.marks import part_of
 from zfunc.trees.memory import current
 
-__all__ = ["found", "found_beside", "refused", "splits_now"]
+__all__ = ["RUNS", "found", "found_beside", "refused", "runs_of", "splits_now"]
+
+RUNS = "_zfunc_runs"  # which features of all a tensor has: in the first step, of what columns made
 
 MEANINGS = {0: "outputs", 1: "inputs"}
 
@@ -65,6 +67,14 @@ def found_beside(name: str, leaf: Tensor, what: str) -> Part:
             "weight beside it does. Give the leaf itself as the loss gets it, not a copy."
         )
     return part
+
+
+def runs_of(x: Tensor) -> Any:
+    """Which features of all these are, from where to where; None where it is not known."""
+    part = part_of(x)
+    if part is not None and part.split is not None and part.group.size > 1:
+        return part.split.runs
+    return x.__dict__.get(RUNS)
 
 
 def refused(name: str, leaf: Tensor, what: str, part: Part, wish: str, remedy: str) -> Exception:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Encoded, Part, Split, mark
 from zfunc.operators.conjugates import copied, shared
-from zfunc.operators.parts import found, found_beside, refused
+from zfunc.operators.parts import found, found_beside, refused, runs_of
 from zfunc.operators.stream import gathered_stream, in_parts_of, is_cut, own_positions
 from zfunc.ranks.comm import Group
 from zfunc.trees.marks import part_of
@@ -98,6 +98,12 @@ def row(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         return F.linear(own_positions(x, part.group, -2), w, b)
     if split.shared:
         raise refused("row", w, "w", part, "each input on one rank: a sum counts all", _ROW)
+    if (runs := runs_of(x)) is not None and runs != split.runs:
+        rank = part.group.rank
+        raise PlacementError(
+            f"zf.row: x has features {runs[rank]} on rank {rank}, and w {list(w.shape)} takes "
+            f"{split.runs[rank]}. Give the column and the row rules alike: parts=, by= and grain=."
+        )
     y = in_parts_of(summand(x, w, part.group), part.group)
     return y if b is None else y + b
 

@@ -111,8 +111,8 @@ def plan_of(
     >>> {name: role.value for name, role in plan.roles.items()}
     {'0': 'column', '2': 'row'}
     """
-    if ways < 1:
-        raise PlacementError(f"plan_of() got {ways} ranks. There is at least one.")
+    if type(ways) is not int or ways < 1:
+        raise PlacementError(f"plan_of() got {ways!r} ranks. There is at least one.")
     anatomy = model._pool.anatomy
     splits: dict[str, Split] = {}
     roles: dict[str, Role] = {}
