@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zfunc as zf
 from tests.laws.covering import each
@@ -100,5 +101,32 @@ def test_norms_of_updates_are_those_of_full_leaves(name: str) -> None:
 
     want = run(zf.Step(step))
     split = zf.split(zf.Step(step), rules=RULES, tensor=2)
+    for found in zf.simulate(2)(run)(split):
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("stage", [None, 0])
+def test_moments_of_few_bits_have_flats_of_their_own(stage: int | None) -> None:
+    """Leaves that are too small for groups have moments elsewhere: there are fewer flats."""
+    params = {"small": torch.ones(4), "up": torch.randn(128, 64), "down": torch.randn(64, 128)}
+    tx = optim.adamw(0.1, moments=8)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (
+            zf.row(torch.tanh(zf.column(x, p["up"])), p["down"]).square().mean() * p["small"].sum()
+        )
+
+    def run(wrap: Any) -> Any:
+        step = wrap(zf.train_step(loss, tx))
+        state = step.place(zf.TrainState.create(zf.tree.map(lambda x: x.double(), params), tx))
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2, 64, dtype=torch.float64))
+        return tree.flatten_names(step.unplace(state).params)
+
+    def split(step: Any) -> Any:
+        step = zf.split(step, rules={"up": zf.Cut(0), "down": zf.Cut(1)}, tensor=2)
+        return step if stage is None else zf.shard(step, stage=stage)
+
+    want = run(zf.Step)
     for found in zf.simulate(2)(run)(split):
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
