@@ -48,7 +48,8 @@ def averaged(call: Call, tree: Tree, momentum: bool = False) -> Tree:
         if not isinstance(node, Unreduced) or node.done:
             continue
         name = call.entry_of(node.home[0]) if node.home else None
-        if name is None or node.home is None or (name, node.home[1]) in call.used:
+        again = node.home is not None and (name, node.home[1]) in call.used
+        if name is None or node.home is None or again or has_copies(*node.home):
             others.append(i)
         else:
             rows.setdefault(name, {})[node.home[1]] = i
@@ -207,6 +208,32 @@ class _Mean:
         }
 
 
+def has_copies(layout: Layout, leaf: int) -> bool:
+    """Whether ranks that split layers have some elements of a leaf several times.
+
+    Each would round them beside other ones, and copies would drift apart: they go plainly.
+    """
+    slot = layout.slots[leaf]
+    return slot is not None and slot.split is not None and slot.split.shared
+
+
+def _exact(unit: UnitInfo, flat: int, full: Tensor) -> _Exact:
+    own = full.clone() if unit.borrowed(flat, full) else full
+    handle = unit.group.all_reduce(own, label=f"reduce {unit.name}")
+    return _Exact(handle, *unit.layout.flats[flat].bounds(unit.group.rank))
+
+
+class _Exact:
+    """This rank's part of one flat's mean, when it has come."""
+
+    def __init__(self, handle: Any, low: int, high: int) -> None:
+        self._handle, self._low, self._high = handle, low, high
+
+    def wait(self) -> Tensor:
+        total: Tensor = self._handle.wait()
+        return total[self._low : self._high].clone()
+
+
 def _plainly(call: Call, values: Sequence[Tensor]) -> list[Tensor]:
     """Means of tensors without errors, reduced one by one."""
     sums = [call.group.all_reduce(x.detach().clone().contiguous(), label="reduce") for x in values]
@@ -242,6 +269,9 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
             parts.append(unit.group.all_reduce(own, label=f"reduce {unit.name}"))
             continue
         dense: Dense = dense_of(unit.layout, i)
+        if any(has_copies(unit.layout, slot.index) for slot in unit.layout.by_flat[i]):
+            parts.append(_exact(unit, i, full))
+            continue
         if isinstance(call.codec, PowerSGD):
             if not dense.length:  # nothing but leaves without elements
                 low, high = unit.layout.flats[i].bounds(unit.group.rank)

@@ -163,7 +163,8 @@ class Sharded(OfFlats, Readable):
                         pieces[slot.index] = every[slot.index][offset : offset + b - a]
         flats: list[Tensor | None] = []
         for i, slots in enumerate(layout.by_flat):
-            if not slots and not self.layout.by_flat[i] and self.flats[i] is None:
+            known = i < len(self.flats)  # a tree that was placed by itself has its own flats
+            if known and not slots and not self.layout.by_flat[i] and self.flats[i] is None:
                 flats.append(None)
                 continue
             if any(slot.index not in mine for slot in slots):

@@ -78,7 +78,7 @@ def dotted(*parts: Any) -> str:
 
 def _flatten(tree: Tree) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """Paths, leaves and structure; a ``Placed`` node counts as one leaf."""
-    items, spec = _items(in_full(tree))
+    items, spec = _items(_standing(tree))
     return _names(spec), items, spec
 
 
@@ -164,6 +164,11 @@ def _forced(tree: Tree) -> Tree:
     return _forced(optree.tree_unflatten(spec, forced))
 
 
+def _standing(tree: Tree) -> Tree:
+    """:func:`in_full`, also of what lazy parts compute: theirs, too, may be parts of leaves."""
+    return in_full(_forced(tree))
+
+
 def _as_dicts(tree: Tree) -> Tree:
     """The tree with a dict in place of every ``Frozen``; itself if there is none."""
     met: list[Frozen] = []
@@ -242,7 +247,7 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     On plain trees the part is the leaf itself; on placed trees it is a 1-D piece
     of it (perhaps empty), and ``f`` must return a piece of the same length.
     """
-    rows, spec = align([in_full(x) for x in (tree, *rest)])
+    rows, spec = align([_standing(x) for x in (tree, *rest)])
     out: list[Any] = []
     for name, row in zip(_names(spec), rows, strict=True):
         placed = first_placed(row)
@@ -265,7 +270,7 @@ def whole(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     and this rank's part of the result is kept. For updates that are not
     elementwise (Muon, Adafactor).
     """
-    rows, spec = align([in_full(x) for x in (tree, *rest)])
+    rows, spec = align([_standing(x) for x in (tree, *rest)])
     out: list[Any] = []
     for row in rows:
         placed = first_placed(row)
@@ -299,7 +304,7 @@ def merge(a: Tree, b: Tree) -> Tree:
     >>> merge({"w": 1, "b": None}, {"w": None, "b": 2})
     {'w': 1, 'b': 2}
     """
-    rows, spec = align((in_full(a), in_full(b)))
+    rows, spec = align((_standing(a), _standing(b)))
     return optree.tree_unflatten(spec, [_merged(x, y) for x, y in rows])
 
 
@@ -364,13 +369,13 @@ def full(tree: Tree) -> Tree:
         return node.clone() if isinstance(node, Tensor) else node
 
     return optree.tree_map(
-        copy, opened(in_full(tree)), is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
+        copy, opened(_standing(tree)), is_leaf=lambda x: isinstance(x, Placed), namespace=NAMESPACE
     )
 
 
 def _sums(tree: Tree, f: Callable[[Tensor], Tensor]) -> Tree:
     check_alive(tree)
-    nodes, spec = optree.tree_flatten(in_full(tree), namespace=PLACED)
+    nodes, spec = optree.tree_flatten(_standing(tree), namespace=PLACED)
     plain, kinds = _by_kind(nodes)
     out: list[Any] = list(nodes)
     for i in plain:
