@@ -159,10 +159,11 @@ def test_all_of_a_family_is_split(name: str) -> None:
         assert share_split(known.model, plan) > 0.95, (ways, str(plan))
 
 
-@pytest.mark.parametrize(
-    ("method", "stage"), [("onebit", 0), ("onebit", 1), ("int8", 0), ("int8", 3)]
-)
-def test_rows_that_several_ranks_have_are_not_compressed(method: str, stage: int) -> None:
+@pytest.mark.parametrize("method", ["onebit", "int8"])
+@pytest.mark.parametrize(("stage", "gather"), [(0, None), (1, None), (1, "int8"), (3, None)])
+def test_rows_that_several_ranks_have_are_not_compressed(
+    method: str, stage: int, gather: Any
+) -> None:
     """Each rank would round them beside other rows, and the copies would drift apart."""
     known, tx = model_of("llama with one kv head"), optim.sgd(0.1)
 
@@ -172,7 +173,9 @@ def test_rows_that_several_ranks_have_are_not_compressed(method: str, stage: int
         return named(run(step, wrap, lambda: known.params, **how)[1].params)
 
     def compressed(step: Any) -> Any:
-        step = zf.compress_grads(step, method, freeze_step=1)  # the second call compresses
+        step = zf.compress_grads(
+            step, method, freeze_step=1, gather=gather
+        )  # the second call compresses
         return known.split(2, 2, stage)(step)
 
     want = params(lambda f: zf.shard(f, stage=0))

@@ -22,6 +22,7 @@ from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import full_around
 from zfunc.layout.replicated import Replicated
 from zfunc.layout.sharded import Sharded, cut
+from zfunc.transforms.compression.averaging import has_copies
 from zfunc.transforms.compression.error_feedback import Call
 from zfunc.transforms.compression.exchange import Codec, codecs_of
 from zfunc.transforms.compression.onebit import OneBit
@@ -118,9 +119,15 @@ def joined(
     if name is None or name in call.joined or not _there(layout, flats, node, rank):
         return None
     call.joined.add(name)
+    exact: dict[int, Any] = {}
     for i, local in enumerate(node.flats):
-        mine = old[name][i]
+        mine, label = old[name][i], f"join {layout.units[layout.unit_of_flat[i]].name}"
         if local is None or mine is None:
+            rounds.append(None)
+            continue
+        if any(has_copies(layout, slot.index) for slot in layout.by_flat[i]):
+            full, cuts = local.new_empty(layout.flats[i].length), layout.flats[i].cuts
+            exact[i] = node.group.all_gather(full, local, cuts=cuts, label=label)
             rounds.append(None)
             continue
         kept = call.updates[name][i]
@@ -135,12 +142,14 @@ def joined(
         cuts = dense_of(layout, i).cuts
         parts = zip(codecs, pairwise(cuts), strict=True)
         at = (0, *accumulate(each.nbytes(b - a, kept.dtype) for each, (a, b) in parts))
-        label = f"join {layout.units[layout.unit_of_flat[i]].name}"
         full = data.new_empty(at[-1])
         rounds.append((node.group.all_gather(full, data, cuts=at, label=label), at, kept.dtype))
     new = []
     for i, started in enumerate(rounds):
         local = node.flats[i]
+        if i in exact:
+            new.append(exact[i].wait())
+            continue
         if local is None or started is None:
             new.append(local)  # kept whole: every rank has made the same of it
             continue
