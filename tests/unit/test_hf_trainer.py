@@ -19,6 +19,7 @@ import zfunc as zf
 from tests.dist.trainer_runs import Tokens, model_of
 from zfunc.errors import CheckpointError, CompositionError, PlacementError
 from zfunc.hf.fields import HONOURED, MEANINGLESS, REFUSED, check_fields
+from zfunc.hf.optimizers import optimizer_for
 
 TABLES = (HONOURED, MEANINGLESS, REFUSED)
 
@@ -148,11 +149,12 @@ def test_a_callback_that_touches_weights_is_told(tmp_path: Path, callback: type)
 
 
 @pytest.mark.parametrize(
-    ("optim", "options"), [("sgd", "momentum=0.9,nesterov=True"), ("rmsprop", "alpha=0.9")]
+    ("optim", "options"),
+    [("sgd", "momentum=0.9,nesterov=True"), ("rmsprop", "alpha=0.9"), ("adafactor", None)],
 )
-def test_optimizers_are_those_of_torch(tmp_path: Path, optim: str, options: str) -> None:
+def test_optimizers_are_those_of_torch(tmp_path: Path, optim: str, options: str | None) -> None:
     args: dict[str, Any] = {"optim": optim, "weight_decay": 0.1, "learning_rate": 1e-2}
-    if int(transformers.__version__.split(".")[0]) > 4:  # which gave these two no options
+    if options and int(transformers.__version__.split(".")[0]) > 4:  # which gave these two no options
         args["optim_args"] = options
     weights = []
     for kind in (transformers.Trainer, zf.hf.Trainer):
@@ -161,6 +163,14 @@ def test_optimizers_are_those_of_torch(tmp_path: Path, optim: str, options: str)
         weights.append(made.model.state_dict())
     for name, want in weights[0].items():
         assert torch.allclose(weights[1][name], want, rtol=1e-9, atol=1e-12), name
+
+
+def test_adafactor_of_more_dimensions_is_refused(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), optim="adafactor", use_cpu=True)
+    tx = optimizer_for(args, bool)(1e-2)
+    tx.init({"table": torch.zeros(3, 4)})
+    with pytest.raises(CompositionError, match=r"conv has shape \(2, 3, 4\)"):
+        tx.init({"conv": torch.zeros(2, 3, 4)})
 
 
 def test_weights_go_and_come_back(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ HONOURED: dict[str, str] = {
         ),
         "as in Trainer",
     ),
-    "optim": "adamw_torch, adamw_torch_fused, sgd, rmsprop, lion_32bit and the paged ones in 32 "
-    "bits are zf.optim's; others are refused, and `optimizer=` takes any",
+    "optim": "adamw_torch, adamw_torch_fused, adafactor, sgd, rmsprop, lion_32bit and the paged "
+    "ones in 32 bits are zf.optim's; others are refused, and `optimizer=` takes any",
     "optim_args": "of sgd and rmsprop; others are refused",
     "gradient_accumulation_steps": "the microbatches of an update are one step",
     "max_grad_norm": "the norm is that of all leaves on all ranks",
@@ -105,7 +105,7 @@ REFUSED: dict[str, str] = {
     "fp16_full_eval": "fp16=True evaluates in float16, too.",
     "use_liger_kernel": "It replaces parts of the model with kernels that know nothing of shards.",
     "optim_target_modules": "Give the optimizer: Trainer(..., optimizer=lambda lr: ...).",
-    "adafactor": "Set optim, or give the optimizer: Trainer(..., optimizer=lambda lr: ...).",
+    "adafactor": "Set optim='adafactor'.",
     "torch_empty_cache_steps": "zfunc keeps its buffers from step to step: leave it out.",
     "enable_jit_checkpoint": "Its signal reaches one rank, and all ranks write a checkpoint. Stop "
     "by a callback that asks zf.preemption's `stop()` and sets control.should_save.",

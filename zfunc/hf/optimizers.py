@@ -7,7 +7,8 @@ from typing import Any
 
 from zfunc import optim
 from zfunc.errors import CompositionError
-from zfunc.optim import GradientTransformation
+from zfunc.optim import EmptyState, GradientTransformation
+from zfunc.optim.places import places
 
 __all__ = ["optimizer_for"]
 
@@ -42,6 +43,8 @@ def optimizer_for(
         return lambda lr: optim.adamw(lr, b1, b2, args.adam_epsilon, decay, mask=decayed)
     if name in LION:
         return lambda lr: optim.lion(lr, b1, b2, decay, mask=decayed)
+    if name == "adafactor":
+        return lambda lr: _adafactor(lr, decay, decayed)
     if name == "sgd":
         momentum, nesterov = float(options.get("momentum", 0)), _true(options.get("nesterov"))
         return lambda lr: _coupled(optim.sgd(lr, momentum, nesterov), decay, decayed)
@@ -56,9 +59,37 @@ def optimizer_for(
         return lambda lr: _coupled(optim.rmsprop(lr, **how), decay, decayed)
     raise CompositionError(
         f"TrainingArguments.optim={name!r} has no counterpart in zfunc. Choose one of "
-        f"{', '.join([*ADAMW, *LION, *OPTIONS])}, or give any of zf.optim: "
+        f"{', '.join([*ADAMW, *LION, 'adafactor', *OPTIONS])}, or give any of zf.optim: "
         "Trainer(..., optimizer=lambda lr: zf.optim...(lr))."
     )
+
+
+def _adafactor(
+    lr: float, decay: float, decayed: Callable[[str], bool]
+) -> GradientTransformation:
+    """Adafactor as Trainer asks transformers for it: no scale of parameters, its own rate.
+
+    It factors all matrices, however small, and decays by the rate times the parameters.
+    """
+    return optim.chain(
+        GradientTransformation(_matrices, lambda g, s, p: (g, s), checked=True, unfit=None),
+        optim.scale_by_factored_rms(min_dim_size_to_factor=1),
+        optim.clip_by_block_rms(1.0),
+        optim.add_decayed_weights(decay, mask=decayed) if decay else optim.identity(),
+        optim.scale_by_learning_rate(lr),
+    )
+
+
+def _matrices(params: Any) -> EmptyState:
+    for path, place in places(params).items():
+        if len(place.shape) > 2:
+            raise CompositionError(
+                f"TrainingArguments.optim='adafactor': {path} has shape {place.shape}, of which "
+                "transformers' Adafactor factors the last two dimensions, and zfunc's the two "
+                "longest. Take zfunc's: Trainer(..., optimizer=lambda lr: zf.optim.adafactor(lr, "
+                "multiply_by_parameter_scale=False))."
+            )
+    return EmptyState()
 
 
 def _coupled(
