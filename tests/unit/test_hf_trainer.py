@@ -154,7 +154,9 @@ def test_a_callback_that_touches_weights_is_told(tmp_path: Path, callback: type)
 )
 def test_optimizers_are_those_of_torch(tmp_path: Path, optim: str, options: str | None) -> None:
     args: dict[str, Any] = {"optim": optim, "weight_decay": 0.1, "learning_rate": 1e-2}
-    if options and int(transformers.__version__.split(".")[0]) > 4:  # which gave these two no options
+    if (
+        options and int(transformers.__version__.split(".")[0]) > 4
+    ):  # which gave these two no options
         args["optim_args"] = options
     weights = []
     for kind in (transformers.Trainer, zf.hf.Trainer):

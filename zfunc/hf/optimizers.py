@@ -64,9 +64,7 @@ def optimizer_for(
     )
 
 
-def _adafactor(
-    lr: float, decay: float, decayed: Callable[[str], bool]
-) -> GradientTransformation:
+def _adafactor(lr: float, decay: float, decayed: Callable[[str], bool]) -> GradientTransformation:
     """Adafactor as Trainer asks transformers for it: no scale of parameters, its own rate.
 
     It factors all matrices, however small, and decays by the rate times the parameters.
