@@ -193,7 +193,7 @@ class Splitting(Meshed):
         if (ways, grained) not in self.plans:
             self._find_plan(self.model, ways, grained, how)
         plan = self.plans[ways, grained]
-        parts = (plan.splits, plan.roles, plan.attributes, plan.norms, plan.once)
+        parts = (plan.splits, plan.roles, plan.attributes, plan.norms, plan.once, plan.between)
         told = hashlib.sha256(repr((*parts, plan.streams, plan.pointwise)).encode())
         if len(set(self.group.exchange(told.hexdigest(), label="plan"))) > 1:
             raise PlacementError(

@@ -61,6 +61,8 @@ class SplitPlan:
         norms: by the name of a submodule, how the features are split over which it takes means.
         once: by the name of a network, whole leaves of its own that the first rank alone counts, as
             a bias behind its last product; by that of a row whose own forward adds its bias, this.
+        between: by the name of a submodule that is ``BETWEEN``, those of its own whole leaves of
+            which each rank has a part of the gradient; all, of one that is not here.
         whole: by the name of a leaf or a submodule that might have been split, why it is not.
         streams: by the name of a layer, how it runs on positions of the stream; others run on all.
         pointwise: names of submodules outside of layers that run on positions, too.
@@ -81,3 +83,4 @@ class SplitPlan:
     pointwise: tuple[str, ...] = ()
     uncut: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    between: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -165,6 +165,8 @@ def wire(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitPlan, r
         }
         if role is Role.ROW and name in plan.once:
             forward = _tried_row(wiring, part)
+        elif role is Role.BETWEEN:
+            forward = _between(wiring, part, own, plan.between.get(name))
         else:
             if rank and name in plan.once:
                 part.__dict__["forward"] = _without(part, plan.once[name])
@@ -315,11 +317,11 @@ def _a_row(part: nn.Module) -> Iterator[None]:
         part._parameters["weight"] = weight
 
 
-def _between(wiring: Wiring, part: nn.Module, own: Splits, rank: int, name: str) -> Forward:
+def _between(wiring: Wiring, part: nn.Module, own: Splits, keys: Sequence[str] | None) -> Forward:
     inner = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _entered(wiring, part, own):
+        with _entered(wiring, part, own, keys):
             return inner(*args, **kwargs)
 
     return forward
@@ -367,7 +369,6 @@ MAKERS: Mapping[Role, Callable[[Wiring, nn.Module, Splits, int, str], Forward]] 
     Role.ROW: _row,
     Role.HEAD: _head,
     Role.EMBED: _embed,
-    Role.BETWEEN: _between,
     Role.FEED: _feed,
     Role.NETWORK: _network,
 }
@@ -393,15 +394,20 @@ def _product(part: Any, split: Split) -> Forward:
 
 
 @contextmanager
-def _entered(wiring: Wiring, part: nn.Module, own: Splits) -> Iterator[None]:
+def _entered(
+    wiring: Wiring, part: nn.Module, own: Splits, keys: Sequence[str] | None = None
+) -> Iterator[None]:
     """A block in which gradients of what several ranks have are summed over these.
 
     These are a submodule's own leaves that are whole, and indices that stand on several ranks.
+
+    Args:
+        keys: of the whole ones those that parts read; each rank has all of the others' gradients.
     """
     held = dict(part._parameters)
     for key, p in held.items():
-        if p is not None:
-            split, ranks = own.get(key), wiring.group
+        split, ranks = own.get(key), wiring.group
+        if p is not None and (split is not None or keys is None or key in keys):
             x = wiring.entered(p, BETWEEN) if split is None else shared(p, ranks, split)
             part._parameters[key] = x  # type: ignore[assignment]
     try:

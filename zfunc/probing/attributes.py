@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
 
 __all__ = ["Note", "watched"]
 
-PLAIN = (int, float, str, bytes, bool, complex, tuple, list, dict, set, Tensor, nn.Module)
+PLAIN = (int, float, str, bytes, bool, complex, tuple, list, dict, set, Enum, Tensor, nn.Module)
 Note = Callable[[nn.Module, str, str, Any], None]
 """What is told: a submodule, its name, an attribute, dotted in an object that it has, its value."""
 

@@ -61,7 +61,7 @@ def features_of(
 def told(base: Trace, norms: dict[str, Split], rank: int) -> dict[str, Whole]:
     """What a rank is told of norms, from a run on the whole."""
     return {
-        name: Whole(split.size, base.sums.get(name, ()), shares(split, rank))
+        name: Whole(split.size, [x.detach() for x in base.sums.get(name, ())], shares(split, rank))
         for name, split in norms.items()
     }
 

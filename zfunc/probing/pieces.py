@@ -141,7 +141,7 @@ def _together(pieces: PieceLabels, grains: Mapping[str, int]) -> int:
     """How many pieces end where what shares a scale ends, in each row."""
     found = 1
     for name, label in pieces.labels.items():
-        width = len(label) // pieces.count
+        width = max(1, len(label) // pieces.count)  # some pieces may lie in other rows alone
         found = math.lcm(found, math.lcm(grains.get(name, 1), width) // width)
     return found
 

@@ -35,6 +35,7 @@ __all__ = ["plan_of"]
 RULED = "a rule leaves it whole"
 ANEW = "a checkpoint in the layer computes something else in backward than it has forward"
 READ = "code outside of the layer reads a parameter of it"
+ELSEWHERE = "it is called elsewhere in the module, too, where it would be split otherwise"
 TIED = "its weight is that of another submodule, too, where it would be split otherwise"
 
 
@@ -50,6 +51,7 @@ class _LayerPlan:
     further: dict[int, Split] = field(default_factory=dict)
     norms: dict[str, Split] = field(default_factory=dict)
     once: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    between: dict[str, tuple[str, ...]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
     def copied(self) -> _LayerPlan:
@@ -58,9 +60,72 @@ class _LayerPlan:
         made.attributes = {name: dict(values) for name, values in self.attributes.items()}
         return made
 
+    def of(self, name: str) -> tuple[Any, ...]:
+        """What it says of one submodule."""
+        own = {k: x for k, x in self.splits.items() if k.rpartition(".")[0] == name}
+        said = (self.roles, self.attributes, self.norms, self.once, self.between)
+        return [*own.values()], {k.rpartition(".")[2] for k in own}, *(x.get(name) for x in said)
+
     def number(self, numbers: Numbers) -> None:
         for number, values in numbers.items():
             self.attributes.setdefault(number.module, {})[number.attribute] = values
+
+
+class _Uses:
+    """Where submodules stand: some in several layers, or outside of layers, too.
+
+    A submodule has one forward, wherever it stands: what it does in one place it does in all.
+    """
+
+    def __init__(self, module: nn.Module, kinds: Sequence[LayerKind]) -> None:
+        self.module = module
+        self.own = {part: name for name, part in module.named_modules()}
+        layers = [[module.get_submodule(name) for name in kind.names] for kind in kinds]
+        self.names = [kind.names for kind in kinds]
+        places: dict[nn.Module, set[tuple[int, str]]] = {}
+        for i, each in enumerate(layers):
+            for layer in each:
+                for name, part in layer.named_modules():
+                    places.setdefault(part, set()).add((i, name))
+        self.outside: set[nn.Module] = set()
+        self._walk(module, {layer for each in layers for layer in each})
+        for kind, each in zip(kinds, layers, strict=True):
+            self.outside |= {x.get_submodule(name) for x in each for name, _ in kind.read}
+        self.places = {
+            part: its for part, its in places.items() if len(its) > 1 or part in self.outside
+        }
+
+    def _walk(self, part: nn.Module, layers: set[nn.Module]) -> None:
+        if part not in layers and part not in self.outside:
+            self.outside.add(part)
+            for child in part.children():
+                self._walk(child, layers)
+
+    def first(self, layer: str, name: str) -> str:
+        """The first name that a submodule of a layer has in the module."""
+        return self.own[self.module.get_submodule(_joined(layer, name))]
+
+    def named(self, homes: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
+        """Names of leaves by all places that they have in layers, from those by first ones."""
+        return {
+            (_joined(layer, name), key): homes[self.own[part], key]
+            for names in self.names
+            for layer in names
+            for name, part in self.module.get_submodule(layer).named_modules()
+            for key, p in part._parameters.items()
+            if p is not None
+        }
+
+    def differing(self, parts: Sequence[_LayerPlan]) -> list[set[str]]:
+        """Of each kind the submodules that would be split otherwise where else they stand."""
+        found: list[set[str]] = [set() for _ in parts]
+        for part, places in self.places.items():
+            ways = [parts[i].of(name) for i, name in places]
+            ways += [_LayerPlan().of("")] if part in self.outside else []
+            if any(way != ways[0] for way in ways):
+                for i, name in places:
+                    found[i].add(name)
+        return found
 
 
 def plan_of(
@@ -121,6 +186,7 @@ def plan_of(
     inputs: dict[str, dict[str, Split]] = {}
     norms: dict[str, Split] = {}
     once: dict[str, tuple[str, ...]] = {}
+    between: dict[str, tuple[str, ...]] = {}
     if ways == 1:
         return ModulePlan(ways, splits)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -132,7 +198,9 @@ def plan_of(
             if whole is not None and any(map(whole, splits)):
                 why.update(dict.fromkeys(splits, RULED))
                 splits, roles = {}, {}
-        names = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
+        uses = _Uses(model._pool.skeleton, found.kinds)
+        homes = {home: leaf.name for leaf in anatomy.leaves for home in leaf.homes}
+        names = homes | uses.named(homes)
         grained = [_grains_in(kind, names, grains or {}) for kind in found.kinds]
         kept = [_kept_in(kind, names, whole, RULED) for kind in found.kinds]
         for kind, its in zip(found.kinds, kept, strict=True):
@@ -141,9 +209,15 @@ def plan_of(
             head = "is split as the head over the vocabulary"
             its.update({n: f"{n} {head}" for n in roles if _within(n, kind.names)})
         parts = _of_kinds(found.kinds, ways, grained, kept)
-        while tied := _split_otherwise(found.kinds, parts, anatomy):
-            for kind, its in zip(found.kinds, kept, strict=True):
+        while True:
+            tied = _split_otherwise(found.kinds, parts, anatomy, uses)
+            odd = uses.differing(parts)
+            before = [dict(its) for its in kept]
+            for kind, its, elsewhere in zip(found.kinds, kept, odd, strict=True):
                 its.update(_kept_in(kind, names, tied.__contains__, TIED))
+                its.update({name: ELSEWHERE for name in elsewhere if its.get(name) != READ})
+            if before == kept:
+                break
             parts = _of_kinds(found.kinds, ways, grained, kept)
         cut = streams_of(found, parts, roles, ways) if sequence else Streams()
         for kind, made in zip(found.kinds, parts, strict=True):
@@ -155,14 +229,16 @@ def plan_of(
                 why.update({_joined(layer, name): its for name, its in made.whole.items()})
                 for name, values in made.attributes.items():
                     attributes[_joined(layer, name)] = values
-                norms.update({_joined(layer, name): each for name, each in made.norms.items()})
+                norms.update({uses.first(layer, name): each for name, each in made.norms.items()})
                 once.update({_joined(layer, name): each for name, each in made.once.items()})
+                between.update({_joined(layer, n): each for n, each in made.between.items()})
                 if made.inputs:
                     inputs[layer] = made.inputs
     shapes = {leaf.name: tuple(leaf.shape) for leaf in anatomy.leaves}
     why = {name: its for name, its in why.items() if name not in splits and name not in roles}
     along = (norms, once, cut.layers, cut.pointwise, cut.uncut)
-    plan = ModulePlan(ways, splits, roles, attributes, why, inputs, *along, shapes=shapes)
+    told = (ways, splits, roles, attributes, why, inputs, *along)
+    plan = ModulePlan(*told, between=between, shapes=shapes)
     module = model._pool.skeleton
     return replace(plan, otherwise=said_otherwise(module, plan), numbers=numbers_of(module))
 
@@ -209,15 +285,15 @@ def _grains_in(
 
 
 def _split_otherwise(
-    kinds: Sequence[LayerKind], parts: Sequence[_LayerPlan], anatomy: Anatomy
+    kinds: Sequence[LayerKind], parts: Sequence[_LayerPlan], anatomy: Anatomy, uses: _Uses
 ) -> set[str]:
     """Leaves that submodules share which would split them in several ways, or not at all."""
     found: dict[tuple[str, str], Split] = {}
     for kind, made in zip(kinds, parts, strict=True):
         for layer in kind.names:
             for path, split in made.splits.items():
-                home, _, attribute = f".{_joined(layer, path)}".rpartition(".")
-                found[home[1:], attribute] = split
+                home, _, attribute = path.rpartition(".")
+                found[uses.first(layer, home), attribute] = split
     return {
         leaf.name
         for leaf in anatomy.leaves
@@ -288,6 +364,10 @@ def _of_kind(
             for path in parts.parameters:
                 if (home := path.rpartition(".")[0]) in kept:
                     raise Refused(f"{path} is to be split with it, and {kept[home]}")
+            homes = {path.rpartition(".")[0] for path in parts.between} | parts.norms.keys()
+            for home in homes | {number.module for number in parts.numbers}:
+                if kept.get(home) in (ELSEWHERE, READ):
+                    raise Refused(f"{home} lies between, and {kept[home]}")
             _add(more, stage, parts, before, closed)
             check_together(stage, more, ways)
         except (Refused, CheckpointError) as error:
@@ -329,8 +409,10 @@ def _add(
 ) -> None:
     _take(made, stage, parts, before, closed)
     made.roles.update(dict.fromkeys(parts.pairing.common, Role.FEED))
-    for name in parts.between:
-        made.roles[name.rpartition(".")[0]] = Role.BETWEEN
+    for path in parts.between:
+        name, _, key = path.rpartition(".")
+        made.roles[name] = Role.BETWEEN
+        made.between[name] = (*made.between.get(name, ()), key)
     made.norms.update(parts.norms)
     shared = [name for name, split in parts.norms.items() if split.shared]
     made.roles.update(dict.fromkeys(shared, Role.BETWEEN))  # for the gradients of their weights
@@ -342,6 +424,9 @@ def _add(
     made.roles.update({x: Role.COLUMN for x in parts.columns if x not in parts.inner})
     made.roles.update(dict.fromkeys(parts.rows, Role.ROW))
     made.once.update({name: ("bias",) for name in parts.rows if _adds_itself(stage, name)})
+    for name, role in made.roles.items():
+        if role is Role.BETWEEN:  # some of them for rows that several ranks have alone
+            made.between.setdefault(name, ())
     made.splits.update(parts.leaves(stage))
     made.number(parts.numbers)
 

@@ -97,7 +97,7 @@ def local_product(
 
 
 def _local(x: Tensor, split: Split | None, rank: int) -> Tensor:
-    return x if split is None else x[..., torch.tensor(split.indices(rank))]
+    return x if split is None else x[..., torch.tensor(split.indices(rank), dtype=torch.int64)]
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

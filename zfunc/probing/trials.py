@@ -274,7 +274,8 @@ def _check_gradients(stage: Stage, parts: Parts, base: Trace) -> None:
                     found[name] += g
                     continue
                 dim = split.dim if name in parts.parameters else -1
-                found[name].index_add_(dim, torch.tensor(split.indices(rank)), g)
+                at = torch.tensor(split.indices(rank), dtype=torch.int64)
+                found[name].index_add_(dim, at, g)
     if not parts.norms and not all(close(found[name], x) for name, x in wanted.items()):
         raise Refused("gradients of ranks' parts do not add up to those of the whole")
 
@@ -519,7 +520,7 @@ def same_results(trace: Trace, base: Trace) -> bool:
 
 
 def _local(x: Tensor, split: Split, rank: int) -> Tensor:
-    return x[..., torch.tensor(split.indices(rank))]
+    return x[..., torch.tensor(split.indices(rank), dtype=torch.int64)]
 
 
 @contextmanager
