@@ -15,7 +15,7 @@ import zfunc as zf
 from zfunc.probing.plans import plan_of
 from zfunc.trees import tree
 
-F64 = torch.float64
+F64, TX = torch.float64, zf.optim.sgd(1.0)
 
 
 class Layer(nn.Module):
@@ -165,32 +165,45 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 }
 
 
-def built(name: str) -> tuple[Any, Any]:
+def built(name: str) -> nn.Module:
     torch.manual_seed(0)
-    module = MODELS[name][0]().double()
-    return zf.functionalize(module), module
+    return MODELS[name][0]().double()
+
+
+def trained(step: Any, model: Any, x: Tensor) -> dict[str, Tensor]:
+    state, _ = step(step.place(zf.TrainState.create(model.params, TX)), x)
+    return tree.flatten_names(step.unplace(state).params)
+
+
+def plain_step(model: Any) -> Any:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return model.apply(params, x).square().mean()  # type: ignore[no-any-return]
+
+    return zf.train_step(loss, TX)
+
+
+def assert_as_on_one_process(model: Any, ways: int, sequence: bool = False) -> None:
+    x = torch.randn(2, 5, 8, dtype=F64)
+    want = trained(zf.Step(plain_step(model)), model, x)
+    split = zf.split(plain_step(model), model, tensor=ways, example=(2, 5, 8), sequence=sequence)
+    for got in zf.simulate(ways)(lambda: trained(split, model, x))():
+        for leaf, value in want.items():
+            torch.testing.assert_close(got[leaf], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("ways", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_one_process(name: str, ways: int) -> None:
-    model, _held = built(name)
-    x, tx = torch.randn(2, 5, 8, dtype=F64), zf.optim.sgd(1.0)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return model.apply(params, x).square().mean()  # type: ignore[no-any-return]
-
-    def trained(step: Any) -> dict[str, Tensor]:
-        state, _ = step(step.place(zf.TrainState.create(model.params, tx)), x)
-        return tree.flatten_names(step.unplace(state).params)
-
-    plain = zf.train_step(loss, tx)
-    want = trained(zf.Step(plain))
+    module = built(name)
+    model = zf.functionalize(module)
     plan = plan_of(model, ways, example=(2, 5, 8))
     assert {path.rpartition(".")[2] for path in plan.roles} == MODELS[name][1], plan
-    if not plan.splits:
-        return
-    split = zf.split(plain, model, tensor=ways, example=(2, 5, 8))
-    for got in zf.simulate(ways)(lambda: trained(split))():
-        for leaf, value in want.items():
-            torch.testing.assert_close(got[leaf], value, rtol=1e-9, atol=1e-12)
+    if plan.splits:
+        assert_as_on_one_process(model, ways)
+
+
+@pytest.mark.parametrize("name", ["a column of all layers", "layers that have all in common"])
+def test_submodules_of_several_layers_run_on_positions(name: str) -> None:
+    first, last = nn.Linear(8, 8, dtype=F64), nn.Linear(8, 8, dtype=F64)
+    module = nn.Sequential(first, *built(name).children(), last)
+    assert_as_on_one_process(zf.functionalize(module), 2, sequence=True)

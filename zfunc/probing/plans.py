@@ -36,6 +36,7 @@ RULED = "a rule leaves it whole"
 ANEW = "a checkpoint in the layer computes something else in backward than it has forward"
 READ = "code outside of the layer reads a parameter of it"
 ELSEWHERE = "it is called elsewhere in the module, too, where it would be split otherwise"
+APART = "it shares a submodule with a layer in which other positions are put together at it"
 TIED = "its weight is that of another submodule, too, where it would be split otherwise"
 
 
@@ -126,6 +127,16 @@ class _Uses:
                 for i, name in places:
                     found[i].add(name)
         return found
+
+    def parted(self, cut: Streams) -> list[str]:
+        """Layers on positions that share a submodule and do not agree on what it is given."""
+        found: dict[str, None] = {}
+        for places in self.places.values():
+            every = [(layer, name) for i, name in places for layer in self.names[i]]
+            on = [(layer, name, cut.layers[layer]) for layer, name in every if layer in cut.layers]
+            ways = {(tuple(x.gathered.get(name, ())), name in x.ended) for _, name, x in on}
+            found.update(dict.fromkeys(layer for layer, *_ in on) if len(ways) > 1 else {})
+        return [*found]
 
 
 def plan_of(
@@ -220,6 +231,9 @@ def plan_of(
                 break
             parts = _of_kinds(found.kinds, ways, grained, kept)
         cut = streams_of(found, parts, roles, ways) if sequence else Streams()
+        for layer in uses.parted(cut):
+            cut.layers.pop(layer)
+            cut.uncut[layer] = APART
         for kind, made in zip(found.kinds, parts, strict=True):
             for layer in kind.names:
                 for path, split in made.splits.items():
