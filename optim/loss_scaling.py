@@ -11,6 +11,7 @@ https://arxiv.org/abs/1710.03740.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,6 +67,11 @@ class DynamicScale:
     consecutive: bool = False
 
     def __post_init__(self) -> None:
+        if not self.power <= math.log2(LARGEST):
+            raise ValueError(
+                f"{self}: it would begin at 2 ** {self.power:g}, and float32 ends at 2 ** 127. "
+                "power is an exponent: 16 begins at 65536."
+            )
         if self.window < 1 or self.hysteresis < 1 or not 0 < self.minimum <= 2.0**self.power:
             raise ValueError(
                 f"{self}: expected a window and a hysteresis of at least 1, and 0 < minimum <= "

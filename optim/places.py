@@ -105,7 +105,7 @@ def shares(tree: Tree) -> Iterator[tuple[Group, list[Share]]]:
     for path, node in nodes(tree):
         if isinstance(node, Placed):
             found: Any = node
-            yield getattr(found, "summing", found.group), list(_of_node(path, found))
+            yield found.summing, list(_of_node(path, found))
         else:
             mark = part_of(node)
             yield alone() if mark is None else mark.group, [_of_plain(path, node)]

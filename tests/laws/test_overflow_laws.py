@@ -170,6 +170,13 @@ def test_scales_follow_the_rules(window: int, hysteresis: int, consecutive: bool
     assert len(set(scales)) > 3
 
 
+@pytest.mark.parametrize("power", [128, 2000, float("nan")])
+def test_a_scale_that_float32_has_not_is_refused(power: float) -> None:
+    with pytest.raises(ValueError, match="power is an exponent"):
+        DynamicScale(power=power)
+    assert DynamicScale(power=127).init().scale.isfinite()
+
+
 def test_the_first_doubling_takes_one_good_step_more_than_the_window() -> None:
     rules = DynamicScale(power=3, window=4)
     state = rules.init()

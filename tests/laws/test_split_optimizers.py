@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,18 @@ def test_norms_of_updates_are_those_of_full_leaves(name: str) -> None:
     split = zf.split(zf.Step(step), rules=RULES, tensor=2)
     for found in zf.simulate(2)(run)(split):
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_from_disk_it_is_that_of_one_process(name: str, tmp_path: Path) -> None:
+    tx = optim.chain(optim.clip_by_global_norm(0.5), CLIPPED[name])
+    (want, _), _ = trained(zf.train_step(loss_fn, tx), tx, 3)
+    for stage in (1, 3):
+        step = zf.split(zf.train_step(loss_fn, tx), rules=RULES, mesh=zf.mesh(data=2, tensor=2))
+        step = zf.offload(zf.shard(step, stage=stage), to="disk", path=tmp_path / str(stage))
+        for (found, _), _ in zf.simulate(4)(trained)(step, tx, 3):
+            for path, x in want.items():
+                torch.testing.assert_close(found[path], x, rtol=1e-9, atol=1e-9, msg=path)
 
 
 @pytest.mark.parametrize("stage", [None, 0])

@@ -39,6 +39,11 @@ class Readable(Placed):
         """The ranks over which it is cut."""
         raise NotImplementedError
 
+    @property
+    def summing(self) -> Group:
+        """The ranks that together have every element of every leaf."""
+        return self.group if self.layout.along is None else self.layout.holders
+
     def __getitem__(self, entry: Any) -> Any:
         raise NotImplementedError
 

@@ -83,11 +83,6 @@ class Sharded(OfFlats, Readable):
             )
         return group
 
-    @property
-    def summing(self) -> Group:
-        """The ranks that together have every element of every leaf."""
-        return self.group if self.layout.along is None else self.layout.holders
-
     def held(self) -> Sequence[Tensor | None]:
         return self.flats
 
