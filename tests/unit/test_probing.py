@@ -174,9 +174,8 @@ def run(model: Functional, params: Any, ids: Tensor) -> tuple[Tensor, dict[str, 
     leaves = tree.flatten_names(params)
     logits = model.apply(params, ids)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    return logits.detach(), dict(
-        zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)
-    )
+    grads = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
+    return logits.detach(), dict(zip(leaves, grads, strict=True))
 
 
 def check(model: Functional, plan: SplitPlan) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from zfunc.probing.stages import Stage, Trace, differs
 __all__ = ["Masks", "Reach", "Reaches", "Refused"]
 
 DRAWS = 3  # a number behind a ReLU is seen in none of them with a chance of 2^-30
+MOST = 16  # draws are looked at for those: an expert is called in some alone
 
 Masks = dict[str, Tensor]
 """By a product's name, which of its outputs (of a row: inputs) are meant."""
@@ -48,8 +50,10 @@ class Reaches:
     def __init__(self, stage: Stage, pairing: Pairing) -> None:
         self.stage, self.pairing = stage, pairing
         self.columns = [name for name in pairing.columns if name not in pairing.common]
-        self.traces = [stage.run(draw=draw, grad=True, apart=True) for draw in range(DRAWS)]
-        self.bases = [stage.run(draw=draw, apart=True) for draw in range(DRAWS)]
+        runs = (stage.run(draw=draw, grad=True, apart=True) for draw in range(MOST))
+        called = (x for x in runs if all(name in x.inputs for name in pairing.members))
+        self.traces = [*islice(called, DRAWS)]  # the first draw is among them: it gave the pairing
+        self.bases = [stage.run(draw=trace.draw, apart=True) for trace in self.traces]
         self.widths = {name: stage.products[name].inputs for name in pairing.rows}
 
     def none(self) -> Masks:
@@ -60,9 +64,9 @@ class Reaches:
         """What these inputs of rows depend on."""
         stage = self.stage
         out = Reach({n: torch.zeros(stage.products[n].outputs) > 0 for n in self.columns})
-        for draw, trace in enumerate(self.traces):
+        for trace in self.traces:
             with torch.enable_grad():
-                total = _mixed(trace, rows, draw)
+                total = _mixed(trace, rows)
             given = {i: x for i, x in enumerate(trace.given) if x.requires_grad}
             common = [trace.outputs[name] for name in self.pairing.common]
             leaves = [trace.outputs[name] for name in self.columns]
@@ -83,17 +87,20 @@ class Reaches:
     def forward(self, columns: Mapping[str, Tensor]) -> Masks:
         """Which inputs of rows depend on these outputs of columns."""
         out = self.none()
-        for draw, base in enumerate(self.bases[:2]):
-            generator = torch.Generator().manual_seed(77 + draw)
+        for base in self.bases[:2]:
+            generator = torch.Generator().manual_seed(77 + base.draw)
             values = {}
             for name, mask in columns.items():
                 y = base.outputs[name]
                 other = torch.randn(y.shape, generator=generator, dtype=y.dtype)
                 values[name] = torch.where(mask, other, y)
-            moved = self.stage.run(values, draw=draw, apart=True)
+            moved = self.stage.run(values, draw=base.draw, apart=True)
             for name in out:
-                x = differs(moved.inputs[name], base.inputs[name])
-                out[name] |= x.flatten(0, -2).any(0)
+                x, was = moved.inputs.get(name), base.inputs[name]
+                if x is None or x.shape != was.shape:  # they say what it is given at all
+                    out[name][:] = True
+                else:
+                    out[name] |= differs(x, was).flatten(0, -2).any(0)
         return out
 
     @property
@@ -143,9 +150,9 @@ def _gradients(x: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     return torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
 
 
-def _mixed(trace: Trace, rows: Mapping[str, Tensor], draw: int) -> Tensor:
+def _mixed(trace: Trace, rows: Mapping[str, Tensor]) -> Tensor:
     """A number that depends on exactly these inputs."""
-    generator = torch.Generator().manual_seed(55 + draw)
+    generator = torch.Generator().manual_seed(55 + trace.draw)
     total = torch.zeros((), dtype=torch.float64)
     for name, mask in rows.items():
         x = trace.inputs[name]
