@@ -4,7 +4,7 @@ only if its code runs as theirs does."""
 from __future__ import annotations
 
 import types
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from zfunc.probing.products import product_of
 
-__all__ = ["NUMBERS", "Floats", "Numbered", "differences", "floats_of", "plain"]
+__all__ = ["NUMBERS", "Floats", "Numbered", "differences", "floats_of", "integers_of", "plain"]
 
 Numbered = tuple[int, nn.Module]
 """A layer, and which one of its stack it is."""
@@ -30,12 +30,18 @@ DEPTH = 3  # of containers and objects in each other
 SHORT = 1024  # elements of a tensor that is compared by its values
 
 
-def differences(layers: Sequence[Numbered]) -> list[tuple[Hashable, ...]]:
+def differences(
+    layers: Sequence[Numbered], read: Collection[tuple[str, str]] = ()
+) -> list[tuple[Hashable, ...]]:
     """Of each layer what it keeps beside its leaves that its code may decide by.
 
     These are the classes of its submodules, which of them are products, their bools, integers,
     strings and functions, also in containers and objects. Not which layer of the stack it is, and
     not floats, of which there may be others in each: :func:`floats_of` has them.
+
+    Args:
+        read: numbers that count also where they say which layer it is, for its code reads them:
+            (submodule, attribute).
 
     Returns:
         For each layer; equal for those that run alike.
@@ -52,8 +58,8 @@ def differences(layers: Sequence[Numbered]) -> list[tuple[Hashable, ...]]:
     }
     told = [
         values
-        for (_, key), values in columns.items()
-        if len(set(values)) > 1 and not _is_own_number(key, values, places)
+        for at, values in columns.items()
+        if len(set(values)) > 1 and (at in read or not _is_own_number(at[1], values, places))
     ]
     return [tuple(values[i] for values in told) for i in range(len(rows))]
 
@@ -74,6 +80,16 @@ def floats_of(layer: nn.Module) -> dict[tuple[str, str], float]:
         if not isinstance(part, _DropoutNd)
         for key, value in vars(part).items()
         if type(value) is float and "drop" not in key
+    }
+
+
+def integers_of(layer: nn.Module) -> dict[tuple[str, str], int]:
+    """The integers that a layer's submodules keep as attributes."""
+    return {
+        (name, key): value
+        for name, part in layer.named_modules()
+        for key, value in vars(part).items()
+        if type(value) is int
     }
 
 
