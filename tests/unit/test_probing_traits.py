@@ -78,6 +78,18 @@ class Scaled(nn.Module):
         return F.linear(x, self.weight) * self.scale
 
 
+class Weighted(Layer):
+    """How much features meet is said by a buffer."""
+
+    def __init__(self, *weights: float) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, weights = self.up(x), self.get_buffer("weights")
+        return x + self.down(weights[0] * y + weights[1] * y.softmax(-1))
+
+
 def scaled(scale: float) -> Layer:
     layer = Layer()
     layer.down = Scaled(24, 8, scale)  # type: ignore[assignment]
@@ -94,6 +106,7 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: Settled(types.SimpleNamespace(mix=True)),
     ),
     "a tensor": (lambda: Settled(torch.zeros(())), lambda: Settled(torch.ones(()))),
+    "a buffer of several numbers": (lambda: Weighted(1, 0), lambda: Weighted(0.5, 0.5)),
     "a float in the place of None": (lambda: Settled(None), lambda: Settled(1.0)),
     "a product that scales": (lambda: scaled(1.0), lambda: scaled(0.5)),
 }

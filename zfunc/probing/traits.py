@@ -27,6 +27,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OWN = frozenset(vars(nn.Module()))  # what every module keeps
 NUMBERS = ("idx", "index", "number", "_id")
 DEPTH = 3  # of containers and objects in each other
+FEW = 64  # elements of a buffer that is compared by its values
 SHORT = 1024  # elements of a tensor that is compared by its values
 
 
@@ -110,12 +111,14 @@ def _kept(
                     known[id(value)] = plain(value)
                 yield (name, key), known[id(value)]
         for key, buffer in part._buffers.items():
-            if buffer is not None and buffer.numel() == 1 and not buffer.is_meta:
-                yield (name, key), _sign(buffer)
+            if buffer is not None and not buffer.is_meta and buffer.numel() <= FEW:
+                yield (name, key), _told(buffer)
 
 
-def _sign(x: Tensor) -> Hashable:
-    """Of one number what code may decide by."""
+def _told(x: Tensor) -> Hashable:
+    """Of some numbers what code may decide by, or mix features by."""
+    if x.numel() != 1:
+        return x.dtype, tuple(x.shape), str(x.tolist())
     return bool(x) if x.dtype == torch.bool or x.is_complex() else (float(x) > 0) - (float(x) < 0)
 
 
