@@ -30,10 +30,10 @@ class Layer(nn.Module):
 
 
 class Heads(nn.Module):
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, width: int = 8) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         every = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k))
@@ -78,6 +78,18 @@ class Scaled(nn.Module):
         return F.linear(x, self.weight) * self.scale
 
 
+class Weighted(Layer):
+    """How much features meet is said by a buffer."""
+
+    def __init__(self, *weights: float) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, weights = self.up(x), self.get_buffer("weights")
+        return x + self.down(weights[0] * y + weights[1] * y.softmax(-1))
+
+
 def scaled(scale: float) -> Layer:
     layer = Layer()
     layer.down = Scaled(24, 8, scale)  # type: ignore[assignment]
@@ -94,6 +106,7 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: Settled(types.SimpleNamespace(mix=True)),
     ),
     "a tensor": (lambda: Settled(torch.zeros(())), lambda: Settled(torch.ones(()))),
+    "a buffer of several numbers": (lambda: Weighted(1, 0), lambda: Weighted(0.5, 0.5)),
     "a float in the place of None": (lambda: Settled(None), lambda: Settled(1.0)),
     "a product that scales": (lambda: scaled(1.0), lambda: scaled(0.5)),
 }
@@ -122,6 +135,85 @@ def test_heads_of_each_layer_are_divided() -> None:
 def test_which_one_a_layer_is_makes_it_no_other() -> None:
     model = zf.functionalize(nn.Sequential(*(Layer(lambda x: x.relu(), i) for i in range(3))))
     assert [kind.names for kind in probed(model, (2, 3, 8)).kinds] == [["0", "1", "2"]]
+
+
+class Odd(Layer):
+    """Features meet in every second layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return x + self.down(y.softmax(-1) if self.layer_number % 2 else y.relu())
+
+
+def test_layers_whose_code_reads_which_one_they_are_are_tried_by_themselves() -> None:
+    model = zf.functionalize(nn.Sequential(*(Odd(number=i) for i in range(4))))
+    roles = plan_of(model, 2, example=(2, 3, 8)).roles
+    assert {layer.partition(".")[0] for layer in roles} == {"0", "2"}
+
+
+def test_heads_that_grow_by_one_are_those_of_each_layer() -> None:
+    model = zf.functionalize(nn.Sequential(*(Heads(n, 12) for n in (2, 3, 4))))
+    attributes = plan_of(model, 2, example=(2, 3, 12)).attributes
+    assert [attributes[f"{i}"]["heads"] for i in range(3)] == [(1, 1), (2, 1), (2, 2)]
+
+
+class Told(Layer):
+    def forward(self, x: Tensor, layer_idx: int) -> Tensor:  # type: ignore[override]
+        y = self.up(x)
+        return x + self.down(y.softmax(-1) if layer_idx % 2 else y.relu())
+
+
+class Telling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Told() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x, i)
+        return x
+
+
+def test_layers_that_are_told_which_one_they_are_are_tried_as_several() -> None:
+    assert not plan_of(zf.functionalize(Telling()), 2, example=(2, 3, 8)).roles
+
+
+class Gated(nn.Module):
+    """Heads and texts are in one dimension, heads slowest, and a gate is given for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o, self.heads = nn.Linear(12, 12), nn.Linear(12, 12), 4
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y = self.q(x).unflatten(-1, (self.heads, -1)).permute(2, 0, 1, 3)
+        y = y.flatten(0, 1) * gate[:, None, None]
+        return x + self.o(y.unflatten(0, (self.heads, -1)).permute(1, 2, 0, 3).flatten(2))
+
+
+class Gating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Gated(), Gated()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.arange(1.0, 1 + 4 * len(x), dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, gate)
+        return x
+
+
+def test_an_argument_is_divided_so_for_other_numbers_of_texts() -> None:
+    plan = plan_of(zf.functionalize(Gating()), 2, example=(2, 3, 12))
+    assert not plan.inputs and "layers.0" not in plan.attributes, plan
+
+
+class Drawn(Layer):
+    """Features meet in training alone, in which the layer draws numbers, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return x + self.down(F.gumbel_softmax(y) if self.training else y)
 
 
 class Trained(Layer):
@@ -214,6 +306,7 @@ def patched() -> nn.Module:
 
 WHOLE: dict[str, Callable[[], nn.Module]] = {
     "a layer in training": Trained,
+    "a layer that draws in training": Drawn,
     "products in training": clipped,
     "a network in training": lambda: Around(Network()),
     "a parameter that is read behind, too": Gain,

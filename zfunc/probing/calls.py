@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from zfunc.modules.units import ModuleUnit
 from zfunc.probing.arguments import cloned, leaves_of, tensors_in
 from zfunc.probing.attributes import watched
 from zfunc.probing.exactness import Doubled
-from zfunc.probing.examples import examples_of, shapes_in
+from zfunc.probing.examples import examples_of, larger, shapes_in
 from zfunc.probing.products import Product, product_of, stand_in
 from zfunc.probing.reads import ReadParameters
 from zfunc.probing.traits import NUMBERS, Floats, Numbered, differences, floats_of, plain
@@ -33,6 +33,10 @@ __all__ = ["LARGE", "LayerInputs", "LayerKind", "Probed", "probed", "use_attenti
 
 MOST = 8  # ways in which layers of a kind are called, in one call of the module
 LARGE = 1 << 26  # elements: more than a module's own parameters may have to be made up
+
+
+Way = tuple[Hashable, tuple[int, ...]]
+"""What a layer's code may decide by in a call, and by itself what says which layer it is."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class LayerKind:
         result: what it gave.
         replaced: whether the call put other submodules into it.
         floats: what submodules keep in layers in which it is other than in the first.
-        others: what layers were given, in the same call of the module, of another structure.
+        others: what layers were given, in the same call of the module, of another structure; and
+            by those that are told which one they are, of as many as are tried.
         read: its parameters that code outside of layers reads: (submodule, attribute).
         fixed: numbers of its submodules that this code reads.
     """
@@ -85,14 +90,14 @@ class LayerKind:
     result: Any = None
     replaced: bool = False
     floats: list[Floats] = field(default_factory=list)
-    others: dict[Hashable, LayerInputs] = field(default_factory=dict)
+    others: dict[Way, LayerInputs] = field(default_factory=dict)
     read: set[tuple[str, str]] = field(default_factory=set)
     fixed: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def varied(self) -> bool:
         """Whether layers are called in more ways than are tried."""
-        return len(self.others) > MOST
+        return len({way for way, _ in self.others}) > MOST
 
 
 @dataclass
@@ -150,21 +155,23 @@ def _note_floats(kind: LayerKind, part: nn.Module) -> None:
         kind.floats.append(other)
 
 
-def _way(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Hashable:
-    """What a layer's code may decide by in a call; not which layer it is."""
+def _way(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Way:
+    """What a layer's code may decide by in a call."""
     names = list(inspect.signature(type(part).forward).parameters)[1:]
     given: Any = {**dict(zip(names, args, strict=False)), **kwargs, "*": args[len(names) :]}
     paths = optree.tree_paths(given, none_is_leaf=True, namespace=NAMESPACE)
-    place = name.rpartition(".")[2]
+    place, places = name.rpartition(".")[2], list[int]()
 
     def told(at: tuple[Any, ...], x: Any) -> Hashable:
         if isinstance(x, Tensor):
             return (at, Tensor, x.ndim)
         if type(x) is int and str(x) == place and any(y in str(at[0]) for y in NUMBERS):
+            places.append(x)
             return (at, "its place")
         return (at, type(x), (x > 0) - (x < 0) if isinstance(x, float) else plain(x, 0))
 
-    return tuple(told(at, x) for at, x in zip(paths, leaves_of(given), strict=True))
+    way = tuple(told(at, x) for at, x in zip(paths, leaves_of(given), strict=True))
+    return way, tuple(places)
 
 
 def _is_layer(part: nn.Module) -> bool:
@@ -176,8 +183,8 @@ def _is_layer(part: nn.Module) -> bool:
 class _Copy:
     """Fills a bare copy: products with nothing, first layers of a kind with made-up numbers."""
 
-    def __init__(self, functional: Functional) -> None:
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, functional: Functional, read: Collection[tuple[str, str]]) -> None:
+        self.generator, self.read = torch.Generator().manual_seed(0), read
         self.module = copy.deepcopy(functional._pool.skeleton).eval()
         self.products: dict[str, Product] = {}
         anatomy = functional._pool.anatomy
@@ -210,7 +217,7 @@ class _Copy:
                 like[unit.module] = (unit.index, part)
         kinds: dict[Any, LayerKind] = {}
         for key, like in found.items():
-            told = differences(list(like.values()))
+            told = differences(list(like.values()), self.read)
             for (name, (_, part)), each in zip(like.items(), told, strict=True):
                 kind = kinds.setdefault((key, each), LayerKind([], part))
                 kind.names.append(name)
@@ -262,7 +269,7 @@ class _ProbedCall:
         self.parts = [[x for _, x in kind.module.named_modules()] for kind in made.kinds]
         self.own: dict[nn.Module, Any] = {}  # forwards that layers have beside their class's
         self.reads = ReadParameters(self._homes())
-        self.ways: dict[int, Hashable] = {}  # by kind how its first layer is called
+        self.ways: dict[int, Way] = {}  # by kind how its first layer is called
         self.given: list[tuple[Tensor, tuple[int, int]]] = []  # what layers gave, and which did
         for name, product in made.products.items():
             part = made.module.get_submodule(name)
@@ -331,7 +338,9 @@ class _ProbedCall:
                     raise PlacementError("layers that are alike are not called in their order")
                 if self.before == 0 and not kind.varied:
                     way = _way(part, args, kwargs, name)
-                    if way != self.ways[id(kind)] and way not in kind.others:
+                    known = {self.ways[id(kind)], *kind.others}
+                    alike = way[0] in {before for before, _ in known}
+                    if way not in known and (not alike or len(kind.others) < MOST):
                         kind.others[way] = self._call(args, kwargs)
                 return cloned(kind.result, functools.partial(self._handed, kind))
 
@@ -430,7 +439,9 @@ def _handed_on(*args: Any, **kwargs: Any) -> Tensor:
     return next(x for x in tensors_in((args, kwargs)) if x.is_floating_point()) + 0
 
 
-def probed(functional: Functional, example: Any = None) -> Probed:
+def probed(
+    functional: Functional, example: Any = None, read: Collection[tuple[str, str]] = ()
+) -> Probed:
     """A copy of the module, called once.
 
     Args:
@@ -438,6 +449,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
             named ones, or the one argument. A shape is that of random floats, or of integer ids
             where the module takes no floats. By default integer ids, else the module's
             ``dummy_inputs``.
+        read: numbers in which layers of a kind are not to differ, which one they are among them.
 
     Raises:
         PlacementError: the module takes neither, or not the example.
@@ -445,7 +457,7 @@ def probed(functional: Functional, example: Any = None) -> Probed:
     tried: list[str] = []
     in_part: Probed | None = None
     for what, args, kwargs in examples_of(functional, example):
-        found = _probed_with(functional, what, args, kwargs, tried)
+        found = _probed_with(_Copy(functional, read), functional, what, args, kwargs, tried)
         if found is not None and (found.failed is None or example is None):
             return found
         in_part = in_part or found  # other numbers of a shape may bring it to the end
@@ -474,10 +486,15 @@ def _remedy(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _probed_with(
-    functional: Functional, what: str, args: tuple[Any, ...], kwargs: Any, tried: list[str]
+    made: _Copy,
+    functional: Functional,
+    what: str,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    tried: list[str],
 ) -> Probed | None:
     """A copy called with this, or ``None`` if it went wrong before: ``tried`` gets the reason."""
-    recorder = _ProbedCall(_Copy(functional))
+    recorder = _ProbedCall(made)
     found = recorder.found
     try:
         recorder.run(args, kwargs, attention_of(found.module))
@@ -547,7 +564,8 @@ def _open(functional: Functional, kind: LayerKind) -> list[str]:
 def _run_otherwise(
     functional: Functional, recorder: _ProbedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Further calls: of padded texts, and with attention written out, which reads other numbers.
+    """Further calls: of padded texts, with attention written out, which reads other numbers, and of
+    another shape.
 
     What a module cannot do is not asked of its parts.
     """
@@ -562,6 +580,12 @@ def _run_otherwise(
         try:
             recorder.run(args, more, attention)
         except Exception:  # the module's own code, in a way that nobody asked for
+            recorder.forget(recorder.before)
+    for more_args, more in larger(args, kwargs):
+        try:
+            recorder.run(more_args, more, own)
+            break
+        except Exception:  # a table has no more positions, say
             recorder.forget(recorder.before)
     use_attention(recorder.found.module, own)
 

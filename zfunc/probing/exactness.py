@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfunc.modules.dropout_check import DROPOUTS
 
-__all__ = ["Doubled", "Undropped", "close"]
+__all__ = ["Doubled", "Undrawn", "Undropped", "close"]
 
 FEWER = (torch.float32, torch.float16, torch.bfloat16)
 ATTENTION: Any = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
@@ -23,6 +24,11 @@ SHORTER: Any = {
     Tensor.half: Tensor.double,
     Tensor.bfloat16: Tensor.double,
 }
+
+
+COMPUTED = "attention", "dropout", "rrelu"
+"""What computes and draws in one."""
+DRAWN = 0.3
 
 
 def _check_norms(v: Tensor, g: Tensor, dim: int = 0) -> None:
@@ -82,6 +88,29 @@ class Undropped(TorchFunctionMode):
             args = (*args[:at], *([0.0] if len(args) > at else []), *args[at + 1 :])
             named |= {"dropout_p": 0.0} if "dropout_p" in named else {}
         return func(*args, **named)
+
+
+class Undrawn(TorchDispatchMode):
+    """A block in which what is drawn, but by a generator of one's own, is one number everywhere.
+
+    >>> with Undrawn():
+    ...     torch.rand(2)
+    tensor([0.3000, 0.3000])
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        out = func(*args, **named)
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and named.get("generator") is None
+        if drawn and isinstance(out, Tensor) and not any(x in func.name() for x in COMPUTED):
+            out.fill_(DRAWN if out.is_floating_point() else 0)
+        return out
 
 
 def _double(x: Any) -> Any:

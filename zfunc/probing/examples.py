@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, combinations
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zfunc.modules.functional import Functional
+from zfunc.probing.arguments import cloned, tensors_in
 
-__all__ = ["examples_of", "shapes_in"]
+__all__ = ["examples_of", "larger", "shapes_in"]
 
 TEXTS, LENGTH = 2, 5
 MOST = 4  # shapes of which each may be that of ids: 16 calls
@@ -45,6 +46,24 @@ def shapes_in(functional: Functional, example: Any) -> dict[str, tuple[int, ...]
     """The arguments, by name, of which a user's example gives the shape alone."""
     given = _arguments(example).items()
     return {_name(functional, key): tuple(x) for key, x in given if _is_shape(x)}
+
+
+def larger(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Arguments of one text more, that are longer, too, where all of them are texts.
+
+    What is for each head may lie in one dimension with texts or positions, in either order.
+    """
+    given = tensors_in((args, kwargs))
+    if not given or any(x.ndim == 0 or len(x) != len(given[0]) for x in given):
+        return
+    texts = all(x.ndim == 2 and x.shape == given[0].shape for x in given)
+    for more in (2, 0) if texts and not given[0].is_floating_point() else (0,):
+
+        def grown(_: int, x: Tensor, more: int = more) -> Tensor:
+            x = torch.cat([x, x[:1]])
+            return torch.cat([x, x[:, :more]], 1) if more else x
+
+        yield cloned((args, kwargs), grown)
 
 
 def _of_user(functional: Functional, example: Any) -> Iterable[Example]:

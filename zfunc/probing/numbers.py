@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from zfunc.probing.attributes import watched
+from zfunc.probing.calls import LayerKind, Probed
 from zfunc.probing.stages import Stage
+from zfunc.probing.traits import integers_of
 
-__all__ = ["Number", "Numbers", "attributes_set", "numbers_read", "numbers_read_in"]
+__all__ = ["Number", "Numbers", "attributes_set", "numbers_read", "numbers_read_in", "places_read"]
 
 
 class Number:
@@ -104,6 +107,36 @@ def numbers_read(stage: Stage, row: str) -> list[Number]:
                 for back in reversed(undo):
                     back()
     return list(seen.values())
+
+
+def places_read(found: Probed) -> set[tuple[str, str]]:
+    """Of the numbers in which layers of a kind differ, those that the first one reads when it runs.
+
+    Most only keep which layer they are. One that reads it may do something else than others do.
+    """
+    return {at for kind in found.kinds if kind.calls for at in _places_read(found.module, kind)}
+
+
+def _places_read(module: nn.Module, kind: LayerKind) -> set[tuple[str, str]]:
+    first = integers_of(kind.module)
+    others = [integers_of(module.get_submodule(name)) for name in kind.names[1:]]
+    places = {at for each in others for at, value in each.items() if first.get(at) != value}
+    if not places:
+        return set()
+    read = set[tuple[str, str]]()
+    stage = Stage(kind.module, kind.calls)
+    undo = [
+        watched(part, name, lambda _, home, attribute, value: read.add((home, attribute)))
+        for name, part in stage.layer.named_modules()
+    ]
+    try:
+        for call in (*kind.calls, replace(kind.calls[0], training=True)):
+            with stage.called(call), suppress(Exception):  # the module's own code
+                stage.run()
+    finally:
+        for back in reversed(undo):
+            back()
+    return places & read
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from zfunc.modules.functional import Functional
 from zfunc.modules.split_modules import numbers_of
 from zfunc.modules.split_plans import Role
 from zfunc.modules.units import Anatomy
-from zfunc.probing.calls import LayerKind, probed
+from zfunc.probing.calls import LayerKind, Probed, probed
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
-from zfunc.probing.numbers import Numbers
+from zfunc.probing.numbers import Numbers, places_read
 from zfunc.probing.positions import Streams, streams_of
 from zfunc.probing.published import said_otherwise
 from zfunc.probing.reaches import Refused
@@ -201,7 +201,7 @@ def plan_of(
     if ways == 1:
         return ModulePlan(ways, splits)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        found = probed(model, example)
+        found = _probed_apart(model, example)
         for kind in found.kinds:
             call_in_training(kind)
         if vocab:
@@ -255,6 +255,16 @@ def plan_of(
     plan = ModulePlan(*told, between=between, shapes=shapes)
     module = model._pool.skeleton
     return replace(plan, otherwise=said_otherwise(module, plan), numbers=numbers_of(module))
+
+
+def _probed_apart(model: Functional, example: Any) -> Probed:
+    """A copy called once, whose layers are of one kind only if no code reads which one they are."""
+    read = set[tuple[str, str]]()
+    while True:
+        found = probed(model, example, read)
+        if (more := places_read(found)) <= read:
+            return found
+        read |= more
 
 
 def _of_kinds(

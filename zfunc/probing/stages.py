@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from zfunc.modules.split_reductions import Reductions, given_features
 from zfunc.probing.arguments import cloned, tensors_in
 from zfunc.probing.calls import LayerInputs, LayerKind, use_attention
-from zfunc.probing.exactness import Doubled, Undropped
+from zfunc.probing.exactness import Doubled, Undrawn, Undropped
 from zfunc.probing.products import Product, product_of, stand_in
 
 __all__ = ["Stage", "Trace", "Whole", "call_in_training", "differs"]
@@ -249,7 +249,8 @@ class Stage:
 
         args, kwargs = cloned((self.call.args, self.call.kwargs), each)
         trace, trace.given = self.trace, tensors_in((args, kwargs))
-        with Doubled(), Undropped(), torch.set_grad_enabled(grad):
+        drawing = Undrawn() if self.call.training else nullcontext()
+        with Doubled(), Undropped(), drawing, torch.set_grad_enabled(grad):
             args, kwargs = cloned(
                 (args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x
             )
@@ -261,7 +262,7 @@ class Stage:
 def call_in_training(kind: LayerKind) -> None:
     """Add a call in training mode, if layers of the kind do more in it than to drop numbers.
 
-    Not where it does not run on these arguments, or draws numbers: ranks draw others.
+    Not where it does not run on these arguments, or draws numbers of a generator of its own.
     """
     if not kind.calls or kind.replaced:
         return

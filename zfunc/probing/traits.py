@@ -4,7 +4,7 @@ only if its code runs as theirs does."""
 from __future__ import annotations
 
 import types
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from zfunc.probing.products import product_of
 
-__all__ = ["NUMBERS", "Floats", "Numbered", "differences", "floats_of", "plain"]
+__all__ = ["NUMBERS", "Floats", "Numbered", "differences", "floats_of", "integers_of", "plain"]
 
 Numbered = tuple[int, nn.Module]
 """A layer, and which one of its stack it is."""
@@ -27,15 +27,22 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OWN = frozenset(vars(nn.Module()))  # what every module keeps
 NUMBERS = ("idx", "index", "number", "_id")
 DEPTH = 3  # of containers and objects in each other
+FEW = 64  # elements of a buffer that is compared by its values
 SHORT = 1024  # elements of a tensor that is compared by its values
 
 
-def differences(layers: Sequence[Numbered]) -> list[tuple[Hashable, ...]]:
+def differences(
+    layers: Sequence[Numbered], read: Collection[tuple[str, str]] = ()
+) -> list[tuple[Hashable, ...]]:
     """Of each layer what it keeps beside its leaves that its code may decide by.
 
     These are the classes of its submodules, which of them are products, their bools, integers,
     strings and functions, also in containers and objects. Not which layer of the stack it is, and
     not floats, of which there may be others in each: :func:`floats_of` has them.
+
+    Args:
+        read: numbers that count also where they say which layer it is, for its code reads them:
+            (submodule, attribute).
 
     Returns:
         For each layer; equal for those that run alike.
@@ -52,8 +59,8 @@ def differences(layers: Sequence[Numbered]) -> list[tuple[Hashable, ...]]:
     }
     told = [
         values
-        for (_, key), values in columns.items()
-        if len(set(values)) > 1 and not _is_own_number(key, values, places)
+        for at, values in columns.items()
+        if len(set(values)) > 1 and (at in read or not _is_own_number(at[1], values, places))
     ]
     return [tuple(values[i] for values in told) for i in range(len(rows))]
 
@@ -77,6 +84,16 @@ def floats_of(layer: nn.Module) -> dict[tuple[str, str], float]:
     }
 
 
+def integers_of(layer: nn.Module) -> dict[tuple[str, str], int]:
+    """The integers that a layer's submodules keep as attributes."""
+    return {
+        (name, key): value
+        for name, part in layer.named_modules()
+        for key, value in vars(part).items()
+        if type(value) is int
+    }
+
+
 def _kept(
     layer: nn.Module, known: dict[int, Hashable]
 ) -> Iterator[tuple[tuple[str, str], Hashable]]:
@@ -94,12 +111,14 @@ def _kept(
                     known[id(value)] = plain(value)
                 yield (name, key), known[id(value)]
         for key, buffer in part._buffers.items():
-            if buffer is not None and buffer.numel() == 1 and not buffer.is_meta:
-                yield (name, key), _sign(buffer)
+            if buffer is not None and not buffer.is_meta and buffer.numel() <= FEW:
+                yield (name, key), _told(buffer)
 
 
-def _sign(x: Tensor) -> Hashable:
-    """Of one number what code may decide by."""
+def _told(x: Tensor) -> Hashable:
+    """Of some numbers what code may decide by, or mix features by."""
+    if x.numel() != 1:
+        return x.dtype, tuple(x.shape), str(x.tolist())
     return bool(x) if x.dtype == torch.bool or x.is_complex() else (float(x) > 0) - (float(x) < 0)
 
 
