@@ -24,6 +24,7 @@ from tests.gpu.memory import Memory, Table, real_device, span
 from tests.gpu.operations import Mode, leaves_of
 from tests.gpu.record import Kind, Report, Row
 from tests.gpu.streams import Stream
+from zfunc.ranks.simulation import modes_put_back
 
 __all__ = ["Cuda", "active", "pretended"]
 
@@ -108,6 +109,7 @@ class Cuda:
         TABLE.begin(session=True)
         TABLE.freed = self._freed
         self.actors |= streams.begun()
+        self._undo.enter_context(modes_put_back())  # threads of the program are in it, too
         self._undo.enter_context(patches.installed(self))
         self.mode.__enter__()
         return self

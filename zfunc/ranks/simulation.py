@@ -41,7 +41,7 @@ from zfunc.ranks.transport import (
 )
 from zfunc.ranks.world import Judge, World, entered, on_leave, waiting
 
-__all__ = ["simulate"]
+__all__ = ["modes_put_back", "simulate"]
 
 T = TypeVar("T")
 Serve = Callable[[list[Any]], list[Any]]  # the results of all members, of their parts
@@ -427,16 +427,21 @@ def simulate(n: int, timeout: float = 60.0) -> Callable[[Callable[..., T]], Call
     return over_ranks
 
 
-def _reset_modes(flags: dict[str, bool]) -> None:
-    """Undo what threads that were in dispatch modes at one time leave behind.
+@contextmanager
+def modes_put_back() -> Iterator[None]:
+    """A block that undoes what threads that were in dispatch modes at one time leave behind.
 
     torch keeps for the whole process whether it is in one. Each thread puts back what it found,
     which may be another thread's: torch.compile would then compile anew at each call.
     """
-    vars(modes).update(flags)
-    guarded = getattr(modes, "set_is_in_mode_without_ignore_compile_internals", None)
-    if guarded is not None:
-        guarded(flags["_is_in_any_mode_without_ignore_compile_internals"])
+    flags = {name: value for name, value in vars(modes).items() if name.startswith("_is_in_")}
+    try:
+        yield
+    finally:
+        vars(modes).update(flags)
+        guarded = getattr(modes, "set_is_in_mode_without_ignore_compile_internals", None)
+        if guarded is not None:
+            guarded(flags["_is_in_any_mode_without_ignore_compile_internals"])
 
 
 def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
@@ -470,13 +475,10 @@ def _run_ranks(fabric: Fabric, body: Callable[[], T]) -> list[T]:
         )
         for rank in range(fabric.size)
     ]
-    flags = {name: value for name, value in vars(modes).items() if name.startswith("_is_in_")}
-    for thread in threads:
-        thread.start()
-    try:
+    with modes_put_back():
+        for thread in threads:
+            thread.start()
         _join(threads, fabric, errors)
-    finally:
-        _reset_modes(flags)
     if errors:
         raise _culprit(errors)
     return [results[rank] for rank in range(fabric.size)]
