@@ -48,11 +48,11 @@ from zfunc.layout.layout import Layout, whole
 from zfunc.layout.pool import pool
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated, packed
-from zfunc.layout.sharded import Sharded
 from zfunc.layout.splits import Cut, Part, Split
 from zfunc.modules.compilation import check_split
 from zfunc.modules.functional import Functional
 from zfunc.modules.split_plans import SplitPlan
+from zfunc.operators.alike import check_alike
 from zfunc.operators.partials import Partials
 from zfunc.operators.randomness import apart
 from zfunc.probing.plans import plan_of
@@ -61,7 +61,6 @@ from zfunc.quant.model_files import Choose, known, read_files
 from zfunc.ranks import world
 from zfunc.ranks.axes import group
 from zfunc.ranks.comm import Group
-from zfunc.ranks.digests import digests
 from zfunc.ranks.meshes import BATCH, Mesh, laid_out
 from zfunc.ranks.world import MESH, world_size
 from zfunc.transforms.of_params import of_params
@@ -77,16 +76,6 @@ Rules = tuple[tuple[str, Cut | None], ...]
 # that is copied into one stands beside it at the peak of a step.
 ALONE = 1 << 20
 _PLANNING = Lock()
-PLAINLY = (
-    "a split leaf was used by a plain product, or its counterpart is not split. Compute with split "
-    "leaves by zf.column, zf.row, zf.embed and zf.cross_entropy, or leave them whole "
-    "(rules={...: None}). Compute from a model's own parameters, or without gradients, what its "
-    "layers read between column and row."
-)
-ON_POSITIONS = (
-    "split(sequence=True) cuts the stream along positions, of which each rank has some. The loss "
-    "is to be that of zf.cross_entropy, which puts them together, or of zf.column's outputs."
-)
 
 
 @dataclass(frozen=True)
@@ -473,44 +462,6 @@ def _drawing_apart(
     running.layer_scope = lambda index: layer(index + (ranks.rank << 32))
     with apart(ranks):
         return loss_fn(*args, **kwargs)
-
-
-def check_alike(
-    ranks: Group,
-    state: Any,
-    losses: Sequence[Tensor] = (),
-    beside: Sequence[Tensor] = (),
-    on_positions: bool = False,
-) -> None:
-    """Raise ``PlacementError`` if losses or whole leaves differ between ranks; a collective.
-
-    They do where a product with a split leaf has no function that knows of it.
-
-    Args:
-        state: behind a step.
-        losses: of this rank, in that step.
-        beside: gradients of plain tensors beside placed trees, which no later check sees.
-        on_positions: whether functions ran on positions of the stream.
-    """
-    nodes, spec = optree.tree_flatten(state, namespace=OPAQUE)
-    rows = ["a loss"] * len(losses) + ["a gradient of a plain tensor"] * len(beside)
-    values = [*losses, *beside]
-    for path, node in zip(spec.paths(), nodes, strict=True):
-        if isinstance(node, Replicated | Sharded) and node.layout.along is not None:
-            flat = node.standing() if isinstance(node, Replicated) else node
-            pieces = {} if flat is None else flat.pieces()
-            for slot in node.layout.present:
-                if slot.split is None and slot.index in pieces:
-                    rows.append(tree.dotted(*path, slot.path))
-                    values.append(pieces[slot.index])
-    every = ranks.exchange(digests(values), label="split alike")
-    for i, name in enumerate(rows):
-        if len({theirs[i] for theirs in every}) > 1:
-            why = ON_POSITIONS if on_positions and i < len(losses) else PLAINLY
-            raise PlacementError(
-                f"after this step {name}, which is whole on all ranks of axis {ranks.axis!r}, has "
-                f"other values on some of them: {why}"
-            )
 
 
 P = ParamSpec("P")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfunc.engine.unit_info import UnitInfo, Waiting
 from zfunc.layout.dense import Dense, dense_of, spread_part, squeezed_part
-from zfunc.layout.layout import Layout
+from zfunc.layout.layout import Layout, Slot
 from zfunc.layout.pool import empty, pool
 from zfunc.layout.replicated import packed
 from zfunc.layout.sharded import Sharded
@@ -47,13 +47,15 @@ def averaged(call: Call, tree: Tree, momentum: bool = False) -> Tree:
     for i, node in enumerate(nodes):
         if not isinstance(node, Unreduced) or node.done:
             continue
-        name = call.entry_of(node.home[0]) if node.home else None
-        again = node.home is not None and (name, node.home[1]) in call.used
-        if name is None or node.home is None or again or has_copies(*node.home):
+        home = node.home
+        name = None if home is None else call.entry_of(home[0])
+        if home is not None and has_copies([home[0].slots[home[1]]]):
+            name = None
+        if name is None or home is None or (name, home[1]) in call.used:
             others.append(i)
         else:
-            rows.setdefault(name, {})[node.home[1]] = i
-            call.used.add((name, node.home[1]))
+            rows.setdefault(name, {})[home[1]] = i
+            call.used.add((name, home[1]))
     means = [
         mean
         for name, row in rows.items()
@@ -208,30 +210,12 @@ class _Mean:
         }
 
 
-def has_copies(layout: Layout, leaf: int) -> bool:
-    """Whether ranks that split layers have some elements of a leaf several times.
+def has_copies(slots: Iterable[Slot | None]) -> bool:
+    """Whether ranks that split layers have some elements of these leaves several times.
 
     Each would round them beside other ones, and copies would drift apart: they go plainly.
     """
-    slot = layout.slots[leaf]
-    return slot is not None and slot.split is not None and slot.split.shared
-
-
-def _exact(unit: UnitInfo, flat: int, full: Tensor) -> _Exact:
-    own = full.clone() if unit.borrowed(flat, full) else full
-    handle = unit.group.all_reduce(own, label=f"reduce {unit.name}")
-    return _Exact(handle, *unit.layout.flats[flat].bounds(unit.group.rank))
-
-
-class _Exact:
-    """This rank's part of one flat's mean, when it has come."""
-
-    def __init__(self, handle: Any, low: int, high: int) -> None:
-        self._handle, self._low, self._high = handle, low, high
-
-    def wait(self) -> Tensor:
-        total: Tensor = self._handle.wait()
-        return total[self._low : self._high].clone()
+    return any(s is not None and s.split is not None and s.split.shared for s in slots)
 
 
 def _plainly(call: Call, values: Sequence[Tensor]) -> list[Tensor]:
@@ -269,8 +253,11 @@ def scattered(call: Call, unit: UnitInfo, name: str, fulls: Sequence[Tensor]) ->
             parts.append(unit.group.all_reduce(own, label=f"reduce {unit.name}"))
             continue
         dense: Dense = dense_of(unit.layout, i)
-        if any(has_copies(unit.layout, slot.index) for slot in unit.layout.by_flat[i]):
-            parts.append(_exact(unit, i, full))
+        if has_copies(unit.layout.by_flat[i]):
+            low, high = unit.layout.flats[i].bounds(unit.group.rank)
+            own, cuts = full.new_empty(high - low), unit.layout.flats[i].cuts
+            label = f"reduce {unit.name}"
+            parts.append(unit.group.reduce_scatter(full, cuts=cuts, out=own, label=label))
             continue
         if isinstance(call.codec, PowerSGD):
             if not dense.length:  # nothing but leaves without elements

@@ -125,7 +125,7 @@ def joined(
         if local is None or mine is None:
             rounds.append(None)
             continue
-        if any(has_copies(layout, slot.index) for slot in layout.by_flat[i]):
+        if has_copies(layout.by_flat[i]):
             full, cuts = local.new_empty(layout.flats[i].length), layout.flats[i].cuts
             exact[i] = node.group.all_gather(full, local, cuts=cuts, label=label)
             rounds.append(None)

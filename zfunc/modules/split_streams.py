@@ -43,19 +43,19 @@ def cut_within(wiring: Wiring, module: nn.Module, anatomy: Anatomy, plan: SplitP
     """
     names = {part: name for name, part in module.named_modules()}
     split = split_homes(anatomy, plan) if plan.streams else {}
-    gathered: set[nn.Module] = set()  # layers may share submodules, and agree on them
-    ended: set[nn.Module] = set()
+    # Layers may share submodules, and agree on them: each is wrapped once.
+    gathered: dict[nn.Module, Any] = {}
+    ended: dict[nn.Module, None] = {}
     for layer, stream in plan.streams.items():
         for name, arguments in stream.gathered.items():
-            part = module.get_submodule(_joined(layer, name))
-            if part not in gathered:
-                gathered.add(part)
-                part.__dict__["forward"] = _gathering(wiring, part.forward, arguments)
+            gathered[module.get_submodule(_joined(layer, name))] = arguments
         for name in stream.ended:
-            part = module.get_submodule(_joined(layer, name))
-            if part not in ended:
-                ended.add(part)
-                part.__dict__["forward"] = _narrowing(wiring, part.forward)
+            ended[module.get_submodule(_joined(layer, name))] = None
+    for part, arguments in gathered.items():
+        part.__dict__["forward"] = _gathering(wiring, part.forward, arguments)
+    for part in ended:
+        part.__dict__["forward"] = _narrowing(wiring, part.forward)
+    for layer in plan.streams:
         part = module.get_submodule(layer)
         part.__dict__["forward"] = _in_layer(wiring, part, _whole(part, names, split))
     for name in plan.pointwise:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zfunc.errors import PlacementError
 from zfunc.layout.splits import Cut, Split
 from zfunc.probing.arguments import cloned, tensors_in
-from zfunc.probing.calls import LARGE, LayerInputs
+from zfunc.probing.copies import LARGE, LayerInputs
 from zfunc.probing.exactness import Doubled, Undropped, close
 from zfunc.probing.numbers import Numbers, numbers_read_in
 from zfunc.probing.products import product_of

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from zfunc.probing.attributes import watched
-from zfunc.probing.calls import LayerKind, Probed
+from zfunc.probing.attributes import Note, watched
+from zfunc.probing.calls import Probed
+from zfunc.probing.copies import LayerKind
 from zfunc.probing.stages import Stage
 from zfunc.probing.traits import integers_of
 
@@ -98,14 +99,12 @@ def numbers_read(stage: Stage, row: str) -> list[Number]:
 
     for call in stage.calls:
         with stage.called(call):
-            undo = [watched(part, name, note) for name, part in stage.layer.named_modules()]
             state["on"], stage.on_product = True, reached
             try:
-                stage.run()
+                with _watching(stage.layer, note):
+                    stage.run()
             finally:
                 stage.on_product = lambda name: None
-                for back in reversed(undo):
-                    back()
     return list(seen.values())
 
 
@@ -125,18 +124,22 @@ def _places_read(module: nn.Module, kind: LayerKind) -> set[tuple[str, str]]:
         return set()
     read = set[tuple[str, str]]()
     stage = Stage(kind.module, kind.calls)
-    undo = [
-        watched(part, name, lambda _, home, attribute, value: read.add((home, attribute)))
-        for name, part in stage.layer.named_modules()
-    ]
-    try:
+    with _watching(stage.layer, lambda _, home, attribute, value: read.add((home, attribute))):
         for call in (*kind.calls, replace(kind.calls[0], training=True)):
             with stage.called(call), suppress(Exception):  # the module's own code
                 stage.run()
+    return places & read
+
+
+@contextmanager
+def _watching(layer: nn.Module, note: Note) -> Iterator[None]:
+    """A block in which plain attributes of a layer's submodules that are read are told."""
+    undo = [watched(part, name, note) for name, part in layer.named_modules()]
+    try:
+        yield
     finally:
         for back in reversed(undo):
             back()
-    return places & read
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from zfunc.modules.functional import Functional
 from zfunc.modules.split_modules import numbers_of
 from zfunc.modules.split_plans import Role
 from zfunc.modules.units import Anatomy
-from zfunc.probing.calls import LayerKind, Probed, probed
+from zfunc.probing.calls import Probed, probed
+from zfunc.probing.copies import LayerKind
 from zfunc.probing.flows import pairings
 from zfunc.probing.networks import networks_in, split_network
 from zfunc.probing.numbers import Numbers, places_read

@@ -22,7 +22,8 @@ from zfunc.layout.splits import Split
 from zfunc.modules.split_inputs import take
 from zfunc.modules.split_plans import LayerStream, Role
 from zfunc.modules.split_streams import names_of
-from zfunc.probing.calls import LayerInputs, LayerKind, Probed
+from zfunc.probing.calls import Probed
+from zfunc.probing.copies import LayerInputs, LayerKind
 from zfunc.probing.exactness import close
 from zfunc.probing.flows import Pairing, pairings
 from zfunc.probing.norms import told

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from zfunc.modules.split_reductions import Reductions, given_features
 from zfunc.probing.arguments import cloned, tensors_in
-from zfunc.probing.calls import LayerInputs, LayerKind, use_attention
+from zfunc.probing.calls import use_attention
+from zfunc.probing.copies import LayerInputs, LayerKind
 from zfunc.probing.exactness import Doubled, Undrawn, Undropped
 from zfunc.probing.products import Product, product_of, stand_in
 

@@ -20,7 +20,7 @@ from zfunc.probing.norms import told
 from zfunc.probing.numbers import attributes_set
 from zfunc.probing.reaches import Refused
 from zfunc.probing.stages import Stage, Trace
-from zfunc.probing.trials import local_parameters, same_results
+from zfunc.probing.trials import local_features, local_parameters, same_results
 
 __all__ = ["Layered", "check_together", "local_product"]
 
@@ -97,7 +97,7 @@ def local_product(
 
 
 def _local(x: Tensor, split: Split | None, rank: int) -> Tensor:
-    return x if split is None else x[..., torch.tensor(split.indices(rank), dtype=torch.int64)]
+    return x if split is None else local_features(x, split, rank)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zfunc.layout.splits import Split
 from zfunc.modules.split_inputs import take
-from zfunc.probing.calls import LayerInputs
+from zfunc.probing.copies import LayerInputs
 from zfunc.probing.exactness import close
 from zfunc.probing.flows import Pairing, connected
 from zfunc.probing.homes import read_elsewhere
@@ -29,7 +29,8 @@ from zfunc.probing.pieces import assignments
 from zfunc.probing.reaches import Masks, Reach, Reaches, Refused
 from zfunc.probing.stages import Stage, Trace
 
-__all__ = ["Parts", "divided", "local_parameters", "numbers_set", "parts_of", "same_results"]
+__all__ = ["Parts", "divided", "local_features", "local_parameters", "numbers_set", "parts_of"]
+__all__ += ["same_results"]
 
 TRIES = 600  # of sets of numbers that are divided
 MOST = 4  # numbers that are divided together
@@ -231,7 +232,7 @@ def _check_written(stage: Stage, parts: Parts) -> None:
         for buffers, own in held:
             buffers.clear()
             buffers.update({key: x if x is None else x.clone() for key, x in own.items()})
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # no device's, which nobody puts back
         run()
         return {name: x.to(torch.float64) for name, x in stage.layer.named_buffers()}
 
@@ -270,15 +271,14 @@ def _check_gradients(stage: Stage, parts: Parts, base: Trace) -> None:
         with _local_run(stage, parts, base, rank, grad=True) as trace:
             if trace is None or not _holds(trace, parts, base, rank):
                 raise Refused("with larger numbers a rank's do not give its share")
-            mine = {n: _local(x, parts.rows[n], rank) for n, x in weights.items()}
+            mine = {n: local_features(x, parts.rows[n], rank) for n, x in weights.items()}
             for name, g in _gradients(stage, parts, trace, mine).items():
                 split = parts.parameters.get(name) or parts.columns.get(name)
                 if split is None:
                     found[name] += g
                     continue
                 dim = split.dim if name in parts.parameters else -1
-                at = torch.tensor(split.indices(rank), dtype=torch.int64)
-                found[name].index_add_(dim, at, g)
+                found[name].index_add_(dim, _indices(split, rank), g)
     if not parts.norms and not all(close(found[name], x) for name, x in wanted.items()):
         raise Refused("gradients of ranks' parts do not add up to those of the whole")
 
@@ -481,7 +481,7 @@ def _local_run(
 ) -> Iterator[Trace | None]:
     """A block in which the layer has a rank's numbers, and ran on them."""
     values = {
-        name: y if name not in parts.columns else _local(y, parts.columns[name], rank)
+        name: y if name not in parts.columns else local_features(y, parts.columns[name], rank)
         for name, y in base.outputs.items()
         if name not in stage.repeated
     }
@@ -506,7 +506,7 @@ def _holds(trace: Trace, parts: Parts, base: Trace, rank: int) -> bool:
     if any(name not in base.inputs for name in parts.rows):
         return False  # not called this time
     for name, split in parts.rows.items():
-        mine, want = trace.inputs.get(name), _local(base.inputs[name], split, rank)
+        mine, want = trace.inputs.get(name), local_features(base.inputs[name], split, rank)
         if mine is None or mine.shape != want.shape or not close(mine, want):
             return False
     if trace.result is None or base.result is None:
@@ -522,8 +522,13 @@ def same_results(trace: Trace, base: Trace) -> bool:
     return all(x.shape != y.shape or _same(x, y) for x, y in pairs)
 
 
-def _local(x: Tensor, split: Split, rank: int) -> Tensor:
-    return x[..., torch.tensor(split.indices(rank), dtype=torch.int64)]
+def local_features(x: Tensor, split: Split, rank: int) -> Tensor:
+    """A rank's part of features, which lie along the last dimension."""
+    return x[..., _indices(split, rank)]
+
+
+def _indices(split: Split, rank: int) -> Tensor:
+    return torch.tensor(split.indices(rank), dtype=torch.int64)
 
 
 @contextmanager
