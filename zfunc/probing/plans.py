@@ -189,7 +189,7 @@ def plan_of(
     {'0': 'column', '2': 'row'}
     """
     if type(ways) is not int or ways < 1:
-        raise PlacementError(f"plan_of() got {ways!r} ranks. There is at least one.")
+        raise PlacementError(f"plan_of() got {ways!r} ranks: expected an integer, at least 1.")
     anatomy = model._pool.anatomy
     splits: dict[str, Split] = {}
     roles: dict[str, Role] = {}
