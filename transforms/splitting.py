@@ -38,7 +38,7 @@ from zfunc.engine.entries import ROLES, Entries, Roles
 from zfunc.engine.hooks import Gradients, Order, Pending
 from zfunc.engine.meshed import Meshed
 from zfunc.engine.placement import Twins
-from zfunc.engine.same_rows import look_anew, with_same_rows
+from zfunc.engine.same_rows import look_anew, note_loss, with_same_rows
 from zfunc.engine.step import Differentiate, Transform, Wrap, transform_of
 from zfunc.engine.unit_info import Ready, UnitInfo
 from zfunc.errors import CompositionError, PlacementError
@@ -304,7 +304,7 @@ class Splitting(Meshed):
         Losses of the first step are kept until :meth:`finish`, and functions are looked at.
         """
         ranks, first = self.group, "split alike" not in running.memo
-        if not self.adds_up and (ranks.size == 1 or not first):
+        if not self.adds_up and ranks.size == 1:
             return call
 
         def run(asked: Gradients) -> Any:
@@ -317,6 +317,7 @@ class Splitting(Meshed):
                 loss_fn = functools.partial(_looked_at, asked.loss_fn, self.axis)
                 asked = replace(asked, loss_fn=loss_fn)
             out, grads = call(asked)
+            note_loss(self.mesh, out[0].detach())
             if first:
                 running.notes.setdefault("losses", []).append(out[0].detach())
                 plain = [x for x in leaves_in(grads, OPAQUE) if isinstance(x, Tensor)]

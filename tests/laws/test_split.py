@@ -339,6 +339,25 @@ def test_a_product_that_is_missing_is_told_in_the_first_step(names: tuple[str, .
         zf.simulate(2)(body)()
 
 
+@pytest.mark.parametrize("stage", [None, 0, 3])
+def test_a_penalty_that_counts_later_is_told_in_the_call_behind_it(stage: int | None) -> None:
+    """``split`` compares whole leaves in the first step, and losses with the rows of each."""
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        first = params["blocks"][0]["up"].norm()
+        return loss_of(params, batch) + batch["weight"] * first
+
+    def body() -> None:
+        step = on_mesh(2, 1, stage, rules=RULES)(zf.train_step(loss, TX))
+        state = step.place(zf.TrainState.create(params(), TX))
+        for i, weight in enumerate((0.0, 0.0, 1.0)):
+            state, _ = step(state, {**batch(i), "weight": torch.tensor(weight, dtype=F64)})
+        with pytest.raises(zf.PlacementError, match=r"gave them other losses.*zf\.column"):
+            step(state, {**batch(3), "weight": torch.tensor(1.0, dtype=F64)})
+
+    zf.simulate(2)(body)()
+
+
 def test_the_model_of_another_step_is_refused() -> None:
     model = zf.functionalize(llama())
     with pytest.raises(zf.CompositionError, match="not the model that the step trains"):

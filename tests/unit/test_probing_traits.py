@@ -312,6 +312,10 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "a parameter that is read behind, too": Gain,
     "a backward that mixes": lambda: Layer(Normed.apply),
     "large numbers mix": lambda: Layer(shortened),
+    "a sum far from a threshold": lambda: Layer(lambda x: torch.where(x.sum() > 1e9, 2 * x, x)),
+    "an if that is not taken": lambda: Layer(lambda x: 2 * x if x.max() > 1e9 else x),
+    "a norm below a clamp": lambda: Layer(lambda x: x / x.norm(dim=-1, keepdim=True).clamp(1e9)),
+    "features of one text alone": lambda: Layer(lambda x: x.softmax(-1) if len(x) == 1 else x),
     "a column tied to its row": Square,
     "a product with a forward of its own": patched,
 }
@@ -322,3 +326,20 @@ def test_what_is_no_share_of_the_whole_stays_whole(name: str) -> None:
     module = nn.Sequential(WHOLE[name](), Layer(nn.Dropout(0.5)))
     roles = plan_of(zf.functionalize(module), 2, example=(2, 3, 8)).roles
     assert roles == {"1.up": Role.COLUMN, "1.down": Role.ROW}
+
+
+class Texts(nn.Module):
+    """A layer that mixes features where it generates, one position at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList([Layer(lambda x: x.softmax(-1) if x.shape[1] == 1 else x)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.layers[0](self.table(ids))
+        return out
+
+
+def test_features_that_meet_at_one_position_alone_stay_whole() -> None:
+    assert set(plan_of(zf.functionalize(Texts()), 2).roles) == {"table"}

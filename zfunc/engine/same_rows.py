@@ -9,6 +9,10 @@ the difference is the sum of the squares of all differences. Every rank learns i
 The first call after a state was placed, and each with tensors of other shapes, waits for the
 answer. The others go on, and raise when their metrics are there; on a GPU, for which no host waits,
 in a later call.
+
+Of the same rows such ranks make the same loss. A transform may note it, and the next call compares
+it with the rows: roughly, since a device may add in another order each time. A penalty that takes a
+split leaf for a whole one is seen there, though it counts from the thousandth step on.
 """
 
 from __future__ import annotations
@@ -33,11 +37,15 @@ from zfunc.ranks.world import current, on_renewal
 from zfunc.trees.kinds import FORESEEN
 from zfunc.trees.tree import dotted
 
-__all__ = ["look_anew", "with_same_rows"]
+__all__ = ["look_anew", "note_loss", "with_same_rows"]
 
 LABEL = "rows of step.local_batch"
 _ODD = 0x9E3779B97F4A7C15  # of SplitMix64: digests that change places change their sum
 _MASK = (1 << 64) - 1
+ROWS, LOSSES = 1, 2  # what differs
+NUMBERS = 4  # for each part of a batch
+# Losses are compared as whole numbers: these are ten apart for .1 %, or near zero for 1e-5.
+_SMALL, _FINE, _APART = 1e-2, 1e4, 10
 Call = Callable[[Any, Any, Any], Any]
 
 
@@ -79,6 +87,12 @@ def look_anew(on: Mesh | None) -> None:
     current().memo.get("same rows", {}).pop(on, None)
 
 
+def note_loss(on: Mesh | None, loss: Tensor) -> None:
+    """What this rank made of its rows: so did those that share them, as the next call checks."""
+    for watch in current().memo.get("same rows", {}).get(on, {}).values():
+        watch.loss = loss
+
+
 @on_renewal.append
 def _forget() -> None:
     """What was under way will not come."""
@@ -93,7 +107,8 @@ class _Watch:
         mesh: with all its sizes.
         averaged: its axes along which ranks may have other rows.
         known: what arguments are made of, of those that were waited for.
-        bad: whether ranks had other rows in some call that was not looked at, 0-d on a device.
+        loss: of the last call, 0-d, if that was noted.
+        bad: what differed in some call that was not looked at, 0-d on a device.
         asked: the same as it was known to the device some calls ago, on its way to the host.
         busy: whether a call is running.
     """
@@ -101,6 +116,7 @@ class _Watch:
     mesh: Mesh
     averaged: tuple[str, ...]
     known: set[str] = field(default_factory=set)
+    loss: Tensor | None = None
     bad: Tensor | None = None
     asked: Reading | None = None
     busy: bool = False
@@ -122,27 +138,35 @@ class _Watch:
         kinds, digest = _digest((args, kwargs))
         sums = group(self.mesh, self.mesh.names).all_reduce(self._row(digest), label=LABEL)
         if kinds not in self.known:
-            if bool(self._differ(sums)):
-                raise self._error()
+            if found := int(self._differ(sums)):
+                raise self._error(found)
             self.known.add(kinds)
         self.busy = True
         try:
             yield
         except DesyncError as error:  # of ranks that compute on other rows, or have raised for that
             with suppress(DesyncError):
-                if bool(self._differ(sums)):
-                    raise self._error() from error
+                if found := int(self._differ(sums)):
+                    raise self._error(found) from error
             raise
         finally:
             self.busy = False
         self._note(self._differ(sums))
 
     def _row(self, digest: Tensor) -> Tensor:
-        """``[2 * parts]`` int64: two numbers of this rank's part, and zeros."""
-        at, row = self._part(), torch.zeros(2 * self.parts, dtype=torch.int64, device=digest.device)
-        row[2 * at] = digest
-        row[2 * at + 1] = digest * digest
-        return row
+        """``[4 * parts]`` int64: four numbers of this rank's part, and zeros."""
+        own = torch.stack([digest, self._whole_number(digest)])
+        row = torch.zeros(self.parts, NUMBERS, dtype=torch.int64, device=digest.device)
+        row[self._part()] = torch.stack([own, own * own], 1).flatten()
+        return row.flatten()
+
+    def _whole_number(self, like: Tensor) -> Tensor:
+        """The last loss as one, where there is one on the device of the rows."""
+        loss, self.loss = self.loss, None
+        if loss is None or loss.device != like.device or loss.is_meta:
+            return torch.zeros_like(like)
+        fine = torch.asinh(loss.double() / _SMALL) * _FINE
+        return fine.nan_to_num(nan=-1e9, posinf=1e9, neginf=-1e9).round().to(like.dtype)
 
     def _part(self) -> int:
         """Which part of a batch this rank has."""
@@ -152,9 +176,11 @@ class _Watch:
         return at
 
     def _differ(self, sums: Handle[Tensor]) -> Tensor:
-        """Whether ranks of some part have other rows, 0-d."""
-        total, squares = sums.wait().view(-1, 2).unbind(1)
-        differ = (total * total != self.ways * squares).any()
+        """What differs between ranks of some part, 0-d."""
+        total, squares, loss, of_losses = sums.wait().view(-1, NUMBERS).unbind(1)
+        rows = (total * total != self.ways * squares).any()
+        losses = (self.ways * of_losses - loss * loss > _APART * _APART).any()
+        differ = rows * ROWS + losses * LOSSES
         # Nobody knows what ranks have that are not there.
         return torch.zeros_like(differ) if FORESEEN.get() else differ
 
@@ -163,23 +189,30 @@ class _Watch:
         if differ.is_cuda:
             self.bad = differ if self.bad is None else self.bad | differ
             self.asked = Reading(self.bad) if self.asked is None else self.asked
-        elif bool(differ):
-            raise self._error()
+        elif found := int(differ):
+            raise self._error(found)
 
     def _raise_if_known(self) -> None:
         if self.asked is not None and self.asked.arrived:
-            found, self.asked = self.asked.wait(), None
+            found, self.asked = int(self.asked.wait()), None
             if found:
                 self.bad = None
-                raise self._error()
+                raise self._error(found)
 
-    def _error(self) -> PlacementError:
+    def _error(self, found: int) -> PlacementError:
         names = [x for x, size in self.mesh.axes if size > 1 and x not in self.averaged]
+        ranks = f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the "
+        if found & ROWS:
+            return PlacementError(
+                f"{ranks}same rows of a batch, but some were given other arguments for the step. "
+                "Give them all step.local_batch(global_batch), which cuts over data and replica "
+                "alone, and draw what is random by a key that they share."
+            )
         return PlacementError(
-            f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the "
-            "same rows of a batch, but some were given other arguments for the step. Give them all "
-            "step.local_batch(global_batch), which cuts over data and replica alone, and draw "
-            "what is random by a key that they share."
+            f"{ranks}same rows of a batch, and the call before this one gave them other losses: "
+            "what a rank has of its own went into the loss, such as a norm of its part of a split "
+            "leaf. Compute with split leaves by zf.column, zf.row, zf.embed and "
+            "zf.cross_entropy, or leave them whole (rules={...: None})."
         )
 
 

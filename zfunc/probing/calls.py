@@ -22,7 +22,7 @@ from zfunc.probing.arguments import cloned, leaves_of, tensors_in
 from zfunc.probing.attributes import watched
 from zfunc.probing.copies import LARGE, MOST, Copy, LayerInputs, LayerKind, Way
 from zfunc.probing.exactness import Doubled
-from zfunc.probing.examples import examples_of, larger, shapes_in
+from zfunc.probing.examples import examples_of, larger, shapes_in, smallest
 from zfunc.probing.products import Product, product_of, stand_in
 from zfunc.probing.reads import ReadParameters
 from zfunc.probing.traits import NUMBERS, plain
@@ -380,7 +380,7 @@ def _run_otherwise(
     functional: Functional, recorder: _ProbedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Further calls: of padded texts, with attention written out, which reads other numbers, and of
-    another shape.
+    other shapes.
 
     What a module cannot do is not asked of its parts.
     """
@@ -396,12 +396,13 @@ def _run_otherwise(
             recorder.run(args, more, attention)
         except Exception:  # the module's own code, in a way that nobody asked for
             recorder.forget(recorder.before)
-    for more_args, more in larger(args, kwargs):
-        try:
-            recorder.run(more_args, more, own)
-            break
-        except Exception:  # a table has no more positions, say
-            recorder.forget(recorder.before)
+    for sizes in larger(args, kwargs), smallest(args, kwargs):
+        for more_args, more in sizes:
+            try:
+                recorder.run(more_args, more, own)
+                break
+            except Exception:  # a table has no more positions, say
+                recorder.forget(recorder.before)
     use_attention(recorder.found.module, own)
 
 

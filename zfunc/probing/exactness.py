@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfunc.modules.dropout_check import DROPOUTS
 
-__all__ = ["Doubled", "Undrawn", "Undropped", "close"]
+__all__ = ["Decisions", "Doubled", "Undrawn", "Undropped", "close"]
 
 FEWER = (torch.float32, torch.float16, torch.bfloat16)
 ATTENTION: Any = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
@@ -29,6 +29,18 @@ SHORTER: Any = {
 COMPUTED = "attention", "dropout", "rrelu"
 """What computes and draws in one."""
 DRAWN = 0.3
+
+
+_COMPARISONS = (
+    "gt ge lt le eq ne greater greater_equal less less_equal not_equal isclose allclose item "
+    "tolist bool float int index"
+)
+_STEPS = (
+    "sign signbit heaviside floor ceil round trunc fix floor_divide clamp clamp_min clamp_max clip "
+    "maximum minimum relu relu6 hardtanh threshold bucketize searchsorted"
+)
+DECIDING = frozenset(f"{_COMPARISONS} {_STEPS}".split())
+"""Functions that give the same for some numbers, and something else for others."""
 
 
 def _check_norms(v: Tensor, g: Tensor, dim: int = 0) -> None:
@@ -111,6 +123,39 @@ class Undrawn(TorchDispatchMode):
         if drawn and isinstance(out, Tensor) and not any(x in func.name() for x in COMPUTED):
             out.fill_(DRAWN if out.is_floating_point() else 0)
         return out
+
+
+class Decisions(TorchFunctionMode):
+    """A block in which is noted what functions such as ``x > 3`` are given.
+
+    Two sums of other features may lie on one side of a threshold, and what is computed of them is
+    the same: in a trial, and not for other numbers.
+
+    >>> with Decisions() as decisions:
+    ...     bool(torch.ones(2).sum() > 3)
+    False
+    >>> [(name, x.item()) for name, x in decisions.given[:1]]
+    [('gt', 2.0)]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[str, Tensor]] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "").strip("_")
+        if name in DECIDING:
+            tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
+            floats = (x for x in tensors if x.is_floating_point())
+            self.given += [(name, x.detach().clone()) for x in floats]
+        return func(*args, **named)
 
 
 def _double(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zfunc.modules.functional import Functional
 from zfunc.probing.arguments import cloned, tensors_in
 
-__all__ = ["examples_of", "larger", "shapes_in"]
+__all__ = ["examples_of", "larger", "shapes_in", "smallest"]
 
 TEXTS, LENGTH = 2, 5
 MOST = 4  # shapes of which each may be that of ids: 16 calls
@@ -53,17 +53,36 @@ def larger(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
 
     What is for each head may lie in one dimension with texts or positions, in either order.
     """
-    given = tensors_in((args, kwargs))
-    if not given or any(x.ndim == 0 or len(x) != len(given[0]) for x in given):
+    if not _are_batches(given := tensors_in((args, kwargs))):
         return
-    texts = all(x.ndim == 2 and x.shape == given[0].shape for x in given)
-    for more in (2, 0) if texts and not given[0].is_floating_point() else (0,):
+    for more in (2, 0) if _are_texts(given) else (0,):
 
         def grown(_: int, x: Tensor, more: int = more) -> Tensor:
             x = torch.cat([x, x[:1]])
             return torch.cat([x, x[:, :more]], 1) if more else x
 
         yield cloned((args, kwargs), grown)
+
+
+def smallest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Arguments of one text, of one position where all of them are texts.
+
+    Some code does something else where it generates, or where there is nothing to choose from.
+    """
+    if _are_batches(given := tensors_in((args, kwargs))):
+        length = 1 if _are_texts(given) else None
+        yield cloned((args, kwargs), lambda _, x: x[:1] if length is None else x[:1, :length])
+
+
+def _are_batches(given: Sequence[Tensor]) -> bool:
+    """Whether there are tensors, of as many rows each."""
+    return bool(given) and all(x.ndim and len(x) == len(given[0]) for x in given)
+
+
+def _are_texts(given: Sequence[Tensor]) -> bool:
+    """Whether the first of them is text, and the others go with it position for position."""
+    same = all(x.ndim == 2 and x.shape == given[0].shape for x in given)
+    return same and not given[0].is_floating_point()
 
 
 def _of_user(functional: Functional, example: Any) -> Iterable[Example]:

@@ -160,6 +160,7 @@ def _stream_of(stage: Stage, made: LayerParts, ways: int) -> tuple[LayerStream, 
     if any("." in name for name in made.given):
         raise Uncut("a part of an argument is for each head")
     wholes = [_whole(stage, call) for call in stage.calls]
+    wholes = [x for x in wholes if _positions(x) != 1] or wholes  # there a rank has all, or none
     _check_shapes(wholes)
     try:
         names = written(stage.layer, stage.run)
@@ -179,6 +180,11 @@ def _stream_of(stage: Stage, made: LayerParts, ways: int) -> tuple[LayerStream, 
     raise Uncut(
         f"on positions {why}" if why else "it is given no stream of the shape that it gives"
     )
+
+
+def _positions(whole: _Whole) -> int | None:
+    result = whole.trace.result
+    return None if result is None or result.dim() < 2 else result.shape[-2]
 
 
 def _check_shapes(wholes: Sequence[_Whole]) -> None:

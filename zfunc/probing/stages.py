@@ -20,7 +20,7 @@ from zfunc.modules.split_reductions import Reductions, given_features
 from zfunc.probing.arguments import cloned, tensors_in
 from zfunc.probing.calls import use_attention
 from zfunc.probing.copies import LayerInputs, LayerKind
-from zfunc.probing.exactness import Doubled, Undrawn, Undropped
+from zfunc.probing.exactness import Decisions, Doubled, Undrawn, Undropped
 from zfunc.probing.products import Product, product_of, stand_in
 
 __all__ = ["Stage", "Trace", "Whole", "call_in_training", "differs"]
@@ -41,6 +41,7 @@ class Trace:
         further: the other ones.
         entered: what norms were given, by name.
         sums: over features, of each norm in order.
+        decided: by what numbers, and by which functions, in order.
         draw, scale: which random numbers it had, and how large ones.
     """
 
@@ -53,6 +54,7 @@ class Trace:
     further: list[Tensor] = field(default_factory=list)
     entered: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, list[Tensor]] = field(default_factory=dict)
+    decided: list[tuple[str, Tensor]] = field(default_factory=list)
     draw: int = 0
     scale: float = 1.0
 
@@ -255,7 +257,9 @@ class Stage:
             args, kwargs = cloned(
                 (args, kwargs), lambda _, x: x + 0 if x.is_floating_point() else x
             )
-            out = tensors_in(self.layer(*args, **kwargs))
+            with Decisions() as decisions:
+                out = tensors_in(self.layer(*args, **kwargs))
+        trace.decided = decisions.given
         trace.result, trace.further = (out[0] if out else None), out[1:]
         return trace
 

@@ -511,7 +511,14 @@ def _holds(trace: Trace, parts: Parts, base: Trace, rank: int) -> bool:
             return False
     if trace.result is None or base.result is None:
         return trace.result is base.result
-    return _same(trace.result, base.result) and same_results(trace, base)
+    return _same(trace.result, base.result) and same_results(trace, base) and _decided(trace, base)
+
+
+def _decided(trace: Trace, base: Trace) -> bool:
+    """Whether what is no rank's part, and decides something, is what it is in the whole."""
+    pairs = [*zip(trace.decided, base.decided, strict=False)]
+    alike = len(trace.decided) == len(base.decided) and all(a == b for (a, _), (b, _) in pairs)
+    return not alike or all(x.shape != y.shape or _same(x, y) for (_, x), (_, y) in pairs)
 
 
 def same_results(trace: Trace, base: Trace) -> bool:
