@@ -29,6 +29,7 @@ from zfunc.engine.hooks import Gradients, Order, Pending
 from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import Ready, UnitInfo
+from zfunc.layout.pool import empty, pool
 from zfunc.ranks.comm import Group
 from zfunc.transforms.microbatches import Arguments, microbatches, own_leaves
 from zfunc.trees import tree
@@ -250,13 +251,18 @@ class UnitSums:
         self.kept[key] = new
 
     def take(self, unit: UnitInfo) -> list[Tensor] | None:
-        """What is kept of a unit, if it may be written to; it comes back with more in it.
+        """What is kept of a unit, to be written to; it comes back with more in it.
 
-        Nothing may have made other tensors of the flats of its gradients. Then those of several
-        leaves were made for them, while one leaf's may be autograd's, and of others as well.
+        The flats of several leaves were made for them. One leaf's may be autograd's, and of others
+        as well: the first time its sum moves to memory of its own.
         """
         packed = all(len(unit.layout.by_flat[i]) > 1 for i in unit.trainable)
-        return self.kept.pop(unit.key, None) if packed or unit.key in self._own else None
+        kept = self.kept.pop(unit.key, None)
+        if kept is None or packed or unit.key in self._own:
+            return kept
+        self._own.add(unit.key)
+        new = pool().take if unit.layout.along is None else empty
+        return [new(x.numel(), x.dtype, x.device).copy_(x) for x in kept]
 
 
 class _Sums:

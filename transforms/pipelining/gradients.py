@@ -128,9 +128,9 @@ class _Step(PipelineStage):
         self.losses = Losses(communication(running).everyone, n)
         self.row = schedule.actions[self.me]
         self.ends_with = {k: i for kind, i, k in self.row if kind in "BW"}
-        # Microbatches whose gradients find those of others there, and come in one part.
-        begins_with = {k: i for kind, i, k in reversed(self.row) if kind in "BW"}
-        self.adding = {(i, k) for kind, i, k in self.row if kind == "B" and begins_with[k] != i}
+        # Microbatches whose gradients come in one part. Autograd adds each to the sums as it comes,
+        # those of the first to zeros: those of a whole layer never stand beside the sums.
+        self.adding = {(i, k) for kind, i, k in self.row if kind == "B"}
         self.sums = {k: UnitSums() for k, rank in enumerate(self.rank_of) if rank == self.me}
         self.root = UnitSums()
         self.parts: dict[tuple[int, int], _Passage] = {}
