@@ -4,6 +4,7 @@ come back, optimizers beside torch's. ``tests/dist`` has the ranks."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
 
 import zfunc as zf
@@ -150,10 +152,16 @@ def test_a_callback_that_touches_weights_is_told(tmp_path: Path, callback: type)
 
 @pytest.mark.parametrize(
     ("optim", "options"),
-    [("sgd", "momentum=0.9,nesterov=True"), ("rmsprop", "alpha=0.9"), ("adafactor", None)],
+    [
+        ("sgd", "momentum=0.9,nesterov=True"),
+        ("rmsprop", "alpha=0.9,momentum=0.8,eps=1e-3"),
+        ("rmsprop", "alpha=0.9,momentum=0.8,eps=1e-3,centered=True"),
+        ("adafactor", None),
+    ],
 )
 def test_optimizers_are_those_of_torch(tmp_path: Path, optim: str, options: str | None) -> None:
     args: dict[str, Any] = {"optim": optim, "weight_decay": 0.1, "learning_rate": 1e-2}
+    args["max_steps"] = 4  # at four rates
     if (
         options and int(transformers.__version__.split(".")[0]) > 4
     ):  # which gave these two no options
@@ -240,6 +248,118 @@ def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:
     before = model.lm_head.weight.clone()
     trainer(tmp_path, model=model, callbacks=[Rates()]).train()
     assert torch.equal(model.lm_head.weight, before)
+
+
+class SetsDecay(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def test_a_callback_may_set_nothing_else(tmp_path: Path) -> None:
+    with pytest.raises(CompositionError, match="weight_decay was set in optimizer"):
+        trainer(tmp_path, callbacks=[SetsDecay()]).train()
+
+
+class Changes(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.change(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            lambda m: setattr(m.layers[0].self_attn, "attention_dropout", 0.5),
+            r"layers\.0\.self_attn\.attention_dropout of .* from 0\.0 to 0\.5 during train",
+        ),
+        (
+            lambda m: m.layers[1].mlp.register_forward_hook(lambda *_: None),
+            r"layers\.1\.mlp\._forward_hooks of .* changed during train",
+        ),
+        (
+            lambda m: setattr(m.rotary_emb, "inv_freq", torch.ones(4)),
+            r"rotary_emb\.inv_freq of .* changed",
+        ),
+    ],
+)
+def test_a_callback_that_changes_the_module_is_told(
+    tmp_path: Path, change: Any, found: str
+) -> None:
+    made = trainer(tmp_path, callbacks=[Changes(lambda model: change(model.model))])
+    with pytest.raises(PlacementError, match=found):
+        made.train()
+
+
+class Ramped(nn.Module):
+    """A loss with a weight that a callback writes to, and a flag that its mode sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.sharp = nn.Embedding(32, 4), nn.Linear(4, 32), False
+        self.register_buffer("weight", torch.ones(()))
+
+    def train(self, mode: bool = True) -> Any:
+        self.sharp = not mode
+        return super().train(mode)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        scores = self.head(self.table(input_ids)) * (2 if self.sharp else 1)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return {"loss": loss * self.weight}
+
+
+def test_buffers_may_be_changed_in_place_and_modes_set_attributes(tmp_path: Path) -> None:
+    found = []
+    for kind in (transformers.Trainer, zf.hf.Trainer):
+        halve = Changes(lambda m: m.weight.mul_(0.5))
+        args = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+        made = trainer(tmp_path, kind, Ramped(), args=args, callbacks=[halve])
+        made.train()
+        history = made.state.log_history
+        found.append([x[k] for x in history for k in ("loss", "eval_loss") if k in x])
+    assert found[1] == pytest.approx(found[0]) and len(found[0]) == 4
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Rows of which nobody knows how many there are."""
+
+    def __init__(self, family: str, n: int) -> None:
+        self.rows = Tokens(family, n, 1)
+
+    def __iter__(self) -> Any:
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])  # whose losses are parts of sums, or means
+def test_a_stream_that_ends_in_an_update_is_added_to_the_next(tmp_path: Path, family: str) -> None:
+    found = []
+    for kind in (transformers.Trainer, zf.hf.Trainer):
+        args = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+        args |= {"logging_steps": 1, "max_steps": 3, "learning_rate": 1e-2}
+        made = kind(
+            model=model_of(family, torch.float64),
+            args=arguments(tmp_path, **args),
+            train_dataset=Stream(family, 9),
+        )
+        made.pop_callback(transformers.PrinterCallback)
+        made.train()
+        history = made.state.log_history
+        found.append([x[k] for x in history for k in ("loss", "grad_norm") if k in x])
+    assert found[1] == pytest.approx(found[0], rel=1e-6) and len(found[0]) == 6
+
+
+def test_transforms_and_optimizers_that_are_none_are_told(tmp_path: Path) -> None:
+    with pytest.raises(CompositionError, match="`transforms` gave NoneType"):
+        trainer(tmp_path, transforms=lambda step: None).train()
+    for wrong in (zf.optim.adamw(1e-3), lambda lr: None):
+        with pytest.raises(CompositionError, match="expected a function of the learning rate"):
+            trainer(tmp_path, optimizer=wrong)
+    for transforms in (functools.partial(zf.shard, stage=3), zf.shard(stage=3), zf.remat):
+        trainer(tmp_path, args={"max_steps": 1}, transforms=transforms).train()
 
 
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # transformers 4

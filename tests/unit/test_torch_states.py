@@ -25,6 +25,18 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
         optim.rmsprop(0.01, decay=0.99, eps_in_sqrt=False, centered=True),
     ),
+    "rmsprop momentum": (
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.8),
+        optim.rmsprop(0.01, decay=0.99, eps_in_sqrt=False, momentum=0.8),
+    ),
+    "rmsprop momentum before the rate": (
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.8),
+        optim.chain(
+            optim.scale_by_rms(0.99, eps_in_sqrt=False),
+            optim.trace(0.8),
+            optim.scale_by_learning_rate(0.01),
+        ),
+    ),
     "adagrad": (
         lambda p: torch.optim.Adagrad(p, lr=0.1, eps=0.0),
         optim.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0),
@@ -107,3 +119,54 @@ def test_states_that_do_not_fit_say_so() -> None:
     state["state"][1]["step"] = torch.tensor(9.0)
     with pytest.raises(zf.CheckpointError, match=r"has taken 1 steps and 0\.bias 9"):
         optim.from_torch(tx, params, state, names)
+
+
+@pytest.mark.parametrize(
+    ("make", "tx", "found"),
+    [
+        (
+            lambda p: torch.optim.Adam(p, amsgrad=True),
+            optim.adam(0.1),
+            r"keeps max_exp_avg_sq of 0\.weight, for which .* no place",
+        ),
+        (
+            lambda p: torch.optim.RMSprop(p, momentum=0.9),
+            optim.rmsprop(0.1, eps_in_sqrt=False),
+            "keeps momentum_buffer",
+        ),
+        (torch.optim.Adam, optim.adafactor(0.1), "FactoredState are in a form"),
+    ],
+)
+def test_moments_are_not_dropped_in_silence(make: Any, tx: Any, found: str) -> None:
+    net = model()
+    theirs = make(net.parameters())
+    steps(net, theirs, range(1))
+    names = [name for name, _ in net.named_parameters()]
+    with pytest.raises(zf.CheckpointError, match=found):
+        optim.from_torch(tx, zf.functionalize(net).params, theirs.state_dict(), names)
+
+
+def test_a_schedule_goes_on_from_the_count_that_is_given() -> None:
+    net = model()
+    theirs = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9)
+    steps(net, theirs, range(2))
+    tx = optim.sgd(optim.linear(1.0, 0.0, 10), momentum=0.9)
+    params = zf.functionalize(net).params
+    assert optim.from_torch(tx, params, theirs.state_dict(), count=2).count == 2
+
+
+def test_running_means_of_other_peoples_optimizers_are_read() -> None:
+    """Lion and LAMB, as they are written for torch, keep ``exp_avg``."""
+    net = model()
+    theirs = torch.optim.Adam(net.named_parameters())
+    steps(net, theirs, range(1))
+    params, state = zf.functionalize(net).params, theirs.state_dict()
+    lamb = optim.from_torch(optim.lamb(0.1), params, state)
+    assert lamb.count == 1
+    for path, x in tree.flatten_names(lamb.mu).items():
+        assert x.abs().min() > 0, path
+    for entry in state["state"].values():
+        del entry["exp_avg_sq"]
+    found = tree.flatten_names(optim.from_torch(optim.lion(0.1), params, state).mu)
+    for path, p in net.named_parameters():
+        assert torch.equal(found[path], theirs.state[p]["exp_avg"]), path

@@ -49,14 +49,14 @@ def optimizer_for(
         momentum, nesterov = float(options.get("momentum", 0)), _true(options.get("nesterov"))
         return lambda lr: _coupled(optim.sgd(lr, momentum, nesterov), decay, decayed)
     if name == "rmsprop":
-        how: dict[str, Any] = {
-            "decay": float(options.get("alpha", 0.99)),
-            "eps": float(options.get("eps", 1e-8)),
-            "momentum": float(options.get("momentum", 0)) or None,
-            "centered": _true(options.get("centered")),
-            "eps_in_sqrt": False,
-        }
-        return lambda lr: _coupled(optim.rmsprop(lr, **how), decay, decayed)
+        by = optim.scale_by_stddev if _true(options.get("centered")) else optim.scale_by_rms
+        alpha, eps = float(options.get("alpha", 0.99)), float(options.get("eps", 1e-8))
+        scaled = by(alpha, eps, eps_in_sqrt=False)
+        if momentum := float(options.get("momentum", 0)):  # torch's is before the rate
+            scaled = optim.chain(scaled, optim.trace(momentum))
+        return lambda lr: _coupled(
+            optim.chain(scaled, optim.scale_by_learning_rate(lr)), decay, decayed
+        )
     raise CompositionError(
         f"TrainingArguments.optim={name!r} has no counterpart in zfunc. Choose one of "
         f"{', '.join([*ADAMW, *LION, 'adafactor', *OPTIONS])}, or give any of zf.optim: "

@@ -35,7 +35,16 @@ from zfunc.hf.fields import check_fields
 from zfunc.hf.microbatches import Microbatches
 from zfunc.hf.optimizers import optimizer_for
 from zfunc.hf.rows import gathered_once, loader_of, sharers
-from zfunc.hf.standins import Homes, Standin, buffers_on, empty, fill, holds_all, homes
+from zfunc.hf.standins import (
+    Homes,
+    Record,
+    Standin,
+    buffers_on,
+    empty,
+    fill,
+    holds_all,
+    homes,
+)
 from zfunc.modules.functional import Functional, functionalize
 from zfunc.optim import GradientTransformation
 from zfunc.ranks.launching import init
@@ -56,6 +65,7 @@ ELSEWHERE = (
     ("create_optimizer_and_scheduler", "Trainer(..., optimizer=lambda lr: zf.optim...(lr))"),
     ("get_optimizer_cls_and_kwargs", "Trainer(..., optimizer=lambda lr: zf.optim...(lr))"),
 )
+OTHERS = {"weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha"}
 Base: Any = object  # a Trainer of transformers, in the classes that are made of this one
 
 
@@ -89,7 +99,9 @@ class Bridge(Base):
         self._placed: Any = None  # the step's state
         self._beheld: Any = None  # parameters for an evaluation outside of train()
         self._places: Homes = {}  # where parameters are while train() runs
-        self._waiting: list[tuple[Any, Any]] = []
+        self._waiting: list[tuple[Any, Any, int]] = []  # with how many microbatches it was counted
+        self._together = 1  # how many microbatches the update has
+        self._record: Record | None = None  # of the module while train() runs
         self._norm: Any = None
         self._fresh = True
         super().__init__(*args, **kwargs)
@@ -108,6 +120,8 @@ class Bridge(Base):
             )
         if self._make is None:
             optimizer_for(self.args, bool)  # raises where there is none
+        else:
+            _check_optimizer(self._make, self.args.learning_rate)
         for name, instead in ELSEWHERE:
             if not getattr(type(self), name).__module__.startswith(("zfunc.", "transformers.")):
                 raise CompositionError(
@@ -160,6 +174,7 @@ class Bridge(Base):
         self._fresh, self._waiting = False, []
         self._places, self._home = homes(self.model), next(self.model.parameters()).device
         empty(self._places)
+        self._record = Record(self.model)
 
     def _prepare(self) -> None:
         """The step and the functionalized model, as the module is now."""
@@ -188,10 +203,17 @@ class Bridge(Base):
         self._step = step if "donate" in names else donate(step)
 
     def _wrapped(self, model: Any = None) -> Step:
-        step = Step(self._update)
-        if len(inspect.signature(self._transforms).parameters) == 1:
-            return self._transforms(step)
-        return self._transforms(step, functionalize(self.model) if model is None else model)
+        step: Any = Step(self._update)
+        if _takes_model(self._transforms):
+            step = self._transforms(step, functionalize(self.model) if model is None else model)
+        else:
+            step = self._transforms(step)
+        if not isinstance(step, Step):
+            raise CompositionError(
+                f"`transforms` gave {type(step).__name__}, expected the step in its transforms: "
+                "transforms=lambda step: zf.shard(step, stage=3)."
+            )
+        return step
 
     def _place(self, tx: GradientTransformation) -> Any:
         return self._step.place(TrainState.create(self._functional.params, tx, self.args.seed))
@@ -217,12 +239,18 @@ class Bridge(Base):
         if holds_all(self.model):
             yield
             return
+        self._unchanged()
         self._fill(self.args.device)
         try:
             with buffers_on(self.model, self.args.device):
                 yield
         finally:
             empty(self._places)
+            self._record = Record(self.model)  # generation may leave something in it
+
+    def _unchanged(self) -> None:
+        if self._places and self._record is not None:
+            self._record.check(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``transformers.Trainer.train``; at its end the model has the trained weights."""
@@ -301,14 +329,17 @@ class Bridge(Base):
         state = state.replace(params=params, opt_state=opt_state, step=state.step + 1)
         return state, {"loss": loss, "norm": norm}
 
-    def _loss(self, params: Any, inputs: Any, items: Any) -> Tensor:
+    def _loss(self, params: Any, inputs: Any, items: Any, counted_with: int) -> Tensor:
         """What Trainer differentiates: ``compute_loss``, the user's own if there is one.
 
         ``Microbatches`` and ``zf.pipeline`` take means. A loss that is a part of a sum, because it
-        is divided by the items of the whole update, is multiplied by the number of its parts.
+        is divided by the items of the whole update, is multiplied by the number of its parts. Any
+        other is divided by how many microbatches came with it: where data without a length ends
+        in the middle of an update, what is left is added to the next one.
         """
 
         def call(_: bool, args: Any, kwargs: Any) -> Any:
+            self._unchanged()
             return self._in_long(self._functional.apply(params, *args, train=True, **kwargs))
 
         model = Standin(lambda: self.model, call)
@@ -317,8 +348,8 @@ class Bridge(Base):
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and items is not None
             scaled = counted or self.compute_loss_func is not None
-        parts = self.current_gradient_accumulation_steps * self._parts
-        return loss * parts if scaled and parts > 1 else loss
+        factor = self._together * self._parts if scaled else self._together / counted_with
+        return loss if factor == 1 else loss * factor
 
     def _in_long(self, out: Any) -> Any:
         """16-bit outputs as float32, as accelerate returns them from autocast."""
@@ -333,17 +364,31 @@ class Bridge(Base):
             0-d tensor: the update's loss, a mean over the ranks, or zero where more are to come.
         """
         model.train()
-        self._waiting.append((self._prepare_inputs(inputs), num_items_in_batch))
+        together = self.current_gradient_accumulation_steps
+        self._waiting.append((self._prepare_inputs(inputs), num_items_in_batch, together))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        rate = self.optimizer.param_groups[0]["lr"]  # the schedule's, or a callback's
-        batch = {"lr": rate, "microbatches": self._waiting}
-        self._waiting = []
+        batch = {"lr": self._rate(), "microbatches": self._waiting}
+        self._together, self._waiting = len(self._waiting), []
         self._placed, metrics = self._step(self._placed, batch)
         self._norm, loss = metrics["norm"], metrics["loss"]
         for optimizer in self.accelerator._optimizers:  # then Trainer's schedule waits, too
             optimizer._is_overflow = "overflow_leaf" in metrics
         return loss
+
+    def _rate(self) -> float:
+        """The schedule's learning rate, or a callback's.
+
+        Raises:
+            CompositionError: a callback has set something else.
+        """
+        group = self.optimizer.param_groups[0]
+        if others := sorted(group.keys() & OTHERS):
+            raise CompositionError(
+                f"{others[0]} was set in optimizer.param_groups, of which only lr counts. Give the "
+                "optimizer, with a schedule: Trainer(..., optimizer=lambda lr: zf.optim...(lr))."
+            )
+        return group["lr"]
 
     # Evaluation
 
@@ -353,6 +398,7 @@ class Bridge(Base):
                 "the model was called for a gradient outside of compute_loss. zf.hf.Trainer "
                 "differentiates compute_loss: override that, not training_step's backward."
             )
+        self._unchanged()
         params = self._placed.params if self._beheld is None else self._beheld
         out = evaluate(partial(self._functional.apply, train=training))(params, *args, **kwargs)
         return self._in_long(out)
@@ -446,6 +492,22 @@ class Bridge(Base):
             "hyperparameter_search is refused by zf.hf: start a process group for each trial, "
             "with a Trainer of its own."
         )
+
+
+def _check_optimizer(make: Any, lr: float) -> None:
+    made = make(lr) if callable(make) else None
+    if not (hasattr(made, "init") and hasattr(made, "update")):
+        raise CompositionError(
+            f"`optimizer` is {type(make).__name__}, expected a function of the learning rate that "
+            "gives a GradientTransformation: Trainer(..., optimizer=lambda lr: zf.optim.adamw(lr))."
+        )
+
+
+def _takes_model(transforms: Callable[..., Any]) -> bool:
+    """Whether a function has a second argument, which no default makes another thing."""
+    more = [*inspect.signature(transforms).parameters.values()][1:]
+    by_place = [x for x in more if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    return any(x.default is x.empty or x.name == "model" for x in by_place[:1])
 
 
 def _as_ddp(step: Step) -> Step:
