@@ -19,7 +19,7 @@ import zfunc as zf
 from tests.laws.cases import numbers
 from tests.laws.covering import Covering, pairs
 from tests.laws.models import block, dense, mean_square
-from tests.laws.pipelines import F64, TX, model_of
+from tests.laws.pipelines import F64, TX, model_of, rows
 from zfunc.schedules import SCHEDULES, Schedule, schedule
 
 NAMES = list(SCHEDULES)
@@ -202,3 +202,29 @@ def test_hooks_of_gradients_run_once(name: str) -> None:
         # Sums are in another order there.
         same = torch.allclose if name == "zb_lean" else torch.equal
         assert all(same(found[path], x) for path, x in want.items())
+
+
+def sometimes_hooked_loss(params: Any, batch: Any) -> Tensor:
+    """A hook in some microbatches, which those under way beside them must not see."""
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        if p["w"].requires_grad and float(x.detach().sum()) > 0:
+            p["w"].register_hook(lambda g: g * 3)
+        return block(p, x)
+
+    x = zf.scan(layer, params["blocks"], block(params["first"], batch["x"]))
+    return mean_square(x @ params["head"]["w"], batch["y"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_of_one_microbatch_see_no_other(name: str) -> None:
+    def trained(wrap: Any) -> dict[str, Tensor]:
+        step = wrap(zf.train_step(sometimes_hooked_loss, TX))
+        state = step.place(zf.TrainState.create(params_of(4), TX))
+        for i in range(3):
+            state, _ = step(state, rows(i))
+        return zf.tree.flatten_names(zf.tree.full(state.params))
+
+    want = trained(lambda f: zf.accumulate(f, 8))
+    for found in zf.simulate(2)(trained)(lambda f: zf.pipeline(f, 8, schedule=name, pipe=2)):
+        assert all((found[path] - x).abs().max() < 1e-9 for path, x in want.items())

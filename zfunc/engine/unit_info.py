@@ -19,7 +19,7 @@ from zfunc.layout.pool import pool
 from zfunc.layout.stages import cuts_among
 from zfunc.ranks.comm import Group
 
-__all__ = ["CommonLeaves", "Ready", "Total", "UnitInfo", "Waiting", "add_into", "gather"]
+__all__ = ["CommonLeaves", "OwnHooks", "Ready", "Total", "UnitInfo", "Waiting", "add_into", "gather"]
 
 
 @dataclass
@@ -150,6 +150,22 @@ class CommonLeaves:
     def adds_into(self, sums: Sequence[Tensor]) -> bool:
         """Whether gradients are parts of these flats already."""
         return len(sums) == len(self.sums) and all(map(operator.is_, sums, self.sums))
+
+
+class OwnHooks:
+    """The hooks that one pass has given to a leaf of other ones, whose gradients they must not
+    see: they are there in a block, which is its backward, and not otherwise."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._there: dict[int, Any] = leaf._backward_hooks or {}
+        self._own = dict(self._there)
+        self._there.clear()
+
+    def __enter__(self) -> None:
+        self._there.update(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._there.clear()
 
 
 def add_into(

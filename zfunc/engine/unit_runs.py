@@ -10,7 +10,7 @@ autograd Functions carry their unit with them, so that backward may run on a thr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import Pending
-from zfunc.engine.unit_info import CommonLeaves, Ready, UnitInfo, add_into
+from zfunc.engine.unit_info import CommonLeaves, OwnHooks, Ready, UnitInfo, add_into
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
 from zfunc.layout.pool import empty, pool
@@ -117,6 +117,7 @@ class UnitRun:
         partial: gradients that have come, by trainable leaf.
         adding: of each entry whose gradients autograd adds to sums the trainable leaves.
         common: what such entries of other passes have entered, if all have the same values.
+        borrowed: their leaves, if they have entered; ``own_hooks``: what this pass has hung there.
         is_end: whether what enters is an end of the graph, which autograd comes to as soon as
             it can: not where units are gathered once more, since ranks on other paths could not
             tell when its gradient comes.
@@ -149,6 +150,8 @@ class UnitRun:
     partial: list[Tensor | None] | None = None
     adding: list[list[Tensor]] = field(default_factory=list)
     common: CommonLeaves | None = None
+    borrowed: list[Tensor] = field(default_factory=list)
+    own_hooks: list[OwnHooks] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         layout, index = self.info.layout, self.info.index
@@ -285,6 +288,7 @@ class UnitRun:
         if not usable:
             for view in self.adding[-1]:
                 view.requires_grad_()
+        self.borrowed = self.adding[-1] if usable else []
         if common is not None and not usable:
             common.leaves, common.sums = views, []
         return views
@@ -379,6 +383,8 @@ class UnitRun:
             self.owner.accord.happens(RELEASE, self)
         self.aside = False
         self.entered = None
+        self.own_hooks += [*map(OwnHooks, self.borrowed)]
+        self.borrowed = []
         if self.sharded:
             self.seen = (), None
         self.touched = False
@@ -478,7 +484,10 @@ class UnitRun:
             for x in entries[0] if entries else ():
                 x.grad = None
         before = versions(sums or ())
-        yield chain.from_iterable(entries)
+        with ExitStack() as stack:
+            for hooks in self.own_hooks:
+                stack.enter_context(hooks)
+            yield chain.from_iterable(entries)
         if not one:
             for leaves in reversed(entries):  # as backward comes to them
                 row = [None if x.grad is None else dense(x.grad) for x in leaves]
