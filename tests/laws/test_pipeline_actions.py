@@ -228,3 +228,33 @@ def test_hooks_of_one_microbatch_see_no_other(name: str) -> None:
     want = trained(lambda f: zf.accumulate(f, 8))
     for found in zf.simulate(2)(trained)(lambda f: zf.pipeline(f, 8, schedule=name, pipe=2)):
         assert all((found[path] - x).abs().max() < 1e-9 for path, x in want.items())
+
+
+def hooked_outside_loss(params: Any, batch: Any) -> Tensor:
+    """Hooks on parameters outside of layers, and on what is made of them, in the first stage; one
+    is taken back."""
+    head, scale = params["head"]["w"], params["first"]["b"] * 2
+    head.register_hook(lambda g: g * 3)
+    head.register_hook(lambda g: g * 5).remove()
+    scale.register_hook(lambda g: g * 7)
+
+    def layer(p: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return block(p, x) + scale
+
+    x = block(params["first"], batch["x"])
+    for p in params["blocks"]:
+        x = zf.layer(layer, p, x, scale)
+    return mean_square(x @ head, batch["y"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_outside_of_layers_run_where_a_value_is_made(name: str) -> None:
+    def trained(wrap: Any) -> dict[str, Tensor]:
+        step = wrap(zf.train_step(hooked_outside_loss, TX))
+        state = step.place(zf.TrainState.create(params_of(4), TX))
+        state, _ = step(state, batch_of(4))
+        return zf.tree.flatten_names(zf.tree.full(state.params))
+
+    want = trained(lambda f: zf.accumulate(f, 4))
+    for found in zf.simulate(2)(trained)(lambda f: zf.pipeline(f, 4, schedule=name, pipe=2)):
+        assert all((found[path] - x).abs().max() < 1e-9 for path, x in want.items())

@@ -19,7 +19,8 @@ from zfunc.layout.pool import pool
 from zfunc.layout.stages import cuts_among
 from zfunc.ranks.comm import Group
 
-__all__ = ["CommonLeaves", "OwnHooks", "Ready", "Total", "UnitInfo", "Waiting", "add_into", "gather"]
+__all__ = ["CommonLeaves", "OwnHooks", "Ready", "Total", "UnitInfo", "Waiting"]
+__all__ += ["add_into", "gather"]
 
 
 @dataclass

@@ -62,6 +62,22 @@ def _told(x: Any) -> str:
     return repr(x) if isinstance(x, PLAIN) else f"a {type(x).__name__}"
 
 
+def _become_own(ghost: Ghost, new: Tensor) -> None:
+    """Let a ghost be what was made here for it, with the hooks that it was given before."""
+    hooks = ghost.__dict__.get("hooks")
+    become(ghost, new)
+    if hooks and ghost.requires_grad:
+        ghost.register_hook(partial(_call_all, hooks))
+
+
+def _call_all(hooks: Mapping[int, Any], grad: Tensor) -> Tensor:
+    """What those hooks make of a gradient that nobody has removed."""
+    for hook in [*hooks.values()]:
+        new = hook(grad)
+        grad = grad if new is None else new
+    return grad
+
+
 def _come_to(back: list[int], n: int, grads: Any) -> None:
     """A hook of a node of autograd: backward has come to a call."""
     back[:] = [n]
@@ -225,7 +241,7 @@ class ChunkRun:
                 "pipeline than where it was made: its gradient would be lost. Make it where it is "
                 "used."
             )
-        become(x, x.recipe.made())
+        _become_own(x, x.recipe.made())
 
     def counted(self, flops: int) -> None:
         """Work is counted in the rehearsal."""
@@ -421,7 +437,7 @@ class ChunkRun:
     def _replace(self, ghost: Ghost, leaf: Tensor) -> None:
         new = leaf.view_as(leaf) if type(leaf) is Tensor else leaf.detach()  # stored in low bits
         new.__dict__.update({k: x for k, x in leaf.__dict__.items() if k.startswith("_zfunc")})
-        become(ghost, new)
+        _become_own(ghost, new)
 
     def _take(self, label: Label, ghost: Ghost) -> None:
         """What has been sent comes as soon as its ghost is met: code before the first layer of

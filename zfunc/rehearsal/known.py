@@ -7,12 +7,14 @@ here decide shapes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from zfunc.ranks.comm import Group, Handle
 from zfunc.ranks.connected import ConnectedGroup
@@ -184,9 +186,18 @@ class _NoHook:
         pass
 
 
-@rule("register_hook", "register_post_accumulate_grad_hook", "retain_grad", of=(Tensor,))
+@rule("register_hook", of=(Tensor,))
 def _hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Who computes the value has the hook."""
+    """Who computes the value has the hook: also who makes it here of parameters, later on."""
+    x, hook = args if len(args) > 1 else (*args, kwargs["hook"])
+    hooks = x.__dict__.setdefault("hooks", OrderedDict())
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+@rule("register_post_accumulate_grad_hook", "retain_grad", of=(Tensor,))
+def _no_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _NoHook()
 
 
