@@ -383,7 +383,7 @@ class UnitRun:
             self.owner.accord.happens(RELEASE, self)
         self.aside = False
         self.entered = None
-        self.own_hooks += [*map(OwnHooks, self.borrowed)]
+        self.own_hooks += [OwnHooks(x) for x in self.borrowed if x._backward_hooks]
         self.borrowed = []
         if self.sharded:
             self.seen = (), None
