@@ -150,6 +150,16 @@ def test_a_callback_that_touches_weights_is_told(tmp_path: Path, callback: type)
     assert not any(p.is_meta for p in made.model.parameters())
 
 
+class Freezes(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        next(model.parameters()).requires_grad = False
+
+
+def test_a_callback_that_freezes_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PlacementError, match=r"requires_grad .* Freeze parameters before train"):
+        trainer(tmp_path, callbacks=[Freezes()]).train()
+
+
 @pytest.mark.parametrize(
     ("optim", "options"),
     [

@@ -290,7 +290,7 @@ def test_a_chunk_without_a_layer_is_named() -> None:
             x = zf.layer(block, layer, x)
         return end(x, p)
 
-    with pytest.raises(CompositionError, match=r"no layer of stage 1 .*layers\.2, layers\.3"):
+    with pytest.raises(CompositionError, match=r"stage 1 .* none of layers\.2, layers\.3 runs"):
         rehearsed(fn, 2)
 
 

@@ -34,8 +34,16 @@ class Elsewhere(nn.Parameter):
     ) -> Any:  # every operation comes here
         name = getattr(func, "__name__", str(func))
         known = name in KNOWN
-        if name == "__get__":
-            known = getattr(getattr(func, "__self__", None), "__name__", "") not in VALUES
+        if name in ("__get__", "__set__"):
+            read, name = name == "__get__", getattr(func.__self__, "__name__", "")
+            known = read and name not in VALUES
+        if not known and name in ("requires_grad", "requires_grad_"):
+            raise PlacementError(
+                "requires_grad of a parameter was set during training, whose step was made for "
+                "those that were trained in its beginning. Freeze parameters before train(). "
+                "peft's disable_adapter() sets it, too: compute what the base model gives before "
+                "train(), or with a model of its own."
+            )
         if not known:
             raise PlacementError(
                 f"{name} was called on a parameter of the model during training, when its values "

@@ -268,9 +268,12 @@ class _Rehearsal:
         if lacking and self.layout.layers:
             k = min(lacking)
             names = [self.layout.layers[i].name for i, c in enumerate(self.chunk_of) if c == k]
+            told = (
+                f"none of {', '.join(names[:5])} runs in this loss" if names else "it has no layer"
+            )
             raise CompositionError(
-                f"no layer of stage {k} of the pipeline runs in this loss ({', '.join(names[:5])}):"
-                " it would have nothing to do. Take fewer stages, or cut elsewhere."
+                f"stage {k} of the pipeline would have nothing to do: {told}. Take fewer stages, or "
+                "cut elsewhere."
             )
 
     # --- what operations tell ---
