@@ -268,12 +268,11 @@ class _Rehearsal:
         if lacking and self.layout.layers:
             k = min(lacking)
             names = [self.layout.layers[i].name for i, c in enumerate(self.chunk_of) if c == k]
-            told = (
-                f"none of {', '.join(names[:5])} runs in this loss" if names else "it has no layer"
-            )
+            told = f"none of {', '.join(names[:5])} runs in this loss"
+            told = told if names else "it has no layer"
             raise CompositionError(
-                f"stage {k} of the pipeline would have nothing to do: {told}. Take fewer stages, or "
-                "cut elsewhere."
+                f"stage {k} of the pipeline would have nothing to do: {told}. Take fewer stages, "
+                "or cut elsewhere."
             )
 
     # --- what operations tell ---
