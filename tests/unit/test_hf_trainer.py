@@ -375,7 +375,7 @@ def test_transforms_and_optimizers_that_are_none_are_told(tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # transformers 4
 def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
     args = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    args |= {"load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.3}
+    args |= {"load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.03}
     found = []
     for kind in (transformers.Trainer, zf.hf.Trainer):
         folder = tmp_path / kind.__module__
