@@ -8,7 +8,8 @@ it unless it goes through ``tree.leaf_norms``, ``map_leaves`` or ``whole``.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,12 +43,33 @@ def _try(tx: Any, place: Callable[[Tree], Tree]) -> None:
                 "leaves, say so with GradientTransformation(init, update, checked=True)."
             ) from error
         try:
-            found = [tree.full(u) for u in _updates(tx, plain, place)]
+            with _in_halves():
+                found = [tree.full(u) for u in _updates(tx, plain, place)]
             same = all(_close(a, b) for a, b in zip(expected, found, strict=True))
         except Exception as error:
             raise CompositionError(_not_elementwise(f"it raises {error!r}")) from error
         if not same:
             raise CompositionError(_not_elementwise("its updates come out differently"))
+
+
+@contextmanager
+def _in_halves() -> Iterator[None]:
+    """On one rank ``map_leaves`` hands on whole leaves, and the trial is to hold on several."""
+    token = tree.TRIED.set(_halved)
+    try:
+        yield
+    finally:
+        tree.TRIED.reset(token)
+
+
+def _halved(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of pieces, as two ranks call it that have half of each."""
+
+    def run(path: str, *parts: torch.Tensor) -> torch.Tensor:
+        n = len(parts[0]) // 2
+        return torch.cat([f(path, *(x[:n] for x in parts)), f(path, *(x[n:] for x in parts))])
+
+    return run
 
 
 def _sample(seed: int) -> Tree:
@@ -80,6 +102,6 @@ def _not_elementwise(what: str) -> str:
     return (
         "this GradientTransformation is not elementwise: on a tiny tree that is placed as `shard` "
         f"places it, {what}. A placed tree holds many leaves in one flat buffer: use "
-        "tree.leaf_norms for norms, tree.map_leaves for what depends on the path, and tree.whole "
-        "for what needs a full leaf."
+        "tree.leaf_norms for norms, tree.map_leaves for what depends on the path (it hands on "
+        "pieces of leaves), and tree.whole for what needs a full leaf."
     )

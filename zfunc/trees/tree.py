@@ -1,19 +1,18 @@
 """Pytrees: one vocabulary for plain trees and for placed ones.
 
-A *plain* tree has tensors at its leaves. A *placed* tree holds one or more
-:class:`Placed` nodes, each the representation of a whole subtree that some
-transform chose (``shard``: this rank's part of it). Every function below is
-right on both, and on a mixture, because a ``Placed`` node says itself what
-``map``, ``sums`` and ``full`` mean for it; this module knows no transform.
+A *plain* tree has tensors at its leaves. A *placed* tree holds one or more :class:`Placed` nodes,
+each the representation of a whole subtree that some transform chose (``shard``: this rank's part of
+it). Every function below is right on both, and on a mixture, because a ``Placed`` node says itself
+what ``map``, ``sums`` and ``full`` mean for it; this module knows no transform.
 
-``None`` is a leaf here: it stands where a tree has no value (the gradient of a
-frozen parameter, the moments of a masked one). Where the first tree of a
-``map`` has ``None``, so has the result.
+``None`` is a leaf here: it stands where a tree has no value (the gradient of a frozen parameter,
+the moments of a masked one). Where the first tree of a ``map`` has ``None``, so has the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import optree
@@ -69,6 +68,7 @@ __all__ = [
 ]
 
 _set = set
+TRIED: ContextVar[Any] = ContextVar("zfunc_tried", default=lambda f: f)  # how map_leaves takes f
 
 
 def dotted(*parts: Any) -> str:
@@ -254,7 +254,7 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         if row[0] is None:
             out.append(None)
         elif placed is not None:
-            out.append(placed.map_leaves(f, row, name))
+            out.append(placed.map_leaves(TRIED.get()(f), row, name))
         else:
             out.append(f(name, *row))
     return optree.tree_unflatten(spec, out)
