@@ -8,8 +8,7 @@ it unless it goes through ``tree.leaf_norms``, ``map_leaves`` or ``whole``.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,23 +42,14 @@ def _try(tx: Any, place: Callable[[Tree], Tree]) -> None:
                 "leaves, say so with GradientTransformation(init, update, checked=True)."
             ) from error
         try:
-            with _in_halves():
-                found = [tree.full(u) for u in _updates(tx, plain, place)]
+            # On one rank map_leaves hands on whole leaves, and the trial is to hold on several.
+            tree.TRIED.set(_halved)
+            found = [tree.full(u) for u in _updates(tx, plain, place)]
             same = all(_close(a, b) for a, b in zip(expected, found, strict=True))
         except Exception as error:
             raise CompositionError(_not_elementwise(f"it raises {error!r}")) from error
         if not same:
             raise CompositionError(_not_elementwise("its updates come out differently"))
-
-
-@contextmanager
-def _in_halves() -> Iterator[None]:
-    """On one rank ``map_leaves`` hands on whole leaves, and the trial is to hold on several."""
-    token = tree.TRIED.set(_halved)
-    try:
-        yield
-    finally:
-        tree.TRIED.reset(token)
 
 
 def _halved(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -29,7 +29,6 @@ from zfunc.engine.hooks import Gradients, Order, Pending
 from zfunc.engine.primitives import Mean
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import Ready, UnitInfo
-from zfunc.layout.pool import empty, pool
 from zfunc.ranks.comm import Group
 from zfunc.transforms.microbatches import Arguments, microbatches, own_leaves
 from zfunc.trees import tree
@@ -261,8 +260,7 @@ class UnitSums:
         if kept is None or packed or unit.key in self._own:
             return kept
         self._own.add(unit.key)
-        new = pool().take if unit.layout.along is None else empty
-        return [new(x.numel(), x.dtype, x.device).copy_(x) for x in kept]
+        return [unit.memory(x.numel(), x.dtype, x.device).copy_(x) for x in kept]
 
 
 class _Sums:

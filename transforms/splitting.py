@@ -317,9 +317,10 @@ class Splitting(Meshed):
                 loss_fn = functools.partial(_looked_at, asked.loss_fn, self.axis)
                 asked = replace(asked, loss_fn=loss_fn)
             out, grads = call(asked)
-            note_loss(self.mesh, out[0].detach())
+            loss = out[0].detach()
+            note_loss(self.mesh, loss)
             if first:
-                running.notes.setdefault("losses", []).append(out[0].detach())
+                running.notes.setdefault("losses", []).append(loss)
                 plain = [x for x in leaves_in(grads, OPAQUE) if isinstance(x, Tensor)]
                 running.notes.setdefault("beside", []).extend(x.detach() for x in plain)
             return out, grads

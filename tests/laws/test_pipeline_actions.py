@@ -189,19 +189,32 @@ def hooked_loss(params: Any, batch: Any) -> Tensor:
     return mean_square(x @ params["head"]["w"], batch["y"])
 
 
+def trained(wrap: Any, loss: Any, batches: Any, n: int) -> dict[str, Tensor]:
+    """Parameters behind a step for each batch, of ``n`` microbatches."""
+    step = wrap(zf.train_step(loss, TX), n)
+    state = step.place(zf.TrainState.create(params_of(4), TX))
+    for batch in batches:
+        state, _ = step(state, batch)
+    return zf.tree.flatten_names(zf.tree.full(state.params))
+
+
+def check_trained(name: str, loss: Any, batches: Any, n: int, same: Any) -> None:
+    """Parameters on both stages are those that ``accumulate`` gives."""
+    want = trained(zf.accumulate, loss, batches, n)
+    wrap = partial(zf.pipeline, schedule=name, pipe=2)
+    for found in zf.simulate(2)(trained)(wrap, loss, batches, n):
+        assert all(same(found[path], x) for path, x in want.items())
+
+
+def near(found: Tensor, want: Tensor) -> bool:
+    return bool((found - want).abs().max() < 1e-9)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_of_gradients_run_once(name: str) -> None:
-    def trained(wrap: Any) -> dict[str, Tensor]:
-        step = wrap(zf.train_step(hooked_loss, TX))
-        state = step.place(zf.TrainState.create(params_of(4), TX))
-        state, _ = step(state, batch_of(4))
-        return zf.tree.flatten_names(zf.tree.full(state.params))
-
-    want = trained(lambda f: zf.accumulate(f, 4))
-    for found in zf.simulate(2)(trained)(lambda f: zf.pipeline(f, 4, schedule=name, pipe=2)):
-        # Sums are in another order there.
-        same = torch.allclose if name == "zb_lean" else torch.equal
-        assert all(same(found[path], x) for path, x in want.items())
+    # Sums are in another order there.
+    same = torch.allclose if name == "zb_lean" else torch.equal
+    check_trained(name, hooked_loss, [batch_of(4)], 4, same)
 
 
 def sometimes_hooked_loss(params: Any, batch: Any) -> Tensor:
@@ -218,16 +231,7 @@ def sometimes_hooked_loss(params: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_of_one_microbatch_see_no_other(name: str) -> None:
-    def trained(wrap: Any) -> dict[str, Tensor]:
-        step = wrap(zf.train_step(sometimes_hooked_loss, TX))
-        state = step.place(zf.TrainState.create(params_of(4), TX))
-        for i in range(3):
-            state, _ = step(state, rows(i))
-        return zf.tree.flatten_names(zf.tree.full(state.params))
-
-    want = trained(lambda f: zf.accumulate(f, 8))
-    for found in zf.simulate(2)(trained)(lambda f: zf.pipeline(f, 8, schedule=name, pipe=2)):
-        assert all((found[path] - x).abs().max() < 1e-9 for path, x in want.items())
+    check_trained(name, sometimes_hooked_loss, [rows(i) for i in range(3)], 8, near)
 
 
 def hooked_outside_loss(params: Any, batch: Any) -> Tensor:
@@ -249,12 +253,4 @@ def hooked_outside_loss(params: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_outside_of_layers_run_where_a_value_is_made(name: str) -> None:
-    def trained(wrap: Any) -> dict[str, Tensor]:
-        step = wrap(zf.train_step(hooked_outside_loss, TX))
-        state = step.place(zf.TrainState.create(params_of(4), TX))
-        state, _ = step(state, batch_of(4))
-        return zf.tree.flatten_names(zf.tree.full(state.params))
-
-    want = trained(lambda f: zf.accumulate(f, 4))
-    for found in zf.simulate(2)(trained)(lambda f: zf.pipeline(f, 4, schedule=name, pipe=2)):
-        assert all((found[path] - x).abs().max() < 1e-9 for path, x in want.items())
+    check_trained(name, hooked_outside_loss, [batch_of(4)], 4, near)

@@ -43,7 +43,6 @@ LABEL = "rows of step.local_batch"
 _ODD = 0x9E3779B97F4A7C15  # of SplitMix64: digests that change places change their sum
 _MASK = (1 << 64) - 1
 ROWS, LOSSES = 1, 2  # what differs
-NUMBERS = 4  # for each part of a batch
 # Losses are compared as whole numbers: these are ten apart for .1 %, or near zero for 1e-5.
 _SMALL, _FINE, _APART = 1e-2, 1e4, 10
 Call = Callable[[Any, Any, Any], Any]
@@ -156,8 +155,8 @@ class _Watch:
     def _row(self, digest: Tensor) -> Tensor:
         """``[4 * parts]`` int64: four numbers of this rank's part, and zeros."""
         own = torch.stack([digest, self._whole_number(digest)])
-        row = torch.zeros(self.parts, NUMBERS, dtype=torch.int64, device=digest.device)
-        row[self._part()] = torch.stack([own, own * own], 1).flatten()
+        row = torch.zeros(self.parts, 2, 2, dtype=torch.int64, device=digest.device)
+        row[self._part()] = torch.stack([own, own * own], 1)
         return row.flatten()
 
     def _whole_number(self, like: Tensor) -> Tensor:
@@ -177,10 +176,9 @@ class _Watch:
 
     def _differ(self, sums: Handle[Tensor]) -> Tensor:
         """What differs between ranks of some part, 0-d."""
-        total, squares, loss, of_losses = sums.wait().view(-1, NUMBERS).unbind(1)
-        rows = (total * total != self.ways * squares).any()
-        losses = (self.ways * of_losses - loss * loss > _APART * _APART).any()
-        differ = rows * ROWS + losses * LOSSES
+        total, squares = sums.wait().view(-1, 2, 2).unbind(2)
+        rows, losses = (self.ways * squares - total * total).unbind(1)  # of all differences squared
+        differ = (rows != 0).any() * ROWS + (losses > _APART * _APART).any() * LOSSES
         # Nobody knows what ranks have that are not there.
         return torch.zeros_like(differ) if FORESEEN.get() else differ
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -19,7 +19,7 @@ from zfunc.engine.context import RECOMPUTED
 from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
 from zfunc.engine.unit_info import UnitInfo
-from zfunc.engine.unit_runs import Activation, Running, UnitRun, redeem
+from zfunc.engine.unit_runs import Running, Ticket, UnitRun
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of
 from zfunc.layout.readable import Readable
@@ -62,7 +62,7 @@ class LayerRef(Ref):
             if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
                 out = fn(params, *xs, **kw)
             else:
-                with saved_tensors_hooks(self._pack, redeem):
+                with saved_tensors_hooks(self._pack, _redeem):
                     out = fn(params, *xs, **kw)
             for run in self.runs:
                 if run.sharded:  # whole ones stay: they are looked at once, in the end
@@ -82,7 +82,7 @@ class LayerRef(Ref):
             ticket = run.pack(x)
             if ticket is not x:
                 return ticket
-        return Activation(x)
+        return _Activation(x)
 
     def told(self, info: LayerInfo) -> LayerInfo:
         stack, depth, of = self.source.layout.stacks[self.layer]
@@ -221,3 +221,26 @@ def _in_memory(layout: Layout, stored: Tree) -> tuple[bool, list[list[Any]]]:
         return True, [[columns[i] for i in unit.flats] for unit in layout.units]
     leaves = leaves_of(layout, opened(stored))
     return False, [[leaves[i] for i in indices] for indices, _ in layout.leaves_of_units]
+
+
+class _Activation:
+    """A saved tensor that can be let go of before the node that has saved it."""
+
+    __slots__ = ("tensor",)
+    repeatable: ClassVar[bool] = True
+
+    def __init__(self, x: Tensor) -> None:
+        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
+        self.tensor: Tensor | None = x if x.grad_fn is None else x.detach()
+
+    def redeem(self) -> Tensor:
+        assert self.tensor is not None, "backward ran twice through what has been used up"
+        return self.tensor
+
+    def forget(self) -> None:
+        self.tensor = None
+
+
+def _redeem(x: Ticket | _Activation) -> Tensor:
+    """The unpack hook: the tensor behind a ticket, or what was saved."""
+    return x.redeem()

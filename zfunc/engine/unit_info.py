@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zfunc.engine.communication import communication
 from zfunc.engine.hooks import Pending
 from zfunc.layout.layout import Layout
-from zfunc.layout.pool import pool
+from zfunc.layout.pool import empty, pool
 from zfunc.layout.stages import cuts_among
 from zfunc.ranks.comm import Group
 
@@ -102,6 +103,12 @@ class UnitInfo:
     def trainable(self) -> list[int]:
         return [i for i in self.flats if self.layout.flats[i].trainable]
 
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+        """A 1-D tensor for its full gradients. Recycled ones lie idle in the next forward pass:
+        leaves are split where memory is scarce."""
+        take = pool().take if self.layout.along is None else empty
+        return take(numel, dtype, device)
+
     def cuts(self, flat: int) -> tuple[int, ...]:
         """How one of its flats is cut over the ranks of ``group``."""
         return cuts_among(self.layout, flat, self.group)
@@ -154,8 +161,8 @@ class CommonLeaves:
 
 
 class OwnHooks:
-    """The hooks that one pass has given to a leaf of other ones, whose gradients they must not
-    see: they are there in a block, which is its backward, and not otherwise."""
+    """The hooks that one pass has given to a leaf that passes have in common. Gradients of others
+    must not see them: they are there in a block, which is its backward, and not otherwise."""
 
     def __init__(self, leaf: Tensor) -> None:
         self._there: dict[int, Any] = leaf._backward_hooks or {}

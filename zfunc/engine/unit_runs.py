@@ -1,10 +1,9 @@
 """One unit of parameters during one pass: how it enters, is saved, and leaves.
 
 Nothing keeps gathered memory alive after a layer but autograd, and there a saved-tensor
-hook puts a :class:`Ticket` in the place of every tensor that lies in that memory.
-Backward redeems tickets by letting the unit enter once more. Nothing calls a global hook:
-autograd Functions carry their unit with them, so that backward may run on a thread of its own
-(as it does on a GPU).
+hook puts a :class:`Ticket` in the place of every tensor that lies in that memory. Backward redeems
+tickets by letting the unit enter once more. Nothing calls a global hook: autograd Functions carry
+their unit with them, so that backward may run on a thread of its own (as it does on a GPU).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from zfunc.engine.hooks import Pending
 from zfunc.engine.unit_info import CommonLeaves, OwnHooks, Ready, UnitInfo, add_into
 from zfunc.engine.versions import check, versions
 from zfunc.errors import PlacementError
-from zfunc.layout.pool import empty, pool
+from zfunc.layout.pool import pool
 from zfunc.layout.replicated import Replicated
 from zfunc.trees.kinds import kind
 
@@ -34,11 +33,10 @@ __all__ = [
     "LEAVE",
     "RELEASE",
     "WEIGHTS_UNREAD",
-    "Activation",
     "Running",
+    "Ticket",
     "UnitRun",
     "dense",
-    "redeem",
 ]
 
 WEIGHTS_UNREAD: ContextVar[bool] = ContextVar("zfunc_weights_unread", default=False)
@@ -117,7 +115,7 @@ class UnitRun:
         partial: gradients that have come, by trainable leaf.
         adding: of each entry whose gradients autograd adds to sums the trainable leaves.
         common: what such entries of other passes have entered, if all have the same values.
-        borrowed: their leaves, if they have entered; ``own_hooks``: what this pass has hung there.
+        own_hooks: those that this pass has given to such leaves.
         is_end: whether what enters is an end of the graph, which autograd comes to as soon as
             it can: not where units are gathered once more, since ranks on other paths could not
             tell when its gradient comes.
@@ -150,7 +148,6 @@ class UnitRun:
     partial: list[Tensor | None] | None = None
     adding: list[list[Tensor]] = field(default_factory=list)
     common: CommonLeaves | None = None
-    borrowed: list[Tensor] = field(default_factory=list)
     own_hooks: list[OwnHooks] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -288,7 +285,6 @@ class UnitRun:
         if not usable:
             for view in self.adding[-1]:
                 view.requires_grad_()
-        self.borrowed = self.adding[-1] if usable else []
         if common is not None and not usable:
             common.leaves, common.sums = views, []
         return views
@@ -383,8 +379,8 @@ class UnitRun:
             self.owner.accord.happens(RELEASE, self)
         self.aside = False
         self.entered = None
-        self.own_hooks += [OwnHooks(x) for x in self.borrowed if x._backward_hooks]
-        self.borrowed = []
+        if self.common is not None and self.adding:
+            self.own_hooks += [OwnHooks(x) for x in self.adding[-1] if x._backward_hooks]
         if self.sharded:
             self.seen = (), None
         self.touched = False
@@ -458,13 +454,11 @@ class UnitRun:
         if owner.take is not None and (sums := owner.take(self.info)) is not None:
             layout.add(self.info.trainable, sums, grads)
             return sums
-        # Recycled ones lie idle in the next forward pass: leaves are split where memory is scarce.
-        take = pool().take if layout.along is None else empty
         flats = []
         for i in self.info.trainable:
             count = len(layout.by_flat[i])
             row, grads = grads[:count], grads[count:]
-            flats.append(layout.pack(i, row, take))
+            flats.append(layout.pack(i, row, self.info.memory))
             del row
         return flats
 
@@ -501,11 +495,11 @@ class UnitRun:
 
     def _nothing(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Flats of zeros for the gradients of some leaves."""
-        layout, take = self.info.layout, pool().take if self.info.layout.along is None else empty
-        flats, at = [], 0
+        layout, flats, at = self.info.layout, list[Tensor](), 0
         for i in self.info.trainable:
             like = leaves[at]
-            flats.append(take(layout.flats[i].length, like.dtype, like.device).zero_())
+            flat = self.info.memory(layout.flats[i].length, like.dtype, like.device)
+            flats.append(flat.zero_())
             at += len(layout.by_flat[i])
         return flats
 
@@ -561,29 +555,6 @@ class Ticket:
         if full.dtype != self.dtype:
             full = full.view(self.dtype)
         return full.as_strided(self.shape, self.stride, self.offset)
-
-
-class Activation:
-    """A saved tensor that can be let go of before the node that has saved it."""
-
-    __slots__ = ("tensor",)
-    repeatable: ClassVar[bool] = True
-
-    def __init__(self, x: Tensor) -> None:
-        # A node that held its own output, grad_fn and all, would keep a dropped graph for ever.
-        self.tensor: Tensor | None = x if x.grad_fn is None else x.detach()
-
-    def redeem(self) -> Tensor:
-        assert self.tensor is not None, "backward ran twice through what has been used up"
-        return self.tensor
-
-    def forget(self) -> None:
-        self.tensor = None
-
-
-def redeem(x: Ticket | Activation) -> Tensor:
-    """The unpack hook: the tensor behind a ticket, or what was saved."""
-    return x.redeem()
 
 
 class _Enter(torch.autograd.Function):

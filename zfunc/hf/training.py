@@ -34,17 +34,9 @@ from zfunc.files.pretrained import export_safetensors
 from zfunc.hf.fields import check_fields
 from zfunc.hf.microbatches import Microbatches
 from zfunc.hf.optimizers import optimizer_for
+from zfunc.hf.records import Record
 from zfunc.hf.rows import gathered_once, loader_of, sharers
-from zfunc.hf.standins import (
-    Homes,
-    Record,
-    Standin,
-    buffers_on,
-    empty,
-    fill,
-    holds_all,
-    homes,
-)
+from zfunc.hf.standins import Homes, Standin, buffers_on, empty, fill, holds_all, homes
 from zfunc.modules.functional import Functional, functionalize
 from zfunc.optim import GradientTransformation
 from zfunc.ranks.launching import init

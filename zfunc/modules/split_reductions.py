@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from zfunc.layout.splits import Split
+from zfunc.trees.function_modes import FunctionMode
 
 __all__ = ["Reductions", "given_features", "reducing", "shares"]
 
 Added = Callable[[Tensor], Tensor]
 
 
-class Reductions(TorchFunctionMode):
+class Reductions(FunctionMode):
     """A block in which reductions over the last dimension go over all ranks.
 
     Args:
@@ -46,14 +46,7 @@ class Reductions(TorchFunctionMode):
         self.width, self.dims = like.shape[-1], like.ndim
         self.total, self.added, self.share = total, added, share
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         reduce = REDUCTIONS.get(func)
         x = args[0] if args else named.get("input", named.get("x"))
         if reduce is None or not self._of_features(x):

@@ -15,10 +15,10 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from zfunc.errors import PlacementError
 from zfunc.operators.parts import RUNS, runs_of
+from zfunc.trees.function_modes import FunctionMode
 from zfunc.trees.inside import inside_function
 from zfunc.trees.marks import part_of
 
@@ -58,7 +58,7 @@ EACH = frozenset(_EACH.split())
 PIECES = ("chunk", "split", "tensor_split")
 
 
-class Partials(TorchFunctionMode):
+class Partials(FunctionMode):
     """A block in which such numbers may not meet parts unsummed.
 
     Args:
@@ -69,14 +69,7 @@ class Partials(TorchFunctionMode):
         super().__init__()
         self.axis = axis
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         out = func(*args, **named)
         if inside_function():
             return out

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zfunc.modules.dropout_check import DROPOUTS
+from zfunc.trees.function_modes import FunctionMode
 
 __all__ = ["Decisions", "Doubled", "Undrawn", "Undropped", "close"]
 
@@ -57,7 +57,7 @@ def close(x: Tensor, y: Tensor) -> bool:
     return torch.allclose(x, y, rtol=1e-9, atol=1e-9)
 
 
-class Doubled(TorchFunctionMode):
+class Doubled(FunctionMode):
     """A block in which what is computed in fewer bits is computed in float64.
 
     >>> with Doubled():
@@ -65,20 +65,14 @@ class Doubled(TorchFunctionMode):
     torch.float64
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = {key: _double(x) for key, x in (kwargs or {}).items()}
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        named = {key: _double(x) for key, x in named.items()}
         if func in UNCHECKED:
             UNCHECKED[func](*args, **named)
         return SHORTER.get(func, func)(*map(_double, args), **named)
 
 
-class Undropped(TorchFunctionMode):
+class Undropped(FunctionMode):
     """A block in which dropout drops nothing, in training mode, too.
 
     >>> with Undropped():
@@ -86,14 +80,7 @@ class Undropped(TorchFunctionMode):
     tensor([1., 1., 1.])
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "").rstrip("_") in DROPOUTS:
             return args[0] if args else named["input"]
         if (at := ATTENTION.get(func)) is not None:
@@ -125,7 +112,7 @@ class Undrawn(TorchDispatchMode):
         return out
 
 
-class Decisions(TorchFunctionMode):
+class Decisions(FunctionMode):
     """A block in which is noted what functions such as ``x > 3`` are given.
 
     Two sums of other features may lie on one side of a threshold, and what is computed of them is
@@ -142,14 +129,7 @@ class Decisions(TorchFunctionMode):
         super().__init__()
         self.given: list[tuple[str, Tensor]] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "").strip("_")
         if name in DECIDING:
             tensors = (x for x in (*args, *named.values()) if isinstance(x, Tensor))

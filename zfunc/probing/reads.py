@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from zfunc.modules.lazy import METADATA
+from zfunc.probing.arguments import tensors_in
+from zfunc.trees.function_modes import FunctionMode
 
 __all__ = ["ReadParameters"]
 
@@ -23,7 +23,7 @@ QUIET = {
 }
 
 
-class ReadParameters(TorchFunctionMode):
+class ReadParameters(FunctionMode):
     """A block in which torch's functions tell which of some parameters they are given.
 
     Args:
@@ -58,19 +58,8 @@ class ReadParameters(TorchFunctionMode):
         """Whether reads count now."""
         return not self._quiet
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self._quiet and func not in QUIET:
-            for x in _tensors((*args, *named.values())):
+            for x in tensors_in((args, named)):
                 self.found.update(self.homes.get(id(x), ()))
         return func(*args, **named)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (x for x in optree.tree_leaves(values) if isinstance(x, Tensor))

@@ -268,11 +268,10 @@ class _Rehearsal:
         if lacking and self.layout.layers:
             k = min(lacking)
             names = [self.layout.layers[i].name for i, c in enumerate(self.chunk_of) if c == k]
-            told = f"none of {', '.join(names[:5])} runs in this loss"
-            told = told if names else "it has no layer"
+            which = f"none of {', '.join(names[:5])}" if names else "no layer"
             raise CompositionError(
-                f"stage {k} of the pipeline would have nothing to do: {told}. Take fewer stages, "
-                "or cut elsewhere."
+                f"stage {k} of the pipeline would have nothing to do: {which} runs in this loss. "
+                "Take fewer stages, or cut elsewhere."
             )
 
     # --- what operations tell ---
