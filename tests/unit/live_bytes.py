@@ -26,10 +26,14 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves((args, kwargs, result)):
+        self.count((args, kwargs, result))
+        return result
+
+    def count(self, touched: Any) -> None:
+        """Count the storages of a tree of tensors while they live."""
+        for tensor in pytree.tree_leaves(touched):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
         self.bytes = max(self.bytes, sum(n for _, n in self.storages.values()))
-        return result
