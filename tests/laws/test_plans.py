@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import zfunc as zf
 from tests.laws.covering import Covering
@@ -65,6 +66,32 @@ def test_split_models_generate_what_whole_ones_do(name: str) -> None:
         return zf.generate(model, placed, ids, max_new_tokens=6)
 
     assert all(torch.equal(got, want) for got in zf.simulate(2)(rank)())
+
+
+class Tail(nn.Module):
+    """Layers with products behind them that are no head: their names are in no order of letters."""
+
+    NAMES = ("out", "gate", "mix", "last", "first", "score")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 16)
+        mlps = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.layers = nn.ModuleList(mlps)
+        self.tail = nn.ModuleDict({name: nn.Linear(16, 16) for name in self.NAMES})
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        for part in self.tail.values():
+            x = part(x)
+        return x
+
+
+def test_what_stays_whole_is_told_in_the_order_of_the_module() -> None:
+    whole = plan_of(zf.functionalize(Tail()), 2).whole
+    assert [x for x in whole if x.startswith("tail.")] == [f"tail.{x}" for x in Tail.NAMES]
 
 
 def test_the_table_of_families_says_what_fell() -> None:

@@ -29,7 +29,7 @@ def tables_of(
     sizes = {modules[name]._parameters["weight"].shape[0] for name in tables}
     roles = dict.fromkeys(tables, Role.EMBED)
     why: dict[str, str] = {}
-    for name in found.called:
+    for name in (x for x in modules if x in found.called):  # in the order of the module
         product = product_of(modules[name]) if _outside(name, found) else None
         if product is not None and product.outputs in sizes:
             roles[name] = Role.HEAD
