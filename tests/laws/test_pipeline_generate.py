@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import zfunc as zf
 from tests.laws.architectures import GROUPED, built
@@ -23,6 +22,7 @@ from zfunc.errors import CompositionError, PlacementError
 from zfunc.files.tensorfiles import SafetensorsFiles
 from zfunc.language import gpt, staged_generation
 from zfunc.language.gpt_decoding import GPTDecoder
+from zfunc.probing.arguments import tensors_in
 from zfunc.quant.qtensor import QTensor
 from zfunc.ranks.accounting import ledger
 from zfunc.rehearsal.ghosts import Ghost
@@ -386,10 +386,6 @@ def test_a_rank_has_its_stage_and_what_is_lent() -> None:
     assert sum(mine for mine, _ in runs) <= 1.2 * zf.tree.size_bytes(params)
 
 
-def tensors_of(values: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-
-
 class PeakOfStage(Peak):
     """Of tensors that this rank has or makes. Its thread may also gather into another rank's, and
     what other stages have takes no memory."""
@@ -401,8 +397,8 @@ class PeakOfStage(Peak):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if Ghost not in types:
-            given = {x.untyped_storage()._cdata for x in tensors_of((args, kwargs))}
-            self.count([x for x in tensors_of(result) if x.untyped_storage()._cdata not in given])
+            given = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs))}
+            self.count([x for x in tensors_in(result) if x.untyped_storage()._cdata not in given])
         return result
 
 
