@@ -22,7 +22,7 @@ from zfunc.ranks import adjacency, routes
 from zfunc.ranks.accounting import Ledger
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.connected import ConnectedGroup
-from zfunc.ranks.control_channel import ControlChannel
+from zfunc.ranks.control_channel import NOTHING, ControlChannel
 from zfunc.ranks.gloo import Place, PointToPoint
 from zfunc.ranks.halving import Halving
 from zfunc.ranks.world import World
@@ -354,8 +354,8 @@ class Agreeing:  # in place of ControlChannel
     def receive(self, peer: int, ticket: int) -> tuple[int, int]:
         return self.peers[peer]
 
-    def take(self, peer: int, ticket: int) -> bytearray:
-        return bytearray()
+    def take(self, peer: int, ticket: int, into: memoryview = NOTHING) -> None:
+        assert not into
 
     def tell(self, text: str) -> None:
         return

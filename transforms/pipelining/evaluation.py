@@ -48,7 +48,7 @@ def evaluated(
     rows = forward_rows(rank_of, ranks.size, 1)
     stage = PipelineStage(running, fn, params, [given], rank_of, rows, ranks, name)
     outs = _run(stage)
-    return broadcast(ranks, rank_of[-1], outs and outs[0], stage.plans[0].result, "evaluated")
+    return broadcast(ranks, rank_of[-1], outs and outs[0], stage.plans[0].result, "evaluated")()
 
 
 def predicted(
@@ -86,7 +86,7 @@ def predicted(
             cut.base.close()
             stage = stage_of([given])
     outs = _run(stage)
-    return broadcast(ranks, rank_of[-1], outs and _joined(outs), _told(full), "evaluated")
+    return broadcast(ranks, rank_of[-1], outs and _joined(outs), _told(full), "evaluated")()
 
 
 def forward_rows(

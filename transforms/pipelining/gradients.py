@@ -7,7 +7,7 @@ sums of gradients, and losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -153,6 +153,7 @@ class _Step(PipelineStage):
                 self.wire.post_ahead()
                 do[kind](i, k)
         self._take_back()
+        told = self._tell()
         self.wire.finish()
         results: dict[tuple[int, int], Pending] = {}
         self.finished.append(self._root_pass())
@@ -160,7 +161,9 @@ class _Step(PipelineStage):
             owner.finish()
             results.update(owner.results)
         grads = self.source.gradients(results)
-        loss, factor, aux = self._told()
+        loss, factor, aux = told()
+        if factor is not None and on_host(factor):
+            factor = None if (value := number(factor)) == 1.0 else value
         if factor is not None:
             grads = tree.map(linear_map(partial(times, factor=factor)), grads)
         return (loss, aux), grads
@@ -306,9 +309,9 @@ class _Step(PipelineStage):
         """The loss, and what is returned beside it, as the rehearsal found them."""
         return split_aux(self.plans[-1].result, self.asked.has_aux)
 
-    def _told(self) -> tuple[Tensor, Any, Any]:
-        """The loss, what gradients are to be multiplied by (if anything), and aux: of the last
-        stage, on all of them."""
+    def _tell(self) -> Callable[[], tuple[Tensor, Tensor | None, Any]]:
+        """Start to tell all stages what the last one has: the loss, what gradients are to be
+        multiplied by (if anything), and aux. What is returned waits for them."""
         loss, aux = self._returned()
         exact = isinstance(loss, Mean)
         like: Any = loss.total if isinstance(loss, Mean) else loss
@@ -318,7 +321,4 @@ class _Step(PipelineStage):
             its = self.losses.correction() if exact else None
             its = None if its is None else torch.as_tensor(its, dtype=torch.float64)
             mine = self.losses.mean(), its, mean_of_aux(self.auxes)
-        loss, known, aux = broadcast(self.ranks, source, mine, (like, factor, aux), "loss")
-        if known is not None and on_host(known):
-            known = None if (value := number(known)) == 1.0 else value
-        return loss, known, aux
+        return broadcast(self.ranks, source, mine, (like, factor, aux), "loss")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,20 @@ __all__ = ["broadcast"]
 ALIGNMENT = 16  # bytes: a view of any dtype begins there
 
 
-def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> Any:
-    """A tree of one stage on all stages; its tensors travel as one.
+def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> Callable[[], Any]:
+    """Start to tell all stages a tree of one of them; its tensors travel as one.
 
     Args:
         source: which stage has it.
         value: the tree, there; ignored elsewhere.
         like: the tree with a :class:`Spec` in the place of each tensor, the same on all stages.
+
+    Returns:
+        A function that waits for the tree and returns it.
     """
     specs, rebuild = flattened(like, Spec)
     if ranks.size == 1 or not any(isinstance(spec, Spec) for spec in specs):
-        return value if ranks.rank == source else like
+        return lambda: value if ranks.rank == source else like
     tensors = [spec for spec in specs if isinstance(spec, Spec)]
     places, total = _places(tensors)
     buffer = torch.zeros(total, dtype=torch.uint8, device=tensors[0].device)
@@ -40,11 +43,16 @@ def broadcast(ranks: Group, source: int, value: Any, like: Any, label: str) -> A
         with torch.no_grad():
             for view, x in zip(views, mine, strict=True):
                 view.copy_(x)
-    ranks.broadcast(buffer, source, label=label).wait()
-    if ranks.rank == source:
-        return value
-    found = iter(views)
-    return rebuild([next(found) if isinstance(spec, Spec) else spec for spec in specs])
+    coming = ranks.broadcast(buffer, source, label=label)
+
+    def wait() -> Any:
+        coming.wait()
+        if ranks.rank == source:
+            return value
+        found = iter(views)
+        return rebuild([next(found) if isinstance(spec, Spec) else spec for spec in specs])
+
+    return wait
 
 
 def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:

@@ -254,14 +254,20 @@ class PointToPoint(Transport):
         return parts
 
     def broadcast(self, call: Collective, flat: Tensor, src: int) -> Steps[Tensor]:
-        headers = self.announce(call, [flat.numel()] * self.size)
         above, below = parent(self.rank, self.size, src), children(self.rank, self.size, src)
-        if above is None:
-            messages = [self.send(call, peer, flat) for peer in below]
-        else:
-            messages = [self.receive(call, above, flat)]
+        lengths, beside = [flat.numel()] * self.size, below if above is None else [above]
+        direct = is_direct(self.size)  # else some have other neighbours than those they hand on to
+        along = {
+            peer: as_bytes(flat) for peer in beside if direct and self._is_small(call, flat, peer)
+        }
+        sent, come = (along, {}) if above is None else ({}, along)
+        headers = self.announce(call, lengths, payloads=sent)
+        start = self.send if above is None else self.receive
+        messages = [start(call, peer, flat) for peer in beside if peer not in along]
         yield
-        self.agree(call, headers, [flat.numel()] * self.size)
+        self._told(call, headers, lengths)
+        for peer, ticket in headers:
+            self._channel.take(peer, ticket, come.get(peer, NOTHING))
         self.finish(call, messages)
         if above is not None:
             self.finish(call, [self.send(call, peer, flat) for peer in below])
