@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -39,13 +40,18 @@ class StageMessage:
     to: int
     specs: tuple[Spec, ...]
 
-    @property
+    @cached_property  # asked for in every step
     def label(self) -> str:
         """The name in errors and ledgers."""
         kind, *where = self.key
         names = {"F": "forward", "B": "backward", "lend": "lend", "back": "return"}
         names["answer"] = "answer"
         return f"{names[kind]} {' '.join(map(str, where[:2]))}"
+
+    @cached_property
+    def likes(self) -> tuple[TensorSpec, ...]:
+        """What the tensors look like where they are received."""
+        return tuple(TensorSpec(tuple(spec.shape), spec.dtype) for spec in self.specs)
 
 
 class Wire:
@@ -81,19 +87,21 @@ class Wire:
 
     def send(self, key: Key, tensors: Sequence[Tensor]) -> None:
         """Start to send what is to be sent under ``key``; it must not be written to again."""
-        message, given = self.sent[key], [x.detach() for x in tensors]
+        message = self.sent[key]
         if message.to == self.ranks.rank:
-            self.here[key] = given
+            self.here[key] = [x.detach() for x in tensors]
             return
+        self.under_way.append(send(self.ranks, tensors, message.to, label=message.label))
         self._let_go()
-        self.under_way.append(send(self.ranks, given, message.to, label=message.label))
 
     def _let_go(self) -> None:
         """What has left is not held until the end of the step."""
-        over = [handle for handle in self.under_way if handle.done]
-        self.under_way = [handle for handle in self.under_way if handle not in over]
-        for handle in over:
-            handle.wait()  # at once, and raises where its receiver is gone
+        sent, self.under_way = self.under_way, []
+        for handle in sent:
+            if handle.done:
+                handle.wait()  # at once, and raises where its receiver is gone
+            else:
+                self.under_way.append(handle)
 
     def receive(self, key: Key) -> list[Tensor]:
         """What was sent under ``key``."""
@@ -108,9 +116,10 @@ class Wire:
     def post_ahead(self) -> None:
         """Post the next receives of each stage."""
         for source, coming in self.coming.items():
-            waiting = sum(rank == source for rank, _ in self.posted.values())
-            for _ in range(min(AHEAD - waiting, len(coming))):
-                self._post(source)
+            if coming:
+                waiting = sum(rank == source for rank, _ in self.posted.values())
+                for _ in range(min(AHEAD - waiting, len(coming))):
+                    self._post(source)
 
     def post_all(self) -> None:
         """Post all receives that are left."""
@@ -120,9 +129,8 @@ class Wire:
 
     def _post(self, source: int) -> None:
         message = self.coming[source].popleft()
-        likes = [TensorSpec(tuple(spec.shape), spec.dtype) for spec in message.specs]
         device = message.specs[0].device
-        handle = receive(self.ranks, likes, source, device=device, label=message.label)
+        handle = receive(self.ranks, message.likes, source, device=device, label=message.label)
         self.posted[message.key] = source, handle
 
     def finish(self) -> None:

@@ -200,8 +200,7 @@ class ConnectedGroup(Group):
 
     def _moved(self, start: Callable[[], Transfer[T]]) -> TransferHandle[T]:
         try:
-            with torch.no_grad():
-                return TransferHandle(start(), self)
+            return TransferHandle(start(), self)
         except DesyncError as error:
             return TransferHandle(error, self)
 

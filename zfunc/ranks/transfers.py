@@ -111,8 +111,7 @@ class TransferHandle(Handle[T]):
             self._transfer, self._error = None, lost
             return
         try:
-            with torch.no_grad():
-                self._result = transfer.wait()
+            self._result = transfer.wait()
         except BaseException as error:
             self._end(error)
         self._transfer = None
