@@ -208,7 +208,6 @@ class _Step(PipelineStage):
             owner.computed()
             if k == self.last:
                 self._lose(part, out)
-        self.send_on(i, k, part.run.outs)
 
     def _lose(self, part: _Passage, out: Any) -> None:
         """What the last chunk returns: a loss, perhaps with more."""
@@ -218,23 +217,26 @@ class _Step(PipelineStage):
         check_depends(part.loss)
         self.auxes.append(detached(aux))
 
-    def _seeds(self, i: int, k: int) -> tuple[list[Tensor], list[Any]]:
-        """Where backward of a chunk begins, and with what."""
+    def _outs(self, i: int, k: int) -> list[Tensor]:
+        """Where backward of a chunk begins."""
         part, plan = self.parts[i, k], self.plans[i]
-        outs: list[Tensor] = [] if part.loss is None else [part.loss]
+        labels = [x for to in plan.sent_by(k) for x in plan.returned_by(to).get(k, [])]
+        sent = [out for label in labels if (out := part.run.outs[label]).requires_grad]
+        return sent if part.loss is None else [part.loss, *sent]
+
+    def _seeds(self, i: int, k: int) -> list[Any]:
+        """With what it begins there; waits for the chunks behind it."""
+        part, plan = self.parts[i, k], self.plans[i]
         seeds: list[Any] = [] if part.loss is None else [part.seed]
         for to in plan.sent_by(k):
-            labels = plan.returned_by(to).get(k, [])
-            grads = self.wire.receive(("B", i, to, k)) if labels else []
-            for label, grad in zip(labels, grads, strict=True):
-                if (out := part.run.outs[label]).requires_grad:
-                    outs.append(out)
-                    seeds.append(grad)
-        return outs, seeds
+            if labels := plan.returned_by(to).get(k, []):
+                grads = zip(labels, self.wire.receive(("B", i, to, k)), strict=True)
+                seeds += [grad for label, grad in grads if part.run.outs[label].requires_grad]
+        return seeds
 
     def _backward(self, i: int, k: int) -> None:
         part = self.parts[i, k]
-        outs, seeds = self._seeds(i, k)
+        outs, seeds = self._outs(i, k), self._seeds(i, k)
         inputs = part.run.inputs
         wanted = [x for x in inputs.values() if x.requires_grad]
         found = part.owner.go_back(outs, seeds, wanted) if outs else ()
@@ -244,16 +246,17 @@ class _Step(PipelineStage):
 
     def _inputs(self, i: int, k: int) -> None:
         part = self.parts[i, k]
-        outs, seeds = self._seeds(i, k)
-        inputs = part.run.inputs
-        begins = [*part.run.begins.values()]
+        inputs, begins = part.run.inputs, [*part.run.begins.values()]
         goals: list[Tensor | GradientEdge] = [*inputs.values(), *(edge for edge, _ in begins)]
-        part.backward = SplitBackward(outs, goals, [part.owner.tick])
-        grads = part.backward.of_inputs(seeds)
+        part.backward = SplitBackward(self._outs(i, k), goals, [part.owner.tick])
+
+        def tell(grads: list[Tensor | None]) -> None:
+            self._reply(i, k, dict(zip(inputs, grads, strict=False)))
+
+        part.backward.of_inputs(self._seeds(i, k), tell)
         for _, x in begins:
             if x._backward_hooks:  # they have run, and backward goes on from here
                 x._backward_hooks.clear()
-        self._reply(i, k, dict(zip(inputs, grads, strict=False)))
         part.run.outs, part.run.inputs, part.run.begins, part.loss = {}, {}, {}, None
 
     def _weights(self, i: int, k: int) -> None:

@@ -225,13 +225,12 @@ class PipelineStage:
                 come.update(zip(labels, self.wire.receive(("F", i, sender, k)), strict=True))
             return come.pop(label)
 
-        made = self.runs[i, k] = ChunkRun(plan, k, receive, partial(_enter_roots, source))
-        return made
+        def send(outs: Mapping[Label, Tensor]) -> None:
+            for to, labels in plan.sent_by(k).items():
+                self.wire.send(("F", i, k, to), [outs[label] for label in labels])
 
-    def send_on(self, i: int, k: int, outs: Mapping[Label, Tensor]) -> None:
-        """What later chunks need of a chunk."""
-        for to, labels in self.plans[i].sent_by(k).items():
-            self.wire.send(("F", i, k, to), [outs[label] for label in labels])
+        made = self.runs[i, k] = ChunkRun(plan, k, receive, partial(_enter_roots, source), send)
+        return made
 
 
 def _enter_roots(source: Source, leaves: frozenset[int]) -> dict[int, Tensor]:

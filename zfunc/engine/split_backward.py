@@ -85,11 +85,17 @@ class SplitBackward:
         self._grads: list[Tensor | None] = [None] * len(ends)
         self._parts_run = 0
 
-    def of_inputs(self, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def of_inputs(
+        self,
+        seeds: Sequence[Tensor | None],
+        tell: Callable[[list[Tensor | None]], None] | None = None,
+    ) -> list[Tensor | None]:
         """The first part.
 
         Args:
             seeds: the gradient of each output, of its shape; ``None`` where none has come.
+            tell: is called with what is returned as soon as that is known, before the graph is
+                freed.
 
         Returns:
             The gradient of each input; ``None`` where no output depends on it.
@@ -112,6 +118,8 @@ class SplitBackward:
         for (k, edge), grad in zip(goals, found, strict=False):
             grads[k] = grad
             self._keep(edge, ways.branch(edge), grad)
+        if tell is not None:
+            tell(grads)
         self._free(parted)
         return grads
 
@@ -329,6 +337,8 @@ def _compute(parted: Sequence[_Parted]) -> None:
     if not waiting:
         return
     start = torch.zeros((), requires_grad=True)
+    begin = edge_of(start)
+    assert begin is not None
 
     def call(_: Tensor) -> None:
         shapes: dict[Node, list[tuple[int, ...]]] = {}
@@ -337,8 +347,7 @@ def _compute(parted: Sequence[_Parted]) -> None:
 
     edges = dict.fromkeys(edge for x in waiting for _, edge, _ in x.leaving)
     start.register_hook(call)
-    goals: list[Any] = [start, *(GradientEdge(*edge) for edge in edges)]
-    torch.autograd.grad(start, goals, torch.ones(()), allow_unused=True)
+    _run([(begin, torch.ones(()))], [begin, *edges], keep=False)
 
 
 def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:

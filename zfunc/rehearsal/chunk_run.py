@@ -112,6 +112,8 @@ class ChunkRun:
         chunk: which one.
         receive: gives the value of a label, from another chunk; it may wait.
         enter_roots: the leaves outside layers with these indices, differentiable.
+        send: is given what later chunks need as soon as all of it is there. What follows in the
+            loss is its way out.
 
     Attributes:
         outs: what others need of this chunk, by label.
@@ -126,8 +128,10 @@ class ChunkRun:
         chunk: int,
         receive: Callable[[Label, Spec], Tensor],
         enter_roots: Callable[[frozenset[int]], Mapping[int, Tensor]],
+        send: Callable[[Mapping[Label, Tensor]], None] = lambda outs: None,
     ) -> None:
         self.plan, self.chunk, self.receive, self.enter_roots = plan, chunk, receive, enter_roots
+        self.send = send
         self.active, self.within, self.over = False, -1, False
         self.route = plan.route(chunk)
         self.roots: dict[int, Any] = ghost_leaves(
@@ -190,16 +194,17 @@ class ChunkRun:
             self.roots = {}
         if self.error is not None:
             raise self.error
-        self._check()
+        if not self.over:
+            if not self.last or self.next < len(self.plan.calls):
+                raise self._differs(f"the loss returned when it was the turn of {self._expected()}")
+            self._give()
         return self._result(out) if self.last else None
 
-    def _check(self) -> None:
-        if self.over or (self.last and self.next == len(self.plan.calls)):
-            if not (lacking := self.route.gives - self.outs.keys()):
-                return
+    def _give(self) -> None:
+        if lacking := self.route.gives - self.outs.keys():
             n = min(lacking)[0]
             raise self._differs(f"layer {self.plan.calls[n].name} was not given what it was then")
-        raise self._differs(f"the loss returned when it was the turn of {self._expected()}")
+        self.send(self.outs)
 
     def _expected(self) -> str:
         if self.next < len(self.plan.calls):
@@ -366,6 +371,7 @@ class ChunkRun:
         self.active = False
         if n >= self.route.last and not self.last and plan.chunk > self.chunk:
             self.over = True
+            self._give()
             raise Done
         running = context.current()
         if running is not None:
