@@ -240,12 +240,14 @@ class UnitSums:
         self.kept: dict[tuple[int, int], list[Tensor]] = {}
         self._own: set[tuple[int, int]] = set()  # whose flats are nobody else's memory
 
-    def add(self, key: tuple[int, int], new: list[Tensor]) -> None:
+    def add(self, key: tuple[int, int], value: Pending) -> None:
         """Add the gradients of one microbatch."""
-        old = self.kept.get(key)
+        old, new = self.kept.get(key), value.wait()
         if old is not None:
             own = key in self._own
             new = [a.add_(b) if own else a + b for a, b in zip(old, new, strict=True)]
+            self._own.add(key)
+        elif isinstance(value, Ready) and value.own:
             self._own.add(key)
         self.kept[key] = new
 
@@ -279,7 +281,7 @@ class _Sums:
         return self._sums.take(unit)
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending | None:
-        self._sums.add(unit.key, value.wait())
+        self._sums.add(unit.key, value)
         return None if self.holding else Ready(self._sums.kept.pop(unit.key))
 
 

@@ -7,6 +7,7 @@ parameters are next to nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from tests.unit.live_bytes import Peak
 from zfunc import optim
 from zfunc.engine.passes import Pass
 from zfunc.language import gpt
+from zfunc.layout.pool import WORTHWHILE, pool
 from zfunc.schedules import schedule
 
 RANKS, MICROBATCHES = 4, 8
@@ -150,3 +152,22 @@ def test_a_step_leaves_nothing_to_the_collector_of_cycles(name: str) -> None:
         assert passes() == before
     finally:
         gc.enable()
+
+
+def test_a_table_has_one_sum_of_its_gradients() -> None:
+    """Zeros to which autograd adds those of the first microbatch are the sum of all."""
+    config = dataclasses.replace(CONFIG, vocab=WORTHWHILE // (CONFIG.width * 4))
+    ids = zf.random.randint(zf.random.key(1), 0, config.vocab, (4, LENGTH + 1))
+
+    def table_loss(params: Any, ids: Tensor) -> Tensor:
+        logits = gpt.apply(params, ids[:, :-1], config)
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def train() -> int:
+        tx = optim.sgd(0.1)
+        step = zf.pipeline(zf.train_step(table_loss, tx), 4, pipe=2)
+        state = step.place(zf.TrainState.create(gpt.init(config, zf.random.key(0)), tx))
+        step(state, ids)
+        return len(pool()._buffers.get(WORTHWHILE, ()))
+
+    assert zf.simulate(2)(train)() == [1, 1]  # the table, and the head

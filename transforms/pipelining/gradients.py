@@ -32,6 +32,7 @@ from zfunc.engine.passes import Pass
 from zfunc.engine.primitives import Mean
 from zfunc.engine.sources import Source
 from zfunc.engine.split_backward import SplitBackward
+from zfunc.engine.unit_info import Ready
 from zfunc.errors import CompositionError
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
@@ -294,7 +295,7 @@ class _Step(PipelineStage):
                     ]
                     self.wire.send(("back", u, guest), kept)
                 elif home == self.me:
-                    self.root.add(key, self.wire.receive(("back", u, guest)))
+                    self.root.add(key, Ready(self.wire.receive(("back", u, guest))))
 
     def _summed(self, u: int) -> list[Any]:
         """What a unit's gradients look like where they are summed."""

@@ -45,7 +45,7 @@ class SumsOfPass:
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending | None:
         sums = self._of(unit)
-        sums.add(unit.key, value.wait())
+        sums.add(unit.key, value)
         if self.holding or (sums is self.root and self.layers is not None):
             return None
         return Ready(sums.kept.pop(unit.key))

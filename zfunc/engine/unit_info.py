@@ -41,9 +41,14 @@ class Waiting:
 
 @dataclass
 class Ready:
-    """A ``Pending`` that is there already."""
+    """A ``Pending`` that is there already.
+
+    Attributes:
+        own: whether its memory was made for it, and is nobody else's.
+    """
 
     values: list[Tensor]
+    own: bool = False
 
     def wait(self) -> list[Tensor]:
         return self.values

@@ -491,7 +491,7 @@ class UnitRun:
                 self.part(self.packed())
             self.partial = None
         elif sums is not None and not (fresh and before and versions(sums) == before):
-            self.part(sums)  # unless no gradient has come
+            self.part(sums, own=fresh)  # unless no gradient has come
 
     def _nothing(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Flats of zeros for the gradients of some leaves."""
@@ -503,9 +503,13 @@ class UnitRun:
             at += len(layout.by_flat[i])
         return flats
 
-    def part(self, flats: list[Tensor]) -> None:
-        """Send a full gradient, which is taken out of the list, through the ``leave`` hooks."""
-        value: Pending = Ready([*flats])
+    def part(self, flats: list[Tensor], own: bool = False) -> None:
+        """Send a full gradient, which is taken out of the list, through the ``leave`` hooks.
+
+        Args:
+            own: whether its memory was made for it.
+        """
+        value: Pending = Ready([*flats], own)
         nbytes = sum(x.nbytes for x in flats)
         flats.clear()
         for hook in self.owner.leave:

@@ -16,6 +16,7 @@ from tests.laws.fuzz.cases import Case, names_in
 from zfunc import tree
 from zfunc.engine import differentiation, keys, state
 from zfunc.engine.communication import communication
+from zfunc.engine.unit_info import Ready
 from zfunc.files import checkpoint
 from zfunc.layout import counting, rounds, sharded
 from zfunc.operators import stream
@@ -157,9 +158,9 @@ def a_gradient_counted_twice() -> Fault:
     def added(total: Any, new: Any, i: int) -> Any:
         return real(total, tree.map(lambda g: g * 2, new) if i == 0 else new, i)
 
-    def add(self: Any, key: Any, new: Any) -> None:
+    def add(self: Any, key: Any, value: Any) -> None:
         known = self.__dict__.setdefault("known", set())
-        real_add(self, key, new if key in known else [g * 2 for g in new])
+        real_add(self, key, value if key in known else Ready([g * 2 for g in value.wait()]))
         known.add(key)
 
     real, real_add = accumulation._added, accumulation.UnitSums.add
