@@ -5,8 +5,9 @@ opt_state)``, ``apply_updates(params, updates) -> params``.
 
 In the order of reading: ``base`` and ``updates`` (the contract); ``rates``, ``moments``, ``decay``
 and ``paces`` (what optimizers share); ``adaptive``, ``fused``, ``buffers``, ``adam_8bit`` (Adam);
-``descent`` (SGD), ``sign_descent`` (Lion) and ``layerwise`` (LAMB) with ``flat``; ``combining``,
-``guarding``, ``clipping``, ``averaging``, ``schedules``, ``loss_scaling``; ``scaling`` and
+``descent`` (SGD), ``sign_descent`` (Lion) and ``layerwise`` (LAMB) with ``trust_ratios`` and
+``flat``; ``combining``, ``guarding``, ``clipping``, ``averaging``, ``schedules``,
+``loss_scaling``; ``scaling`` and
 ``scaled_descent`` (optax's directions and what is chained from them), ``muon``, ``places`` (where
 a rank's elements lie in full leaves) with ``factored`` (Adafactor) and ``noise``, ``lookahead``,
 ``multi_steps``, ``hyperparams``, ``torch_states``; ``choices``, ``elementwise`` and ``checking``
@@ -37,7 +38,7 @@ from zfunc.optim.factored import (
 from zfunc.optim.guarding import SkipState, skip_nonfinite
 from zfunc.optim.hyperparams import InjectHyperparamsState, inject_hyperparams
 from zfunc.optim.lamb_onebit import onebit_lamb
-from zfunc.optim.layerwise import LambState, lamb
+from zfunc.optim.layerwise import lamb
 from zfunc.optim.lookahead import LookaheadState, lookahead
 from zfunc.optim.loss_scaling import DynamicScale, ScaleState, next_scale
 from zfunc.optim.multi_steps import MultiSteps, MultiStepsState
@@ -75,6 +76,7 @@ from zfunc.optim.schedules import (
 )
 from zfunc.optim.sign_descent import LionState, lion
 from zfunc.optim.torch_states import from_torch
+from zfunc.optim.trust_ratios import LambState
 from zfunc.optim.updates import Moved, apply_updates
 
 __all__ = [

@@ -16,17 +16,17 @@ from torch import Tensor
 from zfunc.optim import frozen
 from zfunc.optim.adaptive import direction
 from zfunc.optim.base import GradientTransformation
-from zfunc.optim.decay import add_decay, decay_rates, needs_params
-from zfunc.optim.layerwise import (
+from zfunc.optim.decay import add_decay, decay_rates, needs_params, with_mask
+from zfunc.optim.rates import Rate, at, plain
+from zfunc.optim.trust_ratios import (
     LambState,
-    lamb,
+    lamb_init,
     lamb_updates,
     leaves_of,
     mean_of_ratios,
     scaled,
     trust_ratios,
 )
-from zfunc.optim.rates import Rate, at, plain
 from zfunc.optim.updates import means
 from zfunc.trees import tree
 from zfunc.trees.reduction import compressing, settled
@@ -93,8 +93,8 @@ def onebit_lamb(
         used = _steady(ratios, state.mu, mean) if still else ratios
         return scaled(step, used, at(lr, state.count), mu), LambState(count, mu, nu, mean)
 
-    tx = lamb(lr, b1, b2, eps, weight_decay, mask)
-    return GradientTransformation(tx._init, update, additive=additive, checked=True, unfit="lamb")
+    init = with_mask(lamb_init, "lamb", rates)
+    return GradientTransformation(init, update, additive=additive, checked=True, unfit="lamb")
 
 
 def _steady(ratios: Tree, mu: Tree, mean: Tensor) -> Tree:

@@ -15,11 +15,11 @@ from zfunc.optim.adaptive import AdamState
 from zfunc.optim.base import GradientTransformation
 from zfunc.optim.descent import SgdState
 from zfunc.optim.factored import FactoredState
-from zfunc.optim.layerwise import LambState
 from zfunc.optim.muon import MuonState
 from zfunc.optim.scaling import ScaleByRmsState, ScaleByRssState, ScaleByStddevState, TraceState
 from zfunc.optim.schedules import ScheduleState
 from zfunc.optim.sign_descent import LionState
+from zfunc.optim.trust_ratios import LambState
 from zfunc.trees import tree
 from zfunc.trees.nodes import NAMESPACE
 

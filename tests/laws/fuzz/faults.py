@@ -264,11 +264,11 @@ def a_schedule_that_is_a_step_late() -> Fault:
         adaptive,
         descent,
         lamb_onebit,
-        layerwise,
         sign_descent,
+        trust_ratios,
     )
 
-    rules = (adam_onebit, adam_zero_one, adaptive, descent, lamb_onebit, layerwise, sign_descent)
+    rules = (adam_onebit, adam_zero_one, adaptive, descent, lamb_onebit, sign_descent, trust_ratios)
     with ExitStack() as stack:
         for rule in rules:
             stack.enter_context(patch.object(rule, "at", at))
