@@ -20,7 +20,7 @@ from zfunc.engine.hooks import Order
 from zfunc.engine.step import Transform, transform_of
 from zfunc.trees.marks import any_spent, spent
 from zfunc.trees.memory import Donation, blank
-from zfunc.trees.nodes import Box, boxes_in, held_in
+from zfunc.trees.nodes import Box, memory_of
 
 __all__ = ["Donate", "donate"]
 
@@ -47,7 +47,7 @@ class Donate(Transform):
         try:
             return call(state, args, kwargs)
         except BaseException as error:
-            its = [*held_in(state), *_views(boxes_in(state))]
+            its = _with_views(*memory_of(state))
             if given and any(map(any_spent, [its, *given])):  # else it was spent when it came
                 story = _STORY.format(type(error).__name__)
                 # Leaves that autograd tracks went in as others in the same memory.
@@ -68,9 +68,9 @@ class Donate(Transform):
 
     def finish(self, old: Any, out: Any) -> Any:
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
-        running, kept = current(), {id(x) for x in (*held_in(out), *_views(boxes_in(out)))}
-        for x in () if running is None else (*running.tensors, *_views(running.boxes)):
-            if not spent(x) and id(x) not in kept:
+        running, kept = current(), {id(x) for x in _with_views(*memory_of(out))}
+        for x in () if running is None else _with_views(running.tensors, running.boxes):
+            if id(x) not in kept and not spent(x):
                 blank(x)
         return out
 
@@ -78,8 +78,8 @@ class Donate(Transform):
         return ["donate: new state in the memory of the old one, which is spent"]
 
 
-def _views(boxes: Sequence[Box]) -> list[Tensor]:
-    return [x for box in boxes for x in box.views()]
+def _with_views(tensors: Sequence[Tensor], boxes: Sequence[Box]) -> list[Tensor]:
+    return [*tensors, *(x for box in boxes for x in box.views())]
 
 
 @transform_of

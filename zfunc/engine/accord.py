@@ -139,7 +139,8 @@ class Accord:
         at = self._find(kind, run.key)
         self.beside = at < 0
         if at >= 0:
-            self._until(at)
+            if at > self.at:
+                self._until(at)
             self.at, self.beside = at + 1, False
         return at >= 0
 
@@ -339,7 +340,7 @@ class Accord:
         return self.ranks.exchange(mine, label="ask")
 
     def _run(self, key: Key) -> UnitRun:
-        run = self.owner.plan.run_at(key)
+        run = self.owner.plan.units[key].run
         if run is None:
             raise DesyncError(
                 f"another rank uses a tree of parameters, number {key[0]} of its pass, that rank "

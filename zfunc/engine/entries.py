@@ -11,7 +11,7 @@ from torch import Tensor
 from zfunc.errors import PlacementError
 from zfunc.trees import tree
 from zfunc.trees.marks import any_spent, carry
-from zfunc.trees.nodes import HELD, NAMESPACE, OPAQUE, PLACED, Box, held_in
+from zfunc.trees.nodes import HELD, NAMESPACE, OPAQUE, PLACED, Box, memory_of
 
 __all__ = [
     "ROLES",
@@ -142,8 +142,8 @@ def copied(state: Any) -> Any:
     )
 
 
-def admitted(state: Any) -> tuple[Any, list[Tensor]]:
-    """The state without leaves that autograd tracks (modules' Parameters, say), and its tensors.
+def admitted(state: Any) -> tuple[Any, list[Tensor], list[Box]]:
+    """The state without leaves that autograd tracks (modules' Parameters, say), tensors, boxes.
 
     A step decides itself what to track; otherwise every state would drag along the
     graph of all steps before it.
@@ -151,13 +151,13 @@ def admitted(state: Any) -> tuple[Any, list[Tensor]]:
     Raises:
         DonatedStateError: a leaf's memory belongs to a later state.
     """
-    tensors = held_in(state)
+    tensors, boxes = memory_of(state)
     if any_spent(tensors):
         tree.check_alive(state)  # says which
     if not any(x.requires_grad for x in tensors) or not any(map(_is_tracked, tensors)):
-        return state, tensors
+        return state, tensors, boxes
     free = optree.tree_map(_free, state, namespace=HELD)
-    return free, held_in(free)
+    return free, *memory_of(free)
 
 
 def _free(x: Any) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Pass:
             self, index, layout, stored, group, cut, differentiated, hooks, sink, name_of
         )
         self.sources.append(source)
-        self.plan.runs.append(source.runs)
+        self.plan.add(source.runs)
         if self.accord is not None:
             self.accord.admit(source)
         return source
@@ -170,7 +171,7 @@ class Pass:
         if self.left_bytes >= BETWEEN_TRIMS:
             self._return_gaps()
 
-    @property
+    @cached_property
     def _replicated(self) -> bool:
         """Whether gradients have one round more to go."""
         return self.running is not None and communication(self.running).replicas.size > 1
@@ -295,6 +296,7 @@ class Pass:
                 run.hooks = ()  # some know their run
             source.runs.clear()
         self.sources.clear()
+        self.plan.units.clear()
         self.lingering.clear()
         self.transient.clear()
         self.results.clear()

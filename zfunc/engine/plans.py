@@ -6,18 +6,32 @@ gathers what it needs when it needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple
 
 from zfunc.engine.unit_runs import UnitRun
 from zfunc.layout.layout import Layout
 
-__all__ = ["PassPlan", "is_soon", "there", "there_and_back"]
+__all__ = ["PassPlan", "there", "there_and_back"]
 
 AHEAD_BYTES = 2**26  # of units that entered ahead, on a host: one is always there
 Key = tuple[int, int]  # which tree of the pass, and which unit of it
-K = TypeVar("K", bound=Hashable)
+
+
+class _Planned(NamedTuple):
+    """A unit of the plan: its run, its layer, its bytes."""
+
+    run: UnitRun | None
+    layer: Key
+    nbytes: int
+
+
+class _Units(dict[Key, _Planned]):
+    """By key. A unit whose tree is not here has no run, and is a layer by itself."""
+
+    def __missing__(self, key: Key) -> _Planned:
+        return _Planned(None, key, 0)
 
 
 @dataclass
@@ -29,7 +43,7 @@ class PassPlan:
         prefetch: how many layers ahead entry starts, as far as their bytes allow.
         room: bytes of units that may be there beyond these: entered ahead, or kept because they
             are needed again soon. What small units that are not merged may take together.
-        runs: the units of each tree of the pass.
+        units: those of all trees of the pass.
         events: the units as they have entered.
         cursor: how much of the order has come.
         most_ahead: bytes of units that were ahead at once.
@@ -38,10 +52,17 @@ class PassPlan:
     order: Sequence[Key] = ()
     prefetch: int = 1
     room: int = 0
-    runs: list[list[UnitRun]] = field(default_factory=list)
+    units: _Units = field(default_factory=_Units)
     events: list[Key] = field(default_factory=list)
     cursor: int = 0
     most_ahead: int = 0
+
+    def add(self, runs: Sequence[UnitRun]) -> None:
+        """One more tree takes part."""
+        for run in runs:
+            layout, (source, unit) = run.info.layout, run.key
+            layer = source, layout.layer_of_unit[unit]
+            self.units[run.key] = _Planned(run, layer, layout.unit_nbytes(unit))
 
     def record(self, key: Key, follows: bool) -> None:
         """Note that a unit enters, and, if the rank follows the plan, where in it that is."""
@@ -57,13 +78,13 @@ class PassPlan:
         The other units of the layer that is entering are started, too.
         """
         for key in self.order[self.cursor : self.cursor + self.prefetch + 1]:
-            if run := self.run_at(key):
+            if run := self.units[key].run:
                 run.fetch()
-        ahead, layers = 0, {self._layer(now.key)}
+        ahead, layers = 0, {self.units[now.key].layer}
         met: set[Key] = set()
-        for i, (key, room) in enumerate(self._coming()):
-            size, run = self._size(key), self.run_at(key)
-            layers.add(self._layer(key))
+        for i, (key, planned, room) in enumerate(self._coming()):
+            run, size = planned.run, planned.nbytes
+            layers.add(planned.layer)
             on_disk = run is not None and run.node is not None  # its store reads ahead
             enough = i >= self.prefetch if on_disk else len(layers) > self.prefetch + 1
             if enough and (room < 0 or on_disk):
@@ -77,7 +98,7 @@ class PassPlan:
             ahead += size
             self.most_ahead = max(self.most_ahead, ahead)
 
-    def _coming(self) -> Iterator[tuple[Key, int]]:
+    def _coming(self) -> Iterator[tuple[Key, _Planned, int]]:
         """The plan from here to the turn, with the room left behind each unit.
 
         The turn is a unit that comes again. There most of the activations are in memory, so no
@@ -85,25 +106,26 @@ class PassPlan:
         """
         room, passed = self.room, set(self.order[self.cursor - 1 : self.cursor])
         for key in self.order[self.cursor :]:
-            room -= self._size(key)
+            planned = self.units[key]
+            room -= planned.nbytes
             if key in passed and room < 0:
                 return
             passed.add(key)
-            yield key, room
+            yield key, planned, room
 
     def next_layer(self, now: Sequence[UnitRun]) -> list[Key]:
         """The units that the plan has behind these, of one layer, if they are not there yet."""
-        met = {self._layer(run.key) for run in now}
+        met = {self.units[run.key].layer for run in now}
         first: Key | None = None
         found: list[Key] = []
         size = 0
-        for key, _ in self._coming() if self.prefetch else ():
-            run, layer = self.run_at(key), self._layer(key)
+        for key, planned, _ in self._coming() if self.prefetch else ():
+            run, layer = planned.run, planned.layer
             if layer in met or run is None:
                 continue
             if first not in (None, layer):
                 break
-            first, size = layer, size + self._size(key)
+            first, size = layer, size + planned.nbytes
             if run.values is not None or run.pending is not None or run.node is not None:
                 break
             if not run.gathers or (found and size > run.limit(AHEAD_BYTES)):
@@ -113,57 +135,29 @@ class PassPlan:
         return found
 
     def soon(self, run: UnitRun) -> bool:
-        """Whether the plan has this unit next, or so soon that all until then has room."""
-        coming = self.order[self.cursor :]
-        return is_soon(run.key, coming, self.room, self._size, self._layer)
+        """Whether the plan has this unit next, or so soon that it and all until then have room.
+
+        The units of its own layer come with it.
+        """
+        own = self.units[run.key]
+        met, left = {run.key}, self.room - own.nbytes
+        for key in self.order[self.cursor :]:
+            if key == run.key:
+                return True
+            planned = self.units[key]
+            if planned.layer == own.layer:
+                continue
+            if key not in met:
+                met.add(key)
+                left -= planned.nbytes
+            if left < 0:
+                return False
+        return False
 
     @property
     def ends(self) -> bool:
         """Whether the plan has no unit to come."""
         return 0 < len(self.order) <= self.cursor
-
-    def _layer(self, key: Key) -> Key:
-        """Which layer a unit belongs to; that of a tree which is not here stands for itself."""
-        run = self.run_at(key)
-        return key if run is None else (key[0], run.info.layout.layer_of_unit[key[1]])
-
-    def run_at(self, key: Key) -> UnitRun | None:
-        """A unit of the plan, which may be of other trees than these."""
-        source, unit = key
-        runs = self.runs[source] if source < len(self.runs) else []
-        return runs[unit] if unit < len(runs) else None
-
-    def _size(self, key: Key) -> int:
-        run = self.run_at(key)
-        return run.info.layout.unit_nbytes(key[1]) if run else 0
-
-
-def is_soon(
-    unit: K,
-    coming: Iterable[K],
-    room: int,
-    size: Callable[[K], int],
-    layer: Callable[[K], Hashable] = lambda unit: unit,
-) -> bool:
-    """Whether a unit comes next, or so soon that it and all until then take no more than ``room``.
-
-    The units of its own ``layer`` come with it.
-
-    >>> [is_soon("a", coming, 2, lambda unit: 1) for coming in ("ab", "bba", "bca", "b")]
-    [True, True, False, False]
-    >>> [is_soon("a", coming, 0, lambda unit: 1, str.lower) for coming in ("Aab", "Aba")]
-    [True, False]
-    """
-    met, left, mine = {unit}, room - size(unit), layer(unit)
-    for other in coming:
-        if other == unit:
-            return True
-        if other not in met and layer(other) != mine:
-            met.add(other)
-            left -= size(other)
-        if left < 0 and layer(other) != mine:
-            return False
-    return False
 
 
 def there(layouts: Sequence[Layout]) -> list[Key]:

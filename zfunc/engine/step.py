@@ -44,7 +44,7 @@ from zfunc.ranks.meshes import Mesh, laid_out
 from zfunc.ranks.world import MESH, unchecked
 from zfunc.trees import tree
 from zfunc.trees.memory import without_memory
-from zfunc.trees.nodes import Box, boxes_in, leaves_in
+from zfunc.trees.nodes import Box, leaves_in
 from zfunc.trees.origins import let_go
 
 __all__ = ["Step", "Transform", "as_step", "transform_of"]
@@ -312,14 +312,14 @@ class Step:
         return call
 
     def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
-        (state, tensors), memo = admitted(state), self._memo()
+        (state, tensors, boxes), memo = admitted(state), self._memo()
         self._check_mesh()
         self._check(state, memo)
         running = Context(
             transforms=self.transforms,
             memo=memo,
             tensors=tensors,
-            boxes=boxes_in(state),
+            boxes=boxes,
             key=key_of(state),
             by_unit=any(
                 t.by_unit or t.overrides("enter") or t.overrides("leave") for t in self.transforms
@@ -415,7 +415,7 @@ class Step:
             with torch.inference_mode(False), torch.no_grad():
                 return self.place(state)
         self._check_mesh()
-        state, _ = admitted(state)
+        state, *_ = admitted(state)
         if found := first_placed(state):
             raise PlacementError(
                 f"{found} is placed already. `place` takes a full state: pass the one it was made "

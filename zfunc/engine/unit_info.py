@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,15 +97,15 @@ class UnitInfo:
         """Whether its gradients leave as they are, since a transform averages them otherwise."""
         return self.running is not None and communication(self.running).keeps(self)
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.layout.units[self.index].name
 
-    @property
+    @cached_property
     def flats(self) -> tuple[int, ...]:
         return self.layout.units[self.index].flats
 
-    @property
+    @cached_property
     def trainable(self) -> list[int]:
         return [i for i in self.flats if self.layout.flats[i].trainable]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -75,7 +76,7 @@ class PendingHandle(Handle[T]):
 
     def wait(self) -> T:
         with self._lock:
-            if self._is_stale():
+            if self._epoch != self._group.epoch:  # what this waits for will not come
                 self._abandon(_stale())
             if self._steps is not None:
                 self._group._finish_before(self)
@@ -106,17 +107,13 @@ class PendingHandle(Handle[T]):
             self._error = error
             self._let_go()
 
-    def _is_stale(self) -> bool:
-        """Whether the group was made anew meanwhile: what this waits for will not come."""
-        return self._epoch != self._group.epoch
-
     def _let_go(self) -> None:
         """Drop the generator, and with it the buffers."""
         self._group._under_way.discard(self._steps)
         self._steps = self._then = None
 
     def __del__(self) -> None:
-        if self._steps is not None and not self._is_stale():
+        if self._steps is not None and self._epoch == self._group.epoch:
             self._group._dropped.append(self)
 
 
@@ -243,7 +240,7 @@ class ConnectedGroup(Group):
         call = self._call(kind, label, what, data)
         sent, held = self._cost(kind, data, args)
         self._record(call, sent, data)
-        if not self._transport.hosted(data):
+        if held is not None and not self._transport.hosted(data):
             held = None  # in the device's memory, which the caller bounds
         if held is not None:
             self._make_room(held)
@@ -265,7 +262,8 @@ class ConnectedGroup(Group):
         handle = PendingHandle(steps, self, self.issued if in_turn else 0, held or 0, then)
         if in_turn:
             self._in_turn = [weakref.ref(other) for other in (*self._taking_turns(), handle)]
-        self._finish_dropped()
+        if self._dropped:
+            self._finish_dropped()
         return handle
 
     def _exchanged(self, kind: str, label: str, data: bytes) -> list[bytes]:
@@ -349,7 +347,7 @@ class ConnectedGroup(Group):
     def _taking_turns(self) -> list[PendingHandle[Any]]:
         """What is finished in its turn and somebody may wait for, the oldest first."""
         alive = [ref() for ref in self._in_turn]
-        return [handle for handle in alive if handle is not None and not handle.done]
+        return [handle for handle in alive if handle is not None and handle._steps is not None]
 
     def _finish_before(self, handle: PendingHandle[Any]) -> None:
         """Finish what goes on in ``wait`` and was issued before this one, if this one does.
@@ -357,8 +355,10 @@ class ConnectedGroup(Group):
         Ranks that waited for such in different orders would wait for each other. Large
         all-reduces take two rounds, so reductions always do; in a large group everything does.
         """
+        if not handle._turn:
+            return
         earlier = [other for other in self._unfinished() if 0 < other._turn < handle._turn]
-        for other in sorted(earlier, key=lambda other: other._turn):
+        for other in sorted(earlier, key=attrgetter("_turn")):
             other.wait()
 
     def _unfinished(self) -> list[PendingHandle[Any]]:
@@ -366,7 +366,8 @@ class ConnectedGroup(Group):
 
         Of handles that the cycle collector ends only the list of the dropped ones knows.
         """
-        return [*(handle for handle in self._dropped if not handle.done), *self._taking_turns()]
+        dropped = (handle for handle in self._dropped if handle._steps is not None)
+        return [*dropped, *self._taking_turns()]
 
     def finish(self) -> None:
         if self._failure is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -95,7 +95,12 @@ class Transport(Protocol):
     def headers_sent(self, kind: str, data: Tensor | None) -> int:
         """How many headers this rank sends in a collective on ``data``."""
         nbytes = 0 if data is None else data.nbytes
-        return len(neighbours(self.rank, self.size)) * headers_each(kind, nbytes, self.size)
+        return len(self.neighbours) * headers_each(kind, nbytes, self.size)
+
+    @cached_property
+    def neighbours(self) -> list[int]:
+        """The ranks whose headers this one checks."""
+        return neighbours(self.rank, self.size)
 
     def hosted(self, data: Tensor | None) -> bool:
         """Whether a collective on ``data`` is the host's work, and in the host's memory."""

@@ -88,14 +88,14 @@ class Donation:
         found = self.owners.get(at)
         if found is None:
             return False
-        start, stop = _bytes_of(x)
-        if len(found) == 1 and _bytes_of(found[0]) == (start, stop):  # of one tensor all
-            for view in self._views_in(found[0], at):
+        if len(found) == 1 and (found[0] is x or _bytes_of(found[0]) == _bytes_of(x)):  # all of it
+            for view in self._views_in(found[0], at) if self.boxes else ():
                 blank(view)
             blank(found[0])
             return True
         if found.row is None:
             return False
+        start, stop = _bytes_of(x)
         for resident in found.between(start, stop):
             for view in self._views_in(resident, at).between(start, stop):
                 blank(view)
@@ -217,19 +217,14 @@ def reuse(x: Tensor) -> Tensor:
     """
     if spent(x):
         raise DonatedStateError(gone("a leaf"))
-    alias = x.detach()
-    if is_unmade(x):
+    alias, running = x.detach(), RUNNING.get()
+    if running is None or is_unmade(x):
         return x.clone()
-    if spend(x):
+    if running.donation is not None and running.donation.spend(x):
         return alias
-    offers = running.offers if (running := current()) is not None else None
-    if (
-        offers
-        and (room := offers.get(x.data_ptr())) is not None
-        and room.shape == x.shape
-        and room.dtype == x.dtype
-    ):
-        return offers.pop(x.data_ptr()).copy_(x)
+    room = running.offers.get(x.data_ptr()) if running.offers else None
+    if room is not None and room.shape == x.shape and room.dtype == x.dtype:
+        return running.offers.pop(x.data_ptr()).copy_(x)
     return x.clone()
 
 

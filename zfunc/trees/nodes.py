@@ -39,6 +39,7 @@ __all__ = [
     "held_in",
     "in_full",
     "leaves_in",
+    "memory_of",
     "opened",
     "register",
 ]
@@ -450,22 +451,24 @@ class _Seen(threading.local):
 _seen = _Seen()
 
 
-def _glance(x: Any, deep: bool = True) -> Any:
+def _glance(tree: Any) -> tuple[Any, ...]:
     """What tells a tree from most others without walking along it."""
-    kind = type(x)
-    if kind is dict:
-        return kind, len(x), next(iter(x), None)
-    if isinstance(x, Tensor):
-        return None
-    if (layout := getattr(x, "__dict__", {}).get("layout")) is not None:
-        return kind, id(layout)
-    if isinstance(x, tuple):
-        return kind, *[_glance(y, deep) for y in x[:8]]
-    if isinstance(x, list):
-        return kind, len(x)
-    if deep and hasattr(x, "__dict__"):
-        return kind, *[_glance(y, False) for y in x.__dict__.values()]
-    return kind
+    seen: list[Any] = []
+    todo = [(tree, True)]
+    while todo:
+        x, deep = todo.pop()
+        seen.append(None if isinstance(x, Tensor) else type(x))
+        if isinstance(x, dict):
+            seen += len(x), next(iter(x), None)
+        elif (layout := getattr(x, "__dict__", {}).get("layout")) is not None:
+            seen.append(id(layout))
+        elif isinstance(x, tuple | list):
+            seen.append(len(x))
+            todo += [(y, deep) for y in x[:8]] if isinstance(x, tuple) else ()
+        elif seen[-1] and deep and hasattr(x, "__dict__"):
+            seen.append(len(x.__dict__))
+            todo += [(y, False) for y in x.__dict__.values()]
+    return tuple(seen)
 
 
 def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
@@ -492,20 +495,22 @@ def leaves_in(tree: Tree, namespace: str = NAMESPACE) -> list[Any]:
     return [x for x in items if x is not None]
 
 
+def memory_of(tree: Tree) -> tuple[list[Tensor], list[Box]]:
+    """The tensors that a tree has in memory, of which its leaves may be views, and its boxes."""
+    found = leaves_in(tree, HELD)
+    boxes = [x for x in found if isinstance(x, Box)]
+    rows = (x.held() if isinstance(x, Box) else [x] for x in found) if boxes else [found]
+    return [x for row in rows for x in row if isinstance(x, Tensor)], boxes
+
+
 def held_in(tree: Tree) -> list[Tensor]:
     """The tensors that a tree has in memory, of which its leaves may be views."""
-    out: list[Tensor] = []
-    for x in leaves_in(tree, HELD):
-        if isinstance(x, Box):
-            out.extend(x.held())
-        elif isinstance(x, Tensor):
-            out.append(x)
-    return out
+    return memory_of(tree)[0]
 
 
 def boxes_in(tree: Tree) -> list[Box]:
     """The boxes in a tree."""
-    return [x for x in leaves_in(tree, HELD) if isinstance(x, Box)]
+    return memory_of(tree)[1]
 
 
 def opened(tree: Tree) -> Tree:

@@ -115,8 +115,8 @@ def align(trees: Sequence[Tree]) -> tuple[list[list[Any]], optree.PyTreeSpec]:
     """Flatten all trees along the one in which the most is placed."""
     if any(isinstance(tree, Placed) for tree in trees):  # one node stands for all that there is
         row = [tree.force() if isinstance(tree, Lazy) else tree for tree in trees]
-        for tree in row:
-            check_alive(tree)
+        for tree in row if any_spent(held_in(tuple(row))) else ():
+            check_alive(tree)  # says which
         return [row], _LEAF
     flat = [_items(tree) for tree in trees]
     if all(its == flat[0][1] for _, its in flat[1:]):
