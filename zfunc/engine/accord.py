@@ -213,8 +213,6 @@ class Accord:
 
     def gate(self, what: str) -> None:
         """A collective that is not of this pass comes: all ranks must be there."""
-        if self._busy:
-            return
         if not self.asking:
             at = self._find(MARK, what)
             if at >= 0:
@@ -278,12 +276,14 @@ class Accord:
         self._ask(REDUCE, [what], self._position(run), (), flats)
 
     def own(self, call: Callable[..., T], *args: Any) -> T:
-        """Call what may start collectives that are the pass's own."""
+        """Call what may start collectives that are the pass's own, which ask nobody."""
         self._busy += 1
+        gate, self._world.gate = self._world.gate, None
         try:
             return call(*args)
         finally:
             self._busy -= 1
+            self._world.gate = gate
 
     # Asking
 

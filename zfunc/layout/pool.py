@@ -35,8 +35,7 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
         """An uninitialised 1-D tensor of ``numel`` elements."""
         nbytes = numel * dtype.itemsize
-        plain = _use_count is None or kind(device or HOST) != "cpu"
-        if plain or nbytes < WORTHWHILE:
+        if nbytes < WORTHWHILE or _use_count is None or kind(device or HOST) != "cpu":
             return empty(numel, dtype, device)
         row = self._buffers.setdefault(nbytes, [])
         buffer = next((x for x in row if _free(x)), None)
